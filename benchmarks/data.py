@@ -27,8 +27,7 @@ from attrs import define
 from PIL import Image
 from torch import Tensor
 
-from hookdiff import Feed
-from hookdiff.data import Folder, Store, Transforms
+from hookdiff.images import Folder, Store, Transforms, feed_of
 
 BATCH = 64
 
@@ -64,7 +63,7 @@ Epoch = Callable[[int], Iterator[Tensor]]
 
 
 def hookdiff(root: Path, side: int, store: Any, workers: int, cache: Path) -> Epoch:
-    feed = Feed(
+    feed = feed_of(
         Folder(str(root)),
         transforms=Transforms(image_size=side, flip=True),
         store=Store(store=store, cache_dir=str(cache)),

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.inception import Inception3
 
-from hookdiff.features import Moments
+from hookdiff.authors import Moments
 from hookdiff_features.inception import InceptionV3
 from hookdiff_fid import frechet_distance
 

@@ -46,8 +46,8 @@ from torch import Tensor
 
 from hookdiff import UserError, cli
 from hookdiff.data import digits
-from hookdiff.history import EVENTS
 from hookdiff.log import MACHINE
+from hookdiff.run_dir import EVENTS
 from hookdiff_checkpoint import find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.folder import MANIFEST
 

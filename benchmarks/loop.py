@@ -37,10 +37,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hookdiff import Loop, LoopConfig, builtin_plugins
-from hookdiff.adamw import AdamW
 from hookdiff.data import digits
 from hookdiff.diffusion import VP, Diffusion
 from hookdiff.machine import keep_memory
+from hookdiff.models import AdamW
 from hookdiff_clip import Clip
 from hookdiff_ema import EMA
 from hookdiff_lr import LR

@@ -25,8 +25,9 @@ from pathlib import Path
 import numpy
 import torch
 
-from hookdiff.history import picture_path
-from hookdiff.pictures import Panel, sheet
+from hookdiff.authors import sheet
+from hookdiff.log import Panel
+from hookdiff.run_dir import picture_path
 
 EDGES = ["-inf", *(f"{-8.5 + 1.6 * k:+.1f}" for k in range(11)), "+inf"]
 CONFIG = "[run]\nsteps = {steps}\nbatch_size = 64\nlog_every = 1\n"

@@ -20,8 +20,8 @@ from diffusers import DDIMPipeline, DDIMScheduler
 from step import of_diffusers
 
 from hookdiff import Loop, SampleRequest
+from hookdiff.authors import ImageMaker
 from hookdiff.diffusion import Diffusion, Sampling
-from hookdiff.generation import Images
 from hookdiff.machine import keep_memory
 from hookdiff.models import adapt, use_attention
 
@@ -59,7 +59,7 @@ def hookdiff(
     loop = Loop(model, (), Diffusion("ddpm"), blank, sampler=sampler)
 
     def make() -> None:
-        for _ in Images(loop).make(range(num), lambda part: SampleRequest(len(part), 0, part.start)):
+        for _ in ImageMaker(loop).make(range(num), lambda part: SampleRequest(len(part), 0, part.start)):
             pass
 
     return make

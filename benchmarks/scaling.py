@@ -40,8 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hookdiff import Loop, LoopConfig, builtin_plugins
 from hookdiff.data import InMemory
 from hookdiff.diffusion import VP, Diffusion
-from hookdiff.ranks import first_rank_says, gathered, num_ranks, rank
-from hookdiff.shards import local
+from hookdiff.machine import first_rank_says, gathered, local, num_ranks, rank
 from hookdiff_clip import Clip
 from hookdiff_ddp import DDP
 from hookdiff_ema import EMA

@@ -1,21 +1,25 @@
-"""Makes the generated parts of docs/*.md anew from the source: `python docs/refresh.py`."""
+"""Makes the generated parts of docs/**/*.md anew from the source: `python docs/refresh.py`."""
 
+import ast
 import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hookdiff.choices import parts
-from hookdiff.cli.hooks import contract, example, imports
-from hookdiff.data.formats import FORMATS
-from hookdiff.experiment.reference import Key, keys, summary
-from hookdiff.hookspecs import HOOK_NAMES, Hooks
-from hookdiff.imports import import_object
+import tomli
 
+from hookdiff.cli.hooks import contract, example, imports
+from hookdiff.images import PICTURE_FORMATS
+from hookdiff.loop import HOOK_NAMES, Hooks
+from hookdiff.options import Key, import_object, keys, parts, summary
+
+ROOT = Path(__file__).parents[1]
 _KEYS = re.compile(r"(<!-- keys of (\S+?)(?: without ([\w, ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 _HOOK = re.compile(r"(<!-- hook (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FORMATS = re.compile(r"(<!-- formats -->\n).*?(<!-- end -->)", re.DOTALL)
+_FACES = re.compile(r"(<!-- faces -->\n).*?(<!-- end -->)", re.DOTALL)
+_PACKAGES = re.compile(r"(<!-- packages -->\n).*?(<!-- end -->)", re.DOTALL)
 _IMPORTS = re.compile(r"(<!-- imports -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -45,7 +49,43 @@ def hook(name: str) -> str:
 
 def formats() -> str:
     """Return the suffixes of all picture files."""
-    return ", ".join(f"`{suffix}`" for one in FORMATS for suffix in one.suffixes) + "\n"
+    return ", ".join(f"`{suffix}`" for one in PICTURE_FORMATS for suffix in one.suffixes) + "\n"
+
+
+def faces() -> str:
+    """Return the table of the public modules beside `hookdiff` itself: their first sentence, and their names."""
+    lines = ["| module | content | names |", "|---|---|---|"]
+    for stub in sorted((ROOT / "hookdiff").glob("*/__init__.pyi")):
+        text, _, _ = _docstring(stub.with_suffix(".py")).partition("\n")
+        names = [one.name for node in ast.parse(stub.read_text("utf-8")).body for one in node.names]  # type: ignore[attr-defined]
+        shown = ", ".join(f"`{name}`" for name in sorted(names, key=str.lower))
+        lines.append(f"| `hookdiff.{stub.parent.name}` | {text.removesuffix('.')} | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
+def packages() -> str:
+    """Return the table of the packages in plugins/: what each is, by its entry points, and its first sentence.
+
+    A kind is followed by the names that the package has of it, unless that is its own name. Plugins come first.
+    """
+    groups = tomli.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
+    entries = [("plugin", *entry) for entry in groups["hookdiff.plugins"].items()]
+    entries += [("command", *entry) for entry in groups["hookdiff.commands"].items()]
+    entries += [(*name.split(".", 1), target) for name, target in groups["hookdiff.parts"].items()]
+    found: dict[str, dict[str, list[str]]] = {}  # names by kind by package
+    for kind, name, target in entries:
+        found.setdefault(re.split("[.:]", target)[0], {}).setdefault(kind, []).append(name)
+    lines = ["| package | what it is | |", "|---|---|---|"]
+    for package, kinds in sorted(found.items(), key=lambda one: ("plugin" not in one[1], next(iter(one[1])), one[0])):
+        own = package.removeprefix("hookdiff_")
+        what = (kind + f" `{'`, `'.join(names)}`" * (names != [own]) for kind, names in kinds.items())
+        text, _, _ = _docstring(ROOT / "plugins" / package / "__init__.py").partition("\n")
+        lines.append(f"| `{package}` | {', '.join(what)} | {text.removesuffix('.')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
 
 
 def _python(code: str) -> str:
@@ -57,7 +97,8 @@ def refresh(text: str) -> str:
 
     They stand before `<!-- end -->`: a table of keys after `<!-- keys of module:Name -->`, which may go on with
     ` without a, b`; a hook after `<!-- hook NAME -->`; the imports of all examples after `<!-- imports -->`; the
-    suffixes of pictures after `<!-- formats -->`.
+    suffixes of pictures after `<!-- formats -->`; the public modules after `<!-- faces -->`; the packages of plugins/
+    after `<!-- packages -->`.
     """
 
     def table(path: str, without: str | None) -> str:
@@ -67,9 +108,11 @@ def refresh(text: str) -> str:
     text = _KEYS.sub(lambda found: found[1] + table(found[2], found[3]) + found[4], text)
     text = _HOOK.sub(lambda found: found[1] + hook(found[2]) + found[3], text)
     text = _FORMATS.sub(lambda found: f"{found[1]}\n{formats()}\n{found[2]}", text)
+    text = _FACES.sub(lambda found: f"{found[1]}\n{faces()}\n{found[2]}", text)
+    text = _PACKAGES.sub(lambda found: f"{found[1]}\n{packages()}\n{found[2]}", text)
     return _IMPORTS.sub(lambda found: found[1] + _python("\n".join(imports(map(example, HOOK_NAMES)))) + found[2], text)
 
 
 if __name__ == "__main__":
-    for page in Path(__file__).parent.glob("*.md"):
+    for page in (ROOT / "docs").rglob("*.md"):
         page.write_text(refresh(page.read_text("utf-8")), "utf-8")

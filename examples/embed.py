@@ -11,7 +11,7 @@ import torch
 from hookdiff import Loop, LoopConfig, SampleRequest, builtin_plugins
 from hookdiff.data import digits
 from hookdiff.diffusion import Diffusion, Sampling
-from hookdiff.pictures import save_grid
+from hookdiff.log import save_grid
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA
 from hookdiff_networks import UNet

@@ -86,3 +86,9 @@ def why_missing(path: Path) -> str:
     if (parent / missing).is_symlink():
         return f"{parent / missing} is a link that leads nowhere"
     return f"{parent} has no {missing!r}{nearest(missing, os.listdir(parent))}"
+
+
+def listed(names: Sequence[object], most: int) -> str:
+    """Return the first `most` of `names` with commas, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more

@@ -25,9 +25,9 @@ from PIL import Image
 from torch import distributed
 
 from hookdiff import PASS, Loop, hookimpl
-from hookdiff.disk import flatten, unflatten
-from hookdiff.ranks import leave
-from tests.forked import PATIENCE, forked
+from hookdiff.disk.tree import flatten, unflatten
+from hookdiff.machine.joining import leave
+from tests.forked import PATIENCE, begin, command, forked, run_main
 from tests.graphs import Graphs
 
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
@@ -55,8 +55,13 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-# The nets of the tests are so small that a second thread would only slow them down.
-torch.set_num_threads(1)
+# The nets of the tests are so small that a second thread would only slow them down, most of all beside other tests.
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that they start
+
+
+def pytest_runtest_setup() -> None:
+    torch.set_num_threads(1)  # a test may have run a config with more
+
 
 SMALL: dict[str, Any] = {
     "run": {"steps": 6, "batch_size": 16, "device": "cpu", "plugins": []},
@@ -122,26 +127,20 @@ def graphs() -> Iterator[Graphs]:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start() -> Iterator[Callable[..., Any]]:
     """Return a function that starts the command line in `folder`, in a process group of its own.
 
-    The process can import the modules in the folder. It is killed at the end of the test.
+    The process can import the modules in the folder. It is killed at the end of the test. By default it is forked from
+    one that has imported torch. With `fresh`, Python starts anew: for variables that are read when it or a library
+    starts, and for what is imported.
     """
-    started = []
+    started: list[Any] = []
 
-    def call(folder: Path, *words: object, python: Iterable[str] = (), **environment: str) -> subprocess.Popen[str]:
+    def call(folder: Path, *words: object, fresh: bool = False, python: Iterable[str] = (), **environment: str) -> Any:
         paths = os.pathsep.join(map(str, (folder, *sys.path)))
-        process = subprocess.Popen(
-            [sys.executable, *python, "-c", "from hookdiff.cli import main; main()", *map(str, words)],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
+        variables = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
+        started.append(command(folder, *words, environment=variables, fresh=fresh, python=python))
+        return started[-1]
 
     yield call
     for process in started:
@@ -150,6 +149,8 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 Torchrun = Callable[..., tuple[int, str, str]]
+# Options with which torchrun forks the ranks, so that they need not import torch again.
+FORKS = ("--run-path", "--start-method=fork")
 
 
 @pytest.fixture
@@ -157,16 +158,9 @@ def torchrun(tmp_path: Path) -> Torchrun:
     """Return a function that runs a module or script in `num` processes of torchrun: exit code, stdout and stderr."""
 
     def call(num: int, *words: object, options: Iterable[str] = (), **environment: str) -> tuple[int, str, str]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num}", *options]
-        process = subprocess.Popen(
-            [*command, *map(str, words)],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        usual = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        texts = ["--standalone", f"--nproc-per-node={num}", *options, *map(str, words)]
+        process = begin(run_main, "torch.distributed.run", texts, folder=tmp_path, environment={**usual, **environment})
         try:
             return finish(process)
         finally:
@@ -176,7 +170,7 @@ def torchrun(tmp_path: Path) -> Torchrun:
     return call
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finish(process: Any) -> tuple[int, str, str]:
     """Wait for the process; return its exit code, stdout and stderr."""
     out, err = process.communicate(timeout=PATIENCE)
     return process.returncode, out, err
@@ -190,7 +184,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+def wait_for(path: Path, process: Any) -> None:
     """Wait until the process has made the file `path`; fail if the process ends without it."""
     wait_until(lambda: path.exists() or process.poll() is not None)
     assert path.exists(), process.communicate()

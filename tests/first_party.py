@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookdiff.data import InMemory, digits
-from hookdiff.imports import installed
-from hookdiff.testing import toy_model
+from hookdiff import InMemory
+from hookdiff.authors.testing.toy import toy_model
+from hookdiff.data.memory import digits
+from hookdiff.options.imports import installed
 
 # Options with which each plugin does something in 12 steps; a plugin that is not named here has its defaults.
 OPTIONS: dict[str, dict[str, Any]] = {

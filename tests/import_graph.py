@@ -1,6 +1,7 @@
-"""The import graph of hookdiff: its rooms and their layers, the imports that run back up, and the circles.
+"""The import graph of hookdiff: its rooms, the files beside them, the imports that run back up, and the circles.
 
-A room is a folder of hookdiff/, a file beside these folders, or the whole of plugins/. Imports for type checkers count.
+A room is a folder of hookdiff/. In the graph of rooms each file beside them is a node too, and so is the whole of
+plugins/. Imports for type checkers and inside functions count; the lazy names of a room's face (`__init__.pyi`) do not.
 `python tests/import_graph.py [ROOT]` prints the numbers.
 """
 
@@ -43,6 +44,13 @@ def room(module: str) -> str:
     """Return the room of a module."""
     top, *inner = module.split(".")
     return "plugins/" if top != "hookdiff" else inner[0] if inner else "__init__"
+
+
+def rooms_and_files(root: Path) -> tuple[list[str], list[str]]:
+    """Return the rooms of hookdiff/, and the files beside them, without `.py`."""
+    inside = {path.relative_to(root / "hookdiff").parts for path in (root / "hookdiff").rglob("*.py")}
+    rooms = {parts[0] for parts in inside if len(parts) > 1}
+    return sorted(rooms), sorted(parts[0].removesuffix(".py") for parts in inside if len(parts) == 1)
 
 
 def room_graph(graph: Graph) -> Graph:
@@ -106,8 +114,12 @@ def layers(graph: Graph) -> int:
 def main(root: Path) -> None:
     """Print the numbers of rooms, layers and imports back up, and the circles of files."""
     modules = file_graph(root)
-    rooms = room_graph(modules)
-    print(f"{len(rooms)} rooms, {layers(rooms)} layers, {len(back_up(rooms))} imports back up")
+    graph, (rooms, beside) = room_graph(modules), rooms_and_files(root)
+    up = back_up(graph)
+    print(f"{len(rooms)} rooms, beside them {', '.join(beside)}; {layers(graph)} layers, {len(up)} imports back up")
+    for name, others in modules.items():
+        for other in sorted(other for other in others if (room(name), room(other)) in up):
+            print(f"back up: {name} imports {other}")
     for group in (group for group in circles(modules) if len(group) > 1):
         print(f"circle of {len(group)} files: {', '.join(sorted(group))}")
 

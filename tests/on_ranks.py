@@ -12,12 +12,13 @@ from attrs import evolve
 from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Loop, LoopConfig, LossOutput, hookimpl
-from hookdiff.experiment import make_plugin
+from hookdiff.experiment.config import make_plugin
 from hookdiff.experiment.optimizers import weights_of
-from hookdiff.ranks import gathered, joined, leave
-from hookdiff.shards import whole
+from hookdiff.machine.dtensor import whole
+from hookdiff.machine.joining import joined, leave
+from hookdiff.machine.ranks import gathered
 from hookdiff_muon import muon
-from tests.forked import Process, forked
+from tests.forked import Rank, forked
 
 
 class Net(nn.Module):
@@ -184,7 +185,7 @@ Work = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @contextmanager
-def started(folder: Path, num: int, work: Work, spec: dict[str, Any]) -> Iterator[list[Process]]:
+def started(folder: Path, num: int, work: Work, spec: dict[str, Any]) -> Iterator[list[Rank]]:
     """Start `num` ranks that do the `work` of `spec`; the first one writes what it returns to `folder`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -5,7 +5,7 @@ from attrs import define, field
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LossOutput, hookimpl
-from hookdiff.weights import holding
+from hookdiff.models.weights import holding
 
 
 @define(eq=False)

@@ -16,15 +16,14 @@ import tomli
 import tomli_w
 
 import hookdiff
-from hookdiff import Loop
+from hookdiff import Hooks, Loop, load_config
+from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.cli import COMMANDS, main
-from hookdiff.experiment.config import load_config
-from hookdiff.hookspecs import HOOK_NAMES, Hooks
-from hookdiff.imports import installed
-from hookdiff.testing import toy_loop
+from hookdiff.loop.hookspecs import HOOK_NAMES, HOOKS
+from hookdiff.options.imports import installed
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
 OURS = [n for n, (entry, *_) in installed().items() if entry.dist and entry.dist.name == "hookdiff"]
 SHORT = [
     *("--set", "run.steps=4", "--set", "run.batch_size=16", "--set", "run.log_every=2", "--set", "sampling.steps=2"),
@@ -99,9 +98,8 @@ def test_the_commands_run(
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_the_batch_scripts_are_valid_bash() -> None:
-    scripts = re.findall(
-        r"^```\n(#!/bin/bash\n.*?)^```$", (ROOT / "docs" / "how-to.md").read_text("utf-8"), re.M | re.S
-    )
+    page = (ROOT / "docs" / "how-to" / "stop-a-run.md").read_text("utf-8")
+    scripts = re.findall(r"^```\n(#!/bin/bash\n.*?)^```$", page, re.M | re.S)
     assert scripts
     for script in scripts:
         done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
@@ -122,14 +120,12 @@ def test_the_toml_is_valid(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["docs/hooks.md"])
 def test_the_hook_reference_has_every_hook_with_its_arguments_and_kind(page: str) -> None:
-    found = re.findall(r"^### (\w+)\((.*)\)\n\n(Moment|Seam): ", (ROOT / page).read_text("utf-8"), re.M)
+    found = re.findall(r"^### (\w+)\((.*)\)\n\n(Moment|Seam|Question): ", (ROOT / page).read_text("utf-8"), re.M)
     said = {name: (arguments, kind) for name, arguments, kind in found}
     assert said.keys() == set(HOOK_NAMES)
     for name in HOOK_NAMES:
-        spec = getattr(Hooks, name)
-        _, *arguments = inspect.signature(spec).parameters
-        kind = "Seam" if spec.hookdiff_spec["firstresult"] else "Moment"
-        assert said[name] == (", ".join(arguments), kind)
+        _, *arguments = inspect.signature(getattr(Hooks, name)).parameters
+        assert said[name] == (", ".join(arguments), HOOKS[name].kind.capitalize())
 
 
 def sections(page: str) -> dict[str, str]:
@@ -171,11 +167,27 @@ def test_the_readme_names_every_plugin_and_every_hook() -> None:
     assert sorted(named) == sorted([*OURS, *HOOK_NAMES])
 
 
+def anchors(page: Path) -> list[str]:
+    """Return the names by which links reach the headings of `page`."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S)
+    return [re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.+)$", text, re.M)]
+
+
 @pytest.mark.skipif(not (ROOT / "hookdiff").is_dir(), reason="needs the sources, which the pages link to")
-def test_linked_files_exist() -> None:
-    for page in PAGES:
-        for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text("utf-8")):
-            assert link.startswith("https://") or ((ROOT / page).parent / link).exists(), f"{page}: {link}"
+@pytest.mark.parametrize("page", [*PAGES, "benchmarks/README.md", "benchmarks/tried.md", "CONTRIBUTING.md"])
+def test_linked_files_and_headings_exist(page: str) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text("utf-8")):
+        if not link.startswith("https://"):
+            file, _, heading = link.partition("#")
+            target = (ROOT / page).parent / file if file else ROOT / page
+            assert target.exists(), link
+            assert not heading or heading in anchors(target), link
+
+
+def test_the_index_of_tasks_lists_every_page_once() -> None:
+    pages = (ROOT / "docs" / "how-to").glob("*.md")
+    listed = re.findall(r"^\* \[.+\]\((\S+)\)", (ROOT / "docs" / "how-to" / "README.md").read_text("utf-8"), re.M)
+    assert sorted([*listed, "README.md"]) == sorted(path.name for path in pages)
 
 
 def test_the_commands_of_the_readme_are_in_the_makefile() -> None:

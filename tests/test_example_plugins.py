@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LossOutput, TrackedRun, UserError, hookimpl
-from hookdiff.testing import ToyObjective, assert_same, toy_loop, toy_model, weights
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
 from tests.conftest import PATIENCE, check_facts, finish, records, refused
 
 PLUGINS = Path(__file__).parents[1] / "examples" / "plugins"

@@ -37,9 +37,16 @@ num_samples = 4
 """
 SCRIPT = """
 from attrs import define, field
-from hookdiff import Loop, LoopConfig, SampleRequest, builtin_plugins, hookimpl
-from hookdiff.data import digits
-from hookdiff.diffusion import VP, Diffusion, MinSNR, Sampling
+from hookdiff import builtin_plugins
+from hookdiff import LoopConfig
+from hookdiff import hookimpl
+from hookdiff import Loop
+from hookdiff import SampleRequest
+from hookdiff.data.memory import digits
+from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion.process import VP
+from hookdiff.diffusion.sampling import Sampling
+from hookdiff.diffusion.weighting import MinSNR
 from hookdiff_networks import UNet
 from torch.optim import AdamW
 

@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from hookdiff.builtin.changes import Changes
+from hookdiff.builtin.directory import RunDir
 from hookdiff.builtin.events import Events
-from hookdiff.builtin.images import Images
-from hookdiff.builtin.lines import Distributions, Metrics, Texts
-from hookdiff.builtin.run_dir import RunDir
+from hookdiff.builtin.logged import Distributions, Metrics, Texts
+from hookdiff.builtin.pictures import Pictures
 from hookdiff.builtin.signals import Signals
 from hookdiff.builtin.skip import SkipBatches
-from hookdiff.builtin.slow_steps import SlowSteps
 from hookdiff.builtin.start import Start
 
 
@@ -23,6 +22,7 @@ def builtin_plugins(
     start_partial: bool = False,
     skip_batches: int = 0,
     defaults: Mapping[str, Any] | None = None,
+    fixed: Mapping[str, str] | None = None,
 ) -> dict[str, object]:
     """Return the plugins of every run by name, in the order in which they are called.
 
@@ -36,6 +36,7 @@ def builtin_plugins(
         start_partial: load only the tensors of this file that fit
         skip_batches: number of batches to skip at the start
         defaults: defaults of the config; if given, a resumed run logs what has changed since its checkpoint
+        fixed: keys that must not have changed then, beside those that are so in every run, with the reasons
     """
     plugins: dict[str, object] = {"signals": Signals()} if signals else {}
     if fit_micro_batch:
@@ -43,9 +44,9 @@ def builtin_plugins(
 
         plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes the size that it finds
     plugins |= {"run_dir": RunDir(overwrite), "metrics": Metrics(), "texts": Texts(), "distributions": Distributions()}
-    plugins |= {"images": Images(), "events": Events(), "slow_steps": SlowSteps()}
+    plugins |= {"images": Pictures(), "events": Events()}
     if defaults is not None:
-        plugins["changes"] = Changes(defaults)
+        plugins["changes"] = Changes(defaults, fixed or {})
     if start_from:
         plugins["start"] = Start(start_from, start_partial)
     if skip_batches:

@@ -8,28 +8,27 @@ from attrs import define, field
 
 from hookdiff.disk.tree import plain
 from hookdiff.errors import UserError
-from hookdiff.hookspecs import hookimpl
-from hookdiff.loop import Loop
-from hookdiff.progress import AUTO
+from hookdiff.loop.counts import AUTO
+from hookdiff.loop.hookspecs import hookimpl
+from hookdiff.loop.loop import Loop
+from hookdiff.run_dir.config_toml import flat
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
-# The keys that cannot change on resume, by reason. All others can, unless a plugin refuses its saved state.
+# The keys that cannot change on resume, by reason, beside those that a part marks as `Fixed`. All others can, unless a
+# plugin refuses its saved state.
 _REASONS: Mapping[str, tuple[str, ...]] = {
     "all randomness follows from it": ("run.seed",),
     "training samples would become held-out samples, or held-out samples training samples": ("data.held_out",),
     "it would change the order of the current epoch": ("data.balanced",),
     "the weights belong to the network as it was": (
-        *("model.use", "model.in_channels", "model.image_size", "model.num_classes", "model.channels"),
-        *("model.channel_mults", "model.num_res_blocks", "model.attention_resolutions", "model.head_dim"),
-        *("model.num_heads", "model.patch_size", "model.hidden_size", "model.depth", "model.mlp_ratio"),
+        *("model.use", "model.in_channels", "model.image_size", "model.num_classes"),
     ),
     "the weights were trained with this meaning of inputs, times and outputs": (
         *("diffusion.process", "diffusion.prediction", "diffusion.conditional", "diffusion.conditions"),
         *("diffusion.data_mean", "diffusion.data_std"),
     ),
     "the state of the optimizer is of another kind": ("optimizer.use",),
-    "weights would move to another optimizer without their state": ("optimizer.adamw",),
 }
 FIXED = {key: reason for reason, keys in _REASONS.items() for key in keys}
 # Options of a fixed part that can still change, because they only decide which times are drawn.
@@ -46,6 +45,7 @@ class Changes:
     """
 
     defaults: Mapping[str, Any]  # the default config, for keys that the checkpoint does not have
+    fixed: Mapping[str, str] = field(factory=dict)  # keys that the parts of the run mark as fixed, with the reasons
     _done: bool = field(init=False, default=False)
 
     @hookimpl(wrapper=True)
@@ -53,17 +53,17 @@ class Changes:
         """Compare the configs; raises UserError with every change that is refused."""
         state = yield
         if not self._done and state and state.get("config"):
-            changed, refused = [], []
+            changed, refused, fixed = [], [], {**self.fixed, **FIXED}
             for key, old, new in changes(state["config"], loop.hparams, self.defaults):
                 changed.append(f"{key} {_change(key, old, new)}")
                 switch = FIXED_SWITCHES.get(key) if bool(old) != bool(new) else None
-                reason = switch or FIXED.get(".".join(key.split(".")[:2]))  # of the key, or of its part
+                reason = switch or fixed.get(".".join(key.split(".")[:2]))  # of the key, or of its part
                 if reason and key not in FREE:
                     refused.append(f"{changed[-1]}: {reason}")
             if refused:
                 raise _refusal(refused)
             if changed:
-                log.info("changed since the checkpoint: %s", ", ".join(changed))
+                logger.info("changed since the checkpoint: %s", ", ".join(changed))
         self._done = True
         return state
 
@@ -99,7 +99,7 @@ def changes(
     A key that only `new` has is no difference if it has its default. A plugin that only one config has differs in
     run.plugins alone.
     """
-    before, after, usual = (dict(_flat(plain(config))) for config in (old, new, defaults))
+    before, after, usual = (dict(flat(plain(config))) for config in (old, new, defaults))
     for key in dict.fromkeys((*after, *before)):
         was, now = before.get(key), after.get(key)
         # "auto" is logged when its value is found, and a value that was not recorded did not change.
@@ -110,14 +110,6 @@ def changes(
         one_sided = table == "plugins" and any(plugin not in config.get("plugins", {}) for config in (old, new))
         if was != now and not one_sided:
             yield key, was, now
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _change(key: str, old: Any, new: Any) -> str:

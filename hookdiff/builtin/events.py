@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from hookdiff.builtin.lines import Lines
+from hookdiff.builtin.logged import LinesOfLoop
 from hookdiff.errors import StorageError
-from hookdiff.events import Event
-from hookdiff.findings import Finding, Severity
-from hookdiff.history import EVENTS
-from hookdiff.hookspecs import hookimpl
-from hookdiff.loop import Loop
-from hookdiff.nonfinite import NonFinite
-from hookdiff.progress import Reason, Step, Verdict
-from hookdiff.versions import versions
+from hookdiff.log.event import Event, Finding, Severity
+from hookdiff.loop.counts import Step, Verdict
+from hookdiff.loop.end import Reason
+from hookdiff.loop.hookspecs import hookimpl
+from hookdiff.loop.loop import Loop
+from hookdiff.loop.nonfinite import NonFinite
+from hookdiff.options.software import versions
+from hookdiff.run_dir.events_jsonl import EVENTS, event_line
 
 _WHY = {
     "void": "the loss scale was too high",
@@ -36,7 +36,7 @@ class Events:
     steps that are not finite and rollbacks. Other plugins report theirs by `loop.log.event` and `loop.log.report`.
     """
 
-    _lines: Lines = field(init=False, factory=lambda: Lines(EVENTS, is_cut=False))
+    _lines: LinesOfLoop = field(init=False, factory=lambda: LinesOfLoop(is_cut=False, name=EVENTS))
     _step: int = field(init=False, default=0)  # updates at the end of the newest step
 
     @hookimpl(trylast=True)
@@ -48,14 +48,13 @@ class Events:
         steps = loop.config.expected_steps(loop.progress, loop.feed.num_batches)
         details = {**environment(loop), "steps": steps}
         loop.log.event(Event("resume" if resumed else "start", text, details=details))
-        for left_out in loop.feed.prepared.left_out:  # a warning in the log has said it
+        for left_out in loop.feed.reader.left_out:  # a warning in the log has said it
             loop.log.event(Event.of(Finding("warning", f"data: {left_out}")))
 
     @hookimpl
     def on_event(self, loop: Loop, step: int, event: Event) -> None:
         """Append one line."""
-        details = {"details": dict(event.details)} if event.details else {}
-        self._lines.append(loop, step, {"kind": event.kind, "severity": event.severity, "text": event.text, **details})
+        self._lines.add(loop, event_line(step, event))
 
     @hookimpl
     def between_steps(self, loop: Loop, step: Step | None) -> None:

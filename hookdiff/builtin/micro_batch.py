@@ -6,18 +6,18 @@ from collections.abc import Callable
 import torch
 from attrs import define
 
-from hookdiff.data import Batch
+from hookdiff.authors.rehearsal import rehearsing
+from hookdiff.data.batch import Batch
 from hookdiff.errors import UserError
-from hookdiff.fitting import free_memory, is_out_of_memory
-from hookdiff.hookspecs import hookimpl
-from hookdiff.loop import Loop
-from hookdiff.models.memory import optimizer_bytes
-from hookdiff.objective import LossOutput
-from hookdiff.ranks import gathered
-from hookdiff.rehearsal import rehearsing
-from hookdiff.shards import is_sharded
+from hookdiff.loop.hookspecs import hookimpl
+from hookdiff.loop.loop import Loop
+from hookdiff.machine.dtensor import is_sharded
+from hookdiff.machine.fitting import free_memory, is_out_of_memory
+from hookdiff.machine.ranks import gathered
+from hookdiff.models.footprint import optimizer_bytes
+from hookdiff.models.objective import LossOutput
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 
 @define(eq=False)
@@ -48,7 +48,7 @@ class FitMicroBatch:
                 f"run.micro_batch: not even one sample fits in the memory of {loop.device}; use a smaller model, "
                 "model.gradient_checkpointing = true, or half precision"
             )
-        log.info("micro_batch: %d of the %d samples of a batch fit at a time", size, len(batch))
+        logger.info("micro_batch: %d of the %d samples of a batch fit at a time", size, len(batch))
         loop.set_micro_batch(size)
 
 

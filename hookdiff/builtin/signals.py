@@ -10,11 +10,11 @@ from typing import Any
 
 from attrs import define, field
 
-from hookdiff.hookspecs import hookimpl
-from hookdiff.loop import Loop
-from hookdiff.ranks import launch
+from hookdiff.loop.hookspecs import hookimpl
+from hookdiff.loop.loop import Loop
+from hookdiff.machine.joining import launch
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 
 @define(eq=False)
@@ -47,7 +47,7 @@ class Signals:
                 self._stop(loop, number)
             elif loop.end.reason is None:  # not counted as a first signal: a scheduler may send SIGTERM next
                 loop.stop("time")
-                log.warning("the time is nearly up: stopping after this step")
+                logger.warning("the time is nearly up: stopping after this step")
 
         numbers = [signal.SIGINT, signal.SIGTERM]
         if self.usr1 and hasattr(signal, "SIGUSR1"):  # Windows has none
@@ -66,7 +66,7 @@ class Signals:
         action = "stopping after this step" if loop.end.reason is None else "the run is already ending"
         self.caught = number
         loop.stop("signal")
-        log.warning("%s%s", action, "" if launch() else "; a second signal ends the process at once")
+        logger.warning("%s%s", action, "" if launch() else "; a second signal ends the process at once")
 
 
 def _put_back(handlers: dict[int, Any]) -> None:

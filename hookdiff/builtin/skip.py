@@ -5,10 +5,10 @@ import logging
 from attrs import define, field
 from attrs.validators import ge
 
-from hookdiff.hookspecs import hookimpl
-from hookdiff.loop import Loop
+from hookdiff.loop.hookspecs import hookimpl
+from hookdiff.loop.loop import Loop
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 
 @define(eq=False)
@@ -30,4 +30,4 @@ class SkipBatches:
                 progress.end_epoch()
             left = len(feed.training) - progress.samples
             progress.consume(min(feed.batch_size, left), "skipped")
-        log.info("skipped batches: training begins at batch %d instead of %d", progress.position, first)
+        logger.info("skipped batches: training begins at batch %d instead of %d", progress.position, first)

@@ -8,10 +8,10 @@ from typing import Any
 from attrs import define, field
 from attrs.validators import min_len, optional
 
-from hookdiff.hookspecs import hookimpl
-from hookdiff.loop import Loop
+from hookdiff.loop.hookspecs import hookimpl
+from hookdiff.loop.loop import Loop
 from hookdiff.models.load import load_into
-from hookdiff.options import about
+from hookdiff.options.fields import about
 
 
 def _check_partial(start: Start, _: Any, partial: bool) -> None:

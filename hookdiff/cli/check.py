@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli.options import config_argument, override_options
+from hookdiff.cli.arguments import config_argument, override_options
 
 
 @click.command()
@@ -19,10 +19,11 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], t
     """
     import tomli_w
 
-    from hookdiff.data import Folder
     from hookdiff.errors import ConfigError
-    from hookdiff.experiment import load_config, set_by_data, try_config
-    from hookdiff.experiment.build import unused_classes
+    from hookdiff.experiment.build import set_by_data, unused_classes
+    from hookdiff.experiment.config import load_config
+    from hookdiff.experiment.probe import try_config
+    from hookdiff.images.folder import Folder
 
     checked = load_config(config, plugins, settings, trust=trust)
     try_config(checked)

@@ -18,7 +18,7 @@ def command(names: tuple[str, ...]) -> None:
 
     For each hook: its arguments, when it is called, what plugins may change, what it returns, and an example.
     """
-    from hookdiff.hookspecs import HOOK_NAMES, Hooks
+    from hookdiff.loop.hookspecs import HOOK_NAMES, Hooks
 
     for name in names:
         if name not in HOOK_NAMES:
@@ -33,18 +33,19 @@ def command(names: tuple[str, ...]) -> None:
 
 def contract(hook: str) -> str:
     """Return the docstring of `hook`."""
-    from hookdiff.hookspecs import Hooks
+    from hookdiff.loop.hookspecs import Hooks
 
     return inspect.getdoc(getattr(Hooks, hook)) or ""
 
 
 def example(hook: str) -> str:
-    """Return the source of the example of `hook`: the class in `hookdiff.examples` that implements it."""
+    """Return the source of the example of `hook`: the class in `hookdiff.authors.examples` with it as first method."""
     source, module = _examples()
     (found,) = (
         node
         for node in module.body
-        if isinstance(node, ast.ClassDef) and any(getattr(member, "name", "") == hook for member in node.body)
+        if isinstance(node, ast.ClassDef)
+        and next(member.name for member in node.body if isinstance(member, ast.FunctionDef)) == hook
     )
     first = min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)])
     return "\n".join(source.splitlines()[first - 1 : found.end_lineno])
@@ -67,5 +68,5 @@ def imports(codes: Iterable[str]) -> list[str]:
 @functools.cache
 def _examples() -> tuple[str, ast.Module]:
     # The file is read and not imported: the import of torch takes long.
-    source = Path(__file__).parents[1].joinpath("examples.py").read_text("utf-8")
+    source = Path(__file__).parents[1].joinpath("authors", "examples.py").read_text("utf-8")
     return source, ast.parse(source)

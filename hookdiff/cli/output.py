@@ -32,7 +32,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 def log_to_stderr() -> None:
     """Print what is logged, unless this process has handlers already; of what takes long, how far it is as well."""
     logging.basicConfig(handlers=[_Handler()], format="%(message)s")
-    logging.getLogger("hookdiff.pace").setLevel(logging.INFO)
+    logging.getLogger("hookdiff.terminal.pace").setLevel(logging.INFO)
 
 
 def open_streams() -> None:

@@ -2,15 +2,14 @@
 
 import ast
 import inspect
-import re
 from contextlib import suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import click
 
-from hookdiff.cli.options import override_options
-from hookdiff.cli.source import class_at
+from hookdiff.cli.arguments import override_options
+from hookdiff.cli.code import class_at
 
 
 @click.command()
@@ -25,17 +24,17 @@ def command(
     With NAME: print a description of these plugins, and the keys of their tables. With --order: print the plugins of
     CONFIG that each hook calls, in call order.
     """
-    from hookdiff.imports import distribution, installed
+    from hookdiff.options.imports import distribution, installed
 
     if order is not None:
         _print_order(order, plugins, settings, trust)
     elif names:
         from hookdiff.experiment.discovery import plugin_class
-        from hookdiff.experiment.reference import plain
+        from hookdiff.options.help import plain_lines
 
         for name in names:
             plugin = plugin_class(name)
-            click.echo("\n".join([f"{name}: {inspect.getdoc(plugin)}\n\n[plugins.{name}]", *plain(plugin), ""]))
+            click.echo("\n".join([f"{name}: {inspect.getdoc(plugin)}\n\n[plugins.{name}]", *plain_lines(plugin), ""]))
     else:
         for name, entries in installed().items():
             try:
@@ -48,7 +47,7 @@ def command(
 
 def _summary(name: str, entries: list[EntryPoint]) -> str:
     """Return the first line of the docstring, from the source where possible: the import of torch takes long."""
-    from hookdiff.imports import check_needs
+    from hookdiff.options.imports import check_needs
 
     found = class_at(entries[0].value) if len(entries) == 1 else None
     docstring = found and ast.get_docstring(found)
@@ -56,17 +55,17 @@ def _summary(name: str, entries: list[EntryPoint]) -> str:
         from hookdiff.experiment.discovery import plugin_class
 
         return (inspect.getdoc(plugin_class(name)) or "").partition("\n")[0]
-    for node in found.body:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value and re.match(r"needs\b", ast.unparse(node)):
-            with suppress(ValueError):  # no literal
-                check_needs(name, ast.literal_eval(node.value))
+    keywords = [each for call in found.decorator_list if isinstance(call, ast.Call) for each in call.keywords]
+    for needs in (each.value for each in keywords if each.arg == "needs"):
+        with suppress(ValueError):  # no literal
+            check_needs(name, ast.literal_eval(needs))
     return docstring.partition("\n")[0]
 
 
 def _print_order(path: Path, names: tuple[str, ...], settings: tuple[str, ...], trust: bool) -> None:
     from hookdiff.experiment.config import load_config
-    from hookdiff.hookspecs import HOOK_NAMES
-    from hookdiff.plugins import Plugins
+    from hookdiff.loop.hookspecs import HOOK_NAMES
+    from hookdiff.loop.registry import Plugins
 
     config = load_config(path, names, settings, trust=trust)
     plugins = Plugins({name: part.build() for name, part in config.plugins.items()})

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from hookdiff.cli.options import training_options
+from hookdiff.cli.arguments import training_options
 from hookdiff.errors import NoCheckpoint, UserError
 
 
@@ -30,10 +30,12 @@ def command(
     a message and exits with 0.
     """
     from hookdiff.builtin.changes import check_parts
-    from hookdiff.cli.run import train
-    from hookdiff.disk.paths import CONFIG, is_empty, run_of
+    from hookdiff.cli.run import train_from_config
+    from hookdiff.disk.paths import is_empty
     from hookdiff.experiment.config import read_toml
-    from hookdiff.ranks import shown_once
+    from hookdiff.machine.joining import shown_once
+    from hookdiff.run_dir.config_toml import CONFIG
+    from hookdiff.run_dir.layout import run_of
 
     with shown_once():
         if steps and epochs:
@@ -51,7 +53,7 @@ def command(
             settings = (*settings, f"run.steps={steps or 'none'}", f"run.epochs={epochs or 'none'}")
         check_parts(settings, read_toml(source / CONFIG))
     try:
-        train(source / CONFIG, out or run, resume=run, settings=settings, trust=trust, **options)
+        train_from_config(source / CONFIG, out or run, resume=run, settings=settings, trust=trust, **options)
     except NoCheckpoint as error:
         if source != run:
             raise UserError(f"{error}: it has no manifest; the newest of the run: hookdiff resume {source}") from None

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hookdiff.cli.arguments import config_argument, training_options
 from hookdiff.cli.garbage import freeze_modules
-from hookdiff.cli.options import config_argument, training_options
 from hookdiff.cli.output import say
-from hookdiff.disk.paths import LAUNCH, check_run_dir
 from hookdiff.errors import NoCheckpoint, UserError, nearest
+from hookdiff.run_dir.layout import check_run_dir
 
 if TYPE_CHECKING:
-    from hookdiff.experiment import Config
-    from hookdiff.loop import Loop
+    from hookdiff.experiment.config import Config
+    from hookdiff.loop.loop import Loop
 
 EXIT_CODES = {"done": 0, "plugin": 0, "on_nan": 3, "time": 75, "signal": 130}  # 75 is EX_TEMPFAIL: try again
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 
 @click.command()
@@ -34,10 +34,10 @@ def command(config: Path, out: Path | None, resume: bool, overwrite: bool, **opt
     """Train a model from CONFIG, a TOML file."""
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other")
-    train(config, out, resume=resume, overwrite=overwrite, **options)
+    train_from_config(config, out, resume=resume, overwrite=overwrite, **options)
 
 
-def train(
+def train_from_config(
     path: Path,
     run_dir: Path | None,
     *,
@@ -58,9 +58,10 @@ def train(
     """
     from hookdiff.experiment.config import load_config
     from hookdiff.experiment.launch import launched
-    from hookdiff.ranks import first_rank_does, first_rank_says, leave, num_launched, shown_once
+    from hookdiff.machine.joining import leave, num_launched, shown_once
+    from hookdiff.machine.ranks import first_rank_does, first_rank_says
 
-    log.setLevel(logging.INFO)
+    logger.setLevel(logging.INFO)
     if lr is not None:
         settings = (*settings, f"optimizer.lr={lr}")
     with shown_once():
@@ -91,12 +92,13 @@ def _earlier_attempt(run_dir: Path) -> tuple[bool, int | None]:
 
     torchrun does so after every exit code but 0. There is none if the run has crashed, or was killed.
     """
-    from hookdiff.history import History
-    from hookdiff.ranks import launch, num_restarts
+    from hookdiff.machine.joining import launch, num_restarts
+    from hookdiff.run_dir.outcome_json import read_outcome
+    from hookdiff.run_dir.torchrun import is_job
 
-    if not num_restarts() or not (run_dir / LAUNCH).is_file() or (run_dir / LAUNCH).read_text("utf-8") != launch():
+    if not num_restarts() or not is_job(run_dir, launch()):
         return False, None
-    return True, EXIT_CODES.get(History(run_dir).outcome.get("reason", "error"))
+    return True, EXIT_CODES.get(read_outcome(run_dir).reason or "error")
 
 
 def _train(config: Config, run_dir: Path, *, resume: bool | Path, overwrite: bool, usr1: bool, **options: Any) -> int:
@@ -104,7 +106,10 @@ def _train(config: Config, run_dir: Path, *, resume: bool | Path, overwrite: boo
     from hookdiff import experiment
     from hookdiff.builtin.signals import Signals
     from hookdiff.experiment.build import unused_classes
-    from hookdiff.ranks import first_rank_does
+    from hookdiff.experiment.discovery import installed_that
+    from hookdiff.loop.registry import implements
+    from hookdiff.machine.ranks import first_rank_does
+    from hookdiff.options.default_names import DEFAULT_PLUGINS
 
     def settled() -> bool | Path:
         """Return whether and from where to resume; only the first rank asks, before it makes the directory itself."""
@@ -114,7 +119,7 @@ def _train(config: Config, run_dir: Path, *, resume: bool | Path, overwrite: boo
 
     goes_on = first_rank_does(settled)
     if resume is True and not goes_on:
-        log.info("%s does not exist: the run starts anew", run_dir)
+        logger.info("%s does not exist: the run starts anew", run_dir)
     freeze_modules()
     experiment.try_config(config, resume=bool(goes_on))
     signals = Signals(usr1)
@@ -122,9 +127,12 @@ def _train(config: Config, run_dir: Path, *, resume: bool | Path, overwrite: boo
         config, run_dir, resume=goes_on, overwrite=overwrite, plugins={"signals": signals}, **options
     )
     if not loop.plugins.implement("restore"):
-        log.warning("no plugin saves checkpoints, so the weights are lost at the end: --plugins checkpoint")
+        saving = " or ".join(
+            f"--plugins {name}" for name in installed_that(lambda kind: implements(kind, "restore"), DEFAULT_PLUGINS)
+        )
+        logger.warning("no plugin saves checkpoints, so the weights are lost at the end: %s", saving)
     if warning := unused_classes(config, loop.feed.num_classes):
-        log.warning(warning)
+        logger.warning(warning)
     reason = loop.run()
     if loop.is_main:
         say(_report(config, loop, reason, goes_on, run_dir))
@@ -133,7 +141,7 @@ def _train(config: Config, run_dir: Path, *, resume: bool | Path, overwrite: boo
 
 def _report(config: Config, loop: Loop, reason: str, resume: bool | Path, run_dir: Path) -> str:
     """Return what the command says at the end: the summary, and how to go on."""
-    from hookdiff.cli.summary import summary
+    from hookdiff.cli.summary import run_summary
 
     and_trust = " --trust" * bool(config.needs_trust)
     if reason == "done" and resume and loop.progress.step == loop.first_step:
@@ -146,7 +154,11 @@ def _report(config: Config, loop: Loop, reason: str, resume: bool | Path, run_di
                 f"already has {made} {unit}, and --{unit} {length} is the length of the whole run: nothing was trained"
             )
         return f"{source} {known}; to train longer: hookdiff resume {source} --{unit} N{out}{and_trust}"
-    report = summary(loop, reason, config.run.name, time.monotonic() - loop.end.start_time)
+    report = run_summary(loop, reason, config.run.name, time.monotonic() - loop.end.start_time)
     if reason in ("signal", "time") and loop.progress.step and loop.plugins.implement("restore"):
         report += f"\nto continue: hookdiff resume {run_dir}{and_trust}"
+    if reason == "on_nan":
+        report += (
+            "\n--resume repeats the step: add --skip-batches 1 to skip its batch, or --lr X for a lower learning rate"
+        )
     return report

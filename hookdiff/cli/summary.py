@@ -4,16 +4,17 @@ from collections import Counter
 from collections.abc import Container
 from pathlib import Path
 
-from hookdiff.disk.paths import CONFIG, OUTCOME
 from hookdiff.errors import shown
-from hookdiff.history import METRICS, read_metrics
-from hookdiff.loop import Loop
+from hookdiff.loop.loop import Loop
+from hookdiff.run_dir.config_toml import CONFIG
+from hookdiff.run_dir.metrics_jsonl import METRICS, read_metrics
+from hookdiff.run_dir.outcome_json import OUTCOME
 
 _VISIBLE = "[!.]*"  # files that are not hidden; there are none if the run stopped before it made its directory
 _ENDS = {"plugin": "stopped by a plugin", "on_nan": "stopped by on_nan", "signal": "stopped by a signal"}
 
 
-def summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
+def run_summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
     """Return the summary of the run called `name`, which took `seconds`."""
     assert loop.run_dir
     end = "out of time" if reason == "time" else _ENDS.get(reason, reason)
@@ -42,7 +43,7 @@ def _describe(path: Path, details: Container[str]) -> str:
 
 def _measured(path: Path, details: Container[str], most: int = 5, names: int = 4) -> list[str]:
     """Return the number of lines, the last loss, and the last values of metrics that are logged less often than it."""
-    records = read_metrics(path)
+    records = [line.values for line in read_metrics(path)]
     counts = Counter(name for record in records for name in record if name not in details)
     found = [f"{len(records)} line" + "s" * (len(records) != 1)]
     found += [f"loss {record['loss']:.3g}" for record in records if "loss" in record][-1:]

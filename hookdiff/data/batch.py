@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from attrs import Factory, define, evolve
 from torch import Tensor
 
-from hookdiff.ranks import gathered, rank
+from hookdiff.machine.ranks import gathered, rank
 
 
 @define(eq=False, frozen=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from attrs import Attribute, Factory, define, field, fields
-from attrs.validators import deep_iterable, ge
+from attrs.validators import deep_iterable, ge, optional
 from torch import Tensor
 
 from hookdiff.errors import UserError
-from hookdiff.structure import COUNT, Problems, shaped, structured
+from hookdiff.options.structure import COUNT, Problems, shaped, structured
 
 MOST, LIMIT = 16, 1 << 22  # examples, and bytes of all of them together; there is always one
 
@@ -41,7 +41,11 @@ class Facts:
 
     @classmethod
     def of(cls, state: Any) -> Facts:
-        """Read the facts in the state of a checkpoint. Raises UserError for a state that holds none."""
+        """Read the facts in the state of a checkpoint.
+
+        Raises:
+            UserError: for a state that holds none.
+        """
         try:
             return structured(cls, state)
         except Problems as error:
@@ -51,3 +55,12 @@ class Facts:
         """Return the facts as a part of a state, without those that are None."""
         values = {one.name: getattr(self, one.name) for one in fields(Facts)}
         return {name: value for name, value in values.items() if value is not None}
+
+
+@define(frozen=True)
+class FeedState:
+    """What `Feed.state_dict` returns."""
+
+    facts: Facts | None = None
+    epoch: int | None = field(default=None, validator=optional(ge(0)))
+    weights: Tensor | None = None

@@ -11,7 +11,16 @@ import numpy
 import torch
 from torch import Tensor
 
-from hookdiff.options import Writes
+from hookdiff.options.fields import Writes
+
+MAX_LABEL = 2**24 - 1  # there is memory for as many classes
+
+
+def check_range(low: int, high: int) -> None:
+    """Raise ValueError unless `low` and `high`, the extremes of some labels, are labels."""
+    if low < -1 or high > MAX_LABEL:
+        found = str(low) if low == high else f"{low} to {high}"
+        raise ValueError(f"expected labels from 0 to {MAX_LABEL} (-1: unknown), got {found}")
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -35,7 +44,10 @@ class InMemory:
     """A data set in memory: images n c h w, uint8 or float in [-1, 1].
 
     Labels (n, int64; -1: unknown), the names of the classes, and conditions (by name, n rows each; see `Source`) are
-    optional. Raises ValueError for images, labels or conditions of another shape or dtype.
+    optional.
+
+    Raises:
+        ValueError: for images, labels or conditions of another shape or dtype.
     """
 
     def __init__(
@@ -96,12 +108,13 @@ def digits() -> InMemory:
 def fashion_mnist(root: Annotated[str, Writes("download")], train: bool = True, download: bool = False) -> InMemory:
     """70,000 articles of clothing, 1 x 28 x 28, in ten classes (Xiao, Rasul & Vollgraf 2017, arXiv 1708.07747).
 
-    Raises ValueError if a file is missing or broken.
-
     Args:
         root: folder with the four idx files, not gzipped, in FashionMNIST/raw
         train: true: the 60,000 training images; false: the 10,000 test images
         download: let torchvision download the files if they are missing
+
+    Raises:
+        ValueError: if a file is missing or broken.
     """
     from torchvision.datasets import FashionMNIST
 

@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor
 
 from hookdiff.errors import UserError
-from hookdiff.randomness import derive_seed
+from hookdiff.machine.randomness import derive_seed
 
 _SPLIT_SEED = 0  # not the run's seed: every run on the same data holds out the same samples
 

@@ -7,29 +7,81 @@ from typing import Any
 
 import torch
 from attrs import define, field
+from torch import Tensor
 
 from hookdiff.data.batch import Batch
-from hookdiff.data.facts import Facts
-from hookdiff.data.feed import Feed, FeedState
+from hookdiff.data.facts import Facts, FeedState
+from hookdiff.data.feed import Feed
 from hookdiff.data.memory import InMemory
-from hookdiff.data.store import Prepared
-from hookdiff.data.survey import Survey
+from hookdiff.data.reader import Stack
 from hookdiff.errors import UserError
-from hookdiff.structure import structured
+from hookdiff.options.structure import structured
 
 _CPU = torch.device("cpu")
 
 
+class _Absent:
+    """The reader of a run whose data is not here."""
+
+    labels: Tensor | None = None
+    left_out: Sequence[str] = ()
+    unreadable: Sequence[int] = ()
+
+    def __init__(self, facts: Facts, names: Mapping[int, str]) -> None:
+        self.facts, self.names = facts, names
+        self.shape, self.classes, self.are_pictures = facts.shape, facts.classes, facts.are_pictures
+
+    def __len__(self) -> int:
+        return self.facts.num_samples
+
+    @property
+    def samples(self) -> InMemory:
+        return InMemory(torch.empty(0, *self.facts.shape))
+
+    @property
+    def first(self) -> Batch:
+        known = self.facts
+        labels = None if known.num_classes is None else torch.zeros(1, dtype=torch.int64)
+        labels = labels if known.labels is None else known.labels[:1]
+        conditions = {name: column[:1] for name, column in known.conditions.items()}
+        return Batch(torch.zeros(1, *known.shape), labels, conditions=conditions)
+
+    def bound(self, *_: Any) -> _Absent:
+        return self
+
+    def stacks(self, *_: Any) -> Iterator[Stack]:
+        raise absent()
+
+    def describe(self, index: int) -> str:
+        return self.names.get(index, f"sample {index}")
+
+    def fingerprint(self) -> str | None:
+        return None
+
+    def check(self) -> None:
+        """Take any samples."""
+
+    def close(self) -> None:
+        """Have no workers to end."""
+
+
+def absent() -> UserError:
+    """Return the error of a run that asks for a sample."""
+    return UserError("the data of the run is not loaded here: it can make images, but no batches")
+
+
 @define(eq=False)
 class Remembered(Feed):
-    """The facts about the data of a run, in place of the data. Raises UserError if a sample of the data is needed."""
+    """The facts about the data of a run, in place of the data.
+
+    Raises:
+        UserError: if a sample of the data is needed.
+    """
 
     names: Mapping[int, str] = field(factory=dict, kw_only=True)  # of samples, by their positions in the data
 
     def __attrs_post_init__(self) -> None:
-        self.samples = InMemory(torch.empty(0, *self.facts.shape))
-        self.prepared = Prepared(self.samples, survey=Survey(self.facts.shape))
-        self.classes, self.drop_last = self.facts.classes, self.facts.drop_last
+        self.reader, self.drop_last = _Absent(self.facts, self.names), self.facts.drop_last
         self.usable = self.training = torch.arange(self.facts.num_samples)
         self.held_out_indices = self.training[:0]
 
@@ -43,25 +95,18 @@ class Remembered(Feed):
 
     @property
     def facts(self) -> Facts:
-        known: Facts = self.source
+        known: Facts = self.data
         return known
-
-    @property
-    def are_pictures(self) -> bool:
-        return self.facts.are_pictures
 
     @property
     def num_classes(self) -> int | None:
         return self.facts.num_classes
 
-    def describe(self, index: int) -> str:
-        return self.names.get(index, f"sample {index}")
-
     def examples(self, choose: Callable[[int], Sequence[int]]) -> Batch:
         """Return the kept examples that `choose` picks by their number, with zeros for their images."""
         known = self.facts
         if not known.conditions:
-            raise self._absent()
+            raise absent()
         columns = known.conditions if known.labels is None else {"labels": known.labels, **known.conditions}
         rows = choose(len(next(iter(columns.values()))))
         chosen = {name: column[rows].to(self.device) for name, column in columns.items()}
@@ -75,16 +120,3 @@ class Remembered(Feed):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the epoch."""
         self.epoch = state.get("epoch")
-
-    @property
-    def _first(self) -> Batch:
-        if self.facts.conditions:
-            return self.examples(lambda _: [0])
-        labels = None if self.facts.num_classes is None else torch.zeros(1, dtype=torch.int64)
-        return Batch(torch.zeros(1, *self.shape), labels)
-
-    def _make(self, *_: Any) -> Iterator[Batch]:
-        raise self._absent()
-
-    def _absent(self) -> UserError:
-        return UserError("the data of the run is not loaded here: it can make images, but no batches")

@@ -1,17 +1,11 @@
-"""The two protocols of data sources, and functions that read a picture."""
+"""The two protocols of data sources."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, BinaryIO, Protocol, TypeVar, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from hookdiff.data.decode import Unreadable
-from hookdiff.data.formats import known
-from hookdiff.disk import check_kind
-from hookdiff.errors import StorageError, shown
-
-Result = TypeVar("Result")
+from hookdiff.errors import shown
 
 
 @runtime_checkable
@@ -65,44 +59,6 @@ class Source(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-def open_picture(file: str | BinaryIO) -> Any:
-    """Return the Pillow image in a file, of which only the header is read.
-
-    Raises OSError and any error of Pillow; OSError for a pipe, a socket or a device, and for other formats than those
-    in `formats.py`: for PostScript, Pillow would run Ghostscript, whatever the name of the file.
-    """
-    from PIL import Image
-
-    if isinstance(file, str):
-        check_kind(file)
-    return Image.open(file, formats=[one.names[0] for one in known()])
-
-
-def name_of(source: object, index: int) -> str:
+def sample_name(source: object, index: int) -> str:
     """Return the name of the sample at `index` for messages, such as its file, with control characters escaped."""
     return shown(source.describe(index)) if hasattr(source, "describe") else f"sample {index}"
-
-
-def with_image(source: Images, index: int, function: Callable[[Any], Result]) -> Result:
-    """Return `function(picture)` for the picture at `index`, and close its file.
-
-    Raises Unreadable for any error but a StorageError, which is not about this picture alone.
-    """
-    try:
-        image = source.load(index)
-        with image if hasattr(image, "fp") else nullcontext():
-            return function(image)
-    except StorageError:
-        raise
-    except Exception as error:  # a decoder may raise any error on broken bytes
-        raise Unreadable(f"{name_of(source, index)}: {reason(error)}") from error
-
-
-def reason(error: Exception) -> str:
-    """Return the message of a decoder's error, on one line."""
-    if type(error).__name__ == "UnidentifiedImageError":
-        return "no picture of a known format"
-    # Without the path, since callers put it before the message.
-    message = str(getattr(error, "strerror", None) or error).partition("\n")[0].removesuffix(".")
-    kind = "" if message and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-    return shown(kind + message)

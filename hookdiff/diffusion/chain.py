@@ -8,8 +8,8 @@ from torch import Generator, Tensor
 
 from hookdiff.data.memory import to_device
 from hookdiff.diffusion.clipping import Clipping
+from hookdiff.diffusion.diffusion import Diffusion, Given, Net
 from hookdiff.diffusion.guidance import Guidance
-from hookdiff.diffusion.objective import Diffusion, Given, Net
 from hookdiff.diffusion.prediction import noise_from_x0
 from hookdiff.diffusion.process import Point
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 from attrs import define, field
 from torch import Tensor
 
-from hookdiff.choices import Choice
-from hookdiff.options import about, between
+from hookdiff.options.choices import Choice
+from hookdiff.options.fields import about, between
 
 
 class Clipping(Choice, ABC):

@@ -11,10 +11,10 @@ from attrs import define, field
 from attrs.validators import ge
 from torch import Tensor
 
-from hookdiff.choices import Choice
-from hookdiff.diffusion.objective import Given, Net, without
+from hookdiff.diffusion.diffusion import Given, Net, without
 from hookdiff.diffusion.process import Point
-from hookdiff.options import about, is_interval
+from hookdiff.options.choices import Choice
+from hookdiff.options.fields import about, is_interval
 
 
 class Ask(Protocol):

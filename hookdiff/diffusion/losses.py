@@ -7,8 +7,8 @@ from attrs.validators import gt
 from torch import Tensor
 from torch.nn import functional
 
-from hookdiff.choices import Choice
-from hookdiff.options import about
+from hookdiff.options.choices import Choice
+from hookdiff.options.fields import about
 
 
 class Loss(Choice, ABC):

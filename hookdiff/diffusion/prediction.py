@@ -13,8 +13,8 @@ from attrs import define, field
 from attrs.validators import gt
 from torch import Tensor
 
-from hookdiff.choices import Choice
-from hookdiff.options import about
+from hookdiff.options.choices import Choice
+from hookdiff.options.fields import about
 
 Rate = Tensor | float
 

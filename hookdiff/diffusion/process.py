@@ -12,9 +12,9 @@ from attrs import define, field
 from attrs.validators import ge, gt, le
 from torch import Tensor
 
-from hookdiff.choices import Choice, chosen
 from hookdiff.diffusion.schedules import Cosine, Linear, NoiseSchedule, Schedule, rescale_betas_zero_snr
-from hookdiff.options import about
+from hookdiff.options.choices import Choice, chosen
+from hookdiff.options.fields import about
 
 _TINY = 2.0**-25  # half the distance between neighbouring float32 numbers that torch draws from [0, 1)
 _MOST_LEFT = 0.05  # largest share of the image's variance at the last timestep, where sampling starts from pure noise
@@ -102,7 +102,8 @@ class Process(Choice, ABC):
     def trailing(self, steps: int) -> list[Point]:
         """Return `steps` points at equal distances in time, noisiest first, without the clean image.
 
-        Raises ValueError, naming `spacing`, if the process has no such points.
+        Raises:
+            ValueError: naming `spacing`, if the process has no such points.
         """
         raise ValueError(f"'spacing' cannot be 'trailing' for process {self.use!r}: use 'karras'")
 
@@ -170,7 +171,8 @@ class VP(Process):
     def at_timesteps(self, timesteps: list[int]) -> list[Point]:
         """Return the points of `timesteps`.
 
-        Raises ValueError, naming `steps`, if there are more of them than the process has.
+        Raises:
+            ValueError: naming `steps`, if there are more of them than the process has.
         """
         if len(timesteps) > self.timesteps:
             raise ValueError(

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from attrs import converters, define, evolve, field, validators
 from attrs.validators import ge, le
 from torch import Generator, Tensor
 
-from hookdiff.choices import chosen
 from hookdiff.data.memory import to_device
 from hookdiff.diffusion.chain import Chain, standard_normal
 from hookdiff.diffusion.clipping import Clipping
+from hookdiff.diffusion.diffusion import Diffusion, Net
 from hookdiff.diffusion.guidance import ClassifierFree, Guidance
-from hookdiff.diffusion.objective import Diffusion, Net
 from hookdiff.diffusion.prediction import q_sample
 from hookdiff.diffusion.process import IMAGE, Point, Process
 from hookdiff.diffusion.solvers import Solver
 from hookdiff.diffusion.spacing import Spacing
 from hookdiff.models.compiler import compiled
-from hookdiff.options import about
-from hookdiff.pace import paced
+from hookdiff.options.choices import chosen
+from hookdiff.options.fields import about
+from hookdiff.terminal.pace import paced
 
 
 @define(eq=False, frozen=True)
@@ -80,21 +80,6 @@ class Sampling:
     batch_size: int = field(
         default=256, validator=ge(1), metadata=about("images in one call of the network, at most; a CPU makes fewer")
     )
-    moved_keys: ClassVar[Mapping[str, str]] = {
-        "rho": "spacing = { use = 'karras', rho = 7.0 }",
-        "time_shift": "spacing = { use = 'shifted', shift = 3.0 }",
-        "eta": "sampler = { use = 'ddim', eta = 1.0 }",
-        "variance": "sampler = { use = 'ddpm', variance = 'fixed_large' }",
-        "s_churn": "sampler = { use = 'heun', churn = 40.0 }",
-        "s_tmin": "sampler = { use = 'heun', churn_min = 0.05 }",
-        "s_tmax": "sampler = { use = 'heun', churn_max = 50.0 }",
-        "s_noise": "sampler = { use = 'heun', churn_noise = 1.003 }",
-        "clip_sample": "clipping = 'clamp' or 'none'",
-        "thresholding": "clipping = 'dynamic'",
-        "dynamic_thresholding_ratio": "clipping = { use = 'dynamic', ratio = 0.995 }",
-        "guidance_scale": "guidance = { scale = 4.0 }",
-        "guidance_interval": "guidance = { interval = [0.2, 5.0] }",
-    }
 
     def fit(self, diffusion: Diffusion) -> Sampling:
         """Return these options, with those that are not given filled in from the process of `diffusion`."""
@@ -216,7 +201,8 @@ class Sampling:
     def points(self, diffusion: Diffusion) -> list[Point]:
         """Return the points that a chain visits, noisiest first, without the clean image.
 
-        Raises ValueError, naming the key, for options that do not fit `diffusion`.
+        Raises:
+            ValueError: naming the key, for options that do not fit `diffusion`.
         """
         _, steps, spacing, _ = self._parts(diffusion.process)
         self.guidance.check(diffusion)

@@ -10,8 +10,8 @@ import torch
 from attrs import Attribute, define, field
 from torch import Tensor
 
-from hookdiff.choices import Choice
-from hookdiff.options import about, between
+from hookdiff.options.choices import Choice
+from hookdiff.options.fields import about, between
 
 _BETA = between(0, 1, open_ends=True)
 _FIRST = about("first beta")
@@ -64,7 +64,7 @@ class Cosine(Schedule):
     offset: float = field(
         default=0.008, validator=between(0, 1), metadata=about("offset that keeps the first betas from being tiny")
     )
-    max_beta: float = field(default=0.999, validator=_BETA, metadata=about("largest beta, below 1"))
+    max_beta: float = field(default=0.999, validator=_BETA, metadata=about("largest beta"))
 
     def betas(self, timesteps: int) -> Tensor:
         time = torch.arange(timesteps + 1, dtype=torch.float64, device="cpu") / timesteps

@@ -12,11 +12,11 @@ from attrs import define, field
 from attrs.validators import ge, gt, in_
 from torch import Tensor
 
-from hookdiff.choices import Choice
 from hookdiff.diffusion.chain import Chain
 from hookdiff.diffusion.prediction import q_sample
 from hookdiff.diffusion.process import Point
-from hookdiff.options import about, between
+from hookdiff.options.choices import Choice
+from hookdiff.options.fields import about, between
 
 _NOISE = 1000  # sigma / alpha from which on x holds next to nothing of the image
 

@@ -5,9 +5,9 @@ from abc import ABC, abstractmethod
 from attrs import define, evolve, field
 from attrs.validators import gt
 
-from hookdiff.choices import Choice
 from hookdiff.diffusion.process import VP, Flow, Point, Process
-from hookdiff.options import about
+from hookdiff.options.choices import Choice
+from hookdiff.options.fields import about
 
 
 class Spacing(Choice, ABC):
@@ -19,7 +19,8 @@ class Spacing(Choice, ABC):
     def points(self, process: Process, steps: int) -> list[Point]:
         """Return the `steps` points, noisiest first, without the clean image.
 
-        Raises ValueError, naming `spacing`, if it cannot be used with the process.
+        Raises:
+            ValueError: naming `spacing`, if it cannot be used with the process.
         """
 
 

@@ -7,9 +7,9 @@ from attrs import define, field
 from attrs.validators import gt
 from torch import Generator, Tensor
 
-from hookdiff.choices import Choice
 from hookdiff.diffusion.process import Process
-from hookdiff.options import about
+from hookdiff.options.choices import Choice
+from hookdiff.options.fields import IS_FINITE, about
 
 _LARGEST = 1 - 2.0**-24  # the largest float32 below 1
 
@@ -67,7 +67,9 @@ class LogitNormal(Times):
     """
 
     mean: float = field(
-        default=-0.5, metadata=about("mean of the logit of the time; lower: more of the training at little noise")
+        default=-0.5,
+        validator=IS_FINITE,
+        metadata=about("mean of the logit of the time; lower: more of the training at little noise"),
     )
     std: float = field(default=1.0, validator=gt(0), metadata=about("standard deviation of the logit of the time"))
 
@@ -82,7 +84,7 @@ class LogNormal(Times):
     ln(sigma / alpha) is N(mean, std²).
     """
 
-    mean: float = field(default=-1.2, metadata=about("mean of ln(sigma / alpha)"))
+    mean: float = field(default=-1.2, validator=IS_FINITE, metadata=about("mean of ln(sigma / alpha)"))
     std: float = field(default=1.2, validator=gt(0), metadata=about("standard deviation of ln(sigma / alpha)"))
 
     def at(self, process: Process, fraction: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from attrs import define, evolve, field
 from attrs.validators import ge, gt, optional
 from torch import Tensor
 
-from hookdiff.choices import Choice
 from hookdiff.diffusion.prediction import Prediction
-from hookdiff.options import about
+from hookdiff.options.choices import Choice
+from hookdiff.options.fields import about
 
 
 class Weighting(Choice, ABC):

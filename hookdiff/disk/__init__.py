@@ -1,6 +1,6 @@
-"""Files, locks and paths of a run directory.
+"""Files that appear whole or not at all, locks, and paths.
 
-The names are imported on first use, so that commands that only read a run directory do not wait for torch.
+The names are imported on first use. `__init__.pyi` lists them.
 """
 
 import lazy_loader

@@ -5,29 +5,19 @@ A file is written under another name, synced and renamed.
 
 import errno
 import hashlib
-import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-import torch
 from attrs import define
-from torch import Tensor
 
 from hookdiff.disk.lock import check_place
+from hookdiff.disk.paths import partial_of
 from hookdiff.errors import StorageError, UserError
 
 _CHUNK = 1 << 22  # bytes that are hashed and written at a time; other threads run meanwhile
-
-# Names of dtypes in safetensors files: https://github.com/huggingface/safetensors#format
-_DTYPES = {torch.bool: "BOOL", torch.bfloat16: "BF16", torch.complex64: "C64"}
-_DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
-_DTYPES |= {getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)}
-_DTYPES |= {getattr(torch, f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)}
-_DTYPES |= {getattr(torch, f"uint{bits}"): f"U{bits}" for bits in (8, 16, 32, 64)}
 
 
 @define(frozen=True)
@@ -38,47 +28,13 @@ class Written:
     sha256: str
 
 
-def check_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Raise TypeError with the name of a tensor that a safetensors file cannot hold."""
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
-            kind = str(tensor.dtype if tensor.layout == torch.strided else tensor.layout).removeprefix("torch.")
-            raise TypeError(f"{name} is a tensor of {kind}, which safetensors files do not hold")
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Written:
-    """Write `tensors`, which may share memory, to a new safetensors file and sync it; equal tensors give equal files.
-
-    Raises TypeError for a tensor that the format cannot hold. The safetensors library would need a second copy of all
-    tensors in memory, ignores the umask, and does not sync.
-    """
-    check_tensors(tensors)
-    # Larger items come first, so that each tensor begins at a multiple of its item size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    end = 0
-    for name in names:
-        tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-
-    def parts() -> Iterator[memoryview]:
-        yield memoryview(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            values = tensors[name].detach().cpu().contiguous().reshape(-1)
-            yield values.view(torch.uint8).numpy().data
-
-    return _write(path, parts())
-
-
 def write_file(path: Path, data: bytes) -> Written:
     """Write `data` to a new file and sync it."""
-    return _write(path, iter([memoryview(data)]))
+    return write_parts(path, iter([memoryview(data)]))
 
 
-def _write(path: Path, parts: Iterator[memoryview]) -> Written:
+def write_parts(path: Path, parts: Iterator[memoryview]) -> Written:
+    """Write `parts`, one after the other, to a new file and sync it."""
     check_place(path.parent)
     digest, size = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:  # never through a link or into a pipe that has the name
@@ -116,11 +72,6 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise cannot_write(path, error) from None
-
-
-def partial_of(path: Path) -> Path:
-    """Return the path at which `new_file` and `new_folder` make what becomes `path`."""
-    return path.with_name(f".{path.name}.partial")
 
 
 @contextmanager

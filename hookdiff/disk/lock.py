@@ -16,7 +16,7 @@ from hookdiff.disk.reading import check_kind
 from hookdiff.errors import StorageError, UserError
 
 LOCK = ".lock"  # in the run directory
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 
 @define(frozen=True, eq=False)
@@ -50,8 +50,10 @@ _held: dict[Path, _Held] = {}  # by real path; the system would grant one proces
 def check_place(path: Path) -> None:
     """Check a file or folder before it is written; nothing is checked outside of the run directories of this process.
 
-    Raises StorageError if the run directory that it belongs to has been moved or removed since it was locked, or its
-    lock has been; and OSError if a link leads out of that directory.
+    Raises:
+        StorageError: if the run directory that it belongs to has been moved or removed since it was locked, or its lock
+            has been;.
+        OSError: if a link leads out of that directory.
     """
     for held in list(_held.values()):  # another thread may lock a directory meanwhile
         if held.has(path):
@@ -61,8 +63,10 @@ def check_place(path: Path) -> None:
 def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
     """Lock the existing folder `run_dir` until `resources` are closed; with the same resources again, do nothing.
 
-    The system releases the lock when the process dies, even if worker processes that it started live on. Raises
-    UserError with the host and the id of the process that holds the lock.
+    The system releases the lock when the process dies, even if worker processes that it started live on.
+
+    Raises:
+        UserError: with the host and the id of the process that holds the lock.
     """
     path = run_dir.resolve()
     if (held := _held.get(path)) and held.resources is resources:
@@ -84,7 +88,7 @@ def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
         holder = f"process {process} on {host}"
         raise UserError(f"{run_dir} is in use by {holder}; wait for it, stop it, or choose --out DIR") from None
     if owner := _owner(file):
-        log.info("%s: took over the lock of process %s, which no longer runs", run_dir, owner[-1])
+        logger.info("%s: took over the lock of process %s, which no longer runs", run_dir, owner[-1])
     _held[path] = _Held(run_dir, resources, os.stat(run_dir), os.fstat(file.fileno()))
     resources.callback(_release, path, file)
     file.truncate(0)

@@ -1,4 +1,4 @@
-"""Paths of a run directory: its files, its checks, and the run that a path belongs to."""
+"""Checks of folders and paths."""
 
 import os
 from pathlib import Path
@@ -6,42 +6,15 @@ from pathlib import Path
 from hookdiff.disk.lock import LOCK
 from hookdiff.errors import UserError, why_missing
 
-CONFIG = "config.toml"
-OUTCOME = "outcome.json"  # why and where the run has ended
-LAUNCH = ".torchrun"  # name of the job of torchrun that trains, to tell a second attempt from another run
-_LEFTOVERS = {LOCK, f".{CONFIG}.partial"}  # files of a run that was killed before its first step
 
-
-def check_run_dir(path: Path, resume: bool = False, overwrite: bool = False) -> None:
-    """Raise UserError unless a run may start at `path`; an earlier run needs `resume` or `overwrite`."""
-    if resume or not path.exists() or (path.is_dir() and is_empty(path)):
-        return
-    if not overwrite:
-        raise UserError(f"{path} exists; continue it with --resume, replace it with --overwrite, or choose --out DIR")
-    if path.is_symlink():
-        raise UserError(f"{path} is a symbolic link and is not overwritten")
-    if not (path / CONFIG).is_file():
-        raise UserError(f"{path} is no run directory (it has no {CONFIG}) and is not overwritten")
+def partial_of(path: Path) -> Path:
+    """Return the path at which `new_file` and `new_folder` make what becomes `path`."""
+    return path.with_name(f".{path.name}.partial")
 
 
 def is_empty(path: Path) -> bool:
-    """Return whether the folder `path` is empty, except for files that a run killed before its first step leaves."""
-    return all(entry.name in _LEFTOVERS for entry in path.iterdir())
-
-
-def run_of(path: Path) -> Path:
-    """Return the run directory of `path`, which is that directory itself or a checkpoint in it.
-
-    Raises UserError for any other path.
-    """
-    if (path / CONFIG).is_file():
-        return path
-    above = Path(os.path.realpath(path)).parent.parent  # Path.resolve raises for a link to itself
-    if path.is_dir() and (above / CONFIG).is_file():
-        return above
-    if path.exists():
-        raise UserError(f"{path} is no run directory: it has no {CONFIG}")
-    raise no_such_folder(path)
+    """Return whether the folder `path` holds nothing but a lock, and what `new_file` leaves if it is killed."""
+    return all(entry.name == LOCK or (entry.name[0] == "." and entry.suffix == ".partial") for entry in path.iterdir())
 
 
 def leads_out(path: Path, run_dir: Path) -> bool:
@@ -50,7 +23,11 @@ def leads_out(path: Path, run_dir: Path) -> bool:
 
 
 def folder_in(run_dir: Path, name: str) -> Path:
-    """Return the path of the folder `name` in a run directory; raises UserError for a link that leads out of it."""
+    """Return the path of the folder `name` in a run directory.
+
+    Raises:
+        UserError: for a link that leads out of it.
+    """
     if leads_out(path := run_dir / name, run_dir):
         raise UserError(f"{path} is a link that leads out of the run directory, to {os.path.realpath(path)}; remove it")
     return path

@@ -17,8 +17,11 @@ State = Mapping[str, Any]
 def flatten(state: State, where: str = "state") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of `state` by flat name, and the tree of all other values.
 
-    The tree has lists in place of tuples, and None in place of a tensor in a list. Raises TypeError with the place of a
-    value that is no tensor, None, bool, int, float, str, list, tuple, or dict with string keys.
+    The tree has lists in place of tuples, and None in place of a tensor in a list.
+
+    Raises:
+        TypeError: with the place of a value that is no tensor, None, bool, int, float, str, list, tuple, or dict with
+            string keys.
     """
     tensors: dict[str, Tensor] = {}
 

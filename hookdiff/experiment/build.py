@@ -13,28 +13,34 @@ from torch import Generator, nn
 
 from hookdiff.builtin import builtin_plugins
 from hookdiff.builtin.start import Start
-from hookdiff.data import Feed, Store, Transforms
-from hookdiff.data.mistakes import remedy
-from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.data.feed import Feed
+from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion.sampling import Sampling
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.config import Config
-from hookdiff.experiment.discovery import is_needed
+from hookdiff.experiment.discovery import LeftOut, is_needed
 from hookdiff.experiment.optimizers import build_optimizers
 from hookdiff.experiment.part import Part
-from hookdiff.experiment.settle import chosen, prepare_process, recorded, settle
-from hookdiff.loop import Loop
-from hookdiff.models.adapters import adapt, check_contract
-from hookdiff.models.attention import use_attention
+from hookdiff.experiment.settle import filled_in, prepare_process, recorded, settle
+from hookdiff.images.loader import Workers
+from hookdiff.images.mistakes import remedy
+from hookdiff.images.source_reader import feed_of
+from hookdiff.images.store import Store
+from hookdiff.images.transforms import Transforms
+from hookdiff.loop.counts import AUTO
+from hookdiff.loop.loop import Loop
+from hookdiff.loop.state import check_real
+from hookdiff.machine.ranks import rank
+from hookdiff.models.adapters import adapt, check_forward
+from hookdiff.models.attention_forms import use_attention
 from hookdiff.models.compiler import sampling_errors, try_compiler
 from hookdiff.models.init import Initialisation, layers_called
-from hookdiff.models.optimizer_state import check_real
-from hookdiff.progress import AUTO
-from hookdiff.ranks import rank
-from hookdiff.structure import missing, parameters
-from hookdiff.terminal import shown_works
+from hookdiff.options.structure import missing, parameters
+from hookdiff.terminal.bars import shown_works
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
+_TRAINING_ONLY = {"run_dir", "changes"}  # plugins of a run that trains
 _SIZES = ("in_channels", "out_channels", "image_size", "sample_size")  # arguments of models, here and in diffusers
 
 
@@ -78,9 +84,9 @@ def build_loop(
     before = recorded(run_dir, resume)
     given, config = config, settle(config, device, before)
     prepare_process(config, device)
-    if hooks is None and rank() == 0 and (choices := chosen(given, config, before)):
+    if hooks is None and rank() == 0 and (choices := filled_in(given, config, before)):
         written = ", ".join(f"{key} = {json.dumps(value)}" for key, value in choices.items())
-        log.info("chosen for this %s: %s", device.type, written)
+        logger.info("chosen for this %s: %s", device.type, written)
     feed = build_feed(config, decode=hooks is None) if feed is None else feed
     config = fit_to_data(config, feed)
     model = (make or make_model)(config, device)
@@ -101,6 +107,7 @@ def build_loop(
         fit_micro_batch=config.run.micro_batch == AUTO,
         skip_batches=skip_batches,
         defaults=config.defaults() if resume else None,
+        fixed=config.fixed() if resume else None,
         **config.model.shared[Start],
     )
     plugins = {**(plugins or {}), **own}
@@ -108,10 +115,9 @@ def build_loop(
         raise ConfigError(f"run.plugins: the name {clash.pop()!r} is taken by the core")
     plugins |= {name: part.build() for name, part in config.plugins.items()}
     if hooks is not None:
-        # A plugin that is left out keeps its name, so that its saved state does not seem to be of an unknown plugin.
         heard = {name for name, plugin in plugins.items() if is_needed(plugin, hooks)} | set(keep)
-        heard -= {"run_dir", "changes"}  # only a run that trains needs them
-        plugins = {name: plugin if name in heard else object() for name, plugin in plugins.items()}
+        heard -= _TRAINING_ONLY
+        plugins = {name: plugin if name in heard else LeftOut() for name, plugin in plugins.items()}
     return Loop(
         model,
         lambda prepared: build_optimizers(config.optimizer, prepared) if trains else (),
@@ -139,7 +145,8 @@ def _problems_of(where: str) -> Iterator[None]:
 def build_feed(config: Config, decode: bool = True) -> Feed:
     """Make the Feed of the data; without `decode`, only its shape and labels are read.
 
-    Raises ConfigError for data that cannot be trained on.
+    Raises:
+        ConfigError: for data that cannot be trained on.
     """
     source = config.data.build()
     if instead := remedy(source):
@@ -148,7 +155,8 @@ def build_feed(config: Config, decode: bool = True) -> Feed:
     if not decode:
         store = evolve(store, store="auto", memory_limit=0)
     with _problems_of("data"), shown_works():
-        return Feed(source, config.data.of(Transforms), store, **config.data.shared[Feed])
+        shared = {**config.data.shared[Workers], **config.data.shared[Feed]}
+        return feed_of(source, config.data.of(Transforms), store, **shared)
 
 
 def fit_to_data(config: Config, feed: Feed) -> Config:
@@ -242,7 +250,7 @@ def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusi
         given = objective.given(feed.blank(2)) if objective.conditions else {}
         conditions = {name: given[name] for name in objective.conditions}
         labels = bool(objective.conditional)
-        check_contract(model, feed.shape, labels=labels, times=times.dtype, conditions=conditions, trains=trains)
+        check_forward(model, feed.shape, labels=labels, times=times.dtype, conditions=conditions, trains=trains)
     except ValueError as error:
         differing = [f"{k} = {v}" for k, v in _facts(feed).items() if part.arguments.get(k, v) != v]
         likely = f"; the data has {', '.join(differing)}" if differing else ""

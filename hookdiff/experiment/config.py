@@ -17,32 +17,34 @@ from attrs import Attribute, define, evolve, field, fields
 from attrs.validators import ge
 
 from hookdiff.builtin.start import Start
-from hookdiff.choices import path_of
-from hookdiff.data import Feed, Store, Transforms
-from hookdiff.data.vision import vision
-from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.data.feed import Feed
+from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion.sampling import Sampling
 from hookdiff.disk.reading import read_file
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest, why_missing
 from hookdiff.experiment import windows_paths
-from hookdiff.experiment.discovery import is_needed, plugin_class, plugin_name
+from hookdiff.experiment.discovery import LeftOut, is_needed, plugin_class, plugin_name
+from hookdiff.experiment.expected import MODEL, OPTIMIZER, SOURCE, Expected
 from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
 from hookdiff.experiment.part import Part
-from hookdiff.experiment.places import MODEL, OPTIMIZER, SOURCE, Place
 from hookdiff.experiment.trust import dangers, is_of_run
-from hookdiff.history import is_run_dir
-from hookdiff.imports import TRUST, import_object, importing, installed
+from hookdiff.images.loader import Workers
+from hookdiff.images.store import Store
+from hookdiff.images.transforms import Transforms
+from hookdiff.images.vision import vision
+from hookdiff.loop.counts import AUTO, LoopConfig
+from hookdiff.loop.registry import check_partners
 from hookdiff.models.adapters import checkpointable
-from hookdiff.models.attention import Form
+from hookdiff.models.attention_forms import Form
 from hookdiff.models.init import Initialisation
-from hookdiff.options import about, is_below
-from hookdiff.plugins import check_partners
-from hookdiff.progress import AUTO, LoopConfig
-from hookdiff.structure import Problems, Text, arguments, as_toml, described, missing, parameters
+from hookdiff.options.choices import path_of
+from hookdiff.options.default_names import DEFAULT_OPTIMIZER, DEFAULT_PLUGINS
+from hookdiff.options.fields import Fixed, about, is_below
+from hookdiff.options.imports import TRUST, import_object, importing, installed
+from hookdiff.options.structure import Problems, Text, arguments, as_toml, described, marks_of, missing, parameters
+from hookdiff.run_dir.layout import is_run_dir
 
-# The plugins of a config that names none: what a training needs to be stable, sampled well, and continued.
-USUAL = ("lr", "clip", "amp", "ema", "autoguidance", "nan", "checkpoint", "samples", "progress")
-
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 
 def _is_size_or_auto(instance: object, attribute: Attribute[Any], value: Any) -> None:
@@ -93,7 +95,7 @@ class RunConfig(LoopConfig):
         ),
     )
     plugins: tuple[str, ...] = field(
-        default=USUAL,
+        default=DEFAULT_PLUGINS,
         metadata=about("names of entry points, or `module:Class`, in the order in which they are called; `[]`: none"),
     )
     import_from: str | None = field(
@@ -115,7 +117,7 @@ class Section:
     table: str
     known: Mapping[str, str]  # paths of targets, by name
     shared: tuple[type, ...]  # classes that define the shared keys
-    place: Place
+    expected: Expected
     key: str = "use"  # the key that names the target
     default: str | None = None
     find: Callable[[str, str], Any] = import_object
@@ -144,7 +146,7 @@ class Section:
         kind = self.table if self.key == "use" else self.key  # "model", "optimizer", "source"
         path = self.known.get(str(use)) or path_of(kind, self.known, use, self.key)
         target = self.find(path, str(use))
-        self.place.check(path, target)
+        self.expected.check(path, target)
         return self.adapt(target)
 
 
@@ -155,14 +157,14 @@ def _import_source(path: str, purpose: str) -> Any:
 
 SOURCES = {
     "digits": "hookdiff.data:digits",
-    "folder": "hookdiff.data:Folder",
+    "folder": "hookdiff.images:Folder",
     "fashion-mnist": "hookdiff.data:fashion_mnist",
     "torchvision:NAME": "torchvision:NAME",
 }
 SECTIONS = (
-    Section("data", SOURCES, (Transforms, Store, Feed), SOURCE, key="source", find=_import_source),
+    Section("data", SOURCES, (Transforms, Store, Workers, Feed), SOURCE, key="source", find=_import_source),
     Section("model", {}, (Start, Initialisation), MODEL, adapt=checkpointable),
-    Section("optimizer", OPTIMIZERS, (Groups,), OPTIMIZER, default="muon"),
+    Section("optimizer", OPTIMIZERS, (Groups,), OPTIMIZER, default=DEFAULT_OPTIMIZER),
 )
 
 
@@ -199,6 +201,12 @@ class Config:
         parts = {name: getattr(self, name).bare() for name in ("data", "model", "diffusion", "optimizer", "sampling")}
         plugins = {name: part.bare() for name, part in self.plugins.items()}
         return evolve(self, run=RunConfig(name=self.run.name), plugins=plugins, **parts).resolved()
+
+    def fixed(self) -> dict[str, str]:
+        """Return the keys that model and optimizer mark as `Fixed`, with the reasons."""
+        parts = (self.model, self.optimizer)
+        marks = {f"{part.where}.{key}": mark for part in parts for key, mark in marks_of(part.target, Fixed).items()}
+        return {key: mark.reason for key, mark in marks.items()}
 
 
 def load_config(
@@ -250,7 +258,11 @@ def make_plugin(
 
     `settings` are further options, as "key=value". Only `given` itself is imported, which is the user's choice; what
     the options of the run name must be installed, and lie in `run_dir` if files are written there. Without `run_dir`
-    the plugin must not be used to write. Raises PluginError and ConfigError.
+    the plugin must not be used to write.
+
+    Raises:
+        PluginError: if there is no such plugin.
+        ConfigError: for options that do not fit it.
     """
     name, problems = plugin_name(given), Problems()
     where, kind = f"plugins.{name}", plugin_class(given)
@@ -292,7 +304,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     except ValueError as error:  # of tomli, or of Python for a number that is too long
-        way_out = windows_paths.remedy(text, error)
+        way_out = windows_paths.spelling_remedy(text, error)
         raise ConfigError(f"{path}: not TOML: {error}" + (way_out and f"; {way_out}")) from None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file: {why_missing(path)}") from None
@@ -337,14 +349,14 @@ def _warn_of_unused(settings: Iterable[str], config: Config) -> None:
     for setting in settings:
         table, name = f"{setting.partition('=')[0].strip()}.".split(".")[:2]
         if table == "plugins" and name not in config.plugins:
-            log.warning("--set %s: the plugin %r is not switched on", setting, name)
+            logger.warning("--set %s: the plugin %r is not switched on", setting, name)
 
 
 def _switch(listed: tuple[str, ...], name: str, problems: Problems) -> tuple[str, ...]:
     if not name.startswith("no:"):
         return listed if name in listed else (*listed, name)
     if name[3:] not in listed and name[3:] in installed():
-        log.warning("--plugins %s: the plugin %r is not switched on", name, name[3:])
+        logger.warning("--plugins %s: the plugin %r is not switched on", name, name[3:])
     elif name[3:] not in listed:
         problems.add(f"--plugins {name}", f"{name[3:]!r} is not switched on{nearest(name[3:], listed)}")
     return tuple(other for other in listed if other != name[3:])
@@ -365,7 +377,7 @@ def _check(
     run = arguments(RunConfig, {"name": path.stem, **given}, "run", problems)
     _check_length(given, run, problems)
     if "plugins" not in given:
-        run["plugins"] = USUAL
+        run["plugins"] = DEFAULT_PLUGINS
     if "plugins" in run:
         for name in switches:
             run["plugins"] = _switch(run["plugins"], name, problems)
@@ -443,7 +455,7 @@ def _plugins(
             problems.add("run.plugins", error)
             continue
         if not is_needed(kind, hooks):
-            parts[name] = Part(where, given, object)  # keeps the name, so that its saved state has an owner
+            parts[name] = Part(where, given, LeftOut)
             continue
         table = tables.get(name, {})
         if not isinstance(table, dict):

@@ -1,17 +1,25 @@
 """Finds the classes of plugins by name, among the entry points of installed packages, or as `module:Class`."""
 
 import inspect
-from collections.abc import Collection
+import logging
+from collections.abc import Callable, Collection
 from typing import Any
 
 from hookdiff.errors import PluginError, nearest
-from hookdiff.imports import check_needs, distribution, import_object, installed
-from hookdiff.plugins import check_contract
+from hookdiff.loop.hookspecs import HOOK_NAMES, declaration_of
+from hookdiff.loop.registry import check_contract, implements
+from hookdiff.options.imports import check_needs, distribution, import_object, installed
+
+logger = logging.getLogger("hookdiff")
 
 
 def plugin_name(given: str) -> str:
     """Return the name under which `given` is registered and configured: for `module:Class`, `class`."""
     return given.rpartition(":")[2].lower() if ":" in given else given
+
+
+class LeftOut:
+    """Stands for a plugin that is left out, so that its saved state does not seem to be of an unknown plugin."""
 
 
 def is_needed(plugin: object, hooks: Collection[str] | None) -> bool:
@@ -21,8 +29,28 @@ def is_needed(plugin: object, hooks: Collection[str] | None) -> bool:
     """
     if hooks is None:
         return True
-    saves = hasattr(plugin, "restore") and "restore" not in hooks
-    return not saves and any(hasattr(plugin, hook) for hook in hooks)
+    saves = implements(plugin, "restore") and "restore" not in hooks
+    return not saves and implements(plugin, *hooks)
+
+
+def trains_on_ranks(plugin: object) -> bool:
+    """Return whether several ranks train one model with `plugin`, or with a plugin of this class."""
+    return declaration_of(plugin).trains_on_ranks
+
+
+def installed_that(fits: Callable[[type], bool], among: Collection[str] | None = None) -> list[str]:
+    """Return the names of the installed plugins, or of those `among` them, whose class `fits`: for advice.
+
+    They are imported; those that cannot be are left out, with a warning.
+    """
+    found = []
+    for name in sorted(installed().keys() & among) if among else installed():
+        try:
+            if fits(_load(name)):
+                found.append(name)
+        except Exception as error:  # a broken package must not hide the others
+            logger.warning("the plugin %r cannot be asked: %s", name, error)
+    return found
 
 
 def plugin_class(given: str, hooks: Collection[str] | None = None) -> type:
@@ -37,9 +65,9 @@ def plugin_class(given: str, hooks: Collection[str] | None = None) -> type:
     kind = import_object(given, f"the plugin {given!r}") if ":" in given else _load(given)
     if not inspect.isclass(kind):
         raise PluginError(f"the plugin {given!r} is a {type(kind).__name__}, expected a class")
-    check_needs(given, getattr(kind, "needs", {}) if is_needed(kind, hooks) else {})
+    check_needs(given, declaration_of(kind).needs if is_needed(kind, hooks) else {})
     check_contract(given, kind)
-    if not any(hasattr(member, "hookdiff_impl") for owner in kind.__mro__ for member in vars(owner).values()):
+    if not implements(kind, *HOOK_NAMES):
         raise PluginError(f"the plugin {given!r} is no plugin: the class has no method with @hookimpl")
     return kind
 

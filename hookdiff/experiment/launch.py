@@ -7,10 +7,11 @@ from contextlib import ExitStack, contextmanager
 from hookdiff.builtin.changes import changes
 from hookdiff.errors import ConfigError
 from hookdiff.experiment.config import Config
-from hookdiff.ranks import gathered, is_news, joined, num_launched, rank, shown_once
+from hookdiff.experiment.discovery import installed_that, trains_on_ranks
+from hookdiff.machine.joining import is_news, joined, num_launched, shown_once
+from hookdiff.machine.ranks import gathered, rank
 
-TRAINS = "trains_on_ranks"  # attribute of a plugin with which several ranks train one model
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 
 @contextmanager
@@ -21,14 +22,15 @@ def launched(config: Config) -> Iterator[None]:
     and if the ranks have different configs.
     """
     with shown_once():
-        if num_launched() > 1 and not any(getattr(part.target, TRAINS, False) for part in config.plugins.values()):
+        if num_launched() > 1 and not any(trains_on_ranks(part.target) for part in config.plugins.values()):
+            ways_out = " or ".join(f"--plugins {name}" for name in installed_that(trains_on_ranks))
             raise ConfigError(
                 f"torchrun has started {num_launched()} processes, and no plugin of the run trains on several: add "
-                "--plugins ddp, or --plugins fsdp for a model that does not fit on one device"
+                f"{ways_out} (`hookdiff plugins` describes them)"
             )
     with joined(config.run.device), ExitStack() as stack:
-        log.addFilter(_is_shown)
-        stack.callback(log.removeFilter, _is_shown)
+        logger.addFilter(_is_shown)
+        stack.callback(logger.removeFilter, _is_shown)
         _check_same(config)
         yield
 

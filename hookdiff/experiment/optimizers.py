@@ -15,15 +15,15 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from hookdiff.errors import ConfigError, nearest
+from hookdiff.machine.dtensor import is_sharded, is_unsupported
 from hookdiff.models.names import plain_name
-from hookdiff.options import about
-from hookdiff.shards import is_sharded, is_unsupported
-from hookdiff.structure import parameters as arguments_of
+from hookdiff.options.fields import about
+from hookdiff.options.structure import parameters as arguments_of
 
 if TYPE_CHECKING:
     from hookdiff.experiment.part import Part
 
-AUTO = "auto"  # among the patterns of no_decay
+AUTO_PATTERN = "auto"  # among the patterns of no_decay
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # LBFGS evaluates the loss several times in a step, SparseAdam takes only sparse gradients, and the Muon of torch only
@@ -31,7 +31,7 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _UNFIT = (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 _KINDS = [name for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and kind not in _UNFIT]
 OPTIMIZERS = {name.lower(): f"torch.optim:{name}" for name in sorted(_KINDS, key=str.lower)}
-OPTIMIZERS["adamw"] = "hookdiff.adamw:AdamW"  # torch's, with a shorter step
+OPTIMIZERS["adamw"] = "hookdiff.models.adamw:AdamW"  # torch's, with a shorter step
 
 
 @define(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Groups:
     """Keys of the table [optimizer] that all optimizers share."""
 
     no_decay: tuple[str, ...] = field(
-        default=(AUTO,),
+        default=(AUTO_PATTERN,),
         metadata=about(
             'patterns of names of weights without weight decay, such as `"*.pos_embed"`; "auto": biases, norms, '
             "embeddings, and all others of one dimension; `[]`: none"
@@ -84,8 +84,8 @@ def spare(weights: Sequence[Weight], patterns: Sequence[str]) -> list[Weight]:
     "auto" matches biases, the scales of norms, embeddings, and all others of one dimension. Raises ConfigError for a
     pattern that matches none.
     """
-    spared = matching(weights, [pattern for pattern in patterns if pattern != AUTO], "no_decay")
-    if AUTO in patterns:
+    spared = matching(weights, [pattern for pattern in patterns if pattern != AUTO_PATTERN], "no_decay")
+    if AUTO_PATTERN in patterns:
         spared |= {weight.name for weight in weights if weight.role in ("embedding", "norm", "vector")}
     return [evolve(weight, decays=weight.name not in spared) for weight in weights]
 
@@ -93,7 +93,8 @@ def spare(weights: Sequence[Weight], patterns: Sequence[str]) -> list[Weight]:
 def matching(weights: Sequence[Weight], patterns: Iterable[str], key: str) -> set[str]:
     """Return the names that match one of `patterns`, the value of `key` in [optimizer].
 
-    Raises ConfigError for a pattern that no name matches.
+    Raises:
+        ConfigError: for a pattern that no name matches.
     """
     names, found = [weight.name for weight in weights], set()
     for pattern in patterns:
@@ -132,7 +133,7 @@ def build_optimizers(part: Part, model: nn.Module) -> Any:
         fused = fastest_kernel(part.target, part.arguments, weights)
     except Exception as error:  # an optimizer may raise anything for its arguments, or in its first step
         shared = is_unsupported(error) and any(is_sharded(weight.parameter) for weight in weights)
-        why = f"{part.use} cannot train weights that fsdp has sharded; try adamw" if shared else error
+        why = f"{part.use} cannot train weights of which each device holds a part; try adamw" if shared else error
         raise ConfigError(f"{part.where}: {why}") from error
     return part.given(**fused).build(params)
 

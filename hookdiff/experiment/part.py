@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from attrs import define, evolve, field
 
 from hookdiff.errors import ConfigError
-from hookdiff.structure import described, parameters, resolved
+from hookdiff.options.structure import described, parameters, resolved
 
 Shared = TypeVar("Shared")
 

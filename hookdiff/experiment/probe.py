@@ -10,17 +10,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookdiff.builtin.start import Start
-from hookdiff.data import Transforms
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.build import build_model, build_sampling, pick_device
 from hookdiff.experiment.config import Config
 from hookdiff.experiment.optimizers import build_optimizers, check_patterns, check_trainable, patterns_of
 from hookdiff.experiment.part import Part
-from hookdiff.models.adapters import NoGradient, check_contract
+from hookdiff.images.transforms import Transforms
+from hookdiff.loop.registry import Plugins
+from hookdiff.loop.state import as_tuple
+from hookdiff.models.adapters import NoGradient, check_forward
 from hookdiff.models.load import check_file
-from hookdiff.plugins import Plugins
-from hookdiff.state import as_tuple
-from hookdiff.structure import Problems, missing
+from hookdiff.options.structure import Problems, missing
 
 
 def try_config(config: Config, *, resume: bool = False) -> None:
@@ -29,7 +29,8 @@ def try_config(config: Config, *, resume: bool = False) -> None:
     The model is made on the meta device, which takes no memory, or for real if it cannot be made there; the optimizer
     on a few small layers. With `resume`, the file that the model started from may be missing.
 
-    Raises ConfigError that lists every problem.
+    Raises:
+        ConfigError: that lists every problem.
     """
     problems = Problems()
     steps: list[Callable[[], Any]] = [
@@ -80,7 +81,7 @@ def _probe_gradient(part: Part, model: nn.Module, side: int | None) -> None:
     labels = bool(getattr(model, "num_classes", 0))
     for channels in (1, 3, 4) if ":" in part.use else ():
         try:
-            check_contract(model, (channels, side or 32, side or 32), labels=labels, trains=True)
+            check_forward(model, (channels, side or 32, side or 32), labels=labels, trains=True)
         except NoGradient as error:
             raise ConfigError(f"{part.where}: {part.use} {error}") from None
         except ValueError:  # the data has another shape, or the model needs values: `run` finds out
@@ -91,7 +92,8 @@ def _probe_gradient(part: Part, model: nn.Module, side: int | None) -> None:
 def try_optimizers(config: Config) -> tuple[Optimizer, ...]:
     """Make the optimizers for a few small layers: their groups and rates, without model and data.
 
-    Raises ConfigError for arguments that cannot be combined, or not with the device.
+    Raises:
+        ConfigError: for arguments that cannot be combined, or not with the device.
     """
     try:
         device = pick_device(config.run.device)

@@ -14,16 +14,19 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from hookdiff.disk.paths import CONFIG, run_of
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.config import Config, RunConfig, read_toml
 from hookdiff.experiment.part import Part
-from hookdiff.imports import importing
-from hookdiff.machine import keep_memory, num_cpus, usual_threads
-from hookdiff.progress import AUTO
-from hookdiff.structure import Problems, arguments
+from hookdiff.loop.counts import AUTO
+from hookdiff.loop.registry import Plugins, implements
+from hookdiff.machine.usage import keep_memory, num_cpus, usual_threads
+from hookdiff.models.adapters import is_of_diffusers
+from hookdiff.options.imports import importing
+from hookdiff.options.structure import Problems, arguments
+from hookdiff.run_dir.config_toml import CONFIG
+from hookdiff.run_dir.layout import run_of
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 
 def recorded(run_dir: Path, resume: bool | Path) -> dict[str, Any]:
@@ -38,10 +41,9 @@ def recorded(run_dir: Path, resume: bool | Path) -> dict[str, Any]:
 def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> Config:
     """Fill in what the config leaves to the machine, "auto", and what a resumed run has settled before.
 
-    `before` is the config of the run that is resumed. Its choices hold on a device of the same kind. A plugin chooses
-    with a method `choose(device)`, which returns values for its options that are "auto", and for keys of [run] as
-    "run.KEY". Keys of [diffusion] and [sampling], which decide what the weights mean, keep their values if the config
-    leaves them out.
+    `before` is the config of the run that is resumed. Its choices hold on a device of the same kind. Plugins choose by
+    the hook `choose`. Keys of [diffusion] and [sampling], which decide what the weights mean, keep their values if the
+    config leaves them out.
     """
     on_cpu = device.type == "cpu"
     earlier = _fitting(RunConfig, before.get("run"))
@@ -49,20 +51,19 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
     run: dict[str, Any] = {}
     plugins = dict(config.plugins)
     for name, part in config.plugins.items():
-        if not hasattr(part.target, "choose"):
+        if not implements(part.target, "choose"):
             continue
         with importing(only_installed=not config.trust):
             known = _fitting(part.target, before.get("plugins", {}).get(name)) if same_kind else {}
-        for key, value in part.build().choose(device).items():
+        for key, value in Plugins({name: part.build()}).ask(name, "choose", device=device).items():
             if key.startswith("run."):
                 run.setdefault(key.removeprefix("run."), value)
             elif part.arguments.get(key, AUTO) == AUTO:
                 chosen = known.get(key, AUTO)
                 part = evolve(part, arguments={**part.arguments, key: value if chosen == AUTO else chosen})
         plugins[name] = part
-    is_of_diffusers = getattr(config.model.target, "__module__", "").startswith("diffusers.")
     # On a GPU the group norms of torch copy each image that is in channels_last: benchmarks/README.md.
-    run = {"channels_last": on_cpu and not is_of_diffusers, **run}
+    run = {"channels_last": on_cpu and not is_of_diffusers(config.model.target), **run}
     run = {key: value for key, value in run.items() if getattr(config.run, key) == AUTO}
     if same_kind:
         run |= {key: earlier[key] for key in run if key in earlier and earlier[key] != AUTO}
@@ -72,7 +73,7 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
     return _as_before(config, before) if before else config
 
 
-def chosen(given: Config, settled: Config, before: Mapping[str, Any]) -> dict[str, Any]:
+def filled_in(given: Config, settled: Config, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `settle` has filled in, by key, without what it took from the run `before`."""
     found = {f"run.{key}": getattr(settled.run, key) for key in ("channels_last", "threads")}
     found = {key: value for key, value in found.items() if getattr(given.run, key.removeprefix("run.")) == AUTO}
@@ -99,7 +100,7 @@ def _as_before(config: Config, before: Mapping[str, Any]) -> Config:
         differing = [key for key, value in now[table].items() if usual[table].get(key) not in (None, value)]
         if differing:
             written = ", ".join(f"{table}.{key} = {json.dumps(now[table][key])}" for key in differing)
-            log.info("kept from the run, as the config does not set it: %s", written)
+            logger.info("kept from the run, as the config does not set it: %s", written)
     return kept
 
 
@@ -110,7 +111,7 @@ def _threads(before: int | None) -> int:
         return usual
     if "OMP_NUM_THREADS" not in os.environ and before <= num_cpus():
         return before
-    log.warning(
+    logger.warning(
         "run.threads: %d here, %d before: the run goes on, but not bit for bit, as rounding depends on the threads",
         usual,
         before,
@@ -123,7 +124,7 @@ def prepare_process(config: Config, device: torch.device) -> None:
     threads = config.run.threads
     if isinstance(threads, int):
         if threads > num_cpus():
-            log.warning(
+            logger.warning(
                 "run.threads: %d, but this process has %d CPUs: a step may take a hundred times as long; "
                 'with "auto" there are no more threads than CPUs',
                 threads,

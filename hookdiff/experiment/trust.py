@@ -1,6 +1,6 @@
 """What the config of a run may not do unless the user trusts it, since a stranger may have written it.
 
-It imports only what is installed (see `hookdiff.imports`), opens only URLs of `SERVICES`, hands no options to a
+It imports only what is installed (see `hookdiff.options.imports`), opens only URLs of `SERVICES`, hands no options to a
 library, and writes files in the run directory alone. Values from the command line are the user's own.
 """
 
@@ -11,10 +11,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hookdiff.disk.paths import CONFIG, leads_out
-from hookdiff.history import is_run_dir
-from hookdiff.options import SERVICES, Handed, Writes, is_served
-from hookdiff.structure import Text, fields_of, marks_of
+from hookdiff.disk.paths import leads_out
+from hookdiff.options.fields import SERVICES, Handed, Writes, is_served
+from hookdiff.options.structure import Text, fields_of, marks_of
+from hookdiff.run_dir.config_toml import CONFIG
+from hookdiff.run_dir.layout import is_run_dir
 
 _ANYWHERE = Path(os.sep, "runs", "NAME")  # in place of a run directory that is not known yet
 _URL = re.compile(r"[\w.+-]+::|.*://", re.DOTALL)  # also chains of fsspec

@@ -9,7 +9,7 @@ _DRIVE = re.compile(r'"+[A-Za-z]:\\(?!\\)')
 _ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", "\x1b": "\\e"}
 
 
-def remedy(text: str, error: ValueError) -> str:
+def spelling_remedy(text: str, error: ValueError) -> str:
     """Return how to write the path at which `text` is no TOML, or "" if `error` is about something else."""
     place = re.search(r"at line (\d+), column (\d+)", str(error))
     if not place:

@@ -1,22 +1,8 @@
-"""Models of any library: adapted to the loop, initialised, and loaded from a file."""
+"""Networks of any library: the loss and the samples that are asked of one, its weights, its optimizers' state.
 
-from hookdiff.models.adapters import adapt
-from hookdiff.models.attention import Form, attention, use_attention
-from hookdiff.models.checks import check_labels
-from hookdiff.models.compiler import compiled, compiler_errors, try_compiler
-from hookdiff.models.load import check_file, load_into
-from hookdiff.models.names import modules_named
+The names are imported on first use. `__init__.pyi` lists them.
+"""
 
-__all__ = [
-    "Form",
-    "adapt",
-    "attention",
-    "check_file",
-    "check_labels",
-    "compiled",
-    "compiler_errors",
-    "load_into",
-    "modules_named",
-    "try_compiler",
-    "use_attention",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

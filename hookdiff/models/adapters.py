@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hookdiff.models.checks import check_labels
-from hookdiff.weights import Buffers, evaluating
+from hookdiff.models.weights import Buffers, evaluating
 
 _SMALL = 1 << 30  # weights times pixels: at most a second on a CPU
 
@@ -28,11 +28,11 @@ def adapt(model: nn.Module) -> nn.Module:
     DiTTransformer2DModel has `num_embeds_ada_norm` classes and one more embedding for "no class". Its own label dropout
     in training is switched off, because the objective drops labels.
 
-    Raises ValueError for a number of embeddings that leaves no class.
+    Raises:
+        ValueError: for a number of embeddings that leaves no class.
     """
     theirs: Any = model
-    is_of_diffusers = any(kind.__module__.partition(".")[0] == "diffusers" for kind in type(model).__mro__)
-    if not is_of_diffusers or _take_sample in model._forward_hooks.values():
+    if not any(map(is_of_diffusers, type(model).__mro__)) or _take_sample in model._forward_hooks.values():
         return model
     config, num_classes = getattr(theirs, "config", {}), 0
     if (num := config.get("num_class_embeds")) is not None:
@@ -49,6 +49,11 @@ def adapt(model: nn.Module) -> nn.Module:
         model.register_forward_pre_hook(_use_null_row, with_kwargs=True)
     model.register_forward_hook(_take_sample)
     return model
+
+
+def is_of_diffusers(kind: object) -> bool:
+    """Return whether the class or function `kind` is written in diffusers, which is not imported for the question."""
+    return getattr(kind, "__module__", "").partition(".")[0] == "diffusers"
 
 
 def checkpointable(kind: Any) -> Any:
@@ -74,7 +79,7 @@ def checkpointable(kind: Any) -> Any:
     return make
 
 
-def check_contract(
+def check_forward(
     model: nn.Module,
     shape: Sequence[int],
     *,

@@ -38,7 +38,10 @@ def compiled(net: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `net` compiled; `net` itself, which may be trained meanwhile, is not changed.
 
     torch compiles at the first call, and once more for inputs of a second size. A network that is compiled already is
-    returned as it is. Raises UserError, in a call, if the compiler fails.
+    returned as it is.
+
+    Raises:
+        UserError: in a call, if the compiler fails.
     """
     if getattr(net, "_compiled_call_impl", None) is not None:
         return net

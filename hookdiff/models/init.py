@@ -10,10 +10,10 @@ from attrs import define, field
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from hookdiff.options import about
+from hookdiff.options.fields import about
 
 LAYERS = (nn.Linear, _ConvNd)
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 _DRAWS: dict[str, Callable[[Tensor], Any]] = {
     "xavier": nn.init.xavier_uniform_,
@@ -37,8 +37,8 @@ class Initialisation:
     zero_output: bool = field(
         default=False,
         metadata=about(
-            "start the layer that is called last at zero, so that a new model predicts zero, "
-            'as "unet" and "dit" do anyway; the log names the layer'
+            "start the layer that is called last at zero, so that a new model predicts zero, as those of some classes "
+            "do anyway; the log names the layer"
         ),
     )
 
@@ -77,7 +77,7 @@ def zero_layer(model: nn.Module, name: str | None) -> None:
         raise ValueError("zero_output: no linear layer or convolution was called, so none is the last")
     for parameter in model.get_submodule(name).parameters():
         nn.init.zeros_(parameter)
-    log.info("zero_output: %s starts at zero", name)
+    logger.info("zero_output: %s starts at zero", name)
 
 
 @contextmanager

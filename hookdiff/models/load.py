@@ -12,25 +12,29 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
-from hookdiff.disk.reading import open_file, open_tensors
+from hookdiff.disk.reading import open_file
+from hookdiff.disk.tensors import open_tensors
 from hookdiff.errors import ConfigError, nearest, why_missing
+from hookdiff.machine.dtensor import fill_, is_sharded
 from hookdiff.models.names import is_inside, plain_name
-from hookdiff.shards import fill_, is_sharded
 
 KEY = "model.start_from"
 _MOST_SHOWN = 5  # differences in a message
 _PART = re.compile(r"model-\d{5}-of-(?!00001)\d{5}\.safetensors")
 
 Shapes = Mapping[str, tuple[int, ...]]
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 
 def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str = KEY) -> None:
     """Copy the tensors of the safetensors file at `path` into those of `model` that have their names.
 
     A parametrised weight also takes the tensor that has its plain name. `asked_by` is the key or the option that names
-    the file. Raises ConfigError, and leaves the model as it was, if the file cannot be used, if it has other names or
-    shapes (unless `partial`), and if nothing in it fits.
+    the file.
+
+    Raises:
+        ConfigError: and leaves the model as it was, if the file cannot be used, if it has other names or shapes (unless
+            `partial`), and if nothing in it fits.
     """
     given = check_file(path, asked_by)
     own = {
@@ -53,9 +57,9 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
     with open_tensors(path) as file, torch.no_grad():
         for name in fitting:
             fill_(own[name], file.get_tensor(name))
-    log.info("started from %s: %s", path, count)
+    logger.info("started from %s: %s", path, count)
     if found:
-        log.warning("tensors of %s that do not fit: %s", path, found)
+        logger.warning("tensors of %s that do not fit: %s", path, found)
 
 
 def load_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
@@ -70,7 +74,8 @@ def load_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
 def check_file(path: Path, asked_by: str = KEY) -> Shapes:
     """Return the shapes of the tensors in the safetensors file at `path`, from its header alone.
 
-    Raises ConfigError for a file that is missing, cut short, or of another format.
+    Raises:
+        ConfigError: for a file that is missing, cut short, or of another format.
     """
     where = f"{asked_by}: {path}"
     if os.path.isdir(path):  # False for a name that is too long, too

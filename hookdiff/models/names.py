@@ -25,8 +25,10 @@ def is_inside(name: str) -> bool:
 def modules_named(model: nn.Module, patterns: Collection[str], key: str) -> dict[str, nn.Module]:
     """Return the modules of `model` that match one of `patterns`, by name, in the model's order.
 
-    A `*` stands for one part of a name, or some of it: "blocks.*" is no layer within a block. Raises UserError, which
-    names `key`, for a pattern that matches none.
+    A `*` stands for one part of a name, or some of it: "blocks.*" is no layer within a block.
+
+    Raises:
+        UserError: which names `key`, for a pattern that matches none.
     """
     named = {name: module for name, module in model.named_modules() if name}
     for pattern in patterns:

@@ -2,9 +2,7 @@
 
 import inspect
 import math
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
-from copy import deepcopy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookdiff.errors import UserError
-from hookdiff.shards import everywhere, fill_, is_sharded, layout, place
-from hookdiff.structure import structured
+from hookdiff.machine.dtensor import everywhere, fill_, is_sharded, layout, place
+from hookdiff.models.twin import twin
+from hookdiff.options.structure import structured
 
 # Means of squares, as torch and others name them.
 _SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "row_var", "col_var", "acc_delta", "exp_inf", "step"}
@@ -59,31 +58,6 @@ def _counted_in_groups(optimizer: Optimizer) -> list[str]:
     arguments = {name for make in makers[:-1] for name in inspect.signature(make).parameters}  # the last is object's
     found = [key for key in optimizer.defaults if key not in arguments and key != "lr"]
     return [key for key in found if all(key in group for group in optimizer.param_groups)]
-
-
-def check_eps(optimizers: Iterable[Optimizer]) -> None:
-    """Raise UserError for an `eps` that is 0 in the dtype of the weights: a gradient of 0 would make them NaN."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            eps, dtypes = group.get("eps"), {parameter.dtype for parameter in group["params"]}
-            for dtype in dtypes if isinstance(eps, float | int) else ():
-                if not torch.tensor(eps, dtype=dtype):
-                    name, least = str(dtype).removeprefix("torch."), torch.finfo(dtype).tiny
-                    raise UserError(
-                        f"optimizer.eps: {eps:g} is 0 in {name}, the dtype of the weights, and a gradient of 0 would "
-                        f"make them NaN; try {max(1e-8, least):.0e}"
-                    )
-
-
-def check_real(model: nn.Module) -> None:
-    """Raise UserError for a trained parameter that is complex: neither norms nor optimizers here take one."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_complex() and parameter.requires_grad:
-            kind = str(parameter.dtype).removeprefix("torch.")
-            raise UserError(
-                f"{name} is {kind}, and complex weights cannot be trained; keep its real and imaginary part as a "
-                f"parameter of shape {(*parameter.shape, 2)}, and call torch.view_as_complex on it in forward"
-            )
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry, is_finite: bool = True) -> None:
@@ -159,20 +133,14 @@ def _rehearsed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, e
     """
     copy = parameter.detach().clone().requires_grad_()
     copy.grad = torch.ones_like(copy)
-    twin: Optimizer = object.__new__(type(optimizer))
-    own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # a scheduler may have wrapped it
-    hooks = [name for name in own if name.endswith("_hooks")]
-    vars(twin).update(own | {name: OrderedDict() for name in hooks})
-    options = {name: deepcopy(value) for name, value in group.items() if name != "params"}
-    twin.param_groups = [{**options, "params": [copy]}]
-    twin.state = defaultdict(dict)
+    tried = twin(optimizer, [{**group, "params": [parameter]}], lambda _: copy)
     if entry:
-        twin.state[copy] = {key: _like(copy, key, value, twin, None) for key, value in entry.items()}
+        tried.state[copy] = {key: _like(copy, key, value, tried, None) for key, value in entry.items()}
     try:
-        twin.step()
+        tried.step()
     except Exception:
         return None
-    result: Entry = twin.state[copy]
+    result: Entry = tried.state[copy]
     return result
 
 

@@ -6,20 +6,18 @@ import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from attrs import define, field
 from attrs.validators import ge, matches_re, optional
 from filelock import FileLock, Timeout
 
-from hookdiff import Loop, Sink, TrackedRun, UserError
-from hookdiff.distribution import Distribution
-from hookdiff.events import Event
-from hookdiff.mirroring import Call, earlier
+from hookdiff import Loop, Sink, TrackedRun, UserError, plugin
+from hookdiff.authors import Call, earlier
+from hookdiff.log import Distribution, Event, Picture
 from hookdiff.options import Writes, about
-from hookdiff.pictures import Picture
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 _IS_FILLED = "is_filled"  # attribute of our Aim runs: false until they have all earlier steps of the run
 
@@ -31,6 +29,7 @@ class AimState:
     run: str | None = field(validator=optional(matches_re("[0-9a-f]+")))
 
 
+@plugin(needs={"aim": "hookdiff[aim]"})
 @define(eq=False)
 class Aim(Sink):
     """Tracks metrics, pictures, histograms, texts, events and the config in Aim; look at them with `aim up --repo DIR`.
@@ -39,9 +38,6 @@ class Aim(Sink):
     of the earlier ones, it is replaced by a new Aim run that is filled from the run directory. A run that is resumed
     into another directory gets an Aim run of its own, filled likewise.
     """
-
-    state_class: ClassVar[type] = AimState
-    needs: ClassVar[Mapping[str, str]] = {"aim": "hookdiff[aim]"}
 
     repo: Annotated[str | None, Writes()] = field(
         default=None, metadata=about("repository, a folder or aim://HOST:PORT; without it beside the run directory")
@@ -150,7 +146,7 @@ class Aim(Sink):
         if run_hash and run_hash not in _hashes(repo):
             found = _mirrors(repo, run.run_dir)  # such as one that `hookdiff mirror` has made
             if not found:
-                log.warning("Aim has lost the run %s in %s; a new one begins", run_hash, folder)
+                logger.warning("Aim has lost the run %s in %s; a new one begins", run_hash, folder)
             self._hash = run_hash = found[-1] if found else None
         if run_hash and run.has_earlier_steps and not _goes_on(repo, run_hash, run.step):
             if run_hash in _mirrors(repo, run.run_dir):  # not that of a run of which this directory is a copy
@@ -169,17 +165,19 @@ class Aim(Sink):
             return aim.Run(run_hash, force_resume=True, **options)
 
     def is_transient(self, error: Exception) -> bool:
-        """Return whether a call is repeated; "OperationalError" is SQLite's for a database that is locked."""
-        return super().is_transient(error) or type(error).__name__ == "OperationalError"
+        """Return whether a call is repeated, also for a database of Aim that is locked."""
+        from sqlalchemy.exc import OperationalError
+
+        return super().is_transient(error) or isinstance(error, OperationalError)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the hash of the Aim run."""
         return {"run": self._hash}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: AimState) -> None:
         """Go on with the saved Aim run."""
         if self._run is None:  # otherwise this is a rollback
-            self._hash = state["run"]
+            self._hash = state.run
 
 
 def _aim() -> Any:

@@ -1,4 +1,4 @@
-"""Mixed precision: autocast, with a gradient scaler for float16."""
+"""Trains in mixed precision: autocast, with a gradient scaler for float16."""
 
 from hookdiff_amp.plugin import AMP
 

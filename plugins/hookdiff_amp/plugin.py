@@ -2,20 +2,19 @@
 
 import logging
 from collections.abc import Generator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
-from attrs import define, field
+from attrs import asdict, define, field
 from attrs.validators import ge, gt, lt
 from torch import Tensor
 from torch.amp import GradScaler, autocast
 
 from hookdiff import PASS, Loop, LossOutput, NonFinite, Step, UserError, hookimpl
-from hookdiff.device_part import DevicePart
-from hookdiff.options import about
-from hookdiff.structure import COUNT, numbers
+from hookdiff.loop import DevicePart
+from hookdiff.options import COUNT, about, numbers
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _KEPT = 16  # void steps in the state: as many as halve the scale from 65536 to 1
@@ -50,7 +49,6 @@ class AMP:
     the report lists how the scale fell.
     """
 
-    state_class: ClassVar[type] = AMPState
     precision: Literal["auto", "bf16", "fp16", "off"] = field(
         default="auto", metadata=about('"bf16", "fp16", "off", or "auto": the lowest that the device computes natively')
     )
@@ -68,6 +66,7 @@ class AMP:
     _fell: list[list[float]] = field(factory=list, init=False)  # [position, scale before it] of the last void steps
     _dtype: torch.dtype | None = field(default=None, init=False)
 
+    @hookimpl
     def choose(self, device: torch.device) -> Mapping[str, Any]:
         """Return the precision that "auto" stands for on `device`, and the memory format that suits the precision."""
         precision = native_precision(device) if self.precision == "auto" else self.precision
@@ -80,12 +79,12 @@ class AMP:
         precision: str = self.precision
         if precision == "auto":  # in a script; a config is settled before
             precision = self.choose(loop.device)["precision"]
-            log.info("amp: precision auto is %s on this %s", precision, loop.device.type)
+            logger.info("amp: precision auto is %s on this %s", precision, loop.device.type)
         self._dtype = DTYPES.get(precision)
         if self._dtype is not torch.float16:
             return
         if loop.device.type == "cpu":
-            log.info('amp: a CPU is slow in fp16, often ten times slower than in float32: precision = "auto"')
+            logger.info('amp: a CPU is slow in fp16, often ten times slower than in float32: precision = "auto"')
         for name, parameter in (*loop.model.named_parameters(), *loop.adopted.named_parameters()):
             if parameter.requires_grad and parameter.dtype in DTYPES.values():
                 raise UserError(
@@ -136,6 +135,7 @@ class AMP:
             self.scaler.update()
         return changed
 
+    @hookimpl
     def on_device(self, loop: Loop) -> list[DevicePart] | None:
         """Return no work: autocast is recorded with the passes. The scale of fp16 needs the host."""
         return [] if self.scaler is None else None
@@ -185,12 +185,12 @@ class AMP:
         scaler = self.scaler.state_dict() if self.scaler else None
         return {"scaler": scaler, "num_void": self.num_void, "fell": self._fell}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: AMPState) -> None:
         """Restore the scale; if the saved run had no scaler, it begins with `init_scale`."""
-        self.num_void, self._fell = state["num_void"], [list(pair) for pair in state["fell"]]
-        if self.scaler and state["scaler"]:
+        self.num_void, self._fell = state.num_void, [list(pair) for pair in state.fell]
+        if self.scaler and state.scaler:
             # The growth interval of the config counts, not the saved one.
-            self.scaler.load_state_dict({**state["scaler"], "growth_interval": self.growth_interval})
+            self.scaler.load_state_dict({**asdict(state.scaler), "growth_interval": self.growth_interval})
 
 
 def native_precision(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""Images in one numpy file: `source = "array"`."""
+"""Reads images from one numpy file: `source = "array"`."""
 
 from hookdiff_array.source import Arrays
 

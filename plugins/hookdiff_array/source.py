@@ -10,8 +10,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from hookdiff.data.arrays import names_in, open_array
-from hookdiff.data.labels import check_range
+from hookdiff.data import check_range
+from hookdiff.images import names_in, open_array
 
 Layout = Literal["n h w", "n h w c", "n c h w"]
 

@@ -2,32 +2,22 @@
 
 import logging
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, TypeGuard
 
 from attrs import define, evolve, field
 from attrs.validators import ge
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hookdiff import Loop, SampleRequest, Samples, hookimpl
+from hookdiff import Loop, SampleRequest, Samples, hookimpl, saved
 from hookdiff.diffusion import ClassifierFree, Sampling
-from hookdiff.models import compiled
-from hookdiff.options import about, between, is_interval
-from hookdiff.shards import is_sharded
-from hookdiff.structure import COUNT
-from hookdiff.weights import choose_weights
+from hookdiff.machine import is_sharded
+from hookdiff.models import choose_weights, compiled
+from hookdiff.options import COUNT, about, between, is_interval
 from hookdiff_autoguidance.guidance import AwayFrom
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 OWN = "model"  # the name of weights that are no average
-
-
-@define(frozen=True)
-class AutoguidanceState:
-    """The saved state of `Autoguidance`."""
-
-    step: int = field(validator=COUNT)
-    weights: dict[str, Tensor]
 
 
 @define(eq=False)
@@ -42,7 +32,6 @@ class Autoguidance:
     without an average, of sharded weights, or with a sampler that is not hookdiff's.
     """
 
-    state_class: ClassVar[type] = AutoguidanceState
     scale: float = field(default=1.5, validator=ge(1), metadata=about("strength; 1: no guidance"))
     at: float = field(
         default=0.3,
@@ -55,15 +44,15 @@ class Autoguidance:
         validator=is_interval,
         metadata=about("lowest and highest sigma / alpha at which guidance is used"),
     )
-    _step: int = field(default=0, init=False)  # updates that the guide had
-    _weights: dict[str, Tensor] = field(factory=dict, init=False)  # of the guide, by parameter name, in the host
+    _step: int = saved(0, validator=COUNT)  # updates that the guide had
+    _weights: dict[str, Tensor] = saved(factory=dict)  # of the guide, by parameter name, in the host
     _end: int | None = field(default=None, init=False)  # of the run
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         self._step, self._weights = 0, _average_of(loop)  # to hold the memory from the first step on
         if not self._weights:
-            log.info("autoguidance: there is no average to take a guide from, so no samples are guided")
+            logger.info("autoguidance: there is no average to take a guide from, so no samples are guided")
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
@@ -94,10 +83,7 @@ class Autoguidance:
         held = {name: self._weights[name].to(one).detach().requires_grad_() for name, one in own.items()}
         return lambda *arguments, **named: functional_call(model, held, arguments, named)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the guide, and the step at which it was taken: 0 for none yet."""
-        return {"step": self._step, "weights": self._weights}
-
+    @hookimpl
     def check_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Raise ValueError for a guide of another model than `model`."""
         parameters = dict(model.named_parameters())
@@ -107,10 +93,6 @@ class Autoguidance:
             if value.shape != parameters[name].shape:
                 shapes = f"{tuple(value.shape)}, the model's {tuple(parameters[name].shape)}"
                 raise ValueError(f"the guide is of another model: the shape of its {name} is {shapes}")
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved guide."""
-        self._step, self._weights = state["step"], {name: value.cpu() for name, value in state["weights"].items()}
 
 
 def _average_of(loop: Loop) -> dict[str, Tensor]:

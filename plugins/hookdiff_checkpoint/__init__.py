@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors and JSON, written in the background."""
+"""Saves checkpoints in safetensors and JSON, in the background."""
 
 from hookdiff_checkpoint.folder import find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.plugin import Checkpoint

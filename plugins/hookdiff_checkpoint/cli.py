@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli.options import trust_option
+from hookdiff.cli import trust_option
 
 
 @click.command()
@@ -37,8 +37,7 @@ def command(
     They equal the weights with which `hookdiff sample RUN --weights NAME` samples, bit for bit. For diffusers the
     scheduler makes the steps of the run's sampler; a sampler that diffusers does not have is refused.
     """
-    from hookdiff import SampleRequest, UserError, evaluating, load_run
-    from hookdiff.errors import UnknownWeights
+    from hookdiff import SampleRequest, UnknownWeights, UserError, evaluating, load_run
     from hookdiff_checkpoint.export import about, check_place, write_weights
     from hookdiff_checkpoint.to_diffusers import equivalent_of, write_folder
 

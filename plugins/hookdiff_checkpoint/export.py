@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from hookdiff import UserError
+from hookdiff import UserError, listed
 from hookdiff.disk import new_file, write_tensors
-from hookdiff.findings import listed
 
 SUFFIX = ".safetensors"
 

@@ -26,30 +26,19 @@ from attrs import define
 from torch import Tensor
 
 from hookdiff import UserError
-from hookdiff.disk import (
-    is_intact,
-    open_file,
-    open_tensors,
-    read_file,
-    unflatten,
-)
+from hookdiff.disk import is_intact, open_file, open_tensors, read_file, unflatten
+from hookdiff.run_dir import CHECKPOINTS, step_of
 from hookdiff_checkpoint.pieces import pieced
 
 FORMAT, SHARDED = 3, 4  # without and with tensors in pieces, which an earlier hookdiff cannot read
-FOLDER, MANIFEST = "checkpoints", "manifest.json"
+MANIFEST = "manifest.json"
 REMOVED = ".removed"  # suffix of a folder that is being removed
-STEP = re.compile(r"step-\d{8,}")  # names that a run gives; a run never removes a checkpoint of another name
 _NAME = re.compile(r"[\w%~-][\w.%~-]*\.safetensors", re.ASCII)  # as `file_of` makes them, inside the folder
 PLUGINS = "plugins/"  # before the name of a plugin, in that of its part
 PARTS = ("model", "optimizers", "progress", "log", "data", "random", "config")
 _COUNTS = ("position", "epoch", "step", "samples")
 # Errors from a manifest that is valid JSON, but was not written by hookdiff.
 _FOREIGN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-
-
-def step_of(path: Path) -> int:
-    """Return the step of a checkpoint, from the name that a run gives its folder."""
-    return int(path.name.removeprefix("step-"))
 
 
 class NewerFormat(UserError):
@@ -91,7 +80,7 @@ def find_checkpoints(run_dir: Path) -> tuple[list[CheckpointInfo], list[UserErro
     `run_dir` may also be a checkpoint itself. Raises NewerFormat, and UserError if the folder cannot be read.
     """
     found, problems = [], []
-    for path in [run_dir] if os.path.lexists(run_dir / MANIFEST) else _folders(run_dir / FOLDER):
+    for path in [run_dir] if os.path.lexists(run_dir / MANIFEST) else _folders(run_dir / CHECKPOINTS):
         try:
             found.append(CheckpointInfo.of(path, read_manifest(path)))
         except NewerFormat:
@@ -112,7 +101,7 @@ def _folders(parent: Path) -> list[Path]:
         raise _unreadable(parent, error) from None
     named = [path for path in paths if not path.name.endswith(REMOVED) and path.name.isprintable()]
     folders = [path for path in named if os.path.isdir(path)]
-    return [path for path in folders if STEP.fullmatch(path.name) or os.path.lexists(path / MANIFEST)]
+    return [path for path in folders if step_of(path.name) is not None or os.path.lexists(path / MANIFEST)]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

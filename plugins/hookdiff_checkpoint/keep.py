@@ -8,12 +8,12 @@ from pathlib import Path
 
 from attrs import define, field
 
-from hookdiff import Finding, UserError, nearest
+from hookdiff import Finding, UserError, listed, nearest
 from hookdiff.disk import discard
-from hookdiff.findings import listed
-from hookdiff_checkpoint.folder import REMOVED, STEP, CheckpointInfo, read_checkpoint
+from hookdiff.run_dir import step_of
+from hookdiff_checkpoint.folder import REMOVED, CheckpointInfo, read_checkpoint
 
-_LEFT = re.compile(rf"\.({STEP.pattern})(\.partial|\.replaced|\{REMOVED})")
+_LEFT = re.compile(rf"\.(.+)(\.partial|\.replaced|\{REMOVED})")
 
 
 def choose(
@@ -81,11 +81,11 @@ class Logged:
         return Finding("warning", what + near, "" if near else f"logged are: {names}")
 
 
-def settle(folder: Path) -> None:
+def finish_interrupted(folder: Path) -> None:
     """Complete the saves and removals that a killed process has begun in `folder`."""
     for path in sorted(folder.iterdir()):  # .partial before .replaced
         left = _LEFT.fullmatch(path.name)
-        if not left or path.is_symlink() or not path.is_dir():
+        if not left or step_of(left[1]) is None or path.is_symlink() or not path.is_dir():
             continue
         final, kind = folder / left[1], left[2]
         if kind == REMOVED or (kind == ".replaced" and final.exists()) or (kind == ".partial" and not _is_whole(path)):

@@ -12,7 +12,7 @@ from attrs import define
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hookdiff.shards import counts, local, place
+from hookdiff.machine import counts, local, place
 
 _LARGEST = 2**59  # values of a tensor: more cannot be addressed in bytes
 _MOST_DIMENSIONS = 64
@@ -21,7 +21,7 @@ Start = tuple[int, ...]  # where a piece begins in the whole, in each dimension
 
 
 @define(frozen=True)
-class Place:
+class PieceLocation:
     """Where this rank's piece of a tensor lies in the whole."""
 
     shape: tuple[int, ...]  # of the whole
@@ -31,7 +31,7 @@ class Place:
     is_whole: bool  # the checkpoint has the tensor in one piece, which the main rank puts together
 
     @classmethod
-    def of(cls, tensor: Tensor, is_whole: bool) -> Place:
+    def of(cls, tensor: Tensor, is_whole: bool) -> PieceLocation:
         """Return the place of `tensor`, which may be sharded. Raises UserError if its piece is no block."""
         start = tuple(part.start for part in place(tensor))
         is_mine = counts(tensor) and local(tensor).numel() > 0

@@ -15,25 +15,22 @@ from torch import Tensor
 
 from hookdiff import PASS, Alarms, Due, Every, Loop, Reason, StorageError, UserError, Verdict, hookimpl, parse_every
 from hookdiff.disk import cannot_write, lock_run_dir, make_folder
+from hookdiff.machine import first_rank_does, first_rank_says, gathered, gathered_or_raised, is_sharded, num_ranks, rank
 from hookdiff.options import about
-from hookdiff.ranks import first_rank_does, first_rank_says, gathered, gathered_or_raised, num_ranks, rank
-from hookdiff.shards import is_sharded
+from hookdiff.run_dir import CHECKPOINTS, checkpoint_name, step_of
 from hookdiff_checkpoint.folder import (
-    FOLDER,
     MANIFEST,
-    STEP,
     CheckpointInfo,
     NewerFormat,
     find_checkpoints,
     read_checkpoint,
-    step_of,
 )
-from hookdiff_checkpoint.keep import Logged, choose, settle
+from hookdiff_checkpoint.keep import Logged, choose, finish_interrupted
 from hookdiff_checkpoint.revision import revision
 from hookdiff_checkpoint.saving import split
 from hookdiff_checkpoint.writer import Buffer, BufferNotFinite, NotFinite, Writer, finite_buffers
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PROBE = ".writable"
@@ -151,7 +148,7 @@ class Checkpoint:
             make_folder(folder.parent)
             lock_run_dir(folder.parent, loop.resources)
             make_folder(folder)
-            settle(folder)
+            finish_interrupted(folder)
             (folder / _PROBE).unlink(missing_ok=True)  # perhaps a link
             (folder / _PROBE).touch()
             (folder / _PROBE).unlink()
@@ -162,8 +159,8 @@ class Checkpoint:
         found = self._find(loop)
         self._logged.is_found = any(self.keep_best in one.metrics for one in found)
         self._revision = revision([folder.parent, *([_run_of(loop.resume)] if loop.resume else [])])
-        # A run removes only its own checkpoints. Damaged ones do not count, and stay for the user to look at.
-        own = [one for one in found if STEP.fullmatch(one.path.name) and not one.path.is_symlink()]
+        # A run removes only checkpoints with names that it gives. Damaged ones do not count, and stay for the user.
+        own = [one for one in found if step_of(one.path.name) is not None and not one.path.is_symlink()]
         return {one.path: one for one in own if one.path.resolve() not in self._passed_over}
 
     def _find(self, loop: Loop) -> list[CheckpointInfo]:
@@ -222,11 +219,11 @@ class Checkpoint:
                 try:
                     path = self._writer.result()
                 except StorageError as gone:
-                    log.warning("%s", gone)
+                    logger.warning("%s", gone)
                 except OSError as error:
-                    log.warning("%s\n  %s", self._failed(loop, error), self._writer.last_good())
+                    logger.warning("%s\n  %s", self._failed(loop, error), self._writer.last_good())
                 except NotFinite as error:
-                    log.warning("%s", self._discarded(error, self._writer))
+                    logger.warning("%s", self._discarded(error, self._writer))
                 else:
                     self._announce(loop, path)
         elif reason == "done" and not self._is_open and self._goes_on(loop):
@@ -266,7 +263,7 @@ class Checkpoint:
                 self._report_best(loop, is_over=False)
             facts = {"versions": versions, "git": self._revision, "number": self._number, "scheduled": scheduled}
             facts["metrics"] = metrics
-            self._writer.start(f"step-{step:08d}", parts, facts)
+            self._writer.start(checkpoint_name(step), parts, facts)
 
     def _report_best(self, loop: Loop, is_over: bool) -> None:
         if loop.is_main:  # which alone gets the logged values
@@ -286,21 +283,23 @@ class Checkpoint:
                 raise StorageError(f"{self._problem}\n  {writer.last_good()}") from error
             if before is None and loop.is_main:
                 where = writer.last_good()
-                log.warning("%s\n  %s; the run goes on, and tries again at each save", self._problem, where)
+                logger.warning("%s\n  %s; the run goes on, and tries again at each save", self._problem, where)
             return False
         except NotFinite as error:
             self._saved, self._is_spoiled = None, True
             loop.stop("on_nan", self._discarded(error, writer))
             return False
         if self._problem and loop.is_main:
-            log.info("%s can be written again", path.parent)
+            logger.info("%s can be written again", path.parent)
         self._problem = None
         self._announce(loop, path)
         return True
 
     def _announce(self, loop: Loop, path: Path) -> None:
         if loop.is_main:
-            loop.hook.on_checkpoint(loop=loop, path=path, step=step_of(path))
+            step = step_of(path.name)
+            assert step is not None
+            loop.hook.on_checkpoint(loop=loop, path=path, step=step)
 
     def _discarded(self, error: NotFinite, writer: Writer) -> str:
         made_by = f"loss and gradients were finite, so an update made it: {self._rates}"
@@ -318,7 +317,7 @@ class Checkpoint:
     def _folder(self, loop: Loop) -> Path:
         if loop.run_dir is None:
             raise UserError("the plugin checkpoint needs a place for its files: Loop(..., run_dir=Path('runs/mine'))")
-        return loop.run_dir / FOLDER
+        return loop.run_dir / CHECKPOINTS
 
     def _newest(self, source: Path, fits: Callable[[CheckpointInfo], bool]) -> dict[str, Any] | None:
         """Return the state of the newest intact checkpoint that `fits`, with a warning for each damaged one.
@@ -336,8 +335,8 @@ class Checkpoint:
                 continue
             if rank() == 0:
                 for problem in problems:
-                    log.warning("skipped a checkpoint: %s", problem)
-                log.info("resuming from %s", one.path)
+                    logger.warning("skipped a checkpoint: %s", problem)
+                logger.info("resuming from %s", one.path)
             self._saved, self._number = _place(state["progress"]), one.number
             return state
         if problems:

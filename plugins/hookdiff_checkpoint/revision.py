@@ -76,7 +76,8 @@ def _is_changed(root: Path, own: Path, common: Path, commit: str) -> bool:
             (ours / name).mkdir()
         (ours / "HEAD").write_text(commit)
         for file in (own / "index", *own.glob("sharedindex.*")):
-            shutil.copyfile(file, ours / file.name)
+            # With its time: git compares the content of a file as new as the index, by whole seconds.
+            shutil.copy2(file, ours / file.name)
         # None of the caller's variables: a hook of git that starts a run sets some.
         around = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         config = common / "config"

@@ -24,10 +24,9 @@ from hookdiff.disk import (
     write_file,
     write_tensors,
 )
-from hookdiff.ranks import Aside, num_ranks, rank
-from hookdiff.shards import is_sharded, local
+from hookdiff.machine import Aside, is_sharded, local, num_ranks, rank
 from hookdiff_checkpoint.folder import FORMAT, MANIFEST, PLUGINS, SHARDED, CheckpointInfo, file_of, mapped, verify
-from hookdiff_checkpoint.pieces import Pieces, Place, Start
+from hookdiff_checkpoint.pieces import PieceLocation, Pieces, Start
 
 
 @define(frozen=True)
@@ -37,7 +36,7 @@ class Part:
     tensors: Mapping[str, Tensor]  # those that are not in pieces; on the main rank alone
     values: Mapping[str, Any]
     pieces: Mapping[str, Tensor]  # those that this rank writes
-    places: Mapping[str, Place]  # of all tensors in pieces
+    places: Mapping[str, PieceLocation]  # of all tensors in pieces
 
     @property
     def bytes(self) -> int:
@@ -79,7 +78,7 @@ def _part(tensors: Mapping[str, Tensor], values: Mapping[str, Any], whole: Conta
     if any(name in whole for name in tensors):
         in_pieces = [name for name in tensors if name in sharded or name not in whole]
     try:
-        places = {name: Place.of(tensors[name], name in whole) for name in in_pieces}
+        places = {name: PieceLocation.of(tensors[name], name in whole) for name in in_pieces}
     except UserError as error:
         raise UserError(f"this run cannot be saved: {error}") from None
     pieces = {name: local(tensors[name]) for name, place in places.items() if place.is_mine}
@@ -168,7 +167,7 @@ def _write_rest(folder: Path, parts: Parts, facts: Mapping[str, Any], files: Seq
     return manifest
 
 
-def _put_together(folder: Path, places: Mapping[str, Place], files: Sequence[PieceFile]) -> dict[str, Tensor]:
+def _put_together(folder: Path, places: Mapping[str, PieceLocation], files: Sequence[PieceFile]) -> dict[str, Tensor]:
     """Return the tensors that are written whole. Each is put together when it is written, so one is in memory."""
     opened = [(file.starts, file.pieces(folder)) for file in files]
     return {

@@ -13,8 +13,8 @@ from attrs import define, field
 
 import hookdiff.diffusion as parts
 from hookdiff import Loop, UserError
-from hookdiff.choices import Choice, name_of
 from hookdiff.disk import new_folder, write_file, write_tensors
+from hookdiff.options import Choice, name_of
 from hookdiff_checkpoint.export import plain_tensors
 
 _UNBOUNDED = 1e9  # largest range of dynamic thresholding, which has no limit here

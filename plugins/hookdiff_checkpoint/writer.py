@@ -14,15 +14,14 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
-from hookdiff.adopted import ADOPTED
 from hookdiff.disk import check_place, make_folder
-from hookdiff.machine import thread_beside
-from hookdiff.ranks import Aside, first_rank_says, rank
+from hookdiff.loop import ADOPTED
+from hookdiff.machine import Aside, first_rank_says, rank, thread_beside
 from hookdiff_checkpoint.folder import CheckpointInfo
 from hookdiff_checkpoint.keep import remove
 from hookdiff_checkpoint.saving import Parts, write_checkpoint
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 _SPARE = 1 << 20  # bytes for manifest, headers and folders
 _EXTRA = "_extra_state"  # in the key under which torch saves what a module's `get_extra_state` returns
@@ -242,7 +241,7 @@ class Writer:
     def _make_folder(self) -> None:
         if rank() == 0:
             make_folder(self.folder)  # only in the run directory that is locked
-            log.warning("%s was missing, and was created again", self.folder)
+            logger.warning("%s was missing, and was created again", self.folder)
 
     def prune(self) -> dict[Path, CheckpointInfo]:
         """Remove the checkpoints that are not kept, and return the others. Not to be called during a save."""
@@ -257,7 +256,7 @@ class Writer:
                 try:
                     remove(one.path)
                 except OSError as error:  # the new checkpoint is complete nevertheless
-                    log.warning("%s cannot be removed: %s", one.path, error.strerror or error)
+                    logger.warning("%s cannot be removed: %s", one.path, error.strerror or error)
         return self.known
 
     def _newest_first(self) -> list[CheckpointInfo]:

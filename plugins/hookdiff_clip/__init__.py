@@ -1,4 +1,4 @@
-"""Gradient clipping: by a norm, by a threshold that follows the run, by value, or by output unit."""
+"""Clips gradients: by a norm, by a threshold that follows the run, by value, or by output unit."""
 
 from hookdiff_clip.plugin import Clip
 from hookdiff_clip.rules import AGC, Adaptive, Norm, Percentile, Rule, Value, ZScore

@@ -1,15 +1,12 @@
 """The plugin `clip`."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from attrs import define, evolve, field
 
 from hookdiff import Loop, hookimpl
-from hookdiff.choices import chosen
-from hookdiff.device_part import DevicePart
-from hookdiff.gradients import Gradients
-from hookdiff.options import about
+from hookdiff.loop import DevicePart, Gradients
+from hookdiff.options import about, chosen
 from hookdiff_clip.rules import Norm, Rule, RuleState
 
 
@@ -29,20 +26,6 @@ class Clip:
     adopted: tuple[str, ...] = field(
         default=(), metadata=about("plugins with modules of their own, of which each is clipped too, on its own")
     )
-    state_class: ClassVar[type] = ClipState
-    moved_keys: ClassVar[Mapping[str, str]] = {
-        "mode": "rule = 'adaptive'",
-        "statistic": "rule = 'adaptive', 'percentile' or 'zscore'",
-        "max_norm": "rule = { use = 'norm', max_norm = 1.0 }",
-        **{key: f"rule = {{ use = 'adaptive', {key} = ... }}" for key in ("min_norm", "factor", "decay", "warmup")},
-        "window": "rule = { use = 'percentile', window = 100 }",
-        "percentile": "rule = { use = 'percentile', percentile = 90.0 }",
-        "deviations": "rule = { use = 'zscore', deviations = 3.0 }",
-        "max_value": "rule = { use = 'value', max_value = 1.0 }",
-        "agc_factor": "rule = { use = 'agc', factor = 0.01 }",
-        "min_weight": "rule = { use = 'agc', min_weight = 1e-3 }",
-        "exclude": "rule = { use = 'agc', exclude = ['out.*'] }",
-    }
     _clipped: dict[str, tuple[Rule, Gradients]] = field(init=False)  # copies of the rule, by the prefix of their values
 
     @hookimpl
@@ -62,6 +45,7 @@ class Clip:
             values = rule.clip_(gradients, loop.log.due)
             loop.log.average({f"{prefix}/{name}": value for name, value in values.items()})
 
+    @hookimpl
     def on_device(self, loop: Loop) -> list[DevicePart] | None:
         """Return the clipping as the work of a recorded step; None for rules that cannot be recorded."""
         parts = [rule.on_device(gradients) for rule, gradients in self._clipped.values()]
@@ -71,9 +55,9 @@ class Clip:
         """Return the name of the rule, and its state for each of the models that it clips."""
         return {"rule": self.rule.use, "states": {name: rule.state_dict() for name, (rule, _) in self._clipped.items()}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: ClipState) -> None:
         """Restore the state of the same rule; the state of another rule is ignored."""
-        if state["rule"] == self.rule.use:
+        if state.rule == self.rule.use:
             for name, (rule, _) in self._clipped.items():
-                if name in state["states"]:
-                    rule.load_state_dict(state["states"][name])
+                if name in state.states:
+                    rule.load_state_dict(state.states[name])

@@ -12,12 +12,9 @@ from attrs import Attribute, define, field
 from attrs.validators import ge, gt, lt
 from torch import Tensor, nn
 
-from hookdiff.choices import Choice
-from hookdiff.device_part import DevicePart
-from hookdiff.gradients import Gradients
-from hookdiff.options import about, between
-from hookdiff.shards import parts, total
-from hookdiff.structure import COUNT, numbers
+from hookdiff.loop import DevicePart, Gradients
+from hookdiff.machine import local_parts, total
+from hookdiff.options import COUNT, Choice, about, between, numbers
 from hookdiff_clip.units import Units
 
 
@@ -52,7 +49,7 @@ class Rule(Choice, ABC):
     def on_device(self, gradients: Gradients) -> DevicePart | None:
         """Return the clipping as the work of a recorded step, after which `clip_` must change nothing; None: it cannot.
 
-        See `hookdiff.device_part`.
+        See `hookdiff.loop.DevicePart`.
         """
         return None
 
@@ -60,7 +57,7 @@ class Rule(Choice, ABC):
         """Return the state that a resumed run needs, a `RuleState`."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: RuleState) -> None:
         """Restore a saved state."""
 
 
@@ -95,7 +92,7 @@ class Norm(Rule):
             factor = (limit / torch.linalg.vector_norm(gradients.norms).double()).clamp(max=1.0)
             torch._foreach_mul_(gradients.tensors(), torch.where(finite > 0, factor, 1.0).to(gradients.dtype))
 
-        return DevicePart("after_backward", clip, lambda: limit.fill_(self.threshold))
+        return DevicePart("update", clip, lambda: limit.fill_(self.threshold))
 
     def follow(self, norm: float) -> None:
         """Adapt the threshold to the norm of one step after clipping."""
@@ -136,8 +133,8 @@ class Following(Norm):
     def state_dict(self) -> dict[str, Any]:
         return {"count": self._count, "past": self._past}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._count, self._past = state.get("count", 0), list(state.get("past", ()))
+    def load_state_dict(self, state: RuleState) -> None:
+        self._count, self._past = state.count, list(state.past)
 
 
 @define
@@ -170,7 +167,7 @@ class Windowed(Following):
 class Percentile(Windowed):
     """As "norm", with a threshold that follows a percentile of the newest norms."""
 
-    percentile: float = field(default=90.0, validator=between(0, 100), metadata=about("the percentile, 0 to 100"))
+    percentile: float = field(default=90.0, validator=between(0, 100), metadata=about("the percentile"))
     factor: float = field(default=2.0, validator=gt(0), metadata=about("threshold over percentile"))
 
     def usual(self, past: list[float]) -> float:
@@ -203,7 +200,7 @@ class Value(Rule):
 
     def clip_(self, gradients: Gradients, is_logged: bool) -> Mapping[str, float | Tensor]:
         whole = gradients.tensors()
-        tensors = parts(whole)
+        tensors = local_parts(whole)
         torch._foreach_clamp_min_(tensors, -self.max_value)
         torch._foreach_clamp_max_(tensors, self.max_value)
         gradients.clear()

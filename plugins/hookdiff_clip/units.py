@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import UserError, nearest
-from hookdiff.ranks import rank, summed
-from hookdiff.shards import counts, is_sharded, local, norms
+from hookdiff.machine import counts, is_sharded, local, norms, rank, summed
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

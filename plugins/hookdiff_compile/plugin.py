@@ -10,11 +10,11 @@ from attrs import define, field
 from attrs.validators import min_len
 
 from hookdiff import Loop, LossOutput, UserError, hookimpl, nearest
-from hookdiff.device_part import DevicePart
+from hookdiff.loop import DevicePart
 from hookdiff.models import compiler_errors, modules_named, try_compiler
 from hookdiff.options import about
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 
 @define(eq=False)
@@ -62,8 +62,9 @@ class Compile:
         blocks = modules_named(loop.model, self.blocks, "plugins.compile.blocks")
         for module in blocks.values() or (loop.model,):
             module.compile(**options)
-        log.info("compile: the first step takes longer, a minute or more for a large model")
+        logger.info("compile: the first step takes longer, a minute or more for a large model")
 
+    @hookimpl
     def on_device(self, loop: Loop) -> list[DevicePart] | None:
         """Return no work: the compiled network is recorded with the passes, unless the compiler records it itself."""
         return [] if self.mode in ("default", "max-autotune-no-cudagraphs") else None

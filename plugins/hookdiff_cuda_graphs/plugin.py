@@ -2,22 +2,21 @@
 
 import logging
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from attrs import define, field
 from attrs.validators import ge
 
 from hookdiff import PASS, Batch, Loop, LossOutput, NonFinite, UserError, hookimpl
-from hookdiff.device_part import DevicePart, Recordable
+from hookdiff.loop import DevicePart, hooks_of
 from hookdiff.options import about
 from hookdiff_cuda_graphs.recorder import Recorder, recorder_for
 from hookdiff_cuda_graphs.step import RecordedStep, can_be_held_back, key_of, options_of
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
-PASSES = ("micro_step", "compute_loss", "reduce_loss", "backward")  # hooks that are recorded with the passes
-BETWEEN = ("unscale", "after_backward", "optimizer_step")  # hooks between the passes and the end of the update
+PASSES = hooks_of("passes")  # recorded with the passes
+BETWEEN = hooks_of("scale", "update")  # between the passes and the end of the update
 
 
 @define(eq=False)
@@ -40,8 +39,8 @@ class CudaGraphs:
     )
     _recorder: Recorder | None = field(default=None, init=False)
     _parts: list[DevicePart] | None = field(default=None, init=False)  # None: the host makes the updates
-    _in_passes: list[Any] = field(factory=list, init=False)  # plugins that may need the host for a whole step
-    _in_between: list[Any] = field(factory=list, init=False)  # plugins that may need it before the update
+    _in_passes: list[str] = field(factory=list, init=False)  # plugins that may need the host for a whole step
+    _in_between: list[str] = field(factory=list, init=False)  # plugins that may need it before the update
     _batch: Batch | None = field(default=None, init=False)  # of the current step, before its passes
     _seen: int = field(default=0, init=False)  # steps since the last recording was dropped
     _step: RecordedStep | None = field(default=None, init=False)
@@ -50,20 +49,21 @@ class CudaGraphs:
     def on_start(self, loop: Loop) -> None:
         self._step, self._recorder, self._seen = None, recorder_for(loop.device), 0
         if self._recorder is None:
-            log.info("cuda_graphs: there are none on this %s; steps are made as without the plugin", loop.device.type)
+            logger.info(
+                "cuda_graphs: there are none on this %s; steps are made as without the plugin", loop.device.type
+            )
             return
         if loop.num_ranks > 1:
             raise UserError("plugins.cuda_graphs: it records the steps of one process: --plugins no:cuda_graphs")
         if hindrance := self._hindrance(loop):
-            log.warning("cuda_graphs: no step is recorded, because of %s", hindrance)
+            logger.warning("cuda_graphs: no step is recorded, because of %s", hindrance)
             self._recorder = None
             return
         self._parts = self._collect(loop)
 
     def _hindrance(self, loop: Loop) -> str:
         """Return what keeps the passes from being recorded, or an empty text."""
-        others = [one.plugin_name for one in loop.plugins.order("accumulate") if one.plugin is not self]
-        if others := [name for name in others if name in loop.plugins]:
+        if others := self._implementing(loop, ["accumulate"]):
             return f"{others[0]}, which makes the passes itself"
         if any(True for _ in loop.adopted):
             return "modules of plugins with optimizers of their own"
@@ -72,29 +72,30 @@ class CudaGraphs:
 
     def _collect(self, loop: Loop) -> list[DevicePart] | None:
         """Return the work of an update in its order, or None, and log why."""
-        self._in_passes = [one for one in self._implementing(loop, PASSES).values() if hasattr(one, "needs_host")]
-        between = self._implementing(loop, BETWEEN).values()
-        self._in_between = [one for one in between if hasattr(one, "needs_host") and one not in self._in_passes]
+        asked = [impl.plugin_name for impl in loop.plugins.order("needs_host")]
+        self._in_passes = [name for name in self._implementing(loop, PASSES) if name in asked]
+        between = [name for name in self._implementing(loop, BETWEEN) if name in asked]
+        self._in_between = [name for name in between if name not in self._in_passes]
         reasons = self._refusing(loop, BETWEEN)
         reasons += [type(one).__name__ for one in loop.optimizers if not can_be_held_back(one)]
         if reasons:
-            log.warning("cuda_graphs: the host makes the update in each step, because of %s", ", ".join(reasons))
+            logger.warning("cuda_graphs: the host makes the update in each step, because of %s", ", ".join(reasons))
             return None
         for group in (group for optimizer in loop.optimizers for group in optimizer.param_groups):
             # A tensor, which the plugin `lr` fills, in all steps: so a resumed run, which records later, is the same.
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=loop.device)
-        hooks = ("after_backward", "after_optimizer_step")
-        plugins = {id(impl.plugin): impl.plugin for hook in hooks for impl in loop.plugins.order(hook)}
-        return [part for one in plugins.values() if isinstance(one, Recordable) for part in one.on_device(loop) or ()]
+        plugins = self._implementing(loop, hooks_of("update", "after"))
+        return [part for name in plugins for part in loop.plugins.ask(name, "on_device", loop=loop) or ()]
 
     def _refusing(self, loop: Loop, hooks: Iterable[str]) -> list[str]:
         """Return the names of the plugins that implement one of `hooks`, and must do it on the host in each step."""
-        found = self._implementing(loop, hooks).items()
-        return [name for name, one in found if not isinstance(one, Recordable) or one.on_device(loop) is None]
+        found = self._implementing(loop, hooks)
+        return [name for name in found if loop.plugins.ask(name, "on_device", loop=loop) is None]
 
-    def _implementing(self, loop: Loop, hooks: Iterable[str]) -> dict[str, object]:
-        impls = [impl for hook in hooks for impl in loop.plugins.order(hook)]
-        return {impl.plugin_name: impl.plugin for impl in impls if impl.plugin_name in loop.plugins}
+    def _implementing(self, loop: Loop, hooks: Iterable[str]) -> list[str]:
+        """Return the names of the other plugins that implement one of `hooks`, in the order of their calls."""
+        impls = [impl for hook in hooks for impl in loop.plugins.order(hook) if impl.plugin is not self]
+        return list(dict.fromkeys(impl.plugin_name for impl in impls if impl.plugin_name in loop.plugins))
 
     @hookimpl(trylast=True)
     def before_step(self, batch: Batch) -> None:
@@ -105,7 +106,7 @@ class CudaGraphs:
         is_step, self._batch = batch is self._batch, None  # else a plugin tries passes, which must update nothing
         if self._recorder is None or not is_step or len(batch.split(loop.config.micro_batch)) > 1:
             return PASS
-        if any(one.needs_host(loop) for one in self._in_passes):
+        if any(loop.plugins.ask(name, "needs_host", loop=loop) for name in self._in_passes):
             return PASS
         self._seen += 1
         if self._seen <= self.warmup:
@@ -114,7 +115,7 @@ class CudaGraphs:
         step = self._step or self._record(loop, batch, self._recorder)
         if step.key != key_of(loop, batch):
             return PASS
-        is_between = any(one.needs_host(loop) for one in self._in_between)
+        is_between = any(loop.plugins.ask(name, "needs_host", loop=loop) for name in self._in_between)
         return step.replay(batch, updates=not is_between and step.options == options_of(loop.optimizers))
 
     def _record(self, loop: Loop, batch: Batch, recorder: Recorder) -> RecordedStep:
@@ -130,10 +131,9 @@ class CudaGraphs:
                 "  the network, the objective or a plugin needs the host: train without it, --plugins no:cuda_graphs"
             ) from error
         what = "passes" if self._parts is None else "passes and update"
-        log.info("cuda_graphs: %s are recorded at step %d, and replayed from now on", what, loop.progress.step + 1)
-        sometimes = [type(one).__name__ for one in (*self._in_passes, *self._in_between)]
-        if sometimes:
-            log.info("cuda_graphs: some steps need the host, because of %s", ", ".join(sometimes))
+        logger.info("cuda_graphs: %s are recorded at step %d, and replayed from now on", what, loop.progress.step + 1)
+        if sometimes := [*self._in_passes, *self._in_between]:
+            logger.info("cuda_graphs: some steps need the host, because of %s", ", ".join(sometimes))
         return step
 
     @hookimpl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from attrs import define, evolve, field
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hookdiff import Batch, Loop, LossOutput
-from hookdiff.adamw import AdamW
-from hookdiff.device_part import DevicePart
+from hookdiff.loop import DevicePart
+from hookdiff.models import AdamW
 from hookdiff_cuda_graphs.recorder import Recorder
 
 
@@ -108,14 +108,14 @@ class RecordedStep:
         self._infinite = 1.0 - self._finite
 
     def _run_update(self) -> None:
-        self._work("after_backward")
+        self._work("update")
         for optimizer in self.loop.optimizers:
             optimizer.step()
-        self._work("after_optimizer_step")
+        self._work("after")
 
-    def _work(self, hook: str) -> None:
+    def _work(self, phase: Literal["update", "after"]) -> None:
         for part in self.parts or ():
-            if part.hook == hook:
+            if part.phase == phase:
                 part.work(self._finite)
 
     def replay(self, batch: Batch, updates: bool) -> LossOutput:

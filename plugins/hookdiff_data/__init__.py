@@ -1,1 +1,1 @@
-"""A report on the data of a config: `hookdiff data`."""
+"""Reports on the data of a config, and writes it to tar files: `hookdiff data`."""

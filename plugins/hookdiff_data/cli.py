@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from hookdiff.cli.options import config_argument, override_options
+from hookdiff.cli import config_argument, override_options
 
 _LISTED = 10  # the most classes, sizes or files in a list
 _DRAWN = 64  # the most images in the picture
@@ -50,7 +50,7 @@ def command(
     from hookdiff import load_config
     from hookdiff.disk import writing
     from hookdiff.experiment import build_feed, pick_device
-    from hookdiff.pictures import save_grid
+    from hookdiff.log import save_grid
     from hookdiff_data.report import report
 
     checked = load_config(config, plugins, settings, trust=trust)
@@ -80,7 +80,7 @@ def command(
 def _to_shards(config: Any, folder: Path, size: float) -> dict[str, Any]:
     """Write the shards, and return what `write_shards` does, with all keys of [data] that the config sets."""
     from hookdiff.experiment import build_feed
-    from hookdiff.structure import as_toml
+    from hookdiff.options import as_toml
     from hookdiff_data.shards import check_free, write_shards
 
     check_free(folder)  # before the data is looked at

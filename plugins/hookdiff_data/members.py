@@ -14,11 +14,7 @@ from torch import Tensor
 
 from hookdiff import Feed, InMemory, UserError
 from hookdiff.data import Images
-from hookdiff.data.decode import Unreadable
-from hookdiff.data.each import with_images
-from hookdiff.data.formats import usual_suffix
-from hookdiff.data.items import parts_of, seed_all
-from hookdiff.data.source import open_picture, reason
+from hookdiff.images import Unreadable, open_picture, parts_of, reason, seed_all, usual_suffix, with_images
 
 logger = logging.getLogger("hookdiff")
 
@@ -35,7 +31,7 @@ def members(feed: Feed) -> Iterator[tuple[int, Members]]:
     """
     for index, found in _parts(feed):
         if isinstance(found, Unreadable):
-            if feed.store.unreadable == "stop":
+            if feed.reader.store.unreadable == "stop":
                 raise found
             logger.warning("data: left out: %s", found)
             continue
@@ -61,7 +57,8 @@ def conditions_of(feed: Feed, sample: Members) -> dict[str, str]:
 
 def _parts(feed: Feed) -> Iterator[tuple[int, Any]]:
     """Yield the position of each sample, and its written picture, its label and its conditions, or an Unreadable."""
-    source = InMemory(feed.source) if isinstance(feed.source, Tensor) else feed.source
+    source = feed.reader.source
+    source = InMemory(source) if isinstance(source, Tensor) else source
     if isinstance(source, Images):
         for index, content in with_images(source, feed.usable.tolist(), partial(_content, is_condition=False)):
             yield index, content if isinstance(content, Unreadable) else (content, None, {})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hookdiff import Feed, InMemory
-from hookdiff.device_part import wait_for
+from hookdiff.authors import wait_for
 
 _GROUPS = 5  # of duplicates that are listed
 
@@ -20,14 +20,14 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
     Raises UserError for a sample that cannot be used.
     """
     sizes, modes = Counter[tuple[int, int]](), Counter[str]()
-    for kind in feed.prepared.survey.kinds:
+    for kind in feed.reader.prepared.survey.kinds:
         sizes[kind.width, kind.height] += kind.count
         modes[kind.mode] += kind.count
-    unreadable = feed.prepared.survey.unreadable | feed.prepared.survey.undecodable
+    unreadable = feed.reader.prepared.survey.unreadable | feed.reader.prepared.survey.undecodable
     kept = feed.samples.images if isinstance(feed.samples, InMemory) else None
-    cache = feed.prepared.cache
+    cache = feed.reader.prepared.cache
     return {
-        "samples": len(feed.prepared.samples),
+        "samples": len(feed.reader.prepared.samples),
         "training": len(feed.training),
         "held_out": len(feed.held_out_indices),
         "shape": list(feed.shape),
@@ -35,17 +35,17 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
         "modes": dict(modes.most_common()),
         "classes": _classes(feed),
         "store": {
-            "place": feed.prepared.place,
+            "place": feed.reader.prepared.place,
             "bytes": 0 if kept is None else kept.nbytes,
             "device": None if kept is None else str(kept.device),
             "path": str(cache) if cache else None,
-            "workers": feed.workers if kept is None else 0,
+            "workers": feed.reader.workers.workers if kept is None else 0,
         },
         **_pixels(feed, unreadable),  # which adds to `unreadable`
         "unreadable": {"count": len(unreadable), "files": [unreadable[index] for index in sorted(unreadable)]},
         "passed_over": {
             kind: {"count": count, "first": first}
-            for kind, (count, first) in getattr(feed.source, "passed_over", {}).items()
+            for kind, (count, first) in getattr(feed.reader.source, "passed_over", {}).items()
         },
         "images_per_second": _speed(feed, seconds),
     }

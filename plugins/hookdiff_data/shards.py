@@ -11,10 +11,9 @@ from typing import Any, BinaryIO
 
 from attrs import define, field
 
-from hookdiff import Feed, UserError
+from hookdiff import Feed, UserError, shown
 from hookdiff.disk import new_folder, write_file, writing
-from hookdiff.errors import shown
-from hookdiff.pace import paced
+from hookdiff.terminal import paced
 from hookdiff_data.members import Members, conditions_of, members
 
 _BLOCK = tarfile.BLOCKSIZE

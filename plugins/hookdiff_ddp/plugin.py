@@ -1,15 +1,14 @@
 """The plugin `ddp`."""
 
 from collections.abc import Generator
-from typing import Any, ClassVar
+from typing import Any
 
 from attrs import define, field
 from attrs.validators import gt
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hookdiff import PASS, Loop, LossOutput, UserError, hookimpl
-from hookdiff.findings import listed
+from hookdiff import PASS, Loop, LossOutput, UserError, hookimpl, listed, plugin
 from hookdiff.options import about
 
 
@@ -48,6 +47,7 @@ class Replica(nn.Module):
             )
 
 
+@plugin(trains_on_ranks=True, conflicts=("fsdp",))
 @define(eq=False)
 class DDP:
     """Trains on several ranks, with a copy of the model on each (PyTorch's DistributedDataParallel).
@@ -58,8 +58,6 @@ class DDP:
     micro-batch is under way.
     """
 
-    trains_on_ranks: ClassVar[bool] = True
-    conflicts: ClassVar[tuple[str, ...]] = ("fsdp",)
     find_unused_parameters: bool = field(
         default=False,
         metadata=about("let parameters have no part in the loss of some steps; costs a search in each step"),

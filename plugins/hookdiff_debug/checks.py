@@ -8,19 +8,19 @@ from collections.abc import Collection, Mapping, Sequence
 from attrs import evolve
 from torch import Tensor
 
-from hookdiff import Finding
-from hookdiff.findings import (
+from hookdiff import Finding, listed
+from hookdiff.log import (
     dead_layers,
-    error,
+    error_if,
     judge,
-    listed,
     little_learned,
     memory_short,
     not_finite,
     percent,
     rate_too_high,
-    warning,
+    warning_if,
 )
+from hookdiff.loop import HOOKS
 from hookdiff_debug.measure import Inputs, Layer, Level, Outputs, measure_inputs
 from hookdiff_debug.trial import Trial
 
@@ -60,7 +60,8 @@ SMALL_BATCH, LARGE_BATCH = 8, 0.25  # images; share of the data
 FEW_IMAGES, MANY_EPOCHS = 20_000, 300
 WAITING, HEAVY, SHOWN = 0.3, 0.2, 0.005  # shares of a step: of data, of one plugin, of a part that is listed
 FULL = 0.9  # share of the memory
-CORE = ("forward", "backward", "optimizer", "data", "loop")  # parts of a step that belong to no plugin
+# Parts of a step that belong to no plugin.
+CORE = ("data", "loop", *(hook.work for hook in HOOKS.values() if hook.work))
 
 LOOK = "`hookdiff data CONFIG`, which shows the data as it is read"
 SCALE = "values in [-1, 1]; for latents diffusion.data_mean and data_std, and sampling.clipping = 'none'"
@@ -107,17 +108,19 @@ def check_inputs(
     return judge(
         str(inputs),
         (inputs.nonfinite, not_finite("inputs", inputs.nonfinite, LOOK, bad_samples)),
-        error(inputs.constant == 1, "every image is constant", LOOK),
-        error(as_bytes, "inputs in [0, 255], not in [-1, 1]", f"image / 127.5 - 1{UINT8}"),
-        error(as_shares, "inputs in [0, 1], not in [-1, 1]", f"image * 2 - 1{UINT8}"),
-        error(raw and largest > WILD, "inputs far outside [-1, 1]", SCALE),
-        warning(outside, "inputs outside [-1, 1]", SCALE),
-        warning(off, "inputs not standardised", own, scaled),
-        warning(num > 1 and inputs.channels, one_channel, LOOK),
-        warning(num > 1 and inputs.same > SAME, f"{percent(inputs.same)} of a batch are the same image", LOOK),
-        warning(inputs.constant > CONSTANT, f"{percent(inputs.constant)} of the images are constant", LOOK),
-        warning(std < FAINT or mean > LOPSIDED, "hardly any contrast beside noise of variance 1", f"{LOOK}, or {own}"),
-        warning(
+        error_if(inputs.constant == 1, "every image is constant", LOOK),
+        error_if(as_bytes, "inputs in [0, 255], not in [-1, 1]", f"image / 127.5 - 1{UINT8}"),
+        error_if(as_shares, "inputs in [0, 1], not in [-1, 1]", f"image * 2 - 1{UINT8}"),
+        error_if(raw and largest > WILD, "inputs far outside [-1, 1]", SCALE),
+        warning_if(outside, "inputs outside [-1, 1]", SCALE),
+        warning_if(off, "inputs not standardised", own, scaled),
+        warning_if(num > 1 and inputs.channels, one_channel, LOOK),
+        warning_if(num > 1 and inputs.same > SAME, f"{percent(inputs.same)} of a batch are the same image", LOOK),
+        warning_if(inputs.constant > CONSTANT, f"{percent(inputs.constant)} of the images are constant", LOOK),
+        warning_if(
+            std < FAINT or mean > LOPSIDED, "hardly any contrast beside noise of variance 1", f"{LOOK}, or {own}"
+        ),
+        warning_if(
             off_sigma,
             f"sigma_data = {sigma_data} is not the std",
             f"prediction = {{ use = 'edm', sigma_data = {std:.2g} }}",
@@ -133,11 +136,13 @@ def check_labels(counts: Sequence[int] | None, unknown: int, conditional: bool) 
     least, most = min(counts, default=0), max(counts, default=0)
     return judge(
         f"{len(counts)} classes of {least} to {most} samples, {unknown} without a label",
-        error(not total, "no sample has a label, and the network uses classes", "labels in the data"),
-        warning(len(counts) - len(absent) == 1, "all samples are of one class", "to leave out model.num_classes"),
-        warning(absent, f"no sample of class {listed(absent, 5)}", "a source with all classes: others are not learned"),
-        warning(unknown > total, "most samples have no label", LOOK),
-        warning(most > UNEVEN_CLASSES * least, "uneven classes", "data.balanced = true, to show each equally often"),
+        error_if(not total, "no sample has a label, and the network uses classes", "labels in the data"),
+        warning_if(len(counts) - len(absent) == 1, "all samples are of one class", "to leave out model.num_classes"),
+        warning_if(
+            absent, f"no sample of class {listed(absent, 5)}", "a source with all classes: others are not learned"
+        ),
+        warning_if(unknown > total, "most samples have no label", LOOK),
+        warning_if(most > UNEVEN_CLASSES * least, "uneven classes", "data.balanced = true, to show each equally often"),
     )
 
 
@@ -149,10 +154,10 @@ def check_schedule(log_snr: Sequence[float], std: float) -> Finding:
     more = "more timesteps, a larger beta_end or sigma_max, or rescale_betas_zero_snr with prediction = 'v_prediction'"
     return judge(
         f"signal to noise from {first:.2g} to {last:.2g}",
-        error(rises, "an image gets cleaner on its way to noise", "other options of [diffusion]"),
-        error(last > AT_END_BROKEN, left, more),
-        warning(last > AT_END, left, more),
-        warning(first < AT_START, "the cleanest images have visible noise", "a lower beta_start, or more timesteps"),
+        error_if(rises, "an image gets cleaner on its way to noise", "other options of [diffusion]"),
+        error_if(last > AT_END_BROKEN, left, more),
+        warning_if(last > AT_END, left, more),
+        warning_if(first < AT_START, "the cleanest images have visible noise", "a lower beta_start, or more timesteps"),
     )
 
 
@@ -162,8 +167,8 @@ def check_loss(trial: Trial) -> Finding:
     nan = f"the loss is not finite at step {bad}"
     return judge(
         f"{losses[0]:.3g} at first, {losses[-1]:.3g} at last",
-        error(bad and trial.inputs.nonfinite, f"{nan}, nor are the inputs", "data without these samples"),
-        error(bad == 1, f"{nan}, before any update", "other data, another network or another loss"),
+        error_if(bad and trial.inputs.nonfinite, f"{nan}, nor are the inputs", "data without these samples"),
+        error_if(bad == 1, f"{nan}, before any update", "other data, another network or another loss"),
     )
 
 
@@ -194,12 +199,12 @@ def check_learning(trial: Trial, trained: bool = False, resumed: bool = False) -
         (check_loss(trial).severity == "error", Finding("ok", "not judged, because the loss is not finite")),
         (bad or trial.outcome == "stopped", stopped),
         (len(losses) < FEWEST, Finding("ok", f"{len(losses)} steps are too few to judge it")),
-        error(not resumed and rate == 0 and change == 0, "the learning rate is 0", "optimizer.lr = 0.001", numbers),
+        error_if(not resumed and rate == 0 and change == 0, "the learning rate is 0", "optimizer.lr = 0.001", numbers),
         (rate == 0 and change == 0, Finding("ok", "not judged, because the schedule has ended at a rate of 0")),
         (back or wild or lost or ruined, too_high),
         (peak > RUIN * first or change > LARGE_CHANGE, rate_too_high(numbers, rate)),
         (flat and trial.is_warming_up, Finding("ok", f"it is still being warmed up; {numbers}")),
-        warning(flat, "the loss does not fall", other),
+        warning_if(flat, "the loss does not fall", other),
     )
 
 
@@ -220,8 +225,8 @@ def check_gradients(
     return judge(
         f"in {len(sizes)} of {len(layers)} layers",
         (dead, dead_layers(f"{len(dead)} of {len(layers)}: {listed(dead, 3)}", "error")),
-        warning(unused, missing, "a call without detach(), or freeze them (requires_grad_(False)), or remove them"),
-        warning(uneven, f"the gradients of {top} are {over:.0e} times the usual ones", "a normalisation before it"),
+        warning_if(unused, missing, "a call without detach(), or freeze them (requires_grad_(False)), or remove them"),
+        warning_if(uneven, f"the gradients of {top} are {over:.0e} times the usual ones", "a normalisation before it"),
     )
 
 
@@ -236,9 +241,9 @@ def check_outputs(outputs: Outputs | None, settled: bool = True, is_first: bool 
     return judge(
         f"{outputs}, where about 1 is expected" if size > LARGE else str(outputs),
         (outputs.nonfinite, not_finite("output", outputs.nonfinite, remedy)),
-        error(settled and constant, "the output is constant", "a last layer that is called and does not stay zero"),
-        error(outputs.std > HUGE or (is_first and size > LARGE), explodes, remedy),
-        warning(size > LARGE, explodes, remedy),
+        error_if(settled and constant, "the output is constant", "a last layer that is called and does not stay zero"),
+        error_if(outputs.std > HUGE or (is_first and size > LARGE), explodes, remedy),
+        warning_if(size > LARGE, explodes, remedy),
     )
 
 
@@ -252,8 +257,8 @@ def check_response(outputs: Outputs | None, settled: bool = True) -> Finding:
     shares = [f"{percent(change)} with the {name}" for name, change in changes.items() if not math.isnan(change)]
     return judge(
         f"changes by {', '.join(shares) or 'an unknown share'}",
-        error("image" in ignored, "the output is the same for every image", "a forward that uses its input"),
-        warning(ignored, f"the output does not change with the {names}", f"a forward that uses the {names}"),
+        error_if("image" in ignored, "the output is the same for every image", "a forward that uses its input"),
+        warning_if(ignored, f"the output does not change with the {names}", f"a forward that uses the {names}"),
     )
 
 
@@ -265,8 +270,10 @@ def check_levels(levels: Sequence[Level], trained: bool) -> Finding:
     shown = "clean to noisy, over that of predicting the mean: " + " ".join(f"{ratio:.2f}" for ratio in ratios)
     return judge(
         shown + ("; the trial is too short to judge them" if new and not trained else ""),
-        error(not all(map(math.isfinite, ratios)), "errors not finite", "another schedule; see the output, too"),
-        error(trained and new, "the network predicts no better than the mean", "another learning rate; see the output"),
+        error_if(not all(map(math.isfinite, ratios)), "errors not finite", "another schedule; see the output, too"),
+        error_if(
+            trained and new, "the network predicts no better than the mean", "another learning rate; see the output"
+        ),
         (trained and worse, little_learned(f"time {times}", f"mean and variance alone predict better; {shown}")),
     )
 
@@ -282,10 +289,12 @@ def check_samples(images: Tensor, data: Inputs, trained: bool) -> Finding:
     return judge(
         f"{made}; the data has {data}" + ("" if trained else "; the trial is too short to judge them"),
         (made.nonfinite, not_finite("samples", made.nonfinite, "a look at the output of the network")),
-        error(trained and unlike, f"samples are {unlike}", longer),
-        warning(unlike, f"samples are {unlike}", longer),
-        warning(trained and outside > OUTSIDE, far, f"sampling.clipping = 'clamp', {longer}"),
-        warning(trained and not data.std / UNLIKE < made.std < data.std * UNLIKE, "samples differ in contrast", longer),
+        error_if(trained and unlike, f"samples are {unlike}", longer),
+        warning_if(unlike, f"samples are {unlike}", longer),
+        warning_if(trained and outside > OUTSIDE, far, f"sampling.clipping = 'clamp', {longer}"),
+        warning_if(
+            trained and not data.std / UNLIKE < made.std < data.std * UNLIKE, "samples differ in contrast", longer
+        ),
     )
 
 
@@ -295,8 +304,8 @@ def check_average(name: str, average: Sequence[Level], own: Sequence[Level], tra
     slow = "a lower decay, a warm-up of it, or a longer training"
     return judge(
         f"{name} has {over:.2f} times the error of the model's own weights",
-        warning(trained and over == 1, f"{name} has exactly the errors of the model's own weights: is it updated?"),
-        warning(trained and not over <= LAGGING, f"{name} lags behind the model's own weights", slow),
+        warning_if(trained and over == 1, f"{name} has exactly the errors of the model's own weights: is it updated?"),
+        warning_if(trained and not over <= LAGGING, f"{name} lags behind the model's own weights", slow),
     )
 
 
@@ -307,10 +316,10 @@ def check_length(parameters: int, images: int, values: int, batch_size: int, ste
     return judge(
         f"{steps:.0f} steps of {batch_size} are {epochs:.3g} epochs of {images} images; {parameters} parameters, "
         f"{parameters / images:.3g} an image",
-        warning(batch_size < SMALL_BATCH, "small batch", "a larger batch_size: gradients are noisy"),
-        warning(batch_size > LARGE_BATCH * images, "batch above a quarter of the data", "a smaller batch_size"),
-        warning(steps * batch_size < FEW_IMAGES, "short training", "some 50000 images or more, over all steps"),
-        warning(by_heart, "the network can learn the images by heart", "more data, flips, dropout, or fewer steps"),
+        warning_if(batch_size < SMALL_BATCH, "small batch", "a larger batch_size: gradients are noisy"),
+        warning_if(batch_size > LARGE_BATCH * images, "batch above a quarter of the data", "a smaller batch_size"),
+        warning_if(steps * batch_size < FEW_IMAGES, "short training", "some 50000 images or more, over all steps"),
+        warning_if(by_heart, "the network can learn the images by heart", "more data, flips, dropout, or fewer steps"),
     )
 
 
@@ -334,8 +343,8 @@ def check_time(parts: Mapping[str, float], per_step: float) -> Finding:
     waits = shares.get("data", 0.0) > WAITING
     return judge(
         f"{per_step * 1e3:.3g} ms a step: {listing}",
-        warning(waits, "the network waits for data", "data.workers, a smaller memory, or store"),
-        warning(heavy, f"{listed(heavy, 1)} takes more than a fifth of a step"),
+        warning_if(waits, "the network waits for data", "data.workers, a smaller memory, or store"),
+        warning_if(heavy, f"{listed(heavy, 1)} takes more than a fifth of a step"),
     )
 
 

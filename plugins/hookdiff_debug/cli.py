@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli.options import override_options
+from hookdiff.cli import override_options
 
 
 @click.command()
@@ -44,12 +44,13 @@ def command(
     from attrs import asdict
 
     from hookdiff import UserError, load_config
-    from hookdiff.disk import check_writable, run_of
+    from hookdiff.disk import check_writable
+    from hookdiff.run_dir import CONFIG, run_of
     from hookdiff_debug.checks import cause
     from hookdiff_debug.doctor import as_text, examine
 
     run = path if path.is_dir() else None
-    place = run_of(run) / "config.toml" if run else path
+    place = run_of(run) / CONFIG if run else path
     config = load_config(place, plugins, settings, trust=trust)
     if out is not None:
         check_writable(out)

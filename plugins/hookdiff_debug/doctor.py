@@ -15,20 +15,18 @@ from attrs import define, evolve
 from torch import Generator, Tensor
 
 from hookdiff import Batch, Config, Finding, Loop, SampleRequest, build_loop, evaluating
-from hookdiff.disk import run_of
-from hookdiff.experiment import Part
-from hookdiff.pictures import save_grid
+from hookdiff.experiment import LeftOut, Part
+from hookdiff.log import save_grid
+from hookdiff.loop import HOOKS, hooks_of
+from hookdiff.run_dir import run_of
 from hookdiff_debug import checks, measure
 from hookdiff_debug.measure import LEVELS, SETTLED, Level, Outputs
-from hookdiff_debug.trial import Trial, train
+from hookdiff_debug.trial import Trial, run_trial
 
 # Plugins that have a part in a step or in sampling; those that write files, or measure now and then, have none.
-_IN_A_STEP = (
-    *("prepare_model", "make_batch", "before_step", "accumulate", "micro_step", "compute_loss", "reduce_loss"),
-    *("backward", "unscale", "after_backward", "optimizer_step", "sample", "offer_weights", "wrap_net", "before_epoch"),
-)
-_IN_SAMPLING = ("prepare_model", "restore", "sample", "offer_weights")
-_PARTS = {"compute_loss": "forward", "backward": "backward", "optimizer_step": "optimizer"}  # of a step, by hook
+_IN_A_STEP = hooks_of("model", "net", "epoch", "batch", "passes", "scale", "update", "images")
+_IN_SAMPLING = hooks_of("model", "restore", "images")
+_OF_NETWORK = hooks_of("passes", "update")  # the work of these counts for the network, also in a plugin
 _LOOP = ("defaults", "metrics", "run_dir", "start")  # plugins that count as the loop
 _TRAINED = 500  # updates after which a network must have learned something
 _IMAGES = 64  # images on which the network is measured
@@ -87,7 +85,7 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
         else:
             stack.enter_context(loop)
         start = None if portrait else _measure(loop, _plain_batch(loop))
-        trial = train(loop, steps, whole_rate=run is None)
+        trial = run_trial(loop, steps, whole_rate=run is None)
         portrait = portrait or _portray(loop)
     trained = before >= _TRAINED
     findings, network = _of_data(loop, trial), _of_network(trial, start, portrait, run is not None, trained)
@@ -95,14 +93,15 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
     findings |= {"length": _of_length(loop, tried), "trial": checks.check_trial(trial)}
     parts: defaultdict[str, float] = defaultdict(float)
     for (plugin, hook), seconds in trial.parts.items():
-        parts[_PARTS.get(hook, "loop" if plugin in _LOOP else plugin)] += seconds
+        work = HOOKS[hook].work if hook in _OF_NETWORK else ""
+        parts[work or ("loop" if plugin in _LOOP else plugin)] += seconds
     findings["time"] = checks.check_time(parts, trial.seconds / trial.steps_timed)
     if trial.peak_memory is not None:
         on_gpu = loop.device.type == "cuda"
         available = torch.cuda.get_device_properties(loop.device).total_memory if on_gpu else None
         findings["memory"] = checks.check_memory(trial.peak_memory, available)
     findings |= {f"logged {number}": Finding("warning", text) for number, text in enumerate(logged, 1)}
-    passive = [name for name in tried.plugins if type(loop.plugins[name]) is object and name not in idle]
+    passive = [name for name in tried.plugins if isinstance(loop.plugins[name], LeftOut) and name not in idle]
     left_out = [f"{', '.join(passive)}: they take no part in a training step or in sampling"] if passive else []
     left_out += ["debug: these are its checks"] if "debug" in config.plugins else []
     if left_out:

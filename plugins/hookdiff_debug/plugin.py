@@ -1,30 +1,18 @@
 """The plugin `debug`."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar
 
 from attrs import define, field
 from attrs.validators import ge
 
-from hookdiff import Alarms, Batch, Due, Every, Finding, Loop, NonFinite, hookimpl, parse_every
-from hookdiff.device_part import DevicePart
-from hookdiff.findings import Raised
-from hookdiff.options import about
-from hookdiff.structure import COUNT
+from hookdiff import Alarms, Batch, Due, Every, Finding, Loop, NonFinite, hookimpl, parse_every, saved
+from hookdiff.loop import DevicePart
+from hookdiff.options import COUNT, about
 from hookdiff_debug.checks import check_gradients, check_inputs, check_outputs, check_response
 from hookdiff_debug.measure import SETTLED, measure_inputs, measure_layers, measure_outputs, untouched
 
 _EARLY = 64  # last of the early updates that are always measured: most mistakes show at once
 _SILENT = 2  # measurements in a row in which a layer has no gradient
-
-
-@define(frozen=True)
-class DebugState:
-    """The saved state of `Debug`."""
-
-    alarms: Raised
-    silent: dict[str, int] = field(validator=COUNT)  # by the name of a layer
 
 
 @define(eq=False)
@@ -36,7 +24,6 @@ class Debug:
     gradients and three transfers from the device; the steps between cost nothing.
     """
 
-    state_class: ClassVar[type] = DebugState
     every: Every = field(
         default=Every(500),
         converter=parse_every,
@@ -44,8 +31,8 @@ class Debug:
     )
     num: int = field(default=32, validator=ge(2), metadata=about("images of a batch on which to measure the network"))
     _due: Due = field(init=False)
-    _alarms: Alarms = field(init=False, factory=Alarms)  # by the name of the check
-    _silent: dict[str, int] = field(init=False, factory=dict)  # measurements without a gradient, by layer
+    _alarms: Alarms = saved(factory=Alarms)  # by the name of the check
+    _silent: dict[str, int] = saved(factory=dict, validator=COUNT)  # measurements without a gradient, by layer
     _batch: Batch | None = field(init=False, default=None)  # of the current step, if it is measured
     _numbers: dict[str, float] = field(init=False, factory=dict)  # of the current measurement
     _inputs: Finding = field(init=False)  # about the batch that was measured last
@@ -77,8 +64,8 @@ class Debug:
             outputs = measure_outputs(loop, self._batch[slice(min(self.num, loop.config.micro_batch or self.num))])
         layers = measure_layers(loop)
         settled = step >= SETTLED
-        for name, layer in layers.items():
-            self._silent[name] = self._silent.get(name, 0) + 1 if settled and layer.norm == 0 else 0
+        dead = [name for name, layer in layers.items() if settled and layer.norm == 0]
+        self._silent = {name: self._silent.get(name, 0) + 1 for name in dead}
         silent = [name for name, looks in self._silent.items() if looks >= _SILENT]
         findings = {"inputs": self._inputs}
         if settled:
@@ -94,10 +81,12 @@ class Debug:
             numbers |= {"by_time": outputs.by_time, "by_label": outputs.by_label}
         self._numbers |= {f"debug/{name}": value for name, value in numbers.items() if not math.isnan(value)}
 
+    @hookimpl
     def on_device(self, loop: Loop) -> list[DevicePart]:
         """Return no work: only some steps are measured."""
         return []
 
+    @hookimpl
     def needs_host(self, loop: Loop) -> bool:
         """Return whether this step is measured."""
         return self._batch is not None
@@ -120,13 +109,3 @@ class Debug:
         self._inputs = check_inputs(inputs, getattr(loop.objective, "is_normalized", False))
         numbers = {"min": inputs.low, "max": inputs.high, "mean": inputs.mean, "std": inputs.std}
         self._numbers = {f"debug/input_{name}": value for name, value in numbers.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the reported findings, and the layers without a gradient."""
-        silent = {name: looks for name, looks in self._silent.items() if looks}
-        return {"alarms": self._alarms.state_dict(), "silent": silent}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state, so that a resumed run repeats nothing."""
-        self._alarms.load_state_dict(state["alarms"])
-        self._silent = dict(state["silent"])

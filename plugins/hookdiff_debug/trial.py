@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hookdiff import Batch, Loop
-from hookdiff.device_part import wait_for
-from hookdiff.models.memory import HeldBytes, storages
+from hookdiff.authors import wait_for
+from hookdiff.models import HeldBytes, storages
 from hookdiff_debug.measure import SETTLED, Inputs, Layer, eager, measure_inputs, measure_layers, merged
 
 _AT_WHOLE_RATE = 25  # updates after a warm-up that is longer than the trial
@@ -80,7 +80,7 @@ class Clock:
         self._since = now
 
 
-def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
+def run_trial(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
     """Make `steps` updates with `loop`, which has been entered, or as many as fit in half a minute.
 
     With `whole_rate`, if the learning rate is still rising then, `progress.step` runs ahead of the updates: it goes
@@ -120,7 +120,7 @@ def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
                 trial.changes.append(_change(before, _matrices(loop)))
                 looks.append(measure_layers(loop))
         if whole_rate and len(trial.rates) >= steps and trial.is_warming_up:
-            loop.progress.step += int(stride)
+            loop.set_step(loop.progress.step + int(stride))
             goal, stride = len(trial.rates) + _AT_WHOLE_RATE, 1.25 * stride
         over = len(trial.rates) >= goal or len(trial.losses) >= 10 * steps  # of which some made no update
         if over or time.monotonic() - began > _TIME_LIMIT:

@@ -1,4 +1,4 @@
-"""Whether generated images are diverse, or repeat a few modes, one another, or the training set."""
+"""Measures whether generated images are diverse, or repeat a few modes, one another, or the training set."""
 
 from hookdiff_diversity.plugin import Diversity
 

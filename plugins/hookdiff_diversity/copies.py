@@ -6,7 +6,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from hookdiff.features import nearest
+from hookdiff.authors import nearest_neighbours
 
 _NEIGHBOURS = 10  # with which the nearest one is compared; more than the copies of an image in most data sets
 _CHANCE = 0.01  # share of held-out images that may look like copies
@@ -37,11 +37,11 @@ def copies(samples: Tensor, training: Tensor, held_out: Tensor | None, num_train
     images for a copy (Yoon et al. 2023, "Diffusion probabilistic models generalize when they fail to memorize";
     Carlini et al. 2023, arXiv 2301.13188, section 4.1).
     """
-    found, numbers = nearest(samples, training, _NEIGHBOURS + 1)
+    found, numbers = nearest_neighbours(samples, training, _NEIGHBOURS + 1)
     if held_out is None:
-        usual, _ = nearest(training[:_USUAL], training, _NEIGHBOURS + 1, within=True)
+        usual, _ = nearest_neighbours(training[:_USUAL], training, _NEIGHBOURS + 1, within=True)
     else:
-        usual, _ = nearest(held_out[:_USUAL], training, _NEIGHBOURS + 1)
+        usual, _ = nearest_neighbours(held_out[:_USUAL], training, _NEIGHBOURS + 1)
     quotients, others = _quotients(found), _quotients(usual)
     # With duplicates in the data the limit would be 0, and no sample a copy.
     limit = torch.quantile(others[others > _SAME], _CHANCE) if bool((others > _SAME).any()) else _SAME

@@ -32,7 +32,7 @@ class Diagnosis:
     remedy: str = ""  # none if they are healthy
 
 
-def diagnose(spread: Spread, modes: Modes, copies: Copies) -> Diagnosis:
+def diagnose_samples(spread: Spread, modes: Modes, copies: Copies) -> Diagnosis:
     """Return the diagnosis.
 
     Samples far from all data come first, since neither modes nor neighbours mean anything there. A collapse comes

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any, ClassVar
 
 import torch
 from attrs import converters, define, field
 from attrs.validators import ge, le, optional
 from torch import Tensor
 
-from hookdiff import Alarms, Every, Finding, Loop, Periodic, UserError, hookimpl, parse_every
-from hookdiff.choices import chosen
-from hookdiff.features import ROWS, Collected, Features, Space, data_features
-from hookdiff.findings import Raised
-from hookdiff.generation import Generated
-from hookdiff.options import about
-from hookdiff.pictures import grid
-from hookdiff.ranks import gathered_or_raised
-from hookdiff.structure import COUNT
+from hookdiff import Alarms, Every, Finding, Loop, Periodic, UserError, hookimpl, parse_every, saved
+from hookdiff.authors import ROWS, Collected, Features, Generated, Space, data_features
+from hookdiff.log import grid
+from hookdiff.machine import gathered_or_raised
+from hookdiff.options import COUNT, about, chosen
 from hookdiff_diversity.copies import Copies, copies
-from hookdiff_diversity.diagnosis import KINDS, Diagnosis, diagnose
+from hookdiff_diversity.diagnosis import KINDS, Diagnosis, diagnose_samples
 from hookdiff_diversity.modes import modes
 from hookdiff_diversity.spread import spread
 
@@ -30,14 +24,6 @@ _MOST_MODES = 100
 _HELD_OUT = 100  # images: with fewer, their hundredth part is no image
 _MOST_SEARCHED = 100_000  # training images among which copies are searched: 800 MB of features of Inception
 _PAIRS = 8  # in the picture
-
-
-@define(frozen=True)
-class DiversityState:
-    """The saved state of `Diversity`."""
-
-    measured_at: int | None = field(validator=optional(COUNT))
-    alarms: Raised
 
 
 @define(eq=False)
@@ -49,8 +35,6 @@ class Diversity(Periodic):
     diagnosis but healthy is a warning with its numbers. The images that are most like copies are drawn beside their
     nearest training images, in `diversity/step-00001000.png` of the run directory.
     """
-
-    state_class: ClassVar[type] = DiversityState
 
     every: Every = field(default=Every(5000), converter=parse_every, metadata=about("how often; 0: only at the end"))
     num_samples: int = field(
@@ -76,12 +60,13 @@ class Diversity(Periodic):
     weights: str | None = field(
         default=None, metadata=about('"model", or the name of an average to sample with; without it an average if any')
     )
+    _acted_at: int | None = saved(None, key="measured_at", validator=COUNT)
     space: Space = field(init=False)
     diagnosis: Diagnosis | None = field(init=False, default=None)  # the newest, on all ranks
     _generated: Generated = field(init=False)
     _training: Collected | None = field(init=False, default=None)
     _held_out: Collected | None = field(init=False, default=None)
-    _alarms: Alarms = field(factory=Alarms, init=False)
+    _alarms: Alarms = saved(factory=Alarms)
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -151,7 +136,7 @@ class Diversity(Periodic):
             "searched": near.searched,
             "nearest_ratio": near.nearest_ratio,
         }
-        return {name: float(value) for name, value in values.items()}, diagnose(apart, covered, near), near
+        return {name: float(value) for name, value in values.items()}, diagnose_samples(apart, covered, near), near
 
     def _draw(self, loop: Loop, near: Copies) -> None:
         """Draw the samples that are most like copies, each beside its nearest training image."""
@@ -167,12 +152,3 @@ class Diversity(Periodic):
         pairs = torch.stack((torch.cat(samples), batch.inputs.float().cpu()), dim=1).flatten(0, 1)
         labels = [("sample", f"data, {distance:.2g}") for distance in near.distances[chosen].tolist()]
         loop.log.images({"diversity": grid(pairs, _PAIRS, captions=[text for pair in labels for text in pair])})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the step of the newest measurement, and what was reported."""
-        return {"measured_at": self._acted_at, "alarms": self._alarms.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state."""
-        self._acted_at = state["measured_at"]
-        self._alarms.load_state_dict(state["alarms"])

@@ -1,4 +1,4 @@
-"""Exponential and power-function moving averages of the weights."""
+"""Keeps exponential and power-function moving averages of the weights."""
 
 from hookdiff_ema.plugin import EMA
 from hookdiff_ema.profiles import NoWarmup, Power, Ratio, Warmup

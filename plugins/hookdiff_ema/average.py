@@ -10,8 +10,7 @@ import torch
 from attrs import Attribute, define, field
 from torch import Tensor
 
-from hookdiff.ranks import summed
-from hookdiff.shards import is_sharded, norms, parts
+from hookdiff.machine import is_sharded, local_parts, norms, summed
 from hookdiff_ema.profiles import Warmup, gamma_of, half_life_decay, power_decay
 
 Length = float | list[float] | None  # how long one average, or several, remember
@@ -39,7 +38,7 @@ class Average:
     def start(self, weights: Mapping[str, Tensor]) -> None:
         """Begin with a copy of `weights`."""
         self.shadow = {name: value.detach().clone() for name, value in weights.items()}
-        self._values = parts(self.shadow.values())
+        self._values = local_parts(self.shadow.values())
 
     def update(self, weights: list[Tensor], num_updates: int) -> None:
         """Include `weights`, this rank's parts of them, after `num_updates` earlier updates."""
@@ -78,12 +77,12 @@ class Average:
         return self.still
 
     @property
-    def still_state(self) -> list[float | int | None]:
+    def still_state(self) -> tuple[float, int | None]:
         """The state of `count_still`. Costs a transfer."""
-        return [float(self.still), None if self._seen is None else int(self._seen)]
+        return float(self.still), None if self._seen is None else int(self._seen)
 
     @still_state.setter
-    def still_state(self, state: list[Any]) -> None:
+    def still_state(self, state: tuple[float, int | None]) -> None:
         self.still, self._seen = state
 
 
@@ -92,17 +91,17 @@ def _bits(value: Tensor) -> Tensor:
     return real.view(_INTEGERS[real.element_size()])
 
 
-def each(*checks: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Attribute[Any], Length], None]:
-    """Return a validator of a number, or of each number in a list that is not empty."""
+@define(frozen=True)
+class each:
+    """A validator of a number, or of each number in a list that is not empty; None passes."""
 
-    def check(instance: object, attribute: Attribute[Any], value: Length) -> None:
+    validator: Callable[[Any, Any, Any], Any]
+
+    def __call__(self, instance: object, attribute: Attribute[Any], value: Length) -> None:
         if value == []:
             raise ValueError(f"{attribute.name} is an empty list")
         for number in _listed(value):
-            for one in checks:
-                one(instance, attribute, number)
-
-    return check
+            self.validator(instance, attribute, number)
 
 
 def make_averages(name: str, decay: Length, half_life: Length, std: Length, warmup: Warmup) -> list[Average]:

@@ -5,20 +5,18 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from attrs import define, field, setters
-from attrs.validators import ge, gt, le, lt
+from attrs.validators import and_, ge, gt, le, lt
 from torch import Tensor, nn
 
-from hookdiff import Alarms, Due, Every, Finding, Loop, Reason, UserError, hookimpl, parse_every
-from hookdiff.choices import chosen
-from hookdiff.device_part import DevicePart
-from hookdiff.findings import Raised, judge, listed, warning
-from hookdiff.options import about
-from hookdiff.shards import fill_, parts, whole
-from hookdiff.structure import COUNT, REST, numbers
+from hookdiff import Alarms, Due, Every, Finding, Loop, Reason, UserError, hookimpl, listed, parse_every
+from hookdiff.log import Raised, judge, warning_if
+from hookdiff.loop import DevicePart
+from hookdiff.machine import fill_, local_parts, whole
+from hookdiff.options import COUNT, REST, about, chosen, numbers, structured
 from hookdiff_ema.average import Average, Length, each, make_averages
 from hookdiff_ema.profiles import MAX_STD, Ratio, Warmup
 from hookdiff_ema.snapshots import FOLDER, Snapshot, remove_later, write_snapshot
@@ -30,7 +28,7 @@ STILL = "ema/still"  # logged: number of updates since an average last changed, 
 MANY = 200  # updates without a change after which to warn
 BACK = 0.8  # share of max_distance below which the average follows the weights again
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 
 @define(frozen=True)
@@ -51,6 +49,11 @@ class EMAState:
     weights: dict[str, Tensor] = field(metadata=REST)  # the first average: the keys of the model
     ema: Numbers
 
+    @property
+    def averages(self) -> list[dict[str, Tensor]]:
+        """All averages, in the order of their labels."""
+        return [self.weights, *(self.ema.averages[label] for label in self.ema.labels[1:])]
+
 
 @define(eq=False, on_setattr=setters.NO_OP)  # validated when made; each step sets fields
 class EMA:
@@ -64,15 +67,16 @@ class EMA:
     order: decay, half_life, std. From snapshots of two widths `hookdiff ema` makes averages of other widths later.
     """
 
-    state_class: ClassVar[type] = EMAState
-    decay: Length = field(default=None, validator=each(ge(0), lt(1)), metadata=about("decay per update"))
+    decay: Length = field(default=None, validator=each(and_(ge(0), lt(1))), metadata=about("decay per update"))
     half_life: Length = field(
-        default=None, validator=each(gt(0), lt(math.inf)), metadata=about("half-life, in place of a decay", "updates")
+        default=None,
+        validator=each(and_(gt(0), lt(math.inf))),
+        metadata=about("half-life, in place of a decay", "updates"),
     )
     std: Length = field(
         default=None,
-        validator=each(gt(0), le(MAX_STD)),
-        metadata=about("width as a share of training, at most 0.2886; 0.1 if no length is given"),
+        validator=each(and_(gt(0), le(MAX_STD))),
+        metadata=about("width as a share of training; 0.1 if no length is given"),
     )
     warmup: Warmup = field(
         default=Ratio(),
@@ -91,10 +95,6 @@ class EMA:
     snapshot_dtype: Literal["float32", "float16"] = field(
         default="float32", metadata=about('"float32", or "float16": half the size, relative error 2e-4')
     )
-    moved_keys: ClassVar[Mapping[str, str]] = {
-        "inv_gamma": "warmup = { use = 'power', inv_gamma = 1.0 }",
-        "power": "warmup = { use = 'power', power = 0.75 }",
-    }
     num_updates: int = field(default=0, init=False)
     _averages: list[Average] = field(init=False)
     _weights: Weights = field(init=False)
@@ -124,7 +124,7 @@ class EMA:
             raise UserError("plugins.ema.snapshot_every needs a place for files: Loop(..., run_dir=Path('runs/mine'))")
         self._folder = (loop.run_dir or Path()) / FOLDER
         self._weights = Weights(loop.model, torch.device("cpu") if self.device == "cpu" else None)
-        self._taken = parts(self._weights.tensors.values())
+        self._taken = local_parts(self._weights.tensors.values())
         self._due, self._recorded = Due(self.snapshot_every), []
         for average in self._averages:
             average.start(self._weights.tensors)
@@ -159,6 +159,7 @@ class EMA:
             self.num_updates += 1
             self._pending = False
 
+    @hookimpl
     def on_device(self, loop: Loop) -> list[DevicePart]:
         """Return the updates of averages of the weights themselves; averages of copies are updated by the host."""
 
@@ -168,7 +169,7 @@ class EMA:
             def fill() -> None:
                 share.fill_(1 - average.decay(self.num_updates))
 
-            return DevicePart("after_optimizer_step", update, fill)
+            return DevicePart("after", update, fill)
 
         self._one = torch.ones((), device=loop.device)
         self._recorded = [part(average) for average in self._averages if self._weights.are_direct]
@@ -197,7 +198,8 @@ class EMA:
             is_lost, over = distance > self.max_distance, distance < BACK * self.max_distance
             what = f"ema: the average {average.label} no longer follows the weights"
             far = judge(
-                f"distance {distance:.2g}", warning(is_lost, what, "a shorter average or a warmup, if the loss is fine")
+                f"distance {distance:.2g}",
+                warning_if(is_lost, what, "a shorter average or a warmup, if the loss is fine"),
             )
             loop.log.report(self._alarms.news(step, f"{average.prefix}/distance", far, over=over), step)
             # `still` of one average costs a transfer, which is made only if one has not moved.
@@ -206,7 +208,7 @@ class EMA:
             why, remedy = "neither have the weights", "a learning rate above 0"
             if distance:
                 why, remedy = "the weights have moved: its decay is too close to 1", "a lower decay"
-            still = judge(why, warning(is_still, what, remedy))
+            still = judge(why, warning_if(is_still, what, remedy))
             loop.log.report(self._alarms.news(step, f"{average.prefix}/still", still), step)
 
     @hookimpl
@@ -251,7 +253,7 @@ class EMA:
                 try:
                     write_snapshot(snapshot, values, self._weights.names.keys())
                 except OSError as error:
-                    log.warning("ema: %s cannot be written: %s", path, error.strerror or error)
+                    logger.warning("ema: %s cannot be written: %s", path, error.strerror or error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the first average under the keys of the model, and under `OWN` the others and all numbers."""
@@ -267,17 +269,19 @@ class EMA:
         }
         return {**first, OWN: own}
 
+    @hookimpl
     def check_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Raise ValueError for averages of other lengths than the run's, or of another model than `model`."""
-        saved, own = state[OWN]["labels"], [average.label for average in self._averages]
+        saved = structured(EMAState, state)
+        labels, own = saved.ema.labels, [average.label for average in self._averages]
         # A decay may differ, as any hyper-parameter may; a power function must be the same from its first step.
-        if len(saved) != len(own) or any(a != b and "std=" in a + b for a, b in zip(saved, own, strict=True)):
-            raise ValueError(f"it has the averages {', '.join(saved)}, the run has {', '.join(own)}")
-        if len(state[OWN]["still"]) != len(saved):
-            raise ValueError(f"{OWN}.still: there are {len(saved)} averages")
+        if len(labels) != len(own) or any(a != b and "std=" in a + b for a, b in zip(labels, own, strict=True)):
+            raise ValueError(f"it has the averages {', '.join(labels)}, the run has {', '.join(own)}")
+        if len(saved.ema.still) != len(labels):
+            raise ValueError(f"{OWN}.still: there are {len(labels)} averages")
         parameters = dict(model.named_parameters(remove_duplicate=False))
         expected = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-        for label, values in zip(saved, _averages_of(state), strict=True):
+        for label, values in zip(labels, saved.averages, strict=True):
             if differing := values.keys() ^ (expected.keys() | parameters.keys()):
                 raise ValueError(f"{label} is of another model: only one of the two has {min(differing)!r}")
             for name, parameter in parameters.items():
@@ -287,19 +291,13 @@ class EMA:
                 if not values[name].isfinite().all():
                     raise ValueError(f"{label}: {name} is not finite")
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: EMAState) -> None:
         """Restore saved averages."""
         self._pending = False
-        for average, values, still in zip(self._averages, _averages_of(state), state[OWN]["still"], strict=True):
+        for average, values, still in zip(self._averages, state.averages, state.ema.still, strict=True):
             for name, value in average.shadow.items():
                 fill_(value, values[name])
             average.still_state = still
-        self._alarms.load_state_dict(state[OWN]["alarms"])
-        self.num_updates = state[OWN]["num_updates"]
+        self._alarms.load_state_dict(state.ema.alarms)
+        self.num_updates = state.ema.num_updates
         self._snapped = None
-
-
-def _averages_of(state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """Return the averages in a saved state, in the order of their labels."""
-    first = {key: value for key, value in state.items() if key != OWN}
-    return [first, *(state[OWN]["averages"][label] for label in state[OWN]["labels"][1:])]

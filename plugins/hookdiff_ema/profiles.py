@@ -13,8 +13,7 @@ from attrs import define, field
 from attrs.validators import gt
 from numpy.typing import NDArray
 
-from hookdiff.choices import Choice
-from hookdiff.options import about
+from hookdiff.options import Choice, about
 
 MAX_STD = math.sqrt(1 / 12)  # width of the power function with gamma 0, in which all steps count alike
 

@@ -7,16 +7,18 @@ from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import safetensors
 import torch
-from attrs import define
+from attrs import define, field
+from attrs.validators import ge, gt, le, lt
 from torch import Tensor
 
 from hookdiff import UserError
 from hookdiff.disk import check_place, new_file, open_tensors, write_tensors, writing
+from hookdiff.options import Problems, structured
 from hookdiff_ema.profiles import MAX_STD, Fit, fit
 
 FOLDER = "ema"  # in the run directory
@@ -41,6 +43,17 @@ class Snapshot:
     def updates(self) -> int:
         """The training time of the average."""
         return self.step - self.start
+
+
+@define(frozen=True)
+class _About:
+    """What the header of a snapshot says; its content is checked, not trusted."""
+
+    std: float = field(validator=[gt(0.0), le(MAX_STD)])
+    step: int = field(validator=lt(1 << 53))
+    start: int = field(validator=ge(0))
+    dtype: Literal["float32", "float16"]
+    averaged: list[str]
 
 
 def write_snapshot(snapshot: Snapshot, values: Mapping[str, Tensor], averaged: Collection[str]) -> None:
@@ -77,9 +90,9 @@ def find_snapshots(run: Path) -> list[Snapshot]:
             try:
                 with _opened(path) as file:
                     about = _about(file)
-                found.append(Snapshot(path, about["std"], about["step"], about["start"], about["dtype"]))
-            except (KeyError, ValueError) as error:
-                raise UserError(f"{path}: not a snapshot of an average: its header lacks {error}") from None
+                found.append(Snapshot(path, about.std, about.step, about.start, about.dtype))
+            except (Problems, ValueError, RecursionError) as error:
+                raise UserError(f"{path}: not a snapshot of an average: its header: {error}") from None
     if not found and not run.is_dir():
         raise UserError(f"{run}: " + ("expected a run directory, got a file" if run.exists() else "no such directory"))
     if not found:
@@ -143,7 +156,9 @@ def reconstruct(planned: Reconstruction) -> dict[str, Tensor]:
     total: dict[str, Tensor] = {}
     for number, (snapshot, weight) in enumerate(reversed(planned.parts)):
         with _opened(snapshot.path) as file:
-            averaged = _about(file)["averaged"]
+            averaged = _about(file).averaged
+            if not set(averaged) <= set(file.keys()):
+                raise UserError(f"{snapshot.path} is of another model than the newest snapshot")
             if number == 0:
                 total = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 not a mapping
                 summed = {key: torch.zeros_like(total[key], dtype=torch.float64) for key in averaged}
@@ -157,8 +172,10 @@ def reconstruct(planned: Reconstruction) -> dict[str, Tensor]:
     return {**total, **{key: value.float() for key, value in summed.items()}}
 
 
-def _about(file: Any) -> dict[str, Any]:
-    about: dict[str, Any] = json.loads((file.metadata() or {}).get(_ABOUT, "{}"))
+def _about(file: Any) -> _About:
+    about = structured(_About, json.loads((file.metadata() or {}).get(_ABOUT, "{}")))
+    if not about.start < about.step:
+        raise ValueError(f"step {about.step} is not after start {about.start}")
     return about
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from hookdiff.shards import local, parts
+from hookdiff.machine import local, local_parts
 
 
 class Weights:
@@ -88,4 +88,4 @@ def _widened(value: Tensor) -> Tensor:
 def _pairs(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return this rank's parts of the sources that differ from their targets, and of these targets."""
     names = [name for name, value in sources.items() if targets[name] is not value]
-    return parts(sources[name] for name in names), parts(targets[name] for name in names)
+    return local_parts(sources[name] for name in names), local_parts(targets[name] for name in names)

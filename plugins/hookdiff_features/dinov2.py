@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from textwrap import shorten
 from typing import Any
 
 import torch
 from attrs import define, field
-from attrs.validators import in_
 from torch import Tensor
 from torch.nn import functional
 
 from hookdiff import UserError
-from hookdiff.features import Embedding, Features, Space
-from hookdiff.options import about
+from hookdiff.authors import Embedding, Features, Space
+from hookdiff.options import about, one_of
 from hookdiff_features.recipes import as_rgb
 from hookdiff_features.weights import Published, read_weights
 
@@ -59,13 +59,13 @@ class DINOv2(Features):
 
     They are the normalised class token of DINOv2 ViT-L/14 (Oquab et al. 2023, arXiv 2304.07193) for images of
     224 x 224. The recipes resize as the official code of that paper does, or as that of EDM2 (Karras et al. 2024,
-    arXiv 2312.02696) does. Needs timm or transformers.
+    arXiv 2312.02696) does. Needs timm.
     """
 
     channels = (1, 3)
     recipe: str = field(
         default="dgm-eval",
-        validator=in_(tuple(RECIPES)),
+        validator=one_of(tuple(RECIPES)),
         metadata=about("resizing of the package: " + ", ".join(f'"{name}"' for name in RECIPES)),
     )
     weights: str | None = field(
@@ -79,7 +79,7 @@ class DINOv2(Features):
     def open(self, device: torch.device) -> Space:
         build = _builder()  # before the weights, which are more than a gigabyte
         found = read_weights(DINOV2_WEIGHTS, self.weights, self.sha256, _WHO)
-        network = build(_fitted(found.state), device)
+        network = build(found.state, device)
         prepare = RECIPES[self.recipe]
 
         def embed(images: Tensor) -> Embedding:
@@ -122,117 +122,40 @@ def _normalised(pixels: Tensor) -> Tensor:
     return (pixels / 255 - mean) / std
 
 
-_LINEAR = {"attn.qkv": (3, 1), "attn.proj": (1, 1), "mlp.fc1": (4, 1), "mlp.fc2": (1, 4)}  # outputs, inputs / width
-_VECTORS = ("norm1.weight", "norm1.bias", "ls1.gamma", "norm2.weight", "norm2.bias", "ls2.gamma")
-
-
-def _shapes(width: int, depth: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the official weights by name."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "cls_token": (1, 1, width),
-        "pos_embed": (1, 1 + _TRAINED_GRID**2, width),
-        "patch_embed.proj.weight": (width, 3, _PATCH, _PATCH),
-        **dict.fromkeys(("patch_embed.proj.bias", "norm.weight", "norm.bias"), (width,)),
-    }
-    for block in (f"blocks.{k}" for k in range(depth)):
-        shapes |= {f"{block}.{name}": (width,) for name in _VECTORS}
-        shapes |= {f"{block}.{name}.weight": (out * width, into * width) for name, (out, into) in _LINEAR.items()}
-        shapes |= {f"{block}.{name}.bias": (out * width,) for name, (out, _) in _LINEAR.items()}
-    return shapes
-
-
-def _fitted(state: State) -> State:
-    """Return the weights, float32, with the positions for images of 224 x 224.
-
-    Raises UserError unless they have the names and shapes of the official ones, of any width and depth.
-    """
-    width, depth = _sizes(state)
-    shapes = _shapes(width, depth)
-    problems = [f"they have no {name!r}" for name in shapes if name not in state]
-    # The mask token is for training only.
-    problems += [f"they have {name!r}" for name in state if name not in shapes and name != "mask_token"]
-    if not width or width % _HEAD_DIM:
-        problems.append(f"they have {width} features, expected a multiple of {_HEAD_DIM}")
-    for name, shape in shapes.items():
-        if name in state and state[name].shape != shape:
-            problems.append(f"{name!r} has the shape {tuple(state[name].shape)}, expected {shape}")
-    if problems:
-        raise UserError(f"{_WHO}: the weights are of another network: {problems[0]}")
-    fitted = {name: state[name].float() for name in shapes}
-    return {**fitted, "pos_embed": resampled(fitted["pos_embed"])}
-
-
-def _sizes(state: State) -> tuple[int, int]:
-    """Return the number of features and the number of blocks, at least 1."""
-    blocks = {name.split(".")[1] for name in state if name.startswith("blocks.")}
-    return state["norm.weight"].numel() if "norm.weight" in state else 0, max(1, len(blocks))
-
-
 def _builder() -> Callable[[State, torch.device], Network]:
-    """Return a function that builds the network with the library that is installed."""
+    """Return a function that builds the network; raises UserError without timm."""
     try:
         from timm import create_model
     except ImportError as error:
-        problem = error
-    else:
-        return partial(_by_timm, create_model)
-    try:
-        from transformers import Dinov2Config, Dinov2Model
-    except ImportError:
-        way_out = "needs the package timm, or transformers: pip install 'hookdiff[dinov2]'"
-        raise UserError(f"{_WHO}: {way_out} ({problem})") from None
-    return partial(_by_transformers, Dinov2Config, Dinov2Model)
+        raise UserError(f"{_WHO}: needs the package timm: pip install 'hookdiff[dinov2]' ({error})") from None
+    return partial(_network, create_model)
 
 
-def _by_timm(create_model: Any, state: State, device: torch.device) -> Network:
-    width, depth = _sizes(state)
+def _network(create_model: Any, state: State, device: torch.device) -> Network:
+    """Return the network with weights, named and shaped as the official ones, of any width and depth.
+
+    Raises UserError for weights of another network.
+    """
+    width = state["norm.weight"].numel() if "norm.weight" in state else 0
+    if not width or width % _HEAD_DIM:
+        raise _unfit(f"norm.weight has {width} features, expected a multiple of {_HEAD_DIM}")
+    positions, expected = state.get("pos_embed", torch.empty(0)), (1, 1 + _TRAINED_GRID**2, width)
+    if positions.shape != expected:
+        raise _unfit(f"pos_embed has the shape {tuple(positions.shape)}, expected {expected}")
+    depth = max(1, len({name.split(".")[1] for name in state if name.startswith("blocks.")}))
     sizes = {"img_size": _SIDE, "embed_dim": width, "depth": depth, "num_heads": width // _HEAD_DIM, "num_classes": 0}
     # It draws initial values; on the meta device it would draw none, but older releases cannot build there.
     with torch.random.fork_rng(devices=[]):
         network = create_model("vit_large_patch14_dinov2", weight_init="skip", **sizes)
-    built: Network = _loaded(network, state, device)
+    fitted = {name: value.float() for name, value in state.items() if name != "mask_token"}  # it is for training only
+    fitted["pos_embed"] = resampled(fitted["pos_embed"])
+    try:
+        network.load_state_dict(fitted, assign=True)
+    except RuntimeError as error:
+        raise _unfit(str(error).partition("\n\t")[2]) from None
+    built: Network = network.to(device).eval().requires_grad_(False)
     return built
 
 
-# Names of query, key, value and projection in transformers: in 5.23, and in 5.0 and before.
-_ATTENTION = (
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-    ("attention.query", "attention.key", "attention.value", "output.dense"),
-)
-_RENAMED = {
-    "cls_token": "embeddings.cls_token",
-    "pos_embed": "embeddings.position_embeddings",
-    "patch_embed.proj": "embeddings.patch_embeddings.projection",
-    "blocks.": "encoder.layer.",
-    "ls1.gamma": "layer_scale1.lambda1",
-    "ls2.gamma": "layer_scale2.lambda1",
-    "norm.": "layernorm.",
-}
-
-
-def _by_transformers(config: Any, model: Any, state: State, device: torch.device) -> Network:
-    width, depth = _sizes(state)
-    sizes = {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": width // _HEAD_DIM}
-    with torch.device("meta"):  # draws no initial values from the default generator
-        network = model(config(image_size=_SIDE, patch_size=_PATCH, **sizes))
-    known = network.state_dict()
-    names = next(names for names in _ATTENTION if f"encoder.layer.0.attention.{names[0]}.weight" in known)
-    renamed = {"embeddings.mask_token": torch.zeros(1, width)}  # unused, but it must not stay on the meta device
-    for name, value in state.items():
-        for official, own in _RENAMED.items():
-            name = name.replace(official, own)
-        official, parts = ("attn.qkv", names[:3]) if "attn.qkv" in name else ("attn.proj", names[3:])
-        for own, part in zip(parts, value.chunk(len(parts)), strict=True):
-            renamed[name.replace(official, f"attention.{own}")] = part
-    network = _loaded(network, renamed, device)
-
-    def class_token(images: Tensor) -> Tensor:
-        features: Tensor = network(images).last_hidden_state[:, 0]
-        return features
-
-    return class_token
-
-
-def _loaded(network: Any, state: State, device: torch.device) -> Any:
-    network.load_state_dict(state, assign=True)
-    return network.to(device).eval().requires_grad_(False)
+def _unfit(why: str) -> UserError:
+    return UserError(f"{_WHO}: the weights are of another network: {shorten(why, 200)}")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 from attrs import define, field
-from attrs.validators import in_
 from torch import Tensor
 from torch.nn import functional
 
 from hookdiff import UserError
-from hookdiff.features import Embedding, Features, Space
-from hookdiff.options import about
+from hookdiff.authors import Embedding, Features, Space
+from hookdiff.options import about, one_of
 from hookdiff_features.inception import InceptionV3
 from hookdiff_features.recipes import RECIPES, SIDE, as_rgb
 from hookdiff_features.weights import Published, Weights, read_weights
@@ -39,14 +38,14 @@ class Inception(Features):
     channels = (1, 3)
     recipe: str = field(
         default="torch-fidelity",
-        validator=in_(tuple(RECIPES)),
+        validator=one_of(tuple(RECIPES)),
         metadata=about("resizing and scaling of the package: " + ", ".join(f'"{name}"' for name in RECIPES)),
     )
     weights: str | None = field(default=None, metadata=about(_WEIGHTS))
     sha256: str | None = field(default=None, metadata=about(_SHA256))
     precision: str = field(
         default="float32",
-        validator=in_(("float32", "bf16")),
+        validator=one_of(("float32", "bf16")),
         metadata=about(
             '"float32", or "bf16": about twice as fast on processors that have it, but distances change, small ones by '
             'some percent; the name of the space then ends with "/bf16"'

@@ -62,7 +62,7 @@ def split_fashion_mnist(root: str) -> Split:
     return Split(*_tensors(fashion_mnist(root)), *_tensors(fashion_mnist(root, train=False)))
 
 
-def train(
+def train_classifier(
     architecture: Architecture, options: TrainingOptions, split: Split, generator: Generator
 ) -> tuple[Classifier, float]:
     """Return the trained net in eval mode and its accuracy, in [0, 1], on the images held out.
@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     split = split_digits(options, generator) if is_digits else split_fashion_mnist(given.root)
     torch.set_num_threads(1)  # how sums are split over threads changes their rounding
     try:
-        net, accuracy = train(given.architecture, options, split, generator)
+        net, accuracy = train_classifier(given.architecture, options, split, generator)
     finally:
         torch.set_num_threads(threads)
     print(f"accuracy on {len(split.held_out_images):,} images held out: {accuracy:.2%}")

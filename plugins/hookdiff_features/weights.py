@@ -11,14 +11,11 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from hookdiff import UserError
+from hookdiff import UserError, why_missing
 from hookdiff.disk import open_file, open_tensors
-from hookdiff.errors import why_missing
-from hookdiff.ranks import agree, first_rank_does, gathered_or_raised
+from hookdiff.machine import agree, first_rank_does, gathered_or_raised
 
-log = logging.getLogger("hookdiff")
-
-_CHUNK = 1 << 22  # bytes that are read at a time
+logger = logging.getLogger("hookdiff")
 
 
 @define(frozen=True)
@@ -57,7 +54,8 @@ def read_weights(published: Published, path: str | None, sha256: str | None, who
         first_rank_does(lambda: _fetch(published, file, who))
         gathered_or_raised(lambda: _fetch(published, file, who))
     try:
-        digest = _digest(file)
+        with open_file(file) as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
     except OSError as error:
         reason = error.strerror if file.exists() else why_missing(file)
         raise UserError(f"{who}: {file}: {reason}") from None
@@ -72,30 +70,18 @@ def read_weights(published: Published, path: str | None, sha256: str | None, who
 
 
 def _fetch(published: Published, file: Path, who: str) -> None:
-    if not file.is_file() and (problem := _download(published, file, who)):
-        raise UserError(problem)
-
-
-def _download(published: Published, file: Path, who: str) -> str | None:
-    """Fetch the file; return the message for people if that fails."""
-    log.info("%s: downloading %s to %s", who, published.url, file)
+    """Download the file, unless it is here; raises UserError if that fails."""
+    if file.is_file():
+        return
+    logger.info("%s: downloading %s to %s", who, published.url, file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(published.url, str(file), hash_prefix=published.sha256)
     except (OSError, RuntimeError) as error:
-        return (
+        raise UserError(
             f"{who}: its weights cannot be downloaded ({error}); on a machine with a network fetch {published.url} and "
             f"put it at {file}, or set weights = FILE"
-        )
-    return None
-
-
-def _digest(file: Path) -> str:
-    found = hashlib.sha256()
-    with open_file(file) as opened:
-        while chunk := opened.read(_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
+        ) from None
 
 
 def _load(file: Path, who: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The Fréchet distance of generated images to the data, which is FID for features of Inception, and its companions."""
+"""Measures the Fréchet distance of generated images to the data, which is FID for features of Inception, and more."""
 
 from hookdiff_fid.frechet import frechet_distance
 from hookdiff_fid.inception_score import inception_score

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hookdiff import UserError
-from hookdiff.cli.options import trust_option
+from hookdiff.cli import trust_option
 
 if TYPE_CHECKING:
-    from hookdiff.features import Features
+    from hookdiff.authors import Features
     from hookdiff_fid.sets import ImageSet, Statistics
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 _ALL = "all"
 _ERRORS = ("/error", "/deviation")  # ends of the names of values that belong to another
@@ -59,9 +59,9 @@ def command(
     """
     import json
 
+    from hookdiff.authors import Collected
     from hookdiff.disk import check_writable
     from hookdiff.experiment import pick_device
-    from hookdiff.features import Collected
     from hookdiff_fid.compare import compare, too_few
     from hookdiff_fid.frechet import frechet_distance
     from hookdiff_fid.sets import ImageSet, Statistics, data_of, open_set
@@ -108,7 +108,7 @@ def command(
         raise UserError(f"{' and '.join(one.name for one in sets)}: {error}") from None
     for one in sets:
         for text in one.left_out if isinstance(one, ImageSet) else ():
-            log.warning("%s: %s", one.name, text)
+            logger.warning("%s: %s", one.name, text)
     if as_json:
         about = {"sets": [one.name for one in sets], "num": [one.num for one in sets]}
         about["unreadable"] = [len(one.unreadable) if isinstance(one, ImageSet) else 0 for one in sets]
@@ -129,8 +129,8 @@ def _choices(use: str | None, options: dict[str, str], shape: tuple[int, ...]) -
     """Return the features that the options name for images of `shape`: one, or one for each recipe."""
     import attrs
 
-    from hookdiff.features import Features, usual_features
-    from hookdiff.structure import Problems, structured
+    from hookdiff.authors import Features, usual_features
+    from hookdiff.options import Problems, structured
 
     if ":" in (use or "") and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for a module of your own

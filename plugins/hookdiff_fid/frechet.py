@@ -6,7 +6,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from hookdiff.features import Gaussian, Moments
+from hookdiff.authors import Gaussian, Moments
 
 _EPS = torch.finfo(torch.float64).eps
 _NEAR = 1e-3  # of the variances: below, too many digits of their difference cancel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hookdiff.features import distances, nearest
+from hookdiff.authors import distances, nearest_neighbours
 
 _PRECISION_K = 3  # Kynkäänniemi et al. 2019
 _DENSITY_K = 5  # Naeem et al. 2020
@@ -25,8 +25,8 @@ def neighbourhoods(samples: Tensor, data: Tensor) -> dict[str, float]:
     """
     num = min(len(samples), len(data))
     samples, data = samples[:num], data[:num]
-    reach_data = nearest(data, data, _DENSITY_K, within=True)[0]
-    reach_samples = nearest(samples, samples, _PRECISION_K, within=True)[0][:, -1]
+    reach_data = nearest_neighbours(data, data, _DENSITY_K, within=True)[0]
+    reach_samples = nearest_neighbours(samples, samples, _PRECISION_K, within=True)[0][:, -1]
     near_data, wide_data = reach_data[:, _PRECISION_K - 1], reach_data[:, -1]
     precise = recalled = dense = 0.0
     closest = torch.full((num,), torch.inf, dtype=torch.float64)  # of the samples, to each data point

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
 
 from attrs import converters, define, field
-from attrs.validators import deep_iterable, ge, in_, le, optional
+from attrs.validators import deep_iterable, ge, in_, le
 
-from hookdiff import Every, Loop, Periodic, UserError, hookimpl, parse_every
-from hookdiff.choices import chosen
-from hookdiff.features import Collected, Features, Gaussian, Moments, Space, data_features
-from hookdiff.generation import Generated
-from hookdiff.options import about
-from hookdiff.pace import in_words
-from hookdiff.progress import is_time
-from hookdiff.ranks import first_rank_says, gathered_or_raised
-from hookdiff.structure import COUNT
+from hookdiff import Every, Loop, Periodic, UserError, hookimpl, parse_every, saved
+from hookdiff.authors import Collected, Features, Gaussian, Generated, Moments, Space, data_features
+from hookdiff.machine import first_rank_says, gathered_or_raised
+from hookdiff.options import COUNT, about, chosen, is_time
+from hookdiff.terminal import in_words
 from hookdiff_fid.compare import METRICS, Metric, compare, too_few
 from hookdiff_fid.frechet import frechet_distance
 from hookdiff_fid.statistics import read_statistics
@@ -27,14 +21,6 @@ from hookdiff_fid.statistics import read_statistics
 logger = logging.getLogger("hookdiff")
 
 _FEWEST = 100  # samples that a time budget leaves: the bias of fewer hides the model
-
-
-@define(frozen=True)
-class FIDState:
-    """The saved state of `FID`."""
-
-    num: int | None = field(validator=optional(COUNT))
-    measured_at: int | None = field(validator=optional(COUNT))
 
 
 @define(eq=False)
@@ -49,8 +35,6 @@ class FID(Periodic):
     The images are those that would be saved: rounded to 8 bits. Each measurement uses the same noise, so that a curve
     shows the progress of the training and not that of chance. The features of the data are kept in the user's cache.
     """
-
-    state_class: ClassVar[type] = FIDState
 
     every: Every = field(default=Every(1000), converter=parse_every, metadata=about("how often; 0: only at the end"))
     num_samples: int = field(
@@ -88,7 +72,8 @@ class FID(Periodic):
     weights: str | None = field(
         default=None, metadata=about('"model", or the name of an average to sample with; without it an average if any')
     )
-    num: int | None = field(init=False, default=None)  # images of a measurement, once that is known
+    _acted_at: int | None = saved(None, key="measured_at", validator=COUNT)
+    num: int | None = saved(None, validator=COUNT)  # images of a measurement, once that is known
     space: Space = field(init=False)
     target: Collected | Gaussian = field(init=False)  # the features of the data, or the published statistics
     floor: float | None = field(init=False, default=None)
@@ -177,14 +162,6 @@ class FID(Periodic):
         if self.floor is not None:
             values[f"{self.space.distance}/floor"] = self.floor
         return values
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of samples and the step of the newest measurement."""
-        return {"num": self.num, "measured_at": self._acted_at}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state."""
-        self.num, self._acted_at = state["num"], state["measured_at"]
 
 
 def _floor(target: Collected, num: int) -> float | None:

@@ -13,18 +13,24 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
-from hookdiff import Feed, SampleRequest, UserError, load_config, load_run
-from hookdiff.data import Folder, Transforms
-from hookdiff.data.arrays import names_in, open_array
-from hookdiff.data.decode import Unreadable
-from hookdiff.data.each import with_images
-from hookdiff.data.survey import left_out_text, passed_over_text, refuse, unreadable_problems
-from hookdiff.disk import CONFIG, run_of
-from hookdiff.errors import why_missing
+from hookdiff import Feed, SampleRequest, UserError, load_config, load_run, why_missing
+from hookdiff.authors import Collected, Gaussian, Space, data_features
 from hookdiff.experiment import build_feed
-from hookdiff.features import Collected, Gaussian, Space, data_features
-from hookdiff.pace import paced
-from hookdiff.pictures import to_uint8
+from hookdiff.images import (
+    Folder,
+    Transforms,
+    Unreadable,
+    left_out_text,
+    names_in,
+    open_array,
+    passed_over_text,
+    refuse,
+    unreadable_problems,
+    with_images,
+)
+from hookdiff.log import to_uint8
+from hookdiff.run_dir import CHECKPOINTS, CONFIG, run_of
+from hookdiff.terminal import paced
 from hookdiff_fid.statistics import MU, has_statistics, read_statistics
 
 _BATCH = 64  # images of one shape that are given together
@@ -128,7 +134,7 @@ def _features_of(feed: Feed, name: str, space: Space) -> Collected:
 
 
 def _is_run(path: Path) -> bool:
-    is_checkpoint = path.resolve().parent.name == "checkpoints" and (path.resolve().parent.parent / CONFIG).is_file()
+    is_checkpoint = path.resolve().parent.name == CHECKPOINTS and (path.resolve().parent.parent / CONFIG).is_file()
     return (path / CONFIG).is_file() or is_checkpoint
 
 

@@ -4,8 +4,7 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from hookdiff import UserError
-from hookdiff.findings import listed
+from hookdiff import UserError, listed
 from hookdiff.models import modules_named
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # they only hold modules, and are never called

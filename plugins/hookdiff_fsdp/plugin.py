@@ -2,7 +2,7 @@
 
 from collections.abc import Generator
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from attrs import define, field
@@ -12,14 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from hookdiff import Loop, LossOutput, UserError, hookimpl
+from hookdiff import Loop, LossOutput, UserError, hookimpl, plugin
+from hookdiff.machine import is_unsupported
 from hookdiff.options import about
-from hookdiff.shards import is_unsupported
 from hookdiff_fsdp.blocks import blocks_of, check_shared
 
 DTYPES = {"float32": None, "bf16": torch.bfloat16}  # None: that of the weights
 
 
+@plugin(trains_on_ranks=True, conflicts=("ddp",))
 @define(eq=False)
 class FSDP:
     """Trains on several ranks, with a part of weights, gradients and averages on each (PyTorch's `fully_shard`).
@@ -30,8 +31,6 @@ class FSDP:
     ranks.
     """
 
-    trains_on_ranks: ClassVar[bool] = True
-    conflicts: ClassVar[tuple[str, ...]] = ("ddp",)
     blocks: tuple[str, ...] = field(
         default=(),
         metadata=about(

@@ -9,7 +9,7 @@ from attrs import define, field
 from attrs.validators import gt, lt
 
 from hookdiff import Finding
-from hookdiff.findings import LOWER_RATE, dead_layers, error, judge, rate_too_high
+from hookdiff.log import LOWER_RATE, dead_layers, error_if, judge, rate_too_high
 from hookdiff.options import about
 
 Cause = Literal["rate", "exploding", "vanishing", "fading", "dead"]
@@ -80,7 +80,7 @@ def num_recent(steps: int) -> int:
     return max(1, steps // 10)
 
 
-def diagnose(numbers: Numbers, limits: Limits) -> dict[Cause, Finding]:
+def diagnose_gradients(numbers: Numbers, limits: Limits) -> dict[Cause, Finding]:
     """Return the findings, the likeliest cause of the others first; none means healthy."""
     recent, usual, depth, settled = numbers.recent, numbers.usual, numbers.depth, numbers.steps >= EARLY
     grows = numbers.growth > limits.max_growth
@@ -118,10 +118,10 @@ def diagnose_nan(norms: Sequence[float], loss: float, num_bad: int, num_tensors:
     before = f"; norm {last:.3g} in the step before, {last / (usual or math.nan):.3g} times the median" if norms else ""
     return judge(
         f"loss {loss:.3g}, gradients of {num_bad} of {num_tensors} tensors{before}",
-        error(exploded, "NaN after exploding gradients", LOWER_RATE),
-        error(math.isfinite(loss), "NaN in the backward pass of a finite loss", IN_BACKWARD),
-        error(norms, "NaN all at once", "a look at this batch first"),
-        error(True, "NaN in the first step", "a look at the data and the initial weights"),
+        error_if(exploded, "NaN after exploding gradients", LOWER_RATE),
+        error_if(math.isfinite(loss), "NaN in the backward pass of a finite loss", IN_BACKWARD),
+        error_if(norms, "NaN all at once", "a look at this batch first"),
+        error_if(True, "NaN in the first step", "a look at the data and the initial weights"),
     )
 
 

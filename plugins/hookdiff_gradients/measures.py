@@ -7,8 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hookdiff.ranks import num_ranks, stacked, summed
-from hookdiff.shards import counts, is_sharded, local
+from hookdiff.machine import counts, is_sharded, local, num_ranks, stacked, summed
 
 CHUNK = 2**22  # entries measured together: few kernels for many small tensors, and little memory
 

@@ -7,28 +7,35 @@ import math
 from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, evolve, field
 from attrs.validators import ge, le, lt
 from torch import Tensor
 
-from hookdiff import Alarms, Batch, Finding, Loop, LossOutput, NonFinite, hookimpl
-from hookdiff.device_part import DevicePart
-from hookdiff.distribution import Distribution
-from hookdiff.findings import Raised, listed
-from hookdiff.options import about
-from hookdiff.shards import norms, parts, whole
-from hookdiff.structure import COUNT, numbers, shaped
-from hookdiff_gradients.diagnosis import EARLY, Cause, Limits, Numbers, conclude, diagnose, diagnose_nan, num_recent
+from hookdiff import Alarms, Batch, Finding, Loop, LossOutput, NonFinite, hookimpl, listed
+from hookdiff.log import Distribution, Raised
+from hookdiff.loop import DevicePart
+from hookdiff.machine import local_parts, norms, whole
+from hookdiff.options import COUNT, about, numbers, shaped
+from hookdiff_gradients.diagnosis import (
+    EARLY,
+    Cause,
+    Limits,
+    Numbers,
+    conclude,
+    diagnose_gradients,
+    diagnose_nan,
+    num_recent,
+)
 from hookdiff_gradients.measures import NoiseScale, entry_sizes, own_norms
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 TINY = torch.finfo(torch.float32).tiny
 MIN_RMS = 0.01  # weights of a smaller RMS count as if they had this one
@@ -59,7 +66,6 @@ class GradientMonitor(Limits):
     micro-batches or ranks, and a diagnosis. Gradients are measured before they are clipped.
     """
 
-    state_class: ClassVar[type] = GradientsState
     window: int = field(
         default=100, validator=[ge(20), le(1_000_000)], metadata=about("length of the history", "steps")
     )
@@ -142,10 +148,12 @@ class GradientMonitor(Limits):
             self._sizes = entry_sizes(loop.gradients.tensors())
             self._noise.update(loop.gradients.norms)
 
+    @hookimpl
     def on_device(self, loop: Loop) -> list[DevicePart]:
         """Return no work: in most steps the norms alone are kept, which the loop has measured."""
         return []
 
+    @hookimpl
     def needs_host(self, loop: Loop) -> bool:
         """Return whether this step measures gradients and weights themselves, before the update changes them."""
         step = loop.progress.step
@@ -188,7 +196,7 @@ class GradientMonitor(Limits):
         """Return the change of the weights by the update, and their growth: scalars, on the device."""
         before, self._before = self._before, []
         size = self._norm(before)
-        torch._foreach_sub_(parts(before), parts(self._weights))
+        torch._foreach_sub_(local_parts(before), local_parts(self._weights))
         self._changes = norms(before, self._ring.dtype)
         growth = torch.maximum(self._growth, size / self._size)
         self._growth = torch.zeros_like(growth)
@@ -242,7 +250,7 @@ class GradientMonitor(Limits):
             growth=values["gradients/weight_growth"],
             dead=round(values["gradients/dead_share"] * len(self._names)),
         )
-        self.findings = diagnose(numbers, self)
+        self.findings = diagnose_gradients(numbers, self)
         if steps >= EARLY or self.findings:
             self._num_diagnoses += 1
             self._found.update(self.findings.keys())
@@ -292,7 +300,7 @@ class GradientMonitor(Limits):
     def on_stop(self, loop: Loop) -> None:
         was_done = loop.end.reason == "done" and loop.progress.step == loop.first_step  # and has been logged before
         if loop.is_main and not was_done and (conclusion := conclude(self._num_diagnoses, self._found, self._num_nan)):
-            log.info("gradients: %s", conclusion)
+            logger.info("gradients: %s", conclusion)
 
     def history(self) -> dict[str, NDArray[np.floating[Any]]]:
         """Return the norms of the last `window` steps, oldest first, by tensor, and their total as "grad_norm".
@@ -310,16 +318,16 @@ class GradientMonitor(Limits):
         counts = {"num_diagnoses": self._num_diagnoses, "found": dict(self._found), "num_nan": self._num_nan}
         return {**tensors, **counts, "alarms": self._alarms.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: GradientsState) -> None:
         """Restore a saved state; the history starts empty if other parameters are trained now."""
-        rows = state["history"][-self.window :]
+        rows = state.history[-self.window :]
         if rows.shape[1] == len(self._names):
             self._ring[: len(rows)].copy_(rows)
             self._count = len(rows)
-            self._size.copy_(state["size"])
-            self._growth.copy_(state["growth"])
-        if state["noise"] is not None:
-            self._noise.load(state["noise"])
-        self._alarms.load_state_dict(state["alarms"])
-        self._num_diagnoses, self._num_nan = state["num_diagnoses"], state["num_nan"]
-        self._found = Counter(state["found"])
+            self._size.copy_(state.size)
+            self._growth.copy_(state.growth)
+        if state.noise is not None:
+            self._noise.load(state.noise)
+        self._alarms.load_state_dict(state.alarms)
+        self._num_diagnoses, self._num_nan = state.num_diagnoses, state.num_nan
+        self._found = Counter(state.found)

@@ -1,4 +1,4 @@
-"""Image data sets of Hugging Face: `source = "huggingface"`."""
+"""Reads image data sets of Hugging Face: `source = "huggingface"`."""
 
 from hookdiff_huggingface.source import HuggingFace
 

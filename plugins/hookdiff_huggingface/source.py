@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdiff.data.labels import encode
-from hookdiff.data.source import open_picture, reason
-from hookdiff.errors import UserError, nearest, why_missing
+from hookdiff import UserError, nearest, why_missing
+from hookdiff.images import encode, open_picture, reason
 from hookdiff.options import is_served
 
 

@@ -1,1 +1,1 @@
-"""A config that fits a folder of images and this machine: `hookdiff init`."""
+"""Writes a config that fits a folder of images and this machine: `hookdiff init`."""

@@ -5,18 +5,17 @@ outliers have none; and relative to the noise of the curve, so that a noisy curv
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import mul
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Literal
 
-from attrs import asdict, define, field, fields
+from attrs import define, field
 
-from hookdiff import Alarms, Finding
-from hookdiff.findings import rate_too_high
-from hookdiff.structure import COUNT, numbers
+from hookdiff import Alarms, Finding, saved
+from hookdiff.log import rate_too_high
+from hookdiff.options import COUNT, numbers
 
 Kind = Literal["spike", "drop", "divergence", "recovery", "oscillation", "plateau"]
 
@@ -39,55 +38,19 @@ OF_MAD, OF_DIFFERENCE, OF_MEDIAN = 1.4826, 1.4826 / math.sqrt(2), math.sqrt(math
 Findings = dict[Kind, Finding]  # `what` or `why` has the update at which it began
 
 
-@define(frozen=True)
-class LevelsState:
-    """The saved state of `Levels`."""
-
-    group: list[float] = field(validator=numbers())
-    values: list[float] = field(validator=numbers())
-    num: int = field(validator=COUNT)
-    lowest: float = field(validator=numbers(finite=False))
-    lowest_at: int = field(validator=COUNT)
-    noise: float = field(validator=numbers(least=0, finite=False))
-    risen: int = field(validator=COUNT)
-
-
-@define(frozen=True)
-class TrendsState:
-    """The saved state of `LossTrends`."""
-
-    num_spikes: int = field(validator=COUNT)
-    recent: list[float] = field(validator=numbers())
-    level: float = field(validator=numbers())
-    spread: float | None = field(validator=numbers(least=0))
-    event: list[float] = field(validator=numbers())
-    event_from: int = field(validator=COUNT)
-    short: LevelsState
-    long: LevelsState
-    by_long: bool
-    swing: float = field(validator=numbers())
-    back_below: float = field(validator=numbers())
-    first: float | None = field(validator=numbers())
-    above_first: int = field(validator=COUNT)
-    ruin: float | None = field(validator=numbers())
-    ruin_at: int = field(validator=COUNT)
-    flat: float = field(validator=numbers(finite=False))
-    ended: bool
-
-
 @define(eq=False)
 class Levels:
     """Medians (levels) of groups of `size` updates, and whether they rise above the lowest before."""
 
     size: int
     keep: int  # number of levels
-    group: list[float] = field(init=False, factory=list)  # values of the group that is not complete yet
-    values: list[float] = field(init=False, factory=list)  # the last levels
-    num: int = field(init=False, default=0)  # of levels so far
-    lowest: float = field(init=False, default=math.inf)  # median of five levels in a row
-    lowest_at: int = field(init=False, default=0)  # last update of them
-    noise: float = field(init=False, default=math.inf)  # deviation of a level at that time
-    risen: int = field(init=False, default=0)  # levels in a row that noise does not explain
+    group: list[float] = saved(factory=list, validator=numbers())  # values of the group that is not complete yet
+    values: list[float] = saved(factory=list, validator=numbers())  # the last levels
+    num: int = saved(0, validator=COUNT)  # of levels so far
+    lowest: float = saved(math.inf, validator=numbers(finite=False))  # median of five levels in a row
+    lowest_at: int = saved(0, validator=COUNT)  # last update of them
+    noise: float = saved(math.inf, validator=numbers(least=0, finite=False))  # deviation of a level at that time
+    risen: int = saved(0, validator=COUNT)  # levels in a row that noise does not explain
 
     def add(self, step: int, value: float, noise: Callable[[], float]) -> list[float]:
         """Add the value of update `step`; return the group that it completes, else an empty list.
@@ -133,23 +96,23 @@ class LossTrends:
     spike: float = 10.0  # robust deviations from the median of the window
     plateau: int = 2000  # updates without a change; 0: never
     alarms: Alarms = field(factory=Alarms)  # its state is saved elsewhere
-    num_spikes: int = field(init=False, default=0)  # that have ended
-    _recent: list[float] = field(init=False, factory=list)  # logarithms of the window, without events
-    _level: float = field(init=False, default=0.0)  # median of the window
-    _spread: float | None = field(init=False, default=None)  # deviation from the median, once the window is full
-    _event: list[float] = field(init=False, factory=list)  # consecutive values far from the median
-    _event_from: int = field(init=False, default=0)
-    _short: Levels = field(init=False)
-    _long: Levels = field(init=False)
-    _by_long: bool = field(init=False, default=False)  # the long levels showed the divergence
-    _swing: float = field(init=False, default=0.0)  # size of the oscillation of the last long level, over the loss
-    _back_below: float = field(init=False, default=0.0)  # level at which a divergence is over
-    _first: float | None = field(init=False, default=None)  # logarithm of the first loss
-    _above_first: int = field(init=False, default=0)  # short levels in a row
-    _ruin: float | None = field(init=False, default=None)  # the last of `IN_A_ROW` levels or more above the first loss
-    _ruin_at: int = field(init=False, default=0)
-    _flat: float = field(init=False, default=math.inf)  # level of the plateau that was reported
-    _ended: bool = field(init=False, default=False)
+    num_spikes: int = saved(0, validator=COUNT)  # that have ended
+    _recent: list[float] = saved(factory=list, validator=numbers())  # logarithms of the window, without events
+    _level: float = saved(0.0, validator=numbers())  # median of the window
+    _spread: float | None = saved(None, validator=numbers(least=0))  # deviation from it, once the window is full
+    _event: list[float] = saved(factory=list, validator=numbers())  # consecutive values far from the median
+    _event_from: int = saved(0, validator=COUNT)
+    _short: Levels = saved()
+    _long: Levels = saved()
+    _by_long: bool = saved(False)  # the long levels showed the divergence
+    _swing: float = saved(0.0, validator=numbers())  # size of the oscillation of the last long level, over the loss
+    _back_below: float = saved(0.0, validator=numbers())  # level at which a divergence is over
+    _first: float | None = saved(None, validator=numbers())  # logarithm of the first loss
+    _above_first: int = saved(0, validator=COUNT)  # short levels in a row
+    _ruin: float | None = saved(None, validator=numbers())  # the last of `IN_A_ROW` levels or more above the first loss
+    _ruin_at: int = saved(0, validator=COUNT)
+    _flat: float = saved(math.inf, validator=numbers(finite=False))  # level of the plateau that was reported
+    _ended: bool = saved(False)
 
     def __attrs_post_init__(self) -> None:
         self._short, self._long = Levels(GROUP, 20), Levels(self.window, max(10, self.plateau // self.window))
@@ -324,23 +287,6 @@ class LossTrends:
         what = f"the loss has oscillated since step {step - len(group)}"
         finding = Finding("warning", what, why, "a third of the learning rate")
         return {"oscillation": finding} if self.alarms.news(step, "oscillation", finding if found else None) else {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values."""
-        state = asdict(self, filter=lambda attribute, _: not attribute.init)
-        return {name.lstrip("_"): value for name, value in state.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state."""
-        for attribute in fields(LossTrends):
-            if attribute.init:
-                continue
-            value = deepcopy(state[attribute.name.lstrip("_")])
-            if isinstance(value, Mapping):
-                for inner, saved in value.items():
-                    setattr(getattr(self, attribute.name), inner, saved)
-            else:
-                setattr(self, attribute.name, value)
 
 
 def trend(values: Sequence[float]) -> tuple[float, float]:

@@ -1,15 +1,12 @@
 """The loss of held-out samples, always with the same noise."""
 
-from typing import Any
-
 import torch
 from attrs import define, field
 from torch import Generator, Tensor
 
-from hookdiff import Alarms, Finding, Loop
-from hookdiff.randomness import derive_seed
-from hookdiff.ranks import summed
-from hookdiff.structure import COUNT, numbers
+from hookdiff import Alarms, Finding, Loop, saved
+from hookdiff.machine import derive_seed, summed
+from hookdiff.options import COUNT, numbers
 
 RISE = 1.03  # ratio to the lowest held-out loss
 IN_A_ROW = 3  # measurements
@@ -40,25 +37,15 @@ def some_of(indices: Tensor, num: int) -> Tensor:
     return indices[places.round().long()]
 
 
-@define(frozen=True)
-class OverfittingState:
-    """The saved state of `Overfitting`."""
-
-    best: float | None = field(validator=numbers(finite=False))
-    trained: float = field(validator=numbers(finite=False))
-    step: int = field(validator=COUNT)
-    worse: int = field(validator=COUNT)
-
-
 @define(eq=False)
 class Overfitting:
     """Finds a held-out loss that rises while the loss of trained samples falls."""
 
     alarms: Alarms = field(factory=Alarms)  # its state is saved elsewhere
-    _best: float | None = field(init=False, default=None)  # lowest held-out loss
-    _trained: float = field(init=False, default=0.0)  # loss of trained samples at the same step
-    _step: int = field(init=False, default=0)  # the step of both
-    _worse: int = field(init=False, default=0)  # measurements in a row
+    _best: float | None = saved(None, validator=numbers(finite=False))  # lowest held-out loss
+    _trained: float = saved(0.0, validator=numbers(finite=False))  # loss of trained samples at the same step
+    _step: int = saved(0, validator=COUNT)  # the step of both
+    _worse: int = saved(0, validator=COUNT)  # measurements in a row
 
     def observe(self, step: int, held_out: float, trained_on: float) -> Finding | None:
         """Add a measurement; return a finding that is news."""
@@ -76,12 +63,3 @@ class Overfitting:
         )
         holds = finding if self._worse >= IN_A_ROW else None
         return self.alarms.news(step, "overfitting", holds, over=is_best, size=held_out, growth=MUCH_WORSE)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the best measurement and the number of worse ones."""
-        return {"best": self._best, "trained": self._trained, "step": self._step, "worse": self._worse}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
-        self._best, self._trained = state["best"], state["trained"]
-        self._step, self._worse = state["step"], state["worse"]

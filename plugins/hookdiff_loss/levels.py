@@ -1,6 +1,6 @@
 """The error at each noise level, beside that of the best prediction from mean and variance of the data alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -8,8 +8,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from hookdiff.ranks import num_ranks, rank, summed
-from hookdiff.structure import COUNT, numbers, shaped
+from hookdiff.machine import num_ranks, rank, summed
+from hookdiff.options import COUNT, numbers, shaped
 
 MOST = 1 << 14  # samples that are kept before they are summed
 MEASURED = 100  # batches over which the variance of the data is measured
@@ -174,18 +174,21 @@ class NoiseLevels:
             state |= dict(zip(("log_snr", "error", "times"), columns, strict=True))
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: NoiseLevelsState) -> None:
         """Restore a saved state; the bins start empty if their number has changed."""
-        self.moments = state["moments"].to(self.device, copy=True)
-        self.num_measured = state["num_measured"]
-        if state["sums"].shape != self.sums.shape:
+        self.moments = state.moments.to(self.device, copy=True)
+        self.num_measured = state.num_measured
+        if state.sums.shape != self.sums.shape:
             return
-        self.sums, self.streak = (state[name].to(self.device, copy=True) for name in ("sums", "streak"))
+        self.sums, self.streak = (one.to(self.device, copy=True) for one in (state.sums, state.streak))
         if rank():
             self.sums.zero_()
             return
-        if "error" in state:
-            log_snr, error, times = (state[name].to(self.device, copy=True) for name in ("log_snr", "error", "times"))
+        columns = [
+            one.to(self.device, copy=True) for one in (state.log_snr, state.error, state.times) if one is not None
+        ]
+        if columns:
+            log_snr, error, times = columns
             self._waiting, self._num_waiting = [(log_snr, error, times)], len(error)
 
 

@@ -1,37 +1,20 @@
 """The plugin `loss`."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
 
 from attrs import define, evolve, field
 from attrs.validators import ge, gt, le, lt
 from torch import Tensor
 
-from hookdiff import Alarms, Batch, Evaluation, Every, Loop, hookimpl, parse_every
-from hookdiff.evaluation import EvaluationState
-from hookdiff.findings import Raised, little_learned
-from hookdiff.options import about
-from hookdiff.structure import COUNT, numbers
-from hookdiff_loss.diagnosis import Findings, LossTrends, TrendsState
-from hookdiff_loss.held_out import Overfitting, OverfittingState, fixed_loss, some_of
-from hookdiff_loss.levels import NoiseLevels, NoiseLevelsState, bin_edges
+from hookdiff import Alarms, Batch, Evaluation, Every, Loop, hookimpl, parse_every, saved
+from hookdiff.log import little_learned
+from hookdiff.options import COUNT, about, numbers
+from hookdiff_loss.diagnosis import Findings, LossTrends
+from hookdiff_loss.held_out import Overfitting, fixed_loss, some_of
+from hookdiff_loss.levels import NoiseLevels, bin_edges
 from hookdiff_loss.smoothing import Smoothed
 
 WORSE = 1.1  # error over the target's variance, which is the error of a constant prediction
-
-
-@define(frozen=True, kw_only=True)
-class LossState(EvaluationState):
-    """The saved state of `LossMonitor`."""
-
-    smoothed: tuple[float, float, float] = field(validator=numbers())
-    diagnosis: TrendsState
-    levels: NoiseLevelsState
-    overfitting: OverfittingState
-    alarms: Raised
-    updates: int = field(validator=COUNT)
-    unlearned: int = field(validator=COUNT)
-    unexplained: float = field(validator=numbers())
 
 
 @define(eq=False)
@@ -42,7 +25,6 @@ class LossMonitor(Evaluation):
     on held-out samples. The loss of a step is on the host already; all else stays on the device until the next log.
     """
 
-    state_class: ClassVar[type] = LossState
     decay: float = field(
         default=0.99, validator=[ge(0), lt(1)], metadata=about("decay of the smoothed loss, per update")
     )
@@ -81,15 +63,15 @@ class LossMonitor(Evaluation):
         kw_only=True,
         metadata=about('"model", or the name of an average to measure on held-out samples'),
     )
-    _smoothed: Smoothed = field(init=False)
-    _diagnosis: LossTrends = field(init=False)
-    _levels: NoiseLevels = field(init=False)
+    _smoothed: Smoothed = saved(validator=numbers())
+    _diagnosis: LossTrends = saved()
+    _levels: NoiseLevels = saved()
     _batch: Batch | None = field(init=False, default=None)  # of the step under way
-    _updates: int = field(init=False, default=0)  # since the noise levels were logged
-    _unlearned: int = field(init=False, default=0)  # noise levels, when last logged
-    _alarms: Alarms = field(init=False, factory=Alarms)
-    _unexplained: float = field(init=False, default=0.0)  # share of the target's variance, when last logged
-    _overfitting: Overfitting = field(init=False)
+    _updates: int = saved(0, validator=COUNT)  # since the noise levels were logged
+    _unlearned: int = saved(0, validator=COUNT)  # noise levels, when last logged
+    _alarms: Alarms = saved(factory=Alarms)
+    _unexplained: float = saved(0.0, validator=numbers())  # share of the target's variance, when last logged
+    _overfitting: Overfitting = saved()
 
     def __attrs_post_init__(self) -> None:
         if 0 < self.plateau < 10 * self.window:
@@ -161,20 +143,3 @@ class LossMonitor(Evaluation):
             if kind == "divergence" and self._unexplained > WORSE:
                 why += "; the error is larger than that of a constant prediction"
             loop.log.report(evolve(finding, why=why))
-
-    @property
-    def _parts(self) -> dict[str, Any]:
-        parts = {"smoothed": self._smoothed, "diagnosis": self._diagnosis, "levels": self._levels}
-        return {**parts, "overfitting": self._overfitting, "alarms": self._alarms}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the curve, of the noise levels and of the held-out loss, and the reported findings."""
-        parts = {**super().state_dict(), **{name: part.state_dict() for name, part in self._parts.items()}}
-        return {**parts, "updates": self._updates, "unlearned": self._unlearned, "unexplained": self._unexplained}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state."""
-        super().load_state_dict(state)
-        for name, part in self._parts.items():
-            part.load_state_dict(state[name])
-        self._updates, self._unlearned, self._unexplained = state["updates"], state["unlearned"], state["unexplained"]

@@ -34,6 +34,6 @@ class Smoothed:
         """Return mean, weight and squares."""
         return [self.mean, self._weight, self._squares]
 
-    def load_state_dict(self, state: list[float]) -> None:
+    def load_state_dict(self, state: tuple[float, float, float]) -> None:
         """Restore saved numbers."""
         self.mean, self._weight, self._squares = state

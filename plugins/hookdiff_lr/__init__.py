@@ -1,4 +1,4 @@
-"""Schedules of the learning rate: pure functions of the step."""
+"""Sets the learning rate, by schedules that are pure functions of the step."""
 
 from hookdiff_lr.plugin import LR
 from hookdiff_lr.schedules import (

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hookdiff.cli.options import override_options
+from hookdiff.cli import override_options
 
 if TYPE_CHECKING:
     from hookdiff import Config
-    from hookdiff_lr.plugin import Curve
+    from hookdiff_lr.plugin import RateCurve
 
 
 @click.command()
@@ -85,7 +85,7 @@ def _steps(config: Config, run: Path | None, trust: bool) -> int:
         return config.run.epochs * build_loop(config, Path(folder), hooks=()).feed.num_batches
 
 
-def _events(curve: Curve, steps: int) -> Iterator[tuple[str, int]]:
+def _events(curve: RateCurve, steps: int) -> Iterator[tuple[str, int]]:
     """Yield the events of the table, each with its step."""
     yield "start", 0
     yield from ((event, step) for event, step in curve.landmarks() if step < steps)

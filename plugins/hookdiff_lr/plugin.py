@@ -1,8 +1,8 @@
 """The plugin `lr`."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from attrs import define, field
 from attrs.validators import ge, optional
@@ -10,15 +10,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hookdiff import Loop, UserError, hookimpl
-from hookdiff.choices import chosen
-from hookdiff.options import about, between
+from hookdiff.options import about, between, chosen
 from hookdiff_lr.schedules import ConstantLR, LRSchedule, steps_of, steps_or_share
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 
 @define(frozen=True)
-class Curve:
+class RateCurve:
     """The learning rate of a run, as a share of the highest: a warm-up, and then the schedule."""
 
     schedule: LRSchedule
@@ -67,17 +66,7 @@ class LR:
     adopted: tuple[str, ...] = field(
         default=(), metadata=about("plugins with optimizers of their own that follow the schedule too")
     )
-    moved_keys: ClassVar[Mapping[str, str]] = {
-        "min_ratio": "schedule = { use = 'cosine', min_ratio = 0.1 }",
-        "at": "schedule = { use = 'step', milestones = [0.5, 0.75] }",
-        "drop": "schedule = { use = 'step', milestones = [0.5, 0.75], gamma = 0.1 }",
-        "reference": "schedule = { use = 'inverse_sqrt', reference = 70000 }",
-        "period": "schedule = { use = 'cosine_restarts', period = 1000 }",
-        "growth": "schedule = { use = 'cosine_restarts', period = 1000, mult = 2.0 }",
-        "cooldown": "schedule = { use = 'cooldown', length = 0.2 }",
-        "fall": "schedule = { use = 'cooldown', shape = 'linear' }",
-    }
-    _curve: Curve = field(init=False)
+    _curve: RateCurve = field(init=False)
     _optimizers: list[Optimizer] = field(init=False)
     _rates: list[list[float]] = field(init=False)  # highest rate of each group of each optimizer
     _logged: dict[str, dict[str, Any]] = field(init=False)  # groups of optimizers by the name of their rate
@@ -88,7 +77,7 @@ class LR:
         if self.start_factor and not self.warmup:
             raise ValueError(f"start_factor: {self.start_factor:g} has no effect without a warm-up, and warmup is 0")
 
-    def curve(self, steps: int | None) -> Curve:
+    def curve(self, steps: int | None) -> RateCurve:
         """Return the curve of a run of `steps`. A warm-up is cut at the first fall of the schedule.
 
         Raises UserError if the schedule needs an end, and neither `steps` nor `total` is given, or if the warm-up is a
@@ -99,7 +88,7 @@ class LR:
             raise UserError("plugins.lr: the schedule ends with the run, but the run has no end; set plugins.lr.total")
         first, warmup = self.schedule.first_fall(total), self._warmup(steps)
         warmup = warmup if warmup <= first else max(0, int(first))
-        return Curve(self.schedule, warmup, self.start_factor, total)
+        return RateCurve(self.schedule, warmup, self.start_factor, total)
 
     def _warmup(self, steps: int | None) -> int:
         """Return the steps of the warm-up in a run of `steps`, before it is cut."""
@@ -130,7 +119,7 @@ class LR:
         steps = loop.config.planned_steps(loop.feed.num_batches)
         self._curve = self.curve(steps)
         for remark in self.remarks(steps) if loop.is_main else ():
-            log.warning(remark)
+            logger.warning(remark)
         adopted = [trained.optimizer for _, _, trained in loop.adopted.named(self.adopted)]
         self._optimizers = [*loop.optimizers, *adopted]
         self._rates = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self._optimizers]

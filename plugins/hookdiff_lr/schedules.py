@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Literal
 from attrs import Attribute, define, field
 from attrs.validators import and_, deep_iterable, ge, gt, in_, le, min_len
 
-from hookdiff.choices import Choice
-from hookdiff.options import about, between
+from hookdiff.options import Choice, about, between
 
 
 class LRSchedule(Choice, ABC):

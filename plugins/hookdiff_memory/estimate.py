@@ -21,16 +21,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from hookdiff import Batch, Config, ConfigError, InMemory, Loop, UserError, build_loop
-from hookdiff.data import Store
 from hookdiff.disk import flatten
 from hookdiff.experiment import make_model, pick_device
-from hookdiff.models.memory import HeldBytes, as_fake, storages
+from hookdiff.images import Store
+from hookdiff.loop import hooks_of, implements, keeps_state, state_of
+from hookdiff.models import HeldBytes, as_fake, storages
 
-# Plugins without any of these only write files or make images.
-HOOKS = (
-    *("prepare_model", "wrap_net", "accumulate", "micro_step", "compute_loss", "reduce_loss", "backward"),
-    "state_dict",
-)
+# Plugins without any of these, and without a state, only write files or make images.
+_MEASURED_HOOKS = hooks_of("model", "net", "passes")
 
 
 @define(frozen=True, kw_only=True)
@@ -113,7 +111,9 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
             for optimizer in optimizers:
                 optimizer.step()
 
-    loop = build_loop(config, run_dir, hooks=HOOKS, make=make)
+    targets = {name: part.target for name, part in config.plugins.items()}
+    keep = [name for name, kind in targets.items() if keeps_state(kind) and not implements(kind, "restore")]
+    loop = build_loop(config, run_dir, hooks=_MEASURED_HOOKS, keep=keep, make=make)
     loop.prepare()
     for trained in loop.adopted:
         _make_fake(trained.module, trained.optimizer, mode, device)
@@ -144,8 +144,8 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
     plugins: dict[str, int] = {}
     for name, plugin in loop.plugins.items():
         with noted(f"the state of the plugin {name!r}"):
-            keepers: list[Any] = [plugin] if hasattr(plugin, "state_dict") else []
-            tensors = [flatten(each.state_dict())[0].values() for each in (*keepers, *loop.adopted.of(name))]
+            states = (state_of(keeper) for keeper in (plugin, *loop.adopted.of(name)))
+            tensors = [flatten(state)[0].values() for state in states]
             own = storages(chain(*tensors), loop.device)
             plugins[name] = _sum_without(own, held)
             held |= own

@@ -5,8 +5,8 @@ from attrs import define, field
 from attrs.validators import gt, le
 
 from hookdiff import Alarms, Due, Every, Loop, hookimpl, parse_every
-from hookdiff.findings import memory_short
-from hookdiff.fitting import free_memory, memory_in_use
+from hookdiff.log import memory_short
+from hookdiff.machine import free_memory, memory_in_use
 from hookdiff.options import about
 
 MIB = 1 << 20

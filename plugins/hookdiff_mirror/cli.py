@@ -19,9 +19,9 @@ def command(run: Path, name: str, settings: tuple[str, ...]) -> None:
     to the same place of the tracker itself.
     """
     from hookdiff import Sink, UserError, nearest
+    from hookdiff.authors import mirror, tracked
     from hookdiff.experiment import make_plugin
-    from hookdiff.history import History
-    from hookdiff.mirroring import mirror, tracked
+    from hookdiff.run_dir import History
 
     history = History.of(run)
     if ":" not in name and name not in entry_points(group="hookdiff.plugins").names:

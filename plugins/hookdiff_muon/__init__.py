@@ -1,4 +1,4 @@
-"""Muon for matrices and kernels of a model, and AdamW for the rest: `[optimizer] use = "muon"`."""
+"""Trains matrices and kernels of a model by Muon, and the rest by AdamW: `[optimizer] use = "muon"`."""
 
 from hookdiff_muon.build import muon
 from hookdiff_muon.optimizer import Muon

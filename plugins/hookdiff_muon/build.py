@@ -1,12 +1,13 @@
 """Makes Muon, with AdamW beside it."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from torch.optim import Optimizer
 
-from hookdiff.adamw import AdamW
-from hookdiff.experiment.optimizers import Weight, fastest_kernel, groups, matching
+from hookdiff.experiment import Weight, fastest_kernel, groups, matching
+from hookdiff.models import AdamW
+from hookdiff.options import Fixed
 from hookdiff_muon.optimizer import Adjust, Muon
 
 
@@ -19,7 +20,7 @@ def muon(
     nesterov: bool = True,
     ns_steps: int = 5,
     adjust_lr_fn: Adjust = "match_rms_adamw",
-    adamw: tuple[str, ...] = (),
+    adamw: Annotated[tuple[str, ...], Fixed("weights would move to another optimizer without their state")] = (),
     adamw_lr: float | None = None,
     adamw_betas: tuple[float, float] = (0.9, 0.999),
     adamw_eps: float = 1e-8,

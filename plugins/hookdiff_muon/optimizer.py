@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hookdiff.shards import is_sharded, local, place, whole
+from hookdiff.machine import is_sharded, local, place, whole
 from hookdiff_muon.orthogonal import batch_of, orthogonalized
 
 Adjust = Literal["match_rms_adamw", "original", "spectral_unclamped"]

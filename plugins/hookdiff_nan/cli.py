@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli.options import override_options
+from hookdiff.cli import override_options
 
 
 @click.command()

@@ -12,10 +12,10 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff import Batch, Loop, NonFinite
+from hookdiff.authors import rehearsing
 from hookdiff.disk import flatten, unflatten
-from hookdiff.ranks import gathered, summed
-from hookdiff.rehearsal import rehearsing
-from hookdiff.shards import local, whole
+from hookdiff.loop import hooks_of
+from hookdiff.machine import gathered, local, summed, whole
 from hookdiff_nan.divergence import Update, divergence, size_of
 from hookdiff_nan.watch import Backward, Forward, Watch, describe, is_bad, name_of
 
@@ -35,10 +35,7 @@ ADVICE: dict[Cause, str] = {
 }
 
 # Hooks in which a plugin can take part in a step before on_nan.
-STEP_HOOKS = (
-    *("prepare_model", "wrap_net", "make_batch", "before_step", "accumulate", "micro_step", "compute_loss"),
-    *("reduce_loss", "backward", "unscale"),
-)
+STEP_HOOKS = hooks_of("model", "net", "batch", "passes", "scale")
 _SHOWN = 8  # samples that a report names
 
 
@@ -60,15 +57,15 @@ class Diagnosis:
 def diagnose_all(
     loop: Loop, report: NonFinite, watch: Watch, updates: Sequence[Update] = (), sizes: Sequence[float] = ()
 ) -> Diagnosis:
-    """Return the diagnosis of the first rank that finds a cause; the arguments are those of `diagnose`."""
-    found = gathered(diagnose(loop, report, watch, updates, sizes))
+    """Return the diagnosis of the first rank that finds a cause; the arguments are those of `diagnose_step`."""
+    found = gathered(diagnose_step(loop, report, watch, updates, sizes))
     number = next((number for number, one in enumerate(found) if one.cause != "unclear"), 0)
     if len(found) == 1:
         return found[0]
     return evolve(found[number], details={**found[number].details, "rank": f"{number} of {len(found)}"})
 
 
-def diagnose(
+def diagnose_step(
     loop: Loop, report: NonFinite, watch: Watch, updates: Sequence[Update] = (), sizes: Sequence[float] = ()
 ) -> Diagnosis:
     """Return why the step of `report` is not finite; `loop` stays as it is.

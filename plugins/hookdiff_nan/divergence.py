@@ -13,7 +13,7 @@ from attrs import define, evolve
 from torch import Tensor
 
 from hookdiff import Loop
-from hookdiff.shards import norms
+from hookdiff.machine import norms
 
 REMEMBERED = 10  # updates
 GROWN = 100.0  # losses or gradient norms that grew this much, together with weights that grew at all ...

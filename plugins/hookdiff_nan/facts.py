@@ -9,10 +9,9 @@ from attrs import Attribute, define, field
 from attrs.validators import and_, deep_mapping, ge, instance_of, le, matches_re
 from torch import Tensor
 
-from hookdiff import Batch
-from hookdiff.errors import shown
-from hookdiff.progress import Progress
-from hookdiff.structure import shaped
+from hookdiff import Batch, shown
+from hookdiff.loop import Progress
+from hookdiff.options import shaped
 
 _MOST_THREADS = 4096
 _SHA256 = matches_re(r"[0-9a-f]{64}")

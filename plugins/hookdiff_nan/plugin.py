@@ -2,23 +2,22 @@
 
 import logging
 from collections.abc import Generator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from attrs import astuple, define, field
 from attrs.validators import ge
 from torch import Tensor
 
 from hookdiff import Loop, LossOutput, NonFinite, Sink, UserError, Verdict, hookimpl
-from hookdiff.device_part import DevicePart
-from hookdiff.options import about, is_below
-from hookdiff.ranks import first_rank_says
-from hookdiff.structure import COUNT, numbers
+from hookdiff.loop import DevicePart, implements
+from hookdiff.machine import first_rank_says
+from hookdiff.options import COUNT, about, is_below, numbers
 from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose_all
 from hookdiff_nan.divergence import REMEMBERED, Update, on_host, rate_of, size_of
 from hookdiff_nan.record import batch_state, kept_in, outcome, write_record
 from hookdiff_nan.watch import Watch
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 
 @define(frozen=True)
@@ -39,7 +38,6 @@ class NaN:
     backward.
     """
 
-    state_class: ClassVar[type] = NaNState
     policy: Literal["stop", "skip", "rollback"] = field(
         default="stop",
         metadata=about('"stop", "skip" the batch, or "rollback" to the last checkpoint and train on the next batches'),
@@ -85,6 +83,7 @@ class NaN:
         newest = Update(loop.progress.step + 1, loop.gradients.loss, loop.gradients.total_norm, rate_of(loop))
         self._last = [*self._last[1 - REMEMBERED :], newest]
 
+    @hookimpl
     def on_device(self, loop: Loop) -> list[DevicePart]:
         """Return no work: losses and norms are noted after the update as well as before."""
         return []
@@ -159,12 +158,12 @@ class NaN:
         last, sizes = map(astuple, on_host(self._last)), [(step, float(size)) for step, size in self._sizes]
         return {"last": list(last), "sizes": sizes, "in_a_row": self._in_a_row, "furthest": self._furthest}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: NaNState) -> None:
         """Restore a saved state; steps that were left out before a rollback still count."""
-        self._last = [Update(*values) for values in state["last"]]
-        self._sizes = [(step, size) for step, size in state["sizes"]]
-        self._in_a_row = max(self._in_a_row, state["in_a_row"])
-        self._furthest = max(self._furthest, state["furthest"])
+        self._last = [Update(*values) for values in state.last]
+        self._sizes = list(state.sizes)
+        self._in_a_row = max(self._in_a_row, state.in_a_row)
+        self._furthest = max(self._furthest, state.furthest)
 
 
 def _states(loop: Loop) -> dict[str, Any]:
@@ -172,7 +171,7 @@ def _states(loop: Loop) -> dict[str, Any]:
     names = [
         name
         for name, plugin in loop.plugins.items()
-        if not isinstance(plugin, Sink) and any(hasattr(plugin, hook) for hook in STEP_HOOKS)
+        if not isinstance(plugin, Sink) and implements(plugin, *STEP_HOOKS)
     ]
     with loop.log.muted():  # the state of a run includes that of the log, which is sent to the sinks before
         state = loop.state_dict()

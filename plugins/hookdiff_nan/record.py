@@ -28,10 +28,8 @@ from torch import Tensor
 
 from hookdiff import Batch, Feed, Loop, NonFinite, UserError, nearest
 from hookdiff.disk import flatten, is_intact, new_folder, read_file, stamped, unflatten, write_file, write_tensors
-from hookdiff.ranks import gathered, num_ranks
-from hookdiff.shards import whole
-from hookdiff.structure import Problems, structured
-from hookdiff.versions import versions
+from hookdiff.machine import gathered, num_ranks, whole
+from hookdiff.options import Problems, structured, versions
 from hookdiff_nan.diagnose import Diagnosis
 from hookdiff_nan.facts import KeptBatch, StepFacts
 

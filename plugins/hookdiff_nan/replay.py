@@ -11,19 +11,18 @@ from typing import Any, TypeVar
 import torch
 from attrs import asdict, define, evolve, field
 
-from hookdiff import Batch, Config, Loop, Sink, Step, UserError, build_loop, hookimpl, load_config
+from hookdiff import Batch, Config, Loop, Sink, Step, UserError, build_loop, hookimpl, load_config, shown
+from hookdiff.authors import rehearsing
 from hookdiff.data import Facts, Remembered
-from hookdiff.errors import shown
 from hookdiff.experiment import Part
-from hookdiff.progress import Progress
-from hookdiff.rehearsal import rehearsing
+from hookdiff.loop import Progress, hooks_of, implements
 from hookdiff_nan.diagnose import STEP_HOOKS, eagerly, may_be_compiled
 from hookdiff_nan.plugin import NaN
 from hookdiff_nan.record import CONFIG, Record, digest_of, kept_in, read_record, surroundings
 
 P = TypeVar("P")
 Say = Callable[[str], None]
-_TRAIN_HOOKS = (*STEP_HOOKS, "restore", "before_epoch", "after_backward", "optimizer_step", "on_nan")
+_TRAIN_HOOKS = (*STEP_HOOKS, *hooks_of("restore", "epoch", "update", "nonfinite"))
 
 
 @define(eq=False)
@@ -178,7 +177,7 @@ def _is_sink(kind: Any) -> bool:
 
 def _trains(kind: Any) -> bool:
     """Whether the plugins of class `kind` can change weights."""
-    return not _is_sink(kind) and any(hasattr(kind, hook) for hook in _TRAIN_HOOKS)
+    return not _is_sink(kind) and implements(kind, *_TRAIN_HOOKS)
 
 
 @contextmanager

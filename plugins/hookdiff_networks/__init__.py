@@ -1,4 +1,4 @@
-"""Networks for diffusion: a U-Net and a DiT."""
+"""Has networks for diffusion: a U-Net and a DiT."""
 
 from hookdiff_networks.dit import DiT
 from hookdiff_networks.unet import UNet

@@ -1,12 +1,22 @@
 """A transformer for diffusion (DiT), for images or latents of any size that its patches divide."""
 
+from typing import Annotated
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hookdiff.models import Form
 from hookdiff_networks.checks import check_counts, check_dropout, nearest_divisor, nearest_multiples
-from hookdiff_networks.layers import Block, LabelEmbedding, Network, TimeEmbedding, self_attention, sinusoids
+from hookdiff_networks.layers import (
+    OF_WEIGHTS,
+    Block,
+    LabelEmbedding,
+    Network,
+    TimeEmbedding,
+    self_attention,
+    sinusoids,
+)
 
 _TIME_FEATURES = 256
 
@@ -40,11 +50,11 @@ class DiT(Network):
         *,
         in_channels: int = 1,
         image_size: int = 8,
-        patch_size: int = 2,
-        hidden_size: int = 128,
-        depth: int = 6,
-        num_heads: int = 4,
-        mlp_ratio: float = 4.0,
+        patch_size: Annotated[int, OF_WEIGHTS] = 2,
+        hidden_size: Annotated[int, OF_WEIGHTS] = 128,
+        depth: Annotated[int, OF_WEIGHTS] = 6,
+        num_heads: Annotated[int, OF_WEIGHTS] = 4,
+        mlp_ratio: Annotated[float, OF_WEIGHTS] = 4.0,
         num_classes: int = 0,
         dropout: float = 0.0,
         gradient_checkpointing: bool = False,

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hookdiff.models import Form, attention, check_labels
+from hookdiff.options import Fixed
 from hookdiff_networks.checks import check_images, check_timesteps
+
+OF_WEIGHTS = Fixed("the weights belong to the network as it was")
 
 
 class Network(nn.Module, ABC):

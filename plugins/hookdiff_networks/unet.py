@@ -1,7 +1,7 @@
 """A U-Net for diffusion, from 8x8 digits on two CPU cores to 64x64 images on a GPU."""
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hookdiff.models import Form
 from hookdiff_networks.checks import check_counts, check_dropout, nearest_divisor, nearest_multiples
-from hookdiff_networks.layers import Block, LabelEmbedding, Network, TimeEmbedding, self_attention
+from hookdiff_networks.layers import OF_WEIGHTS, Block, LabelEmbedding, Network, TimeEmbedding, self_attention
 
 # A fixed number of sines and cosines, so that a narrow net distinguishes times as well as a wide one.
 _TIME_FEATURES = 128
@@ -50,11 +50,11 @@ class UNet(Network):
         *,
         in_channels: int = 1,
         image_size: int = 8,
-        channels: int = 64,
-        channel_mults: tuple[int, ...] = (1, 2),
-        num_res_blocks: int = 2,
-        attention_resolutions: tuple[int, ...] | None = None,
-        head_dim: int = 32,
+        channels: Annotated[int, OF_WEIGHTS] = 64,
+        channel_mults: Annotated[tuple[int, ...], OF_WEIGHTS] = (1, 2),
+        num_res_blocks: Annotated[int, OF_WEIGHTS] = 2,
+        attention_resolutions: Annotated[tuple[int, ...] | None, OF_WEIGHTS] = None,
+        head_dim: Annotated[int, OF_WEIGHTS] = 32,
         dropout: float = 0.0,
         num_classes: int = 0,
         gradient_checkpointing: bool = False,

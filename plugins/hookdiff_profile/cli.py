@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hookdiff.cli.options import config_argument, override_options
+from hookdiff.cli import config_argument, override_options
 
 if TYPE_CHECKING:
     from hookdiff_profile.steps import Profile

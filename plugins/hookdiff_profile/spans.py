@@ -9,18 +9,12 @@ from itertools import pairwise
 import torch
 from attrs import define, field
 
-from hookdiff.device_part import wait_for
+from hookdiff.authors import wait_for
+from hookdiff.loop import HOOKS
 
 # What the loop itself does between two hooks, by the hook before or the hook after.
 _AFTER = {"make_batch": "draw of noise and times", "unscale": "finite check"}
 _BEFORE = {"make_batch": "data"}
-# The core's own hooks.
-_OWN = {
-    "compute_loss": "forward and loss",
-    "backward": "backward",
-    "optimizer_step": "optimizer",
-    "between_steps": "logs",
-}
 LOOP = "loop"  # all that is left
 
 
@@ -68,4 +62,4 @@ def _part(mark: _Mark, following: _Mark) -> str:
     if mark.running is None:
         return _AFTER.get(mark.of) or _BEFORE.get(following.of, LOOP)
     plugin, hook = mark.running
-    return _OWN.get(hook, LOOP) if plugin == "defaults" else f"{plugin}: {hook}"
+    return HOOKS[hook].work or LOOP if plugin == "defaults" else f"{plugin}: {hook}"

@@ -14,7 +14,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hookdiff import Config, Every, Loop, UserError, build_loop
-from hookdiff.device_part import wait_for
+from hookdiff.authors import wait_for
 from hookdiff_profile.spans import Recorder
 
 SETTLING = 3  # steps that are not timed: allocators and kernels settle
@@ -94,10 +94,10 @@ def _warm_up(loop: Loop, step: Callable[[], float], num: int) -> None:
         step()
         before, rate = rate, sum(float(group["lr"]) for one in loop.optimizers for group in one.param_groups)
         if rate <= before:  # the step before had the whole rate
-            loop.progress.step = reached
+            loop.set_step(reached)
             return
         reached = loop.progress.step
-        loop.progress.step += int(min(stride, last - reached))
+        loop.set_step(reached + int(min(stride, last - reached)))
         stride *= 1.5
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from attrs import define
 
 from hookdiff import Config, InMemory, UserError, load_config
-from hookdiff.fitting import free_memory
-from hookdiff.machine import num_cpus
+from hookdiff.machine import free_memory, num_cpus
 from hookdiff_profile.steps import running
 
 WORTH = 1.03  # images a second over those of the config, from which on a change is worth a try

@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, and lines of text elsewhere."""
+"""Shows a progress bar on a terminal, and prints lines of text elsewhere."""
 
 from hookdiff_progress.plugin import ProgressBar
 

@@ -41,11 +41,9 @@ class Pace:
     first step, which warms up, does not count, nor do pauses, such as evaluations and saves. Waiting for the data does,
     however irregular it is. After two pauses more are expected, of their mean length, and at their mean distance or, if
     they have stopped, at the distance of the last one from now. The longest counts as the second longest, since it may
-    have been the only one of its kind. Before two pauses, a resumed run expects what its earlier processes had:
-    `overhead` is their time over that of their steps.
+    have been the only one of its kind.
     """
 
-    overhead: float = 1.0
     # Time, batches, steps and seconds of waiting at the begin of a step.
     _newest: tuple[float, int, int, float] | None = field(init=False, default=None)
     _first: _Span | None = field(init=False, default=None)
@@ -100,9 +98,7 @@ class Pace:
             return None
         each, steps = known.seconds / known.steps, total - self._newest[2]
         pause, pauses = 0.0, 0
-        if len(self._pauses) < 2:
-            each *= self.overhead
-        else:
+        if len(self._pauses) > 1:
             (first, _), *later = self._pauses
             last = later[-1][0]
             second = heapq.nlargest(2, (seconds for _, seconds in self._pauses))[1]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from attrs import define
 
-from hookdiff.errors import shown
-from hookdiff.pace import Work
-from hookdiff.terminal import bar_line, flow, work_lines
+from hookdiff import shown
+from hookdiff.terminal import Work, bar_line, flow, work_lines
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.text import Text
 
 FIRST = "loss", "lr", "grad_norm"
@@ -38,24 +38,24 @@ def label(step: int, total: int | None) -> str:
     return f"step {step}" if total is None else f"step {step}/{total}"
 
 
-def picture(facts: Facts, width: int, has_blocks: bool) -> list[Text]:
+def picture(facts: Facts, width: int, has_blocks: bool) -> list[RenderableType]:
     """Return the bar of a run, its values, and the bars of what takes long, in lines of at most `width` columns."""
     from rich.text import Text
 
     *others, eta = facts.pace or [""]
     if facts.total is None:
-        head = flow([Text(text) for text in (label(facts.step, None), *facts.pace)], width, 1)
+        head: list[RenderableType] = [*flow([Text(text) for text in (label(facts.step, None), *facts.pace)], width, 1)]
     else:
         share = f"{facts.step / facts.total:.0%}" if facts.total else "100%"
         parts = [label(facts.step, facts.total), share, *([eta] if eta else []), *others]
-        head = [bar_line(parts, 1, facts.step, facts.total, width, has_blocks)]
+        head = [bar_line(parts, 1, facts.step, facts.total, width)]
     usual = [value(name, facts.values[name]) for name in FIRST if name in facts.values]
     if "loss" in facts.values and has_blocks:
         room = max(0, width - usual[0].cell_len - 1)  # a part that does not fit would be left out whole
         usual[0].append(" " if room else "").append(sparkline(facts.losses[max(0, len(facts.losses) - room) :]), "cyan")
     rare = [value(name, text) for name, text in facts.values.items() if name not in FIRST]
     notes = [Text(note) for note in facts.notes]
-    return [*head, *flow([*usual, *notes, *rare], width, _LINES), *work_lines(facts.works, width, has_blocks)]
+    return [*head, *flow([*usual, *notes, *rare], width, _LINES), *work_lines(facts.works, width)]
 
 
 def value(name: str, text: str) -> Text:

@@ -15,22 +15,20 @@ from typing import TYPE_CHECKING
 from attrs import define, evolve, field
 
 from hookdiff import Loop, hookimpl
-from hookdiff.fitting import memory_in_use
-from hookdiff.pace import Work, clock, shown_by
-from hookdiff.terminal import Place, find_place
-from hookdiff_progress.earlier import overhead
+from hookdiff.machine import memory_in_use
+from hookdiff.terminal import Display, Work, clock, find_display, shown_by
 from hookdiff_progress.pace import Pace
 from hookdiff_progress.picture import FIRST, Facts, label, picture
 
 if TYPE_CHECKING:
-    from rich.text import Text
+    from rich.console import RenderableType
 
 WIDTH = 120  # columns of a line in a pipe; further values are left out
 LOSSES = 24  # in the sparkline
 SOONEST, LATEST = 10.0, 60.0  # seconds between two lines in a pipe: a tenth of the time so far, between these
 MIB, GIB = 1 << 20, 1 << 30
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 
 @define
@@ -104,24 +102,23 @@ class ProgressBar:
     """
 
     _run: _Run | None = field(init=False, default=None)
-    _place: Place | None = field(init=False, default=None)
+    _display: Display | None = field(init=False, default=None)
     _unshown: dict[str, tuple[int, float]] = field(init=False, factory=dict)  # values for the next line
     _next: float = field(init=False, default=0.0)  # time from which on a log gets a line
     _latest: float = field(init=False, default=0.0)  # time of the next line if there is no log until then
     _printed: int = field(init=False, default=0)  # step of the last line
 
     @hookimpl
-    def on_ready(self, loop: Loop, resumed: bool) -> None:
+    def on_ready(self, loop: Loop) -> None:
         if not loop.is_main:
             return
-        pace = Pace(overhead(loop.run_dir) if resumed and loop.run_dir else 1.0)
-        self._run, self._place, self._unshown = _Run(loop, pace), None, {}
+        self._run, self._display, self._unshown = _Run(loop, Pace()), None, {}
         self._next, self._latest, self._printed = 0.0, time.monotonic() + LATEST, loop.progress.step
         loop.resources.callback(self._stop)
         with self._switched_off_if_broken():
-            self._place = find_place(partial(_draw, self._run))
-            if self._place is not None:
-                self._place.start()
+            self._display = find_display(partial(_draw, self._run))
+            if self._display is not None:
+                self._display.start()
                 loop.resources.enter_context(shown_by(self._show_works))
 
     @hookimpl
@@ -129,7 +126,7 @@ class ProgressBar:
         if self._run is not None:
             self._run.pace.mark(loop.progress.position, loop.progress.step, loop.feed.waited)
             self._tick()
-            if self._place is None and time.monotonic() >= self._latest:
+            if self._display is None and time.monotonic() >= self._latest:
                 self._print(self._run)
 
     @hookimpl
@@ -142,7 +139,7 @@ class ProgressBar:
         run.times.update(shown.keys())
         if "loss" in shown:
             run.losses.append(shown["loss"])
-        if self._place is None:
+        if self._display is None:
             self._unshown |= newest
             if time.monotonic() >= self._next:
                 self._print(run)
@@ -153,9 +150,9 @@ class ProgressBar:
             self._run.saved.append(step)
 
     def _tick(self) -> None:
-        if self._place is not None:
+        if self._display is not None:
             with self._switched_off_if_broken():
-                self._place.tick()
+                self._display.tick()
 
     def _show_works(self, works: Sequence[Work]) -> None:
         if self._run is not None:
@@ -182,25 +179,25 @@ class ProgressBar:
 
     def _stop(self) -> None:
         run = self._run
-        if run is not None and self._place is None and (self._unshown or self._printed < run.loop.progress.step):
+        if run is not None and self._display is None and (self._unshown or self._printed < run.loop.progress.step):
             self._print(run)
-        if self._place is not None:
+        if self._display is not None:
             with self._switched_off_if_broken():
-                self._place.stop()
-        self._run = self._place = None
+                self._display.stop()
+        self._run = self._display = None
 
     @contextmanager
     def _switched_off_if_broken(self) -> Iterator[None]:
         try:
             yield
         except (OSError, ValueError) as error:  # ValueError: it is closed
-            place, self._place, self._run = self._place, None, None
+            display, self._display, self._run = self._display, None, None
             with suppress(OSError, ValueError):
-                if place is not None:
-                    place.stop()
+                if display is not None:
+                    display.stop()
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-            log.warning("progress is switched off, the run goes on: stderr cannot be written: %s", reason)
+            logger.warning("progress is switched off, the run goes on: stderr cannot be written: %s", reason)
 
 
-def _draw(run: _Run, width: int, has_blocks: bool) -> list[Text]:
+def _draw(run: _Run, width: int, has_blocks: bool) -> list[RenderableType]:
     return picture(run.facts(), width, has_blocks)

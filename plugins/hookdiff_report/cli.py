@@ -25,9 +25,9 @@ def command(runs: tuple[Path, ...], out: Path | None, is_shown: bool) -> None:
     The file has everything in it: plots, pictures, events, config and environment. It loads nothing from the network,
     and equal run directories give equal files. An earlier report is replaced. The run may be under way.
     """
+    from hookdiff import shown
     from hookdiff.disk import check_writable
-    from hookdiff.errors import shown
-    from hookdiff.history import History
+    from hookdiff.run_dir import History
     from hookdiff_report.page import page
 
     try:

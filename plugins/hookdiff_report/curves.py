@@ -9,8 +9,9 @@ from typing import Literal
 import numpy
 from attrs import field, frozen
 
+from hookdiff.run_dir import is_distance
 from hookdiff_report.events import Mark, marks
-from hookdiff_report.run import Array, Run
+from hookdiff_report.run import Array, ReportedRun
 from hookdiff_report.words import count, number, shortened
 
 MOST_POINTS = 2000
@@ -21,7 +22,7 @@ Lines = Mapping[str, tuple[str, Style]]  # label and style by logged name
 
 
 @frozen(eq=False)
-class Curve:
+class PlottedCurve:
     """A curve of a plot."""
 
     label: str
@@ -39,7 +40,7 @@ class Curve:
         return f"{self.label}: last {number(y[-1])}, lowest {number(y.min())} at {x[y.argmin()]:,.6g}"
 
 
-def _with_values(curves: Iterable[Curve]) -> list[Curve]:
+def _with_values(curves: Iterable[PlottedCurve]) -> list[PlottedCurve]:
     return [curve for curve in curves if numpy.isfinite(curve.y).any()]
 
 
@@ -51,7 +52,7 @@ class Plot:
     title: str
     y_label: str
     caption: str
-    curves: Sequence[Curve] = field(converter=_with_values)
+    curves: Sequence[PlottedCurve] = field(converter=_with_values)
     x_label: str = "step"
     log: bool = False  # a logarithmic axis is wanted
     dashed: str = ""  # more of the caption, if there are dashed curves
@@ -68,7 +69,7 @@ class Plot:
         return "; ".join(curve.summary for curve in self.curves[:8])
 
 
-def plots(runs: Sequence[Run]) -> list[Plot]:
+def plots(runs: Sequence[ReportedRun]) -> list[Plot]:
     """Return the plots of the runs; a plot without values is left out."""
     is_alone = len(runs) == 1
     found = [_loss(runs), _by_noise_level(runs), *_distances(runs), *(_variety(runs[0]) if is_alone else ())]
@@ -76,7 +77,7 @@ def plots(runs: Sequence[Run]) -> list[Plot]:
     return [plot for plot in found if plot.curves]
 
 
-def _logged(runs: Sequence[Run], lines: Lines) -> Iterator[Curve]:
+def _logged(runs: Sequence[ReportedRun], lines: Lines) -> Iterator[PlottedCurve]:
     """Yield the curves of logged values. Several runs are compared by one of the lines, which most of them have."""
     shown = list(lines)
     if len(runs) > 1:  # not by a dashed line, which the values are compared with
@@ -88,12 +89,12 @@ def _logged(runs: Sequence[Run], lines: Lines) -> Iterator[Curve]:
             points = thin(*run.points(name))
             if len(runs) > 1:
                 label = run.label if name == next(iter(lines)) else f"{run.label}: {label}"
-                yield Curve(label, *points, "dots" if style == "dots" else "line", place)
+                yield PlottedCurve(label, *points, "dots" if style == "dots" else "line", place)
             else:
-                yield Curve(label, *points, style, 0 if style == "faint" else shown.index(name))
+                yield PlottedCurve(label, *points, style, 0 if style == "faint" else shown.index(name))
 
 
-def _loss(runs: Sequence[Run]) -> Plot:
+def _loss(runs: Sequence[ReportedRun]) -> Plot:
     caption = (
         "How far the network's predictions are from the truth, on the training images: lower is better. A diffusion "
         "model never reaches zero, because the noise cannot be guessed entirely. Spikes and steady rises are bad "
@@ -109,7 +110,7 @@ def _loss(runs: Sequence[Run]) -> Plot:
     return Plot("loss", "Loss", "loss", caption, _logged(runs, lines), log=True, marks=events)
 
 
-def _gradients(runs: Sequence[Run]) -> Plot:
+def _gradients(runs: Sequence[ReportedRun]) -> Plot:
     caption = (
         "The length of the gradient over all weights, before clipping. Sudden peaks come from odd samples or a "
         "learning rate near its limit."
@@ -119,7 +120,7 @@ def _gradients(runs: Sequence[Run]) -> Plot:
     return Plot("gradients", "Gradient norm", "norm", caption, _logged(runs, lines), log=True, dashed=dashed)
 
 
-def _memory(runs: Sequence[Run]) -> Plot:
+def _memory(runs: Sequence[ReportedRun]) -> Plot:
     caption = (
         "Memory of the device on which the network trains; on a CPU, that of the process. A curve that rises without "
         "end is a leak."
@@ -132,7 +133,7 @@ def _memory(runs: Sequence[Run]) -> Plot:
     return Plot("memory", "Memory", "MiB", caption, _logged(runs, lines))
 
 
-def _rates(runs: Sequence[Run]) -> Plot:
+def _rates(runs: Sequence[ReportedRun]) -> Plot:
     names = [name for name in _names(runs) if name == "lr" or name.startswith("lr/")]
     caption = "The learning rate scales every update that the optimizer makes to the weights."
     caption += _more(len(names) - _MOST_GROUPS, "groups of parameters")
@@ -140,17 +141,14 @@ def _rates(runs: Sequence[Run]) -> Plot:
     return Plot("lr", "Learning rate", "learning rate", caption, _logged(runs, lines))
 
 
-def distances(runs: Sequence[Run]) -> list[tuple[str, str]]:
+def distances(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     """Return the names of the logged Fréchet distances, each with its title."""
-    found = []
-    for name in _names(runs):
-        kind, _, space = name.partition("/")
-        if kind in ("fid", "fd") and space and not space.endswith(("/num", "/floor")):
-            found.append((name, f"{'FID' if kind == 'fid' else 'Fréchet distance'} ({shortened(space, 60)})"))
-    return found
+    found = [(name, *name.split("/", 1)) for name in _names(runs) if is_distance(name)]
+    kinds = {"fid": "FID", "fd": "Fréchet distance"}
+    return [(name, f"{kinds[kind]} ({shortened(space, 60)})") for name, kind, space in found]
 
 
-def _distances(runs: Sequence[Run]) -> Iterator[Plot]:
+def _distances(runs: Sequence[ReportedRun]) -> Iterator[Plot]:
     names = distances(runs)
     for name, title in names[:_MOST_SPACES]:
         used = [value for run in runs for value in run.points(f"{name}/num")[1] if math.isfinite(value)]
@@ -167,7 +165,7 @@ def _distances(runs: Sequence[Run]) -> Iterator[Plot]:
         yield Plot(name, title, "distance", caption, _logged(runs, lines), log=True, dashed=dashed)
 
 
-def _variety(run: Run) -> Iterator[Plot]:
+def _variety(run: ReportedRun) -> Iterator[Plot]:
     caption = (
         "Precision and density: how many generated images look like images of the data. Recall and coverage: how much "
         "of the data's variety is generated. 1 is the aim."
@@ -182,7 +180,7 @@ def _variety(run: Run) -> Iterator[Plot]:
         yield Plot(name, title, "share", caption, _logged([run], lines))
 
 
-def _throughput(runs: Sequence[Run]) -> Iterator[Plot]:
+def _throughput(runs: Sequence[ReportedRun]) -> Iterator[Plot]:
     paces = [run.pace() for run in runs]
     units = {pace.unit for pace in paces if pace}
     if len(units) != 1:  # samples and steps cannot share an axis
@@ -193,14 +191,14 @@ def _throughput(runs: Sequence[Run]) -> Iterator[Plot]:
         "two lines slow it down. The time before the first line of each process is left out."
     )
     curves = [
-        Curve(run.label if len(runs) > 1 else f"mean {number(pace.mean)}", pace.steps, pace.rates, color=place)
+        PlottedCurve(run.label if len(runs) > 1 else f"mean {number(pace.mean)}", pace.steps, pace.rates, color=place)
         for place, (run, pace) in enumerate(zip(runs, paces, strict=True))
         if pace
     ]
     yield Plot("pace", "Throughput", f"{unit} per second", caption, curves)
 
 
-def _by_noise_level(runs: Sequence[Run]) -> Plot:
+def _by_noise_level(runs: Sequence[ReportedRun]) -> Plot:
     curves = []
     for color, run in enumerate(runs):
         bins = [(len(logged[0]), name) for name, logged in run.history.series.items() if name.startswith("loss/snr-")]
@@ -209,11 +207,13 @@ def _by_noise_level(runs: Sequence[Run]) -> Plot:
             continue
         for share, alpha in ((0.1, 0.35), (0.25, 0.5), (0.5, 0.7)) if is_alone and len(steps) > 10 else ():
             until = steps[round(share * len(steps)) - 1]
-            curves.append(Curve(f"up to step {count(until)}", *_levels(run, "snr", until), color=color, alpha=alpha))
+            curves.append(
+                PlottedCurve(f"up to step {count(until)}", *_levels(run, "snr", until), color=color, alpha=alpha)
+            )
         label = f"up to step {count(steps[-1])}" if is_alone else run.label
-        curves.append(Curve(label, *_levels(run, "snr"), "dots", color))
+        curves.append(PlottedCurve(label, *_levels(run, "snr"), "dots", color))
         label = "floor" if is_alone else f"floor of {run.label}"
-        curves.append(Curve(label, *_levels(run, "floor"), "dashed", 1 if is_alone else color))
+        curves.append(PlottedCurve(label, *_levels(run, "floor"), "dashed", 1 if is_alone else color))
     caption = (
         "The same loss, sorted by how noisy the image was: almost pure noise on the left, almost clean on the right "
         "(log-SNR is the logarithm of signal over noise). Each curve is a mean over a tenth of the logged steps."
@@ -225,7 +225,7 @@ def _by_noise_level(runs: Sequence[Run]) -> Plot:
     return Plot("levels", "Loss by noise level", "loss", caption, curves, x_label="log-SNR", log=True, dashed=dashed)
 
 
-def _levels(run: Run, kind: str, until: float = math.inf) -> tuple[Array, Array]:
+def _levels(run: ReportedRun, kind: str, until: float = math.inf) -> tuple[Array, Array]:
     """Return the middles of the bins of the log-SNR, and the mean in each over a tenth of the logs, up to a step."""
     found = []
     for name in _names([run]):
@@ -253,7 +253,7 @@ def _more(num: int, things: str) -> str:
     return f" {count(num)} more {things} are not shown." if num > 0 else ""
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
+def _names(runs: Sequence[ReportedRun]) -> list[str]:
     return sorted({name for run in runs for name in run.history.series})
 
 

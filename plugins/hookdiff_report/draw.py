@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 from attrs import frozen
 
-from hookdiff_report.curves import Curve, Plot
+from hookdiff_report.curves import Plot, PlottedCurve
 from hookdiff_report.words import shortened
 
 # Each has a contrast of at least 3 on white and on the dark page.
@@ -106,7 +106,7 @@ def draw(plot: Plot) -> Any:
     return json_item(shown)
 
 
-def _draw_curve(shown: Any, curve: Curve) -> Any:
+def _draw_curve(shown: Any, curve: PlottedCurve) -> Any:
     """Draw the curve; return the part of it that answers to the pointer."""
     from bokeh.models import ColumnDataSource
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
-from hookdiff.history import LoggedEvent
-from hookdiff_report.run import Run
+from hookdiff.run_dir import LoggedEvent
+from hookdiff_report.run import ReportedRun
 from hookdiff_report.words import count, moment, shortened
 
 _MOST_ROWS = 200
@@ -56,11 +56,11 @@ class Diagnosis:
     num: int
 
 
-def timeline(run: Run) -> list[Row]:
+def timeline(run: ReportedRun) -> list[Row]:
     """Return the rows, oldest first. If there are too many, a row in the middle says so."""
     groups: dict[tuple[int, str], list[LoggedEvent]] = {}
     begin = 0  # place of the last event that is no routine
-    for place, logged in enumerate(run.events):
+    for place, logged in enumerate(run.history.events):
         if logged.event.kind not in _ROUTINE:
             begin = place
         groups.setdefault((begin, logged.event.kind), []).append(logged)
@@ -80,11 +80,11 @@ def _row(group: Sequence[LoggedEvent]) -> Row:
     return Row(steps, moment(first.time), shortened(event.kind, 60), event.severity, shortened(text, _MOST_TEXT))
 
 
-def marks(run: Run) -> list[Mark]:
+def marks(run: ReportedRun) -> list[Mark]:
     """Return the events, about 200 of each kind at most; those that are close to each other are one."""
-    events = [logged for logged in run.events if logged.event.kind not in ("start", "stop")]
+    events = [logged for logged in run.history.events if logged.event.kind not in ("start", "stop")]
     steps = [logged.step for logged in events]
-    width = max(1, (max([*steps, run.step]) - min([*steps, run.step])) / 200)
+    width = max(1, (max([*steps, run.history.step]) - min([*steps, run.history.step])) / 200)
     groups: dict[tuple[str, int], list[LoggedEvent]] = {}
     for logged in events:
         groups.setdefault((logged.event.kind, int(logged.step // width)), []).append(logged)
@@ -97,14 +97,14 @@ def marks(run: Run) -> list[Mark]:
     return found
 
 
-def diagnoses(run: Run) -> tuple[list[Diagnosis], int]:
+def diagnoses(run: ReportedRun) -> tuple[list[Diagnosis], int]:
     """Return the problems of the run, the worst first, and the number of those that were left out.
 
     They are findings of monitors, and errors that have ended the run. Those that differ only by their numbers are one
     diagnosis, in the words of the newest.
     """
     groups: dict[tuple[str, str], list[LoggedEvent]] = {}
-    for logged in run.events:
+    for logged in run.history.events:
         is_crash = (logged.event.kind, logged.event.severity) == ("stop", "error")
         if is_crash or logged.event.kind in ("finding", "nan"):
             what = re.sub(r"[-+]?\d[\d.,e+-]*", "0", logged.event.text.partition("\n")[0])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy
 
 from hookdiff_report.curves import distances
-from hookdiff_report.run import Run
+from hookdiff_report.run import ReportedRun
 from hookdiff_report.words import count, duration, number, shortened
 
 _MOST_DISTANCES = 4
@@ -18,19 +18,19 @@ _MOST_MODEL = 100_000  # letters of the structure of the network
 Fact = tuple[str, tuple[str, str]]  # name, value, and a note that may be empty
 
 
-def facts(run: Run) -> dict[str, tuple[str, str]]:
+def facts(run: ReportedRun) -> dict[str, tuple[str, str]]:
     """Return the facts at the top of a report: by name a value and a note, which may be empty."""
     return dict([*_losses(run), *_best_distances(run), *_times(run), *_memory(run)])
 
 
-def _losses(run: Run) -> Iterator[Fact]:
+def _losses(run: ReportedRun) -> Iterator[Fact]:
     smooth, raw = ("loss/smooth", "Loss, smoothed"), ("loss", "Loss")
     for name, title in (smooth if smooth[0] in run.history.series else raw, ("val/loss", "Loss, held out")):
         if best := _best(run, name):
             yield title, (number(run.history.last(name)), f"lowest {best[0]} {best[1]}")
 
 
-def _best_distances(run: Run) -> Iterator[Fact]:
+def _best_distances(run: ReportedRun) -> Iterator[Fact]:
     for name, title in distances([run])[:_MOST_DISTANCES]:
         nums = {step: num for step, num in zip(*run.points(f"{name}/num"), strict=True) if num > 0}
         found = [(value, step, nums.get(step)) for step, value in zip(*run.points(name), strict=True)]
@@ -41,7 +41,7 @@ def _best_distances(run: Run) -> Iterator[Fact]:
             yield f"Best {title}", (number(value), f"at step {count(step)}{f', n = {count(num)}' if num else ''}")
 
 
-def _best(run: Run, name: str) -> tuple[str, str] | None:
+def _best(run: ReportedRun, name: str) -> tuple[str, str] | None:
     """Return the lowest value of a logged name and its step, in words; None if there is no finite one."""
     steps, values = run.points(name)
     if not numpy.isfinite(values).any():
@@ -50,32 +50,32 @@ def _best(run: Run, name: str) -> tuple[str, str] | None:
     return number(values[place]), f"at step {count(steps[place])}"
 
 
-def _times(run: Run) -> Iterator[Fact]:
+def _times(run: ReportedRun) -> Iterator[Fact]:
     pace, note = run.pace(), ""
     if pace:
         yield "Throughput", (f"{pace.mean:,.0f}" if pace.mean >= 10 else f"{pace.mean:.2g}", f"{pace.unit} per second")
-        left = (run.total or 0) - run.step
+        left = (run.total or 0) - run.history.step
         if run.state == "running" and left > 0:
             note = f"about {duration(left * pace.size / pace.mean)} left"
     if run.seconds:
         yield "Time", (duration(run.seconds), note)
 
 
-def _memory(run: Run) -> Iterator[Fact]:
+def _memory(run: ReportedRun) -> Iterator[Fact]:
     peak = run.history.last("memory/peak")
     if not math.isnan(peak):
         yield "Peak memory", (f"{peak:,.0f} MiB" if peak < 10_000 else f"{peak / 1024:,.1f} GiB", "")
 
 
-def model(run: Run) -> str:
+def model(run: ReportedRun) -> str:
     """Return the structure of the network, as it was logged last; "" if it was not."""
     texts = [logged.values["model"] for logged in run.history.texts if "model" in logged.values]
     return shortened(texts[-1], _MOST_MODEL) if texts else ""
 
 
-def values(run: Run) -> Iterator[tuple[str, ...]]:
+def values(run: ReportedRun) -> Iterator[tuple[str, ...]]:
     """Yield for each logged name how often it was logged, and its last, lowest and highest value, in words."""
-    names = sorted(set(run.history.series) - {"time"})
+    names = sorted(run.history.series)
     for name in names[:_MOST_VALUES]:
         logged = run.points(name)[1]
         finite = logged[numpy.isfinite(logged)]

@@ -12,9 +12,9 @@ import numpy
 from attrs import frozen
 
 from hookdiff.disk import read_file
-from hookdiff.history import read_picture
-from hookdiff.pictures import places, read_info
-from hookdiff_report.run import Run
+from hookdiff.log import panel_layouts, read_info
+from hookdiff.run_dir import read_picture
+from hookdiff_report.run import ReportedRun
 from hookdiff_report.words import shortened
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Film:
     is_moving: bool
 
 
-def pictures(runs: Sequence[Run]) -> tuple[list[Group], list[Film], int]:
+def pictures(runs: Sequence[ReportedRun]) -> tuple[list[Group], list[Film], int]:
     """Return the pictures of the runs: all steps of one run, and its films; of several runs the last ones.
 
     The number is of the names of pictures that were left out.
@@ -101,7 +101,7 @@ def pictures(runs: Sequence[Run]) -> tuple[list[Group], list[Film], int]:
     return groups, films, len(names) - len(groups)
 
 
-def _films(run: Run) -> Iterator[Film]:
+def _films(run: ReportedRun) -> Iterator[Film]:
     left = BUDGET // 2  # the sliders need the rest
     for name, caption in _FILMS.items():
         path, is_moving = run.history.run_dir / name, name != _FILMSTRIP
@@ -191,7 +191,7 @@ def _weights(image: Image) -> str:
 def _boxes(image: Image) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
     """Yield title and place of each panel, with names beside its rows; nothing unless there are several."""
     found = []
-    for place in list(places(read_info(image)))[:_MOST_PANELS]:
+    for place in list(panel_layouts(read_info(image)))[:_MOST_PANELS]:
         if place.is_inside(image.size):
             found.append((shortened(place.title, 60), place.whole))
     if len(found) == 1 or len(dict(found)) < len(found):  # titles that are equal would hide a panel

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jinja2
 import numpy
 
-from hookdiff.history import History
+from hookdiff.run_dir import History
 from hookdiff_report import curves, events, facts, gallery, settings
 from hookdiff_report.draw import color, draw, script, signs
 from hookdiff_report.run import named

@@ -6,19 +6,19 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import IO, ClassVar
+from typing import IO
 
 from attrs import define, field
 from attrs.validators import gt
 
-from hookdiff import Every, Loop, Periodic, UserError, hookimpl, parse_every
+from hookdiff import Every, Loop, Periodic, UserError, hookimpl, parse_every, plugin
 from hookdiff.options import about
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 
+@plugin(needs={"bokeh": "hookdiff[report]"})
 @define(eq=False)
 class Report(Periodic):
     """Writes `report.html` in the run directory at regular intervals and at every end of the run.
@@ -27,8 +27,6 @@ class Report(Periodic):
     fails does not hurt the run: there is one warning, and the run goes on. If a report takes longer than an interval,
     the next one is left out.
     """
-
-    needs: ClassVar[Mapping[str, str]] = {"bokeh": "hookdiff[report]"}
 
     every: Every = field(
         default=Every(600, "seconds"),
@@ -106,4 +104,4 @@ class Report(Periodic):
     def _warn(self, why: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            log.warning("report: report.html cannot be written, the run goes on: %s", why)
+            logger.warning("report: report.html cannot be written, the run goes on: %s", why)

@@ -9,9 +9,9 @@ from typing import Any
 
 from attrs import frozen
 
-from hookdiff.disk import CONFIG, read_file
-from hookdiff.history import BEGINS
-from hookdiff_report.run import Run
+from hookdiff.disk import read_file
+from hookdiff.run_dir import BEGINS, CONFIG, flat
+from hookdiff_report.run import ReportedRun
 from hookdiff_report.words import count, shortened
 
 _MOST_TEXT = 100_000  # letters of a config
@@ -34,7 +34,7 @@ class Table:
         return cls([head for head, _ in columns], rows)
 
 
-def config_text(run: Run) -> str:
+def config_text(run: ReportedRun) -> str:
     """Return the text of config.toml."""
     try:
         return shortened(read_file(run.history.run_dir / CONFIG).decode("utf-8", "replace"), _MOST_TEXT)
@@ -42,9 +42,9 @@ def config_text(run: Run) -> str:
         return f"cannot be read: {error.strerror}"
 
 
-def differences(runs: Sequence[Run]) -> Table:
+def differences(runs: Sequence[ReportedRun]) -> Table:
     """Return the keys of the configs that are not the same in all runs."""
-    table = Table.of([(run.label, dict(_flat(run.config))) for run in runs])
+    table = Table.of([(run.label, dict(_as_json(run.config))) for run in runs])
     return Table(table.heads, [(name, _apart(texts)) for name, texts in sorted(table.rows) if len(set(texts)) > 1])
 
 
@@ -57,7 +57,7 @@ def _apart(texts: Sequence[str]) -> Sequence[str]:
     return [f"{'...' if begin and text else ''}{shortened(text[begin:], _MOST_VALUE)}" for text in texts]
 
 
-def environment(runs: Sequence[Run]) -> Table:
+def environment(runs: Sequence[ReportedRun]) -> Table:
     """Return what a run has trained with: a column for each process that differs from the one before.
 
     Several runs have a column each, for their last process.
@@ -65,9 +65,9 @@ def environment(runs: Sequence[Run]) -> Table:
     columns: list[tuple[str, dict[str, str]]] = []
     for run in runs:
         found: list[tuple[str, dict[str, str]]] = []
-        for logged in run.events:
+        for logged in run.history.events:
             if logged.event.kind in BEGINS and logged.event.details:
-                values = _flat(logged.event.details)
+                values = _as_json(logged.event.details)
                 facts = {name.removeprefix("versions."): _plain(text) for name, text in values}
                 facts.pop("steps", None)  # of the run
                 if not found or facts != found[-1][1]:
@@ -76,18 +76,13 @@ def environment(runs: Sequence[Run]) -> Table:
     return Table.of(columns)
 
 
-def _flat(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _as_json(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the values as JSON by their keys, such as "run.steps"."""
-    waiting = [*table.items()][::-1]  # no recursion: tables may be nested without end
-    while waiting:
-        key, value = waiting.pop()
-        if isinstance(value, dict) and value:
-            waiting += [(f"{key}.{name}", inner) for name, inner in value.items()][::-1]
-        else:
-            try:
-                yield key, json.dumps(value, ensure_ascii=False, default=str)
-            except (ValueError, RecursionError):  # an integer with thousands of digits
-                yield key, "..."
+    for key, value in flat(table):
+        try:
+            yield key, json.dumps(value, ensure_ascii=False, default=str)
+        except (ValueError, RecursionError):  # an integer with thousands of digits
+            yield key, "..."
 
 
 def _plain(text: str) -> str:

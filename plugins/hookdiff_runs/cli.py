@@ -26,9 +26,9 @@ def command(folder: Path, sort: str, state: str | None, is_json: bool) -> None:
     age is the time since the last line was written. The last column has the config keys that are not the same in all
     runs.
     """
+    from hookdiff import shown
     from hookdiff.disk import no_such_folder
-    from hookdiff.errors import shown
-    from hookdiff.history import find_runs
+    from hookdiff.run_dir import find_runs
     from hookdiff_runs.rows import read_row
     from hookdiff_runs.table import Runs
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-Key = tuple[str, ...]  # of the tables, and of the value in them
-_OWN = {("run", "name"), ("run", "import_from")}  # these differ between runs that train the same
-_PLUGINS = ("run", "plugins")
+from hookdiff.run_dir import flat
+
+_OWN = {"run.name", "run.import_from"}  # these differ between runs that train the same
+_PLUGINS = "run.plugins"
 _MISSING = "(not set)"
 
 
@@ -18,28 +19,27 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     A key that only some configs have is a difference if the others have its table too, with the same part in it. So a
     plugin that is not in all runs differs in run.plugins alone, and another network in model.use and in shared keys.
     """
-    flat = [dict(_flat(config)) for config in configs]
+    values = [dict(flat(config)) for config in configs]
     found: list[dict[str, Any]] = [{} for _ in configs]
-    for key in dict.fromkeys(key for one in flat for key in one):
+    for key in dict.fromkeys(key for one in values for key in one):
         if key in _OWN:
             continue
         kinds = [_kind(config, key) for config in configs]
-        present = {kind for kind, one in zip(kinds, flat, strict=True) if key in one}
-        compared = [n for n, kind in enumerate(kinds) if key in flat[n] or kind in present]
-        if len({as_text(flat[n].get(key, _MISSING)) for n in compared}) > 1:
+        present = {kind for kind, one in zip(kinds, values, strict=True) if key in one}
+        compared = [n for n, kind in enumerate(kinds) if key in values[n] or kind in present]
+        if len({as_text(values[n].get(key, _MISSING)) for n in compared}) > 1:
             for n in compared:
-                found[n][".".join(key)] = flat[n].get(key)
+                found[n][key] = values[n].get(key)
     return found
 
 
 def texts(found: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return differences as "key=value"; those of run.plugins as "with a,b", the plugins that not all runs have."""
-    key = ".".join(_PLUGINS)
-    lists = [one[key] for one in found if isinstance(one.get(key), list)]
+    lists = [one[_PLUGINS] for one in found if isinstance(one.get(_PLUGINS), list)]
     common = set.intersection(*(set(map(as_text, plugins)) for plugins in lists)) if lists else set()
 
     def text(name: str, value: Any) -> str:
-        if name != key or not isinstance(value, list):
+        if name != _PLUGINS or not isinstance(value, list):
             return f"{name}={_MISSING if value is None else as_text(value)}"
         own = [as_text(plugin) for plugin in value if as_text(plugin) not in common]
         return f"with {','.join(own)}" if own else ""
@@ -66,19 +66,11 @@ def as_json(value: object) -> object:
     return value if isinstance(value, int | float) and abs(value) < 1e300 else as_text(value)
 
 
-def _flat(table: Mapping[str, Any], above: Key = ()) -> Iterator[tuple[Key, Any]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, (*above, name))
-        else:
-            yield (*above, name), value
-
-
-def _kind(config: Mapping[str, Any], key: Key) -> Key | None:
+def _kind(config: Mapping[str, Any], key: str) -> tuple[str, ...] | None:
     """Return the parts that are used in the tables around `key`; None if there is no such table."""
     table: Any = config
     uses = []
-    for name in key[:-1]:
+    for name in key.split(".")[:-1]:
         table = table.get(name)
         if not isinstance(table, dict):
             return None

@@ -9,26 +9,21 @@ from typing import Any
 
 from attrs import define
 
-from hookdiff import UserError
-from hookdiff.disk import CONFIG
-from hookdiff.errors import shown
-from hookdiff.history import (
+from hookdiff import UserError, shown
+from hookdiff.run_dir import (
     BEGINS,
-    EVENTS,
-    METRICS,
+    CONFIG,
+    DISTANCES,
     History,
     LoggedEvent,
-    Skim,
-    parse_event,
-    parse_metrics,
+    is_distance,
+    skim_events,
+    skim_metrics,
     total_steps,
 )
 
 STATES = ("running", "done", "stopped", "crashed", "damaged")
 _LOSSES = ("loss/smooth", "loss")  # the newest one counts, of two of a step the first
-_DISTANCES = ("fd/", "fid/")  # with which the names of FID values begin
-_ABOUT = ("/num", "/floor")  # with which the names of values about them end
-_LARGEST = 1e18  # number of steps
 
 
 @define(eq=False)
@@ -55,6 +50,8 @@ def read_row(history: History, folder: Path) -> Row:
     for read in (_read_events, _read_metrics, _read_config):  # the config last: its problem is the one to report
         try:
             read(row, history)
+        except FileNotFoundError:  # nothing is logged yet
+            continue
         except UserError as error:
             row.problem = str(error)
         except OSError as error:
@@ -63,7 +60,7 @@ def read_row(history: History, folder: Path) -> Row:
         row.state = "damaged"
     row.problem = shown(row.problem)
     row.steps = total_steps(row.config, row.begin)
-    row.step = max(row.step, _count(history.outcome.get("step")) or 0)
+    row.step = max(row.step, history.outcome.step)
     return row
 
 
@@ -73,37 +70,28 @@ def _read_config(row: Row, history: History) -> None:
 
 
 def _read_metrics(row: Row, history: History) -> None:
-    if not (path := history.run_dir / METRICS).exists():
-        return
-    metrics = Skim(path, parse_metrics)
+    metrics = skim_metrics(history.run_dir)
     for line in metrics.backwards():
-        row.step = _count(line["step"]) or 0
-        row.time = max(row.time, line.get("time", row.time))
+        row.step = line.step
+        row.time = max(row.time, line.time)  # as it was, if the line has none (NaN)
         break
-    newest = -1.0
+    newest = -1
     for name in _LOSSES:
-        found = next((line for line in metrics.backwards(f'"{name}"') if name in line), {})
-        if found and found["step"] > newest:
-            row.loss_name, row.loss, newest = name, found[name], found["step"]
+        found = next((line for line in metrics.backwards(name) if name in line.values), None)
+        if found and found.step > newest:
+            row.loss_name, row.loss, newest = name, found.values[name], found.step
     best: dict[str, tuple[float, int]] = {}
-    for beginning in _DISTANCES:
-        for line in metrics.having(f'"{beginning}'):
-            for name, value in line.items():
-                if name.startswith(beginning) and not name.endswith(_ABOUT) and not math.isnan(value):
-                    found_here = value, _count(line["step"]) or 0
+    for beginning in DISTANCES:
+        for line in metrics.having(beginning):
+            for name, value in line.values.items():
+                if is_distance(name) and not math.isnan(value):
+                    found_here = value, line.step
                     best[name] = min(best.get(name, found_here), found_here)
     row.best = best
 
 
 def _read_events(row: Row, history: History) -> None:
-    if not (path := history.run_dir / EVENTS).exists():
-        return
-    events = Skim(path, parse_event)
+    events = skim_events(history.run_dir)
     row.time = next((line.time for line in events.backwards()), row.time)
-    begins = (line for line in events.backwards('"steps":') if line.event.kind in BEGINS)
+    begins = (line for line in events.backwards("steps") if line.event.kind in BEGINS)
     row.begin = next(begins, None)
-
-
-def _count(value: object) -> int | None:
-    is_count = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _LARGEST
-    return int(value) if is_count else None  # type: ignore[call-overload]

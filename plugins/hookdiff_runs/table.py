@@ -9,8 +9,7 @@ from typing import Any
 
 from attrs import define, field
 
-from hookdiff import UserError, nearest
-from hookdiff.errors import shown
+from hookdiff import UserError, nearest, shown
 from hookdiff_runs.differences import as_json, differences, texts
 from hookdiff_runs.rows import Row
 

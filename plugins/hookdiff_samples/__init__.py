@@ -1,4 +1,4 @@
-"""Grids of images that are always generated from the same noise."""
+"""Shows grids of images that are always generated from the same noise."""
 
 from hookdiff_samples.plugin import SampleGrid
 

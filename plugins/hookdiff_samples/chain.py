@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hookdiff import Loop, SampleRequest
 from hookdiff.diffusion import Chain, ClassifierFree, Diffusion, Point, Sampling, Solver
-from hookdiff.pictures import Panel, to_uint8
-from hookdiff.structure import as_toml
+from hookdiff.log import Panel, to_uint8
+from hookdiff.options import as_toml
 
 
 def about(loop: Loop, weights: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from hookdiff import UserError
-from hookdiff.cli.options import trust_option
+from hookdiff.cli import trust_option
 
 _SHARE = click.FloatRange(0, 1, min_open=True)
 
@@ -69,11 +69,10 @@ def command(
     values of the config. With --images, a higher --strength leaves less of the picture; with --mask, the black part
     stays as it is.
     """
-    from hookdiff import load_run
-    from hookdiff.disk import run_of
-    from hookdiff.errors import UnknownWeights
-    from hookdiff.pace import paced
-    from hookdiff.pictures import to_uint8
+    from hookdiff import UnknownWeights, load_run
+    from hookdiff.log import to_uint8
+    from hookdiff.run_dir import run_of
+    from hookdiff.terminal import paced
     from hookdiff_samples.chain import about
     from hookdiff_samples.pictures import Output, free_name, picture_files, read_mask, read_pictures
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
-from hookdiff.history import read_picture
-from hookdiff.pictures import Picture, Place, places, read_info
+from hookdiff.log import PanelLayout, Picture, panel_layouts, read_info
+from hookdiff.run_dir import read_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,7 +25,7 @@ class Frame:
 
     step: int
     picture: Image
-    place: Place  # of its first panel
+    place: PanelLayout  # of its first panel
 
 
 def frames(sheets: Mapping[int, Path], most: int) -> list[Frame]:
@@ -36,7 +36,7 @@ def frames(sheets: Mapping[int, Path], most: int) -> list[Frame]:
     opened = []
     for step, path in sorted(_some(sheets, most).items()):
         picture = read_picture(path)
-        first = next(places(read_info(picture)), None) if picture else None
+        first = next(panel_layouts(read_info(picture)), None) if picture else None
         if picture and first and first.is_inside(picture.size):
             opened.append(Frame(step, picture, first))
     last = opened[-1].place if opened else None

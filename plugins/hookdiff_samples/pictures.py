@@ -14,15 +14,24 @@ from attrs import define, field
 from torch import Tensor
 
 from hookdiff import UserError
-from hookdiff.data import Folder, Transforms, to_unit_range
-from hookdiff.data.decode import decode
-from hookdiff.data.each import with_images
-from hookdiff.data.source import open_picture, reason
-from hookdiff.data.survey import left_out_text, passed_over_text, refuse, unreadable_problems
+from hookdiff.authors import by_class, sheet
+from hookdiff.data import to_unit_range
 from hookdiff.disk import check_writable, new_file, writing
-from hookdiff.pictures import Panel, by_class, save_image, sheet
+from hookdiff.images import (
+    Folder,
+    Transforms,
+    decode,
+    left_out_text,
+    open_picture,
+    passed_over_text,
+    reason,
+    refuse,
+    unreadable_problems,
+    with_images,
+)
+from hookdiff.log import Panel, save_image
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 _WHITE = 128  # the least value of a pixel that is painted
 
@@ -44,7 +53,7 @@ def _in_folder(path: Path) -> list[Path]:
     unreadable = [str(error) for error in found.values() if error is not None]
     refuse(unreadable_problems(unreadable, len(folder), skip=True))
     for text in (*left_out_text(unreadable, len(folder)), *passed_over_text(folder)):
-        log.warning("--images %s: %s", path, text)
+        logger.warning("--images %s: %s", path, text)
     return [Path(folder.describe(index)) for index, error in found.items() if error is None]
 
 

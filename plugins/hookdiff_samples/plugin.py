@@ -10,21 +10,20 @@ from typing import Any
 
 import torch
 from attrs import Attribute, converters, define, evolve, field
-from attrs.validators import ge, in_, le, optional
+from attrs.validators import ge, le, optional
 from torch import Tensor
 
 from hookdiff import Every, Loop, Periodic, SampleRequest, UserError, hookimpl, nearest, parse_every
-from hookdiff.choices import chosen
+from hookdiff.authors import ANIMATION_FORMATS, ImageMaker, by_class, save_animation, sheet
 from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling, Solver
-from hookdiff.generation import Images
-from hookdiff.history import picture_files
-from hookdiff.options import about, between
-from hookdiff.pictures import FORMATS, Panel, Picture, by_class, grid, save_animation, sheet
+from hookdiff.log import Panel, Picture, grid
+from hookdiff.options import about, between, chosen, one_of
+from hookdiff.run_dir import picture_files
 from hookdiff_samples.between import noise_between
 from hookdiff_samples.chain import Recorded, about as about_sampler
 from hookdiff_samples.film import filmstrip, growing_up
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 NAME = "samples"  # of the sheets, and of their folder
 _SHOWN, _FILMED = 4, 5  # images in a strip, and in the filmstrip
@@ -106,7 +105,7 @@ class SampleGrid(Periodic):
     )
     animation: str = field(
         default="webp",
-        validator=in_((*FORMATS, "none")),
+        validator=one_of((*ANIMATION_FORMATS, "none")),
         metadata=about('format of the animations of denoising and training: "webp", "gif" or "none"'),
     )
     _labels: tuple[int, ...] = field(init=False, default=())  # of the images of a panel
@@ -222,10 +221,12 @@ class SampleGrid(Periodic):
             )
 
         with loop.using(sampler=sampler):
-            images = torch.cat(list(Images(loop).make(range(num), request)))
+            images = torch.cat(list(ImageMaker(loop).make(range(num), request)))
         if broken := int((~images.isfinite()).flatten(1).any(1).sum()):
             step = loop.progress.step
-            log.warning("samples at step %d: %d of %d images are not finite (NaN is black)", step, broken, len(images))
+            logger.warning(
+                "samples at step %d: %d of %d images are not finite (NaN is black)", step, broken, len(images)
+            )
         return images
 
     def _panel(self, images: Tensor, title: str) -> Panel:
@@ -275,4 +276,4 @@ def _write(path: Path, save: Callable[[Path], object]) -> None:
     try:
         save(path)
     except (OSError, RuntimeError, ValueError) as error:  # Pillow's errors for what a format cannot hold
-        log.warning("samples: %s cannot be written: %s", path, getattr(error, "strerror", None) or error)
+        logger.warning("samples: %s cannot be written: %s", path, getattr(error, "strerror", None) or error)

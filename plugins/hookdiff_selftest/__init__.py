@@ -1,1 +1,1 @@
-"""Proofs that a user can run on their own machine: `hookdiff selftest`."""
+"""Proves on this machine that a run resumes exactly, and finds a known optimum: `hookdiff selftest`."""

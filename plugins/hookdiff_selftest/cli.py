@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli.options import config_argument, override_options
+from hookdiff.cli import config_argument, override_options
 
 
 @click.group()

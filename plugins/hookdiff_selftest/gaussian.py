@@ -82,7 +82,7 @@ class Check:
 def check(case: Case, weighting: str) -> dict[str, Check]:
     """Train and sample once; return the numbers by name."""
     diffusion = case.diffusion(weighting)
-    net = train(case, diffusion)
+    net = train_gaussian(case, diffusion)
     found = {
         "loss": (measured_loss(net, diffusion), exact_loss(case, weighting)),
         "mean": (float(net.mean.detach()), MEAN),
@@ -131,7 +131,7 @@ class _Anneal:
             group.update(lr=0.1 * (1 - done) ** 2)
 
 
-def train(case: Case, diffusion: Diffusion) -> GaussianNet:
+def train_gaussian(case: Case, diffusion: Diffusion) -> GaussianNet:
     """Return a net that `diffusion` has trained."""
     net = GaussianNet(case)
     config = LoopConfig(steps=200, batch_size=1000, log_every=200)

@@ -1,4 +1,4 @@
-"""Samples in tar files, here or by URL: `source = "shards"`."""
+"""Reads samples from tar files, here or by URL: `source = "shards"`."""
 
 from hookdiff_shards.conditions import Items
 from hookdiff_shards.samples import Shards

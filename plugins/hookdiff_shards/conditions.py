@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from attrs import define
 
-from hookdiff.data.arrays import array_in
-from hookdiff.data.decode import Unreadable
-from hookdiff.data.source import open_picture, reason
-from hookdiff.data.survey import refuse
-from hookdiff.errors import StorageError, nearest, shown
+from hookdiff import StorageError, nearest, shown
+from hookdiff.images import Unreadable, array_in, open_picture, reason, refuse
 from hookdiff_shards.index import Index, is_picture
 from hookdiff_shards.samples import Samples, extension_of, is_array
 

@@ -12,8 +12,8 @@ from weakref import finalize
 
 from attrs import define
 
+from hookdiff import StorageError
 from hookdiff.disk import open_file
-from hookdiff.errors import StorageError
 from hookdiff_shards.places import missing
 from hookdiff_shards.remote import check_parts, is_url, read_range, state_of
 

@@ -16,12 +16,10 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from hookdiff.data.decode import num_channels, upright_size
-from hookdiff.data.formats import suffixes
-from hookdiff.data.source import open_picture
+from hookdiff import shown
 from hookdiff.disk import new_file, open_tensors, write_tensors
-from hookdiff.errors import shown
-from hookdiff.structure import structured
+from hookdiff.images import num_channels, open_picture, suffixes, upright_size
+from hookdiff.options import structured
 from hookdiff_shards.files import Shard
 from hookdiff_shards.tar import BLOCK, Read, members
 

@@ -9,11 +9,9 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from hookdiff.data.cache import locked
-from hookdiff.data.labels import listed
-from hookdiff.data.source import reason
 from hookdiff.disk import cannot_write, make_folder
-from hookdiff.pace import paced
+from hookdiff.images import as_lines, locked, reason
+from hookdiff.terminal import paced
 from hookdiff_shards.files import THREADS, Files, Shard
 from hookdiff_shards.index import Index, load, make, save
 from hookdiff_shards.remote import is_url
@@ -88,7 +86,7 @@ def _with_others(files: Files, paths: Sequence[Path], found: list[Index | None])
     finally:
         pool.shutdown(cancel_futures=True)
     if problems:
-        count = f"{len(problems)} of {len(shards)} shards cannot be read:{listed(problems)}"
+        count = f"{len(problems)} of {len(shards)} shards cannot be read:{as_lines(problems)}"
         raise ValueError(problems[0] if len(problems) == 1 else count)
     return [made[number] for number in range(len(shards))]
 

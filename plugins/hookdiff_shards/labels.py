@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hookdiff.data.labels import encode, normal, some
-from hookdiff.data.source import reason
+from hookdiff import nearest, shown, why_missing
 from hookdiff.disk import read_file
-from hookdiff.errors import nearest, shown, why_missing
+from hookdiff.images import encode, normal, reason, some
 from hookdiff_shards.remote import asked, is_url
 
 _NAMES = ("classes.json", "classes.txt")

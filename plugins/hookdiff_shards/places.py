@@ -8,9 +8,8 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
-from hookdiff.data.labels import some
-from hookdiff.data.source import reason
-from hookdiff.errors import why_missing
+from hookdiff import why_missing
+from hookdiff.images import reason, some
 from hookdiff_shards.remote import asked, is_url
 
 _MOST = 1_000_000  # shards

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from hookdiff.data.source import reason
-from hookdiff.errors import StorageError, UserError, nearest
+from hookdiff import StorageError, UserError, nearest
+from hookdiff.images import reason
 
 logger = logging.getLogger("hookdiff")
 

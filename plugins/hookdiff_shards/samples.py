@@ -12,10 +12,8 @@ from zlib import crc32
 import numpy
 from torch import Tensor
 
-from hookdiff.data.labels import some
-from hookdiff.data.source import open_picture
-from hookdiff.data.survey import Kind
-from hookdiff.errors import StorageError, nearest, shown
+from hookdiff import StorageError, nearest, shown
+from hookdiff.images import Kind, open_picture, some
 from hookdiff_shards.files import Files
 from hookdiff_shards.index import PICTURES, SMALL, Index, is_picture
 from hookdiff_shards.labels import encode_labels

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from hookdiff.data import Store
+from hookdiff.images import Store
 from hookdiff.options import Handed, Writes
 from hookdiff_shards.conditions import Items, parse
 from hookdiff_shards.files import Files

@@ -10,7 +10,7 @@ from zlib import crc32
 
 from attrs import define
 
-from hookdiff.errors import shown
+from hookdiff import shown
 
 BLOCK = 512  # bytes of a header
 _AFTER = 1 << 22  # bytes of zeros at its end that an archive may be filled up with

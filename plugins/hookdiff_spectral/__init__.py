@@ -1,4 +1,4 @@
-"""Spectral normalisation: weights divided by their largest singular value."""
+"""Divides weights by their largest singular value: spectral normalisation."""
 
 from hookdiff_spectral.plugin import Spectral
 

@@ -12,13 +12,12 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils import parametrize
 
 from hookdiff import ConfigError, Loop, evaluating, hookimpl, nearest
-from hookdiff.models.init import LAYERS, is_zero, layers_called
+from hookdiff.machine import derive_seed, whole
+from hookdiff.models import LAYERS, is_zero, layers_called
 from hookdiff.options import about
-from hookdiff.randomness import derive_seed
-from hookdiff.shards import whole
 from hookdiff_spectral.sigma import SETTLING, DividedBySigma, normalised
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 KEY = "plugins.spectral.layers"
 
 
@@ -91,7 +90,7 @@ def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, gen
     for layer in layers.values():
         divided = DividedBySigma(layer.weight, isinstance(layer, _ConvTransposeNd), generator)
         parametrize.register_parametrization(layer, "weight", divided)
-    log.info(
+    logger.info(
         "spectral: %d layers are normalised%s; %d more start at zero and stay as they are",
         len(layers),
         f"; the output layer {output} is not" if output in chosen else "",

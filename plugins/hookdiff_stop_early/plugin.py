@@ -2,28 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from attrs import define, field
 from attrs.validators import ge
 
-from hookdiff import Finding, Loop, hookimpl, nearest
-from hookdiff.findings import listed
-from hookdiff.options import about
-from hookdiff.ranks import first_rank_says
-from hookdiff.structure import COUNT, numbers
-
-
-@define(frozen=True)
-class StopEarlyState:
-    """The saved state of `StopEarly`."""
-
-    metric: str
-    mode: str
-    best: float = field(validator=numbers(finite=False))
-    best_at: int = field(validator=COUNT)
-    stale: int = field(validator=COUNT)
-    is_logged: bool
+from hookdiff import Finding, Loop, hookimpl, listed, nearest, saved
+from hookdiff.machine import first_rank_says
+from hookdiff.options import COUNT, about, numbers
 
 
 @define(eq=False)
@@ -33,7 +19,6 @@ class StopEarly:
     NaN is no improvement. A run that was ended so stays ended when it is resumed, unless `patience` is raised.
     """
 
-    state_class: ClassVar[type] = StopEarlyState
     metric: str = field(default="val/loss", metadata=about("name of the logged value"))
     mode: Literal["min", "max"] = field(default="min", metadata=about('best value: "min" or "max"'))
     patience: int = field(
@@ -43,18 +28,27 @@ class StopEarly:
         default=0.0, validator=ge(0), metadata=about("a change that is not larger than this is no improvement")
     )
     after: int = field(default=0, validator=ge(0), metadata=about("ignore earlier measurements", "steps"))
-    _best: float = field(init=False)  # times `_sign`: lower is better
-    _best_at: int = field(init=False)  # step
-    _stale: int = field(init=False)  # measurements since the best one
-    _is_logged: bool = field(init=False)  # at any step of the run
+    _best: float = saved(validator=numbers(finite=False))  # times `_sign`: lower is better
+    _best_at: int = saved(validator=COUNT)  # step
+    _stale: int = saved(validator=COUNT)  # measurements since the best one
+    _is_logged: bool = saved()  # at any step of the run
+    _best_metric: str = saved(key="metric")  # the value that these belong to
+    _best_mode: str = saved(key="mode")
     _names: set[str] = field(init=False)  # of all logged values
 
     @hookimpl
     def on_start(self) -> None:
-        self._best, self._best_at, self._stale, self._is_logged, self._names = math.inf, 0, 0, False, set()
+        self._names = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._best, self._best_at, self._stale, self._is_logged = math.inf, 0, 0, False
+        self._best_metric, self._best_mode = self.metric, self.mode
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
+        if (self._best_metric, self._best_mode) != (self.metric, self.mode):  # the saved state is of another value
+            self._begin()
         loop.resources.callback(self._warn_if_unknown, loop)  # after the last values, which on_stop may log
         self._stop_if_due(loop)
 
@@ -96,14 +90,3 @@ class StopEarly:
         why = f"logged are: {listed(sorted(self._names), 8) or 'no values'}"
         remedy = "the plugin loss with data.held_out, which logs val/loss"
         loop.log.report(Finding("warning", what, why, remedy))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the best measurement, the number of those since, and the value that they belong to."""
-        best = {"best": self._best, "best_at": self._best_at, "stale": self._stale, "is_logged": self._is_logged}
-        return {"metric": self.metric, "mode": self.mode, **best}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the same value; that of another value is ignored."""
-        if (state["metric"], state["mode"]) == (self.metric, self.mode):
-            self._best, self._best_at, self._stale = state["best"], state["best_at"], state["stale"]
-            self._is_logged = state["is_logged"]

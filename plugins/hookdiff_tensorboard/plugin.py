@@ -7,30 +7,28 @@ from collections.abc import Mapping
 from io import BytesIO, FileIO
 from pathlib import Path
 from time import time as now, time_ns
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from attrs import define, field
 
-from hookdiff import Sink, TrackedRun
+from hookdiff import Sink, TrackedRun, plugin
+from hookdiff.authors import Call, earlier
 from hookdiff.disk import folder_in
-from hookdiff.distribution import Distribution
-from hookdiff.events import Event
-from hookdiff.mirroring import Call, earlier
+from hookdiff.log import Distribution, Event, Picture
 from hookdiff.options import Writes, about
-from hookdiff.pictures import Picture
+from hookdiff.run_dir import flat
 
 _PREFIX = "events.out.tfevents."  # by which TensorBoard finds its files
 _SUFFIX = ".hookdiff"  # by which we find ours, as `filename_suffix` of a SummaryWriter marks them
 
 
+@plugin(needs={"tensorboard": "hookdiff[tensorboard]"})
 @define(eq=False)
 class TensorBoard(Sink):
     """Tracks metrics, pictures, texts, histograms and the config for TensorBoard: `tensorboard --logdir runs`.
 
     A run that is resumed or rolled back replaces its file, by one that is first filled from the run directory.
     """
-
-    needs: ClassVar[Mapping[str, str]] = {"tensorboard": "hookdiff[tensorboard]"}
 
     dir: Annotated[str | None, Writes()] = field(
         default=None,
@@ -73,7 +71,11 @@ class TensorBoard(Sink):
         first = 0 if run.has_earlier_steps else run.step + 1
         self._write(first, now(), session_log=session(status=session.START))
         if run.hparams:
-            summary = _module("tensorboard.plugins.hparams.summary_v2").hparams_pb(dict(_flat(run.hparams)))
+            # HParams can hold nothing else.
+            values = {
+                key: value if isinstance(value, bool | int | float) else str(value) for key, value in flat(run.hparams)
+            }
+            summary = _module("tensorboard.plugins.hparams.summary_v2").hparams_pb(values)
             self._write(run.step, now(), summary=summary)
         return earlier(run, self)
 
@@ -124,15 +126,6 @@ def _module(name: str) -> Any:
 
 def _events() -> Any:
     return _module("tensorboard.compat.proto.event_pb2")
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Any:
-    """Yield the values of nested tables by their dotted names, each as TensorBoard's HParams can hold it."""
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def _image(picture: Picture) -> Any:

@@ -8,25 +8,24 @@ import os
 from collections.abc import Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from attrs import define, field
 from attrs.validators import ge, optional
 
-from hookdiff import Loop, Sink, TrackedRun, UserError
+from hookdiff import Loop, Sink, TrackedRun, UserError, plugin
+from hookdiff.authors import Call, earlier
 from hookdiff.disk import folder_in
-from hookdiff.distribution import Distribution
-from hookdiff.events import Event
-from hookdiff.mirroring import Call, earlier
+from hookdiff.log import Distribution, Event, Picture
 from hookdiff.options import Writes, about
-from hookdiff.pictures import Picture
 
-log = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff")
 
 _FOLDERS = ("wandb", ".wandb")  # W&B takes the second if it exists
 
 
+@plugin(needs={"wandb": "hookdiff[wandb]"})
 @define(eq=False)
 class WandB(Sink):
     """Tracks metrics, pictures, texts, histograms and the config in Weights & Biases.
@@ -34,8 +33,6 @@ class WandB(Sink):
     W&B takes no values of an earlier step. So a run that is resumed or rolled back goes on in a new W&B run, which is
     first filled from the run directory.
     """
-
-    needs: ClassVar[Mapping[str, str]] = {"wandb": "hookdiff[wandb]"}
 
     project: str | None = field(default=None, metadata=about('project; without it W&B\'s own default, "uncategorized"'))
     entity: str | None = field(default=None, metadata=about("user or team; without it that of the key"))
@@ -81,7 +78,7 @@ class WandB(Sink):
             except UserError:
                 raise
             except Exception as error:  # of W&B itself: `open` will warn of it
-                log.debug("W&B cannot be asked for its key:", exc_info=error)
+                logger.debug("W&B cannot be asked for its key:", exc_info=error)
 
     def open(self, run: TrackedRun) -> list[Call]:
         _refuse_settings_of(run.run_dir)  # also of a mirror that is made later
@@ -120,7 +117,7 @@ class WandB(Sink):
         is_offline = self._run.offline
         self._where = f"the new W&B run {place} (wandb sync {place})" if is_offline else f"the new {self._run.url}"
         if is_offline and self.mode is None:
-            log.info("W&B: offline; to upload the run: wandb sync %s", place)
+            logger.info("W&B: offline; to upload the run: wandb sync %s", place)
         return earlier(run, self)
 
     def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:

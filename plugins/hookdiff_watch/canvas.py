@@ -22,7 +22,7 @@ _LABEL = 9  # columns of the numbers beside a curve
 
 
 @define(frozen=True, eq=False)
-class Curve:
+class DottedCurve:
     """The values of a name by step, and the style of their dots."""
 
     steps: Array
@@ -30,7 +30,7 @@ class Curve:
     style: str
 
     @classmethod
-    def of(cls, values: dict[int, float], style: str) -> Curve:
+    def of(cls, values: dict[int, float], style: str) -> DottedCurve:
         """Return the curve of the values that are finite."""
         steps = sorted(values)
         x, y = numpy.array(steps, float), numpy.array([values[step] for step in steps], float)
@@ -76,7 +76,7 @@ class _Canvas:
 
 
 def chart(
-    heading: Text, curves: Sequence[Curve], width: int, height: int, *, is_log: bool, with_axis: bool
+    heading: Text, curves: Sequence[DottedCurve], width: int, height: int, *, is_log: bool, with_axis: bool
 ) -> list[Text]:
     """Return `height` lines: the heading, curves with their lowest and highest value, and an axis with the steps.
 

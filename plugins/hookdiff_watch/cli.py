@@ -33,7 +33,7 @@ def command(run: Path, every: float, once: bool) -> None:
     """
     from rich.console import Console
 
-    from hookdiff.history import History
+    from hookdiff.run_dir import History
     from hookdiff_watch.followed import Followed
 
     followed = Followed(History.of(run).run_dir)

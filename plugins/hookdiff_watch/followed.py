@@ -12,24 +12,23 @@ from typing import Any
 from attrs import define, field
 
 from hookdiff import UserError
-from hookdiff.history import (
+from hookdiff.run_dir import (
     BEGINS,
-    EVENTS,
-    METRICS,
     History,
+    Logged,
     LoggedEvent,
     Tail,
+    asked_number,
+    follow_events,
+    follow_metrics,
+    is_distance,
     newest_picture,
-    parse_event,
-    parse_metrics,
     total_steps,
 )
 
 _NAMES = ("loss", "loss/smooth", "grad_norm", "lr")
-_DISTANCES, _ABOUT = ("fd/", "fid/"), ("/num", "/floor")  # FID values, and values about them
 _ROUTINE = ("checkpoint", "void", "skipped", "held")  # of these the newest one is shown, with their number
 _WINDOW, _FEWEST = 60.0, 10  # seconds and lines of which the speed is the mean, whichever is longer
-_LARGEST = 1e18  # number of steps or samples
 _WAITING = ("running", "not started", "missing")
 
 
@@ -48,27 +47,26 @@ class Followed:
     _points: list[tuple[float, int]] = field(init=False, factory=list)  # time and step of each line
     _process: LoggedEvent | None = field(init=False, default=None)  # with which the newest process began
     _began: tuple[float, int] | None = field(init=False, default=None)  # time and step, also of a rollback
-    _metrics: Tail[dict[str, float]] = field(init=False)
+    _metrics: Tail[Logged[float]] = field(init=False)
     _events: Tail[LoggedEvent] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._metrics = Tail(self.run_dir / METRICS, parse_metrics)
-        self._events = Tail(self.run_dir / EVENTS, parse_event)
+        self._metrics = follow_metrics(self.run_dir)
+        self._events = follow_events(self.run_dir)
 
     def read(self) -> None:
         """Read what is new; no damaged file raises an error."""
         history = History(self.run_dir)
         state, outcome = history.state, history.outcome  # before the files: the last lines come before the end
         try:
-            self._config, self.message = history.config, str(outcome.get("message") or "")
+            self._config, self.message = history.config, outcome.message
         except UserError as error:
             self._config, self.message = {}, str(error).removeprefix(f"{self.run_dir}{os.sep}")
         self._read_metrics()
         self._read_events()
-        ended = outcome.get("step")
-        if state != "running" and isinstance(ended, int) and self.step < ended < _LARGEST:
-            self.step = ended  # the last steps may have no line
-        has_begun = self.series or self.step or self.notes or outcome
+        if state != "running":
+            self.step = max(self.step, outcome.step)  # the last steps may have no line
+        has_begun = self.series or self.step or self.notes or outcome.reason
         if not self.run_dir.is_dir():
             self.state = "missing"
         else:
@@ -80,15 +78,12 @@ class Followed:
         if anew:
             self.series, self.step, self._points = {}, 0, []
         for line in lines:
-            step, moment = int(line["step"]), line.get("time", math.nan)
-            if not 0 <= step < _LARGEST:
-                continue
-            self.step = step
-            if not math.isnan(moment):
-                self._points.append((moment, step))
-            for name, value in line.items():
-                if name in _NAMES or (name.startswith(_DISTANCES) and not name.endswith(_ABOUT)):
-                    self.series.setdefault(name, {})[step] = value
+            self.step = line.step
+            if not math.isnan(line.time):
+                self._points.append((line.time, line.step))
+            for name, value in line.values.items():
+                if name in _NAMES or is_distance(name):
+                    self.series.setdefault(name, {})[line.step] = value
 
     def _read_events(self) -> None:
         anew, lines = self._events.read()
@@ -128,10 +123,7 @@ class Followed:
     @property
     def batch_size(self) -> int | None:
         """The samples of a step."""
-        run = self._config.get("run")
-        value = run.get("batch_size") if isinstance(run, dict) else None
-        is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value < _LARGEST
-        return value if is_count else None
+        return asked_number(self._config, "batch_size")
 
     @property
     def age(self) -> float | None:

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hookdiff import shown
 from hookdiff.disk import check_kind
-from hookdiff.errors import shown
-from hookdiff.pictures import places, read_info
+from hookdiff.log import panel_layouts, read_info
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,7 +47,7 @@ def _scaled(image: Image, info: dict[str, Any], width: int, height: int) -> tupl
     """Return a picture of at most `width` x `height` pixels, transparent where there is none, and its title."""
     from PIL import Image
 
-    place = next((place for place in places(info) if place.is_inside(image.size)), None)
+    place = next((place for place in panel_layouts(info) if place.is_inside(image.size)), None)
     if place is None:
         image = image.convert("RGBA")
         image.thumbnail((width, height))

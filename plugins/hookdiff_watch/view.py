@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from attrs import define
 
-from hookdiff.errors import shown
-from hookdiff.history import LoggedEvent
-from hookdiff.pace import clock
-from hookdiff_watch.canvas import Curve, chart
+from hookdiff import shown
+from hookdiff.run_dir import LoggedEvent
+from hookdiff.terminal import clock, flow
+from hookdiff_watch.canvas import DottedCurve, chart
 from hookdiff_watch.followed import Followed
 from hookdiff_watch.picture import half_blocks
 
@@ -41,7 +41,7 @@ def view(run: Followed, screen: Screen) -> list[Text]:
     """Return at most `screen.height` lines of at most `screen.width` columns."""
     from rich.text import Text
 
-    head = [*_head(run, screen), *_flow(_values(run), screen.width)]
+    head = [*_head(run, screen), *_flow(_values(run), screen)]
     most = max(1, min(_MOST_NOTES, screen.height // 5))
     notes = [_note(*note) for note in _newest(run.notes, most)]
     if run.picture and not screen.has_colours:
@@ -67,7 +67,7 @@ def _head(run: Followed, screen: Screen) -> list[Text]:
         parts += map(Text, _pace(run))
     if run.message:
         parts.append(Text(shown(run.message), "yellow"))
-    lines = _flow(parts, screen.width)
+    lines = _flow(parts, screen)
     if run.total is not None and screen.has_blocks:
         made = min(screen.width, screen.width * run.step // run.total)
         lines.append(Text.assemble(("\u2501" * made, "green"), ("\u2500" * (screen.width - made), "dim")))
@@ -122,7 +122,7 @@ def _curves(run: Followed, width: int, rows: int) -> list[Text]:
     from rich.text import Text
 
     styles = {"loss": "cyan", "loss/smooth": "magenta"}  # the last one is drawn over the other
-    losses = [Curve.of(run.series[name], style) for name, style in styles.items() if name in run.series]
+    losses = [DottedCurve.of(run.series[name], style) for name, style in styles.items() if name in run.series]
     others = [name for name in run.names if name not in styles]
     others.sort(key=lambda name: name in ("grad_norm", "lr"))  # the FID first
     others = others[: max(1, (width + _GAP) // (_SMALLEST + _GAP))] if rows >= 2 * _LEAST or not losses else []
@@ -135,7 +135,7 @@ def _curves(run: Followed, width: int, rows: int) -> list[Text]:
         each = (width + _GAP) // len(others) - _GAP
         parts = []
         for name in others:
-            curve = Curve.of(run.series[name], "cyan")
+            curve = DottedCurve.of(run.series[name], "cyan")
             parts.append(
                 chart(Text(shown(name), "bold cyan"), [curve], each, small, is_log=name != "lr", with_axis=False)
             )
@@ -160,15 +160,11 @@ def _beside(parts: Sequence[list[Text]], width: int) -> list[Text]:
     return lines
 
 
-def _flow(parts: Sequence[Text], width: int) -> list[Text]:
+def _flow(parts: Sequence[Text], screen: Screen) -> list[Text]:
     """Return the parts with gaps between them, in as many lines as they need."""
-    lines: list[Text] = []
     for part in parts:
-        if lines and lines[-1].cell_len + _GAP + part.cell_len <= width:
-            lines[-1].append(" " * _GAP).append_text(part)
-        else:
-            lines.append(part.copy())
-    return lines
+        part.truncate(screen.width, overflow="ellipsis" if screen.has_blocks else "crop")
+    return flow(parts, screen.width, len(parts))
 
 
 def _newest(notes: Sequence[tuple[LoggedEvent, int]], most: int) -> list[tuple[LoggedEvent, int]]:

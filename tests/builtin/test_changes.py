@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hookdiff import Feed, UserError, build_loop, hookimpl, load_config
+from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.builtin.changes import FIXED, FIXED_SWITCHES, Changes, changes, check_parts
-from hookdiff.diffusion import Diffusion
-from hookdiff.disk import flatten
+from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.disk.tree import flatten
 from hookdiff.experiment.config import RunConfig
-from hookdiff.models.init import Initialisation
-from hookdiff.structure import described, parameters
-from hookdiff.testing import toy_loop
+from hookdiff.options.fields import Fixed
+from hookdiff.options.structure import described, marks_of, parameters
 from hookdiff_muon import muon
 from hookdiff_networks import DiT, UNet
 from tests.conftest import Restores, check_facts, refused, saved, warnings
@@ -78,13 +78,19 @@ def test_added_and_removed_plugins_are_logged(tmp_path, caplog):
     check_facts(order, "run.plugins", "order")
 
 
+def of_parts() -> dict[str, str]:
+    """Return the keys that the networks and the optimizer of the packages here mark as fixed."""
+    parts: dict[Any, str] = {UNet: "model", DiT: "model", muon: "optimizer"}
+    return {f"{table}.{k}": m.reason for part, table in parts.items() for k, m in marks_of(part, Fixed).items()}
+
+
 def test_the_fixed_keys_are_keys_of_a_config():
     known = {
         "run": parameters(RunConfig),
         "data": described(Feed),
-        "model": {"use", *parameters(UNet), *parameters(DiT), *parameters(Initialisation)},
+        "model": {"use", *parameters(UNet), *parameters(DiT)},
         "diffusion": parameters(Diffusion),
-        "optimizer": {"use", "amsgrad", "centered", "momentum", *parameters(muon)},
+        "optimizer": {"use", "amsgrad", "centered", "momentum"},
     }
     for key in (*FIXED, *FIXED_SWITCHES):
         table, _, name = key.partition(".")
@@ -92,12 +98,12 @@ def test_the_fixed_keys_are_keys_of_a_config():
 
 
 def test_the_fixed_keys_are_in_the_docs():
-    page = Path(__file__).parents[2] / "docs" / "how-to.md"
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "resume-a-run.md"
     if not page.exists():
         pytest.skip("needs the sources")
     (table,) = re.findall(r"^\| \| why not \|\n\|---\|---\|\n((?:\|.*\n)*)", page.read_text("utf-8"), re.M)
     rows = {key: row.split("|")[2].strip() for row in table.splitlines() for key in re.findall(r"`(\w+\.\w+)`", row)}
-    assert rows == {**FIXED, **FIXED_SWITCHES}
+    assert rows == {**FIXED, **FIXED_SWITCHES, **of_parts()}
 
 
 class Kept:
@@ -151,6 +157,7 @@ def test_golden_line_of_the_changes(runs):
     [
         ("run.seed=1", "0 -> 1"),
         ("model.head_dim=4", "8 -> 4"),
+        ('optimizer.adamw=["conv_in.*"]', "[] -> ['conv_in.*']"),
         ("data.held_out=0.5", "0 -> 0.5"),
         ("data.balanced=true", "False -> True"),
         ("diffusion.process.timesteps=50", "20 -> 50"),
@@ -161,7 +168,7 @@ def test_a_change_of_a_fixed_key_is_refused(runs, setting, change, tmp_path):
     runs()
     before = (tmp_path / "run" / "config.toml").read_bytes()
     key = setting.partition("=")[0]
-    reason = {**FIXED, **FIXED_SWITCHES}[key.removesuffix(".timesteps")]
+    reason = {**FIXED, **FIXED_SWITCHES, **of_parts()}[key.removesuffix(".timesteps")]
     with refused(UserError, f"{key} {change}", reason, "model.start_from") as error:
         runs(setting, "optimizer.lr=0.5")
     assert "optimizer.lr" not in str(error.value)

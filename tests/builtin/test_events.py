@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hookdiff import PASS, Finding, Loop, NonFinite, Verdict, hookimpl
-from hookdiff.builtin import builtin_plugins
-from hookdiff.events import Event
-from hookdiff.history import History, read_events
-from hookdiff.testing import toy_loop
+from hookdiff import PASS, Finding, Loop, NonFinite, Verdict, builtin_plugins, hookimpl
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.log.event import Event
+from hookdiff.run_dir.events_jsonl import read_events
+from hookdiff.run_dir.history import History
 from hookdiff_checkpoint import Checkpoint
 from tests.conftest import Restores, StopAt, check_facts
 

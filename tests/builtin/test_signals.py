@@ -2,16 +2,15 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from hookdiff import hookimpl
-from hookdiff.builtin import Signals
-from hookdiff.testing import assert_same, toy_loop, weights
-from tests.conftest import PATIENCE
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.builtin.signals import Signals
+from tests.forked import python
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 
@@ -153,10 +152,10 @@ def test_each_of_two_runs_counts_its_own_signals():
 
 
 FORKS = """
-import os, signal
-from hookdiff.builtin import Signals
+import os, signal, warnings
+from hookdiff.builtin.signals import Signals
 from hookdiff import hookimpl
-from hookdiff.testing import toy_loop
+from hookdiff.authors.testing.toy import toy_loop
 
 class Forks:
     @hookimpl
@@ -167,6 +166,7 @@ class Forks:
                 os._exit(7)
             print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
+warnings.simplefilter("ignore")  # of newer Pythons, which dislike forks beside threads
 signals = Signals()
 print(toy_loop({"signals": signals, "forks": Forks()}).run(), signals.caught)
 """
@@ -174,10 +174,7 @@ print(toy_loop({"signals": signals, "forks": Forks()}).run(), signals.caught)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
 def test_a_forked_process_has_the_earlier_handlers():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKS], text=True, capture_output=True, timeout=PATIENCE
-    )
-    assert (done.stdout, done.stderr) == (f"{-TERM}\ndone None\n", "")
+    assert python(FORKS) == (0, f"{-TERM}\ndone None\n", "")
 
 
 def test_another_thread_installs_no_handlers():

@@ -3,9 +3,11 @@ from typing import Any
 import pytest
 import torch
 
-from hookdiff import Batch, Feed, Loop, hookimpl
+from hookdiff import Batch, Loop, hookimpl
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.builtin.skip import SkipBatches
-from hookdiff.testing import assert_same, toy_loop, weights
+from hookdiff.images import feed_of
 from tests.conftest import Restores, refused, saved
 
 
@@ -41,10 +43,10 @@ def test_the_batches_after_the_skipped_ones_are_the_same(num: int, batch_size: i
 
 def test_a_smaller_last_batch_counts_as_one() -> None:
     data = torch.linspace(-1, 1, 168).reshape(42, 4)
-    whole = seen(0, data=Feed(data, drop_last=False))
+    whole = seen(0, data=feed_of(data, drop_last=False))
     assert len(whole[5][1]) == 2
-    assert seen(5, data=Feed(data, drop_last=False)) == whole[5:]
-    assert seen(6, data=Feed(data, drop_last=False)) == whole[6:]
+    assert seen(5, data=feed_of(data, drop_last=False)) == whole[5:]
+    assert seen(6, data=feed_of(data, drop_last=False)) == whole[6:]
 
 
 def test_a_resumed_run_skips_from_its_position() -> None:

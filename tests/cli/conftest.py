@@ -5,7 +5,7 @@ import pytest
 USER = """
 import os
 import signal
-from hookdiff import hookimpl
+from hookdiff import hookimpl, plugin
 
 class NaN:
     "Makes the third loss a NaN."
@@ -31,10 +31,9 @@ class OutOfTime:
         if loop.progress.step == 2:
             loop.stop("time")
 
+@plugin(hooks_version=99)
 class Later:
     "Is made for a later version of the hooks."
-
-    hooks_version = 99
 
     @hookimpl
     def a_hook_to_come(self):

@@ -60,11 +60,8 @@ def test_the_printed_config_makes_the_same_run(hookdiff, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "place", "facts"),
     [
-        ("model.num_head=4", "model.num_head", ("'num_heads'", "in_channels")),
         ("model.num_heads=3", "model", ("num_heads=3", "hidden_size=128", 2)),
         ("model.patch_size=0", "model", ("patch_size=0", 1)),
-        ("model.depth=six", "model.depth", ("'six'",)),
-        ("model.use=dti", "model.use", ("'dti'", "'dit'", "unet", "dit", "module:Name")),
         ("model.start_from=gone.safetensors", "model.start_from", ("gone.safetensors",)),
     ],
 )

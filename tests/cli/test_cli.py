@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
+from hookdiff import HOOKS_VERSION
 from hookdiff.cli import COMMANDS
-from hookdiff.hookspecs import HOOK_NAMES, HOOKS_VERSION
+from hookdiff.loop.hookspecs import HOOK_NAMES
 from tests.conftest import check_facts, finish
 
 
@@ -41,7 +42,7 @@ def test_the_module_is_the_command():
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["hooks"], ["--version"]])
 def test_help_imports_neither_torch_nor_plugins(folder, start, words):
-    code, out, times = finish(start(folder, *words, python=["-X", "importtime"]))
+    code, out, times = finish(start(folder, *words, fresh=True, python=["-X", "importtime"]))
     imported = {line.rpartition("|")[2].strip() for line in times.splitlines()}
     assert code == 0
     assert out
@@ -104,7 +105,7 @@ def test_a_wrong_input_is_one_message_with_exit_code_2(hookdiff, folder, words, 
 
 @pytest.mark.parametrize("command", ["check", "run", "doctor"])
 def test_an_installed_plugin_for_a_later_version_of_the_hooks_is_one_message(hookdiff, folder, install, command):
-    source = "from hookdiff import hookimpl\nclass Late:\n    hooks_version = 99\n"
+    source = "from hookdiff import plugin\n@plugin(hooks_version=99)\nclass Late: ...\n"
     install("hookdiff-late", {"late": "hd_cli_late:Late"}, hd_cli_late=source)
     code, out, err = hookdiff(command, "small.toml", "--plugins", "late")
     assert (code, out) == (2, "")

@@ -9,7 +9,7 @@ from itertools import cycle
 
 import pytest
 
-from tests.conftest import PATIENCE, check_facts, records, wait_until
+from tests.conftest import PATIENCE, check_facts, finish, records, wait_until
 
 HOOKDIFF = [sys.executable, "-c", "from hookdiff.cli import main; main()"]
 
@@ -102,20 +102,15 @@ def test_a_wrong_input_has_its_exit_code_without_a_stream_for_the_message(begin)
         assert begin(words, redirect, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).wait(PATIENCE) == 2
 
 
-def test_names_are_escaped_on_the_terminal(folder, begin):
+def test_names_are_escaped_on_the_terminal(folder, start):
     name = "red\x1b[31m two\nlines right\u202eleft " + os.fsdecode(b"latin-\xe9")
-    process = subprocess.run(
-        [*HOOKDIFF, "run", "small.toml", "--out", folder / name, "--set", "run.steps=1"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "utf-8:strict"},
-        capture_output=True,
-        timeout=PATIENCE,
-    )
-    assert process.returncode == 0, process.stderr
+    words = ("run", "small.toml", "--out", folder / name, "--set", "run.steps=1")
+    code, out, err = finish(start(folder, *words, fresh=True, PYTHONIOENCODING="utf-8:strict"))
+    assert code == 0, err
     assert saved_steps(folder / name) == [1]
-    text = (process.stdout + process.stderr).decode()
+    text = out + err
     check_facts(text, "config.toml", r"two\nlines", r"latin-\udce9")
     assert not set(text) & set("\x1b\u202e")
-    again = subprocess.run([*HOOKDIFF, "resume", folder / name], cwd=folder, capture_output=True, timeout=PATIENCE)
-    assert again.returncode == 0, again.stderr
-    check_facts(again.stdout.decode(), "1 of 1 steps")
+    code, out, err = finish(start(folder, "resume", folder / name))
+    assert code == 0, err
+    check_facts(out, "1 of 1 steps")

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from hookdiff.hookspecs import HOOK_NAMES
+from hookdiff.loop.hookspecs import HOOK_NAMES
 from hookdiff_ema import EMA
 from tests.conftest import check_facts
 
@@ -55,9 +55,9 @@ def test_the_list_is_read_from_the_sources(folder, install):
     assert rows(table)["ema"] == EMA.__doc__.splitlines()[0]
 
 
-@pytest.mark.parametrize("written", ["needs", "needs: dict"])
+@pytest.mark.parametrize("written", ["plugin", "hookdiff.plugin"])
 def test_a_package_that_is_missing_is_listed(hookdiff, folder, install, written):
-    source = f"class Mine:\n    'Works.'\n    {written} = {{'hd_nowhere': 'nowhere[all]>=2'}}\n"
+    source = f"@{written}(needs={{'hd_nowhere': 'nowhere[all]>=2'}})\nclass Mine:\n    'Works.'\n"
     install("needy", {"needy": "hd_needy:Mine"}, hd_needy=source)
     code, out, _ = hookdiff("plugins")
     assert code == 0

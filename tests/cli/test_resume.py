@@ -9,10 +9,11 @@ import tomli
 from safetensors.torch import load_file
 
 from hookdiff import build_loop, load_config
-from hookdiff.testing import assert_same
+from hookdiff.authors.testing.compare import assert_same
 from tests.conftest import check_facts, finish, records, wait_for, write_small
 
 USER = """
+import os
 import random
 import time
 from pathlib import Path
@@ -42,13 +43,14 @@ class Usr1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
 class SlowSave:
-    "Saves slowly between steps; one file marks the beginning, another the end."
+    "Saves between steps, until a signal comes if one is to; one file marks the beginning, another the end."
 
     @hookimpl
     def between_steps(self, loop):
         if loop.progress.step == 3:
             Path("saving").touch()
-            time.sleep(1)
+            while "UNTIL_A_SIGNAL" in os.environ and not loop.plugins["signals"].caught:
+                time.sleep(0.01)
             Path("saved").touch()
 
 class SlowBuild:
@@ -211,7 +213,7 @@ def test_a_signal_to_the_process_group_lets_the_run_close_its_workers(
     data = {"source": "hd_resume:Samples", "workers": 2, "held_out": 10}
     run = {"plugins": ["ema", "checkpoint", "hd_resume:SlowSave"], "log_every": 1}
     path = write_config(run=run, data=data)
-    process = start(folder, "run", path, "--out", "run", "--set", "run.steps=100000")
+    process = start(folder, "run", path, "--out", "run", "--set", "run.steps=100000", UNTIL_A_SIGNAL="1")
     wait_for(folder / moment, process)
     os.killpg(process.pid, number)
     returned, out, err = finish(process)

@@ -7,7 +7,7 @@ import pytest
 import tomli
 from safetensors.torch import load_file
 
-from hookdiff.testing import assert_same
+from hookdiff.authors.testing.compare import assert_same
 from tests.conftest import check_facts, finish, records, wait_for
 
 
@@ -111,6 +111,7 @@ def test_a_nan_exits_3_and_keeps_the_weights_before_it(hookdiff, folder):
     code, out, _ = hookdiff("run", "small.toml", "--out", "run", "--plugins", "hd_cli_user:NaN")
     assert code == 3
     check_facts(out.splitlines()[0], "small", 2)
+    check_facts(out.splitlines()[-1], "--resume", "--skip-batches 1", "--lr X")
     assert checkpoints(folder / "run") == ["step-00000002"]
     assert all(value.isfinite().all() for value in saved(folder / "run").values())
 
@@ -197,7 +198,7 @@ class Looks:
 
 def test_a_training_looks_for_garbage_as_usual_but_not_among_imported_modules(folder, start):
     (folder / "hd_looks.py").write_text(GARBAGE)
-    process = start(folder, "run", "small.toml", "--plugins", "hd_looks:Looks", "--out", "run")
+    process = start(folder, "run", "small.toml", "--plugins", "hd_looks:Looks", "--out", "run", fresh=True)
     assert finish(process)[0] == 0
     found = records(folder / "run")[0]
     assert found["threshold"] <= 2_000  # the usual one; this process may have another by now

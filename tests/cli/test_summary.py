@@ -1,7 +1,7 @@
 import json
 
-from hookdiff.cli.summary import summary
-from hookdiff.testing import toy_loop
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.cli.summary import run_summary
 
 
 def test_golden_summary_of_a_run(tmp_path):
@@ -18,7 +18,7 @@ def test_golden_summary_of_a_run(tmp_path):
     (tmp_path / "empty").mkdir()
     loop = toy_loop(run_dir=tmp_path)
     loop.log({"odd/inner": 1.0}, detail=True)
-    assert summary(loop, "time", "it", 125.4) == (
+    assert run_summary(loop, "time", "it", 125.4) == (
         "it: out of time after 0 steps, 0 epochs, in 2:05 min\n"
         f"  {tmp_path}/config.toml    the whole config; running it again gives the same run\n"
         f"  {tmp_path}/empty          empty\n"

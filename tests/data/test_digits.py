@@ -1,7 +1,7 @@
 import torch
 from sklearn.datasets import load_digits
 
-from hookdiff.data import digits
+from hookdiff.data.memory import digits
 
 
 def test_the_digits_match_scikit_learn() -> None:

@@ -6,15 +6,16 @@ from hypothesis import given, strategies as st
 
 from hookdiff import Feed, InMemory, UserError
 from hookdiff.data.order import replacements, split
+from hookdiff.images import feed_of
 from tests.conftest import refused
 
 CPU = torch.device("cpu")
 
 
-def feed_of(labels: list[int] | None, batch_size: int = 1, seed: int = 0, **options: Any) -> Feed:
+def make_feed(labels: list[int] | None, batch_size: int = 1, seed: int = 0, **options: Any) -> Feed:
     length = 100 if labels is None else len(labels)
     data = InMemory(torch.zeros(length, 1), None if labels is None else torch.tensor(labels))
-    return Feed(data, **options).bind(batch_size, seed)
+    return feed_of(data, **options).bind(batch_size, seed)
 
 
 sets = st.lists(st.integers(-1, 4), min_size=2, max_size=60)
@@ -26,9 +27,9 @@ def test_held_out_samples_are_never_trained_on(labels: list[int] | None, amount:
     count = amount if isinstance(amount, int) else round(amount * length)
     if not 0 < count < length:
         with refused(UserError, "held_out", amount, length, count):
-            feed_of(labels, held_out=amount)
+            make_feed(labels, held_out=amount)
         return
-    feed = feed_of(labels, held_out=amount, seed=seed)
+    feed = make_feed(labels, held_out=amount, seed=seed)
     held, training = set(feed.held_out_indices.tolist()), set(feed.training.tolist())
     assert len(held) == len(feed.held_out_indices) == count
     assert held | training == set(range(length))
@@ -36,7 +37,7 @@ def test_held_out_samples_are_never_trained_on(labels: list[int] | None, amount:
     for epoch in range(3):
         assert set(feed.order(epoch).tolist()) == training
     # held-out samples do not depend on the run's seed
-    assert torch.equal(feed.held_out_indices, feed_of(labels, held_out=amount, seed=seed + 1).held_out_indices)
+    assert torch.equal(feed.held_out_indices, make_feed(labels, held_out=amount, seed=seed + 1).held_out_indices)
     if labels is not None:
         for label in set(labels):
             share = count * labels.count(label) / length
@@ -45,7 +46,7 @@ def test_held_out_samples_are_never_trained_on(labels: list[int] | None, amount:
 
 @given(labels=sets, seed=st.integers(0, 3), epoch=st.integers(0, 3), held_out=st.sampled_from([0, 1]))
 def test_balanced_classes_come_equally_often(labels: list[int], seed: int, epoch: int, held_out: int) -> None:
-    feed = feed_of(labels, seed=seed, balanced=True, held_out=held_out)
+    feed = make_feed(labels, seed=seed, balanced=True, held_out=held_out)
     order = feed.order(epoch)
     assert torch.equal(order, feed.order(epoch))
     assert len(order) == len(labels) - held_out
@@ -61,7 +62,7 @@ def test_balanced_classes_come_equally_often(labels: list[int], seed: int, epoch
 
 
 def test_each_epoch_balances_with_other_samples() -> None:
-    feed = feed_of([0] * 90 + [1] * 10, balanced=True)
+    feed = make_feed([0] * 90 + [1] * 10, balanced=True)
     first, second = (set(feed.order(epoch).tolist()) for epoch in range(2))
     assert len(first) == len(second) == 60
     assert first != second
@@ -69,14 +70,14 @@ def test_each_epoch_balances_with_other_samples() -> None:
 
 def test_balance_needs_labels() -> None:
     with refused(UserError, "balanced", "labels"):
-        feed_of(None, balanced=True)
+        make_feed(None, balanced=True)
 
 
 def test_counts_of_an_epoch_leave_out_held_out_samples() -> None:
-    feed = feed_of(None, batch_size=8, held_out=0.1)
+    feed = make_feed(None, batch_size=8, held_out=0.1)
     assert (len(feed), feed.num_batches, len(list(feed.batches(0)))) == (88, 11, 11)
     with refused(UserError, 5, "batch_size", 8):
-        feed_of(None, batch_size=8, held_out=95)
+        make_feed(None, batch_size=8, held_out=95)
 
 
 def test_held_out_and_training_samples_can_be_read() -> None:

@@ -10,25 +10,11 @@ from attrs import define, field
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hookdiff.diffusion import (
-    DDIM,
-    DDPM,
-    EDM,
-    VP,
-    Diffusion,
-    DPMSolver2M,
-    EDMPrediction,
-    Euler,
-    Flow,
-    Heun,
-    Linear,
-    Prediction,
-    Process,
-    ScaledLinear,
-    Schedule,
-    Sigmoid,
-    Solver,
-)
+from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion.prediction import EDMPrediction, Prediction
+from hookdiff.diffusion.process import EDM, VP, Flow, Process
+from hookdiff.diffusion.schedules import Linear, ScaledLinear, Schedule, Sigmoid
+from hookdiff.diffusion.solvers import DDIM, DDPM, DPMSolver2M, Euler, Heun, Solver
 
 PREDICTIONS = list(Prediction.known)
 PROCESSES: dict[str, Process] = {name: VP(name) for name in Schedule.known} | {"flow": Flow(), "edm": EDM()}

@@ -7,7 +7,10 @@ from attrs import evolve
 from hypothesis import given
 from torch import Tensor
 
-from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling, Solver
+from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion.guidance import ClassifierFree
+from hookdiff.diffusion.sampling import Sampling
+from hookdiff.diffusion.solvers import Solver
 from hookdiff.diffusion.spacing import karras_sigmas
 from tests.conftest import refused
 from tests.diffusion.conftest import generators, objectives, pointwise, solvers
@@ -95,16 +98,3 @@ def test_guidance_that_does_not_fit_the_objective_is_refused(
     with refused(ValueError, *facts):
         Sampling(guidance=ClassifierFree(2.0)).sample(pointwise, diffusion, (1, 2, 2), [], "cpu")
     assert Sampling(steps=3, guidance=ClassifierFree(1.0)).points(diffusion)  # scale 1 is no guidance
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "facts"),
-    [
-        ("scale", -1.0, [-1.0]),
-        ("interval", (-1.0, 1.0), ["[0, inf]", -1]),
-        ("interval", (2.0, 1.0), ["[low, high]", "[2, 1]"]),
-    ],
-)
-def test_options_outside_of_their_range_are_refused(option: str, value: object, facts: list[object]) -> None:
-    with refused(ValueError, f"'{option}'", *facts):
-        ClassifierFree(**{option: value})

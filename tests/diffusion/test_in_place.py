@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdiff import Batch, Loop, LoopConfig
-from hookdiff.data import InMemory
-from hookdiff.diffusion import ClassifierFree, Diffusion, Guidance, Sampling, Solver
-from hookdiff.testing import assert_same, toy_loop
+from hookdiff import Batch, InMemory, Loop, LoopConfig
+from hookdiff.authors.testing.compare import assert_same
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion.guidance import ClassifierFree, Guidance
+from hookdiff.diffusion.sampling import Sampling
+from hookdiff.diffusion.solvers import Solver
 from hookdiff_autoguidance.guidance import AwayFrom
 from hookdiff_debug.measure import measure_outputs, untouched
 from tests.diffusion.conftest import generators, seeded

@@ -1,6 +1,5 @@
 """Test how parts are written in a config, set on the command line, recorded and refused, and how users add parts."""
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,31 +10,17 @@ import tomli
 import tomli_w
 import torch
 
-from hookdiff import SampleRequest, load_config
-from hookdiff.diffusion import (
-    DDIM,
-    DDPM,
-    EDM,
-    P2,
-    VP,
-    Cosine,
-    DDPMProcess,
-    Diffusion,
-    DynamicThreshold,
-    EDMPrediction,
-    EDMWeighting,
-    Flow,
-    Heun,
-    Linear,
-    LogitNormal,
-    LogNormal,
-    MinSNR,
-    Sampling,
-    Shifted,
-)
-from hookdiff.errors import ConfigError
-from hookdiff.experiment.build import build_loop
-from hookdiff.experiment.part import Part
+from hookdiff import ConfigError, SampleRequest, build_loop, load_config
+from hookdiff.diffusion.clipping import DynamicThreshold
+from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion.prediction import EDMPrediction
+from hookdiff.diffusion.process import EDM, VP, DDPMProcess, Flow
+from hookdiff.diffusion.sampling import Sampling
+from hookdiff.diffusion.schedules import Cosine, Linear
+from hookdiff.diffusion.solvers import DDIM, DDPM, Heun
+from hookdiff.diffusion.spacing import Shifted
+from hookdiff.diffusion.times import LogitNormal, LogNormal
+from hookdiff.diffusion.weighting import P2, EDMWeighting, MinSNR
 from tests.conftest import SMALL, check_facts, finish, records, refused
 
 Load = Callable[..., Any]
@@ -269,7 +254,7 @@ def test_a_part_loads_from_an_entry_point(install: Load, load_small: Load, mine:
 
 
 PLAIN = """
-from hookdiff.diffusion import Loss
+from hookdiff.diffusion.losses import Loss
 
 class Keeps(Loss):
     def __init__(self, power: float = 2.0) -> None:
@@ -476,36 +461,19 @@ def test_modules_are_found_in_the_import_from_folder(mine: Path, load_small: Loa
 @pytest.mark.parametrize(
     ("tables", "key", "facts"),
     [
-        ({"diffusion": {"process": {"use": "flow", "shift": "x"}}}, "diffusion.process.shift", ["'x'"]),
-        ({"diffusion": {"process": {"use": "flow", "shift": 0}}}, "diffusion.process.shift", [0.0]),
-        ({"diffusion": {"process": {"use": "flow", "shfit": 3}}}, "diffusion.process.shfit", ["'shift'", "time_scale"]),
         (
             {"diffusion": {"process": {"timesteps": 50}}},
             "diffusion.process.timesteps",
             ["use = 'vp' or use = 'ddpm'", "shift"],
         ),
         (
-            {"diffusion": {"process": {"use": "vp", "schedule": {"use": "linear", "beta_end": 2}}}},
-            "diffusion.process.schedule.beta_end",
-            ["(0, 1)", 2],
-        ),
-        (
             {"diffusion": {"process": {"use": "vp", "schedule": {"use": "cosine", "beta_end": 0.1}}}},
             "diffusion.process.schedule.beta_end",
             ["offset", "max_beta"],
         ),
-        (
-            {"diffusion": {"process": {"use": "vp", "schedule": "cosin"}}},
-            "diffusion.process.schedule",
-            ["'cosin'", "'cosine'"],
-        ),
         ({"diffusion": {"process": {"use": "ddpm", "timesteps": 100}}}, "diffusion.process", ["'timesteps'", 100]),
         ({"diffusion": {"process": {"use": "edm", "sigma_min": 90}}}, "diffusion.process", ["'sigma_min'", 90, 80]),
-        ({"diffusion": {"process": 3}}, "diffusion.process", [3]),
-        ({"diffusion": {"process": ["flow"]}}, "diffusion.process", ["flow"]),
-        ({"diffusion": {"process": {"use": 3}}}, "diffusion.process", [3, "vp", "ddpm", "flow", "edm"]),
         ({"diffusion": {"prediction": {"sigma_data": 1.0}}}, "diffusion.prediction", ["`use`", "epsilon", "edm"]),
-        ({"diffusion": {"weighting": "minsnr"}}, "diffusion.weighting", ["'minsnr'", "'min_snr'"]),
         (
             {"diffusion": {"weighting": "hookdiff.diffusion:Euler"}},
             "diffusion.weighting",
@@ -529,103 +497,19 @@ def test_modules_are_found_in_the_import_from_folder(mine: Path, load_small: Loa
             "diffusion.times",
             ["'log_normal'", "'uniform'"],
         ),
-        ({"sampling": {"sampler": {"use": "ddim", "eta": 2}}}, "sampling.sampler.eta", [2]),
-        (
-            {"sampling": {"sampler": {"use": "ddpm", "variance": "learned"}}},
-            "sampling.sampler.variance",
-            ["fixed_small"],
-        ),
         ({"sampling": {"sampler": {"use": "ddim", "churn": 2.0}}}, "sampling.sampler.churn", ["eta"]),
-        ({"sampling": {"spacing": "shifted"}}, "sampling.spacing", ["shift"]),
-        ({"sampling": {"guidance": {"interval": [2, 1]}}}, "sampling.guidance.interval", ["[2, 1]"]),
-        ({"sampling": {"guidance": {"interval": [1]}}}, "sampling.guidance.interval", [2, 1]),
-        ({"sampling": {"clipping": {"use": "dynamic", "ratio": 1.5}}}, "sampling.clipping.ratio", [1.5]),
     ],
 )
-def test_one_mistake_is_one_problem_with_its_key(load_small: Load, tables: Tables, key: str, facts: list[Any]) -> None:
-    assert_problems(load_small, tables, {key: facts})
-
-
-def assert_problems(load: Load, tables: Tables, expected: dict[str, list[Any]]) -> None:
-    """Assert that the error reports exactly these keys, each on a line with its facts."""
+def test_a_part_that_does_not_fit_is_one_problem_with_its_key(
+    load_small: Load, tables: Tables, key: str, facts: list[Any]
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(**tables)
-    first, *lines = str(caught.value).splitlines()
-    check_facts(first, len(expected))
-    found = {place: line for place, _, line in (line.strip().partition(": ") for line in lines)}
-    assert sorted(found) == sorted(expected)
-    for key, facts in expected.items():
-        check_facts(found[key], *facts)
+        load_small(**tables)
+    _, line = str(caught.value).splitlines()
+    assert line.startswith(f"  {key}: ")
+    check_facts(line, *facts)
 
 
-def test_every_mistake_is_reported_with_its_own_key(load_small: Load) -> None:
-    diffusion = {
-        "process": {
-            "use": "vp",
-            "schedule": {"use": "linear", "beta_start": 0, "beta_end": "x"},
-            "timesteps": 0,
-            "steps": 3,
-        },
-        "prediction": {"use": "edm", "sigma_data": -1},
-        "weighting": {"use": "p2", "k": 0, "gamma": -1},
-        "times": "lognormal",
-        "loss": {"use": "huber", "dleta": 1.0},
-        "label_dropout": 2,
-        "schedule": "flow",
-    }
-    sampling = {
-        "sampler": {"use": "heun", "churn": -1, "churn_noise": 0},
-        "steps": 0,
-        "spacing": {"use": "karras", "rho": "7"},
-        "clipping": "clmap",
-        "guidance": {"scale": -1, "interval": [2, 1]},
-    }
-    places = (
-        *("process.schedule.beta_start", "process.schedule.beta_end", "process.timesteps", "process.steps"),
-        *(
-            "prediction.sigma_data",
-            "weighting.k",
-            "weighting.gamma",
-            "times",
-            "loss.dleta",
-            "label_dropout",
-            "schedule",
-        ),
-    )
-    expected: dict[str, list[Any]] = {f"diffusion.{place}": [] for place in places}
-    places = ("sampler.churn", "sampler.churn_noise", "steps", "spacing.rho", "clipping", "guidance.scale")
-    expected |= {f"sampling.{place}": [] for place in (*places, "guidance.interval")}
-    assert_problems(load_small, {"diffusion": diffusion, "sampling": sampling}, expected)
-
-
-MOVED = [
-    *(("diffusion", key, text) for key, text in Diffusion.moved_keys.items()),
-    *(("sampling", key, text) for key, text in Sampling.moved_keys.items()),
-]
-
-
-@pytest.mark.parametrize(("table", "key", "text"), MOVED, ids=[f"{table}.{key}" for table, key, _ in MOVED])
-def test_an_old_key_is_reported_with_a_new_spelling_that_loads(
-    load_small: Load, table: str, key: str, text: str
-) -> None:
-    assert_problems(load_small, {table: {key: 1}}, {f"{table}.{key}": [text]})
-    spellings = re.findall(r"\w+ = (?:\{.*\}|'\w+')", text)
-    assert spellings
-    for spelling in map(tomli.loads, spellings):
-        part: Part = getattr(load_small(**{table: spelling}), table)
-        assert part.arguments.keys() == spelling.keys()
-
-
-@pytest.mark.parametrize(
-    ("diffusion", "facts"),
-    [
-        ({"process": "edm", "data_std": 0.3}, ["'prediction'", "sigma_data", 0.5, "data_std"]),
-        ({"process": "flow", "weighting": "edm", "data_std": 0.3}, ["'weighting'", "sigma_data", 0.5, "data_std"]),
-        ({"process": {"use": "ddpm", "rescale_betas_zero_snr": True}}, ["'prediction'", "'epsilon'", "'v_prediction'"]),
-    ],
-)
-def test_parts_that_contradict_each_other_are_refused(
-    load_small: Load, tmp_path: Path, diffusion: Any, facts: list[Any]
-) -> None:
-    with refused(ConfigError, "diffusion", *facts):
-        build_loop(load_small(diffusion=diffusion), tmp_path / "run")
+def test_parts_that_contradict_each_other_are_refused(load_small: Load, tmp_path: Path) -> None:
+    with refused(ConfigError, "diffusion", "'prediction'", "sigma_data", 0.5, "data_std"):
+        build_loop(load_small(diffusion={"process": "edm", "data_std": 0.3}), tmp_path / "run")

@@ -6,27 +6,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
-from hookdiff.diffusion import (
-    DDPM,
-    EDM,
-    IMAGE,
-    VP,
-    Clamp,
-    ClassifierFree,
-    DDPMProcess,
-    Diffusion,
-    DPMSolver2M,
-    Euler,
-    Flow,
-    Heun,
-    Karras,
-    NoClipping,
-    Sampling,
-    Shifted,
-    Solver,
-    Trailing,
-)
-from hookdiff.errors import PluginError
+from hookdiff.diffusion.clipping import Clamp, NoClipping
+from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion.guidance import ClassifierFree
+from hookdiff.diffusion.process import EDM, IMAGE, VP, DDPMProcess, Flow
+from hookdiff.diffusion.sampling import Sampling
+from hookdiff.diffusion.solvers import DDPM, DPMSolver2M, Euler, Heun, Solver
+from hookdiff.diffusion.spacing import Karras, Shifted, Trailing
 from tests.conftest import refused
 from tests.diffusion.conftest import euler_for_heun_on_flow, generators, objectives, pointwise, solvers
 
@@ -291,26 +277,6 @@ def test_strength_outside_of_its_range_is_an_error(strength: float) -> None:
 
 
 # Options
-
-
-@pytest.mark.parametrize(("option", "value"), [("steps", 0), ("batch_size", 0)])
-def test_options_outside_of_their_range_are_refused(option: str, value: int) -> None:
-    with refused(ValueError, f"'{option}'", value):
-        Sampling(**{option: value})
-
-
-@pytest.mark.parametrize(
-    ("option", "name", "nearest"),
-    [
-        ("sampler", "eulr", "'euler'"),
-        ("spacing", "trainling", "'trailing'"),
-        ("clipping", "clmap", "'clamp'"),
-        ("guidance", "cgf", "'cfg'"),
-    ],
-)
-def test_unknown_names_get_the_nearest(option: str, name: str, nearest: str) -> None:
-    with refused(PluginError, f"'{name}'", nearest, "module:Name"):
-        Sampling(**{option: name})
 
 
 def test_each_process_has_its_defaults() -> None:

@@ -4,18 +4,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hookdiff.diffusion import (
-    EDM,
-    VP,
-    Flow,
-    Karras,
-    Leading,
-    Process,
-    Shifted,
-    Spacing,
-    Trailing,
-)
-from hookdiff.diffusion.spacing import karras_sigmas
+from hookdiff.diffusion.process import EDM, VP, Flow, Process
+from hookdiff.diffusion.spacing import Karras, Leading, Shifted, Spacing, Trailing, karras_sigmas
 from tests.conftest import refused
 from tests.diffusion.conftest import column, vp
 
@@ -131,11 +121,3 @@ def test_spacings_that_do_not_fit_the_process_are_refused(
 ) -> None:
     with refused(ValueError, *facts):
         spacing.points(process, 50)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0])
-def test_options_outside_of_their_range_are_refused(value: float) -> None:
-    with refused(ValueError, "'rho'", value):
-        Karras(value)
-    with refused(ValueError, "'shift'", value):
-        Shifted(value)

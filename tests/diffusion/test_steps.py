@@ -7,23 +7,12 @@ import torch
 from hypothesis import assume, given, strategies as st
 from torch import Tensor
 
-from hookdiff.diffusion import (
-    DDIM,
-    DDPM,
-    EDM,
-    IMAGE,
-    VP,
-    Diffusion,
-    DPMSolver2M,
-    Epsilon,
-    Euler,
-    Flow,
-    Heun,
-    Karras,
-    NoClipping,
-    Point,
-)
-from hookdiff.diffusion.prediction import q_sample
+from hookdiff.diffusion.clipping import NoClipping
+from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion.prediction import Epsilon, q_sample
+from hookdiff.diffusion.process import EDM, IMAGE, VP, Flow, Point
+from hookdiff.diffusion.solvers import DDIM, DDPM, DPMSolver2M, Euler, Heun
+from hookdiff.diffusion.spacing import Karras
 from tests.diffusion.conftest import vp
 
 POINTS = VP("linear").at_timesteps(list(range(1000)))

@@ -10,8 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hookdiff import StorageError
-from hookdiff.disk import check_tensors, lock_run_dir, new_file, new_folder, write_file, write_tensors
-from hookdiff.disk.files import writing
+from hookdiff.disk.files import new_file, new_folder, write_file, writing
+from hookdiff.disk.lock import lock_run_dir
+from hookdiff.disk.tensors import check_tensors, write_tensors
 from tests.conftest import refused
 
 DTYPES = [
@@ -110,6 +111,19 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
         fails()
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["one"]
     assert (tmp_path / "made" / "one").read_bytes() == b"first"
+
+
+def test_a_file_is_synced_before_it_has_its_name_and_its_folder_after(tmp_path, monkeypatch):
+    path, synced, sync = tmp_path / "one", [], os.fsync
+
+    def noted(descriptor):
+        synced.append((os.fstat(descriptor).st_ino, path.exists()))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with new_file(path) as partial:
+        write_file(partial, b"text")
+    assert synced == [(path.stat().st_ino, False), (tmp_path.stat().st_ino, True)]
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):

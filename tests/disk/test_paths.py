@@ -1,5 +1,7 @@
 from hookdiff import UserError
-from hookdiff.disk.paths import CONFIG, check_run_dir, check_writable
+from hookdiff.disk.paths import check_writable
+from hookdiff.run_dir.config_toml import CONFIG
+from hookdiff.run_dir.layout import check_run_dir
 from tests.conftest import refused
 
 

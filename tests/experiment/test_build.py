@@ -3,13 +3,16 @@ import tomli
 import tomli_w
 import torch
 
-from hookdiff import ConfigError, Feed, InMemory, UserError, hookimpl, load_config
-from hookdiff.builtin.run_dir import RunDir
-from hookdiff.disk.paths import CONFIG
-from hookdiff.experiment.build import build_loop, fit_to_data, pick_device
+from hookdiff import ConfigError, Feed, InMemory, UserError, build_loop, hookimpl, load_config
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.builtin.directory import RunDir
+from hookdiff.experiment.build import fit_to_data, pick_device
+from hookdiff.experiment.discovery import LeftOut
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.probe import try_config
-from hookdiff.testing import assert_same, toy_loop, weights
+from hookdiff.images import feed_of
+from hookdiff.run_dir.config_toml import CONFIG
 from tests.conftest import check_facts, refused
 
 USER = """
@@ -81,7 +84,7 @@ def config(user_module, load_small):
 
 def test_a_loop_is_built_from_the_config(config, tmp_path):
     loop = build_loop(config("optimizer.lr=0.5", "run.seed=4", plugins=["ema"]), tmp_path / "run")
-    core = ["run_dir", "metrics", "texts", "distributions", "images", "events", "slow_steps"]
+    core = ["run_dir", "metrics", "texts", "distributions", "images", "events"]
     assert list(loop.plugins) == [*core, "ema"]
     assert (loop.config.seed, loop.feed.shape) == (4, (1, 8, 8))
     assert (loop.objective.process.timesteps, loop.sampler.steps) == (20, 2)
@@ -119,7 +122,7 @@ def test_the_written_config_gives_the_same_run_again(config, tmp_path):
 
 def test_plugins_without_the_hooks_are_left_out(config, tmp_path):
     loop = build_loop(config(plugins=["ema", "clip", "checkpoint"]), tmp_path, hooks=("restore", "offer_weights"))
-    heard = [name for name, plugin in loop.plugins.items() if type(plugin) is not object]
+    heard = [name for name, plugin in loop.plugins.items() if not isinstance(plugin, LeftOut)]
     assert heard == ["ema", "checkpoint"]
     assert "clip" in loop.plugins  # the name stays, so that the saved state is not of an unknown plugin
 
@@ -139,7 +142,7 @@ def test_only_images_give_an_image_size(config):
     given = config(model="Net")
     flat = fit_to_data(given, Feed(InMemory(torch.zeros(5, 3))))
     assert flat.model.arguments == {"in_channels": 3}
-    pairs = fit_to_data(given, Feed([(torch.zeros(3, 4, 6), 1)]))
+    pairs = fit_to_data(given, feed_of([(torch.zeros(3, 4, 6), 1)]))
     assert pairs.model.arguments == {"in_channels": 3, "image_size": 6}
 
 
@@ -298,7 +301,7 @@ def test_a_loop_that_does_not_restore_leaves_out_the_checkpoint_plugin(config, t
     checked = config(plugins=["checkpoint", "ema"])
     loop = build_loop(checked, tmp_path / "run", hooks=("prepare_model", "before_step", "offer_weights"))
     assert {name: type(plugin).__name__ for name, plugin in loop.plugins.items() if name in checked.plugins} == {
-        "checkpoint": "object",
+        "checkpoint": "LeftOut",
         "ema": "EMA",
     }
 

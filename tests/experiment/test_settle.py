@@ -7,9 +7,8 @@ import torch
 
 import hookdiff.experiment.settle as settle_module
 from hookdiff import build_loop
-from hookdiff.builtin.slow_steps import SlowSteps
+from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.experiment.settle import prepare_process, recorded, settle
-from hookdiff.testing import assert_same, weights
 from tests.conftest import check_facts, finish
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -201,10 +200,3 @@ def test_the_command_sets_the_threads(write_config, start, tmp_path):
     assert code == 0, err
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert '"threads": 2' in events
-
-
-def test_slow_steps_are_watched_by_a_plugin_of_every_run(load_small, tmp_path):
-    from hookdiff import build_loop
-
-    loop = build_loop(load_small(), tmp_path / "run")
-    assert any(isinstance(plugin, SlowSteps) for plugin in loop.plugins.values())

@@ -5,38 +5,32 @@ run directory changes.
 """
 
 import logging
-import math
 import os
 import shutil
-import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from attrs import define, evolve
+from attrs import define
 from hypothesis import event, given, strategies as st
 
-from hookdiff import ConfigError, Loop, LossOutput, StorageError, UserError, builtin_plugins, hookimpl
-from hookdiff.cli.summary import summary
-from hookdiff.disk import new_file, write_file, writing
+from hookdiff import ConfigError, Loop, StorageError, UserError, hookimpl
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.cli.summary import run_summary
 from hookdiff.experiment.config import read_toml
-from hookdiff.history import read_metrics
-from hookdiff.testing import assert_same, toy_loop, weights
-from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
-from hookdiff_ema import EMA
+from hookdiff.run_dir.metrics_jsonl import read_metrics
+from hookdiff_checkpoint import find_checkpoints, read_checkpoint
 from hookdiff_ema.snapshots import find_snapshots, plan, reconstruct
-from hookdiff_nan import NaN
 from hookdiff_nan.record import read_record
-from tests.conftest import PATIENCE
+from tests.hostile.formats import STEP, run_of
+from tests.hostile.mutations import in_time, listing, replace
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
 
 STEPS, SAVED = 8, 4
-STEP = "nan/step-00000002-position-00000002"
 PLACES = [
     *(".lock", "config.toml", ".config.toml.partial", "metrics.jsonl", "outcome.json", ".outcome.json.partial"),
     *("checkpoints", "checkpoints/step-00000004", "checkpoints/step-00000006", "checkpoints/.step-00000006.partial"),
@@ -47,26 +41,6 @@ PLACES = [
     *("samples", "samples/6.png", "samples/.6.png.partial", "samples/.6.png.partial/x"),
     *("ema", "ema/step-00000004-std=0.1.safetensors", "ema/.step-00000006-std=0.1.safetensors.partial"),
 ]
-
-
-class Poison:
-    """Makes the third loss a NaN."""
-
-    @hookimpl(wrapper=True)
-    def compute_loss(self, loop: Loop) -> Any:
-        output: LossOutput = yield
-        return evolve(output, loss=output.loss * math.nan) if loop.progress.position == 2 else output
-
-
-class Pictures:
-    """Writes a file at each step, as a plugin with no care of its own."""
-
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
-        assert loop.run_dir
-        path = loop.run_dir / "samples" / f"{loop.progress.step}.png"
-        with writing(path), new_file(path) as partial:
-            write_file(partial, b"picture")
 
 
 @define(eq=False)
@@ -87,16 +61,8 @@ class Attack:
 
 
 def build(run: Path, attack: Attack | None = None, steps: int = STEPS, resume: bool = False) -> Loop:
-    plugins = {
-        **builtin_plugins(signals=False),
-        **({"attack": attack} if attack else {}),
-        "ema": EMA(std=0.1, snapshot_every=2),
-        "nan": NaN(policy="skip"),
-        "poison": Poison(),
-        "pictures": Pictures(),
-        "checkpoint": Checkpoint(every=2, keep_last=2),
-    }
-    return toy_loop(plugins, run_dir=run, resume=resume, steps=steps, log_every=1)
+    loop: Loop = run_of(run, steps, {"attack": attack} if attack else {}, resume=resume)
+    return loop
 
 
 @pytest.fixture(scope="module")
@@ -122,32 +88,6 @@ def quiet() -> Iterator[None]:
     log.disabled = False
 
 
-@contextmanager
-def in_time() -> Iterator[None]:
-    """Fail if the `with` hangs, also in a call of the system."""
-
-    def ring(*_: object) -> None:
-        raise AssertionError("it hangs")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(PATIENCE)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def listing(folder: Path) -> dict[str, Any]:
-    """Return each file below `folder` with its kind, content and time; links are not followed."""
-    found = {}
-    for path in sorted([folder, *folder.rglob("*")]):
-        state = path.lstat()
-        is_file = path.is_file() and not path.is_symlink()
-        found[str(path)] = state.st_mode, path.read_bytes() if is_file else None, state.st_mtime_ns
-    return found
-
-
 def make_outside(folder: Path, saved: Path) -> Path:
     """Make a folder with files that look like those of a run, and a file."""
     shutil.copytree(saved, folder / "run")
@@ -158,43 +98,6 @@ def make_outside(folder: Path, saved: Path) -> Path:
         (folder / "folder" / name).write_bytes(b"mine")
     (folder / "file").write_bytes(b"mine\n" * 100)
     return folder
-
-
-def replace(path: Path, kind: str, outside: Path) -> None:
-    """Put a thing of this `kind` in the place of `path`."""
-    if path.parent.is_symlink() or not path.parent.is_dir():
-        path.parent.unlink(missing_ok=True)
-        path.parent.mkdir(parents=True)
-    aside = path.with_name(f"{path.name}-aside")
-    if os.path.lexists(path):
-        path.rename(aside)
-    links = {
-        "zero": Path("/dev/zero"),
-        "file outside": outside / "file",
-        "folder outside": outside / "folder",
-        "its copy outside": outside / "run" / path.name,
-        "nothing outside": outside / "new",
-        "a link to itself": path,
-        "its copy inside": aside,
-    }
-    if kind in links:
-        path.symlink_to(links[kind])
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "socket":
-        here = os.open(path.parent, os.O_RDONLY)  # the path of a socket has at most 108 bytes
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(f"/proc/self/fd/{here}/{path.name}"[:107])
-        os.close(here)
-    elif kind == "device":
-        try:
-            os.mknod(path, 0o20666, os.makedev(1, 5))  # as /dev/zero
-        except PermissionError:
-            path.symlink_to("/dev/zero")
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.write_bytes(b"\xff{")
 
 
 KINDS = [
@@ -221,7 +124,7 @@ def read_all(run: Path, loop: Loop | None) -> None:
         for snapshot in find_snapshots(run):
             assert snapshot.std == 0.1
     if loop:
-        summary(loop, "done", "run", 1.0)
+        run_summary(loop, "done", "run", 1.0)
 
 
 @given(place=st.sampled_from(PLACES), kind=st.sampled_from(KINDS), at=st.integers(0, STEPS), resume=st.booleans())

@@ -11,7 +11,7 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from hookdiff import ConfigError, UserError, load_config
-from hookdiff.data.vision import vision
+from hookdiff.images.vision import vision
 from tests.conftest import SMALL, check_facts, finish, refused, write_small
 
 # Whatever is called in this module, and the import of `hd_sneaky`, makes the file CANARY.
@@ -228,7 +228,7 @@ def test_what_is_near_an_installed_name_is_not_installed(canary: Path, target: s
         ("optimizer", {"use": "muon"}),
         ("optimizer", {"use": "torch.optim:AdamW"}),
         ("diffusion", {"weighting": "hookdiff.diffusion:MinSNR"}),
-        ("run", {"plugins": ["hookdiff_ema:EMA", "hookdiff.examples:MixUp", "clip"]}),
+        ("run", {"plugins": ["hookdiff_ema:EMA", "hookdiff.authors.examples:MixUp", "clip"]}),
     ],
 )
 def test_what_is_installed_needs_no_trust(canary: Path, table: str, value: dict[str, Any]) -> None:
@@ -265,7 +265,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn, optim
 from torch.utils.data import Dataset
 from hookdiff import InMemory
-from hookdiff.data import Images, Source
+from hookdiff.data.source import Images, Source
 
 class Net(nn.Linear):
     class Inner(nn.Linear): ...

@@ -7,11 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hookdiff import ConfigError, SampleRequest, load_config
-from hookdiff.experiment.build import build_loop
+from hookdiff import ConfigError, SampleRequest, build_loop, load_config
 from hookdiff.experiment.probe import try_config
-from hookdiff.models.adapters import adapt, check_contract, checkpointable
-from hookdiff.structure import Problems, arguments, parameters
+from hookdiff.models.adapters import adapt, check_forward, checkpointable
+from hookdiff.options.structure import Problems, arguments, parameters
 from hookdiff_memory.estimate import estimate_memory
 from hookdiff_networks import DiT, UNet
 from tests.conftest import check_facts, refused
@@ -51,8 +50,8 @@ def test_our_models_follow_the_contract_and_get_no_hooks() -> None:
         for num_classes in (0, 3):
             model = kind(num_classes=num_classes)
             assert adapt(model) is model
-            check_contract(model, (1, 8, 8), labels=num_classes > 0)
-            check_contract(model, (1, 16, 8), labels=num_classes > 0)
+            check_forward(model, (1, 8, 8), labels=num_classes > 0)
+            check_forward(model, (1, 16, 8), labels=num_classes > 0)
             assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == (0, 0)
             assert model.training
 
@@ -73,7 +72,7 @@ def test_the_check_of_a_contract_changes_nothing(side: int, device: str) -> None
     model = Net(answer)
     model.register_buffer("count", torch.zeros(()))
     before, state = model.count, torch.get_rng_state()
-    check_contract(model, (1, side, side))
+    check_forward(model, (1, side, side))
     assert seen == [device]
     assert torch.equal(state, torch.get_rng_state())
     assert model.count is before
@@ -95,7 +94,7 @@ def test_layers_and_weights_that_are_shared_stay_unchanged(side: int, device: st
     twin = model.twin = nn.Conv2d(1, 1, 1)
     twin.weight = model.layer.weight
     before = list(model.parameters())
-    check_contract(model, (1, side, side))
+    check_forward(model, (1, side, side))
     assert seen == [device]
     assert list(map(id, model.parameters())) == list(map(id, before))
     assert twin.weight is model.layer.weight
@@ -108,13 +107,13 @@ def test_a_model_that_reads_values_is_checked_with_real_tensors() -> None:
         seen.append(x.mean().item())
         return x
 
-    check_contract(Net(answer), (1, 4, 4))
+    check_forward(Net(answer), (1, 4, 4))
     assert len(seen) == 1
 
 
 def test_the_sample_of_an_output_is_taken() -> None:
     model = Net(lambda x: SimpleNamespace(sample=x))
-    check_contract(model, (1, 4, 4))
+    check_forward(model, (1, 4, 4))
     x, t = torch.randn(2, 1, 4, 4), torch.tensor([1, 2])
     assert torch.equal(model(x, t), model.layer(x))
 
@@ -129,7 +128,7 @@ def test_the_sample_of_an_output_is_taken() -> None:
 )
 def test_a_model_that_breaks_the_contract_is_refused(answer: Any, facts: Any) -> None:
     with refused(ValueError, *facts):
-        check_contract(Net(answer), (1, 4, 4))
+        check_forward(Net(answer), (1, 4, 4))
 
 
 @pytest.fixture

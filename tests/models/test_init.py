@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import ConfigError, build_loop, load_config
+from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.models.init import Initialisation, layers_called
-from hookdiff.testing import assert_same, weights
 from hookdiff_networks import DiT, UNet
 from tests.conftest import check_facts, refused
 
@@ -181,10 +181,3 @@ def test_weights_from_a_file_replace_the_initial_weights(tmp_path: Path, monkeyp
     start = {"start_from": str(tmp_path / "given.safetensors"), "init": "orthogonal"}
     with build_loop(load(tmp_path, monkeypatch, **DIT, **start), tmp_path / "run") as loop:
         assert_same(weights(loop), given)
-
-
-def test_a_misspelt_option_is_refused_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with refused(ConfigError, "model.init", "'orthogonl'", "'orthogonal'"):
-        load(tmp_path, monkeypatch, **DIT, init="orthogonl")
-    with refused(ConfigError, "model.zero_outptu", "'zero_output'"):
-        load(tmp_path, monkeypatch, **DIT, zero_outptu=True)

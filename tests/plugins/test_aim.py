@@ -19,11 +19,12 @@ import pytest
 import torch
 
 from hookdiff import Loop, UserError, builtin_plugins, hookimpl
-from hookdiff.builtin import Metrics
-from hookdiff.distribution import Distribution
-from hookdiff.events import Event
-from hookdiff.structure import Problems, arguments
-from hookdiff.testing import toy_loop
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.builtin.logged import Metrics
+from hookdiff.log.distribution import Distribution
+from hookdiff.log.event import Event
+from hookdiff.loop.saved import restore_state
+from hookdiff.options.structure import Problems, arguments
 from hookdiff_aim import Aim
 from tests.conftest import PATIENCE, Restores, check_facts, refused, saved, wait_until, warnings
 from tests.plugins.test_tensorboard import Loses
@@ -243,7 +244,7 @@ def test_a_branch_has_an_aim_run_of_its_own(runs_dir: Path) -> None:
 @needs_aim
 def test_a_lost_aim_run_is_replaced_by_a_new_one(runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = Aim()
-    sink.load_state_dict({"run": "0123456789abcdef01234567"})
+    restore_state(sink, {"run": "0123456789abcdef01234567"})
     make_loop({"aim": sink}, runs_dir / "lost", steps=1).run()
     (warning,) = warnings(caplog)
     check_facts(warning, "0123456789abcdef01234567", runs_dir)
@@ -255,7 +256,7 @@ def test_a_run_that_was_just_created_is_found(runs_dir: Path, caplog: pytest.Log
     sink = Aim()
     make_loop({"aim": sink}, runs_dir / "just-now", steps=1).run()
     resumed = Aim()
-    resumed.load_state_dict(sink.state_dict())
+    restore_state(resumed, sink.state_dict())
     loop = make_loop({"aim": resumed}, runs_dir / "just-now", steps=2)
     aim = the_sdk()
     listed = aim.Repo._all_run_hashes
@@ -277,7 +278,7 @@ def test_the_lock_of_a_killed_process_is_ignored(runs_dir: Path, monkeypatch: py
     wait = repo.request_run_lock
     monkeypatch.setattr(repo, "request_run_lock", lambda repo, run: wait(repo, run, timeout=0.1))  # for 10 s
     resumed = Aim()
-    resumed.load_state_dict({"run": run_hash})
+    restore_state(resumed, {"run": run_hash})
     make_loop({"aim": resumed}, runs_dir / "killed", steps=2).run()
     assert list(read(runs_dir)[run_hash]["metrics"]["loss"]) == [1, 2]
     assert not locks(runs_dir)
@@ -296,7 +297,7 @@ def test_fields_and_loops_without_a_run_directory(runs_dir: Path, monkeypatch: p
 
 ONE_RUN = """
 import sys
-from hookdiff.testing import toy_loop
+from hookdiff.authors.testing.toy import toy_loop
 from hookdiff_aim import Aim
 toy_loop({"aim": Aim(repo=sys.argv[1], timeout=300)}, steps=1).run()
 """

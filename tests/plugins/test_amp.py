@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from hookdiff import UserError, hookimpl
-from hookdiff.testing import ToyObjective, assert_same, toy_loop, toy_model, weights
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
+from hookdiff.loop.saved import restore_state
 from hookdiff_amp import AMP
 from tests.conftest import Logged, check_facts, refused, two_ranks
 
@@ -252,15 +254,16 @@ def test_its_state_is_the_scale():
     state = amp.state_dict()
     other = AMP("fp16", growth_interval=3)
     with toy_loop({"amp": other}):
-        other.load_state_dict(state)
+        restore_state(other, state)
         assert other.scaler.state_dict() == amp.scaler.state_dict()
     assert state["scaler"]["scale"] == 65536 * 4
 
 
 SCALES = """
 from torch import nn
-from hookdiff import PASS, hookimpl
-from hookdiff.testing import toy_loop
+from hookdiff import PASS
+from hookdiff import hookimpl
+from hookdiff.authors.testing.toy import toy_loop
 from hookdiff_amp import AMP
 from hookdiff_ddp import DDP
 

@@ -11,8 +11,9 @@ from threading import Event
 import pytest
 
 from hookdiff import StorageError, UserError, hookimpl
-from hookdiff.builtin import Metrics
-from hookdiff.testing import assert_same, toy_loop, weights
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.builtin.logged import Metrics
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 from tests.conftest import check_facts, fill, free, read_only, records, refused, warnings
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from hookdiff.disk import write_tensors
-from hookdiff.testing import assert_same
+from hookdiff.authors.testing.compare import assert_same
+from hookdiff.disk.tensors import write_tensors
 from hookdiff_checkpoint.pieces import Pieces, pieced
 from tests.conftest import refused
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn, optim
 
-from hookdiff import UserError, hookimpl
-from hookdiff.builtin import Metrics
-from hookdiff.data import Feed, InMemory
-from hookdiff.disk import flatten
-from hookdiff.testing import assert_same, toy_loop, toy_model
+from hookdiff import InMemory, UserError, hookimpl
+from hookdiff.authors.testing.compare import assert_same
+from hookdiff.authors.testing.toy import toy_loop, toy_model
+from hookdiff.builtin.logged import Metrics
+from hookdiff.disk.tree import flatten
+from hookdiff.images import feed_of
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_clip import Adaptive, Clip, Percentile
@@ -180,7 +181,7 @@ def convolutional():
 
 
 def images(workers=0, **options):
-    return {"model": convolutional(), "data": Feed(Augmented(), workers=workers, **options), "batch_size": 6}
+    return {"model": convolutional(), "data": feed_of(Augmented(), workers=workers, **options), "batch_size": 6}
 
 
 def everything():

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,20 @@ def test_it_is_what_git_says(repo: Path, monkeypatch: pytest.MonkeyPatch, state:
     (folder / "inside" / "b.py").write_text("2\n")  # of the same size, so that its content is compared
     assert revision([]) == {"commit": commit, "changed": True}
     assert git(folder, "status", "--porcelain", "--untracked-files=no") != ""
+
+
+def test_a_change_in_the_second_of_the_commit_is_seen(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repo)
+    changed = repo / "a.py"
+    while True:
+        changed.write_text("1\n")
+        git(repo, "add", ".")
+        git(repo, "update-index", "--refresh")
+        changed.write_text("2\n")
+        if int((repo / ".git" / "index").stat().st_mtime) == int(changed.stat().st_mtime):
+            break
+    time.sleep(1.1 - time.time() % 1)  # the copy of the index would be from a later second
+    assert (revision([]) or {})["changed"]
 
 
 def test_there_is_none(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

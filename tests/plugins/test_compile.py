@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from hookdiff import ConfigError, SampleRequest, UserError, load_config
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.promises import assert_resumes
+from hookdiff.authors.testing.toy import toy_loop, toy_model
 from hookdiff.experiment.probe import try_config
 from hookdiff.models.compiler import compiled
-from hookdiff.testing import assert_resumes, assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_compile import Compile
 from hookdiff_ema import EMA
@@ -145,7 +147,7 @@ def run(start, config):
     def call(*settings, **environment):
         changes = [part for setting in settings for part in ("--set", setting)]
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(config.parent / "cache")
-        code, _, err = finish(start(config.parent, "run", config, "--out", "run", *changes, **environment))
+        code, _, err = finish(start(config.parent, "run", config, "--out", "run", *changes, fresh=True, **environment))
         return code, err
 
     return call
@@ -197,7 +199,7 @@ TO_SAMPLE = "no:compile,no:samples,checkpoint"
 def test_sampling_without_a_compiler_is_one_message(start, config, tmp_path):
     assert finish(start(tmp_path, "run", config, "--out", "run", "--plugins", TO_SAMPLE))[0] == 0
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "empty"), "CXX": str(tmp_path / "nothing")}
-    code, _, err = finish(start(tmp_path, "sample", "run", "--num", "2", "--compile", **cache))
+    code, _, err = finish(start(tmp_path, "sample", "run", "--num", "2", "--compile", fresh=True, **cache))
     assert code == 2, err[-2000:]
     check_facts(err, "sampling.compile", "InvalidCxxCompiler", "sampling.compile = false")
     assert not (tmp_path / "run" / "samples").exists()
@@ -207,7 +209,7 @@ def test_sampling_without_a_compiler_is_one_message(start, config, tmp_path):
 def test_a_run_that_cannot_sample_without_a_compiler_is_refused_before_it_starts(start, config, tmp_path):
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "empty"), "CXX": str(tmp_path / "nothing")}
     words = ("--plugins", "no:compile", "--set", "sampling.compile=true")
-    code, _, err = finish(start(tmp_path, "run", config, "--out", "run", *words, **cache))
+    code, _, err = finish(start(tmp_path, "run", config, "--out", "run", *words, fresh=True, **cache))
     assert code == 2, err[-2000:]
     check_facts(err, "sampling.compile", "InvalidCxxCompiler", "sampling.compile = false")
     assert not (tmp_path / "run").exists()

@@ -7,10 +7,10 @@ import attrs
 import pytest
 
 from hookdiff import hookimpl
-from hookdiff.imports import installed
-from hookdiff.structure import Problems, arguments
-from hookdiff.testing import COMPANIONS, assert_any_order, assert_removable, assert_resumes, toy_loop
-from tests.conftest import check_facts
+from hookdiff.authors.testing.companions import COMPANIONS
+from hookdiff.authors.testing.promises import assert_any_order, assert_removable, assert_resumes
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.options.imports import installed
 from tests.first_party import KINDS, LOOP, OPTIONS, net
 from tests.graphs import Graphs
 
@@ -52,20 +52,6 @@ class TestEveryPlugin:
         toy_loop(plugins, model=graphs.watch(net()), run_dir=tmp_path, **LOOP).run()
         assert graphs.num_made >= LOOP["steps"]
         assert set(alive) == {0}
-
-    def test_an_unknown_key_is_named(self, name: str) -> None:
-        problems = Problems()
-        arguments(KINDS[name], {"no_such_key": 1}, f"plugins.{name}", problems)
-        (problem,) = problems.found
-        check_facts(problem, f"plugins.{name}.no_such_key")
-
-    def test_a_bad_value_is_refused_with_its_key(self, name: str) -> None:
-        for field in attrs.fields(KINDS[name]):
-            if field.init:
-                problems = Problems()
-                arguments(KINDS[name], {field.alias: {"a": [[]]}}, f"plugins.{name}", problems)
-                (problem,) = problems.found
-                check_facts(problem, f"plugins.{name}.{field.alias}")
 
     def test_it_is_an_attrs_class_that_compares_by_identity(self, name: str) -> None:
         kind = KINDS[name]

@@ -11,15 +11,19 @@ import torch
 from torch import nn
 
 import hookdiff_cuda_graphs.plugin
-from hookdiff import Feed, Loop, LoopConfig, LossOutput, UserError, hookimpl
-from hookdiff.adamw import AdamW
-from hookdiff.data import InMemory, Transforms, digits
-from hookdiff.device_part import DevicePart
-from hookdiff.diffusion import Diffusion
+from hookdiff import Feed, InMemory, Loop, LoopConfig, LossOutput, UserError, hookimpl
+from hookdiff.authors.rehearsal import rehearsing
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
+from hookdiff.authors.testing.transfers import CountTransfers
+from hookdiff.data.memory import digits
+from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.experiment.discovery import plugin_class
 from hookdiff.experiment.optimizers import weights_of
-from hookdiff.rehearsal import rehearsing
-from hookdiff.testing import CountTransfers, ToyObjective, assert_same, toy_loop, toy_model, weights
+from hookdiff.images import feed_of
+from hookdiff.images.transforms import Transforms
+from hookdiff.loop.device_part import DevicePart
+from hookdiff.models.adamw import AdamW
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_cuda_graphs import CudaGraphs
 from hookdiff_muon import muon
@@ -161,7 +165,7 @@ def test_torch_sees_one_wait_in_a_step(recorded):
         UNet(in_channels=1, image_size=8, channels=8, num_res_blocks=1, head_dim=8, num_classes=10).to("cuda"),
         lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
         Diffusion(conditional=True),
-        Feed(digits(), Transforms(flip=True)),
+        feed_of(digits(), Transforms(flip=True)),
         LoopConfig(steps=15, batch_size=8, log_every=100),
         plugins(**({"cuda_graphs": graphs()} if recorded else {})),
     )
@@ -258,6 +262,7 @@ class LogsNorm:
     def after_backward(self, loop):
         loop.log.average({"first": loop.gradients.norms[0]})
 
+    @hookimpl
     def on_device(self, loop):
         return []
 
@@ -311,8 +316,9 @@ class Shrink:
             self.fill(loop)
             self.work(loop)
 
+    @hookimpl
     def on_device(self, loop):
-        return [DevicePart("after_backward", lambda finite: self.work(loop), lambda: self.fill(loop))]
+        return [DevicePart("update", lambda finite: self.work(loop), lambda: self.fill(loop))]
 
     def fill(self, loop):
         self.factor.fill_(0.9**loop.progress.step)
@@ -414,7 +420,7 @@ def test_micro_batches_and_smaller_batches_are_made_as_usual(device, recorder):
     data = InMemory(torch.linspace(-1, 1, 168).reshape(42, 4))
     for options, replays in (
         ({"micro_batch": 3}, 0),
-        ({"data": Feed(data, drop_last=False), "steps": 12}, 12 - WARMUP - 2),  # two epochs end with two samples
+        ({"data": feed_of(data, drop_last=False), "steps": 12}, 12 - WARMUP - 2),  # two epochs end with two samples
     ):
         recorder.num_replays[:] = [0, 0]
         loops = [toy(device, plugins(**extra), **options) for extra in ({"cuda_graphs": graphs()}, {})]

@@ -10,8 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from hookdiff import Feed, InMemory
-from hookdiff.data import Store
+from hookdiff import InMemory
+from hookdiff.images import feed_of
+from hookdiff.images.store import Store
 from hookdiff_shards import Items, shards
 from tests.conftest import PICTURES, check_facts
 
@@ -122,9 +123,9 @@ def test_data_without_files_become_png(hookdiff: Any, folder: Path, source: str)
     code, _, err = hookdiff("data", "other.toml", "--to-shards", "out")
     assert code == 0, err
     from hookdiff import load_config
-    from hookdiff.experiment import build_feed
+    from hookdiff.experiment.build import build_feed
 
-    known, ours = build_feed(load_config(Path("other.toml"))), Feed(shards("out"), store=Store(store="none"))
+    known, ours = build_feed(load_config(Path("other.toml"))), feed_of(shards("out"), store=Store(store="none"))
     for one, other in zip(known.unaugmented(known.usable), ours.unaugmented(ours.usable), strict=True):
         assert torch.equal(one.inputs, other.inputs)
         assert one.labels is not None
@@ -194,11 +195,11 @@ def test_conditions_and_arrays_come_back_as_they_are(hookdiff: Any, folder: Path
     data = json.loads(out)["data"]
     assert data.pop("source") == "shards"
     from hookdiff import load_config
-    from hookdiff.experiment import build_feed
+    from hookdiff.experiment.build import build_feed
 
     known, source = build_feed(load_config(Path("user.toml"))), shards(**data)
     assert isinstance(source, Items)
-    (one,), (other,) = ([*feed.unaugmented(torch.arange(6))] for feed in (known, Feed(source)))
+    (one,), (other,) = ([*feed.unaugmented(torch.arange(6))] for feed in (known, feed_of(source)))
     assert torch.equal(one.inputs, other.inputs)
     assert (one.labels is None) == (other.labels is None) == (name == "latents")
     assert one.conditions.keys() == other.conditions.keys() != set()
@@ -245,7 +246,9 @@ def test_pictures_keep_what_turns_them_and_their_transparency(hookdiff: Any, fol
     assert hookdiff("data", "user.toml", "--to-shards", "out")[0] == 0
     import hd_turned  # type: ignore[import-not-found]
 
-    (one,), (other,) = ([*Feed(source).unaugmented(torch.arange(3))] for source in (hd_turned.Turned(), shards("out")))
+    (one,), (other,) = (
+        [*feed_of(source).unaugmented(torch.arange(3))] for source in (hd_turned.Turned(), shards("out"))
+    )
     assert one.inputs.shape == (3, 3, 9, 6)
     assert torch.equal(one.inputs, other.inputs)
 
@@ -275,5 +278,5 @@ def test_in_memory_labels_are_written(hookdiff: Any, folder: Path, user_module: 
     assert source.labels is not None
     assert (source.labels.tolist(), source.classes) == ([1, -1, 0], ("a b", "c\\nd"))
     known = InMemory(torch.arange(48).reshape(3, 1, 4, 4).byte())
-    (one,), (other,) = ([*Feed(each).unaugmented(torch.arange(3))] for each in (known, source))
+    (one,), (other,) = ([*feed_of(each).unaugmented(torch.arange(3))] for each in (known, source))
     assert torch.equal(one.inputs, other.inputs)

@@ -10,8 +10,13 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from hookdiff import Batch, hookimpl
-from hookdiff.diffusion import EDM, VP, Diffusion, EDMPrediction, Flow
-from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.toy import toy_loop, toy_model
+from hookdiff.authors.testing.transfers import CountTransfers
+from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion.prediction import EDMPrediction
+from hookdiff.diffusion.process import EDM, VP, Flow
+from hookdiff.loop.saved import restore_state, state_of
 from hookdiff_debug import Debug
 from hookdiff_debug.checks import check_inputs
 from hookdiff_debug.measure import measure_inputs, measure_layers, measure_outputs, untouched
@@ -153,7 +158,7 @@ def test_a_dead_layer_is_named_after_two_measurements_without_a_gradient(caplog)
     assert said.startswith("step 16: dead layers")
     assert "1 of 5: side" in said
     assert not any("main" in text for text in warnings(caplog))
-    assert loop.plugins["debug"].state_dict()["alarms"]["gradients"][0] == "error"
+    assert state_of(loop.plugins["debug"])["alarms"]["gradients"][0] == "error"
 
 
 def test_a_layer_that_is_not_called_is_named(caplog):
@@ -164,7 +169,7 @@ def test_a_layer_that_is_not_called_is_named(caplog):
     (said,) = warnings(caplog)
     assert said.startswith("step 8: ")
     assert "1 of 5 layers: unused" in said
-    assert loop.plugins["debug"].state_dict()["alarms"]["gradients"][0] == "warning"
+    assert state_of(loop.plugins["debug"])["alarms"]["gradients"][0] == "warning"
 
 
 def test_a_finding_that_comes_back_is_reported_again(caplog):
@@ -312,6 +317,6 @@ def test_a_resumed_run_does_not_report_it_again(caplog):
     assert any("inputs" in line for line in warnings(caplog))
     caplog.clear()
     again = Debug(every=1)
-    again.load_state_dict(first.plugins["debug"].state_dict())
+    restore_state(again, state_of(first.plugins["debug"]))
     toy_loop({"debug": again}, data=data, steps=3).run()
     assert not any("inputs" in line for line in warnings(caplog))

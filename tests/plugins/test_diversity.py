@@ -11,11 +11,13 @@ from hypothesis import given, strategies as st
 from torch import Generator, Tensor, nn
 
 from hookdiff import Feed, InMemory, Loop, LoopConfig, UserError, hookimpl
-from hookdiff.data import digits
-from hookdiff.pictures import Picture, places
+from hookdiff.data.memory import digits
+from hookdiff.log.picture import Picture
+from hookdiff.log.placement import panel_layouts
+from hookdiff.loop.saved import restore_state, state_of
 from hookdiff_diversity import Diversity
 from hookdiff_diversity.copies import Copies, copies
-from hookdiff_diversity.diagnosis import diagnose
+from hookdiff_diversity.diagnosis import diagnose_samples
 from hookdiff_diversity.modes import Modes, modes
 from hookdiff_diversity.spread import Spread, spread
 from tests.conftest import Logged, check_facts, refused, two_ranks, warnings
@@ -159,7 +161,7 @@ def judged(
         Modes(10, covered, dominant, 0.1),
         Copies(copied, searched, far, none, none, none),
     )
-    return diagnose(*parts).kind
+    return diagnose_samples(*parts).kind
 
 
 @pytest.mark.parametrize(
@@ -307,7 +309,7 @@ def test_the_picture_shows_each_copy_beside_its_original() -> None:
     loop, _ = make_loop(copier, Diversity(every=0, num_samples=100), shown)
     loop.run()
     picture = shown.images["diversity"]
-    (place,) = places(picture.info)
+    (place,) = panel_layouts(picture.info)
     tiles = [picture.pixels[top:bottom, left:right] for left, top, right, bottom in map(place.box, range(16))]
     for copy, original in zip(tiles[::2], tiles[1::2], strict=True):
         assert abs(copy.astype(int) - original).max() <= 2
@@ -326,10 +328,10 @@ def test_each_diagnosis_warns_once_until_it_changes(caplog: pytest.LogCaptureFix
     first, second = warnings(caplog)
     check_facts(first, "step 1", "copies of the training set")
     check_facts(second, "collapsed to few modes")
-    state = plugin.state_dict()
+    state = state_of(plugin)
     again = Diversity(every=1, num_samples=200)
-    again.load_state_dict(state)
-    assert again.state_dict() == state
+    restore_state(again, state)
+    assert state_of(again) == state
     caplog.clear()
     loop, _ = make_loop(painter, again, steps=5)
     loop.progress.step = 4
@@ -345,15 +347,6 @@ def test_training_is_the_same_to_the_bit_with_and_without() -> None:
 
     without, measured = weights(), weights(Diversity(every=5, num_samples=50))
     assert all(torch.equal(without[name], measured[name]) for name in without)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("every", "often"), ("num_samples", 5), ("features", "digit"), ("modes", 1), ("seed", -1)],
-)
-def test_a_bad_option_is_refused_by_name(key: str, value: Any) -> None:
-    with refused((ValueError, UserError), value if key in ("every", "features") else key):
-        Diversity(**{key: value})
 
 
 def test_what_cannot_be_measured_is_refused_before_training() -> None:
@@ -376,8 +369,10 @@ def test_images_that_are_not_finite_are_an_error() -> None:
 
 RANKS = """
 import torch
-from hookdiff import Loop, LoopConfig, hookimpl
-from hookdiff.data import digits
+from hookdiff import LoopConfig
+from hookdiff import hookimpl
+from hookdiff import Loop
+from hookdiff.data.memory import digits
 from hookdiff_diversity import Diversity
 
 class Noise:

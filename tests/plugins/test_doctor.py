@@ -3,9 +3,6 @@
 import hashlib
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from itertools import accumulate
 
@@ -16,17 +13,20 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from hookdiff import Finding, build_loop, hookimpl, load_config
-from hookdiff.diffusion import EDM, VP, Diffusion, Flow, Linear
-from hookdiff.testing import assert_same, toy_loop, weights
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion.process import EDM, VP, Flow
+from hookdiff.diffusion.schedules import Linear
 from hookdiff_debug import checks
 from hookdiff_debug.checks import cause
 from hookdiff_debug.doctor import as_text, examine
 from hookdiff_debug.measure import Inputs, Layer, Level, Outputs, measure_inputs, measure_levels
-from hookdiff_debug.trial import Clock, Trial, train
+from hookdiff_debug.trial import Clock, Trial, run_trial
 from hookdiff_lr import LR
 from hookdiff_memory.estimate import estimate_memory
 from hookdiff_networks import UNet
-from tests.conftest import check_facts
+from tests.conftest import check_facts, finish
 from tests.sam import SAM, Uncertainty
 
 CONFIG = """
@@ -56,7 +56,7 @@ import torch
 from attrs import define
 from torch import nn
 from hookdiff import hookimpl
-from hookdiff.data import digits
+from hookdiff.data.memory import digits
 from hookdiff_networks import UNet
 
 
@@ -277,7 +277,7 @@ def test_the_counted_memory_is_what_the_allocator_gave():
     """Without a GPU: the bytes of a step beside those of torch's profiler."""
     loop, twin = (toy_loop(batch_size=40, steps=9) for _ in range(2))
     with loop:
-        counted = train(loop, 4).peak_memory
+        counted = run_trial(loop, 4).peak_memory
     with twin:
         steps = iter(twin.steps())
         next(steps)
@@ -366,16 +366,11 @@ def test_a_run_directory_is_read_and_never_changed(doctor, hookdiff, folder):
     assert (code, json.loads(out)["losses"]) == (0, found["losses"])
 
 
-def test_it_is_a_command_with_a_process_of_its_own(folder):
-    code = "from hookdiff.cli import main; main()"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, *sys.path))), "OMP_NUM_THREADS": "1"}
+def test_it_is_a_command_with_a_process_of_its_own(folder, start):
     words = ["doctor", "small.toml", "--steps", "6", "--json", *settings(data__source="hd_doctor_user:constant")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=folder, env=environment, capture_output=True, text=True
-    )
-    assert done.stderr == ""
-    assert done.returncode == 1
-    assert json.loads(done.stdout)["cause"] == "inputs"
+    code, out, err = finish(start(folder, *words))
+    assert (code, err) == (1, "")
+    assert json.loads(out)["cause"] == "inputs"
     assert not list(folder.glob("*.png"))  # with --json only where it is asked for
 
 
@@ -565,10 +560,10 @@ def test_length_and_time_and_memory_are_judged():
     assert [found.severity for found in warnings] == ["warning"] * 4
     assert len({found.what for found in warnings}) == 4
     assert "640 epochs of 10000 images" in warnings[3].why
-    assert checks.check_time({"forward": 0.4, "data": 0.6}, 1.0).severity == "warning"
-    assert checks.check_time({"forward": 0.4, "mine": 0.6}, 1.0).what.startswith("mine ")
-    healthy = checks.check_time({"forward": 0.4, "backward": 0.6}, 0.5)
-    assert healthy == Finding("ok", "500 ms a step: backward 60%, forward 40%")
+    assert checks.check_time({"backward": 0.4, "data": 0.6}, 1.0).severity == "warning"
+    assert checks.check_time({"backward": 0.4, "mine": 0.6}, 1.0).what.startswith("mine ")
+    healthy = checks.check_time({"forward and loss": 0.4, "backward": 0.6}, 0.5)
+    assert healthy == Finding("ok", "500 ms a step: backward 60%, forward and loss 40%")
     assert checks.check_memory(2**29, None) == Finding("ok", "512 MiB at the peak of a step")
     assert checks.check_memory(2**29, 2**31) == Finding("ok", "512 MiB at the peak of a step, of 2048")
     assert checks.check_memory(2**31, 2**31).severity == "warning"
@@ -634,7 +629,7 @@ def test_a_clock_counts_time_for_the_inner_call():
 def test_a_trial_skips_through_a_warm_up_to_the_configured_rate():
     loop = toy_loop({"lr": LR("constant", warmup=3000)}, steps=10_000)
     with loop:
-        found = train(loop, 20, whole_rate=True)
+        found = run_trial(loop, 20, whole_rate=True)
     assert found.rates[:20] == pytest.approx([0.01 * step / 3000 for step in range(20)])
     assert found.rates == sorted(found.rates)
     assert found.rates[-25:] == pytest.approx([0.01] * 25)
@@ -645,7 +640,7 @@ def test_a_trial_makes_the_steps_of_the_run_over_several_epochs():
     watched, alone = toy_loop(), toy_loop(steps=12)
     alone.run()
     with watched:
-        found = train(watched, 12)  # 5 batches in an epoch
+        found = run_trial(watched, 12)  # 5 batches in an epoch
     assert watched.progress == alone.progress
     assert torch.equal(watched.model[0].weight, alone.model[0].weight)
     assert len(found.losses) == len(found.rates) == 12
@@ -670,7 +665,7 @@ def test_a_trial_of_two_passes_moves_the_weights_as_a_run_does():
     tried, plain = toy_loop(plugins()), toy_loop(plugins(), steps=12)
     plain.run()
     with tried:
-        found = train(tried, 12)
+        found = run_trial(tried, 12)
     assert len(found.rates) == 12
     assert_same(weights(tried), weights(plain))
     assert_same({"": tried.plugins["weight"].net.weight}, {"": plain.plugins["weight"].net.weight})

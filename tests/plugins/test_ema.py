@@ -10,9 +10,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookdiff import SampleRequest, UserError, hookimpl
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.toy import toy_loop, toy_model
+from hookdiff.authors.testing.transfers import CountTransfers
 from hookdiff.disk.tree import flatten, unflatten
-from hookdiff.structure import Problems, arguments, resolved
-from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
+from hookdiff.loop.saved import restore_state
+from hookdiff.options.structure import Problems, arguments, resolved
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA, NoWarmup, Power, Warmup
 from hookdiff_ema.profiles import gamma_of
@@ -259,10 +262,6 @@ def test_a_config_chooses_the_warm_up():
     ):
         for line, place in zip(read(warmup)[1], places, strict=True):
             assert line.startswith(f"plugins.ema{place}")
-    problems = Problems()
-    arguments(EMA, {"power": 0.7, "inv_gamma": 2.0}, "plugins.ema", problems)
-    assert all("; write warmup = { use = 'power', " in line for line in problems.found)
-    assert len(problems.found) == 2
     assert resolved(EMA, {"warmup": Power()})["warmup"] == {"use": "power", "inv_gamma": 1.0, "power": 0.75}
 
 
@@ -305,12 +304,6 @@ def test_a_number_is_the_first_of_the_averages():
     [
         ({"decay": 0.9, "half_life": 10.0}, "decay and half_life both set the length of one average"),
         ({"decay": [0.9, 0.9]}, "decay=0.9 is given twice"),
-        ({"std": []}, "std is an empty list"),
-        ({"std": [0.05, 0.3]}, "'std' must be <= 0.288"),
-        ({"std": 0.0}, "'std' must be > 0"),
-        ({"decay": [0.9, 1.0]}, "'decay' must be < 1"),
-        ({"half_life": float("inf")}, "'half_life' must be < inf"),
-        ({"half_life": float("nan")}, "'half_life' must be > 0"),
         ({"snapshot_every": 10}, "snapshot_every needs std"),
         ({"snapshot_every": 10, "decay": 0.9}, "snapshot_every needs std"),
     ],
@@ -540,7 +533,7 @@ def test_a_resumed_run_does_not_report_it_again(caplog):
     first, again = EMA(), EMA()
     toy_loop({"freeze": Freeze(), "ema": first}, steps=300, log_every=50).run()
     with toy_loop({"freeze": Freeze(), "ema": again}, steps=300, log_every=50) as loop:
-        again.load_state_dict(first.state_dict())
+        restore_state(again, first.state_dict())
         for _ in loop.steps():
             pass
     assert len(warnings(caplog)) == 1
@@ -593,7 +586,7 @@ def loaded(saved, **options):
     ema = EMA(**options)
     with toy_loop({"ema": ema}) as loop:
         ema.check_state(loop.model, saved)
-        ema.load_state_dict(saved)
+        restore_state(ema, saved)
         return ema.num_updates
 
 

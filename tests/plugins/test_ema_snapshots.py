@@ -1,5 +1,8 @@
 """Averages that are reconstructed after training, from the files of real runs."""
 
+import json
+import math
+
 import pytest
 import torch
 from attrs import evolve
@@ -9,11 +12,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hookdiff import PASS, UserError, build_loop, hookimpl, load_config
-from hookdiff.testing import assert_same, toy_loop
+from hookdiff.authors.testing.compare import assert_same
+from hookdiff.authors.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA
 from hookdiff_ema.snapshots import find_snapshots, plan, reconstruct
-from tests.conftest import saved
+from tests.conftest import refused, saved
 
 STEPS = 256
 
@@ -300,15 +304,29 @@ def test_snapshots_of_several_models_are_refused(tmp_path):
 def test_files_that_are_not_snapshots_are_refused(tmp_path):
     trained(tmp_path, steps=64)
     path = tmp_path / "ema" / "step-00000032-std=0.05.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:100])
-    with pytest.raises(UserError, match=r"std=0\.05\.safetensors: cut short, or not a safetensors file: "):
-        find_snapshots(tmp_path)
     from safetensors.torch import save_file
 
     save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(UserError, match=r"not a snapshot of an average: its header lacks 'std'"):
+    with pytest.raises(UserError, match=r"not a snapshot of an average: its header: needs std"):
         find_snapshots(tmp_path)
+    good = {"std": 0.05, "step": 32, "start": 0, "dtype": "float32", "averaged": ["x"]}
+    bad = [{"std": value} for value in (0, math.nan, 10**400, "x", None)]
+    bad += [
+        {"step": 0},
+        {"step": 10**400},
+        {"start": 32},
+        {"dtype": "float64"},
+        {"dtype": []},
+        {"averaged": None},
+        {"averaged": [1]},
+    ]
+    for text in ("[]", "null", "{", "[" * 100_000, *(json.dumps({**good, **change}) for change in bad)):
+        save_file({"x": torch.zeros(1)}, path, {"ema": text})
+        with refused(UserError, path, "not a snapshot"):
+            find_snapshots(tmp_path)
+    save_file({"x": torch.zeros(1)}, path, {"ema": json.dumps({**good, "averaged": ["y"]})})
+    with refused(UserError, path, "another model"):
+        reconstruct(plan(find_snapshots(tmp_path), 0.05, 32))
     path.unlink()
     (tmp_path / "ema" / "step-notes.txt").write_text("mine")
     assert len(find_snapshots(tmp_path)) == 3

@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from torch import Generator, Tensor
 
 from hookdiff import UserError
-from hookdiff.data import digits, to_unit_range
-from hookdiff.features import Features, Moments, Space
+from hookdiff.authors.features.moments import Moments
+from hookdiff.authors.features.space import Features, Space
+from hookdiff.data.memory import digits, to_unit_range
 from hookdiff_features import Digits, FashionMNIST, train_classifiers
 from hookdiff_features.classifiers import DIGITS, FASHION_MNIST, Architecture, Classifier
 from hookdiff_features.train_classifiers import AUGMENTATIONS, OPTIONS, Split, TrainingOptions
@@ -233,7 +234,7 @@ def test_the_script_reads_the_files_of_fashion_mnist(tmp_path: Path, capsys: pyt
 def trained(architecture: Architecture, read: Callable[[Generator], Split], epochs: int) -> tuple[Classifier, float]:
     options = attrs.evolve(OPTIONS[architecture], epochs=epochs)
     generator = Generator().manual_seed(options.seed)
-    return train_classifiers.train(architecture, options, read(generator), generator)
+    return train_classifiers.train_classifier(architecture, options, read(generator), generator)
 
 
 def test_training_is_repeatable() -> None:

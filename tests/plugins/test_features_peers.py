@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hookdiff.features import Collected, Space
-from hookdiff.pictures import save_image
+from hookdiff.authors.features.collected import Collected
+from hookdiff.authors.features.space import Space
+from hookdiff.log.pixels import save_image
 from hookdiff_features import Inception
 from hookdiff_features.inception import InceptionV3
 from hookdiff_fid import frechet_distance, inception_score, kernel_distance, neighbourhoods

@@ -8,10 +8,10 @@ import numpy
 import pytest
 import torch
 
-from hookdiff.data import digits
-from hookdiff.experiment.load import Run
-from hookdiff.features import Collected
-from hookdiff.pictures import save_image
+from hookdiff.authors.features.collected import Collected
+from hookdiff.data.memory import digits
+from hookdiff.experiment.trained import Run
+from hookdiff.log.pixels import save_image
 from hookdiff_features import Digits
 from hookdiff_fid import frechet_distance
 from tests.conftest import SMALL, check_facts

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from hookdiff.features import Gaussian, Moments
+from hookdiff.authors.features.moments import Gaussian, Moments
 from hookdiff_fid import frechet_distance
 from tests.conftest import refused
 

@@ -13,12 +13,14 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LossOutput, NonFinite, build_loop, hookimpl, load_config
-from hookdiff.builtin import Metrics
-from hookdiff.distribution import Distribution
-from hookdiff.testing import CountTransfers, toy_loop, toy_model
+from hookdiff.authors.testing.toy import toy_loop, toy_model
+from hookdiff.authors.testing.transfers import CountTransfers
+from hookdiff.builtin.logged import Metrics
+from hookdiff.log.distribution import Distribution
+from hookdiff.loop.saved import restore_state
 from hookdiff_clip import Clip, Norm
 from hookdiff_debug import Debug
-from hookdiff_gradients import GradientMonitor, Limits, Numbers, diagnose, diagnose_nan
+from hookdiff_gradients import GradientMonitor, Limits, Numbers, diagnose_gradients, diagnose_nan
 from hookdiff_gradients.diagnosis import conclude
 from hookdiff_nan import NaN
 from tests.conftest import two_ranks
@@ -366,7 +368,7 @@ class TestDiagnosis:
         ],
     )
     def test_each_cause_is_named(self, changed: dict[str, Any], cause: str, numbers: str) -> None:
-        ((found, finding),) = diagnose(evolve(HEALTHY, **changed), Limits()).items()
+        ((found, finding),) = diagnose_gradients(evolve(HEALTHY, **changed), Limits()).items()
         assert (found, finding.severity) == (cause, "warning")
         assert numbers in finding.why
         assert finding.remedy
@@ -384,10 +386,10 @@ class TestDiagnosis:
         ],
     )
     def test_healthy_numbers_have_no_finding(self, changed: dict[str, Any]) -> None:
-        assert diagnose(evolve(HEALTHY, **changed), Limits()) == {}
+        assert diagnose_gradients(evolve(HEALTHY, **changed), Limits()) == {}
 
     def test_a_bad_start_is_found_at_once(self) -> None:
-        assert list(diagnose(evolve(HEALTHY, steps=1, growth=3.0, update=0.6), Limits())) == ["rate"]
+        assert list(diagnose_gradients(evolve(HEALTHY, steps=1, growth=3.0, update=0.6), Limits())) == ["rate"]
 
     @given(
         numbers=st.builds(
@@ -405,7 +407,7 @@ class TestDiagnosis:
     )
     def test_the_scale_of_the_gradients_changes_nothing(self, numbers: Numbers, power: int) -> None:
         scaled = evolve(numbers, recent=numbers.recent * 2.0**power, usual=numbers.usual * 2.0**power)
-        assert list(diagnose(scaled, Limits())) == list(diagnose(numbers, Limits()))
+        assert list(diagnose_gradients(scaled, Limits())) == list(diagnose_gradients(numbers, Limits()))
 
     @pytest.mark.parametrize(
         ("norms", "loss", "what", "numbers"),
@@ -580,7 +582,7 @@ class TestState:
         watch(monitor, steps=30)
         loop = toy_loop({"gradients": other})
         with loop:
-            other.load_state_dict(monitor.state_dict())
+            restore_state(other, monitor.state_dict())
         return monitor
 
     @pytest.mark.parametrize("window", [20, 25, 100])
@@ -596,7 +598,7 @@ class TestState:
         other, model = GradientMonitor(), toy_model()
         model[0].weight.requires_grad_(False)  # type: ignore[index]
         with toy_loop({"gradients": other}, model=model):
-            other.load_state_dict(monitor.state_dict())
+            restore_state(other, monitor.state_dict())
         assert other.history()["grad_norm"].shape == (0,)
 
     def test_a_resumed_run_does_not_repeat_a_finding(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -606,7 +608,7 @@ class TestState:
             loop = toy_loop({"gradients": monitor, "push": Push(norms)}, optimizers=still, steps=steps, log_every=10)
             with loop:
                 if states:
-                    monitor.load_state_dict(states[0])
+                    restore_state(monitor, states[0])
                     loop.progress.step = loop.progress.position = 20
                 for _ in loop.steps():
                     pass

@@ -8,8 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from hookdiff import Feed, UserError
-from hookdiff.data import Store, Transforms
+from hookdiff import UserError
+from hookdiff.images import feed_of
+from hookdiff.images.store import Store
+from hookdiff.images.transforms import Transforms
 from hookdiff_huggingface import HuggingFace
 from tests.conftest import pixels, refused
 
@@ -142,7 +144,7 @@ def test_every_store_gives_the_same_batch(tmp_path: Path, made: Any) -> None:
     for store, workers in (("memory", 0), ("disk", 0), ("none", 2)):
         kept = Store(store=store, cache_dir=str(tmp_path / "cache"))
         transforms = Transforms(image_size=6, flip=True)
-        feed = Feed(HuggingFace(str(tmp_path / "saved")), transforms=transforms, store=kept, workers=workers)
+        feed = feed_of(HuggingFace(str(tmp_path / "saved")), transforms=transforms, store=kept, workers=workers)
         (batch,) = feed.bind(9).batches(0)
         found.append((batch.inputs, batch.labels))
     for inputs, labels in found[1:]:
@@ -154,7 +156,7 @@ def test_missing_images_are_refused(tmp_path: Path, alone: Any) -> None:
     rows = {"image": [picture(0, 4), None, picture(2, 4)]}
     alone.Dataset.from_dict(rows, features=alone.Features({"image": alone.Image()})).save_to_disk(str(tmp_path / "set"))
     with refused(UserError, 1, 3, "set[1]"):
-        Feed(HuggingFace(str(tmp_path / "set")))
+        feed_of(HuggingFace(str(tmp_path / "set")))
 
 
 def test_a_missing_label_is_minus_one_or_refused(tmp_path: Path, alone: Any) -> None:

@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 
 from hookdiff import load_config
-from hookdiff.experiment import build_feed
-from hookdiff.pictures import places, read_info
+from hookdiff.experiment.build import build_feed
+from hookdiff.log.picture import read_info
+from hookdiff.log.placement import panel_layouts
 from tests.conftest import check_facts, pixels
 
 Say = Callable[..., tuple[int, str, str]]
@@ -208,7 +209,7 @@ def test_the_samples_of_each_class_are_recognised(hookdiff: Say) -> None:
     assert code == 0, err
     assert hookdiff("sample", "runs/mine", "--num", 8, "--out", "made.png")[0] == 0
     with Image.open("made.png") as image:
-        (place,) = places(read_info(image))
+        (place,) = panel_layouts(read_info(image))
         made = torch.stack([torch.from_numpy(numpy.array(image.crop(place.box(k)))).float() for k in range(8)])
     middle, corner = made[:, 24:40, 24:40].mean((1, 2)), made[:, :8, :8].mean((1, 2))
     assert ((corner - middle)[:4] > 100).sum() >= 3  # black discs on white, in the rows of the first class

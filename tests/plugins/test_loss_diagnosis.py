@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from hookdiff import Finding
+from hookdiff.loop.saved import restore_state, state_of
 from hookdiff_loss.diagnosis import Kind, LossTrends, period, trend
 from hookdiff_loss.smoothing import Smoothed
 
@@ -275,24 +276,24 @@ def test_it_goes_on_where_it_was_saved(seed: int, cut: int) -> None:
     whole, first, second = LossTrends(), LossTrends(), LossTrends()
     expected = [whole.observe(step, loss) for step, loss in enumerate(curve, 1)]
     before = [first.observe(step, loss) for step, loss in enumerate(curve[:cut], 1)]
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    second.alarms.load_state_dict(json.loads(json.dumps(first.alarms.state_dict())))
+    restore_state(second, json.loads(json.dumps(state_of(first))))
+    restore_state(second.alarms, json.loads(json.dumps(state_of(first.alarms))))
     after = [second.observe(step, loss) for step, loss in enumerate(curve[cut:], cut + 1)]
     assert before + after == expected
-    assert second.state_dict() == whole.state_dict()
-    assert second.alarms.state_dict() == whole.alarms.state_dict()
+    assert state_of(second) == state_of(whole)
+    assert state_of(second.alarms) == state_of(whole.alarms)
 
 
 def test_a_saved_state_is_a_copy() -> None:
     diagnosis = LossTrends()
     findings(noisy([1.0] * 250), diagnosis)
-    state = diagnosis.state_dict()
+    state = state_of(diagnosis)
     text = json.dumps(state)
     for step, loss in enumerate(noisy([1.0] * 50, 1), 251):
         diagnosis.observe(step, loss)
     assert json.dumps(state) == text
     again = LossTrends()
-    again.load_state_dict(state)
+    restore_state(again, state)
     findings(noisy([1.0] * 50, 1), again)
     assert json.dumps(state) == text
 
@@ -322,7 +323,7 @@ def test_smoothing_is_a_weighted_mean(values: list[float], decay: float, cut: in
     smoothed = Smoothed(decay)
     for index, value in enumerate(values):
         if index == cut:
-            smoothed.load_state_dict(json.loads(json.dumps(smoothed.state_dict())))
+            restore_state(smoothed, json.loads(json.dumps(state_of(smoothed))))
         smoothed.add(value)
     weights = decay ** numpy.arange(len(values))[::-1]
     mean = numpy.average(values, weights=weights)

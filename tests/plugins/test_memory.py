@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hookdiff import PASS, hookimpl
-from hookdiff.fitting import free_memory, memory_in_use
-from hookdiff.testing import CountTransfers, toy_loop
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.authors.testing.transfers import CountTransfers
+from hookdiff.machine.fitting import free_memory, memory_in_use
 from hookdiff_memory import Memory
 from hookdiff_memory.plugin import MIB
 

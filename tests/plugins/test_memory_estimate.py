@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from hookdiff import ConfigError, UserError
-from hookdiff.disk import flatten
-from hookdiff.experiment.build import build_loop
+from hookdiff import ConfigError, UserError, build_loop
+from hookdiff.disk.tree import flatten
+from hookdiff.loop.saved import keeps_state, state_of
 from hookdiff_memory.estimate import estimate_memory
 from tests.conftest import check_facts, refused
 
@@ -133,7 +133,7 @@ def test_the_estimate_is_the_memory_of_a_real_run(config, tmp_path, model, setti
         assert estimate.gradients == num_bytes(p.grad for p in parameters)
         states = [entry.values() for optimizer in loop.optimizers for entry in optimizer.state.values()]
         assert estimate.optimizer == num_bytes(value for values in states for value in values)
-        kept = {n: flatten(p.state_dict())[0] for n, p in loop.plugins.items() if hasattr(p, "state_dict")}
+        kept = {n: flatten(state_of(p))[0] for n, p in loop.plugins.items() if keeps_state(p)}
         live = {id(t.untyped_storage()) for t in (*parameters, *loop.model.buffers())}
         own = {name: [t for t in state.values() if id(t.untyped_storage()) not in live] for name, state in kept.items()}
         assert estimate.plugins == {name: num_bytes(tensors) for name, tensors in own.items() if tensors}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from hookdiff.models.memory import optimizer_bytes
+from hookdiff.models.footprint import optimizer_bytes
 from hookdiff_muon import Muon
 from hookdiff_muon.orthogonal import orthogonalized
 

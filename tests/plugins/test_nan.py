@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from hookdiff import LossOutput, hookimpl
-from hookdiff.builtin import Metrics
-from hookdiff.testing import CountTransfers, ToyObjective, assert_same, toy_loop, toy_model, weights
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
+from hookdiff.authors.testing.transfers import CountTransfers
+from hookdiff.builtin.logged import Metrics
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_nan import NaN
@@ -163,6 +165,23 @@ def test_each_cause_is_found(case, micro_batch, tmp_path, caplog):
     assert (report["cause"], report["position"]) == (cause, BAD)
     assert report["module"] == ("1" if "1 (Odd)" in facts else None)
     assert report["parameter"] == {"weight": "3.weight", "parameter": "0.weight"}.get(case)
+
+
+def test_a_gradient_between_modules_is_placed_after_the_innermost(tmp_path):
+    class Between(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+            self.broken = False
+
+        def forward(self, x):
+            x = self.block(x)
+            return derived_nan(x) if self.broken else x
+
+    plant = Plant(lambda loop, batch: setattr(loop.model, "broken", True))
+    toy_loop({"nan": (nan := NaN()), "plant": plant}, model=Between(), run_dir=tmp_path).run()
+    assert nan.diagnosis.cause == "backward"
+    check_facts(nan.diagnosis.text, "after block.1 (Linear)")
 
 
 @pytest.mark.parametrize(("spoil", "row"), [(spoil_data, 5), (spoil_draw, 2)])
@@ -550,7 +569,7 @@ def test_a_run_that_cannot_be_saved_is_diagnosed_too(tmp_path, caplog):
 MEMORY = """
 from torch import nn
 from hookdiff import hookimpl
-from hookdiff.testing import toy_loop
+from hookdiff.authors.testing.toy import toy_loop
 from hookdiff_ddp import DDP
 from hookdiff_nan import NaN
 

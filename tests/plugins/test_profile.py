@@ -150,11 +150,12 @@ def test_the_table_and_the_trace_are_for_reading(small: Callable[..., Path], hoo
 def test_changes_are_measured_beside_the_config(small: Callable[..., Path], hookdiff: Any) -> None:
     # "eager" compiles nothing, which keeps the test short.
     config = small("compile", plugins={"compile": {"backend": "eager"}})
-    code, out, err = hookdiff("profile", config, "--steps", 2, "--json", "--set", "run.batch_size=900")
+    sizes = ("--set", "data.held_out=1700", "--set", "run.batch_size=50")
+    code, out, err = hookdiff("profile", config, "--steps", 2, "--json", *sizes)
     assert code == 0, err
     found = {" ".join(each["plugins"] + each["settings"]): each for each in json.loads(out)["changes"]}
-    assert set(found) == {"amp", "run.channels_last=false", "run.batch_size=1800", "run.batch_size=450"}
-    assert "1797" in found.pop("run.batch_size=1800")["why"]
+    assert set(found) == {"amp", "run.channels_last=false", "run.batch_size=100", "run.batch_size=25"}
+    assert "97" in found.pop("run.batch_size=100")["why"]
     assert all(0.05 < each["ratio"] < 20 for each in found.values())
 
 

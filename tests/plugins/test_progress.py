@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LoopConfig, hookimpl
-from hookdiff.data import digits
-from hookdiff.pace import clock, paced
-from hookdiff.structure import Problems, arguments
-from hookdiff.testing import toy_loop
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.data.memory import digits
+from hookdiff.options.structure import Problems, arguments
+from hookdiff.terminal.pace import clock, paced
 from hookdiff_debug import Debug
 from hookdiff_ema import EMA
 from hookdiff_gradients import GradientMonitor
@@ -242,8 +242,9 @@ def test_a_bar_of_any_width_keeps_to_three_lines(columns: int, monkeypatch: pyte
     with terminal(monkeypatch, columns) as output:
         make_loop({"bar": ProgressBar(), "evaluation": Evaluation()}, steps=4).run()
     lines = [line for line in screen(output.text()) if line]
-    assert 1 <= len(lines) <= 3
-    assert max(map(len, lines)) <= columns
+    assert columns < 9 or lines
+    assert len(lines) <= 3
+    assert max(map(len, lines), default=0) <= columns
     assert columns < 20 or lines[0].startswith("step 4/4")
 
 
@@ -260,8 +261,8 @@ def test_what_takes_long_gets_a_bar_of_its_own(monkeypatch: pytest.MonkeyPatch) 
         make_loop({"bar": ProgressBar(), "evaluates": Evaluates()}, steps=1).run()
     text = output.text()
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    assert re.search(r"fid: images  ━+─+  200/400 images  0:04 left", plain)
-    assert re.search(r"sampling  ━+─+  1/2 steps  0:01 left", plain)
+    assert re.search(r"fid: images  ━+[╸╺]?━+  200/400 images  0:04 left", plain)
+    assert re.search(r"sampling  ━+[╸╺]?━+  1/2 steps  0:01 left", plain)
     assert not any("fid: images" in line for line in screen(text))
 
 
@@ -302,7 +303,7 @@ def test_a_bar_shows_how_far_it_is_without_colours(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv("NO_COLOR", "1")
         make_loop({"bar": ProgressBar(), "stop": StopAt(3)}, steps=4).run()
     (bar,) = (line for line in screen(output.text()) if "step 3/4" in line)
-    assert bar.count("━") == 3 * bar.count("─") == 45
+    assert bar.startswith(f"step 3/4  {'━' * 45}{' ' * 15}  75%")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,9 @@
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
-from hookdiff_progress.earlier import overhead
 from hookdiff_progress.pace import Pace
 
 
@@ -18,10 +15,9 @@ class Run:
         patch: pytest.MonkeyPatch,
         seconds: Callable[[int], float],
         first: int = 0,
-        overhead: float = 1,
         waits: Callable[[int], float] = lambda step: 0.0,  # for the data, beside these seconds
     ) -> None:
-        self.now, self.step, self.pace, self.seconds, self.waits = 1000.0, first, Pace(overhead), seconds, waits
+        self.now, self.step, self.pace, self.seconds, self.waits = 1000.0, first, Pace(), seconds, waits
         self.waited = 0.0
         patch.setattr("time.monotonic", lambda: self.now)
         self.pace.mark(first, first)
@@ -88,29 +84,6 @@ def test_long_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
         coming = 9 - (made - 1) // 100
         assert run.left(1000) == pytest.approx((1000 - made) * 0.05 + 30 * coming, abs=31), made
         assert run.pace.images_per_second(2) == pytest.approx(40)
-
-
-def test_a_resumed_run_expects_the_pauses_that_it_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def seconds(step: int) -> float:  # an evaluation every 200 steps
-        return 0.1 + (300 if step and step % 200 == 0 else 0)
-
-    now, lines = 0.0, []
-    for step in range(1000):
-        now += seconds(step) + (10_000 if step == 500 else 0)  # stopped over night
-        if step % 10 == 9:
-            lines.append({"step": step + 1, "time": now, "loss": 1.0})
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    night = {"step": 500, "time": lines[49]["time"] + 9000, "kind": "resume", "severity": "info", "text": ""}
-    (tmp_path / "events.jsonl").write_text(json.dumps(night) + "\n")
-    run = Run(monkeypatch, seconds, 1000, overhead(tmp_path))
-    run.train(1003)
-    assert run.left(2000) == pytest.approx(sum(map(seconds, range(1003, 2000))), rel=0.2)
-
-
-def test_a_run_with_few_lines_expects_nothing(tmp_path: Path) -> None:
-    assert overhead(tmp_path / "none") == overhead(tmp_path) == 1
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5}\n{"step": 2, "time": 500}\n')
-    assert overhead(tmp_path) == 1
 
 
 def test_two_pauses_that_are_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:

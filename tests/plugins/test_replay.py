@@ -12,8 +12,8 @@ import tomli_w
 import torch
 
 from hookdiff import build_loop, load_config
-from hookdiff.disk import stamped
-from hookdiff.testing import toy_loop
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.disk.stamp import stamped
 from hookdiff_nan import NaN
 from tests.conftest import check_facts, finish
 
@@ -23,7 +23,7 @@ NETS = '''
 import torch
 from torch import nn
 from hookdiff import InMemory
-from hookdiff.data import digits
+from hookdiff.data.memory import digits
 
 
 class Net(nn.Module):
@@ -164,11 +164,11 @@ def test_golden_output_of_a_step_that_comes_back_bit_for_bit_in_another_process(
     options: dict[str, Any] = {"amp": {"precision": "fp16", "init_scale": 2.0**24}, "checkpoint": {"every": 2}}
     path = config(tmp_path, ["amp", "lr", "clip", "checkpoint", "ema"], data={"source": "nets:spoilt"}, plugins=options)
     changes = ("--set", "plugins.nan.policy=skip", "--set", "plugins.nan.max_skips=2")
-    code, _, err = finish(start(tmp_path, "run", path, "--out", "run", *changes, OMP_NUM_THREADS="2"))
+    code, _, err = finish(start(tmp_path, "run", path, "--out", "run", *changes, fresh=True, OMP_NUM_THREADS="2"))
     assert code == 3, err
     step = kept(tmp_path)[-1]
     before = snapshot(tmp_path / "run")
-    code, out, err = finish(start(tmp_path, "replay", "--trust", step, OMP_NUM_THREADS="1"))
+    code, out, err = finish(start(tmp_path, "replay", "--trust", step, fresh=True, OMP_NUM_THREADS="1"))
     assert (code, err) == (0, ""), out
     report = (step / "report.txt").read_text()
     assert json.loads((step / "report.json").read_text())["cause"] == "data"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from hookdiff.disk import lock_run_dir
+from hookdiff.disk.lock import lock_run_dir
 from tests.conftest import check_facts, finish, write_small
 
 Command = Callable[..., tuple[int, str, str]]
@@ -172,29 +172,6 @@ def test_sorting(tmp_path: Path, hookdiff: Command) -> None:
     assert hookdiff("runs", tmp_path, "--state", "runing")[0] == 2
 
 
-DAMAGED = {
-    "torn": "[run",
-    "empty": "",
-    "binary": "\x00\x01",
-    "deep": "a." * 50_000 + "b = 1",
-    "nested": f"a = {'[' * 50_000}",
-    "digits": f"a = {'9' * 9999}",
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_config_is_shown_as_such(tmp_path: Path, hookdiff: Command, name: str) -> None:
-    make(tmp_path / "good", {"step": 3, "loss": 1})
-    bad = make(tmp_path / name, {"step": 3, "loss": 1})
-    (bad / "config.toml").write_text(DAMAGED[name])
-    code, out, err = hookdiff("runs", tmp_path)
-    assert (code, err) == (0, "")
-    assert len(out.splitlines()) == 3
-    check_facts(out, "config.toml", "good")
-    row = rows(hookdiff, tmp_path)[name]
-    assert (row["state"], row["step"], row["loss"]) == ("damaged", 3, 1)
-
-
 ODD = {
     "types": "run = 3\noptimizer = [1]\nmodel = {use = [1]}\nplugins = 'x'",
     "plugins": "[run]\nplugins = [[1], {a = 2}, 3]\nsteps = -1",
@@ -214,27 +191,8 @@ def test_configs_with_other_types_are_compared(tmp_path: Path, hookdiff: Command
 
 
 @posix
-def test_damaged_files_end_no_command(tmp_path: Path, hookdiff: Command) -> None:
-    kinds = {"pipe": os.mkfifo, "folder": os.mkdir, "loop": lambda path: os.symlink(path, path)}
-    for file in ("config.toml", "metrics.jsonl", "events.jsonl", "outcome.json", ".lock"):
-        for kind, damage in kinds.items():
-            path = make(tmp_path / f"{kind}-{file}", {"step": 3, "loss": 1}) / file
-            path.unlink(missing_ok=True)
-            damage(path)
-    lines = make(tmp_path / "lines")
-    (lines / "metrics.jsonl").write_bytes(b'\xff\n[]\n{"step": 3, "loss": 1}\n{"loss": 3}\n{"step": 4, "lo')
-    (lines / "outcome.json").write_text('{"step": 1e400, "reason": []}')
-    found = rows(hookdiff, tmp_path)
-    assert len(found) == 5 * len(kinds) + 1
-    assert (found["lines"]["step"], found["lines"]["loss"]) == (3, 1)
-    assert found["pipe-config.toml"]["state"] == "damaged"
-    check_facts(found["folder-metrics.jsonl"]["problem"], tmp_path / "folder-metrics.jsonl" / "metrics.jsonl")
-    assert found["pipe-outcome.json"]["state"] == "crashed"
-
-
-@posix
 def test_what_runs_say_is_escaped(tmp_path: Path, hookdiff: Command) -> None:
-    from tests.terminal import Terminal
+    from tests.pseudo_terminal import Terminal
 
     make(
         tmp_path / f"a{HOSTILE}",
@@ -259,7 +217,7 @@ def test_what_runs_say_is_escaped(tmp_path: Path, hookdiff: Command) -> None:
 @posix
 @pytest.mark.parametrize("columns", [40, 60, 80, 120, 200])
 def test_the_table_fits_on_a_terminal(tmp_path: Path, columns: int) -> None:
-    from tests.terminal import Terminal
+    from tests.pseudo_terminal import Terminal
 
     long = "a-run-with-a-very-long-name-" * 4
     lines = [{"step": 100_000, "loss": 1.234, "fd/inception": 12.5, "fd/digits": 3.25}]

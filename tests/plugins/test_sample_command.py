@@ -9,8 +9,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from hookdiff import build_loop, load_config, load_run
-from hookdiff.pictures import read_info
-from hookdiff.testing import assert_same
+from hookdiff.authors.testing.compare import assert_same
+from hookdiff.log.picture import read_info
 from tests.conftest import check_facts, write_small
 
 NEWEST = "run/checkpoints/step-00000002"

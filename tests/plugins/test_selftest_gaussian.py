@@ -5,20 +5,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hookdiff.diffusion import (
-    DDIM,
-    DDPM,
-    Chain,
-    DPMSolver2M,
-    Euler,
-    Heun,
-    Linear,
-    Point,
-    Solver,
-    objective,
-    prediction,
-    weighting,
-)
+from hookdiff.diffusion import diffusion as objective, prediction, weighting
+from hookdiff.diffusion.chain import Chain
+from hookdiff.diffusion.process import Point
+from hookdiff.diffusion.schedules import Linear
+from hookdiff.diffusion.solvers import DDIM, DDPM, DPMSolver2M, Euler, Heun, Solver
 from hookdiff_selftest.cli import gaussian as command
 from hookdiff_selftest.gaussian import CASES, Case, check, exact_loss, exact_samples
 

@@ -12,8 +12,10 @@ import numpy
 import pytest
 import torch
 
-from hookdiff import Feed, StorageError
-from hookdiff.data import Store, Transforms
+from hookdiff import StorageError
+from hookdiff.images import feed_of
+from hookdiff.images.store import Store
+from hookdiff.images.transforms import Transforms
 from hookdiff_shards import shards
 from tests.conftest import pixels, refused, warnings
 from tests.plugins.test_shards import labelled, sample, taken, write
@@ -43,7 +45,10 @@ def test_shards_by_url_give_the_batches_of_the_files(made: Path, path: str, work
     assert here.labels is not None
     assert torch.equal(source.labels, here.labels)
     options = Transforms(image_size=8, flip=True)
-    ours, known = Feed(source, options, Store(store="none"), workers=workers), Feed(here, options, Store(store="none"))
+    ours, known = (
+        feed_of(source, options, Store(store="none"), workers=workers),
+        feed_of(here, options, Store(store="none")),
+    )
     for one, other in zip(taken(ours), taken(known), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -121,7 +126,7 @@ def test_a_server_that_fails_is_asked_again(flaky: type[Flaky], caplog: pytest.L
     assert all("flaky://set/0.tar" in line and "broken" in line for line in warnings(caplog))
     flaky.left = 0
     with refused(StorageError, "flaky://set/0.tar", "the server fails", "broken"):
-        Feed(data, store=Store(store="memory"))
+        feed_of(data, store=Store(store="memory"))
 
 
 def test_a_shard_that_is_replaced_ends_the_run(made: Path) -> None:
@@ -129,7 +134,7 @@ def test_a_shard_that_is_replaced_ends_the_run(made: Path) -> None:
     others = write(made / "others.tar", labelled(range(8, 16)))
     assert others.stat().st_size == (made / "set" / "0.tar").stat().st_size
     fsspec.filesystem("memory").pipe("/set/0.tar", others.read_bytes())
-    feed = Feed(data, store=Store(store="none", unreadable="skip"))
+    feed = feed_of(data, store=Store(store="none", unreadable="skip"))
     with refused(StorageError, "memory://set/0.tar", "changed"):
         taken(feed)
     fsspec.filesystem("memory").pipe("/set/0.tar", others.read_bytes()[:1000])
@@ -206,8 +211,8 @@ def server(made: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shards_are_read_by_http(server: str, workers: int) -> None:
-    ours = Feed(shards(f"{server}/set/{{0..2}}.tar"), store=Store(store="none"), workers=workers)
-    known = Feed(shards("set"), store=Store(store="none"))
+    ours = feed_of(shards(f"{server}/set/{{0..2}}.tar"), store=Store(store="none"), workers=workers)
+    known = feed_of(shards("set"), store=Store(store="none"))
     for one, other in zip(taken(ours), taken(known), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 

@@ -13,9 +13,10 @@ from torch import Generator, Tensor, nn
 from torch.nn.utils import parametrizations
 
 from hookdiff import ConfigError, Loop, SampleRequest, UserError, build_loop, hookimpl, load_config
-from hookdiff.experiment import try_config
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.toy import toy_loop, toy_model
+from hookdiff.experiment.probe import try_config
 from hookdiff.models.names import plain_name
-from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_memory.estimate import estimate_memory
 from hookdiff_networks import UNet
 from hookdiff_spectral import Spectral
@@ -306,7 +307,7 @@ def test_a_normalised_run_can_be_started_from(tmp_path: Path) -> None:
     for name in ("model", "ema"):  # the average has no singular vectors
         path = tmp_path / "first" / "checkpoints" / "step-00000006" / f"{name}.safetensors"
         with build_loop(load(tmp_path, {**UNET, "start_from": str(path)}, *SOME), tmp_path / "second") as loop:
-            state = first.state_dict()["model"] if name == "model" else first.plugins["ema"].state_dict()  # type: ignore[attr-defined]
+            state = first.state_dict()["model"] if name == "model" else first.state_dict()["plugins"]["ema"]
             for key, parameter in loop.model.named_parameters():
                 assert torch.equal(parameter, state[key]), key
     plain = load(tmp_path, {**UNET, "start_from": str(path)}, plugins=("no:spectral",))

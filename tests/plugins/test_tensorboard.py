@@ -2,8 +2,6 @@ import io
 import json
 import math
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,12 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams import metadata
 
 from hookdiff import PASS, Loop, TrackedRun, builtin_plugins, hookimpl
-from hookdiff.distribution import Distribution
-from hookdiff.events import Event
-from hookdiff.testing import toy_loop
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.log.distribution import Distribution
+from hookdiff.log.event import Event
 from hookdiff_tensorboard import TensorBoard
 from tests.conftest import Restores, StopAt, check_facts, fill, free, saved, warnings
+from tests.forked import python
 
 EVERYTHING = dict.fromkeys(("scalars", "images", "tensors", "histograms"), 0)  # 0: keep all of them
 
@@ -226,7 +225,7 @@ def test_a_second_run_of_the_loop_goes_on(tmp_path: Path) -> None:
 
 QUIET = """
 import sys
-from hookdiff.testing import toy_loop
+from hookdiff.authors.testing.toy import toy_loop
 from hookdiff_tensorboard import TensorBoard
 toy_loop({"tensorboard": TensorBoard(dir=sys.argv[1])}, steps=2).run()
 print(*sorted({"tensorflow", "torch.utils.tensorboard"} & set(sys.modules)))
@@ -234,5 +233,4 @@ print(*sorted({"tensorflow", "torch.utils.tensorboard"} & set(sys.modules)))
 
 
 def test_it_prints_nothing_and_needs_no_tensorflow(tmp_path: Path) -> None:
-    run = subprocess.run([sys.executable, "-c", QUIET, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert (run.stdout, run.stderr) == ("\n", "")
+    assert python(QUIET, tmp_path) == (0, "\n", "")

@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from hookdiff import Loop, UserError, builtin_plugins, hookimpl
-from hookdiff.events import Event
-from hookdiff.testing import toy_loop
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.log.event import Event
 from hookdiff_wandb import WandB
 from tests.conftest import PATIENCE, Restores, check_facts, finish, refused, wait_for, wait_until, warnings
 from tests.plugins.test_tensorboard import Loses
@@ -215,9 +215,10 @@ def test_the_folder_may_be_elsewhere(tmp_path: Path) -> None:
 ONE_RUN = """
 import sys, signal
 from pathlib import Path
-from hookdiff import builtin_plugins, hookimpl
-from hookdiff.events import Event
-from hookdiff.testing import toy_loop
+from hookdiff import builtin_plugins
+from hookdiff import hookimpl
+from hookdiff.log.event import Event
+from hookdiff.authors.testing.toy import toy_loop
 from hookdiff_wandb import WandB
 
 class Waits:

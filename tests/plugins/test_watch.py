@@ -18,14 +18,14 @@ from typing import Any
 import numpy
 import pytest
 
-from hookdiff.disk import lock_run_dir
-from hookdiff.pictures import Picture
+from hookdiff.disk.lock import lock_run_dir
+from hookdiff.log.picture import Picture
 from tests.conftest import check_facts, finish, wait_for, write_small
 
 if os.name == "nt":
     pytest.skip("needs a pseudo terminal", allow_module_level=True)
 
-from tests.terminal import Terminal
+from tests.pseudo_terminal import Terminal
 
 CONFIG = "[run]\nsteps = 100\nbatch_size = 8\n"
 FAST = ("--every", "0.1")
@@ -414,7 +414,7 @@ def test_a_pipe_that_takes_only_ascii(run: Path, start: Callable[..., Any]) -> N
     log(run, 5, loss=1)
     log(run, 9, loss=0.5)
     end(run)
-    code, out, err = finish(start(run.parent, "watch", run, PYTHONIOENCODING="ascii"))
+    code, out, err = finish(start(run.parent, "watch", run, fresh=True, PYTHONIOENCODING="ascii"))
     assert (code, err) == (0, "")
     assert out.isascii()
     check_facts(out, "step 9/100", "loss 0.5", "done")
@@ -424,7 +424,8 @@ def test_a_terminal_of_the_c_locale(run: Path) -> None:
     happen(run, 1, "finding", "long " * 50, "warning")
     happen(run, 2, "finding", "größer")
     end(run)
-    with Terminal(run.parent, "watch", run, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0") as terminal:
+    c_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    with Terminal(run.parent, "watch", run, fresh=True, **c_locale) as terminal:
         code, left = terminal.finish()
     assert code == 0, left
     assert left.isascii()

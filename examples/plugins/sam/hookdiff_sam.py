@@ -5,8 +5,8 @@ from attrs import define, field
 from attrs.validators import gt
 
 from hookdiff import Batch, Loop, LossOutput, hookimpl
+from hookdiff.models import Buffers, holding
 from hookdiff.options import about
-from hookdiff.weights import Buffers, holding
 
 
 @define(eq=False)

@@ -1,14 +1,14 @@
 """The plugin `target`: the time to a target, as benchmarks measure it (Coleman et al. 2017, DAWNBench)."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from attrs import define, field
 from attrs.validators import ge
 
-from hookdiff import Loop, hookimpl
+from hookdiff import Loop, hookimpl, saved
+from hookdiff.machine import first_rank_says
 from hookdiff.options import about
-from hookdiff.ranks import first_rank_says
 
 
 @define(eq=False)
@@ -24,7 +24,8 @@ class Target:
         default="min", metadata=about('"min": a number up to the target reaches it; "max": a number from the target up')
     )
     times: int = field(default=1, validator=ge(1), metadata=about("measurements in a row that have to reach it"))
-    newest: list[float] = field(factory=list, init=False)  # at most `times` measurements
+    newest: list[float] = saved(factory=list)  # at most `times` measurements
+    measured: str = saved("", key="metric")  # what they are measurements of
 
     @property
     def reached(self) -> bool:
@@ -33,6 +34,8 @@ class Target:
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
+        if self.measured != self.metric:  # the saved ones are of another number
+            self.newest, self.measured = [], self.metric
         self.end_if_reached(loop)
 
     @hookimpl
@@ -47,9 +50,3 @@ class Target:
     def end_if_reached(self, loop: Loop) -> None:
         if first_rank_says(self.reached):  # ranks may log different values, or none
             loop.stop("plugin", f"{self.metric} has reached {self.value:g}")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"metric": self.metric, "newest": list(self.newest)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.newest = list(state["newest"]) if state["metric"] == self.metric else []

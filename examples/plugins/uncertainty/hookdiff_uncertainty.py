@@ -8,8 +8,8 @@ from attrs.validators import ge, gt
 from torch import Tensor, nn
 
 from hookdiff import Loop, LossOutput, UserError, hookimpl
+from hookdiff.machine import derive_seed
 from hookdiff.options import about
-from hookdiff.randomness import derive_seed
 
 
 class LogVariance(nn.Module):

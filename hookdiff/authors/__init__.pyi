@@ -1,0 +1,43 @@
+from .animation import ANIMATION_FORMATS as ANIMATION_FORMATS, save_animation as save_animation
+from .features.collected import ROWS as ROWS, Collected as Collected
+from .features.moments import Gaussian as Gaussian, Moments as Moments
+from .features.neighbours import distances as distances, nearest_neighbours as nearest_neighbours
+from .features.reference import data_features as data_features, shares as shares
+from .features.space import (
+    Embedding as Embedding,
+    Features as Features,
+    Space as Space,
+    usual_features as usual_features,
+)
+from .generation import Generated as Generated, ImageMaker as ImageMaker
+from .mirroring import Call as Call, earlier as earlier, mirror as mirror, tracked as tracked
+from .recording import is_recording as is_recording, wait_for as wait_for
+from .rehearsal import rehearsing as rehearsing
+from .sheets import by_class as by_class, sheet as sheet
+from .testing.calls import Calls as Calls
+from .testing.companions import COMPANIONS as COMPANIONS
+from .testing.compare import (
+    Difference as Difference,
+    ValueKey as ValueKey,
+    all_differences as all_differences,
+    assert_same as assert_same,
+    is_digest as is_digest,
+    leaves as leaves,
+    unescaped as unescaped,
+    weights as weights,
+)
+from .testing.on_ranks import assert_trains_on_ranks as assert_trains_on_ranks
+from .testing.promises import (
+    assert_any_order as assert_any_order,
+    assert_removable as assert_removable,
+    assert_resumes as assert_resumes,
+)
+from .testing.record import snapshot as snapshot
+from .testing.threads import OutOfStep as OutOfStep, on_ranks as on_ranks
+from .testing.toy import (
+    ToyObjective as ToyObjective,
+    ToySampler as ToySampler,
+    toy_loop as toy_loop,
+    toy_model as toy_model,
+)
+from .testing.transfers import CountTransfers as CountTransfers

@@ -1,0 +1,47 @@
+"""Animated pictures: WebP and GIF."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ANIMATION_FORMATS = ("webp", "gif")
+_LONGEST = 16_383  # pixels of a side, the most that WebP can have
+
+
+def save_animation(frames: Sequence[Image], path: Path, *, frame: int = 120, last: int = 1500) -> None:
+    """Write `frames` of one size to a WebP or GIF file, by the end of its name, that repeats for ever.
+
+    Frames with a side of more than 16,383 pixels are made smaller.
+
+    Args:
+        frames: pictures of one size.
+        path: the file.
+        frame: milliseconds that each frame is shown.
+        last: milliseconds that the last one is shown.
+
+    Raises:
+        OSError, RuntimeError or ValueError: if the file cannot be written.
+    """
+    from hookdiff.disk.files import new_file
+
+    width, height = frames[0].size
+    if (longest := max(width, height)) > _LONGEST:
+        size = max(1, width * _LONGEST // longest), max(1, height * _LONGEST // longest)
+        frames = [one.resize(size) for one in frames]
+    times = [frame] * (len(frames) - 1) + [last]
+    options = {"quality": 80, "method": 2} if path.suffix == ".webp" else {"disposal": 1}
+    with new_file(path) as partial:
+        frames[0].save(
+            partial,
+            path.suffix[1:].upper(),
+            save_all=True,
+            append_images=list(frames[1:]),
+            duration=times,
+            loop=0,
+            **options,
+        )

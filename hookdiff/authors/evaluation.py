@@ -1,0 +1,87 @@
+"""The base of plugins that measure the network on held-out samples, or in any other way."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy
+import torch
+from attrs import define, field
+
+from hookdiff.authors.periodic import Periodic
+from hookdiff.errors import HookError
+from hookdiff.log.log import Mean, Value
+from hookdiff.loop.hookspecs import hookimpl
+from hookdiff.loop.saved import as_saved
+from hookdiff.machine.randomness import default_generators_kept, derive_seed
+from hookdiff.models.weights import evaluating
+from hookdiff.options.fields import about
+from hookdiff.options.structure import COUNT
+
+if TYPE_CHECKING:
+    from hookdiff.loop.loop import Loop
+
+
+@define(eq=False)
+class Evaluation(Periodic):
+    """The base of plugins that measure the network: a subclass implements `evaluate`, and `val/NAME` is logged.
+
+    A measurement does not change the training, to the bit. The step of the newest one is saved, so that a resumed run
+    measures at the same steps as one that was never stopped. A subclass with more state has more
+    fields made by `saved`.
+    """
+
+    weights: str | None = field(
+        default=None,
+        kw_only=True,
+        metadata=about('"model", or the name of an average to measure; without it an average if any'),
+    )
+
+    # Not by `saved`: type checkers would take it for an argument, after which none without a default may follow.
+    _acted_at: int | None = field(default=None, init=False, metadata=as_saved("measured_at", COUNT))
+
+    @abstractmethod
+    def evaluate(self, loop: Loop) -> Mapping[str, Value | Mean]:
+        """Return the values by name, as for `loop.log`: scalar tensors stay on their device.
+
+        The network holds the weights that were asked for, named `loop.weights.name`, and is in eval mode; gradients are
+        off. To sample with these weights, name them: `SampleRequest(16, weights=loop.weights.name)`. The global
+        generators of torch, numpy and Python have the same seed in each measurement, and another one on each rank. It
+        is called on all ranks, and must return the same names there: what is logged is the mean of their values, and of
+        pairs (sum, count) the ratio of the sums.
+        """
+
+    @hookimpl(specname="on_start")
+    def _check_weights(self, loop: Loop) -> None:
+        with loop.weights(self.weights):  # refuses an unknown name before the run starts
+            pass
+
+    def act(self, loop: Loop) -> None:
+        """Measure, and log the values.
+
+        Raises:
+            HookError: for a result of another type.
+        """
+        seed = derive_seed(loop.config.seed, "evaluate", -1, loop.rank)  # no batch has this position
+        with loop.weights(self.weights), evaluating(loop.model), _seeded(seed, loop.device):
+            values = self.evaluate(loop)
+        if not isinstance(values, Mapping):
+            kind = type(self).__name__
+            raise HookError(f"{kind}.evaluate returned a {type(values).__name__}, expected values by name, as a dict")
+        loop.log({f"val/{name}": value for name, value in loop.reduce(values).items()})
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the global generators during the `with`; then restore them."""
+    with default_generators_kept(device):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        yield

@@ -1,0 +1,1 @@
+"""Features of images: the spaces in which sets of images are compared."""

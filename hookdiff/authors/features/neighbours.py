@@ -1,0 +1,44 @@
+"""Distances between all pairs of rows, computed in parts: no n x n x d array, and no n x n matrix either."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_PAIRS = 1 << 24  # distances in memory at a time
+
+
+def distances(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the Euclidean distances of parts of the rows `a` (n d) to all rows `b` (m d): a slice of `a`, and k m.
+
+    They are computed in float64 by |x|^2 + |y|^2 - 2 x y around the mean of `b`, so that an offset costs no digits.
+    """
+    centre = b.double().mean(dim=0)
+    right = b.double() - centre
+    squares = right.square().sum(dim=1)
+    size = max(1, _PAIRS // max(1, len(b)))
+    for start in range(0, len(a), size):
+        place = slice(start, min(len(a), start + size))
+        left = a[place].double() - centre
+        found = torch.addmm(squares + left.square().sum(dim=1, keepdim=True), left, right.T, alpha=-2)
+        yield place, found.clamp_(min=0).sqrt_()
+
+
+def nearest_neighbours(a: Tensor, b: Tensor, k: int = 1, *, within: bool = False) -> tuple[Tensor, Tensor]:
+    """Return distances (n k, float64) and numbers (n k) of the `k` nearest of `b` (m d) to each row of `a` (n d).
+
+    `within` says that `b` begins with the rows of `a`: no row is its own neighbour.
+
+    Raises:
+        ValueError: for fewer than `k` neighbours.
+    """
+    if len(b) - within < k:
+        raise ValueError(f"{k} nearest neighbours need more than {len(b)} samples")
+    near, numbers = [], []
+    for place, part in distances(a, b):
+        if within:
+            part[torch.arange(len(part)), torch.arange(place.start, place.stop)] = torch.inf
+        values, places = part.topk(k, dim=1, largest=False)
+        near.append(values)
+        numbers.append(places)
+    return torch.cat(near), torch.cat(numbers)

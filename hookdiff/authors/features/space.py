@@ -1,0 +1,156 @@
+"""Spaces of features, in which sets of images are compared: a network, and the recipe by which it gets its images."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from hookdiff.data.memory import to_unit_range
+from hookdiff.errors import UserError, shown
+from hookdiff.machine.fitting import Fitting
+from hookdiff.options.choices import Choice
+from hookdiff.options.default_names import DEFAULT_FEATURES, FEATURES_OF_OTHERS
+
+_AT_ONCE = 64  # images in the network at a time: larger batches take more memory, and are hardly faster
+
+Embedding = tuple[Tensor, Tensor | None]  # features n d; the logits of a classifier n k, None for other networks
+
+
+@define(frozen=True, eq=False)
+class Space:
+    """An opened space: `space(images)` returns features."""
+
+    name: str  # with its recipe, for the names of metrics: "digits", "inception/clean-fid"
+    key: str | None  # changes with the network, its weights and the recipe; None: features are not kept on disk
+    embed: Callable[[Tensor], Embedding]  # takes images n c h w, uint8, on `device`
+    channels: Sequence[int] = (1, 3)  # that `embed` takes
+    size: tuple[int, int] | None = None  # height and width that it takes; None: any, and images may differ
+    device: torch.device = field(factory=lambda: torch.device("cpu"))
+    metric: str = "fd"  # what the Fréchet distance is called in this space
+
+    @property
+    def distance(self) -> str:
+        """The name under which the Fréchet distance in this space is logged."""
+        return f"{self.metric}/{self.name}"
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise UserError unless the space takes images of `shape` (c h w)."""
+        _check(self.name, shape, self.channels, self.size)
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> Embedding:
+        """Return features and logits of `images` (n c h w, uint8): float32, on the CPU.
+
+        They are computed in float32 without TF32 and outside of autocast, so that machines agree. Raises UserError for
+        images that the space does not take, and ValueError for features that are not finite.
+        """
+        self.check(images.shape[1:])
+        with exact(self.device):
+            fitting = Fitting(_AT_ONCE, self.device)
+            parts = list(fitting.parts(range(len(images)), lambda part: self._embedded(images[part.start : part.stop])))
+            parts = parts or [self._embedded(images)]  # of no images
+        features = torch.cat([part for part, _ in parts])
+        if features.dim() != 2 or len(features) != len(images):
+            got = tuple(features.shape)
+            raise UserError(f"the features {self.name!r} of {len(images)} images have the shape {got}, expected n d")
+        if bad := int((~features.isfinite().all(dim=1)).sum()):
+            raise ValueError(f"the features {self.name!r} of {bad} of {len(images)} images are not finite")
+        logits = [part for _, part in parts if part is not None]
+        return features, torch.cat(logits) if logits else None
+
+    def _embedded(self, images: Tensor) -> Embedding:
+        features, logits = self.embed(images.to(self.device))
+        return features.float().cpu(), None if logits is None else logits.float().cpu()
+
+
+def _check(name: str, shape: Sequence[int], channels: Sequence[int] | None, size: tuple[int, int] | None) -> None:
+    if len(shape) == 3 and (channels is None or shape[0] in channels) and size in (None, tuple(shape[1:])):
+        return
+    depth = " or ".join(map(str, channels)) if channels else "channels"
+    sides = " x ".join(map(str, size)) if size else "height x width"
+    got = " x ".join(map(str, shape))
+    raise UserError(f"the features {name!r} take images {depth} x {sides}, got {got}")
+
+
+@define(frozen=True)
+class Features(Choice, ABC):
+    """A choice of features; `open` loads their network."""
+
+    kind = "features"
+    channels: ClassVar[Sequence[int] | None] = None  # that the space takes, if that is known before it is opened
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise UserError, before `open` fetches any weights, if the space takes no images of `shape` (c h w)."""
+        _check(self.use, shape, self.channels, None)
+
+    @abstractmethod
+    def open(self, device: torch.device) -> Space:
+        """Return the space with its network on `device`.
+
+        Raises:
+            UserError: if its weights are not here.
+        """
+
+    @classmethod
+    def adapted(cls, found: object, use: str) -> type[Features] | None:
+        """Return a choice of the function or module `found`, which is called with images n c h w, float32 in [-1, 1].
+
+        It returns float features, n d.
+        """
+        if isinstance(found, type) or not callable(found):
+            return None
+        return cast(type[Features], type("Own", (_Own,), {"function": staticmethod(found), "path": use}))
+
+
+def usual_features(shape: Sequence[int]) -> Features:
+    """Return the features for images of `shape` (c h w): see `DEFAULT_FEATURES`."""
+    return Features.of(DEFAULT_FEATURES.get(tuple(shape), FEATURES_OF_OTHERS))
+
+
+@define(frozen=True)
+class _Own(Features):
+    """Features of a function that a config names as `module:name`."""
+
+    function: ClassVar[Callable[[Tensor], Any]]
+    path: ClassVar[str]
+
+    @property
+    def use(self) -> str:
+        return self.path
+
+    def open(self, device: torch.device) -> Space:
+        network = type(self).function
+        if isinstance(network, torch.nn.Module):
+            network = network.to(device).eval()
+
+        def embed(images: Tensor) -> Embedding:
+            features = network(to_unit_range(images))
+            if not isinstance(features, Tensor):
+                raise UserError(f"{self.path} returned a {type(features).__name__}, expected features n d, a tensor")
+            return features, None
+
+        # No key: the code of a function may change without a trace.
+        return Space(shown(self.path.replace(":", ".")), None, embed, channels=range(1, 5), device=device)
+
+
+@contextmanager
+def exact(device: torch.device) -> Iterator[None]:
+    """Compute in float32 with all its digits during the `with`: no TF32, no bf16 inside, no autocast."""
+    backends: Any = torch.backends
+    # Not `allow_tf32`: torch refuses to read it once a script has set `fp32_precision`.
+    places = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+    before = [place.fp32_precision for place in places]
+    try:
+        for place in places:
+            place.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision

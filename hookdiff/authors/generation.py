@@ -1,0 +1,145 @@
+"""Makes many images with a Loop, as many at a time as fit in memory, and their features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from hookdiff.authors.features.collected import Collected
+from hookdiff.authors.features.reference import shares
+from hookdiff.authors.features.space import Features, Space, usual_features
+from hookdiff.log.pixels import to_uint8
+from hookdiff.loop.loop import Loop
+from hookdiff.machine.dtensor import is_sharded
+from hookdiff.machine.fitting import Fitting
+from hookdiff.machine.ranks import gathered, gathered_or_raised
+from hookdiff.models.sampler import SampleRequest
+from hookdiff.terminal.pace import paced
+
+# Images that a CPU makes at a time: more take memory, and are not faster. See benchmarks/README.md.
+_VALUES_ON_CPU = 1 << 16
+_FEWEST_ON_CPU = 16
+
+
+@define(eq=False)
+class ImageMaker:
+    """Makes images in parts: as many at a time as the sampler's option says, and half whenever a part does not fit."""
+
+    loop: Loop
+    _fitting: Fitting = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        limit: int = getattr(self.loop.sampler, "batch_size", 256)
+        values = torch.Size(self.loop.feed.shape).numel()
+        size = limit if self.loop.device.type != "cpu" else min(limit, max(_FEWEST_ON_CPU, _VALUES_ON_CPU // values))
+        self._fitting = Fitting(size, self.loop.device, any(map(is_sharded, self.loop.model.parameters())))
+
+    @property
+    def size(self) -> int:
+        """How many images are made at a time."""
+        return self._fitting.size
+
+    def make(self, numbers: range, request: Callable[[range], SampleRequest]) -> Iterator[Tensor]:
+        """Yield the images `numbers` in parts: n c h w, float32, on the CPU. `request` returns that of some numbers.
+
+        Raises:
+            UserError: if not even one image fits, or if a part does not and the ranks share the model.
+        """
+        return self._fitting.parts(numbers, lambda part: self.loop.sample(request(part)).images.cpu())
+
+
+@define(eq=False)
+class Generated:
+    """Images of the current weights in a space. The number of an image determines its noise and its class.
+
+    `weights` is "model" or the name of an average; None: an average if there is one.
+
+    Raises:
+        UserError: for others.
+    """
+
+    loop: Loop
+    space: Space
+    seed: int
+    weights: str | None
+    _maker: ImageMaker = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._maker = ImageMaker(self.loop)
+        self.used()
+
+    @classmethod
+    def of(cls, loop: Loop, features: Features | None, seed: int, weights: str | None) -> Generated:
+        """Open the space of `features`; None: that of such images.
+
+        Raises:
+            UserError: if it does not take them.
+        """
+        shape = loop.feed.shape
+        features = features or usual_features(shape)
+        features.check(shape)
+        space = features.open(loop.device)
+        space.check(shape)
+        return cls(loop, space, seed, weights)
+
+    @property
+    def at_a_time(self) -> int:
+        """How many images all ranks together make at a time; all ranks must ask."""
+        return min(gathered(self._maker.size)) * self.loop.num_ranks
+
+    def used(self) -> str:
+        """Return what makes the images now: the weights, and the guidance if a plugin chose it, "ema with NAME"."""
+        samples = self.loop.sample(SampleRequest(0, weights=self.weights))
+        own, used = (getattr(one, "guidance", None) for one in (self.loop.sampler, samples.sampler))
+        return samples.weights if used is None or used is own else f"{samples.weights} with {used.use}"
+
+    def images(self, numbers: range) -> Iterator[Tensor]:
+        """Yield the images `numbers` in parts, n c h w, float32. All ranks make them."""
+        return self._maker.make(numbers, self._request)
+
+    def features(self, num: int, what: str) -> Collected:
+        """Return the features of the first `num` images, rounded to 8 bits as when they are saved; ranks share them.
+
+        `what` is for messages, such as "fid: images".
+
+        Raises:
+            ValueError: on all ranks for an image that is not finite.
+        """
+        start, end = shares(num)[self.loop.rank]
+        # As many on all ranks, because those that share one model must call it equally often.
+        most = max(last - first for first, last in shares(num))
+        found, problems = Collected(), list[Exception]()
+        with closing(paced(self.images(range(start, start + most)), most, what)) as made:
+            for part in _first(made, end - start):
+                try:
+                    if not problems:
+                        found.add(*self.space(_pixels(part, what)))
+                except Exception as error:  # raised below: until the last image, ranks that share a model need all
+                    problems.append(error)
+
+        def own() -> Collected:
+            if problems:
+                raise problems[0]
+            return found
+
+        return Collected.merged(gathered_or_raised(own))
+
+    def _request(self, numbers: range) -> SampleRequest:
+        return SampleRequest(len(numbers), self.seed, numbers.start, stream="evaluate", weights=self.weights)
+
+
+def _first(parts: Iterable[Tensor], num: int) -> Iterator[Tensor]:
+    """Yield the first `num` images of `parts`, which are made to the last."""
+    for part in parts:
+        yield part[: max(0, num)]
+        num -= len(part)
+
+
+def _pixels(images: Tensor, what: str) -> Tensor:
+    if bad := int((~images.isfinite()).flatten(1).any(dim=1).sum()):
+        raise ValueError(f"{what}: {bad} of {len(images)} generated images are not finite")
+    return to_uint8(images)

@@ -1,0 +1,84 @@
+"""Makes the calls of a sink again, from the files of a run directory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+from attrs import frozen
+
+from hookdiff.authors.sinks import Call, Sink, TrackedRun, send_picture
+from hookdiff.run_dir.events_jsonl import LoggedEvent
+from hookdiff.run_dir.history import History
+
+__all__ = ["Call", "Mirrored", "earlier", "mirror", "tracked"]
+
+
+@frozen
+class Mirrored:
+    """What was sent to a sink."""
+
+    steps: int  # that logged something
+    pictures: int
+    last: int  # step
+
+
+def tracked(history: History) -> TrackedRun:
+    """Return the facts about a run that a mirror of it begins with."""
+    return TrackedRun(history.run_dir.resolve(), history.config, is_branch=False, step=0)
+
+
+def mirror(history: History, sink: Sink) -> Mirrored:
+    """Send a whole run to `sink`, in place of an earlier mirror of it. The errors of the tracker are raised."""
+    run = tracked(history)
+    sink.clear(run)
+    try:
+        sink.open(run)
+        calls = _in_order(history, sink)
+        for _, call in calls:
+            call.make()
+    finally:
+        sink.close()
+    steps = {step for step, call in calls if call.name != "event"}  # events may be of steps that a resume has dropped
+    return Mirrored(len(steps), sum(map(len, history.pictures.values())), max(steps, default=0))
+
+
+def earlier(run: TrackedRun, sink: Sink) -> list[Call]:
+    """Return the calls for what the run directory has up to the step at which the run begins; none for a new run.
+
+    The files are read at once, so that nothing that is logged later is among them.
+    """
+    if run.run_dir is None or not run.has_earlier_steps:
+        return []
+    calls = [call for step, call in _in_order(History(run.run_dir), sink) if step <= run.step]
+    return [*calls, Call("filled", sink.filled)]
+
+
+def _in_order(history: History, sink: Sink) -> list[tuple[int, Call]]:
+    """Return the calls for a whole run, each with its step, in the order of the steps.
+
+    The end of the run is the last: steps that a resume has dropped may have been later, and have ended otherwise.
+    """
+    found, events = list(_calls(history, sink)), [_event(sink, one) for one in history.events]
+    is_over = bool(events) and history.events[-1].event.kind == "stop"
+    end = [events.pop()] if is_over else []
+    return [*sorted([*found, *events], key=lambda one: one[0]), *end]  # equal steps keep their order
+
+
+def _calls(history: History, sink: Sink) -> Iterator[tuple[int, Call]]:
+    for line in history.metrics:
+        if line.values:
+            time = 0.0 if math.isnan(line.time) else line.time
+            yield line.step, Call("scalars", partial(sink.scalars, line.step, time, line.values))
+    for texts in history.texts:
+        yield texts.step, Call("texts", partial(sink.texts, texts.step, texts.time, texts.values))
+    for found in history.distributions:
+        yield found.step, Call("distributions", partial(sink.distributions, found.step, found.time, found.values))
+    for name, pictures in history.pictures.items():
+        for step, path in pictures.items():
+            yield step, Call("images", partial(send_picture, sink, step, name, path))
+
+
+def _event(sink: Sink, logged: LoggedEvent) -> tuple[int, Call]:
+    return logged.step, Call("event", partial(sink.event, logged.step, logged.time, logged.event))

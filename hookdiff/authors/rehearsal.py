@@ -1,0 +1,67 @@
+"""Runs the passes of a step on trial: afterwards the run is as if they had never been made."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hookdiff.data.batch import Batch
+from hookdiff.loop.hookspecs import hooks_of
+from hookdiff.loop.loop import Loop
+from hookdiff.loop.registry import implements
+from hookdiff.loop.saved import keeps_state, restore_state, state_of
+from hookdiff.machine.dtensor import local
+from hookdiff.models.objective import LossOutput
+from hookdiff.models.weights import Buffers
+
+
+@contextmanager
+def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
+    """Yield a function that makes all passes of a step, by the hook `accumulate`, with a batch and its draws.
+
+    It returns the loss, detached. Until its next call, `loop.gradients` are those of these passes, and carry the loss
+    scale. `loop.set_micro_batch` holds until the end of the `with`.
+
+    The end of the `with` restores weights, buffers and gradients, those of adopted modules too, the states of plugins,
+    the generators of torch and the micro-batch, also after an error. What was logged is dropped. The weights are kept
+    on the CPU, so that a GPU needs no more memory for a trial than for a step. With several ranks all of them must make
+    the same passes, because a sharded model exchanges its weights; what is a copy on each exchanges no gradient.
+    """
+    optimizers = (*loop.optimizers, *loop.adopted.optimizers)
+    held = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    parameters: list[Tensor] = list(dict.fromkeys((*loop.model.parameters(), *held)))
+    kept = [(parameter, parameter.grad, local(parameter).detach().to("cpu", copy=True)) for parameter in parameters]
+    buffers = [Buffers(module) for module in (loop.model, *(trained.module for trained in loop.adopted))]
+    for each in buffers:
+        each.keep()
+    # Those that may change during a trial, for which a batch may be made, too.
+    called = [one for one in loop.plugins.values() if implements(one, *hooks_of("batch", "passes"))]
+    states = [(plugin, copy.deepcopy(state_of(plugin))) for plugin in called if keeps_state(plugin)]
+    micro_batch, hparams = loop.config.micro_batch, dict(loop.hparams)
+    net = loop.net if loop.num_ranks == 1 else loop.model
+    on_gpu = [loop.device] if loop.device.type == "cuda" else []
+
+    def passes(batch: Batch) -> LossOutput:
+        loop.gradients.reset(batch.weight)
+        output = loop.hook.accumulate(loop=loop, batch=batch)
+        loop.gradients.conclude(output.loss)
+        return output
+
+    try:
+        with loop.log.muted(), loop.gradients.aside(), torch.random.fork_rng(on_gpu), loop.using(net=net):
+            for parameter in parameters:
+                parameter.grad = None
+            yield passes
+    finally:
+        with torch.no_grad():
+            for parameter, gradient, values in kept:
+                parameter.grad = gradient
+                local(parameter).copy_(values)
+        for each in buffers:
+            each.put_back()
+        for plugin, state in states:
+            restore_state(plugin, state)
+        loop.set_micro_batch(micro_batch)
+        loop.hparams.update(hparams)

@@ -1,0 +1,164 @@
+"""Compares what two runs have computed, logged, kept and written: to the last bit, or within a tolerance."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
+from math import inf
+from typing import Any, Literal, NamedTuple
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from hookdiff.disk.tree import State, flatten
+from hookdiff.loop.loop import Loop
+
+_ABSENT: Any = object()  # in place of a value that only the other run has
+_DIGEST = "tensor "  # the start of a text that stands for a tensor
+_SHOWN = 5  # facts in a message
+_WIDTH = 100  # characters of a value that are shown
+_BEFORE = 20  # of them, before the first difference
+
+
+class ValueKey(NamedTuple):
+    """The name of a value of a run."""
+
+    kind: Literal["weight", "logged number", "logged picture", "saved value", "field", "file"]
+    name: str  # a path, as in `flatten`; that of a field begins with its plugin
+    step: float = inf  # the update that it belongs to; infinite for what is there once
+
+    @property
+    def plugin(self) -> str:
+        """The plugin that the field or saved value belongs to; "" for none."""
+        owner = {"field": f"plugins/{self.name}", "saved value": self.name}.get(self.kind, "").split("/")
+        return unescaped(owner[1]) if owner[0] == "plugins" else ""
+
+    def __str__(self) -> str:
+        return f"the {self.kind} {self.name}" + (f" after step {self.step}" if self.step < inf else "")
+
+
+Values = Mapping[ValueKey, Any]  # tensors or their digests, numbers, strings, and None
+
+
+@define(frozen=True)
+class Difference:
+    """A value that is not the same in two runs, or that only one of them has."""
+
+    key: Any  # a ValueKey, or a text
+    here: Any
+    there: Any
+
+    @property
+    def is_text(self) -> bool:
+        """Whether both are texts, which may be names or times."""
+        return all(isinstance(value, str) and not is_digest(value) for value in (self.here, self.there))
+
+    def describe(self, one: str, other: str) -> str:
+        """Return a sentence with the names of both runs. Long values are cut to the part that differs."""
+        if self.here is _ABSENT or self.there is _ABSENT:
+            return f"{self.key} is only in {other if self.here is _ABSENT else one}"
+        here, there = self._texts()
+        if isinstance(self.here, Tensor) and here == there:
+            size = (self.here.double() - self.there.double()).abs().max()
+            return f"{self.key} differs by {size:g} between {one} and {other}"
+        begin = 0
+        if max(len(here), len(there)) > _WIDTH:
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(here, there, strict=False))
+            begin = max(0, len(list(same)) - _BEFORE)
+        end = begin + _WIDTH
+        here, there = ("..." * bool(begin) + text[begin:end] + "..." * (len(text) > end) for text in (here, there))
+        return f"{self.key} is {here} in {one}, and {there} in {other}"
+
+    def _texts(self) -> tuple[str, str]:
+        return _as_text(self.here), _as_text(self.there)
+
+    def __str__(self) -> str:
+        """Its name, with the values if they are short."""
+        values = f" ({' and '.join(self._texts())})"
+        return f"{self.key}{values * (len(values) < _WIDTH // 2)}"
+
+
+def all_differences(one: Mapping[Any, Any], other: Mapping[Any, Any], tolerance: float = 0.0) -> list[Difference]:
+    """Return the values that are not the same in both, or further apart than `tolerance` of their size.
+
+    A NaN equals a NaN. They are in the order of their steps, if their names are Keys.
+    """
+    keys = sorted(dict.fromkeys((*one, *other)), key=lambda key: key.step if isinstance(key, ValueKey) else inf)
+    found = (Difference(key, one.get(key, _ABSENT), other.get(key, _ABSENT)) for key in keys)
+    return [each for each in found if not _is_same(each.here, each.there, tolerance)]
+
+
+def _is_same(here: Any, there: Any, tolerance: float) -> bool:
+    if here is there or here is _ABSENT or there is _ABSENT:
+        return here is there
+    if tolerance:
+        first, second = (torch.as_tensor(value, dtype=torch.float64) for value in (here, there))
+        size = max([1.0, *(float(value.abs().max()) for value in (first, second) if value.numel())])
+        return torch.allclose(first, second, rtol=0.0, atol=tolerance * size, equal_nan=True)
+    if isinstance(here, Tensor) and isinstance(there, Tensor) and _as_text(here) == _as_text(there):
+        return bool(((here == there) | ((here != here) & (there != there))).all())
+    return repr(here) == repr(there)
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return value if isinstance(value, str) else "nothing" if value is _ABSENT else repr(value)
+
+
+def fail(problem: str, facts: Iterable[str]) -> None:
+    """Raise AssertionError with the problem and the first of the `facts`, if there are any."""
+    if found := list(facts):
+        more = [f"and {len(found) - _SHOWN} more"] * (len(found) > _SHOWN)
+        raise AssertionError("\n  ".join([f"{problem}; first:", *found[:_SHOWN], *more]))
+
+
+def weights(loop: Loop) -> dict[str, Tensor]:
+    """Return a copy of the model's state."""
+    return {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
+
+
+def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """Raise AssertionError, naming the first tensor that is not exactly equal."""
+    for difference in all_differences(one, other):
+        raise AssertionError(difference.describe("the first", "the second"))
+
+
+def of_state(state: State) -> dict[ValueKey, Any]:
+    """Return the values of a nested state; its tensors are not copied."""
+    tensors, tree = flatten(state)
+    return {ValueKey("saved value", path): value for path, value in (dict(leaves(tree)) | tensors).items()}
+
+
+def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings and lists, each with its path, as `flatten` names it."""
+    if isinstance(tree, Mapping) or (isinstance(tree, list) and tree):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from leaves(value, f"{name}/{escaped(str(key))}" if name else escaped(str(key)))
+    else:
+        yield name, tree
+
+
+def escaped(key: str) -> str:
+    """Return `key` as a part of a path."""
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def unescaped(part: str) -> str:
+    """Return the key that a part of a path stands for."""
+    return part.replace("~1", "/").replace("~0", "~")
+
+
+def is_digest(value: Any) -> bool:
+    """Return whether `value` is one that `digest` has returned."""
+    return isinstance(value, str) and value.startswith(_DIGEST)
+
+
+def digest(tensor: Tensor) -> str:
+    """Return the type, shape and first entries of a tensor, and a hash of all its bytes."""
+    data = tensor.detach().cpu().contiguous().reshape(-1)
+    shape = f"{_DIGEST}{str(data.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    if len(data) == 1:
+        return f"{shape} {data.item()!r}"
+    code = hashlib.sha256(data.view(torch.uint8).numpy().data).hexdigest()[:16]
+    return f"{shape} {', '.join(map(repr, data[:2].tolist()))}, ... {code}"

@@ -1,0 +1,85 @@
+"""The promise of a plugin that several ranks train as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from attrs import define
+
+from hookdiff.authors.testing.companions import COMPANIONS
+from hookdiff.authors.testing.compare import ValueKey, all_differences, fail
+from hookdiff.authors.testing.record import Record, Runs
+from hookdiff.authors.testing.threads import on_ranks
+from hookdiff.loop.hookspecs import hookimpl
+from hookdiff.loop.loop import Loop
+from hookdiff.machine.ranks import num_ranks, summed
+from hookdiff.models.objective import LossOutput
+
+_NUM = 2
+_TOLERANCE = 1e-4  # of float32 sums in another order, over some steps
+
+
+@define(eq=False)
+class Averaging:
+    """Averages the gradients over the ranks after the last micro-batch, as the plugin `ddp` does."""
+
+    @hookimpl(wrapper=True)
+    def micro_step(self, loop: Loop, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
+        output = yield
+        for gradient in loop.gradients.tensors() if index == count - 1 else ():
+            gradient.copy_(summed(gradient) / num_ranks())
+        return output
+
+
+def assert_trains_on_ranks(
+    make_plugin: Callable[[], object],
+    *,
+    others: Mapping[str, Callable[[], object]] = COMPANIONS,
+    tolerance: float = _TOLERANCE,
+    except_for: Iterable[str] = (),
+    **loop: Any,
+) -> None:
+    """Raise AssertionError unless two ranks train with the plugin as one process does, up to rounding.
+
+    Both ranks must ask each other for the same at the same places, make the same steps, and hold the same weights after
+    each. The weights and the values that the first rank logs must be those of a run on one process, within `tolerance`
+    of their size. The ranks are threads of this process, so the plugin must not use torch.distributed itself; what it
+    asks the other ranks goes through `loop.reduce`, `loop.agree` and `hookdiff.machine.ranks`.
+
+    Args:
+        make_plugin: returns a new plugin.
+        others: functions that make the other plugins of the run, by name.
+        tolerance: largest difference, relative to the size of a value.
+        except_for: patterns of logged names that may differ, such as measurements on some samples of the first rank.
+        loop: further arguments of `toy_loop`; a model with dropout cannot be the same on two ranks.
+    """
+    patterns = list(except_for)
+    with Runs(make_plugin, {**others, "averaging": Averaging}, loop) as runs:
+        alone, run_dir = Record("one process"), runs.new_folder()
+        runs.train(alone)
+
+        def train(rank: int) -> Record:
+            record = Record(f"rank {rank} of {_NUM}")
+            runs.train(record, run_dir=run_dir)
+            return record
+
+        first, *rest = on_ranks(_NUM, train)
+    facts = []
+    for other in rest:
+        ours, its = ({k: v for k, v in one.values.items() if k.kind == "weight"} for one in (first, other))
+        facts += [each.describe(first.name, other.name) for each in all_differences(ours, its)]
+
+    def compared(record: Record) -> dict[ValueKey, Any]:
+        """Return the values of each step; a picture has to be there, and may look otherwise."""
+        left_out = {
+            key
+            for key in record.steps
+            if key.kind == "logged number" and any(fnmatchcase(key.name, p) for p in patterns)
+        }
+        return {k: None if k.kind == "logged picture" else v for k, v in record.steps.items() if k not in left_out}
+
+    found = all_differences(compared(alone), compared(first), tolerance)
+    facts += [each.describe(alone.name, first.name) for each in found]
+    fail("several ranks do not train as one process", facts)

@@ -1,0 +1,146 @@
+"""The plugin that makes the run directory: it locks it early, and writes to it once nothing else can fail."""
+
+import errno
+import logging
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, define, field
+
+from hookdiff.disk.files import cannot_write, discard, make_folder, writing
+from hookdiff.disk.lock import LOCK, check_place, lock_run_dir
+from hookdiff.errors import StorageError, UserError
+from hookdiff.loop.hookspecs import hookimpl
+from hookdiff.loop.loop import Loop
+from hookdiff.machine.joining import launch
+from hookdiff.options.every import Every
+from hookdiff.run_dir.config_toml import CONFIG, config_bytes, write_config
+from hookdiff.run_dir.layout import check_run_dir
+from hookdiff.run_dir.outcome_json import OUTCOME, RunOutcome, write_outcome
+from hookdiff.run_dir.torchrun import write_job
+
+logger = logging.getLogger("hookdiff")
+
+
+@define(eq=False)
+class RunDir:
+    """Makes and locks the run directory, and writes the config into it: `hparams`, and [run] with the `LoopConfig`.
+
+    An existing directory is checked and locked first of all, so that no other run changes it. `on_ready` begins with
+    the deletion of a run that is overwritten; all else is written there after the plugins that only check and measure.
+    So a run that cannot start leaves an empty folder at most, and changes no earlier run.
+    """
+
+    overwrite: bool = False  # delete an earlier run in the directory
+    _existed: bool = field(init=False, default=False)
+    _config: bytes = field(init=False, default=b"")
+    _is_ready: bool = field(init=False, default=False)  # the directory is written
+
+    @hookimpl(tryfirst=True)
+    def prepare_model(self, loop: Loop) -> None:
+        """Lock an existing directory.
+
+        Raises UserError if it holds an earlier run that is neither resumed nor overwritten, or another process has it.
+        """
+        path = loop.run_dir if loop.is_main else None
+        self._is_ready = False
+        self._existed = path is not None and path.is_dir()
+        if path is None or not self._existed:
+            return
+        goes_on = loop.progress.position > 0 or (loop.resume is not None and not loop.is_branch)
+        if self.overwrite:
+            check_run_dir(path, overwrite=True)
+        elif (path / CONFIG).exists() and not goes_on:
+            raise _is_used(path)
+        with writing(path):
+            try:
+                lock_run_dir(path, loop.resources)
+            except OSError as error:
+                if error.errno != errno.EROFS:  # a read-only disk: `on_ready` reports it
+                    raise
+
+    @hookimpl(tryfirst=True)
+    def on_ready(self, loop: Loop) -> None:
+        """Make and lock the directory, or delete the run that is overwritten.
+
+        Raises UserError for hparams that are no TOML, or if another run has just made the directory.
+        """
+        path = loop.run_dir
+        if path is None or not loop.is_main:
+            return
+        self._config = _config_of(loop)
+        with writing(path):
+            make_folder(path)
+            lock_run_dir(path, loop.resources)
+            if not self._existed and (path / CONFIG).exists():
+                raise _is_used(path)
+            if self.overwrite:
+                check_place(path)
+                for entry in path.iterdir():
+                    if entry.is_dir() and not entry.is_symlink():
+                        shutil.rmtree(entry)
+                    # Another process may wait for the lock. The old config marks the folder as a run until replaced.
+                    elif entry.name not in (LOCK, CONFIG):
+                        entry.unlink()
+
+    @hookimpl(trylast=True, specname="on_ready")
+    def write(self, loop: Loop) -> None:
+        """Write the config."""
+        path = loop.run_dir
+        if path is None or not loop.is_main:
+            return
+        with writing(path):
+            discard(path / OUTCOME)  # it is that of an earlier process
+            write_job(path, launch())
+            write_config(path, self._config)
+        self._is_ready = True
+
+    @hookimpl(wrapper=True, tryfirst=True)
+    def on_stop(self, loop: Loop) -> Generator[None, Any, Any]:
+        """Record why and where the run has ended, after all other plugins; a disk that fails gives a warning."""
+        reason = "error"
+        try:
+            result = yield
+            reason = loop.end.reason or "done"  # a plugin may have changed it
+            return result
+        except Exception as error:
+            loop.end.close(error)
+            raise
+        finally:
+            if loop.run_dir is not None and (self._is_ready or _lacks_outcome(loop, loop.run_dir, reason)):
+                self._record(loop, loop.run_dir, reason)
+
+    def _record(self, loop: Loop, run_dir: Path, reason: str) -> None:
+        progress = loop.progress
+        try:
+            write_outcome(run_dir, RunOutcome(reason, loop.end.message, progress.step, progress.epoch))
+        except OSError as error:
+            logger.warning("%s", cannot_write(run_dir / OUTCOME, error))
+        except StorageError:  # the directory is gone
+            if reason != "error":
+                raise
+
+
+def _is_used(path: Path) -> UserError:
+    return UserError(
+        f"{path} holds an earlier run; continue it with --resume, replace it with --overwrite, or choose another "
+        "directory (in a script: Loop(..., resume=True), builtin_plugins(overwrite=True) or another run_dir)"
+    )
+
+
+def _lacks_outcome(loop: Loop, path: Path, reason: str) -> bool:
+    """Return whether the run in `path` was done when it was resumed, and has no file of its outcome.
+
+    It was killed between its last checkpoint and that file.
+    """
+    is_resumed = loop.is_main and loop.resume is not None and not loop.is_branch
+    return is_resumed and reason == "done" and not (path / OUTCOME).exists()
+
+
+def _config_of(loop: Loop) -> bytes:
+    """Return config.toml with the hparams of the loop, and with a table [run] in any case."""
+    options = asdict(loop.config, recurse=False)
+    run = {k: str(v) if isinstance(v, Every) else v for k, v in options.items() if v is not None}
+    return config_bytes({"run": run, **loop.hparams})

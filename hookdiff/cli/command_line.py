@@ -1,0 +1,92 @@
+"""The command line. Each command is a module that is imported when it is called, so that `--help` stays fast."""
+
+import errno
+import os
+import re
+import sys
+import time
+from contextlib import suppress
+from importlib.metadata import EntryPoint, entry_points, version
+
+import click
+
+from hookdiff.cli.code import file_of
+from hookdiff.cli.garbage import collect_rarely
+from hookdiff.cli.output import drop_unwritten, log_to_stderr, open_streams, say
+from hookdiff.errors import OnAnotherRank, UserError
+from hookdiff.terminal.bars import shown_works
+
+COMMANDS = ("run", "resume", "check", "plugins", "hooks")  # packages of plugins add others
+GROUP = "hookdiff.commands"
+_MOMENT = 3.0  # seconds
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+def _entries() -> list[EntryPoint]:
+    own = [EntryPoint(name, f"hookdiff.cli.{name}:command", GROUP) for name in COMMANDS]
+    return own + sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
+
+
+class _Lazy(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [entry.name for entry in _entries()]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        found = next((entry for entry in _entries() if entry.name == name), None)
+        command: click.Command | None = found.load() if found else None
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(entry.name, _summary(entry)) for entry in _entries()])
+
+
+def _summary(entry: EntryPoint) -> str:
+    """Return the first line of the module's docstring after "`hookdiff NAME`: ", or else the distribution.
+
+    The file is read and not imported, because the import would take long.
+    """
+    if source := file_of(entry.module):
+        first_line = source.read_text("utf-8", errors="replace").partition("\n")[0]
+        if found := re.match(r'"""`hookdiff [\w-]+`: (.+?)(?:""")?$', first_line):
+            return found[1][0].upper() + found[1][1:]
+    return f"(from {entry.dist.name if entry.dist else entry.value})"
+
+
+@click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(version("hookdiff"), prog_name="hookdiff")
+def group() -> None:
+    """Train diffusion models with a loop that you can read. Every feature is a plugin.
+
+    Exit codes: 0 success; 2 wrong input; 3 stopped by the hook on_nan; 75 out of time, continue with `hookdiff resume`;
+    130 stopped by SIGINT; 143 stopped by SIGTERM; 1 any other error.
+    """
+
+
+def main() -> None:
+    """Run the command line; an error of the user ends in one message and exit code 2."""
+    collect_rarely()
+    open_streams()
+    log_to_stderr()
+    try:
+        with shown_works():
+            sys.exit(group.main(standalone_mode=False) or 0)
+    except click.ClickException as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # torchrun ends this process once the first has shown the error
+            time.sleep(_MOMENT)
+        with suppress(OSError):
+            error.show()
+        sys.exit(error.exit_code)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except Exception as error:
+        message = str(error)
+        if isinstance(error, OSError) and error.errno in _DISK:  # from a plugin that does not handle its own files
+            message = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+        elif not isinstance(error, UserError):
+            raise
+        if not isinstance(error, OnAnotherRank):
+            say(f"hookdiff: {message}", err=True)
+        sys.exit(getattr(error, "exit_code", 1))
+    finally:
+        drop_unwritten()

@@ -1,0 +1,285 @@
+"""The diffusion objective: add noise to images, call the network, and compare its output with the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from attrs import Attribute, Factory, define, field
+from torch import Generator, Tensor
+
+from hookdiff.data.batch import Batch
+from hookdiff.data.memory import to_device
+from hookdiff.diffusion.losses import MSE, Loss
+from hookdiff.diffusion.prediction import Prediction, q_sample
+from hookdiff.diffusion.process import VP, Flow, Process
+from hookdiff.diffusion.times import Times
+from hookdiff.diffusion.weighting import UniformWeighting, Weighting
+from hookdiff.models.objective import LossOutput
+from hookdiff.options.choices import chosen
+from hookdiff.options.fields import IS_FINITE, about, between
+
+# (noisy images: n c h w, times: n, int64 or float32[, labels: n, int64][, name=condition ...]) -> n c h w
+Net = Callable[..., Tensor]
+Given = Mapping[str, Tensor]  # all else that the network gets, n rows each: conditions by name, and "labels" (-1: none)
+
+
+_PURE = frozenset(Weighting.known.values())  # weightings that depend on nothing but the timestep
+
+
+def without(given: Given) -> dict[str, Tensor]:
+    """Return what the network gets for samples without label and conditions: label -1, and zeros."""
+    return {name: torch.full_like(column, -1 if name == "labels" else 0) for name, column in given.items()}
+
+
+def _numbers(value: float | tuple[float, ...] | list[float]) -> tuple[float, ...]:
+    return tuple(map(float, value)) if isinstance(value, (tuple, list)) else (float(value),)
+
+
+def _names(value: str | Iterable[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _are_no_draws(_: Any, __: Any, names: tuple[str, ...]) -> None:
+    if taken := {"noise", "timesteps", "labels"}.intersection(names):
+        raise ValueError(f"'conditions' cannot be named {taken.pop()!r}: the objective uses this name itself")
+
+
+def _fits_process(diffusion: Any, option: Attribute[Any], value: Any) -> None:
+    value.check(diffusion.process)
+
+
+@define(eq=False, frozen=True)  # frozen, so that `_constants` always match the options
+class Diffusion:
+    """The objective that trains a network to denoise; its arguments are the keys of the config table [diffusion].
+
+    Any prediction works with any process, except "epsilon" with a process that ends in pure noise. In a script,
+    `conditional` counts as False unless given.
+
+    Raises:
+        ValueError: naming the argument that is out of its range, or does not fit another.
+    """
+
+    process: Process = field(default=Flow(), converter=chosen[Process], metadata=about("process that adds noise"))
+    prediction: Prediction = field(
+        default=Factory(lambda self: self.process.default_prediction, takes_self=True),
+        converter=chosen[Prediction],
+        validator=_fits_process,
+        metadata=about(
+            'meaning of the network\'s output; unless given, "flow_prediction" with process "flow", "v_prediction" '
+            'with "vp", "epsilon" with "ddpm", "edm" with "edm"'
+        ),
+    )
+    weighting: Weighting = field(
+        default=Factory(lambda self: self.process.default_weighting, takes_self=True),
+        converter=chosen[Weighting],
+        metadata=about(
+            'weight of each noise level in the loss; unless given, "min_snr" with process "vp", else "uniform"'
+        ),
+    )
+    times: Times = field(
+        default=Factory(lambda self: self.process.default_times, takes_self=True),
+        converter=chosen[Times],
+        validator=_fits_process,
+        metadata=about(
+            'noise levels drawn in training; unless given, "logit_normal" with process "flow", "log_normal" with '
+            '"edm", else "uniform", and stratified but with "ddpm"'
+        ),
+    )
+    loss: Loss = field(default=MSE(), converter=chosen[Loss], metadata=about("error of each pixel"))
+    conditional: bool | None = field(
+        default=None,
+        metadata=about(
+            "give the network the labels; unless given, true if the model has classes; in a config, true also sets "
+            "`model.num_classes`, unless given, from the data"
+        ),
+    )
+    label_dropout: float = field(
+        default=0.1,
+        validator=between(0, 1),
+        metadata=about("share of samples without their label and conditions in training, for guidance"),
+    )
+    conditions: tuple[str, ...] = field(
+        default=(),
+        converter=_names,
+        validator=_are_no_draws,
+        metadata=about("names of what the network gets from the samples by keyword, beside image and label"),
+    )
+    data_mean: float | tuple[float, ...] = field(
+        default=0.0,
+        converter=_numbers,
+        validator=IS_FINITE,
+        metadata=about("mean of the images in [-1, 1], one number or one for each channel; x becomes (x - mean) / std"),
+    )
+    data_std: float | tuple[float, ...] = field(
+        default=1.0,
+        converter=_numbers,
+        validator=between(0, 1e6, open_ends=True),
+        metadata=about("standard deviation of the images, as `data_mean`; sampling maps images back to [-1, 1]"),
+    )
+    _constants: dict[tuple[str, torch.device, torch.dtype], Tensor] = field(init=False, factory=dict, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "weighting", self.weighting.fit(self.prediction))
+        if all(std == 1 for std in _numbers(self.data_std)):
+            return
+        for name, part in (("prediction", self.prediction), ("weighting", self.weighting)):
+            sigma_data = getattr(part, "sigma_data", 1)
+            if sigma_data != 1:
+                raise ValueError(
+                    f"'{name}': its sigma_data is {sigma_data:g}, and data_std gives the images a standard deviation "
+                    f"of 1; write {name} = {{ use = {part.use!r}, sigma_data = 1.0 }}"
+                )
+
+    def remarks(self) -> list[str]:
+        """Return a warning if the weighting leaves the noise level at which sampling starts untrained."""
+        of_noise = self.weighting.weights(self.prediction, torch.zeros(1), torch.ones(1))
+        if not self.process.ends_in_noise or of_noise.any():
+            return []
+        return [
+            f"diffusion.weighting: {self.weighting.use!r} gives pure noise, where sampling starts, a weight of 0, so "
+            "the network never learns that step; use 'uniform' or 'edm'"
+        ]
+
+    def draw(self, batch: Batch, generator: Generator) -> Batch:
+        """Return `batch` with the random draws of this step in `draws`, on the device of the inputs.
+
+        `noise` is standard normal, float32, of the shape of the inputs. `timesteps` (n) are times of the process: int64
+        in 0..T-1, or float32. `labels`, only for a conditional objective, and its `conditions`, by name, are those of
+        the batch; of some samples they are replaced by -1 and 0. All are drawn on the generator's device, so a CPU
+        generator gives the same numbers for every device. They are drawn for all samples of the step, also those of
+        other ranks, so a sample gets the same ones on any number of ranks.
+
+        Raises:
+            ValueError: if the batch has no labels for a conditional objective, or lacks one of the conditions.
+        """
+        shape, device, where = (batch.total, *batch.inputs.shape[1:]), batch.inputs.device, generator.device
+        noise = batch.own(torch.randn(shape, generator=generator, device=where, dtype=torch.float32))
+        times = batch.own(self.times.draw(self.process, batch.total, generator))
+        drawn = {"noise": to_device(noise, device), "timesteps": to_device(times, device)}
+        if given := self.given(batch):
+            chance = batch.own(torch.rand(batch.total, generator=generator, device=where, dtype=torch.float32))
+            dropped = to_device(chance < self.label_dropout, device)
+            for name, nothing in without(given).items():
+                rows = dropped.view(-1, *[1] * (nothing.dim() - 1))
+                drawn[name] = torch.where(rows, nothing, given[name])
+        return batch.with_draws(drawn)
+
+    def given(self, batch: Batch) -> dict[str, Tensor]:
+        """Return what the network gets of `batch` beside its inputs, by name: labels, if conditional, and conditions.
+
+        Raises:
+            ValueError: for what the batch lacks.
+        """
+        if not (self.conditional or self.conditions):
+            return {}
+        if self.conditional and batch.labels is None:
+            raise ValueError("the objective is conditional, but the data has no labels")
+        if lacking := [name for name in self.conditions if name not in batch.conditions]:
+            there = ", ".join(map(repr, batch.conditions)) or "none"
+            raise ValueError(f"the data has no condition {', '.join(map(repr, lacking))}; it has {there}")
+        labels = {"labels": batch.labels} if self.conditional and batch.labels is not None else {}
+        return {**labels, **{name: batch.conditions[name] for name in self.conditions}}
+
+    def __call__(self, net: Net, batch: Batch) -> LossOutput:
+        """Return the loss of `net` on a batch that went through `draw`.
+
+        The network gets float32 images, under autocast too, the times as `Process.network_time` returns them, and the
+        labels and conditions as drawn. The error is computed in float32 and averaged over c h w, then weighted
+        and averaged over the samples; `LossOutput.per_sample` is without the weights.
+
+        Raises ValueError if the network's output has another shape than its images.
+        """
+        noise, times = batch.draws["noise"], batch.draws["timesteps"]
+        alpha, sigma, log_snr = self.process.rates(times, noise.ndim)
+        x0 = self.normalize(batch.inputs)
+        x_t = q_sample(x0, noise, alpha, sigma)
+        # Autocast leaves additions and multiplications alone, so x_t and the target stay float32. The times are never
+        # cast, because bfloat16 would round 999 to 1000.
+        output = self.predict(net, x_t, self.process.network_time(times), batch.draws, alpha, sigma)
+        target = self.prediction.target(x0, noise, alpha, sigma)
+        if output.shape != target.shape:  # broadcasting might give a meaningless loss
+            shapes = f"{tuple(output.shape)} for images of shape {tuple(target.shape)}"
+            raise ValueError(f"the network returned shape {shapes}")
+        error = self.loss(output.float(), target)
+        per_sample = error.flatten(1).mean(1)
+        if type(self.weighting) is UniformWeighting:
+            return LossOutput(error.mean(), per_sample, times, log_snr.flatten())
+        weights = self._weights(times, alpha, sigma)
+        return LossOutput((weights * per_sample).mean(), per_sample, times, log_snr.flatten(), weights)
+
+    def _weights(self, times: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+        if type(self.weighting) not in _PURE or not isinstance(self.process, VP):
+            return self.weighting.weights(self.prediction, alpha.flatten(), sigma.flatten())
+        key = "weights", times.device, alpha.dtype
+        if key not in self._constants:  # one of all timesteps, since a dozen small operations are felt in each step
+            every = torch.arange(self.process.timesteps, device=times.device)
+            self._constants[key] = self.weighting.weights(self.prediction, *self.process.rates(every, 1)[:2])
+        return self._constants[key].index_select(0, times)
+
+    def floor(self, timesteps: Tensor, variance: float | Tensor) -> Tensor:
+        """Return the least squared error of a network that knows only the mean and the variance of the data.
+
+        `timesteps` are times of the process (n); `variance` is that of normalized pixels, above 0. The result (n,
+        float32) is the mean over c h w of the squared error of the output, without the weights. No network does better
+        on white Gaussian images. Real images have structure: a network that has learnt some of it has a lower error; a
+        network with a higher error has not even learnt their brightness and contrast.
+
+        The target is u = a x0 + b noise, and x_t = alpha x0 + sigma noise. For Gaussian images of variance v the error
+        is Var(u | x_t) = Var(u) - Cov(u, x_t)² / Var(x_t), with Var(u) = a² v + b², Cov(u, x_t) = a alpha v + b sigma:
+
+            v (a sigma - b alpha)² / (alpha² v + sigma²)
+        """
+        of_image, of_noise, alpha, sigma = self._target_rates(timesteps)
+        across = of_image * sigma - of_noise * alpha
+        return variance * across * across / (alpha * alpha * variance + sigma * sigma)
+
+    def target_variance(self, timesteps: Tensor, variance: float | Tensor) -> Tensor:
+        """Return a² v + b², the variance of the target: the error of a network that knows only the target's mean.
+
+        Arguments and result are as in `floor`, which is never larger.
+        """
+        of_image, of_noise, _, _ = self._target_rates(timesteps)
+        return of_image * of_image * variance + of_noise * of_noise
+
+    def _target_rates(self, timesteps: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return a and b of the target a x0 + b noise at `timesteps`, alpha and sigma: n each."""
+        alpha, sigma, _ = self.process.rates(timesteps, 1)
+        one, zero = torch.ones_like(alpha), torch.zeros_like(alpha)
+        target = self.prediction.target
+        return target(one, zero, alpha, sigma), target(zero, one, alpha, sigma), alpha, sigma
+
+    def predict(self, net: Net, x_t: Tensor, times: Tensor, given: Given, alpha: Any, sigma: Any) -> Tensor:
+        """Return the network's output for x_t, n c h w.
+
+        `times` (as returned by `Process.network_time`) are n; `alpha` and `sigma` broadcast against x_t. The network
+        gets the "labels" of `given`, if there are any, and the objective's `conditions` by keyword. All are copies,
+        since its layers may work in place.
+        """
+        shown = self.prediction.network_input(x_t, alpha, sigma).clone()
+        labels = (given["labels"].clone(),) if "labels" in given else ()
+        return net(shown, times.clone(), *labels, **{name: given[name].clone() for name in self.conditions})
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Return `images` (n c h w) as (x - data_mean) / data_std."""
+        return images if not self.is_normalized else (images - self._each("mean", images)) / self._each("std", images)
+
+    def denormalize(self, images: Tensor) -> Tensor:
+        """Undo `normalize`."""
+        return images if not self.is_normalized else images * self._each("std", images) + self._each("mean", images)
+
+    @cached_property
+    def is_normalized(self) -> bool:
+        """Whether `normalize` changes anything."""
+        return (self.data_mean, self.data_std) != ((0.0,), (1.0,))
+
+    def _each(self, which: str, images: Tensor) -> Tensor:
+        key = which, images.device, images.dtype
+        if key not in self._constants:  # a copy in each step would make the host wait for the device
+            values: tuple[float, ...] = getattr(self, f"data_{which}")
+            if len(values) not in (1, images.shape[1]):
+                raise ValueError(f"data_{which} has {len(values)} numbers for images of {images.shape[1]} channels")
+            self._constants[key] = images.new_tensor(values).view(-1, 1, 1)
+        return self._constants[key]

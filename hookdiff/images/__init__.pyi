@@ -1,0 +1,25 @@
+from .arrays import array_in as array_in, names_in as names_in, open_array as open_array
+from .cache import locked as locked
+from .decoding import (
+    Unreadable as Unreadable,
+    decode as decode,
+    num_channels as num_channels,
+    upright_size as upright_size,
+)
+from .each import with_images as with_images
+from .folder import Folder as Folder
+from .formats import PICTURE_FORMATS as PICTURE_FORMATS, suffixes as suffixes, usual_suffix as usual_suffix
+from .items import parts_of as parts_of, seed_all as seed_all
+from .labels import as_lines as as_lines, encode as encode, normal as normal, some as some
+from .loader import Workers as Workers
+from .opened import open_picture as open_picture, reason as reason
+from .source_reader import feed_of as feed_of
+from .store import Store as Store
+from .survey import (
+    Kind as Kind,
+    left_out_text as left_out_text,
+    passed_over_text as passed_over_text,
+    refuse as refuse,
+    unreadable_problems as unreadable_problems,
+)
+from .transforms import Transforms as Transforms

@@ -1,0 +1,139 @@
+"""A folder of image files."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hookdiff.disk.reading import open_file
+from hookdiff.errors import why_missing
+from hookdiff.images.formats import HEAD, is_picture, suffixes
+from hookdiff.images.labels import encode, read_labels, some
+from hookdiff.images.opened import open_picture
+from hookdiff.images.survey import PassedOver, kinds_text
+
+_NOT_COUNTED = (".txt", ".caption", ".json")  # captions beside a picture of the same name, which are not read
+_OF_SYSTEMS = ("thumbs.db", "desktop.ini")  # the Macintosh hides its own
+
+
+class Folder:
+    """Image files at any depth below a folder, in the order of their names.
+
+    A file is an image by its suffix, or by its first bytes if it has none; `formats.py` has the list. `passed_over`
+    counts the others by kind, but for hidden files, captions beside their images, and the file of labels.
+
+    Where images and labels do not match, `problems` has the reasons: they are reported together with those of the
+    images.
+
+    Args:
+        path: the folder
+        labels: "folder": the class of an image is the first folder below `path`, if there are two such folders or more;
+            "none": no classes; or a .csv or .jsonl file, in `path` or the working directory, with a `file` (below
+            `path`) and a `label` for each image: a name, or an integer from 0 (-1: unknown)
+
+    Raises:
+        ValueError: if there is no image.
+    """
+
+    def __init__(self, path: str, labels: str = "folder") -> None:
+        self.path = Path(os.path.expanduser(path))
+        if not self.path.is_dir():
+            raise ValueError(f"{path} is no folder" if self.path.exists() else f"{path}: {why_missing(self.path)}")
+        self.files, self.passed_over = _find(self.path, labels)
+        if not self.files:
+            kinds = kinds_text(self.passed_over) or "nothing, it is empty"
+            raise ValueError(f"{path} has no image ({', '.join(sorted(suffixes()))}); found: {kinds}")
+        self.problems: list[str] = []
+        self.classes: Sequence[str] | None
+        if labels == "folder":
+            alone = [name for name in self.files if "/" not in name]
+            if 0 < len(alone) < len(self.files):
+                where = f"{len(alone)} of {len(self.files)} images are in {path} itself, not in a class folder"
+                way_out = "move them, or set labels = 'none' or a file of labels"
+                self.problems.append(f"{where} ({some(alone)}): {way_out}")
+            self.labels, self.classes = encode([] if alone else _first_folders(self.files))
+        elif labels == "none":
+            self.labels, self.classes = None, None
+        else:
+            self.labels, self.classes, self.problems = read_labels(self.path, self.files, labels)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def load(self, index: int) -> Any:
+        return open_picture(self.describe(index))
+
+    def describe(self, index: int) -> str:
+        return os.path.join(self.path, self.files[index])
+
+    def fingerprint(self) -> str:
+        found = hashlib.sha256(os.fsencode(self.path.resolve()))
+        for index, name in enumerate(self.files):
+            try:
+                about = os.stat(self.describe(index))
+                state = f"{about.st_size} {about.st_mtime_ns}"
+            except OSError as error:  # such as a broken link, which is refused when it is read
+                state = str(error.errno)
+            found.update(os.fsencode(f"\n{name}\0{state}"))
+        return found.hexdigest()
+
+
+def _find(root: Path, labels: str) -> tuple[list[str], PassedOver]:
+    """Return the images as sorted paths below `root`, with slashes, and the other files except that of the `labels`."""
+    files: list[str] = []
+    others: PassedOver = {}
+    known = suffixes()
+    labels = os.path.relpath(root / os.path.expanduser(labels), root).replace(os.sep, "/")
+    for below, names in _walk(root):
+        pictures, rest, stems = [], [], set()
+        for name in names:
+            stem, suffix = os.path.splitext(name)
+            suffix = suffix.lower()
+            if name.startswith(".") or name.lower() in _OF_SYSTEMS:
+                continue
+            if suffix in known or (suffix in ("", ".") and _begins_as_picture(root / below / name)):
+                pictures.append(name)
+                stems.add(stem)
+            else:
+                rest.append((stem, suffix, name))
+        files += [f"{below}{name}" for name in pictures]
+        for stem, suffix, name in rest:
+            if (suffix in _NOT_COUNTED and stem in stems) or f"{below}{name}" == labels:
+                continue
+            kind = suffix if suffix.strip(".") else "without a suffix"
+            count, first = others.get(kind, (0, f"{below}{name}"))
+            others[kind] = count + 1, min(first, f"{below}{name}")
+    return sorted(files), others
+
+
+def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder at `root` and below, "" or a path that ends in a slash, and the names of its files."""
+    seen = set()
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    for folder, inside, names in os.walk(root, onerror=stop, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # a link to a folder that was already visited
+            inside.clear()
+            continue
+        seen.add(real)
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
+        below = os.path.relpath(folder, root).replace(os.sep, "/")
+        yield "" if below == "." else f"{below}/", names
+
+
+def _begins_as_picture(path: Path) -> bool:
+    try:
+        with open_file(path) as file:
+            return is_picture(file.read(HEAD) or b"")
+    except OSError:  # such as a pipe
+        return False
+
+
+def _first_folders(files: Sequence[str]) -> list[str]:
+    """Return the first folder of each file, or an empty list if there are fewer than two folders."""
+    names = [name.partition("/")[0] for name in files]
+    return names if len(set(names)) > 1 else []

@@ -1,0 +1,66 @@
+"""The formats of picture files: all that hookdiff knows of them is derived from one list."""
+
+import re
+from functools import cache
+
+from attrs import define, field
+
+HEAD = 32  # bytes at the beginning of a file, by which its format is known
+
+
+@define(frozen=True)
+class Format:
+    """A format of picture files."""
+
+    names: tuple[str, ...]  # in Pillow; the first one is that of the reader
+    suffixes: tuple[str, ...]  # the first one is the usual one
+    begins: bytes  # pattern of the first bytes
+    is_extra: bool = field(default=False, kw_only=True)  # only another package than Pillow has a reader
+
+
+# The last one is known by its header alone, which has no magic number.
+PICTURE_FORMATS = (
+    Format(("JPEG", "MPO"), (".jpg", ".jpeg", ".jpe", ".jfif"), rb"\xff\xd8\xff"),
+    Format(("PNG",), (".png", ".apng"), rb"\x89PNG\r\n\x1a\n"),
+    Format(("GIF",), (".gif",), rb"GIF8[79]a"),
+    Format(("BMP",), (".bmp",), rb"BM.{4}\0{4}"),
+    Format(("PPM",), (".ppm", ".pgm", ".pbm", ".pnm"), rb"P[1-6]\s+[\d#]"),
+    Format(("WEBP",), (".webp",), rb"RIFF.{4}WEBP"),
+    Format(("TIFF",), (".tif", ".tiff"), rb"II[*+]\0|MM\0[*+]"),
+    Format(("AVIF",), (".avif",), rb".{4}ftypavi[fs]"),
+    Format(("JPEG2000",), (".jp2", ".j2k"), rb"\xff\x4f\xff\x51|\0\0\0\x0cjP {2}\r\n\x87\n"),
+    Format(("QOI",), (".qoi",), rb"qoif"),
+    Format(("DDS",), (".dds",), rb"DDS \x7c\0\0\0"),
+    Format(("ICO",), (".ico",), rb"\0\0\x01\0[^\0]\0"),
+    Format(("PCX",), (".pcx",), rb"\n[\0\2\3\5][\0\1][\1\2\4\x08]"),
+    Format(("SGI",), (".sgi",), rb"\x01\xda[\0\1][\1\2]"),
+    Format(("HEIF",), (".heic", ".heif"), rb".{4}ftyp(hei[cxms]|hev[cx]|mif1|msf1)", is_extra=True),
+    Format(("TGA",), (".tga",), rb".(\0[\2\3\n\v]\0{5}|\x01[\1\t].{4}[\x10\x18\x20]).{8}[\1\x08\x10\x18\x20][\0-\x3f]"),
+)
+
+
+def known() -> list[Format]:
+    """Return the formats that can be read here."""
+    from PIL import Image
+
+    return [one for one in PICTURE_FORMATS if not one.is_extra or one.names[0] in Image.OPEN]
+
+
+def suffixes() -> frozenset[str]:
+    """Return the suffixes of files that can be read here, in lower case with their dot."""
+    return frozenset(suffix for one in known() for suffix in one.suffixes)
+
+
+def is_picture(head: bytes) -> bool:
+    """Return whether a file that begins with `head`, its first `HEAD` bytes, is of a format that can be read here."""
+    return any(_pattern(one).match(head) for one in known())
+
+
+@cache
+def _pattern(one: Format) -> re.Pattern[bytes]:
+    return re.compile(one.begins, re.DOTALL)
+
+
+def usual_suffix(name: str | None) -> str | None:
+    """Return the usual suffix of the format that Pillow calls `name`; None for a format that is not known."""
+    return next((one.suffixes[0] for one in PICTURE_FORMATS if name in one.names), None)

@@ -1,0 +1,149 @@
+"""Turns the items of a map-style data set into samples of one form, and samples into a batch."""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from hookdiff.data.memory import check_range
+from hookdiff.data.reader import Stack, is_paired
+from hookdiff.data.source import Source
+from hookdiff.errors import UserError
+from hookdiff.images.decoding import upright_size
+from hookdiff.images.opened import reason
+from hookdiff.images.transforms import Transforms, size_text
+from hookdiff.machine.randomness import derive_seed
+
+# After the first stage: pixels, c h w; label; index; conditions by name.
+LoadedSample = tuple[Tensor, int | None, int, dict[str, Tensor]]
+
+
+def read_item(source: Source, transforms: Transforms, seed: int, epoch: int, index: int) -> LoadedSample:
+    """Return an item of a map-style data set, after seeding all default generators by (seed, epoch, index).
+
+    Raises UserError for an item that cannot be used.
+    """
+    seed_all(seed, epoch, index)
+    image, label, others = parts_of(source[index], index)
+    if not isinstance(image, Tensor) and not hasattr(image, "convert"):  # as an image of Pillow has
+        kind = type(image).__name__
+        raise UserError(f"sample {index} of the data is a {kind}, expected a tensor c h w or a Pillow image")
+    place, conditions = f"sample {index} of the data", {}
+    try:
+        sides = _sides(image) if others else ()  # before `fit`, which may reduce or turn an image of Pillow
+        pixels = transforms.fit(image)
+        for name, value in others.items():
+            place = f"sample {index} of the data: {name!r}"
+            conditions[name] = _condition(value, (*pixels.shape[:-2], *sides), transforms)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{place}: {reason(error)}") from error
+    return pixels, label, index, conditions
+
+
+def seed_all(seed: int, epoch: int, index: int) -> None:
+    """Seed the default generators of Python, numpy and torch for the item at `index`, which may augment itself."""
+    own_seed = derive_seed(seed, "augment", epoch, part=index)
+    random.seed(own_seed)
+    numpy.random.seed(own_seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(own_seed)
+
+
+def parts_of(item: Any, index: int) -> tuple[Any, int | None, dict[str, Any]]:
+    """Return the picture, the label and all else, by name, in the item at `index` of a map-style data set.
+
+    Raises:
+        UserError: for an item without a picture, and for a label that is no integer.
+    """
+    if isinstance(item, Mapping):
+        others = dict(item)
+        key = "image" if "image" in others else "inputs"
+        if key not in others:
+            keys = ", ".join(map(repr, others))
+            raise UserError(f"sample {index} of the data has the keys {keys}, expected 'image' or 'inputs' among them")
+        image, label = others.pop(key), others.pop("label", None)
+        if label is not None and not _is_integer(label):
+            raise UserError(f"sample {index} of the data: 'label' is {_text(label)}, expected an integer or None")
+    elif isinstance(item, (tuple, list)) and item:
+        image, *rest = item
+        others = {f"item{place}": value for place, value in enumerate(rest, 1)}
+        label = others.pop("item1") if rest and (rest[0] is None or _is_integer(rest[0])) else None
+    else:
+        image, label, others = item, None, {}
+    if label is None:
+        return image, None, others
+    try:
+        check_range(int(label), int(label))
+    except ValueError as error:
+        raise UserError(f"sample {index} of the data: {error}") from None
+    return image, int(label), others
+
+
+def _is_integer(value: Any) -> bool:
+    if isinstance(value, (Tensor, numpy.ndarray)):  # of one number, as some data sets have it
+        return value.shape in ((), (1,)) and "int" in str(value.dtype)
+    return isinstance(value, (int, numpy.integer))
+
+
+def _sides(image: Any) -> tuple[int, ...]:
+    """Return height and width of a picture."""
+    return tuple(image.shape[-2:]) if isinstance(image, Tensor) else upright_size(image)[::-1]
+
+
+def _condition(value: Any, picture: Sequence[int], transforms: Transforms) -> Tensor:
+    """Return `value` as a tensor: the first stage of an image of the size of `picture` (c h w), others as they are.
+
+    Raises ValueError for an image that does not fit, and for a value of another type.
+    """
+    if hasattr(value, "convert"):
+        if not is_paired(_sides(value), picture):
+            raise ValueError(
+                f"an image of {size_text(_sides(value))}, expected {size_text(picture[1:])}, as the picture"
+            )
+        return evolve(transforms, channels=None).fit(value)
+    try:
+        found = value if isinstance(value, Tensor) else torch.tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{_text(value)}, expected a tensor, an array, a number or an image") from None
+    *channels, height, width = found.shape if found.dim() > 1 else (0, 0)
+    if not is_paired(found.shape, picture) or transforms.side is None or height == width == transforms.side:
+        return found
+    single = evolve(transforms, channels=None)
+    fitted = torch.cat([single.fit(layer) for layer in found.reshape(-1, 1, height, width)])
+    return fitted.reshape(*channels, *fitted.shape[1:])
+
+
+def collate(samples: Sequence[LoadedSample]) -> Stack:
+    """Return `samples` as one batch. Raises UserError unless all have the same conditions, of the same shapes."""
+    images, labels, indices, conditions = zip(*samples, strict=True)
+    for index, own in zip(indices, conditions, strict=True):
+        if own.keys() != conditions[0].keys():
+            one, other = (", ".join(map(repr, each)) or "nothing" for each in (conditions[0], own))
+            raise UserError(
+                f"beside its image, sample {indices[0]} of the data has {one}, sample {index} has {other}: expected "
+                "the same in all samples"
+            )
+    return (
+        _column(images, indices, "", ": set image_size"),
+        None if None in labels else torch.tensor(labels),
+        torch.tensor(indices),
+        {name: _column([own[name] for own in conditions], indices, f": {name!r}", "") for name in conditions[0]},
+    )
+
+
+def _column(values: Sequence[Tensor], indices: Sequence[int], name: str, way_out: str) -> Tensor:
+    for value, index in zip(values, indices, strict=True):
+        if (value.shape, value.dtype) != (values[0].shape, values[0].dtype):
+            one, other = _text(values[0]), _text(value)
+            raise UserError(f"sample {indices[0]} of the data{name} is {one}, sample {index}{name} is {other}{way_out}")
+    return torch.stack(list(values))
+
+
+def _text(value: Any) -> str:
+    """Return shape and dtype of a tensor or an array for a message, or the type of another value."""
+    if isinstance(value, (Tensor, numpy.ndarray)):
+        return f"{size_text(value.shape) or 'one number'} of {value.dtype}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,150 @@
+"""Labels as numbers and names, and the files that hold them."""
+
+import csv
+import json
+import os
+import posixpath
+import re
+import unicodedata
+from collections.abc import Collection, Iterator, Sequence
+from io import BufferedReader, TextIOWrapper
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from hookdiff.data.memory import MAX_LABEL, check_range
+from hookdiff.disk.reading import open_file
+from hookdiff.errors import nearest, shown
+
+EXAMPLES = 5  # the most examples in a message
+_SUFFIXES = (".csv", ".jsonl")
+
+
+def encode(labels: Sequence[Any]) -> tuple[Tensor | None, tuple[str, ...] | None]:
+    """Return labels as numbers (n, int64), and the names of the classes in alphabetical order.
+
+    Names that differ only by Unicode normalisation are one class. Integer labels have no names (None). An empty list
+    gives (None, None).
+
+    Raises:
+        ValueError: for labels of other types, and for integers outside of -1 to `MAX_LABEL`.
+    """
+    examples = {type(label): label for label in labels}
+    if not labels:
+        return None, None
+    if examples.keys() == {int}:
+        check_range(min(labels), max(labels))
+        return torch.tensor(labels), None
+    if examples.keys() != {str}:
+        raise ValueError(f"labels must be all integers or all names, not {some(list(map(repr, examples.values())))}")
+    names = [normal(label) for label in labels]
+    classes = tuple(sorted(set(names)))
+    position = {name: k for k, name in enumerate(classes)}
+    return torch.tensor([position[name] for name in names]), classes
+
+
+def normal(name: str) -> str:
+    """Return `name` in the normal form NFC: a Macintosh writes one letter of a name as several characters."""
+    return unicodedata.normalize("NFC", name)
+
+
+def read_labels(
+    root: Path, files: Sequence[str], labels: str
+) -> tuple[Tensor | None, tuple[str, ...] | None, list[str]]:
+    """Return labels and classes of `files` (below `root`) from the file `labels`, in `root` or the working directory.
+
+    The third value lists what is wrong: lines, images without a label, labels without an image. Raises ValueError for
+    a file that is missing or cannot be read.
+    """
+    path = root / labels if (root / labels).exists() else Path(os.path.expanduser(labels))
+    if not path.exists():
+        near = nearest(path.name, ["folder", "none", *(p.name for p in root.iterdir() if p.suffix in _SUFFIXES)])
+        raise ValueError(f"labels: expected 'folder', 'none' or a file; there is no {labels!r} in {root} or here{near}")
+    if path.suffix.lower() not in _SUFFIXES:
+        raise ValueError(f"{path}: expected labels in a .csv or a .jsonl")
+    found: dict[str, str | int] = {}
+    named, wrong = set(), []
+    here: dict[str, str] = {}  # files by their normal form
+    alike = [(other, name) for name in files if (other := here.setdefault(normal(name), name)) != name]
+    try:
+        with open_file(path) as raw, TextIOWrapper(BufferedReader(raw), "utf-8-sig", newline="") as file:
+            for line, row in _csv(file) if path.suffix.lower() == ".csv" else _jsonl(file):
+                try:
+                    given = _name(row)
+                    named.add(name := here.get(normal(given), given))
+                    label = _label(name, row["label"])
+                    if found.setdefault(name, label) != label:
+                        raise ValueError(f"{shown(name)} has another label on an earlier line")
+                except ValueError as error:
+                    wrong.append(f"line {line}: {error}")
+    except (OSError, csv.Error, ValueError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    problems = [
+        f"{shown(one)} and {shown(other)} differ only by Unicode normalisation, as {one!a} and {other!a}: rename one"
+        for one, other in alike
+    ]
+    if wrong:
+        problems.append(wrong[0] if len(wrong) == 1 else f"{len(wrong)} lines are wrong:{as_lines(wrong)}")
+    if strange := sorted(named.difference(files)):
+        near = nearest(strange[0], files)
+        problems.append(f"{len(strange)} of its files are not in {root}: {some(strange)}{near}")
+    if lacking := [name for name in files if name not in named]:
+        problems.append(f"{len(lacking)} of {len(files)} images have no label: {some(lacking)}")
+    try:
+        numbers, classes = encode([] if problems else [found[name] for name in files])
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        return None, None, [f"{path}: {problem}" for problem in problems]
+    return numbers, classes, []
+
+
+def _csv(file: TextIO) -> Iterator[tuple[int, Any]]:
+    rows = csv.DictReader(file)
+    for row in rows:
+        yield rows.line_num, row
+
+
+def _jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
+    for line, text in enumerate(file, 1):
+        if text.strip():
+            try:
+                yield line, json.loads(text)
+            except (ValueError, RecursionError) as error:
+                yield line, ValueError(f"not JSON: {error}")
+
+
+def _name(row: Any) -> str:
+    """Return the file in one row, which also has a label."""
+    if isinstance(row, ValueError):
+        raise row
+    name = row.get("file", row.get("file_name")) if isinstance(row, dict) else None  # the latter is Hugging Face's
+    if not isinstance(name, str) or "label" not in row:
+        raise ValueError(f"expected file and label, got {shown(row)[:60]}")
+    return posixpath.normpath(name.replace("\\", "/"))
+
+
+def _label(name: str, given: Any) -> str | int:
+    """Return the label that a row gives to the file `name`."""
+    label = given.strip() if isinstance(given, str) else given
+    if label is None or label == "":
+        raise ValueError(f"{shown(name)} has no label")
+    if isinstance(label, str) and re.fullmatch(r"-1|[0-9]{1,9}", label):
+        label = int(label)
+    if isinstance(label, str) or (type(label) is int and -1 <= label <= MAX_LABEL):
+        return label
+    raise ValueError(f"expected a name or an integer from 0 to {MAX_LABEL} as label, got {repr(label)[:60]}")
+
+
+def as_lines(items: Collection[str]) -> str:
+    """Return the first few of `items`, a line each, for a message."""
+    rest = len(items) - EXAMPLES
+    return "".join(f"\n  {item}" for item in islice(items, EXAMPLES)) + (f"\n  and {rest} more" if rest > 0 else "")
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first few of `names`, for a message."""
+    return ", ".join(map(shown, names[:EXAMPLES])) + (", ..." if len(names) > EXAMPLES else "")

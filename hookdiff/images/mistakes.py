@@ -1,0 +1,58 @@
+"""Objects that are given as data by mistake, and what to write instead."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hookdiff.data.memory import InMemory
+from hookdiff.data.source import Images, Source
+
+
+def remedy(given: object) -> str | None:
+    """Return what to give in place of an object that is no data set; None for one that may be a data set."""
+    if isinstance(given, DataLoader):
+        return (
+            "give `loader.dataset`; the Loop makes the batches, and feed_of(loader.dataset, workers=2) loads them ahead"
+        )
+    if isinstance(given, numpy.ndarray):
+        return f"give `{_as_tensor(given)}`"
+    if isinstance(given, tuple):
+        return "give `InMemory(images, labels)` of tensors, or a list of samples"
+    if isinstance(given, Mapping):
+        return 'give `InMemory(images, labels, conditions={"mask": masks})` of tensors'
+    if isinstance(given, (str, Path)):
+        return f"give `Folder({str(given)!r})`, from hookdiff.images, for a folder of images"
+    if isinstance(given, (InMemory, Images, Source)) and not isinstance(given, IterableDataset):
+        return None
+    if hasattr(given, "__iter__"):
+        return (
+            "the samples are read in another order in each epoch: give `list(data)`, or a class with a length and [i]"
+        )
+    return "give a tensor n c h w, an InMemory, or an object with a length and [i]"
+
+
+def may_be_data(kind: type) -> bool:
+    """Return whether objects of this class may be a data set: they have a length, and `[i]` or the methods of `Images`.
+
+    Neither mappings nor tables nor arrays are data sets, nor are the sets of torchvision that read a pickle.
+    """
+    methods = {name for owner in kind.__mro__ for name in vars(owner)}
+    is_source = "__len__" in methods and ("__getitem__" in methods or {"load", "describe"} <= methods)
+    is_other = "keys" in methods or issubclass(kind, numpy.ndarray) or kind.__module__ == "torchvision.datasets.lsun"
+    return not is_other and (is_source or issubclass(kind, (InMemory, Dataset)))
+
+
+def _as_tensor(array: Any) -> str:
+    """Return code that makes images n c h w, uint8 or in [-1, 1], of `array`."""
+    layout = {3: "[:, None]"}.get(array.ndim, "")
+    if array.ndim == 4 and array.shape[3] <= 4 < array.shape[1]:
+        layout = ".permute(0, 3, 1, 2)"
+    if array.dtype == numpy.uint8:
+        return f"torch.from_numpy(array){layout}"
+    scale = ""
+    if array.ndim > 2 and array.size and array.dtype.kind in "biuf" and array.min() >= 0:
+        scale = " / 127.5 - 1" if array.max() > 1 else " * 2 - 1"
+    return f"torch.from_numpy(array){layout}.float(){scale}"

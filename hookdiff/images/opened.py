@@ -1,0 +1,54 @@
+"""Reads one picture: from a file, or from a source."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, BinaryIO, TypeVar
+
+from PIL import UnidentifiedImageError
+
+from hookdiff.data.source import Images, sample_name
+from hookdiff.disk.reading import check_kind
+from hookdiff.errors import StorageError, shown
+from hookdiff.images.decoding import Unreadable
+from hookdiff.images.formats import known
+
+Result = TypeVar("Result")
+
+
+def open_picture(file: str | BinaryIO) -> Any:
+    """Return the Pillow image in a file, of which only the header is read.
+
+    Raises:
+        OSError: and any error of Pillow; OSError for a pipe, a socket or a device, and for other formats than those in
+            `formats.py`: for PostScript, Pillow would run Ghostscript, whatever the name of the file.
+    """
+    from PIL import Image
+
+    if isinstance(file, str):
+        check_kind(file)
+    return Image.open(file, formats=[one.names[0] for one in known()])
+
+
+def with_image(source: Images, index: int, function: Callable[[Any], Result]) -> Result:
+    """Return `function(picture)` for the picture at `index`, and close its file.
+
+    Raises Unreadable for any error but a StorageError, which is not about this picture alone.
+    """
+    try:
+        image = source.load(index)
+        with image if hasattr(image, "fp") else nullcontext():
+            return function(image)
+    except StorageError:
+        raise
+    except Exception as error:  # a decoder may raise any error on broken bytes
+        raise Unreadable(f"{sample_name(source, index)}: {reason(error)}") from error
+
+
+def reason(error: Exception) -> str:
+    """Return the message of a decoder's error, on one line."""
+    if isinstance(error, UnidentifiedImageError):
+        return "no picture of a known format"
+    # Without the path, since callers put it before the message.
+    message = str(getattr(error, "strerror", None) or error).partition("\n")[0].removesuffix(".")
+    kind = "" if message and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+    return shown(kind + message)

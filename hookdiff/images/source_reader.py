@@ -1,0 +1,194 @@
+"""The reader of pictures and of any other source: it keeps them in memory, or loads them with workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from hookdiff.data.batch import Batch
+from hookdiff.data.facts import MOST
+from hookdiff.data.feed import Feed
+from hookdiff.data.memory import InMemory, to_device
+from hookdiff.data.order import replacements
+from hookdiff.data.reader import MemoryReader, Parts, Stack, are_pictures, hash_of, labels_of
+from hookdiff.data.source import Images, sample_name
+from hookdiff.errors import UserError
+from hookdiff.images.augment import augment, center_crop
+from hookdiff.images.items import read_item
+from hookdiff.images.loader import Loader, Workers, read_batch, read_image
+from hookdiff.images.store import Prepared, Store, prepare
+from hookdiff.images.transforms import Transforms, size_text
+from hookdiff.machine.randomness import default_generators_kept
+
+logger = logging.getLogger("hookdiff")
+
+_CPU = torch.device("cpu")
+
+
+def feed_of(
+    source: Any,
+    transforms: Transforms | None = None,
+    store: Store | None = None,
+    *,
+    workers: int = 0,
+    prefetch: int = 2,
+    **options: Any,
+) -> Feed:
+    """Return a Feed of any source: a tensor, an `InMemory` set, `Images` such as a `Folder`, or a `Source`.
+
+    Args:
+        source: a tensor n c h w, `InMemory`, `Images`, or any object with a length and `[i]`, such as a list.
+        transforms: how pictures become samples.
+        store: where decoded pictures are kept.
+        workers: processes that load samples, if these are not in memory.
+        prefetch: batches that each worker loads ahead.
+        options: those of `Feed`, such as `held_out`.
+
+    Raises:
+        UserError: for an object that is no source, or that cannot be used with these options.
+    """
+    loading = Workers(workers=workers, prefetch=prefetch)
+    return Feed(SourceReader(source, transforms or Transforms(), store or Store(), loading), **options)
+
+
+@define(eq=False, slots=False)
+class SourceReader:
+    """Reads `source`, any of those that `feed_of` takes."""
+
+    source: Any
+    transforms: Transforms
+    store: Store
+    workers: Workers
+    prepared: Prepared = field(init=False)  # the source after the first stage
+    labels: Tensor | None = field(init=False)
+    classes: Sequence[str] | None = field(init=False)
+    left_out: Sequence[str] = field(init=False)
+    unreadable: set[int] = field(init=False)
+    device: torch.device = field(init=False, default=_CPU)
+    seed: int = field(init=False, default=0)
+    _parts: Parts = field(init=False, default=())
+    _kept: MemoryReader | None = field(init=False, default=None)  # the reader of samples in memory
+    _reported: set[int] = field(init=False, factory=set)  # unreadable samples with a warning in the log
+    _idle: list[Loader] = field(init=False, factory=list)  # loaders that wait for the next epoch
+
+    def __attrs_post_init__(self) -> None:
+        self.prepared = prepare(self.source, self.transforms, self.store)
+        self.left_out, self.unreadable = self.prepared.left_out, set(self.prepared.survey.unreadable)
+        self.labels, self.classes = labels_of(self.source, len(self))
+        if isinstance(self.prepared.samples, InMemory):
+            self._kept = MemoryReader(self.prepared.samples, self._finish)
+
+    def __len__(self) -> int:
+        return len(self.prepared.samples)
+
+    @property
+    def samples(self) -> Any:
+        return self._kept.samples if self._kept else self.prepared.samples
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        if not (shape := self.prepared.survey.shape):
+            return tuple(self.first.inputs.shape[1:])
+        size = self.transforms.image_size
+        return shape if size is None else (shape[0], size, size)
+
+    @cached_property
+    def first(self) -> Batch:
+        row = torch.zeros(1, dtype=torch.int64)
+        if isinstance(self.source, Images):
+            return Batch(torch.zeros(1, *self.shape), None if self.labels is None else row)
+        if self._kept:
+            return self._kept.first
+        images, labels, _, conditions = next(self._loader(0).load([(0, row.numpy())]))
+        labels = row if labels is None and self.labels is not None else labels
+        return self._finish(Batch(images, labels, conditions=conditions), None)
+
+    @cached_property
+    def are_pictures(self) -> bool:
+        if isinstance(self.source, Images) or len(self.shape) < 3:
+            return isinstance(self.source, Images)
+        if self._kept:
+            return self._kept.are_pictures
+        with default_generators_kept():  # which reading seeds: a run may be under way
+            images, *_ = next(self._loader(0).load([(0, self._parts[0][:MOST].numpy())]))
+        return are_pictures(images)
+
+    def bound(self, seed: int, device: torch.device, parts: Parts) -> SourceReader:
+        one = copy(self)
+        one.seed, one.device, one._parts, one._idle, one._reported = seed, device, parts, [], set()
+        if self._kept:
+            one._kept = self._kept.bound(seed, device, parts)
+            one._kept.finish = one._finish
+            if undecodable := list(self.prepared.survey.undecodable):
+                broken = torch.zeros(len(self), dtype=torch.bool)
+                broken[[*undecodable, *self.unreadable]] = True
+                one._kept.rows = replacements(parts, broken)
+        return one
+
+    def check(self) -> None:
+        if self.transforms.random and len(self.shape) != 3:
+            raise UserError(f"samples of {size_text(self.shape)} are no images c h w and cannot be augmented")
+
+    def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
+        return self._kept.stacks(shares, epoch) if self._kept else self._load(shares, epoch)
+
+    def _finish(self, samples: Batch, epoch: int | None) -> Batch:
+        if epoch is None:
+            return center_crop(samples, self.transforms)
+        return augment(samples, self.transforms, self.seed, epoch)
+
+    def _load(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
+        loader = self._idle.pop() if self._idle else self._loader(self.workers.workers)
+        # Numpy arrays, because sending a tensor to a worker takes a file descriptor.
+        stacks = loader.load((epoch or 0, share.numpy()) for share in shares)
+        for share, (images, labels, indices, conditions) in zip(shares, stacks, strict=True):
+            for index in sorted(set(share[share != indices].tolist()) - self._reported):
+                self._reported.add(index)
+                name, count = self.describe(index), len(self._reported)
+                logger.warning("data: %s cannot be read; another sample replaces it (%d so far)", name, count)
+            if labels is None and self.labels is not None:
+                labels = self.labels[indices]
+            images, labels = to_device(images, self.device), None if labels is None else to_device(labels, self.device)
+            conditions = {name: to_device(column, self.device) for name, column in conditions.items()}
+            made = self._finish(Batch(images, labels, indices, conditions=conditions), epoch)
+            yield made.inputs, labels, indices, made.conditions
+        # If the epoch is left before its end, the loader is not kept: its workers still load batches of that epoch.
+        self._idle.append(loader)
+
+    def _loader(self, workers: int) -> Loader:
+        if isinstance(self.source, Images):
+            successors = torch.arange(len(self))
+            for part in self._parts:
+                successors[part] = part.roll(-1)
+            # A numpy array, because sending a tensor to a worker takes a file descriptor.
+            following = successors.numpy() if self.store.unreadable == "skip" else None
+            fit = partial(self.transforms.fit, shape=self.prepared.survey.shape)
+            read: Callable[..., Any] = partial(read_image, self.source, fit, following)
+        else:
+            read = partial(read_item, self.source, self.transforms, self.seed)
+        return Loader(partial(read_batch, read), workers, self.workers.prefetch, self.device.type == "cuda")
+
+    def describe(self, index: int) -> str:
+        return sample_name(self.source, index)
+
+    def fingerprint(self) -> str | None:
+        if hasattr(self.source, "fingerprint"):
+            own = self.source.fingerprint()
+        elif self._kept:
+            own = hash_of(self._kept.samples.images)
+        else:
+            return None
+        options = self.transforms
+        first_stage = (options.image_size, options.side, options.upscale, options.channels, options.background)
+        return repr((type(self.source).__qualname__, own, *first_stage))
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()

@@ -1,0 +1,192 @@
+"""Turns any source into samples of one shape, kept in memory, in a memory-mapped file, or not at all."""
+
+import logging
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from attrs import Factory, define, evolve, field
+from attrs.validators import ge, in_
+from torch import Tensor
+
+from hookdiff.data.memory import InMemory
+from hookdiff.data.reader import is_paired
+from hookdiff.data.source import Images, Source
+from hookdiff.errors import UserError
+from hookdiff.images.cache import load_or_make, place_of
+from hookdiff.images.decoding import Unreadable
+from hookdiff.images.each import with_images
+from hookdiff.images.mistakes import remedy
+from hookdiff.images.survey import (
+    Survey,
+    first_stage_shape,
+    kind_of_shape,
+    left_out_text,
+    passed_over_text,
+    problems_of,
+    refuse,
+    survey,
+    unreadable_problems,
+)
+from hookdiff.images.transforms import Transforms, size_text
+from hookdiff.options.fields import Writes, about
+
+logger = logging.getLogger("hookdiff")
+
+_GIB = 1 << 30
+
+
+@define(frozen=True, kw_only=True)
+class Store:
+    """Options for storing decoded and resized samples, and for samples that cannot be read."""
+
+    store: Literal["auto", "memory", "disk", "none"] = field(
+        default="auto",
+        validator=in_(("auto", "memory", "disk", "none")),
+        metadata=about(
+            'where decoded and resized samples are kept: "memory"; "disk" (a file); "none" (they are decoded again in '
+            'each epoch); "auto" ("memory" up to `memory_limit`, else "none")'
+        ),
+    )
+    memory_limit: float = field(
+        default=4.0, validator=ge(0), metadata=about('limit of "auto" for the decoded pixels', "GiB")
+    )
+    cache_dir: Annotated[str | None, Writes()] = field(
+        default=None, metadata=about('folder of the files of "disk"; unless given, `hookdiff` in the user\'s cache')
+    )
+    unreadable: Literal["stop", "skip"] = field(
+        default="stop",
+        validator=in_(("stop", "skip")),
+        metadata=about('what to do if samples cannot be read: "stop", or "skip" them with a warning'),
+    )
+
+    @property
+    def folder(self) -> Path:
+        user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "hookdiff")
+        return Path(os.path.expanduser(self.cache_dir or user))
+
+    def place(self, num_bytes: int) -> str:
+        """Return where this number of bytes is kept: "memory", "disk" or "none"."""
+        if self.store != "auto":
+            return self.store
+        return "memory" if num_bytes <= self.memory_limit * _GIB else "none"
+
+
+@define(eq=False)
+class Prepared:
+    """Samples after the first stage, or a source that reads each sample when it is needed."""
+
+    samples: InMemory | Images | Source
+    place: str = "none"  # of the samples: "memory", "disk" or "none"
+    survey: Survey = Factory(Survey)
+    cache: Path | None = None  # the folder on disk
+    left_out: Sequence[str] = ()  # what is not used, in words
+
+
+def prepare(source: Any, transforms: Transforms, store: Store) -> Prepared:
+    """Read the headers of `source`, and decode its pictures if `store` keeps them.
+
+    Raises UserError for an object that is no source, and for pictures of different shapes or that cannot be read.
+    """
+    if instead := remedy(source):
+        raise UserError(f"the data is of type {type(source).__name__}, which cannot be trained on: {instead}")
+    if isinstance(source, Tensor):
+        source = InMemory(source)
+    if isinstance(source, InMemory):
+        prepared = _from_memory(source, transforms, store)
+    elif isinstance(source, Images):
+        prepared = _from_images(source, transforms, store)
+    elif store.store in ("auto", "none"):
+        prepared = Prepared(source)
+    else:
+        items = f"the items of {type(source).__name__} may differ each time"
+        raise UserError(f"store = {store.store!r}: {items}; only an InMemory, or a source with load(i), can be kept")
+    shape = prepared.survey.shape
+    if shape and any(transforms.color_jitter) and shape[0] not in (1, 3):
+        raise UserError(f"color_jitter is for images of 1 or 3 channels, these have {shape[0]}")
+    return prepared
+
+
+def _from_images(source: Images, transforms: Transforms, store: Store) -> Prepared:
+    if not len(source):
+        raise UserError("the source has no samples: nothing to train on")
+    pixels, cache, skip = None, None, store.unreadable == "skip"
+    if store.store == "disk":
+        place, cache = "disk", place_of(source, transforms, store.folder)
+        fill = partial(_fill, source=source, transforms=transforms)
+        found, pixels = load_or_make(cache, source, transforms, skip, fill)
+    else:
+        found = survey(source, transforms, skip)
+        place = store.place(len(source) * torch.Size(found.shape).numel())
+        if place == "memory":
+            pixels = _decode_to_memory(source, found, transforms)
+    unreadable = [*found.unreadable.values(), *found.undecodable.values()]
+    refuse([*unreadable_problems(unreadable, len(source), skip), *problems_of(source)])
+    left_out = [*left_out_text(unreadable, len(source)), *passed_over_text(source)]
+    for text in left_out:
+        logger.warning("data: %s", text)
+    return Prepared(source if pixels is None else InMemory(pixels, source.labels), place, found, cache, left_out)
+
+
+def _from_memory(source: InMemory, transforms: Transforms, store: Store) -> Prepared:
+    if store.store not in ("auto", "memory"):
+        raise UserError(f"store = {store.store!r}: this source is in memory already")
+    images, shape = source.images, tuple(source.images.shape[1:])
+    are_pictures = len(shape) == 3 and shape[0] <= 4  # others may be latents
+    kinds = [kind_of_shape(shape, len(source), "sample 0")] if are_pictures else []
+    if len(source) and not transforms.fits(shape):
+        if images.dtype != torch.uint8 or len(shape) != 3 or shape[0] not in (1, 3):
+            got = f"{size_text(shape)} of {images.dtype}"
+            raise UserError(f"image_size and channels are for uint8 images of 1 or 3 channels; these are {got}")
+        shape = first_stage_shape(kinds, transforms)
+        conditions = {
+            name: _fit_condition(name, column, images, transforms) for name, column in source.conditions.items()
+        }
+        source = InMemory(_fit_all(images, transforms), source.labels, conditions=conditions)
+    return Prepared(source, "memory", Survey(shape, kinds))
+
+
+def _fit_all(images: Tensor, transforms: Transforms) -> Tensor:
+    return torch.cat([transforms.fit_stack(chunk) for chunk in torch.split(images, 1024)])
+
+
+def _fit_condition(name: str, column: Tensor, images: Tensor, transforms: Transforms) -> Tensor:
+    """Return the first stage of conditions that are images of the same size as `images`, others as they are."""
+    shape, sides = column.shape, images.shape[2:]
+    if not is_paired(shape[1:], images.shape[1:]) or transforms.side is None or sides == (transforms.side,) * 2:
+        return column
+    if column.dtype != torch.uint8:
+        raise UserError(f"conditions {name!r}: only uint8 can be resized with the images; these are {column.dtype}")
+    fitted = _fit_all(column.reshape(-1, 1, *sides), evolve(transforms, channels=None))
+    return fitted.reshape(*shape[:-2], *fitted.shape[2:])
+
+
+def _decode_to_memory(source: Images, found: Survey, transforms: Transforms) -> Tensor:
+    shape = (len(source), *found.shape)
+    size = torch.Size(shape).numel() / _GIB
+    if size > 1 / 8:
+        logger.info("data: decoding %d images into %.2f GiB of memory", len(source), size)
+    try:
+        pixels = torch.zeros(shape, dtype=torch.uint8)
+    except RuntimeError:
+        raise UserError(f"store = 'memory': {size:.2f} GiB of pixels do not fit") from None
+    _fill(pixels.numpy(), found, source, transforms)
+    return pixels
+
+
+def _fill(rows: Any, found: Survey, source: Images, transforms: Transforms) -> None:
+    """Write the first stage of the samples to `rows` (n c h w, uint8). Rows of unreadable samples stay zero."""
+    readable = [index for index in range(len(source)) if index not in found.unreadable]
+    decode = partial(_decoded, transforms=transforms, shape=found.shape)
+    for index, pixels in with_images(source, readable, decode, "data: decoding"):
+        if isinstance(pixels, Unreadable):
+            found.undecodable[index] = str(pixels)
+        else:
+            rows[index] = pixels
+
+
+def _decoded(image: Any, transforms: Transforms, shape: tuple[int, ...]) -> Any:
+    return transforms.fit(image, shape).numpy()

@@ -1,0 +1,187 @@
+"""Reads the header of every picture, so that pictures that do not fit together are refused before training."""
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from textwrap import indent
+from typing import Any
+
+from attrs import Factory, define
+
+from hookdiff.data.source import Images, sample_name
+from hookdiff.errors import UserError
+from hookdiff.images.decoding import Unreadable, num_channels, upright_size
+from hookdiff.images.each import with_images
+from hookdiff.images.labels import as_lines, some
+from hookdiff.images.modes import load
+from hookdiff.images.transforms import Transforms
+
+logger = logging.getLogger("hookdiff")
+
+PassedOver = dict[str, tuple[int, str]]  # by kind of file, the number and the first name
+
+_MANY = 20_000  # reading more headers than this takes seconds
+_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # the mode of arrays, by number of channels
+
+
+@define
+class Kind:
+    """Pictures of one mode and size."""
+
+    mode: str  # of Pillow
+    width: int
+    height: int
+    count: int = 0
+    example: str = ""
+
+    @property
+    def channels(self) -> int:
+        """1 for grey pictures, 3 for others."""
+        return num_channels(self.mode)
+
+
+@define
+class Survey:
+    """The facts about the pictures of a source."""
+
+    shape: tuple[int, ...] = ()  # of a sample after the first stage; empty until a sample is read
+    kinds: list[Kind] = Factory(list)
+    unreadable: dict[int, str] = Factory(dict)  # by sample, the reason why the header cannot be read
+    undecodable: dict[int, str] = Factory(dict)  # by sample, the reason why the pixels cannot be decoded
+
+
+def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
+    """Read the header of every sample of `source` that is not known from its `shape` or `known_kinds()`.
+
+    Raises UserError that lists all problems: those of the source, pictures to which `transforms` cannot give one shape,
+    and, unless `skip` or none can be read, pictures that cannot be read.
+    """
+    if shape := getattr(source, "shape", None):
+        kinds = [kind_of_shape(shape, len(source), sample_name(source, 0))]
+        refuse([*problems_of(source), *_misfits(kinds, transforms)])
+        return Survey(first_stage_shape(kinds, transforms), kinds)
+    known, unknown = source.known_kinds() if hasattr(source, "known_kinds") else ([], range(len(source)))
+    if len(unknown) > _MANY:
+        logger.info("data: reading the headers of %d images", len(unknown))
+    found = {(kind.mode, kind.width, kind.height): kind for kind in known}
+    unreadable = {}
+    for index, kind in with_images(source, unknown, _kind_of, "data: headers"):
+        if isinstance(kind, Unreadable):
+            unreadable[index] = str(kind)
+            continue
+        kind = found.setdefault((kind.mode, kind.width, kind.height), kind)
+        kind.count += 1
+        kind.example = kind.example or sample_name(source, index)
+    kinds = list(found.values())
+    problems = [*problems_of(source), *_misfits(kinds, transforms)]
+    if (problems or (unreadable and not skip)) and len(source) <= _MANY:  # then their pixels are quickly tried too
+        readable = [index for index in range(len(source)) if index not in unreadable]
+        broken = {i: str(error) for i, error in with_images(source, readable, _read_pixels) if error is not None}
+        unreadable = dict(sorted((unreadable | broken).items()))
+    refuse([*unreadable_problems(unreadable.values(), len(source), skip), *problems])
+    return Survey(first_stage_shape(kinds, transforms), kinds, unreadable)
+
+
+def kind_of_shape(shape: Sequence[int], count: int = 0, example: str = "") -> Kind:
+    """Return the `Kind` of `count` arrays of pixels of `shape`, c h w or h w."""
+    channels, height, width = (1, *shape) if len(shape) == 2 else shape
+    if channels not in _MODES:
+        raise ValueError(f"{channels} channels, expected 1 to 4")
+    return Kind(_MODES[channels], width, height, count, example)
+
+
+def _kind_of(image: Any) -> Kind:
+    return kind_of_shape(image.shape) if hasattr(image, "shape") else Kind(image.mode, *upright_size(image))
+
+
+def _read_pixels(image: Any) -> None:
+    if hasattr(image, "convert"):  # an image of Pillow, of which only the header is read so far
+        load(image)
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise UserError that lists all problems, unless there are none."""
+    if len(problems) > 1:
+        raise UserError("\n".join([f"{len(problems)} problems", *(indent(problem, "  ") for problem in problems)]))
+    for problem in problems:
+        raise UserError(problem)
+
+
+def problems_of(source: Images) -> list[str]:
+    """Return what the source itself has found to be wrong, such as its labels."""
+    return list(getattr(source, "problems", ()))
+
+
+def unreadable_problems(unreadable: Collection[str], total: int, skip: bool) -> list[str]:
+    """Return a problem if all of the `total` samples are unreadable, or, unless `skip`, if any is."""
+    if len(unreadable) == total:
+        return [f"none of the {total} images can be read:{as_lines(unreadable)}"]
+    if unreadable and not skip:
+        way_out = "unreadable = 'skip' leaves them out"
+        return [f"{len(unreadable)} of {total} images cannot be read ({way_out}):{as_lines(unreadable)}"]
+    return []
+
+
+def left_out_text(unreadable: Sequence[str], total: int) -> list[str]:
+    """Return the number of unreadable samples and the first one, in words; nothing if there are none."""
+    counts = f"{len(unreadable)} of {total} images cannot be read and are left out"
+    return [f"{counts}; the first is {unreadable[0]}"] if unreadable else []
+
+
+def passed_over_text(source: Images) -> list[str]:
+    """Return the number of other files beside the pictures of a source, in words; nothing if there are none."""
+    if not (kinds := getattr(source, "passed_over", None)):
+        return []
+    count = sum(count for count, _ in kinds.values())
+    are = "files are no images and are" if count > 1 else "file is no image and is"
+    return [f"{count:,} other {are} not used: {kinds_text(kinds)}"]
+
+
+def kinds_text(passed_over: PassedOver) -> str:
+    """Return the numbers of files that are no images, the most frequent kind first, each with its first name."""
+    kinds = sorted(passed_over.items(), key=lambda kind: (-kind[1][0], kind[0]))
+    return some([f"{count:,} {kind} ({first})" for kind, (count, first) in kinds])
+
+
+def first_stage_shape(kinds: list[Kind], transforms: Transforms) -> tuple[int, int, int]:
+    """Return the shape (c, h, w) that `transforms` give pictures of all these kinds.
+
+    Raises UserError for grey among colour, for different sizes, and for sizes that are too small.
+    """
+    refuse(_misfits(kinds, transforms))
+    channels = transforms.channels or kinds[0].channels
+    if side := transforms.side:
+        return channels, side, side
+    return channels, kinds[0].height, kinds[0].width
+
+
+def _misfits(kinds: list[Kind], transforms: Transforms) -> list[str]:
+    """Return the reasons why `transforms` cannot give pictures of all these kinds one shape."""
+    problems = []
+    grey = [kind for kind in kinds if kind.channels == 1]
+    colour = [kind for kind in kinds if kind not in grey]
+    if grey and colour and not transforms.channels:
+        counts = f"{_count(grey)} images are grey, {_count(colour)} are in colour"
+        problems.append(f"{counts}: set channels = 1 or 3{_examples([grey[0], colour[0]])}")
+    if side := transforms.side:
+        small = [kind for kind in kinds if min(kind.width, kind.height) < side]
+        if small and not transforms.upscale:
+            key = "resize" if transforms.resize else "image_size"
+            counts = f"{_count(small)} of {_count(kinds)} images are smaller than {key} = {side}"
+            problems.append(f"{counts}; upscale = true enlarges them:{_examples(small)}")
+        return problems
+    sizes = Counter[str]()
+    for kind in kinds:
+        sizes[f"{kind.width} x {kind.height}"] += kind.count
+    if len(sizes) > 1:
+        counts = some([f"{count} of {size}" for size, count in sizes.most_common()])
+        problems.append(f"the images have {len(sizes)} sizes ({counts}): set image_size, the side to train on")
+    return problems
+
+
+def _count(kinds: Iterable[Kind]) -> int:
+    return sum(kind.count for kind in kinds)
+
+
+def _examples(kinds: Iterable[Kind]) -> str:
+    return as_lines([f"{kind.example} ({kind.width} x {kind.height})" for kind in kinds])

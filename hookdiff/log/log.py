@@ -1,0 +1,310 @@
+"""The log of a run: collects values without waiting for the device, and sends them to the sinks as numbers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from reprlib import repr as shortened
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hookdiff.log.event import STEP, TIME, Event, Finding, as_json
+from hookdiff.machine.ranks import rank
+
+if TYPE_CHECKING:
+    from hookdiff.log.distribution import Distribution
+    from hookdiff.log.picture import Picture
+
+logger = logging.getLogger("hookdiff")
+
+Value = float | Tensor  # a tensor is a scalar on any device
+Mean = tuple[Value, Value]  # a sum and a count
+
+MACHINE = ("memory/", "time/")  # prefixes of values that depend on the machine, and differ from run to run
+
+
+class Log:
+    """Collects values: `loop.log({...})` logs values of this step, which the sinks get when the step is over.
+
+    From `make_batch` to `optimizer_step`, this step is the update that the batch is to make. What is logged there waits
+    for the update, and is dropped if there is none. All else is sent at once, and events and findings always are; but
+    what is logged before the first step waits until every plugin is ready for it.
+
+    With several ranks, what the first rank logs counts, and the plugins of the first rank alone get it. What each rank
+    measures of its own samples goes through `loop.reduce` before.
+
+    step: returns the number of updates so far. every: steps between two logs. call: calls the hook "on_log",
+    "on_event", "on_images", "on_texts" or "on_distributions" with `step` and what is logged.
+    """
+
+    def __init__(self, step: Callable[[], int], every: int, call: Callable[..., object]) -> None:
+        self._updates = step
+        self._every = every
+        self._call = call
+        self._is_main = rank() == 0
+        self._records: dict[int, dict[str, Value | Mean]] = {}
+        self._window: dict[str, list[Value]] = {}  # values of `average` that may still be on the device
+        self._sums: dict[str, tuple[float, int]] = {}  # sum and count of the earlier values of `average`
+        self._batch: list[Callable[[], object]] | None = None  # calls that wait for its update; None: no batch
+        self._closed = 0  # the step of the last means, which a void step after it must not log again
+        self._kinds: dict[str, str] = {}  # what each name was given to
+        self._early: list[Callable[[], object]] | None = []  # calls that wait until the run is ready; None: it is
+        self.details: set[str] = set()  # names of the values that lines for people leave out
+
+    @property
+    def _step(self) -> int:
+        return self._updates() + (self._batch is not None)
+
+    @property
+    def due(self) -> bool:
+        """Whether the current step is a multiple of `log_every`; costly values are logged only then."""
+        return self._step % self._every == 0
+
+    def begin_batch(self) -> None:
+        """From now on, `due` and what is logged speak of the update that a batch is to make."""
+        self._batch = []
+
+    def end_batch(self, has_updated: bool) -> None:
+        """Log what has waited if the update was made, which is counted by now; else drop it."""
+        waiting, self._batch = self._batch, None
+        for call in waiting or () if has_updated else ():
+            call()
+
+    @contextmanager
+    def ending(self, error: BaseException | None) -> Iterator[None]:
+        """Drop a batch that has raised the error, and send the last values after the `with`, also if a plugin fails.
+
+        A run that was refused before it was ready sends none: it must write nothing.
+        """
+        self._batch = None
+        try:
+            yield
+        finally:
+            if error is None or self._early is None:
+                self.flush()
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the values that wait for the next flush."""
+        return {*self._window, *(name for values in self._records.values() for name in values)}
+
+    def __call__(self, values: Mapping[str, Value | Mean], *, detail: bool = False) -> None:
+        """Log `values`, numbers or scalar tensors, of the current step.
+
+        A pair (sum, count) is logged as their ratio, and left out if the count is 0. A `detail` goes to metrics.jsonl
+        and the other sinks, but not into lines for people. Raises ValueError for the names "step" and "time", for that
+        of a picture, text or distribution, and for a value that is no number.
+        """
+        for name, value in values.items():
+            for part in value if isinstance(value, tuple) and len(value) == 2 else (value,):
+                _check_number(name, part, "a number, a scalar tensor or a pair (sum, count) of them")
+        self._claim("number", values)
+        if detail:
+            self.details.update(values)
+        self._once_updated(partial(self._add, dict(values)))
+
+    def _add(self, values: Mapping[str, Value | Mean]) -> None:
+        self._records.setdefault(self._updates(), {}).update(values)
+
+    def average(self, values: Mapping[str, Value]) -> None:
+        """Log the mean of `values`, numbers or scalar tensors, over all steps since the last log, when the next is due.
+
+        Raises ValueError as a call of the log does, and for a pair.
+        """
+        for name, value in values.items():
+            _check_number(name, value, "a number or a scalar tensor")
+        self._claim("number", [name for name in values if name not in self._window])
+        self._once_updated(partial(self._collect, dict(values)))
+
+    def _collect(self, values: Mapping[str, Value]) -> None:
+        for name, value in values.items():
+            self._window.setdefault(name, []).append(value)
+
+    def _once_updated(self, call: Callable[[], object]) -> None:
+        if self._batch is None:
+            call()
+        else:
+            self._batch.append(call)
+
+    def images(self, images: Mapping[str, Tensor | Picture]) -> None:
+        """Log pictures by name, such as "samples": finished ones, or images (n c h w in [-1, 1]), which become a grid.
+
+        The name is that of a folder in the run directory, where the PNG file of each step is kept. Raises ValueError
+        for a name that is no relative path of plain names.
+        """
+        self._claim("picture", images)
+        for name in images:
+            _check_name(name)
+        if not self._is_main:
+            return
+        from hookdiff.log.panel import grid
+        from hookdiff.log.picture import Picture
+
+        ready = {name: image if isinstance(image, Picture) else grid(image) for name, image in images.items()}
+        self._send("on_images", self._step, images=ready)
+
+    def texts(self, texts: Mapping[str, str]) -> None:
+        """Log texts by name, such as the prompts of samples. Raises ValueError for a value that is no string."""
+        for name, text in texts.items():
+            if not isinstance(text, str):
+                raise ValueError(f"{name!r} is logged as {shortened(text)}, expected a text")
+        self._claim("text", texts)
+        self._send("on_texts", self._step, texts=as_json(texts))
+
+    def distributions(self, tensors: Mapping[str, Tensor | Distribution]) -> None:
+        """Log the distribution of the values of each tensor, of any shape, by name. It waits for the device."""
+        self._claim("distribution", tensors)
+        if not self._is_main:
+            return
+        from hookdiff.log.distribution import Distribution
+
+        ready = {n: one if isinstance(one, Distribution) else Distribution.of(one) for n, one in tensors.items()}
+        self._send("on_distributions", self._step, distributions=ready)
+
+    def event(self, event: Event, step: int | None = None) -> None:
+        """Log an event of this step, or of another one."""
+        self._send("on_event", self._step if step is None else step, event=event)
+
+    def report(self, finding: Finding | None, step: int | None = None) -> None:
+        """Log `finding`, if any, as an event, and for people: an error as a warning too, because the run goes on."""
+        if finding is None or self._call is _drop:
+            return
+        step = self._step if step is None else step
+        if self._is_main:
+            level = logging.INFO if finding.severity == "info" else logging.WARNING
+            logger.log(level, "step %d: %s", step, finding)
+        self.event(Event.of(finding), step)
+
+    def open(self) -> None:
+        """Send what has waited, and from now on all at once."""
+        waiting, self._early = self._early, None
+        for call in waiting or ():
+            call()
+
+    def _claim(self, kind: str, names: Iterable[str]) -> None:
+        for name in names:
+            if not isinstance(name, str):
+                raise ValueError(f"the name of a {kind} is {name!r}, expected a string")
+            if kind == "number" and name in (STEP, TIME):
+                raise ValueError(f"{name!r} is the name of what each line of metrics.jsonl has; log it by another name")
+            known = self._kinds.setdefault(name, kind)
+            if known != kind:  # trackers keep one kind under a name
+                raise ValueError(f"{name!r} is the name of a {known} already, and cannot be that of a {kind} too")
+
+    def _send(self, hook: str, step: int, **what: object) -> None:
+        if not self._is_main:
+            return
+        call = partial(self._call, hook, step=step, **what)
+        if self._early is not None:
+            self._early.append(call)
+        elif hook == "on_event":
+            call()
+        else:
+            self._once_updated(call)
+
+    def flush(self) -> None:
+        """Send the logged values to the sinks."""
+        if not self._is_main:
+            self._records, self._window = {}, {}
+            return
+        is_due = self._updates() % self._every == 0  # of the step that is counted, whether a batch has begun or not
+        if is_due and self._closed != self._updates() and (self._window or self._sums):
+            self._close_window()
+        if not self._records:
+            return
+        records, self._records = self._records, {}
+        numbers = iter(
+            _to_host(part for values in records.values() for value in values.values() for part in _parts(value))
+        )
+        for step, values in records.items():
+            if ready := dict(_ratios(values, numbers)):  # pairs without a count are left out
+                self._call("on_log", step=step, values=ready)
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Drop all that is logged during the `with`, in which a step is tried."""
+        kept = dict(vars(self))
+        vars(self).update(_records={}, _window={}, _sums={}, _batch=[], details=set(), _call=_drop)
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
+
+    def _close_window(self) -> None:
+        self._sum_window()
+        self({name: total / count for name, (total, count) in self._sums.items()})
+        self._sums, self._closed = {}, self._updates()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flush, and return the sums since the last means, so that a resumed run logs the same means."""
+        self.flush()
+        self._sum_window()
+        return {name: list(pair) for name, pair in self._sums.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._records, self._window, self._closed = {}, {}, self._updates()  # those of steps that are undone
+        self._sums = {name: (float(total), int(count)) for name, (total, count) in state.items()}
+
+    def _sum_window(self) -> None:
+        # Added one by one from the left in float64, so that a checkpoint in between does not change the sum.
+        numbers = iter(_to_host(value for values in self._window.values() for value in values))
+        for name, values in self._window.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            for _ in values:
+                total += next(numbers)
+            self._sums[name] = total, count + len(values)
+        self._window = {}
+
+
+def _drop(hook: str, **what: object) -> None:
+    """Take the place of the hooks while the log is muted."""
+
+
+def _check_number(name: str, value: Any, expected: str) -> None:
+    """Raise ValueError unless `value` can be sent as a float: here, where the plugin that logs it is to blame."""
+    if not _is_number(value):
+        is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+        got = f"an array of shape {tuple(value.shape)}, {value.dtype}" if is_array else shortened(value)
+        raise ValueError(f"{name!r} is logged as {got}, expected {expected}")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not (value.dim() or value.is_complex())
+    try:
+        float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return not isinstance(value, str | bytes) and not len(getattr(value, "shape", ()))  # float takes an array of one
+
+
+def _check_name(name: str) -> None:
+    parts = name.split("/")
+    if not all(part and part[0] != "." and part.isprintable() and not set(part) & set('\\:*?"<>|') for part in parts):
+        raise ValueError(f"pictures are kept in a folder of their name, and this is no name of one: {name!r}")
+
+
+def _parts(value: Value | Mean) -> Mean | tuple[Value]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _ratios(values: Mapping[str, Value | Mean], numbers: Iterator[float]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        number, *count = [next(numbers) for _ in _parts(value)]
+        if count != [0]:
+            yield as_json(name), number / count[0] if count else number
+
+
+def _to_host(values: Iterable[Value]) -> list[float]:
+    """Return `values` as floats, all tensors of a device in one transfer."""
+    listed = list(values)
+    tensors: dict[torch.device, list[Tensor]] = {}
+    for value in listed:
+        if isinstance(value, Tensor):
+            tensors.setdefault(value.device, []).append(value.detach().float())
+    moved = {device: iter(torch.stack(group).tolist()) for device, group in tensors.items()}
+    return [next(moved[value.device]) if isinstance(value, Tensor) else float(value) for value in listed]

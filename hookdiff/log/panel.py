@@ -1,0 +1,135 @@
+"""A grid of images, with names beside, above and below them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from attrs import define
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+from torch.nn import functional
+
+from hookdiff.log.picture import Picture
+from hookdiff.log.pixels import as_pictures, as_pillow, to_uint8
+from hookdiff.log.placement import PanelLayout
+
+_GAP, _LINE = 4, 15  # pixels around each image, and the height of a line of text
+_MOST_BESIDE = 140  # pixels of a name beside a row
+_SEEN = 64  # width to which small images are enlarged
+
+
+@define(frozen=True, eq=False)
+class Panel:
+    """A grid of images and its names.
+
+    Args:
+        images: n c h w, uint8 or floats in [-1, 1].
+        columns: None makes the grid as square as possible.
+        title: above the grid.
+        row_names: beside the rows.
+        column_names: above the columns.
+        captions: below each image, in order.
+    """
+
+    images: Tensor
+    columns: int | None = None
+    title: str = ""
+    row_names: Sequence[str] = ()
+    column_names: Sequence[str] = ()
+    captions: Sequence[str] = ()
+
+
+def grid(images: Tensor, columns: int | None = None, scale: int | None = None, captions: Sequence[str] = ()) -> Picture:
+    """Return images (n c h w, uint8 or floats in [-1, 1]) as one grid; `scale` is that of `sheet`."""
+    drawn = Drawn.of(Panel(images, columns, captions=captions), scale)
+    canvas = Image.new(drawn.mode, (drawn.width, drawn.height), "white")
+    place = drawn.draw_on(canvas, 0, 0)
+    return Picture(numpy.array(canvas), {"panels": [place.to_info()]})
+
+
+def save_grid(
+    images: Tensor, path: Path, columns: int | None = None, scale: int | None = None, captions: Sequence[str] = ()
+) -> None:
+    """Write a `grid` to one PNG file, which appears whole or not at all."""
+    grid(images, columns, scale, captions).save(path)
+
+
+@define(frozen=True, eq=False)
+class Drawn:
+    """A panel, and the measures of its picture in pixels."""
+
+    panel: Panel
+    images: Sequence[Image.Image]
+    place: PanelLayout  # with the panel at 0, 0
+    rows: int
+    gap: int
+    beside: int  # width of the names beside the rows
+    line: int  # height of a caption
+
+    @classmethod
+    def of(cls, panel: Panel, scale: int | None) -> Drawn:
+        pixels = panel.images if panel.images.dtype == torch.uint8 else to_uint8(panel.images)
+        shown = as_pictures(pixels)
+        scale = scale or max(1, _SEEN // shown.shape[-1])
+        if scale > 1:
+            larger = functional.interpolate(shown.float(), scale_factor=scale, mode="bicubic")
+            shown = larger.round().clamp(0, 255).to(torch.uint8)
+        num, _, height, width = shown.shape
+        columns = min(panel.columns or math.ceil(math.sqrt(num)), num)
+        gap, line = _GAP * (num > 1), _LINE * bool(panel.captions)
+        beside = min(_MOST_BESIDE, max((_width(name) + 2 * _GAP for name in panel.row_names), default=0))
+        left, top = gap + beside, gap + _LINE * bool(panel.title) + _LINE * bool(panel.column_names)
+        place = PanelLayout(panel.title, left, top, width, height, width + gap, height + gap + line, columns, num)
+        return cls(panel, [as_pillow(image) for image in shown], place, math.ceil(num / columns), gap, beside, line)
+
+    @property
+    def mode(self) -> str:
+        return self.images[0].mode
+
+    @property
+    def width(self) -> int:
+        return max(self.place.left + self.place.columns * self.place.right, _width(self.panel.title) + 2 * _GAP)
+
+    @property
+    def height(self) -> int:
+        return self.place.top + self.rows * self.place.down
+
+    def draw_on(self, canvas: Image.Image, left: int, top: int) -> PanelLayout:
+        """Draw the panel at `left`, `top`, and return the place of its images on the canvas."""
+        panel, place = self.panel, self.place
+        for number, image in enumerate(self.images):
+            x, y, _, bottom = place.box(number)
+            canvas.paste(image, (left + x, top + y))
+            if number < len(panel.captions):
+                _write(canvas, panel.captions[number], left + x, top + bottom, place.width)
+        inner = place.columns * place.right - self.gap
+        _write(canvas, panel.title, left + place.left, top, max(inner, _width(panel.title)))
+        for column, name in enumerate(panel.column_names[: place.columns]):
+            _write(canvas, name, left + place.box(column)[0], top + place.top - self.gap - _LINE, place.width)
+        for row, name in enumerate(panel.row_names[: self.rows]):
+            middle = top + place.top + row * place.down + (place.height - _LINE) // 2
+            _write(canvas, name, left, middle, self.beside)
+        moved = {"left": left + place.left, "top": top + place.top}
+        return PanelLayout(**{**place.to_info(), **moved})
+
+
+def _font() -> Any:
+    return ImageFont.load_default(_LINE - 3)
+
+
+def _width(text: str) -> int:
+    return math.ceil(_font().getlength(text)) if text else 0
+
+
+def _write(picture: Image.Image, text: str, left: int, top: int, width: int) -> None:
+    """Write as much of `text` as fits into the middle of a line of this width."""
+    draw, font, whole = ImageDraw.Draw(picture), _font(), text
+    while text and draw.textlength(text, font) > width:
+        whole = whole[:-1]
+        text = f"{whole}..." if whole else ""
+    draw.text((left + width / 2, top + _LINE / 2), text, fill=0, font=font, anchor="mm")

@@ -1,0 +1,8 @@
+"""The training loop, its hooks, and what it keeps of a step.
+
+The names are imported on first use. `__init__.pyi` lists them.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

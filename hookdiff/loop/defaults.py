@@ -1,0 +1,164 @@
+"""The core's own hook implementations: the default of each seam, and the flush of the log between steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve
+from torch import Tensor, nn
+
+from hookdiff.data.batch import Batch
+from hookdiff.errors import HookError, UserError, listed
+from hookdiff.loop.hookspecs import hookimpl
+from hookdiff.models.objective import LossOutput
+from hookdiff.models.sampler import SampleRequest, Samples
+from hookdiff.models.weights import evaluating
+
+if TYPE_CHECKING:
+    from hookdiff.loop.loop import Loop
+
+
+logger = logging.getLogger("hookdiff")
+
+
+class Defaults:
+    """The plugin "defaults" of every Loop; a seam calls it last."""
+
+    @hookimpl(trylast=True)
+    def restore(self) -> Mapping[str, Any]:
+        return {}
+
+    @hookimpl(trylast=True)
+    def wrap_net(self, net: nn.Module) -> nn.Module:
+        return net
+
+    @hookimpl(trylast=True)
+    def on_ready(self, loop: Loop) -> None:
+        loop.log.open()
+        if loop.run_dir and loop.is_main and loop.plugins.keys().isdisjoint(("run_dir", "metrics")):
+            logger.warning(
+                "%s: no plugin of this run writes config.toml, metrics.jsonl and outcome.json; to have them: "
+                "Loop(..., plugins={**builtin_plugins(), ...})",
+                loop.run_dir,
+            )
+
+    @hookimpl(trylast=True)
+    def make_batch(self, batch: Batch) -> Batch:
+        return batch
+
+    @hookimpl(trylast=True)
+    def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:
+        return loop.run_pass(batch)
+
+    @hookimpl(trylast=True)
+    def micro_step(self, loop: Loop, batch: Batch) -> LossOutput:
+        output = loop.hook.compute_loss(loop=loop, batch=batch)
+        if output.per_sample is not None:
+            loss = loop.hook.reduce_loss(loop=loop, batch=batch, output=output)
+            output = output if loss is output.loss else evolve(output, loss=_scalar(loss))
+        if not output.loss.requires_grad:
+            raise UserError(
+                "no gradient reaches the loss: a torch.no_grad(), a detach(), or weights that are all frozen"
+            )
+        # Weighted by its number of samples, because the last micro-batch may be smaller.
+        share = batch.weight * loop.num_ranks
+        loop.hook.backward(loop=loop, loss=output.loss if share == 1 else output.loss * share)
+        return output.detach()
+
+    @hookimpl(trylast=True)
+    def compute_loss(self, loop: Loop, batch: Batch) -> LossOutput:
+        output = loop.objective(loop.net, batch)
+        return output if isinstance(output, LossOutput) else LossOutput(output.mean())
+
+    @hookimpl(trylast=True)
+    def reduce_loss(self, output: LossOutput) -> Tensor:
+        return output.loss
+
+    @hookimpl(trylast=True)
+    def backward(self, loss: Tensor) -> bool:
+        torch.autograd.backward(loss)
+        return True
+
+    @hookimpl(trylast=True)
+    def unscale(self) -> bool:
+        return True
+
+    @hookimpl(trylast=True)
+    def optimizer_step(self, loop: Loop) -> bool:
+        if not loop.gradients.is_applied:
+            for optimizer in loop.optimizers:
+                optimizer.step()
+        return True
+
+    @hookimpl(tryfirst=True)
+    def between_steps(self, loop: Loop) -> None:
+        if loop.log.due or loop.progress.step == loop.first_step + 1:
+            _warn_of_unheld(loop)  # also later, because a plugin may thaw weights
+        loop.log.flush()
+
+    @hookimpl(trylast=True)
+    def sample(self, loop: Loop, request: SampleRequest) -> Samples:
+        if loop.sampler is None:
+            raise UserError("this Loop was given no sampler, so it cannot make images: Loop(..., sampler=Sampling())")
+        with loop.weights(request.weights) as name, evaluating(loop.model):
+            if request.num == 0:
+                return Samples(torch.empty(0, *loop.feed.shape), name, loop.sampler)
+            images = loop.sampler.sample(
+                loop.model,
+                loop.objective,
+                loop.feed.shape,
+                request.generators(),
+                loop.device,
+                **_wanted(loop, request),
+            )
+        return Samples(images, name, loop.sampler)
+
+
+def _scalar(loss: Tensor) -> Tensor:
+    if loss.dim() or not loss.requires_grad:
+        graph = "with" if loss.requires_grad else "without"
+        raise HookError(
+            f"reduce_loss returned a tensor of shape {tuple(loss.shape)} {graph} a graph; expected a scalar that "
+            "depends on output.per_sample, which an objective must not detach"
+        )
+    return loss
+
+
+def _warn_of_unheld(loop: Loop) -> None:
+    if names := loop.gradients.unheld():
+        logger.warning(
+            "no optimizer holds these parameters, so they never change: %s; freeze them (requires_grad_(False)), or "
+            "give them to an optimizer",
+            listed(names, 5),
+        )
+
+
+def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:
+    """Return labels, conditions and the images to start from, as arguments of the sampler."""
+    wanted: dict[str, Any] = {}
+    objective: Any = loop.objective
+    labels, conditions, names = request.labels, request.conditions, getattr(objective, "conditions", ())
+    if conditions is None and names:
+        conditions = objective.given(loop.feed.examples(request.rows))
+        own = conditions.pop("labels", None)
+        labels = labels or (None if own is None else tuple(own.tolist()))
+    if conditions is not None:
+        wanted["conditions"] = conditions
+    if getattr(objective, "conditional", False):
+        num_classes: int = getattr(loop.model, "num_classes", 0)
+        labels = labels or request.default_labels(num_classes, loop.feed.labels)
+        if len(labels) != request.num or not all(-1 <= label < num_classes for label in labels):
+            raise UserError(f"expected {request.num} labels from 0 to {num_classes - 1}, or -1 for none, got {labels}")
+        wanted["labels"] = torch.tensor(labels)
+    elif request.labels:
+        raise UserError("labels were given, but the network was trained without")
+    if request.noise is not None:
+        wanted["noise"] = request.noise
+    if request.images is not None:
+        wanted |= {"images": request.images, "strength": request.strength}
+    if request.mask is not None:
+        wanted["mask"] = request.mask
+    return wanted

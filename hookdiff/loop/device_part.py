@@ -1,0 +1,29 @@
+"""What a plugin does on the device in a step that is recorded once and replayed, such as a CUDA graph."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from attrs import define
+from torch import Tensor
+
+
+def _nothing() -> None:
+    """Do nothing before a replay."""
+
+
+@define(frozen=True)
+class DevicePart:
+    """The work of hooks on the device, without a decision by the host.
+
+    Args:
+        phase: "update" for the work of `after_backward`, before the optimizers make their step; "after" for that of
+            `after_optimizer_step`.
+        work: is recorded once, and the device repeats it in each replay. It reads and writes the same tensors each
+            time, and never the value of one. Its argument is 1.0 if loss and gradients are finite, else 0.0 (float32,
+            scalar, on the device): then it must change nothing that lasts.
+        prepare: is called before each replay. It fills the tensors in which `work` finds numbers that change.
+    """
+
+    phase: Literal["update", "after"]
+    work: Callable[[Tensor], object]
+    prepare: Callable[[], object] = _nothing

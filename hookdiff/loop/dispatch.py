@@ -1,0 +1,246 @@
+"""Calls hooks: pluggy registers and checks the implementations, this file sorts and calls them.
+
+pluggy's own call costs 1 us and more, and it reverses `trylast` ties. Here the implementations of a hook are sorted and
+bound to their arguments once the plugins are registered, so a call is a loop over plain functions. The meaning of every
+marker is pluggy's, but an implementation of a seam leaves the answer to the next one by returning PASS and not None.
+"""
+
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from operator import itemgetter
+from types import NoneType
+from typing import Any, Final, Literal, Never, cast
+
+from attrs import define
+from pluggy import HookImpl
+
+from hookdiff.errors import HookError
+
+Arguments = Mapping[str, Any]
+HookKind = Literal["moment", "seam", "question"]
+Watch = Callable[[str, str], AbstractContextManager[object]]  # takes the names of a plugin and of a hook
+
+logger = logging.getLogger("hookdiff")
+
+
+class _Pass:
+    """The result of a seam in a plugin that leaves it to the next plugin; it fits every return type."""
+
+    def __repr__(self) -> str:
+        return "PASS"
+
+
+PASS: Final[Never] = cast(Never, _Pass())
+
+
+@define(frozen=True)
+class Contract:
+    """The rules of one hook."""
+
+    name: str
+    kind: HookKind
+    returns: type  # what a plain implementation may return; PASS aside
+    may_be_absent: bool = False  # None in place of a result, which all moments take
+    to_the_end: bool = False  # every implementation is called, and the first error is raised at the end
+
+
+@define(frozen=True)
+class HookCall:
+    """An implementation of a hook, and a function that takes its arguments out of those of the hook."""
+
+    plugin: str
+    is_wrapper: bool
+    function: Callable[..., Any]
+    take: Callable[[Arguments], Any]
+    takes_one: bool  # `take` returns the argument itself, and not a tuple
+
+
+def in_order(impls: Sequence[HookImpl], rank: Mapping[str, int]) -> list[HookImpl]:
+    """Sort implementations into call order: wrappers, then `tryfirst`, plain, `trylast`; ties by `rank`."""
+
+    def key(impl: HookImpl) -> tuple[bool, int, int]:
+        phase = 0 if impl.tryfirst else 2 if impl.trylast else 1
+        return not impl.wrapper, phase, rank[impl.plugin_name]
+
+    return sorted(impls, key=key)
+
+
+def bind(impl: HookImpl, hook: str, watch: Watch | None = None) -> HookCall:
+    """Return the call of `impl`; if `watch` is given, it runs inside of `watch(plugin, hook)`."""
+    plugin, names, function = impl.plugin_name, impl.argnames, impl.function
+    if watch is not None:
+        function = (_watched_wrapper if impl.wrapper else _watched)(function, plugin, hook, watch)
+    take = itemgetter(*names) if names else lambda _: ()
+    return HookCall(plugin, impl.wrapper, function, take, len(names) == 1)
+
+
+def add_note(error: BaseException, plugin: str, hook: str) -> None:
+    """Note on `error` that it left the implementation of `hook` in `plugin`; the core itself is not named."""
+    if plugin != "defaults":
+        error.add_note(f"hookdiff: in the hook {hook!r} of the plugin {plugin!r}")
+
+
+def compile_hook(contract: Contract, calls: Sequence[HookCall]) -> Callable[..., Any]:
+    """Return the function that calls the ordered `calls` of a hook with keyword arguments.
+
+    An error of a plugin gets a note with the names of plugin and hook. HookError, with both names, is raised for a
+    result that the contract does not allow; where no result is expected, a warning is logged. A seam calls its
+    implementations until one returns something other than PASS, and so does a question, which has those of one plugin;
+    a moment returns a list of all results.
+    """
+    plain = [(call.plugin, call.function, call.take, call.takes_one) for call in calls if not call.is_wrapper]
+    returns: Any = contract.returns | None if contract.may_be_absent else contract.returns
+    useless: set[str] = set()  # plugins with a result that nothing takes
+
+    # Each loop calls the functions itself: one more frame for each call is felt in a step of a small network.
+    def moment(**arguments: Any) -> list[Any]:
+        results = []
+        for plugin, function, take, takes_one in plain:
+            try:
+                result = function(take(arguments)) if takes_one else function(*take(arguments))
+            except Exception as error:
+                add_note(error, plugin, contract.name)
+                raise
+            if result is None:
+                continue
+            if returns is NoneType:
+                if plugin not in useless:
+                    useless.add(plugin)
+                    logger.warning("%s", _refusal(contract, plugin, result))
+            elif not isinstance(result, returns):
+                raise HookError(_refusal(contract, plugin, result))
+            results.append(result)
+        return results
+
+    def seam(**arguments: Any) -> Any:
+        for plugin, function, take, takes_one in plain:
+            try:
+                result = function(take(arguments)) if takes_one else function(*take(arguments))
+            except Exception as error:
+                add_note(error, plugin, contract.name)
+                raise
+            if result is not PASS:
+                if not isinstance(result, returns):
+                    raise HookError(_refusal(contract, plugin, result))
+                return result
+        raise HookError(f"every implementation of the hook {contract.name!r} returned PASS")
+
+    def to_the_end(**arguments: Any) -> list[Any]:
+        errors: list[Exception] = []
+        for plugin, function, take, takes_one in plain:
+            try:
+                function(take(arguments)) if takes_one else function(*take(arguments))
+            except Exception as error:
+                add_note(error, plugin, contract.name)
+                if errors:
+                    logger.exception("the plugin %r failed in the hook %r too", plugin, contract.name)
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return []
+
+    body: Callable[..., Any] = seam if contract.kind != "moment" else to_the_end if contract.to_the_end else moment
+    for call in reversed([call for call in calls if call.is_wrapper]):
+        body = _surround(contract, call, body)
+    return body
+
+
+def _refusal(contract: Contract, plugin: str, result: object) -> str:
+    where = f"the plugin {plugin!r} returned {_shown(result)} from the hook {contract.name!r}"
+    if contract.returns is NoneType:
+        return f"{where}, which ignores results"
+    expected = f"expected {_named(contract.returns)}"
+    if contract.kind == "question":
+        return f"{where}, {expected}"
+    if result is None:
+        return f"{where}, {expected}; a plugin that leaves it to the next returns hookdiff.PASS"
+    return f"{where}, {expected}{', or PASS to leave it to the next' if contract.kind == 'seam' else ''}"
+
+
+def _shown(result: object) -> str:
+    return (
+        repr(result) if result is None or isinstance(result, bool | int | float | str) else f"a {_named(type(result))}"
+    )
+
+
+def _named(kind: type) -> str:
+    return "True or False" if kind is bool else kind.__name__
+
+
+def _watched(function: Callable[..., Any], plugin: str, hook: str, watch: Watch) -> Callable[..., Any]:
+    def watched(*arguments: Any) -> Any:
+        with watch(plugin, hook):
+            return function(*arguments)
+
+    return watched
+
+
+def _watched_wrapper(function: Callable[..., Any], plugin: str, hook: str, watch: Watch) -> Callable[..., Any]:
+    return lambda *arguments: _WatchedWrapper(function(*arguments), lambda: watch(plugin, hook))
+
+
+@define(eq=False)
+class _WatchedWrapper:
+    """A wrapper's generator that is watched while it runs, and not while it waits at its `yield`."""
+
+    generator: Generator[None, Any, Any]
+    watch: Callable[[], AbstractContextManager[object]]
+
+    def __next__(self) -> None:
+        with self.watch():
+            next(self.generator)
+
+    def send(self, value: Any) -> None:
+        with self.watch():
+            self.generator.send(value)
+
+    def throw(self, error: BaseException) -> None:
+        with self.watch():
+            self.generator.throw(error)
+
+    def close(self) -> None:
+        self.generator.close()
+
+
+def _surround(contract: Contract, wrapper: HookCall, body: Callable[..., Any]) -> Callable[..., Any]:
+    """Run `body` at the `yield` of `wrapper`, which sees its result or its exception."""
+    hook, plugin = contract.name, wrapper.plugin
+    is_seam = contract.kind == "seam"
+    gives_list = not is_seam and contract.returns is not NoneType
+    returns = contract.returns if is_seam else list if gives_list else object
+
+    def checked(result: Any) -> Any:
+        if not isinstance(result, returns):
+            raise HookError(
+                f"the plugin {plugin!r} returned {_shown(result)} from its wrapper of the hook {hook!r}, expected "
+                f"{_named(returns)}: return the result of its yield"
+            )
+        return result
+
+    def call(**arguments: Any) -> Any:
+        taken = wrapper.take(arguments)
+        around: Generator[None, Any, Any] = wrapper.function(*((taken,) if wrapper.takes_one else taken))
+        thrown: BaseException | None = None
+        try:
+            try:
+                next(around)
+            except StopIteration:
+                raise HookError(f"the plugin {plugin!r} wraps the hook {hook!r} and returned without a yield") from None
+            try:
+                result = body(**arguments)
+            except BaseException as error:
+                thrown = error
+                around.throw(error)
+            else:
+                around.send(result)
+        except StopIteration as end:
+            return checked(end.value)
+        except Exception as error:
+            if error is not thrown:
+                add_note(error, plugin, hook)
+            raise
+        around.close()
+        raise HookError(f"the plugin {plugin!r} wraps the hook {hook!r} and has a second yield")
+
+    return call

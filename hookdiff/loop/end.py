@@ -1,0 +1,99 @@
+"""Whether, why and since when a run is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final, Literal, cast, get_args
+
+from hookdiff.loop.counts import LoopConfig, Outcome, Progress
+from hookdiff.loop.readonly import ReadOnly
+from hookdiff.machine.ranks import gathered, num_ranks, rank
+
+Reason = Literal["done", "time", "signal", "plugin", "on_nan", "error"]  # why a run is over
+
+
+class End(ReadOnly):
+    """Whether, why and since when the part of a run in this process is over.
+
+    With several ranks, `stop` on one of them is a request. It travels with what the ranks exchange in the next step
+    anyway. A request from between two steps ends the run before that step, as it would on one rank: the step has begun,
+    but no weight has changed yet.
+    """
+
+    def __init__(self) -> None:
+        self.reason: Final[Reason | None] = None  # None: it goes on
+        self.message: Final = ""  # for people
+        self.start_time: Final = time.monotonic()
+        self._asked: Final[tuple[Reason, str] | None] = None  # request that the ranks have not agreed on yet
+        self._is_early: Final = False  # it is from before the current step
+        self._set(_is_made=True)
+
+    def begin(self) -> None:
+        """Forget an earlier end, and start the clock."""
+        self._set(start_time=time.monotonic(), reason=None, message="", _asked=None, _is_early=False)
+
+    def stop(self, reason: Reason | str = "plugin", message: str = "") -> None:
+        """End the run after the current step, on all ranks. `message` stands in the summary of the run.
+
+        A `reason` that is none of `Reason` is, or begins, the message of the reason "plugin": `stop("good enough")`.
+        The first call counts, but "on_nan" replaces another reason: weights that are not finite may be found last.
+        """
+        if not (isinstance(reason, str) and isinstance(message, str)):
+            raise TypeError(f"loop.stop takes a reason and a message, two strings, got {reason!r} and {message!r}")
+        if reason not in get_args(Reason):
+            reason, message = "plugin", ": ".join(filter(None, (reason, message)))
+        reason = cast(Reason, reason)
+        if num_ranks() == 1 or self.reason:
+            self.conclude(reason, message)
+        elif self._asked is None or reason == "on_nan":
+            self._set(_asked=(reason, message))
+
+    def conclude(self, reason: Reason, message: str = "") -> None:
+        """End the run for a reason that all ranks have."""
+        if self.reason is None or (reason == "on_nan" and self.reason not in ("on_nan", "error")):
+            self._set(reason=reason, message=message)
+
+    def begin_step(self) -> bool:
+        """Return whether the run is over; if not, a request up to now is from before this step."""
+        self._set(_is_early=self._asked is not None)
+        return self.reason is not None
+
+    def votes(self) -> list[float]:
+        """Return what the ranks add up in a step: the number of requests, and of those from before the step."""
+        return [] if num_ranks() == 1 else [float(self._asked is not None), float(self._is_early)]
+
+    def count(self, is_void: bool, votes: Sequence[float]) -> Outcome | None:
+        """Agree on a request, if the sums of the `votes` hold one; return the outcome of a step that ends here."""
+        if any(votes) and not self.reason:
+            self._agree()
+        return "stopped" if any(votes[1:]) else "void" if is_void else None
+
+    def _agree(self) -> None:
+        requests = [asked for asked in gathered(self._asked) if asked]
+        if requests:
+            self.conclude(*max(requests, key=lambda asked: asked[0] == "on_nan"))  # else that of the lowest rank
+
+    def is_agreed(self) -> bool:
+        """Return whether the run is over, after all ranks have said so; all of them must call this."""
+        if num_ranks() > 1 and not self.reason:
+            self._agree()
+        return self.reason is not None
+
+    def is_reached(self, config: LoopConfig, progress: Progress) -> bool:
+        """Return whether the run is over, by `stop` or by a limit of `config`; the clock is that of the first rank."""
+        limit = config.max_time.amount
+        if config.is_done(progress):
+            if not self.is_agreed():
+                self.conclude("done")
+        elif limit and rank() == 0 and time.monotonic() - self.start_time >= limit:
+            self.stop("time")
+        return self.reason is not None
+
+    def close(self, error: BaseException | None) -> Reason:
+        """Return the final reason. After an `error` it is "error", and the message is the text of the first one."""
+        if error is not None and self.reason != "error":
+            self._set(reason="error", message=f"{type(error).__name__}: {error}")
+        reason = self.reason or "plugin"
+        self._set(reason=reason)
+        return reason

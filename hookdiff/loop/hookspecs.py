@@ -1,0 +1,494 @@
+"""The whole contract between the loop and its plugins: the hooks, methods of `Hooks`, and what `plugin` declares.
+
+A *moment* calls every plugin. A *seam* calls plugins until one returns a result; the default in `defaults.py` is called
+last. A plugin replaces a seam, or returns PASS to leave it to the next plugin, or surrounds the seam with
+`wrapper=True`. A *question* is asked of one plugin at a time, which answers for itself; one without the method has no
+answer. The method of a plugin takes only the arguments that it uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar
+
+import pluggy
+from attrs import define, evolve, field
+
+from hookdiff.loop.dispatch import HookKind
+from hookdiff.options.fields import about
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from hookdiff.data.batch import Batch
+    from hookdiff.log.distribution import Distribution
+    from hookdiff.log.event import Event
+    from hookdiff.log.picture import Picture
+    from hookdiff.loop.counts import Step, Verdict
+    from hookdiff.loop.device_part import DevicePart
+    from hookdiff.loop.end import Reason
+    from hookdiff.loop.loop import Loop
+    from hookdiff.loop.nonfinite import NonFinite
+    from hookdiff.models.objective import LossOutput
+    from hookdiff.models.sampler import SampleRequest, Samples
+
+HOOKS_VERSION = 1  # of the contract: greater once a hook is removed, renamed, or means something else
+
+hookimpl = pluggy.HookimplMarker("hookdiff")
+_hookspec = pluggy.HookspecMarker("hookdiff")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+K = TypeVar("K", bound=type)
+
+# The part of a run to which a hook belongs.
+Phase = Literal[
+    "config",  # what a config leaves to the machine
+    "model",  # the network
+    "net",  # the module that training calls
+    "restore",
+    "start",
+    "recording",  # of a step that is replayed
+    "epoch",
+    "batch",
+    "passes",  # forward and backward
+    "scale",  # of the gradients
+    "nonfinite",  # loss or gradients
+    "update",
+    "after",  # what follows an update, an epoch or a batch
+    "images",  # and weights, on request
+    "log",
+    "end",
+]
+# Which plugins a moment reaches: `starting`: all, and they count as started; `once`: all, at the first call after that;
+# `started`: those that count as started, each of them also after an error in another.
+Reach = Literal["starting", "once", "started"]
+
+
+@define(frozen=True)
+class Hook:
+    """What the core must know of a hook; all lists of hooks are made from this."""
+
+    name: str
+    kind: HookKind
+    phase: Phase
+    result: str  # the type of the result, as the method names it; "None" for none
+    may_be_absent: bool  # None in place of a result
+    reach: Reach | None = None
+    work: str = ""  # what the core's own implementation does, for tables of time
+    like: tuple[str, ...] = ()  # names of it in other trainers: Lightning, Composer, transformers, Keras, fastai
+
+
+HOOKS: dict[str, Hook] = {}  # by name, in the order of `Hooks`
+
+
+def _declared(kind: HookKind, phase: Phase, like: str, reach: Reach | None = None, work: str = "") -> Callable[[F], F]:
+    def declare(method: F) -> F:
+        name, returned = method.__name__, method.__annotations__["return"]
+        result, may_be_absent = returned.removesuffix(" | None").partition("[")[0], returned.endswith(" | None")
+        HOOKS[name] = Hook(name, kind, phase, result, may_be_absent, reach, work, tuple(like.split()))
+        return _hookspec(firstresult=kind == "seam")(method)
+
+    return declare
+
+
+def moment(phase: Phase, *, reach: Reach | None = None, work: str = "", like: str = "") -> Callable[[F], F]:
+    """Declare a moment; `like` holds its names in other trainers, with spaces between them."""
+    return _declared("moment", phase, like, reach, work)
+
+
+def seam(phase: Phase, *, work: str = "", like: str = "") -> Callable[[F], F]:
+    """Declare a seam, which needs a default in `defaults.py`."""
+    return _declared("seam", phase, like, work=work)
+
+
+def question(phase: Phase, *, like: str = "") -> Callable[[F], F]:
+    """Declare a question: `loop.plugins.ask(NAME_OF_PLUGIN, NAME_OF_HOOK, ...)` asks it."""
+    return _declared("question", phase, like)
+
+
+class Hooks(Protocol):
+    """The hooks in the order in which a run calls them."""
+
+    @question("config")
+    def choose(self, device: torch.device) -> Mapping[str, Any]:
+        """Question: once, before the loop is made, of each plugin of a config.
+
+        Return values for options that are "auto", as `{"precision": "bf16"}`, and for keys of [run], as "run.KEY", by a
+        rule and not by timing. They stand in config.toml, so that a resumed run keeps them.
+        May change: nothing.
+        """
+
+    @moment("model", like="configure_model")
+    def prepare_model(self, loop: Loop) -> None:
+        """Moment: once, before the optimizers are made. `loop.adopt` takes a module of the plugin's own here.
+
+        May change: the model in place (shard, compile, freeze, initialise).
+        """
+
+    @seam("net")
+    def wrap_net(self, loop: Loop, net: nn.Module) -> nn.Module:
+        """Seam: once, after `prepare_model`. Return the module that training calls: `net`, or a module that holds it.
+
+        It becomes `loop.net`. `loop.model` stays the bare network, for state, averages and samples.
+        May change: nothing.
+        """
+
+    @seam("restore")
+    def restore(self, loop: Loop) -> Mapping[str, Any]:
+        """Seam: once, with the optimizers made and before `on_start`; also when `on_nan` decides on a rollback.
+
+        Return a state that `loop.state_dict()` made, or an empty one to start anew. The loop loads it: weights and
+        optimizers at once, plugins right after `on_start`. Learning rates and other hyper-parameters stay as the config
+        sets them.
+        May change: nothing.
+        """
+
+    @question("start")
+    def check_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Question: does `state`, saved by this plugin, fit it and the model? Asked before anything is loaded.
+
+        Raise ValueError if it does not, such as for an average of other weights. The types of its values are checked
+        before: those of the fields made by `saved`, or what `load_state_dict` is annotated to take.
+        May change: nothing.
+        """
+
+    @moment("start", reach="starting", like="setup on_fit_start on_init_end")
+    def on_start(self, loop: Loop) -> None:
+        """Moment: once, after weights and optimizers are loaded, and before the states of plugins are.
+
+        Allocate state here, and raise `UserError` for mistakes of the user.
+        May change: own state; `loop.resources` takes clean-up.
+        """
+
+    @question("recording")
+    def on_device(self, loop: Loop) -> list[DevicePart] | None:
+        """Question: once, after `on_start`, for a step that is recorded once and replayed, such as a CUDA graph.
+
+        Return what the hooks between the first forward and the update do on the device, often nothing: `[]`. None, as
+        no answer, means that they need the host in between, in each step.
+
+        The hooks are still called. Those of the passes are called while a step is recorded, and not in a replay.
+        `after_backward` and all later ones are called after each replay: the device has updated the weights by then,
+        and `loop.gradients.is_applied` is true.
+        May change: nothing.
+        """
+
+    @moment("start", reach="once", like="on_train_start on_train_begin fit_start before_fit")
+    def on_ready(self, loop: Loop, resumed: bool) -> None:
+        """Moment: once, when the first step is asked for and all states are loaded; `loop.stop()` here trains nothing.
+
+        `resumed` is True if a state was restored. It is not called in a loop that only samples or exports, in a run
+        that is done already, or after a rollback: what must follow every load belongs in `load_state_dict`.
+
+        Plugins that write files are `trylast`, after those that may still refuse the run.
+        May change: own state, files.
+        """
+
+    @moment("epoch", like="on_train_epoch_start on_epoch_start on_epoch_begin epoch_start before_train")
+    def before_epoch(self, loop: Loop) -> None:
+        """Moment: before the first batch of each epoch; not in a run that was resumed within the epoch.
+
+        `loop.feed.weigh(weights)` sets how often each sample is drawn in this epoch: one number >= 0 for each sample of
+        the whole set, also for those held out. The weights are saved, so that a resumed run has them. Without a call
+        each sample is drawn once.
+        May change: own state.
+        """
+
+    @seam("batch", like="on_before_batch_transfer on_after_batch_transfer after_dataloader")
+    def make_batch(self, loop: Loop, batch: Batch) -> Batch:
+        """Seam: each step, before the noise is drawn. Return the batch to train on: `batch`, or another one.
+
+        The batch may have another number of samples; the loss is the mean over them. A batch without samples
+        (`batch[:0]`) is skipped: it is consumed, and no other hook of the step is called. Draw random numbers from
+        `loop.random`.
+        May change: nothing. Wrap it to change the batch that other plugins return.
+        """
+
+    @moment("batch", like="on_train_batch_start on_train_batch_begin on_step_begin batch_start before_batch")
+    def before_step(self, loop: Loop, batch: Batch) -> None:
+        """Moment: each step, before any forward; `batch.draws` holds the noise of the step.
+
+        May change: hyper-parameters of the optimizers, own state.
+        """
+
+    @question("recording")
+    def needs_host(self, loop: Loop) -> bool:
+        """Question: must the hooks of this step run in their usual places? Asked after `before_step`.
+
+        True for a step, such as a logged one, that must not be replayed. No answer is False.
+        May change: nothing.
+        """
+
+    @seam("passes", like="before_train_batch after_train_batch")
+    def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:
+        """Seam: each step, all forward and backward passes of `batch`. Return the loss of the step, detached.
+
+        `loop.run_pass(batch)` makes one pass in micro-batches, and adds to the gradients; it does not call this hook
+        again. A further pass repeats the dropout of the first, or draws other dropout with `stream="NAME"`.
+        `loop.gradients` are those of the newest pass, and carry the loss scale until `unscale`. `loop.gradients.zero()`
+        clears them between two passes and keeps their norm: an overflow in any pass makes the step void, and a NaN in
+        any pass makes it not finite. The loss may be that of any pass. The statistics of batch norm change in each
+        pass; `loop.buffers.put_back()` restores them.
+        May change: the gradients; weights only during a pass, by `with holding(loop.model, tensors)` of
+        `hookdiff.models`, which takes some or all parameters by name and restores them after any error.
+        """
+
+    @seam("passes", like="on_substep_end")
+    def micro_step(self, loop: Loop, batch: Batch, index: int, count: int) -> LossOutput:
+        """Seam: inside `run_pass`. Forward and backward of micro-batch `index` of `count`. Return its loss, detached.
+
+        May change: adds to the gradients. Wrap it for DDP's `no_sync`.
+        """
+
+    @seam("passes", work="forward and loss", like="training_step before_forward after_forward after_pred")
+    def compute_loss(self, loop: Loop, batch: Batch) -> LossOutput:
+        """Seam: inside `micro_step`. Return the loss with its graph.
+
+        May change: nothing. Wrap it for autocast.
+        """
+
+    @seam("passes", like="before_loss after_loss")
+    def reduce_loss(self, loop: Loop, batch: Batch, output: LossOutput) -> Tensor:
+        """Seam: inside `micro_step`, outside of autocast. Return the scalar to minimise, with its graph.
+
+        `output.per_sample` (n, float32, with its graph) holds the loss of each sample, `output.weights` (n, or None)
+        the weights of the objective, `output.loss` what the objective makes of both. The result must be a mean of terms
+        that depend on one sample each, so that any `micro_batch` gives the same step: weights that are normalised over
+        a batch are made in `make_batch`, or drawn by the objective. Not called for an objective without `per_sample`.
+        May change: nothing.
+        """
+
+    @seam("passes", work="backward", like="on_before_backward before_backward")
+    def backward(self, loop: Loop, loss: Tensor) -> bool:
+        """Seam: inside `micro_step`. `loss` is multiplied by the micro-batch's share of the step. Return True.
+
+        May change: adds to the gradients.
+        """
+
+    @seam("scale")
+    def unscale(self, loop: Loop) -> bool:
+        """Seam: each step, after the last micro-batch. Return True once the gradients are at true scale.
+
+        False makes the step void: no other hook of the step is called, the batch is consumed, no update is counted. The
+        model's buffers get back their values from before the step.
+        May change: the gradients, by a factor.
+        """
+
+    @moment("nonfinite")
+    def on_nan(self, loop: Loop, report: NonFinite) -> Verdict | None:
+        """Moment: the loss or a gradient is not finite, and no weight has changed. Buffers have their earlier values.
+
+        Return a verdict, or None; the strongest wins: "stop" > "rollback" > "skip". Without a verdict the run stops
+        with exit code 3. The noise after a skipped step is different, because it depends on `progress.position`, which
+        counts batches and not updates. A batch that stopped the run is not counted: a resumed run meets it again. A
+        rollback without a checkpoint to go back to stops the run.
+        May change: own state; `report.notes`, text by title, which is logged with the report.
+        """
+
+    @moment("update", like="on_after_backward on_before_optimizer_step on_pre_optimizer_step")
+    def after_backward(self, loop: Loop) -> None:
+        """Moment: once a step; the gradients are complete, at true scale, and finite.
+
+        Plugins that read gradients are plain, plugins that change them `trylast`.
+        May change: the gradients in place.
+        """
+
+    @seam("update", work="optimizer")
+    def optimizer_step(self, loop: Loop) -> bool:
+        """Seam: update the weights. Return True when they changed.
+
+        False means that the update was left out: it is not counted, and `after_optimizer_step` is not called.
+        May change: weights, optimizer state.
+        """
+
+    @moment(
+        "after",
+        like="on_train_batch_end on_batch_end on_step_end on_optimizer_step batch_end after_batch after_step",
+    )
+    def after_optimizer_step(self, loop: Loop) -> None:
+        """Moment: the weights changed, and `loop.progress.step` counts the update.
+
+        Updates of state (EMA) are `tryfirst`, evaluations and samples plain, files `trylast`, so that a checkpoint
+        holds the average that was measured.
+        May change: own state, files.
+        """
+
+    @moment("after", like="on_train_epoch_end epoch_end after_epoch after_train")
+    def on_epoch_end(self, loop: Loop) -> None:
+        """Moment: the data is exhausted, and `loop.progress.epoch` counts the epoch.
+
+        It is not called when the run ends within an epoch.
+        May change: own state, files.
+        """
+
+    @moment("after", work="logs", like="batch_checkpoint epoch_checkpoint")
+    def between_steps(self, loop: Loop, step: Step | None) -> None:
+        """Moment: after each batch, also a void or skipped one, and after each `on_epoch_end`.
+
+        `step` is the outcome of the batch; None after `on_epoch_end`.
+
+        All plugins and the script have seen the step, and the log is flushed: the whole run can be saved here, and
+        resumes exactly.
+        May change: files; no state.
+        """
+
+    @seam("images")
+    def sample(self, loop: Loop, request: SampleRequest) -> Samples:
+        """Seam: a plugin or a script calls `loop.sample(request)`. Return the images, and the name of their weights.
+
+        `loop.sample` clamps images of a model of pictures to [-1, 1] afterwards, unless `request.raw`.
+
+        `with loop.weights(request.weights) as name` lends the weights; it raises `UnknownWeights` if no plugin offers
+        them. A request for 0 images only checks that it can be met; a plugin that will ask for images makes one in
+        `on_start`.
+        May change: nothing that lasts.
+        """
+
+    @moment("images")
+    def offer_weights(self, loop: Loop) -> Mapping[str, Callable[[], Mapping[str, Tensor]]] | None:
+        """Moment: `loop.weights(name)` looks for weights other than the model's own.
+
+        Return a function for each average that this plugin holds, by the name of the average; the function returns
+        tensors by parameter name. A request without a name gets the first average of the first plugin.
+        May change: nothing.
+        """
+
+    @moment("log")
+    def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
+        """Moment: the `values` of `step`, given to `loop.log` and `loop.log.average`, as numbers on the host.
+
+        It may be called several times for a step, and after a rollback the steps go back. With several ranks it is
+        called on the first one alone, as are the four hooks below: `loop.stop` works there, and what else it decides
+        the others learn in `between_steps`, by `hookdiff.machine.first_rank_says`. May change: own state, files.
+        """
+
+    @moment("log")
+    def on_images(self, loop: Loop, step: int, images: Mapping[str, Picture]) -> None:
+        """Moment: the pictures given to `loop.log.images`: finished, as uint8 on the host, with what is known of each.
+
+        May change: files; no state.
+        """
+
+    @moment("log")
+    def on_texts(self, loop: Loop, step: int, texts: Mapping[str, str]) -> None:
+        """Moment: the texts given to `loop.log.texts`.
+
+        May change: files; no state.
+        """
+
+    @moment("log")
+    def on_distributions(self, loop: Loop, step: int, distributions: Mapping[str, Distribution]) -> None:
+        """Moment: the distributions given to `loop.log.distributions`, as histograms on the host.
+
+        May change: files; no state.
+        """
+
+    @moment("log")
+    def on_event(self, loop: Loop, step: int, event: Event) -> None:
+        """Moment: the events given to `loop.log.event`, and the findings given to `loop.log.report`.
+
+        The loop itself reports starts, resumes, rollbacks, ends, steps without an update and checkpoints. What is
+        logged before the first step arrives when the run is ready.
+        May change: files; no state.
+        """
+
+    @moment("log", like="on_save")
+    def on_checkpoint(self, loop: Loop, path: Path, step: int) -> None:
+        """Moment: the checkpoint of `step`, in the folder `path`, is complete on disk; on the rank that writes.
+
+        It is written during training, so `loop` may be steps further: the hook is called at the latest before the next
+        save or at the end of the run, once for each save that succeeds, also if the run fails meanwhile. It is not
+        called for a save that fails, nor if the process is killed first. A later save of the same step, after batches
+        that changed no weights, is a checkpoint of its own in the same folder.
+        May change: files; no state.
+        """
+
+    @moment("end", reach="started")
+    def on_exception(self, loop: Loop, error: BaseException) -> None:
+        """Moment: an error ends the run; before `on_stop`, in the same plugins.
+
+        May change: files; no state.
+        """
+
+    @moment("end", reach="started", like="on_train_end on_fit_end teardown fit_end after_fit")
+    def on_stop(self, loop: Loop, reason: Reason) -> None:
+        """Moment: once at the end of every run; `reason` is done, time, signal, plugin, on_nan or error.
+
+        It reaches all plugins with a finished `on_start`, or without one. `loop.end.message` is the text that was given
+        to `loop.stop(reason, message)`. An error does not keep the hook from the other plugins: the first one is raised
+        at the end, unless the run has ended in an error already.
+        May change: files; no state.
+        """
+
+
+HOOK_NAMES = tuple(HOOKS)
+
+# For names in other trainers, the nearest name here.
+ELSEWHERE = {other: hook.name for hook in HOOKS.values() for other in hook.like} | {
+    "validation_step": "Evaluation.evaluate",
+    "on_validation_epoch_end": "Evaluation.evaluate",
+    "on_evaluate": "Evaluation.evaluate",
+    "eval_start": "Evaluation.evaluate",
+    "on_save_checkpoint": "saved",
+    "on_load_checkpoint": "saved",
+}
+
+
+def hooks_of(*phases: Phase) -> tuple[str, ...]:
+    """Return the names of the hooks of these phases, in the order of a run."""
+    return tuple(hook.name for hook in HOOKS.values() if hook.phase in phases)
+
+
+@define(frozen=True, kw_only=True)
+class Declaration:
+    """What the core must know of a class of plugins."""
+
+    requires: tuple[str, ...] = field(default=(), metadata=about("names of plugins that the run must have"))
+    conflicts: tuple[str, ...] = field(default=(), metadata=about("names of plugins that the run must not have"))
+    needs: Mapping[str, str] = field(
+        factory=dict,
+        metadata=about(
+            'modules that the plugin imports when it is used, as `{"pandas": "pandas>=2"}`: if one is missing, the '
+            "message says what to install"
+        ),
+    )
+    trains_on_ranks: bool = field(
+        default=False, metadata=about("whether the plugin makes several ranks train one model")
+    )
+    hooks_version: int = field(
+        default=HOOKS_VERSION,
+        metadata=about("version of the hooks for which the plugin is made; an older hookdiff refuses it"),
+    )
+
+
+def _takes(kind: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """Give a function the arguments of the class `kind`, for type checkers."""
+    return lambda function: function
+
+
+@_takes(Declaration)
+def plugin(**declared: Any) -> Callable[[K], K]:
+    """Declare what the core must know of a class of plugins: `@plugin(requires=("ema",))`.
+
+    The keywords are the fields of `Declaration`. A class without it has their defaults. A subclass has what its base
+    declares, and may declare some of it anew.
+
+    Raises:
+        TypeError: for a keyword that does not exist.
+    """
+
+    def declare(kind: K) -> K:
+        kind.hookdiff_plugin = evolve(declaration_of(kind), **declared)  # type: ignore[attr-defined]
+        return kind
+
+    return declare
+
+
+def declaration_of(kind: object) -> Declaration:
+    """Return what the class `kind` declares with `plugin`."""
+    found: Declaration = getattr(kind, "hookdiff_plugin", Declaration())
+    return found

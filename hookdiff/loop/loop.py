@@ -1,0 +1,275 @@
+"""The training loop. `run_step` is one step, top to bottom; every feature is a plugin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from attrs import evolve
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hookdiff.data.batch import Batch
+from hookdiff.data.feed import Feed
+from hookdiff.data.memory import InMemory
+from hookdiff.log.log import Log
+from hookdiff.loop import nonfinite
+from hookdiff.loop.adopted import Adopted
+from hookdiff.loop.counts import LoopConfig, Outcome, Progress, Step
+from hookdiff.loop.end import End, Reason
+from hookdiff.loop.gradients import Gradients
+from hookdiff.loop.readonly import ReadOnly
+from hookdiff.loop.registry import Plugins, check_partners
+from hookdiff.loop.state import Optimizers, RunState
+from hookdiff.machine import ranks
+from hookdiff.machine.randomness import Randomness
+from hookdiff.models.objective import LossOutput, Objective, as_objective, join
+from hookdiff.models.sampler import Sampler, SampleRequest, Samples
+from hookdiff.models.weights import Buffers, HeldWeights
+
+
+def _feed_of(data: Any) -> Feed:
+    if isinstance(data, Feed | InMemory | Tensor):
+        return Feed.of(data)
+    from hookdiff.images.source_reader import feed_of  # not needed for data in memory
+
+    return feed_of(data)
+
+
+class Loop(ReadOnly):
+    """Trains `model` on `data` until the config, a plugin or the script ends the run.
+
+    All attributes, which docs/loop.md describes, are read-only; `using`, `weights` and the `set_...` change them.
+
+    Args:
+        model: the bare network, used for state, averages and samples. Training calls `net`, which may wrap it.
+        optimizers: one, several, or a function that makes them from the prepared model.
+        objective: draws the randomness of a step and returns the loss; or a function (net, batch) -> loss.
+        data: a tensor n c h w, an `InMemory` set, anything with a length and `[i]`, or a `Feed` of one of them.
+        config: length of the run, batch size, seed and the like.
+        plugins: by name, called in this order.
+        sampler: makes images from the model; without it the run samples none.
+        hparams: the whole config as plain values, for plugins that record it.
+        run_dir: the place for files; without it nothing is written.
+        resume: True continues the run in `run_dir`, if it has a checkpoint; a path the run or checkpoint there.
+        fresh: names of the plugins that ignore their saved state.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers | Callable[[nn.Module], Optimizers],
+        objective: Objective | Callable[[nn.Module, Batch], Tensor],
+        data: Any,
+        config: LoopConfig | None = None,
+        plugins: Mapping[str, object] | None = None,
+        *,
+        sampler: Sampler | None = None,
+        hparams: Mapping[str, Any] | None = None,
+        run_dir: str | Path | None = None,
+        resume: bool | str | Path = False,
+        fresh: Iterable[str] = (),
+    ) -> None:
+        self.config: Final = config or LoopConfig()
+        self.plugins: Final = Plugins(plugins or {})
+        check_partners({name: type(plugin) for name, plugin in self.plugins.items()})
+        self.hook: Final = self.plugins.hook
+        self.model: Final = model
+        self.net: Final = model
+        self._make_optimizers: Final = optimizers if callable(optimizers) else lambda _: optimizers
+        self.optimizers: Final[tuple[Optimizer, ...]] = ()
+        self.adopted: Final = Adopted(self.plugins, next(model.parameters()))
+        self.adopt: Final = self.adopted.add  # takes a module of a plugin, in `prepare_model`
+        self.gradients: Final = Gradients(model, ())
+        self.buffers: Final = Buffers(model)  # as they were before the step
+        self.weights: Final = HeldWeights(model, lambda: self.hook.offer_weights(loop=self))
+        self.objective: Final = as_objective(objective)
+        self.sampler: Final = sampler
+        self.hparams: Final = dict(hparams or {})
+        self.run_dir: Final = Path(run_dir) if run_dir else None
+        self.resume: Final = self.run_dir if resume is True else Path(resume) if resume else None
+        self.is_branch: Final = bool(self.resume and run_dir and self.resume.resolve() != Path(run_dir).resolve())
+        self.progress: Final = Progress(step=0, position=0, epoch=0, samples=0)
+        self.first_step: Final = 0  # updates made before this process began
+        self.end: Final = End()  # why the run is over
+        self.stop: Final = self.end.stop
+        self.reduce: Final = ranks.reduced  # the means of values over the ranks
+        self.agree: Final = ranks.agree  # whether a flag is true on any rank
+        self.log: Final = Log(lambda: self.progress.step, self.config.log_every, partial(self.plugins.call, loop=self))
+        self.output: Final = LossOutput(torch.zeros(()))  # of the newest step
+        self.resources: Final = ExitStack()  # plugins push their clean-up
+        self.rank: Final = ranks.rank()
+        self.num_ranks: Final = ranks.num_ranks()
+        self.is_main: Final = self.rank == 0  # only this rank writes files and calls sinks
+        self.device: Final = next(model.parameters()).device
+        self.random: Final = Randomness(self.config.seed, self.rank)
+        self.feed: Final = _feed_of(data).bind(self.config.batch_size, self.config.seed, self.device)
+        self._state: Final = RunState(
+            model=model,
+            plugins=self.plugins,
+            adopted=self.adopted,
+            progress=self.progress,
+            log=self.log,
+            objective=self.objective,
+            feed=self.feed,
+            hparams=self.hparams,
+            place=self.resume,
+            is_required=not isinstance(resume, bool),
+            fresh=tuple(fresh),
+        )
+        self._set(_is_made=True)
+
+    def run(self) -> Reason:
+        """Train to the end and return the reason for the end."""
+        with self:
+            for _ in self.steps():
+                pass
+        return self.end.reason or "done"
+
+    def sample(self, request: SampleRequest) -> Samples:
+        """Make images by the hook `sample`; if the data are pictures, clamped to [-1, 1], unless the request is raw."""
+        return request.finish(self.hook.sample(loop=self, request=request), self.feed)
+
+    def using(self, *, net: nn.Module | None = None, sampler: Sampler | None = None) -> AbstractContextManager[None]:
+        """Train with another `net`, or sample with another `sampler`, during the `with`."""
+        return self._lending(net=net or self.net, sampler=sampler or self.sampler)
+
+    def set_micro_batch(self, size: int | None) -> None:
+        """Send `size` samples at a time through the network from now on; None: the whole batch."""
+        self._set(config=evolve(self.config, micro_batch=size))
+        if "run" in self.hparams:
+            self.hparams["run"] = {**self.hparams["run"], "micro_batch": size}
+
+    def set_step(self, step: int) -> None:
+        """Count on from `step` updates, as a trial does to see what comes after a warm-up; data and weights stay."""
+        self.progress.step = step
+
+    def prepare(self) -> None:
+        """Prepare the model and make `net`, the optimizers and the gradients; no state is loaded."""
+        with self.adopted.taking():
+            self.hook.prepare_model(loop=self)
+        self._set(net=self.hook.wrap_net(loop=self, net=self.model).train(), buffers=Buffers(self.model))
+        optimizers = self._state.hold(self._make_optimizers(self.model))
+        self._set(optimizers=optimizers, gradients=Gradients(self.model, optimizers, self.adopted, self.end.votes))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state of the run, which the seam `restore` returns later. The tensors are not copied."""
+        assert self.weights.name == "model", "the state of a run was asked for while the model held other weights"
+        return self._state.state_dict()
+
+    def __enter__(self) -> Loop:
+        self.end.begin()
+        with ExitStack() as on_error:
+            on_error.push(self)
+            self.prepare()
+            with self._loading(self.hook.restore(loop=self)):
+                self.hook.on_start(loop=self)
+            self._set(first_step=self.progress.step)
+            on_error.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        with closing(self.feed), self.resources, self.log.ending(error):  # flushed before the sinks close
+            reason = self.end.close(error)
+            if error:
+                self.hook.on_exception(loop=self, error=error)
+            self.hook.on_stop(loop=self, reason=reason)
+
+    def steps(self) -> Iterator[Step]:
+        """Train, and yield after each step: a script may read, log, call `stop`, or break."""
+        self.config.check_length()
+        while not self.end.is_reached(self.config, self.progress):
+            yield from self.run_epoch()
+
+    def run_epoch(self) -> Iterator[Step]:
+        """Train on the rest of the current epoch."""
+        self.hook.on_ready(loop=self, resumed=self._state.is_resumed)  # the first time only
+        if not self.end.is_agreed() and self.feed.begin(self.progress.epoch):
+            self.hook.before_epoch(loop=self)
+        if self.end.is_agreed():  # a plugin has stopped the run
+            return
+        for batch in self.feed.batches(self.progress.epoch, self.progress.samples):
+            yield (step := self.run_step(batch))
+            self.hook.between_steps(loop=self, step=step)
+            if self.end.is_reached(self.config, self.progress):
+                break
+        if self.feed.exhausted(self.progress.samples):
+            self.progress.end_epoch()
+            self.hook.on_epoch_end(loop=self)
+            self.hook.between_steps(loop=self, step=None)
+
+    def run_step(self, batch: Batch) -> Step:
+        """Train on `batch` and return the outcome; a run that is stopped already trains nothing."""
+        self.hook.on_ready(loop=self, resumed=self._state.is_resumed)  # the first time only
+        progress, total = self.progress, batch.total
+        if self.end.begin_step():
+            return progress.consume(total, "stopped")
+        self.log.begin_batch()
+        batch = self.hook.make_batch(loop=self, batch=batch).in_place_of(batch, self.plugins.make_batches)
+        if not batch.total:
+            return self._consume(total, "skipped")
+        batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
+        self.hook.before_step(loop=self, batch=batch)
+        self.buffers.keep()
+        self.gradients.reset(batch.weight)
+        self._set(output=self.hook.accumulate(loop=self, batch=batch))
+        self.gradients.conclude(self.output.loss)
+        if refused := self._refused(batch):
+            return self._consume(total, refused, self.gradients.loss, self.gradients.total_norm)
+        loss, norm = self.gradients.loss, self.gradients.total_norm  # before any clipping
+        self.hook.after_backward(loop=self)
+        if not self.hook.optimizer_step(loop=self):
+            return self._consume(total, "held", loss, norm)
+        self.adopted.update(progress.step + 1)
+        step = self._consume(total, "updated", loss, norm)
+        self.log.average({"loss": loss, "grad_norm": norm})
+        self.hook.after_optimizer_step(loop=self)
+        return step
+
+    def run_pass(self, batch: Batch, stream: str = "model") -> LossOutput:
+        """Run `batch` forward and backward in micro-batches; return the loss, detached. See the hook `accumulate`."""
+        outputs = []
+        parts = batch.split(self.config.micro_batch)  # the draws are sliced too
+        for index, part in enumerate(parts):
+            self.random.seed_dropout(self.progress.position, index, self.device, stream)
+            outputs.append(self.hook.micro_step(loop=self, batch=part, index=index, count=len(parts)))
+        output = join(outputs, parts)
+        self.gradients.begin(output.loss)
+        return output
+
+    def _consume(self, samples: int, outcome: Outcome, loss: float = math.nan, grad_norm: float = math.nan) -> Step:
+        """Count a batch, and log what was logged during it if it has made an update."""
+        step = self.progress.consume(samples, outcome, loss, grad_norm)
+        self.log.end_batch(outcome == "updated")
+        return step
+
+    def _loading(self, saved: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Load a saved state: weights and optimizers before the `with` block, the states of plugins after it."""
+        self._state.is_resumed, self._state.first_step = False, self.progress.step
+        if not (saved or self.resume):
+            return nullcontext()
+        from hookdiff.loop.restoring import Restoring  # not needed by a run that starts anew
+
+        return Restoring(self._state).loading(saved, self.plugins.implement("restore"))
+
+    def _roll_back(self) -> bool:
+        """Go back to the newest checkpoint; return False if there is none."""
+        from hookdiff.loop.restoring import Restoring
+
+        return Restoring(self._state).roll_back(self.hook.restore(loop=self))
+
+    def _refused(self, batch: Batch) -> Outcome | None:
+        """Return the outcome of a step that must not change the weights, or None."""
+        outcome = self.end.count(not self.hook.unscale(loop=self), self.gradients.votes)
+        report = None if outcome else nonfinite.examine(batch, self.output, self.gradients, self.progress, self.feed)
+        if outcome or report:
+            self.buffers.put_back()
+        if report is None:
+            return outcome
+        verdicts = self.hook.on_nan(loop=self, report=report)
+        return nonfinite.apply_verdicts(report, verdicts, self._roll_back, self.end)

@@ -1,0 +1,254 @@
+"""Checks a saved state, and loads it into a run that is resumed or rolled back."""
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from attrs import define
+from torch import Tensor, nn
+
+from hookdiff.disk.paths import is_empty, no_such_folder
+from hookdiff.disk.tree import State
+from hookdiff.errors import NoCheckpoint, UserError, listed
+from hookdiff.loop.adopted import ADOPTED
+from hookdiff.loop.counts import Progress
+from hookdiff.loop.saved import checked, keeps_state, restore_state
+from hookdiff.loop.state import RunState
+from hookdiff.machine.dtensor import everywhere, place
+from hookdiff.machine.ranks import is_of_ranks
+from hookdiff.models.load import differences, load_state
+from hookdiff.models.names import plain_name
+from hookdiff.models.optimizer_state import check_optimizer, load_optimizer
+from hookdiff.options.software import changed
+from hookdiff.options.structure import structured
+
+logger = logging.getLogger("hookdiff")
+
+
+@define
+class Restoring:
+    """Loads saved states into `run`."""
+
+    run: RunState
+
+    @contextmanager
+    def loading(self, saved: State, is_read: bool) -> Iterator[None]:
+        """Load `saved`: weights and optimizers before the `with` block, and the states of plugins after it.
+
+        `saved` is empty if there is no checkpoint. The run then starts anew, unless its place must have one
+        (NoCheckpoint) or no plugin reads checkpoints (`is_read`). Raises UserError for a state that does not fit.
+        """
+        self._check_start(saved, is_read)
+        self._check(saved, self.run.fresh)
+        self._load(saved)
+        self.run.first_step = self.run.progress.step
+        yield
+        self._load_plugins(saved, self.run.fresh)
+
+    def _check_start(self, saved: State, is_read: bool) -> None:
+        if not self.run.place:
+            return
+        if not saved:
+            _check_start(self.run.place, self.run.is_required, is_read)
+            return
+        with refused_if_unfit("versions"):
+            changes = changed(saved.get("versions", {}), self.run.versions)
+        if changes:
+            logger.info("changed since the checkpoint: %s", ", ".join(changes))
+        own, num_samples = self.run.feed.seed, len(self.run.feed.training)
+        with refused_if_unfit("random"):
+            seed = saved.get("random", {}).get("seed", own)
+        with refused_if_unfit("data"):
+            facts = saved.get("data", {}).get("facts", {})
+            before = facts.get("num_samples", num_samples)
+            moved = _moved(facts.get("classes") or (), tuple(map(str, self.run.feed.classes or ())))
+        if seed != own:
+            raise UserError(
+                f"the checkpoint was made with the seed {seed}, from which all randomness follows; this run has {own}"
+            )
+        if before != num_samples:
+            logger.warning("the data has %s samples to train on; the checkpoint was made with %s", num_samples, before)
+        if moved and getattr(self.run.objective, "conditional", False):
+            raise UserError(f"{moved}; the network has learnt the numbers, so the classes must keep their order")
+        if moved:
+            logger.warning("%s", moved)
+
+    def _check(self, saved: State, fresh: Collection[str]) -> None:
+        """Raise UserError unless every part of `saved` fits the run; nothing is loaded before."""
+        if not saved:
+            return
+        with refused_if_unfit("model"):
+            _check_model(self.run.model, saved["model"], self.run.place is not None)
+        with refused_if_unfit("optimizers"):
+            optimizers = saved.get("optimizers", {})
+            numbers = [str(index) for index in range(len(self.run.optimizers))]
+            if "optimizers" in saved and sorted(optimizers) != sorted(numbers):
+                raise ValueError(f"it has {len(optimizers)} optimizers, the run has {len(self.run.optimizers)}")
+            for index, state in optimizers.items():
+                check_optimizer(self.run.optimizers[int(index)], self.run.model, state, self.run.place is not None)
+        with refused_if_unfit("progress"):
+            structured(Progress, saved["progress"])
+        with refused_if_unfit("log"):
+            structured(dict[str, tuple[float, int]], saved["log"])
+        with refused_if_unfit("data"):
+            self.run.feed.check_state(saved.get("data", {}))
+        self._check_plugins(saved["plugins"], fresh)
+
+    def _check_plugins(self, states: State, fresh: Collection[str]) -> None:
+        """Check the state of each plugin; warn of a saved state that belongs to no plugin of the run.
+
+        Raises UserError, with their names, if plugins that keep state have none in the file and are not `fresh`.
+        """
+        keepers = self._keepers(fresh)
+        if new := [name for name in keepers if name not in states]:
+            many = len(new) > 1
+            raise UserError(
+                f"the checkpoint has no state of the plugin{'s' * many} {', '.join(map(repr, new))}, which "
+                f"{'keep' if many else 'keeps'} one; to start {'them' if many else 'it'} fresh from the restored "
+                f"weights add {' '.join(f'--fresh {name}' for name in new)} (in a script: Loop(..., "
+                f"fresh={[*fresh, *new]}))"
+            )
+        for name in keepers:
+            with _refused_plugin(name):
+                self._check_plugin(name, states[name])
+        if unclaimed := [name for name in states if name not in self.run.plugins]:
+            logger.warning(
+                "the checkpoint has the state of plugins that this run does not have: %s", ", ".join(unclaimed)
+            )
+
+    def _check_plugin(self, name: str, state: State) -> None:
+        plugins: Any = self.run.plugins
+        is_finite = self.run.place is not None  # a replay begins with the weights of a step that failed
+        if adopted := self.run.adopted.of(name):
+            structured(dict[str, dict[str, Any]], state[ADOPTED])
+            if len(state[ADOPTED]) != len(adopted):
+                raise ValueError(f"{ADOPTED}: there are {len(state[ADOPTED])} modules, the plugin has {len(adopted)}")
+            for index, trained in enumerate(adopted):
+                saved = state[ADOPTED][str(index)]
+                _check_model(trained.module, saved["module"], is_finite, f"module of the plugin {name!r}")
+                check_optimizer(trained.optimizer, trained.module, saved["optimizer"], is_finite)
+        own = {key: value for key, value in state.items() if key != ADOPTED}
+        if keeps_state(plugins[name]):
+            checked(type(plugins[name]), own)
+        plugins.ask(name, "check_state", model=self.run.model, state=own)
+
+    def _keepers(self, fresh: Collection[str]) -> list[str]:
+        return [name for name in self.run.plugins if self.run.keeps_state(name) and name not in fresh]
+
+    def _load(self, saved: State) -> None:
+        """Load counts, weights and optimizer state; hyper-parameters stay those of the config.
+
+        An optimizer without a saved state begins with an empty one.
+        """
+        self.run.is_resumed = bool(saved)
+        if not saved:
+            return
+        with refused_if_unfit("model"):
+            load_state(self.run.model, saved["model"])
+        with refused_if_unfit("optimizers"):
+            for index, state in saved.get("optimizers", {}).items():
+                load_optimizer(self.run.optimizers[int(index)], self.run.model, state)
+        self.run.progress.load_state_dict(saved["progress"])
+        self.run.log.load_state_dict(saved["log"])
+        self.run.feed.load_state_dict(saved.get("data", {}))
+
+    def _load_plugins(self, saved: State, fresh: Collection[str]) -> None:
+        for name in self._keepers(fresh) if saved else ():
+            with _refused_plugin(name):
+                self._load_plugin(name, dict(saved["plugins"][name]))
+
+    def _load_plugin(self, name: str, state: dict[str, Any]) -> None:
+        plugin = self.run.plugins[name]
+        if adopted := self.run.adopted.of(name):
+            saved = state.pop(ADOPTED)
+            for index, trained in enumerate(adopted):
+                trained.load_state_dict(saved[str(index)])
+        if keeps_state(plugin):
+            restore_state(plugin, state)
+
+    def roll_back(self, saved: State) -> bool:
+        """Load `saved` but keep the position in the data, so that other batches follow; return False if it is empty.
+
+        A checkpoint made by this process has the state of all plugins, those that began `fresh` too.
+        """
+        if not saved:
+            logger.error("there is no checkpoint to go back to: the run stops")
+            return False
+        here, data = self.run.progress.state_dict(), self.run.feed.state_dict()
+        with refused_if_unfit("progress"):
+            fresh = () if structured(Progress, saved["progress"]).step > self.run.first_step else self.run.fresh
+        self._check(saved, fresh)
+        self._load(saved)
+        self._load_plugins(saved, fresh)
+        self.run.progress.load_state_dict({**here, "step": self.run.progress.step})
+        self.run.feed.load_state_dict(data)
+        return True
+
+
+def _check_start(place: Path, must_exist: bool, is_read: bool) -> None:
+    if not is_read:
+        raise UserError(
+            f"{place}: none of the run's plugins reads checkpoints (implements the hook restore); add the plugin "
+            "that saved it (`hookdiff plugins` lists what is installed)"
+        )
+    if must_exist:
+        raise NoCheckpoint(f"{place} has no checkpoint") if place.exists() else no_such_folder(place)
+    if place.is_dir() and not is_empty(place):
+        logger.info("%s has no checkpoint to go on from: the run starts anew", place)
+
+
+def _moved(before: Sequence[str], now: Sequence[str]) -> str:
+    """Return a text on the first class that has another number now; "" if there is none."""
+    for number, name in enumerate(before):
+        if name in now and now[number : number + 1] != (name,):  # two classes may have one name
+            return (
+                f"the class {name!r} has the number {now.index(name)} in the data, and had {number} at the checkpoint"
+            )
+    return ""
+
+
+@contextmanager
+def refused_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
+    """Turn an error because of a state of another version, or one made by hand, into a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{error}{way_out}") from error
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if is_of_ranks(error):
+            raise
+        # A ValueError is a check's own sentence; others, such as KeyError, say little without their type.
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"the checkpoint's state of {part!r} cannot be loaded: {reason}{way_out}") from error
+
+
+def _refused_plugin(name: str) -> AbstractContextManager[None]:
+    return refused_if_unfit(name, f"; --fresh {name} starts it anew from the restored weights")
+
+
+def _check_model(model: nn.Module, saved: State, is_finite: bool, of: str = "model") -> None:
+    """Raise UserError unless `saved` are tensors for `model`, with finite weights if `is_finite`; `of` names it."""
+    structured(dict[str, Any], saved)
+    own = model.state_dict()
+    if changed := sorted({plain_name(name) for name in own.keys() ^ saved.keys() if plain_name(name) != name}):
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise UserError(
+            f"the checkpoint is of a {of} with other parametrisations of {', '.join(changed[:3])}{more}; the plugin "
+            "that makes them has to be in the run, with the same keys as at the checkpoint"
+        )
+
+    def compared(kind: str, read: Callable[[Tensor], object]) -> str:
+        ours, its = ({n: read(v) for n, v in state.items() if isinstance(v, Tensor)} for state in (own, saved))
+        return differences(ours, its, kind)
+
+    if found := compared("shape", lambda value: tuple(value.shape)) or compared("dtype", lambda value: value.dtype):
+        raise UserError(f"the checkpoint is of another {of}: {found}")
+    if odd := sorted(own.keys() ^ saved.keys()):  # values of `get_extra_state`
+        raise UserError(f"the checkpoint is of another {of}: only one of the two has {listed(odd, 3)}")
+    # Buffers, such as a mask, may hold infinities.
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in saved and is_finite}
+    bad = [name for name, parameter in parameters.items() if not saved[name][place(parameter)].isfinite().all()]
+    if bad := everywhere(bad, parameters.values()):
+        raise UserError(f"the checkpoint's {of} holds values that are not finite: {listed(bad, 3)}")

@@ -1,0 +1,8 @@
+"""The machine, and the processes that train together: ranks, sharded tensors, memory, seeds.
+
+The names are imported on first use. `__init__.pyi` lists them.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,27 @@
+from .aside import Aside as Aside
+from .dtensor import (
+    counts as counts,
+    fill_ as fill_,
+    is_sharded as is_sharded,
+    is_unsupported as is_unsupported,
+    local as local,
+    local_parts as local_parts,
+    norms as norms,
+    place as place,
+    total as total,
+    whole as whole,
+)
+from .fitting import free_memory as free_memory, memory_in_use as memory_in_use
+from .randomness import derive_seed as derive_seed
+from .ranks import (
+    agree as agree,
+    first_rank_does as first_rank_does,
+    first_rank_says as first_rank_says,
+    gathered as gathered,
+    gathered_or_raised as gathered_or_raised,
+    num_ranks as num_ranks,
+    rank as rank,
+    stacked as stacked,
+    summed as summed,
+)
+from .usage import keep_memory as keep_memory, num_cpus as num_cpus, thread_beside as thread_beside

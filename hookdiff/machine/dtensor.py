@@ -1,0 +1,141 @@
+"""Tensors of which each rank holds a part only (DTensors), and what ranks say of their parts together.
+
+A tensor that is not sharded is its own part, and costs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookdiff.errors import UserError
+from hookdiff.machine.ranks import gathered, rank, summed
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether each rank holds a part of `tensor` only (a DTensor)."""
+    return hasattr(tensor, "to_local")
+
+
+def is_unsupported(error: Exception) -> bool:
+    """Return whether torch has raised `error` because it has no rule for an operation on sharded tensors."""
+    words = ("placement", "sharding strategy", "Sharding propagation")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in words)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of `tensor`, which shares its memory; a tensor that is not sharded is its own part."""
+    return local_parts([tensor])[0] if is_sharded(tensor) else tensor
+
+
+def local_parts(tensors: Iterable[Any]) -> list[Tensor]:
+    """Return this rank's part of each of `tensors`, as `local` does."""
+    with torch.no_grad():  # once for all: it costs more than all else here
+        return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """Return `tensor` with the parts of all ranks; all ranks must call this for a sharded one."""
+    placed: Any = tensor
+    full: Tensor = placed.detach().full_tensor() if is_sharded(tensor) else tensor
+    return full
+
+
+def _axes(tensor: Tensor) -> list[tuple[Any, int, int]]:
+    """Return how each axis of the mesh divides a sharded `tensor`, the number of parts, and which is this rank's."""
+    placed: Any = tensor
+    mesh = placed.device_mesh
+    return list(zip(placed.placements, mesh.shape, mesh.get_coordinate(), strict=True))
+
+
+def counts(tensor: Tensor) -> bool:
+    """Return whether this rank's part of `tensor` counts in a sum over all ranks, where each entry counts once."""
+    if not is_sharded(tensor):
+        return rank() == 0
+    return all(at == 0 or placement.is_shard() for placement, _, at in _axes(tensor))
+
+
+def place(tensor: Tensor) -> tuple[slice, ...]:
+    """Return where this rank's part of `tensor` is in the whole: a slice for each dimension.
+
+    Raises:
+        UserError: for a part that is no such block.
+    """
+    found = [range(size) for size in tensor.shape]
+    for placement, num, at in _axes(tensor) if is_sharded(tensor) else []:
+        kind = type(placement).__name__
+        if kind not in ("Replicate", "Shard"):  # a strided shard says that it is a shard, too
+            raise UserError(f"a tensor of shape {tuple(tensor.shape)} is sharded as {placement}, which is no block")
+        if kind == "Shard":  # as torch.chunk does, but with empty parts where there are too few rows
+            rows = found[placement.dim]
+            most = -(-len(rows) // num)
+            found[placement.dim] = rows[at * most : (at + 1) * most]
+    return tuple(slice(rows.start, rows.stop) for rows in found)
+
+
+def layout(tensor: Tensor) -> object:
+    """Return what decides where the parts of `tensor` lie, to compare and to hash; None if it is not sharded."""
+    placed: Any = tensor
+    return (placed.device_mesh, tuple(placed.placements)) if is_sharded(tensor) else None
+
+
+@torch.no_grad()
+def fill_(tensor: Tensor, values: Tensor) -> None:
+    """Copy `values`, which are those of the whole `tensor` or sharded as it is, into this rank's part of it."""
+    local(tensor).copy_(local(values) if is_sharded(values) else values[place(tensor)])
+
+
+def norms(tensors: Sequence[Tensor], dtype: torch.dtype, held: Sequence[Tensor] | None = None) -> Tensor:
+    """Return the L2 norm of each of `tensors`, computed in `dtype`: (tensors,).
+
+    Of sharded ones it is the norm of the whole, and all ranks must call this. `held` replaces this rank's parts of
+    them, such as by their differences to earlier ones.
+    """
+    # The set first: to look at each of hundreds of gradients takes as long as a small kernel.
+    if set(map(type, tensors)) != {Tensor} and any(map(is_sharded, tensors)):
+        return summed(squares(tensors, dtype, held)).sqrt().to(dtype)
+    own = list(tensors if held is None else held)
+    return torch.stack(torch._foreach_norm(own, 2, dtype)) if own else torch.zeros(0, dtype=dtype)
+
+
+def squares(tensors: Sequence[Tensor], dtype: torch.dtype, held: Sequence[Tensor] | None = None) -> Tensor:
+    """Return what this rank adds to the squared L2 norm of each of `tensors`: float64, (tensors,).
+
+    The norms are computed in `dtype`; `held` is as in `norms`. Summed over the ranks it is the squared norm.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    own = local_parts(tensors) if held is None else list(held)
+    squared = torch.stack(torch._foreach_norm(own, 2, dtype)).double().square()
+    counted = _counted(tensors)
+    return squared if all(counted) else squared * torch.tensor(counted).to(squared)
+
+
+def _counted(tensors: Sequence[Tensor]) -> list[bool]:
+    """Return what `counts` does for each of `tensors`; most of them lie alike."""
+    known = {where: counts(tensor) for where, tensor in {layout(tensor): tensor for tensor in tensors}.items()}
+    return [known[layout(tensor)] for tensor in tensors]
+
+
+def total(tensors: Sequence[Tensor], numbers: Tensor) -> Tensor:
+    """Return the sum of `numbers` (tensors,), which this rank has found in its parts of `tensors`: scalar.
+
+    Of sharded ones it is the sum over all ranks, which must all call this.
+    """
+    if not any(map(is_sharded, tensors)):
+        return numbers.sum()
+    return summed((numbers * torch.tensor(_counted(tensors)).to(numbers)).sum())
+
+
+def everywhere(found: list[str], tensors: Iterable[Tensor]) -> list[str]:
+    """Return what is `found` on any rank, each once, if one of `tensors` is sharded; all ranks must call this then.
+
+    Else each rank has looked at the same, and returns what it has found.
+    """
+    if not any(map(is_sharded, tensors)):
+        return found
+    return list(dict.fromkeys(text for texts in gathered(found) for text in texts))

@@ -1,0 +1,165 @@
+"""How the processes that torchrun has started become the ranks of one run, and leave it."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import platform
+import re
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import distributed
+
+from hookdiff.errors import OnAnotherRank, RankLost, UserError
+from hookdiff.machine import ranks
+from hookdiff.machine.ranks import forget_groups, is_of_ranks, is_set_up, is_standing_in, num_ranks, rank
+
+TIMEOUT = timedelta(minutes=10)  # for which a rank waits in a step for the others
+_MOMENT = 3.0  # seconds after which a rank that has not failed too is taken to hang
+_GONE = re.compile("closed|reset|refused|broken pipe|abort", re.IGNORECASE)  # in what gloo and NCCL say of a lost rank
+_REFUSED = "hookdiff/refused"  # in the store: the exit code of a rank that has ended with an error of the user
+_joins = count()  # how often this process has joined the others
+_said: Counter[str] = Counter()  # how often this process has said each text
+
+
+def num_launched() -> int:
+    """Return the number of processes that torchrun has started for this run: 1 without it."""
+    started = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+    return int(os.environ["WORLD_SIZE"]) if started else 1
+
+
+def local_rank() -> int:
+    """Return the number of this process among those that torchrun has started on this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def num_restarts() -> int:
+    """Return how often torchrun has started this run again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def launch() -> str:
+    """Return the name of the job for which torchrun has started this process, the same in all its attempts; or ""."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"{name} of {platform.node()} {os.getppid()}" if name == "none" else name  # the user has given no name
+
+
+@contextmanager
+def joined(device: str = "auto") -> Iterator[None]:
+    """Join the processes that torchrun has started until the end of the `with`; alone, do nothing.
+
+    `device` is that of the config. With "auto" or "cuda", each process gets the GPU of its number on this machine, as
+    the current one. Raises UserError if there are fewer GPUs than processes, or if `device` is one GPU for all.
+    """
+    if num_launched() == 1 or is_set_up():
+        yield
+        return
+    # Imported after the group is made, it would keep the group and its threads until Python ends.
+    import torch._dynamo
+
+    backend = "gloo"
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        if local_rank() >= (found := torch.cuda.device_count()):
+            time.sleep(_MOMENT * (local_rank() - found))  # the first one without a GPU shows it
+            raise UserError(
+                f"process {local_rank()} of this machine has no GPU of its own, there are {found}: "
+                + (f"torchrun --nproc-per-node {found}" if found else "set run.device = 'cpu'")
+            )
+        torch.cuda.set_device(local_rank())
+        backend = "cpu:gloo,cuda:nccl"
+    elif device.startswith("cuda:"):
+        with shown_once():
+            raise UserError(f"run.device: {device!r} is one GPU for all ranks; write 'cuda', and each gets its own")
+    torch_distributed: Any = distributed  # its stubs lack some names
+    store, own, num = next(torch_distributed.rendezvous("env://", timeout=TIMEOUT))
+    # Of its own in each attempt: else a rank may find the address of a process that was killed, and wait for it.
+    store = torch_distributed.PrefixStore(f"hookdiff/{num_restarts()}/{next(_joins)}", store)
+    distributed.init_process_group(backend, store=store, rank=own, world_size=num, timeout=TIMEOUT)
+    try:
+        yield
+    except UserError as error:
+        with suppress(RuntimeError):  # the store has ended with the first rank
+            store.set(_REFUSED, str(error.exit_code))
+        if is_news(f"error: {error}"):
+            raise
+        raise OnAnotherRank(str(error), error.exit_code) from error
+    except RuntimeError as error:
+        if not is_of_ranks(error):
+            raise
+        with suppress(RuntimeError):
+            if store.check([_REFUSED]):
+                code = int(store.get(_REFUSED))
+                raise OnAnotherRank("another rank has ended with an error of the user", code) from error
+        raise RankLost(_lost(error)) from error
+    finally:
+        forget_groups()
+        _said.clear()
+        distributed.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with the exit `code`, after what is to be done at exit but before Python cleans up.
+
+    torch can keep a group of gloo for ever (its caches of DTensors have it). A thread of this group that lets go of its
+    last tensor while Python cleans up would abort the process.
+    """
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):  # a stream that is full or closed
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+@contextmanager
+def shown_once() -> Iterator[None]:
+    """Let the first process of each machine show an error of the user that all of them meet before `joined`.
+
+    torchrun ends all others as soon as one has ended. So the others wait until the first has shown it, and show it
+    themselves if it does not.
+    """
+    try:
+        yield
+    except UserError:
+        if local_rank():
+            time.sleep(_MOMENT)
+        raise
+
+
+def is_news(text: str) -> bool:
+    """Return whether this is the first rank to say `text`; a text that is said again is news once more."""
+    if num_ranks() == 1 or is_standing_in():
+        return True
+    _said[text] += 1
+    key = hashlib.sha256(f"{_said[text]} {text}".encode()).hexdigest()
+    first: int = distributed.distributed_c10d._get_default_store().add(f"hookdiff/said/{key}", 1)
+    return first == 1
+
+
+def _lost(error: RuntimeError) -> str:
+    """Return a message about the collective operation that failed with `error`, and the ranks that did not come."""
+    frames = traceback.extract_tb(error.__traceback__)
+    here = (__file__, ranks.__file__)
+    callers = [one for one in frames if "torch" not in Path(one.filename).parts and one.filename not in here]
+    own = callers[-1] if callers else frames[-1]
+    place = f"{own.name}, line {own.lineno} of {Path(own.filename).name}"
+    waited = f"rank {rank()} waited in {place}"
+    if "imed out" not in str(error):
+        return f"{waited}, and another rank has ended" if _GONE.search(str(error)) else f"{waited}: {error}"
+    store, until = distributed.distributed_c10d._get_default_store(), time.monotonic() + _MOMENT
+    store.set(f"hookdiff/lost/{rank()}", place)
+    missing = list(range(num_ranks()))
+    while missing and time.monotonic() < until:
+        missing = [other for other in missing if not store.check([f"hookdiff/lost/{other}"])]
+        time.sleep(0.05)
+    gone = f"rank {', '.join(map(str, missing))} did not come" if missing else "no rank is missing, the network is"
+    return f"{waited}, and {gone}: {error}"

@@ -1,0 +1,190 @@
+"""Ranks: which process this is of those that train together, and what they agree on and add up.
+
+Alone, a process is rank 0 of 1, and nothing here costs anything. `joining` makes several processes ranks of one run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, distributed
+
+from hookdiff.errors import OnAnotherRank, UserError
+
+Value = TypeVar("Value")
+
+PATIENCE = timedelta(hours=4)  # for which a rank waits between steps, where one rank may compute while the others wait
+# By the default group, the group in which ranks wait that long. Kept longer, its threads would abort Python at its end.
+_patient: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+class _StandIn(threading.local):
+    """What this thread has in place of torch.distributed: number, number of ranks, and what gathers values."""
+
+    world: tuple[int, int, Callable[[str, Any], list[Any]]] | None = None
+
+
+_stand_in = _StandIn()
+
+
+@contextmanager
+def standing_in(rank: int, num: int, gather: Callable[[str, Any], list[Any]]) -> Iterator[None]:
+    """Let this thread be a rank during the `with`, for tests in one process.
+
+    `gather(kind, value)` returns the values of all ranks, which must all ask for the same kind.
+    """
+    _stand_in.world = rank, num, gather
+    try:
+        yield
+    finally:
+        _stand_in.world = None
+
+
+def rank() -> int:
+    """Return the number of this process: 0 unless torch.distributed is set up."""
+    if _stand_in.world:
+        return _stand_in.world[0]
+    return distributed.get_rank() if is_set_up() else 0
+
+
+def num_ranks() -> int:
+    """Return the number of processes that train together: 1 unless torch.distributed is set up."""
+    if _stand_in.world:
+        return _stand_in.world[1]
+    return distributed.get_world_size() if is_set_up() else 1
+
+
+def is_set_up() -> bool:
+    """Return whether this process has joined others."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def is_of_ranks(error: BaseException) -> bool:
+    """Return whether `error` says that a rank cannot be reached, rather than that something is wrong here."""
+    if not is_set_up():
+        return False
+    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _between_steps() -> Any:
+    """Return the group for what happens between steps; all ranks must call this at its first use."""
+    default = distributed.group.WORLD
+    if default not in _patient:
+        _patient.clear()
+        _patient[default] = distributed.new_group(timeout=PATIENCE)
+    return _patient[default]
+
+
+def forget_groups() -> None:
+    """Let go of the groups of the processes that this one leaves."""
+    _patient.clear()
+
+
+def is_standing_in() -> bool:
+    """Return whether this thread stands in for a rank, see `standing_in`."""
+    return _stand_in.world is not None
+
+
+def first_rank_says(value: Value) -> Value:
+    """Return the `value` of the first rank; all ranks must call this, and wait for one another.
+
+    Decisions that depend on the clock need it: if two processes disagree whether an evaluation is due, both wait for
+    ever, one in a collective of the evaluation, the other in a collective of the next step.
+    """
+    if num_ranks() == 1:
+        return value
+    if _stand_in.world:
+        said: list[Value] = _stand_in.world[2]("the value of the first rank", value)
+        return said[0]
+    agreed = [value]
+    # It finds the device that the backend talks over.
+    distributed.broadcast_object_list(agreed, src=0, group=_between_steps())
+    return agreed[0]
+
+
+def gathered(value: Value) -> list[Value]:
+    """Return the `value` of each rank, in their order, on all of them; all ranks must call this."""
+    if num_ranks() == 1:
+        return [value]
+    if _stand_in.world:
+        return _stand_in.world[2]("the values of all ranks", value)
+    found: list[Value] = [value] * num_ranks()
+    distributed.all_gather_object(found, value, group=_between_steps())
+    return found
+
+
+def gathered_or_raised(call: Callable[[], Value]) -> list[Value]:
+    """Return what `call` returns on each rank, as `gathered` does; an error on one rank is raised on all of them.
+
+    Else the others would wait for ever. They raise it with the same message, as an OnAnotherRank, ValueError or
+    RuntimeError.
+    """
+    if num_ranks() == 1:
+        return [call()]
+    try:
+        found = call()
+    except Exception as error:  # raised again, as soon as the other ranks know
+        message = f"on another rank: {error}"
+        if isinstance(error, UserError | OSError):
+            gathered(OnAnotherRank(message, getattr(error, "exit_code", 1)))
+        else:
+            gathered((ValueError if isinstance(error, ValueError) else RuntimeError)(message))
+        raise
+    problems: list[Exception | None] = gathered(None)
+    for problem in filter(None, problems):
+        raise problem
+    return gathered(found)
+
+
+def first_rank_does(call: Callable[[], Value]) -> Value:
+    """Return what `call` returns on the first rank, which alone calls it; an error there is raised on all ranks."""
+    found: list[Any] = gathered_or_raised(lambda: call() if rank() == 0 else None)
+    value: Value = found[0]
+    return value
+
+
+def agree(flag: bool) -> bool:
+    """Return whether `flag` is true on any rank; all ranks must call this."""
+    return any(gathered(flag))
+
+
+def summed(values: Tensor) -> Tensor:
+    """Return the sum of `values` over the ranks, on the same device; all ranks must call this."""
+    if num_ranks() == 1:
+        return values
+    total = values.detach().clone()
+    if _stand_in.world:
+        return torch.stack(_stand_in.world[2](f"a sum of {tuple(total.shape)} {total.dtype}", total)).sum(0)
+    distributed.all_reduce(total)
+    return total
+
+
+def reduced(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mean of each of `values` over the ranks, and of each pair (sum, count) the sums, as `loop.log` takes.
+
+    The values are numbers or scalar tensors, with the same names on all ranks, which must all call this. Alone, they
+    stay as they are.
+    """
+    if num_ranks() == 1:
+        return dict(values)
+    numbers = [number for value in values.values() for number in (value if isinstance(value, tuple) else (value,))]
+    device = next((number.device for number in numbers if isinstance(number, Tensor)), torch.device("cpu"))
+    found = [torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers]
+    sums = iter(summed(torch.stack(found)).unbind()) if found else iter(())
+    return {
+        name: (next(sums), next(sums)) if isinstance(value, tuple) else next(sums) / num_ranks()
+        for name, value in values.items()
+    }
+
+
+def stacked(values: Tensor) -> Tensor:
+    """Return the `values` (n) of each rank: ranks n, on the same device; all ranks must call this."""
+    rows = values.new_zeros(num_ranks(), len(values))
+    rows[rank()] = values
+    return summed(rows)

@@ -1,0 +1,87 @@
+"""The objective that a Loop minimises: its protocol, and the loss that it returns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+import torch
+from attrs import define, field
+from torch import Generator, Tensor, nn
+
+from hookdiff.data.batch import Batch
+
+logger = logging.getLogger("hookdiff")
+
+
+def _single(values: Tensor | None) -> Tensor | None:
+    return values.float() if values is not None and values.itemsize < 4 else values
+
+
+@define(eq=False, frozen=True)
+class LossOutput:
+    """The loss of a batch, and values of each sample: for the hook `reduce_loss`, and for monitoring."""
+
+    loss: Tensor  # scalar: the mean over the samples
+    per_sample: Tensor | None = field(default=None, converter=_single)  # n, float32, with its graph, before any weights
+    timesteps: Tensor | None = None  # n; t or sigma if the process has no timesteps
+    log_snr: Tensor | None = None  # n, natural logarithm; minus infinity for pure noise
+    weights: Tensor | None = None  # n, by which `loss` weighs the samples; None if it does not
+
+    def detach(self) -> LossOutput:
+        """Return the same values without their graph."""
+        columns = [one.detach() if one is not None and one.requires_grad else one for one in self.columns]
+        return LossOutput(self.loss.detach(), *columns)
+
+    @property
+    def columns(self) -> tuple[Tensor | None, ...]:
+        """The values of each sample, in the order of the fields."""
+        return self.per_sample, self.timesteps, self.log_snr, self.weights
+
+
+class Objective(Protocol):
+    """Draws the randomness of a step once, and returns the loss of slices of its batch."""
+
+    def draw(self, batch: Batch, generator: Generator) -> Batch:
+        """Return `batch.with_draws({...})` with this step's randomness, one row per sample.
+
+        Called once in a step, before the batch is sliced, so that the noise does not depend on `micro_batch`. The
+        generator is the same on all ranks: draw for the `batch.total` samples of the step, and keep those of
+        `batch.own`, so that the noise does not depend on the number of ranks either.
+        """
+
+    def __call__(self, net: nn.Module, batch: Batch) -> LossOutput | Tensor:
+        """Return the loss of `batch`: a LossOutput, or a tensor whose mean is the loss."""
+
+
+class _Function:
+    """An objective that draws nothing."""
+
+    def __init__(self, function: Callable[[nn.Module, Batch], LossOutput | Tensor]) -> None:
+        self.function = function
+
+    def draw(self, batch: Batch, generator: Generator) -> Batch:
+        return batch
+
+    def __call__(self, net: nn.Module, batch: Batch) -> LossOutput | Tensor:
+        return self.function(net, batch)
+
+
+def as_objective(given: Objective | Callable[[nn.Module, Batch], Tensor]) -> Objective:
+    """Return `given`, or make an objective of a plain loss function; log the remarks of the objective."""
+    for remark in getattr(given, "remarks", list)():
+        logger.warning("%s", remark)
+    return cast(Objective, given) if hasattr(given, "draw") else _Function(given)
+
+
+def join(outputs: Sequence[LossOutput], parts: Sequence[Batch]) -> LossOutput:
+    """Return the loss of a whole batch from those of its `parts`, weighted by their samples."""
+    if len(outputs) == 1:
+        return outputs[0]
+    counted = [pair for pair in zip(outputs, parts, strict=True) if not pair[1].is_filler]
+    outputs, parts = [output for output, _ in counted], [part for _, part in counted]
+    samples = sum(len(part) for part in parts)
+    loss = torch.stack([o.loss * (len(part) / samples) for o, part in zip(outputs, parts, strict=True)]).sum()
+    columns = zip(*(output.columns for output in outputs), strict=True)
+    return LossOutput(loss, *(None if None in column else torch.cat(column) for column in columns))

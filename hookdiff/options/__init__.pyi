@@ -1,0 +1,26 @@
+from .choices import Choice as Choice, chosen as chosen, name_of as name_of, parts as parts
+from .every import is_time as is_time
+from .fields import (
+    IS_FINITE as IS_FINITE,
+    Fixed as Fixed,
+    Handed as Handed,
+    Writes as Writes,
+    about as about,
+    between as between,
+    is_below as is_below,
+    is_interval as is_interval,
+    is_served as is_served,
+    one_of as one_of,
+)
+from .help import Key as Key, keys as keys, summary as summary
+from .imports import import_object as import_object
+from .software import versions as versions
+from .structure import (
+    COUNT as COUNT,
+    REST as REST,
+    Problems as Problems,
+    as_toml as as_toml,
+    numbers as numbers,
+    shaped as shaped,
+    structured as structured,
+)

@@ -1,0 +1,126 @@
+"""Parts chosen by name among several classes, each with only its own options.
+
+A config writes `weighting = { use = "min_snr", gamma = 3.0 }`, or `weighting = "min_snr"` if it sets no option; a
+script gives the object, `MinSNR(gamma=3.0)`, or the name. `use = "module:Name"` names a class of the user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+
+from hookdiff.errors import PluginError, nearest
+from hookdiff.options.imports import PARTS, entries_of, import_object, installed
+
+Chosen = TypeVar("Chosen", bound="Choice")
+
+
+class Choice:
+    """The base of every kind of choice: noise schedules, loss weightings, samplers, ...
+
+    A kind is a subclass with a name, `kind`, and the classes to choose from, `known`. Each of these inherits from the
+    kind and is an attrs class (`@define(frozen=True)`); its fields are the options.
+    """
+
+    kind: ClassVar[str]  # such as "weighting"; used in messages and in the names of entry points
+    known: ClassVar[Mapping[str, type]] = {}  # by name
+    default: ClassVar[str | None] = None  # the name that a table without `use` stands for
+
+    @classmethod
+    def of(cls, value: Self | str | Mapping[str, Any]) -> Self:
+        """Return `value` if it is of this kind; else make one from its name, or from a mapping of `use` and options.
+
+        Raises:
+            PluginError: for an unknown name.
+        """
+        if isinstance(value, cls):
+            return value
+        options = dict(value) if isinstance(value, Mapping) else {"use": value}
+        return find(cls, options.pop("use", cls.default))(**options)
+
+    @property
+    def use(self) -> str:
+        """The name of this choice in a config."""
+        return name_of(type(self))
+
+    @classmethod
+    def adapted(cls, found: object, use: str) -> type[Self] | None:
+        """Return a class of this kind for an object `found` at `use` that is none; None: there is no such class."""
+        return None
+
+
+class chosen(Generic[Chosen]):
+    """The converter of a field that takes a choice or its name: `field(converter=chosen[Weighting])`."""
+
+    if TYPE_CHECKING:  # mypy takes only functions and classes as converters, and no method such as `Weighting.of`
+
+        def __init__(self, value: Chosen | str) -> None: ...
+
+    else:
+
+        def __class_getitem__(cls, kind: type[Choice]) -> Callable[[Any], Choice]:
+            return kind.of
+
+
+def find(kind: type[Chosen], use: object) -> type[Chosen]:
+    """Return the class of `kind` called `use`: a built-in name, the name of an entry point, or `module:Name`.
+
+    Raises PluginError if no class or several have this name, or if the class is of another kind.
+    """
+    found = kind.known.get(str(use)) or import_object(path_of(kind.kind, kind.known, use), f"the {kind.kind} {use!r}")
+    if isinstance(found, type) and issubclass(found, kind):
+        return found
+    if adapted := kind.adapted(found, str(use)):
+        return adapted
+    raise PluginError(f"{use} is no {kind.kind}: it does not inherit from {kind.__module__}.{kind.__qualname__}")
+
+
+def parts(kind: type[Chosen]) -> dict[str, type[Chosen]]:
+    """Return the classes of `kind` by name: those built in, and those of entry points that can be imported."""
+    found = dict(kind.known)
+    for name in _published(kind.kind):
+        with suppress(PluginError):  # one broken package does not hide the others
+            found[name] = find(kind, name)
+    return found
+
+
+def path_of(kind: str, known: Iterable[str], use: object, key: str = "use") -> str:
+    """Return the path `module:Name` of `use`, the value of `key`: the name of an entry point "kind.name", or a path.
+
+    Raises PluginError if it is neither, with the `known` names, or if several entry points claim the name.
+    """
+    name, published = str(use), _published(kind)
+    if name not in published and ":" not in name:
+        names = [*known, *published]
+        unknown = f"needs a `{key}`" if use is None else f"unknown {use!r}{nearest(name, names)}"
+        other = f"; {name} is a plugin: --plugins {name}" if name in installed() else ""
+        raise PluginError(f"{unknown}{other}; known: {', '.join(names)}, or module:Name")
+    path, *others = published.get(name, [name])
+    if others:
+        claims = " and ".join((path, *others))
+        raise PluginError(f"the {kind} {name!r} is claimed by {claims}; uninstall one, or use module:Name")
+    return path
+
+
+def _published(kind: str) -> dict[str, list[str]]:
+    """Return the paths of the objects that entry points offer for `kind`, by name; a name may have several.
+
+    The entry point "weighting.mine" offers the weighting `mine`.
+    """
+    found: dict[str, list[str]] = {}
+    for entry in sorted(entries_of(PARTS), key=attrgetter("name")):
+        group, _, name = entry.name.partition(".")
+        if group == kind and entry.value not in found.setdefault(name, []):
+            found[name].append(entry.value)
+    return found
+
+
+def name_of(chosen: type[Choice]) -> str:
+    """Return the name under which a config finds the class."""
+    for name, known in chosen.known.items():
+        if known is chosen:
+            return name
+    path = f"{chosen.__module__}:{chosen.__qualname__}"
+    return next((name for name, paths in _published(chosen.kind).items() if paths == [path]), path)

@@ -1,0 +1,148 @@
+"""Imports the objects that a config names as `module:Name`.
+
+The config of a run directory may be a stranger's. Unless the user trusts it, it imports only torch, torchvision,
+diffusers, hookdiff, and what installed packages publish as entry points.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points, metadata
+from typing import Any
+
+from attrs import define, field
+
+from hookdiff.errors import PluginError, nearest
+
+TRUST = (
+    "a config.toml, or a config beside the files of a run, may be a stranger's: if you trust it, add --trust (in "
+    "Python: trust=True)"
+)
+LIBRARIES = ("torch", "torchvision", "diffusers", "hookdiff")
+PLUGINS, PARTS = "hookdiff.plugins", "hookdiff.parts"  # groups of entry points
+
+
+@define
+class Imports:
+    """The imports of one config."""
+
+    only_installed: bool
+    own: list[str] = field(factory=list)  # the paths that are not installed, in the order of their imports
+
+
+_current: ContextVar[Imports | None] = ContextVar("imports", default=None)
+
+
+@contextmanager
+def importing(only_installed: bool) -> Iterator[Imports]:
+    """Collect the imports in the `with`; with `only_installed`, `import_object` refuses all other objects there."""
+    imports = Imports(only_installed)
+    token = _current.set(imports)
+    try:
+        yield imports
+    finally:
+        _current.reset(token)
+
+
+def import_object(path: str, purpose: str) -> Any:
+    """Import `package.module:Name`; a class inside another is `package.module:Outer.Inner`.
+
+    Raises:
+        PluginError: that begins with `purpose` if there is no such object, for a module of Python's standard library,
+            and within `importing` for an object that may not be imported.
+    """
+    module, _, name = path.partition(":")
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise PluginError(f"{purpose}: {module} is of Python's standard library, which has nothing for a config")
+    imports = _current.get()
+    if imports and not is_installed(path):
+        imports.own.append(path)
+        if imports.only_installed:
+            raise PluginError(f"{purpose}: would import {module}, which is no installed plugin; {TRUST}")
+    try:
+        found = importlib.import_module(module)
+    except (ImportError, TypeError, ValueError) as error:  # the last two if `module` starts with a dot, or is empty
+        raise PluginError(f"{purpose}: cannot import {module}: {error}{_way_to_install(module)}") from error
+    outer: Any = found
+    for part in name.split("."):
+        # A module's module may be any, such as `sys`; an attribute of another object may be a property, which runs.
+        if outer is not found and not isinstance(outer, type):
+            raise PluginError(f"{purpose}: {path} goes through a {type(outer).__name__}, expected a class")
+        try:
+            outer = getattr(outer, part)
+        except AttributeError:
+            raise PluginError(f"{purpose}: {module} has no {name!r}{nearest(name, dir(found))}") from None
+    return outer
+
+
+def _way_to_install(module: str) -> str:
+    """Return the command that installs the package of `module`, if that is missing and an extra of hookdiff has it."""
+    package = module.partition(".")[0]
+    extras = metadata("hookdiff").get_all("Provides-Extra", [])
+    missing = package in extras and importlib.util.find_spec(package) is None
+    return f"; pip install 'hookdiff[{package}]'" if missing else ""
+
+
+def is_installed(path: str) -> bool:
+    """Return whether `path` is of one of `LIBRARIES`, or exactly what an installed package publishes."""
+    package, *inner = path.partition(":")[0].split(".")
+    # Modules of an underscore are tools of the libraries themselves; some, as `__main__`, act when they are imported.
+    if package in LIBRARIES and not any(part.startswith("_") for part in inner):
+        return True
+    return any(entry.value == path for group in (PLUGINS, PARTS) for entry in entries_of(group))
+
+
+def entries_of(group: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points of `group`. The files of the packages are read anew only if a folder of them changed."""
+    return _entries_of(group, tuple((folder, _modified(folder)) for folder in sys.path))
+
+
+@lru_cache(maxsize=16)
+def _entries_of(group: str, folders: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=group))
+
+
+def _modified(folder: str) -> int:
+    try:
+        return os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return 0
+
+
+def installed(group: str = PLUGINS) -> dict[str, list[EntryPoint]]:
+    """Return the entry points of `group` by name, sorted; nothing is imported.
+
+    A name has several entry points if several distributions claim it. An entry point that is found twice, as happens
+    with an editable install that is on the path, counts once.
+    """
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in sorted(entries_of(group), key=lambda entry: entry.name):
+        found.setdefault(entry.name, []).append(entry)
+    for name, entries in found.items():
+        if len(entries) > 1:  # only then, because the distribution of an entry is slow to read
+            unique = {(entry.value, distribution(entry)): entry for entry in entries}
+            found[name] = [unique[key] for key in sorted(unique)]
+    return found
+
+
+def distribution(entry: EntryPoint) -> str:
+    """Return the name and version of the distribution that brings `entry`."""
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
+
+
+def check_needs(plugin: str, needs: Mapping[str, str]) -> None:
+    """Raise PluginError unless the packages that `plugin` needs are installed: requirements of pip, by module."""
+    for module, requirement in needs.items():
+        try:
+            spec = importlib.util.find_spec(module)
+        except ModuleNotFoundError:  # its parent package is missing
+            spec = None
+        if spec is None:
+            raise PluginError(f"the plugin {plugin!r} needs the package {module}: pip install '{requirement}'")

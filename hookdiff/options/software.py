@@ -1,0 +1,48 @@
+"""The versions of the software that a run uses."""
+
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.metadata import Distribution, distribution, packages_distributions, version
+
+import torch
+
+from hookdiff.options.imports import PLUGINS, entries_of
+
+
+def versions(plugins: Iterable[object]) -> dict[str, str]:
+    """Return the versions of python, torch, hookdiff, and of the distributions of the plugins."""
+    found = distributions(map(type, plugins))
+    ours = {"python": platform.python_version(), "torch": str(torch.__version__), "hookdiff": version("hookdiff")}
+    return {**{one.name: one.version for one in found}, **ours}
+
+
+def distributions(classes: Iterable[type]) -> list[Distribution]:
+    """Return the distributions that have the `classes` of plugins; those of a script or a local module have none."""
+    owners = {entry.module.partition(".")[0]: entry.dist for entry in entries_of(PLUGINS)}
+    owners["hookdiff"] = distribution("hookdiff")
+    modules = sorted({kind.__module__ for kind in classes})
+    found = [owners.get(module.partition(".")[0]) or _owner(module) for module in modules]
+    return [one for one in dict.fromkeys(found) if one]  # each once: its name and version are slow to read
+
+
+@cache
+def _owner(module: str) -> Distribution | None:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    for name in _installed().get(module.partition(".")[0], ()) if file else ():
+        owner = distribution(name)
+        if file in {str(owner.locate_file(path)) for path in owner.files or ()}:  # there are other packages "tests"
+            return owner
+    return None
+
+
+@cache
+def _installed() -> Mapping[str, list[str]]:
+    """Return the distributions of each package; this reads the records of all of them, which takes half a second."""
+    return packages_distributions()
+
+
+def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return "torch 2.11 -> 2.15" for each version that differs; only those that both have are compared."""
+    return [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]

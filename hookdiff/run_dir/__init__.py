@@ -1,0 +1,8 @@
+"""The formats of a run directory's files: who writes them, beside who reads them.
+
+The names are imported on first use. `__init__.pyi` lists them.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,54 @@
+"""config.toml: the whole config of a run, which makes the same run again."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli
+import tomli_w
+
+from hookdiff.disk.files import new_file, write_file
+from hookdiff.disk.reading import read_file
+from hookdiff.errors import UserError, shown
+
+CONFIG = "config.toml"
+
+
+def config_bytes(hparams: Mapping[str, Any]) -> bytes:
+    """Return the hparams of a Loop as TOML, in UTF-8; raises UserError for those that TOML cannot hold."""
+    try:
+        return tomli_w.dumps(hparams).encode()
+    except TypeError as error:
+        raise UserError(f"Loop(hparams=...): {error}; give numbers, text, and lists and dicts of them") from error
+    except UnicodeEncodeError as error:
+        before, after = error.object[: error.start], error.object[error.start :]
+        line = shown(before.rpartition("\n")[2] + after.partition("\n")[0])
+        raise UserError(f"{CONFIG} is UTF-8 and cannot hold this line: {line}; choose another name") from None
+
+
+def write_config(run_dir: Path, text: bytes) -> None:
+    """Write the file, whole or not at all; raises OSError and StorageError."""
+    with new_file(run_dir / CONFIG) as partial:
+        write_file(partial, text)
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """Return the config of a run; raises UserError if it cannot be read."""
+    path = run_dir / CONFIG
+    try:
+        return tomli.loads(read_file(path).decode("utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+
+
+def flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested tables by their keys, such as "run.steps"."""
+    waiting = [*config.items()][::-1]  # no recursion: a damaged file may nest tables without end
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += [(f"{key}.{name}", inner) for name, inner in value.items()][::-1]
+        else:
+            yield key, value

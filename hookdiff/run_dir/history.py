@@ -1,0 +1,166 @@
+"""A run, as the files of its run directory show it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from attrs import define
+
+from hookdiff.disk.lock import is_locked
+from hookdiff.log.distribution import Distribution
+from hookdiff.run_dir.config_toml import CONFIG, read_config
+from hookdiff.run_dir.distributions_jsonl import DISTRIBUTIONS, read_distributions
+from hookdiff.run_dir.events_jsonl import EVENTS, LoggedEvent, read_events
+from hookdiff.run_dir.layout import MARKS, run_of
+from hookdiff.run_dir.lines import MOST_STEPS, Logged
+from hookdiff.run_dir.metrics_jsonl import METRICS, read_metrics
+from hookdiff.run_dir.outcome_json import RunOutcome, read_outcome
+from hookdiff.run_dir.pictures_png import find_pictures
+from hookdiff.run_dir.texts_jsonl import TEXTS, read_texts
+
+Status = Literal["running", "done", "stopped", "crashed"]
+Series = tuple[list[int], list[float]]  # steps in order, and the value of each
+
+
+@define(eq=False, slots=False)
+class History:
+    """A run directory, to read: nothing is written, and the run may be under way.
+
+    Each property reads its file when it is first asked for. Files that are missing are empty.
+    """
+
+    run_dir: Path
+
+    @classmethod
+    def of(cls, path: str | Path) -> History:
+        """Return the history of a run directory, or of the run that a checkpoint is in.
+
+        Raises:
+            UserError: if there is no run.
+        """
+        return cls(run_of(Path(path)))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The whole config, as in config.toml. Raises UserError if it cannot be read."""
+        return read_config(self.run_dir)
+
+    @property
+    def name(self) -> str:
+        """The name of the run directory."""
+        return self.run_dir.resolve().name
+
+    @property
+    def state(self) -> Status:
+        """Whether the run is under way, done, was stopped before its end, or crashed or was killed."""
+        if is_locked(self.run_dir):
+            return "running"
+        reason = self.outcome.reason
+        return "done" if reason == "done" else "crashed" if reason in ("error", None) else "stopped"
+
+    @property
+    def outcome(self) -> RunOutcome:
+        """Why and where the run has ended; without a reason while that is not known."""
+        return read_outcome(self.run_dir)
+
+    @cached_property
+    def metrics(self) -> list[Logged[float]]:
+        """The lines of metrics.jsonl; NaN stands for all that is not finite."""
+        path = self.run_dir / METRICS
+        return read_metrics(path) if path.exists() else []
+
+    @cached_property
+    def series(self) -> dict[str, Series]:
+        """The logged values by name, in the order of their steps; of several values of a step the last one counts."""
+        found: dict[str, dict[int, float]] = {}
+        for line in self.metrics:
+            for name, value in line.values.items():
+                found.setdefault(name, {})[line.step] = value
+        return {name: _in_order(values) for name, values in found.items()}
+
+    @cached_property
+    def times(self) -> Series:
+        """When something was last logged at each step, in seconds since 1970."""
+        return _in_order({line.step: line.time for line in self.metrics if not math.isnan(line.time)})
+
+    def last(self, name: str) -> float:
+        """Return the newest value of a logged name, or NaN."""
+        return self.series[name][1][-1] if name in self.series else math.nan
+
+    @property
+    def step(self) -> int:
+        """The last step that is known."""
+        logged = self.metrics[-1].step if self.metrics else 0
+        return max(logged, self.outcome.step)
+
+    @cached_property
+    def events(self) -> list[LoggedEvent]:
+        """The lines of events.jsonl, oldest first; after a resume the steps go back."""
+        path = self.run_dir / EVENTS
+        return read_events(path) if path.exists() else []
+
+    @cached_property
+    def texts(self) -> list[Logged[str]]:
+        """The lines of texts.jsonl."""
+        path = self.run_dir / TEXTS
+        return read_texts(path) if path.exists() else []
+
+    @cached_property
+    def distributions(self) -> list[Logged[Distribution]]:
+        """The lines of distributions.jsonl."""
+        path = self.run_dir / DISTRIBUTIONS
+        return read_distributions(path) if path.exists() else []
+
+    @cached_property
+    def pictures(self) -> dict[str, dict[int, Path]]:
+        """The PNG files of logged pictures, by name and step."""
+        return find_pictures(self.run_dir)
+
+
+def _in_order(values: Mapping[int, float]) -> Series:
+    ordered = dict(sorted(values.items()))
+    return list(ordered), list(ordered.values())
+
+
+def total_steps(config: Mapping[str, Any], begin: LoggedEvent | None) -> int | None:
+    """Return the number of steps of a whole run, or None if it is not known.
+
+    It is `run.steps` of the config. A run with its length in epochs has written what it expects in the event `begin`,
+    its newest start or resume.
+    """
+    return asked_number(config, "steps") or (_number(begin.event.details.get("steps")) if begin else None)
+
+
+def asked_number(config: Mapping[str, Any], key: str) -> int | None:
+    """Return a positive number of the table [run], such as "batch_size"; None if it has none."""
+    run = config.get("run")
+    return _number(run.get(key)) if isinstance(run, dict) else None
+
+
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < MOST_STEPS else None
+
+
+def find_runs(folder: Path, depth: int = 3) -> list[History]:
+    """Return the runs in `folder` and at most `depth` folders below it, by path; links are not followed.
+
+    A run that has lost its config is among them, and so is a folder that cannot be read.
+    """
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder))
+        if not MARKS.isdisjoint(names):
+            return [History(folder)]
+        inside = [folder / name for name in names if name[0] != "."] if depth else []
+        folders = [path for path in inside if path.is_dir() and not path.is_symlink()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError:
+        return [History(folder)]
+    found = [run for path in folders for run in find_runs(path, depth - 1)]
+    # A folder with a config alone may hold a project, with runs below it, or a run that was copied in part.
+    return found or ([History(folder)] if CONFIG in names else [])

@@ -1,0 +1,53 @@
+"""Which folder is a run directory, and may a run be written there."""
+
+import os
+from pathlib import Path
+
+from hookdiff.disk.lock import LOCK
+from hookdiff.disk.paths import is_empty, no_such_folder
+from hookdiff.errors import UserError
+from hookdiff.run_dir.checkpoints import CHECKPOINTS
+from hookdiff.run_dir.config_toml import CONFIG
+from hookdiff.run_dir.events_jsonl import EVENTS
+from hookdiff.run_dir.metrics_jsonl import METRICS
+from hookdiff.run_dir.outcome_json import OUTCOME
+
+MARKS = {METRICS, EVENTS, OUTCOME, LOCK}  # one of these files makes a folder a run directory
+
+
+def is_run_dir(folder: Path) -> bool:
+    """Return whether the folder holds files that a run writes beside its config."""
+    return any(os.path.lexists(folder / name) for name in (*MARKS, CHECKPOINTS))
+
+
+def has_logged(run_dir: Path) -> bool:
+    """Return whether the run directory holds logged numbers or events."""
+    return any((run_dir / name).exists() for name in (METRICS, EVENTS))
+
+
+def check_run_dir(path: Path, resume: bool = False, overwrite: bool = False) -> None:
+    """Raise UserError unless a run may start at `path`; an earlier run needs `resume` or `overwrite`."""
+    if resume or not path.exists() or (path.is_dir() and is_empty(path)):
+        return
+    if not overwrite:
+        raise UserError(f"{path} exists; continue it with --resume, replace it with --overwrite, or choose --out DIR")
+    if path.is_symlink():
+        raise UserError(f"{path} is a symbolic link and is not overwritten")
+    if not (path / CONFIG).is_file():
+        raise UserError(f"{path} is no run directory (it has no {CONFIG}) and is not overwritten")
+
+
+def run_of(path: Path) -> Path:
+    """Return the run directory of `path`, which is that directory itself or a checkpoint in it.
+
+    Raises:
+        UserError: for any other path.
+    """
+    if (path / CONFIG).is_file():
+        return path
+    above = Path(os.path.realpath(path)).parent.parent  # Path.resolve raises for a link to itself
+    if path.is_dir() and (above / CONFIG).is_file():
+        return above
+    if path.exists():
+        raise UserError(f"{path} is no run directory: it has no {CONFIG}")
+    raise no_such_folder(path)

@@ -1,0 +1,293 @@
+"""What the files with one JSON object a line share: each line has a step and a time.
+
+`Lines` appends to such a file, `Tail` and `Skim` and `read_lines` read it. The content that is read is checked, not
+trusted.
+"""
+
+import errno
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from attrs import define, field, frozen
+
+from hookdiff.disk.files import cannot_write, make_folder, writing
+from hookdiff.disk.lock import check_place
+from hookdiff.disk.reading import open_file, read_file
+from hookdiff.log.event import STEP, TIME, as_json
+
+logger = logging.getLogger("hookdiff")
+
+MOST_STEPS = 10**15  # which no run reaches
+_TIME = re.compile(rb'"time": [\d.]+, ')
+
+Value = TypeVar("Value")
+Line = TypeVar("Line")
+Parse = Callable[[dict[str, Any]], Line]  # raises ValueError, TypeError or KeyError for what is no such line
+
+
+@frozen
+class Logged(Generic[Value]):
+    """A line of metrics.jsonl, texts.jsonl or distributions.jsonl."""
+
+    step: int
+    time: float  # seconds since 1970; NaN if a line of metrics.jsonl has none
+    values: dict[str, Value]
+
+    def as_row(self) -> dict[str, Any]:
+        """Return step, time and values in one dict, such as a row of a table."""
+        return {STEP: self.step, TIME: self.time, **self.values}
+
+
+def at_step(step: int) -> dict[str, Any]:
+    """Return the beginning of a line that is written now."""
+    return {STEP: step, TIME: round(time.time(), 3)}
+
+
+def step_and_time(line: Mapping[str, Any]) -> tuple[int, float]:
+    """Return the step and the time of a line."""
+    return step_number(line[STEP]), number(line[TIME])
+
+
+def step_number(value: object) -> int:
+    """Return `value` as a number of steps; raises TypeError for what is none, and ValueError if no run has as many."""
+    step = int(number(value))
+    if not 0 <= step < MOST_STEPS:
+        raise ValueError(f"no number of steps: {value!r}")
+    return step
+
+
+def number(value: object) -> float:
+    """Return `value` if it is a finite number; raises TypeError for any other."""
+    if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise TypeError(f"no number: {value!r}")
+    return value
+
+
+def without_times(data: bytes) -> bytes:
+    """Return the lines of a file without their times, to compare two runs."""
+    return _TIME.sub(b"", data)
+
+
+@define(eq=False)
+class Lines:
+    """A file of JSON lines, to which whole lines are appended.
+
+    Lines are not synced: a crash of the machine may lose lines that a checkpoint counts. A warning reports the lost
+    lines, and the file continues after its last whole line. If the disk is full, new lines are kept in memory until
+    there is space.
+    """
+
+    is_cut: bool  # to the length that a checkpoint counts, when a run is resumed; else earlier lines stay
+    length: int = field(default=0, init=False)  # bytes of the file that belong to this run
+    _file: FileIO | None = field(default=None, init=False)
+    _waiting: bytes = field(default=b"", init=False)  # lines that are not written yet because the disk is full
+
+    @property
+    def is_open(self) -> bool:
+        """Whether lines can be appended."""
+        return self._file is not None and not self._file.closed
+
+    def open(self, path: Path, step: int, first_step: int, source: Path | None, is_branch: bool) -> None:
+        """Open the file of a run that is at `step`, and cut it.
+
+        first_step: number of updates before this process began.
+        source: the run directory or checkpoint that is continued. A branch begins with the lines of its file.
+        """
+        with writing(path):
+            make_folder(path.parent)
+            check_place(path)
+            if not path.exists() and (earlier := earlier_file(source, path.name)):
+                self._begin_branch(path, read_file(earlier), step)
+            existed = path.exists()
+            open_file(path, "ab").close()
+            self._file, expected = open_file(path, "r+b"), self.length
+            if not self.is_cut:
+                expected = self.length = self._file.seek(0, 2)
+            found, kept = self._cut(self._file)
+        lost = expected - len(kept)
+        if found and not expected and not first_step:
+            count = len(found.splitlines())
+            logger.warning("%s: replaces the %d line%s of an earlier run", path, count, "s" * (count != 1))
+        elif source and lost and existed and self.is_cut:
+            last = max((_step(line) for line in kept.splitlines()), default=0)
+            text = f"{lost:,} bytes shorter than at the checkpoint: it ends at step {last}, the run is at step {step}"
+            logger.warning("%s is %s", path, text)
+        elif source and lost and self.is_cut and not is_branch:
+            logger.warning("%s is missing; a new one begins after step %d", path, step)
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Append a line to the open file; raises StorageError when the disk fails, but not when it is full."""
+        assert self._file
+        path = Path(str(self._file.name))
+        with writing(path):
+            check_place(path)
+        was_full = bool(self._waiting)
+        self._waiting += json.dumps(as_json(line), allow_nan=False).encode() + b"\n"
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self.length = self._file.tell()
+        except OSError as error:
+            failure = cannot_write(path, error)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise failure from None
+            if not was_full:
+                logger.warning("%s; new lines wait until there is space", failure)
+
+    def state_dict(self) -> int:
+        """Return the length of the file."""
+        return self.length
+
+    def load_state_dict(self, length: int) -> None:
+        """Take the `length` of a saved state; in a run that is rolled back the file is cut to it."""
+        self.length, self._waiting = length, b""
+        if self._file and self.is_open:
+            with writing(Path(str(self._file.name))):
+                self._cut(self._file)
+
+    def close(self) -> None:
+        """Close the file; lines that still wait for space are lost, with a warning."""
+        if self._file:
+            if self._waiting:
+                logger.warning("%s: the disk is full, and the last lines are lost", self._file.name)
+            self._file.close()
+        self._waiting = b""
+
+    def _begin_branch(self, path: Path, lines: bytes, step: int) -> None:
+        """Write the `lines` of the run that is continued, without those of steps that the branch does not have."""
+        if not self.is_cut:  # the others are cut to the checkpoint
+            lines = b"".join(line for line in lines.splitlines(keepends=True) if _step(line) <= step)
+        path.write_bytes(lines)
+
+    def _cut(self, file: FileIO) -> tuple[bytes, bytes]:
+        """Cut `file` after the last whole line within `length`; return its content before and after that."""
+        check_place(Path(str(file.name)))
+        file.seek(0)
+        found = file.readall()
+        kept = found[: found.rfind(b"\n", 0, self.length) + 1]
+        self.length = file.seek(len(kept))
+        file.truncate()
+        return found, kept
+
+
+def earlier_file(source: Path | None, name: str) -> Path | None:
+    """Return the file called `name` of the run that is continued; `source` is its directory, or a checkpoint in it."""
+    if source is None:
+        return None
+    places = (source / name, source.resolve().parent.parent / name)
+    return next((path for path in places if path.is_file()), None)
+
+
+def _step(line: bytes) -> int:
+    try:
+        return int(json.loads(line)[STEP])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return 0
+
+
+def read_lines(path: Path, parse: Parse[Line]) -> list[Line]:
+    """Return the lines of the file at `path`.
+
+    Lines that a failing disk or an editor has damaged are skipped with a warning, and the last line without one while
+    it is not written to its end. Raises OSError if the file cannot be read.
+    """
+    data = read_file(path)
+    records = [_parsed(line, parse) for line in data.splitlines()]
+    if records and records[-1] is None and not data.endswith(b"\n"):
+        records.pop()
+    if damaged := [place for place, record in enumerate(records, 1) if record is None]:
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        logger.warning("%s: skipped line %d%s, which cannot be read", path, damaged[0], more)
+    return [record for record in records if record is not None]
+
+
+def _parsed(line: bytes, parse: Parse[Line]) -> Line | None:
+    """Return what is in a line, or None if it is damaged."""
+    try:
+        values = json.loads(line)
+        return parse(values) if isinstance(values, dict) else None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
+@define(eq=False)
+class Tail(Generic[Line]):
+    """Reads the lines that are appended to a file, such as metrics.jsonl with `parse_metrics`."""
+
+    path: Path
+    parse: Parse[Line]
+    _place: int = field(default=0, init=False)
+    _inode: int = field(default=0, init=False)
+    _last: bytes = field(default=b"", init=False)  # the line before the place
+
+    def read(self) -> tuple[bool, list[Line]]:
+        """Return whether the file begins anew, and its new whole lines; damaged ones are left out.
+
+        It begins anew at the first call, and when the file was replaced, cut or removed, as by a run that was resumed.
+        """
+        try:
+            with open_file(self.path) as file:
+                inode, start = os.fstat(file.fileno()).st_ino, self._place - len(self._last)
+                file.seek(start)
+                data = file.readall()
+                # A file that was cut may have grown beyond the place, and a new one may get the number of the old one.
+                anew = inode != self._inode or not data.startswith(self._last)
+                if anew and start:
+                    file.seek(0)
+                    data = file.readall()
+        except OSError:
+            anew, self._place, self._inode, self._last = self._inode != 0, 0, 0, b""
+            return anew, []
+        self._place, self._inode = 0 if anew else self._place, inode
+        whole = data[0 if anew else len(self._last) : data.rfind(b"\n") + 1]
+        self._place += len(whole)
+        self._last = whole[whole.rfind(b"\n", 0, -1) + 1 :] or (b"" if anew else self._last)
+        lines = [_parsed(line, self.parse) for line in whole.splitlines()]
+        return anew, [line for line in lines if line is not None]
+
+
+@define(eq=False)
+class Skim(Generic[Line]):
+    """Reads a few lines of a long file, for commands that look at many runs. Only these lines are parsed.
+
+    Damaged lines and a last line without an end are left out. Raises OSError if the file cannot be read.
+    """
+
+    path: Path
+    parse: Parse[Line]
+    _data: bytes = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._data = read_file(self.path)
+
+    def having(self, beginning: str) -> Iterator[Line]:
+        """Yield the lines with a key, or another text, that has this beginning, such as `fd/`; oldest first."""
+        mark, place = _mark(beginning), 0
+        while (place := self._data.find(mark, place)) >= 0 and (end := self._data.find(b"\n", place)) >= 0:
+            line = _parsed(self._data[self._data.rfind(b"\n", 0, place) + 1 : end], self.parse)
+            if line is not None:
+                yield line
+            place = end
+
+    def backwards(self, beginning: str = "") -> Iterator[Line]:
+        """Yield the lines that `having` yields, newest first; by default all lines."""
+        mark, end = _mark(beginning), self._data.rfind(b"\n")
+        while end > 0 and (place := self._data.rfind(mark, 0, end)) >= 0:
+            start = self._data.rfind(b"\n", 0, place) + 1
+            line = _parsed(self._data[start : self._data.find(b"\n", place)], self.parse)
+            if line is not None:
+                yield line
+            end = start - 1
+
+
+def _mark(beginning: str) -> bytes:
+    """Return how a text with this beginning begins in JSON."""
+    return json.dumps(beginning)[:-1].encode()

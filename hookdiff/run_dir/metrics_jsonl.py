@@ -1,0 +1,52 @@
+"""metrics.jsonl: the logged numbers, in a line for each step with some.
+
+    {"step": 50, "time": 1764236235.125, "loss": 0.25, "lr": 0.001}
+
+NaN and infinities, which JSON lacks, are null.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hookdiff.log.event import STEP, TIME
+from hookdiff.run_dir.lines import Logged, Skim, Tail, at_step, number, read_lines, step_number
+
+METRICS = "metrics.jsonl"
+DISTANCES = ("fd/", "fid/")  # with which the names of FID values begin
+
+
+def is_distance(name: str) -> bool:
+    """Return whether a logged name is that of an FID value, and not of a number about one."""
+    return name.startswith(DISTANCES) and not name.endswith(("/", "/num", "/floor"))
+
+
+def metrics_line(step: int, values: Mapping[str, float]) -> dict[str, Any]:
+    """Return the line with the `values` of `step`; it is written with null for values that are not finite."""
+    return {**at_step(step), **values}
+
+
+def parse_metrics(line: dict[str, Any]) -> Logged[float]:
+    """Return the step, time and values of a line; NaN stands for values that are not finite, and for no time."""
+    values = {name: math.nan if value is None else number(value) for name, value in line.items()}
+    return Logged(step_number(values.pop(STEP)), values.pop(TIME, math.nan), values)
+
+
+def read_metrics(path: Path) -> list[Logged[float]]:
+    """Return the lines of the file at `path`, as `read_lines` does."""
+    return read_lines(path, parse_metrics)
+
+
+def follow_metrics(run_dir: Path) -> Tail[Logged[float]]:
+    """Return a reader of the lines that a run appends to its file."""
+    return Tail(run_dir / METRICS, parse_metrics)
+
+
+def skim_metrics(run_dir: Path) -> Skim[Logged[float]]:
+    """Return a reader of a few lines.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    return Skim(run_dir / METRICS, parse_metrics)

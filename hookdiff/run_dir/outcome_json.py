@@ -1,0 +1,45 @@
+"""outcome.json: why and where a run has ended.
+
+{"reason": "done", "message": "", "step": 1000, "epoch": 3}
+"""
+
+import json
+from pathlib import Path
+
+from attrs import asdict, frozen
+
+from hookdiff.disk.files import new_file, write_file
+from hookdiff.disk.reading import read_file
+from hookdiff.run_dir.lines import MOST_STEPS
+
+OUTCOME = "outcome.json"
+
+
+@frozen
+class RunOutcome:
+    """Why and where a run has ended; without a reason it has not, or it is not known."""
+
+    reason: str | None = None  # one of Reason
+    message: str = ""  # for people
+    step: int = 0
+    epoch: int = 0
+
+
+def write_outcome(run_dir: Path, outcome: RunOutcome) -> None:
+    """Write the file, whole or not at all; raises OSError and StorageError."""
+    with new_file(run_dir / OUTCOME) as partial:
+        write_file(partial, f"{json.dumps(asdict(outcome))}\n".encode())
+
+
+def read_outcome(run_dir: Path) -> RunOutcome:
+    """Return the content of the file, without the values that are damaged."""
+    try:
+        found = json.loads(read_file(run_dir / OUTCOME))
+    except (OSError, ValueError, RecursionError):
+        return RunOutcome()
+    kinds = {"reason": str, "message": str, "step": int, "epoch": int}
+    values = found if isinstance(found, dict) else {}
+    good = {name: values[name] for name, kind in kinds.items() if isinstance(values.get(name), kind)}
+    if not 0 <= good.get("step", 0) < MOST_STEPS:
+        del good["step"]
+    return RunOutcome(**good)

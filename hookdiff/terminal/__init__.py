@@ -1,0 +1,8 @@
+"""Work that takes long and says how far it is, and bars at the bottom of a terminal or in a notebook.
+
+The names are imported on first use. `__init__.pyi` lists them.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,141 @@
+"""Work that takes long says how far it is, to a bar or, without one, to the log."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from attrs import define, field
+
+logger = logging.getLogger("hookdiff.terminal.pace")  # of its own, since every command shows it
+
+_LONG = 20.0  # seconds that are worth a message
+_BETWEEN = 30.0  # seconds between two messages
+_START = 1.0  # seconds before the first message: until then processes may only be starting
+
+Part = TypeVar("Part")
+
+
+@define(eq=False)
+class Work:
+    """Work that is under way: `done` of `total` units."""
+
+    what: str  # such as "fid: images"
+    total: int
+    unit: str
+    done: int = 0
+    began: float = field(init=False, factory=lambda: time.monotonic())  # looked up late, for a clock of tests
+    _first: tuple[int, float] | None = field(init=False, default=None)  # units of the first part, and when it was done
+    _last: float = field(init=False, default=0.0)  # when the last part was done
+
+    def add(self, units: int) -> None:
+        """Count `units`, which are one part, as done."""
+        self.done, self._last = self.done + units, time.monotonic()
+        self._first = self._first or (self.done, self._last)
+
+    @property
+    def has_pace(self) -> bool:
+        """Whether a second part is done; the first one may have compiled or started what the others need."""
+        return self._first is not None and self.done > self._first[0]
+
+    def left(self) -> float | None:
+        """Return the seconds that the rest takes at the pace since the first part; None while nothing is done."""
+        if not self.done or self._first is None:
+            return None
+        done, since = self._first if self.has_pace else (0, self.began)
+        return (self._last - since) / (self.done - done) * (self.total - self.done)
+
+
+Show = Callable[[Sequence[Work]], None]
+
+
+class _Here(threading.local):
+    """What one thread works on, outermost first, and the functions that show it, of which the last one is called."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.shows: list[Show] = []
+
+
+_here = _Here()
+
+
+@contextmanager
+def shown_by(show: Show) -> Iterator[None]:
+    """Let `show` get the works of this thread, outermost first, after each of their parts; the log then gets none."""
+    _here.shows.append(show)
+    try:
+        yield
+    finally:
+        _here.shows.remove(show)
+
+
+def is_shown() -> bool:
+    """Return whether a function shows the works of this thread."""
+    return bool(_here.shows)
+
+
+def paced(
+    parts: Iterable[Part], total: int, what: str, unit: str = "images", size: Callable[[Any], int] = len
+) -> Generator[Part, None, None]:
+    """Yield `parts`, each of `size(part)` units of `total`, and show how far they are.
+
+    A function given to `shown_by` shows it. Otherwise the log gets a line if it takes longer than 20 seconds, and one
+    every 30 seconds; of works inside each other, it gets the outermost one of which a part is done. Ranks but the first
+    show and log nothing.
+    Close the generator if you keep it in a variable: after an error it would seem to be under way.
+    """
+    from hookdiff.machine.ranks import (
+        rank,  # here, since it imports torch, which a terminal view of a run does not need
+    )
+
+    if rank():
+        yield from parts
+        return
+    work = Work(what, total, unit)
+    begin = last = work.began
+    outer = tuple(_here.works)
+    _here.works.append(work)
+    try:
+        _show()
+        for part in parts:
+            yield part
+            work.add(size(part))
+            if _here.shows:
+                _show()
+            elif work.done < total and not any(one.done for one in outer):
+                now, left, is_first = time.monotonic(), work.left() or 0.0, last == begin
+                pause = _START if is_first and work.has_pace else _BETWEEN
+                if left > (_LONG if is_first else 0) and now - last > pause:
+                    done = f"{work.done:,} of {total:,} {unit}"
+                    names = ", ".join(one.what for one in (*outer, work))
+                    logger.info("%s: %s, about %s left", names, done, in_words(left))
+                    last = now
+    finally:
+        _here.works.remove(work)
+        _show()
+
+
+def _show() -> None:
+    if _here.shows:
+        _here.shows[-1](tuple(_here.works))
+
+
+def in_words(seconds: float) -> str:
+    """Return a time for people: "45 s", "3 min", "2.5 h"."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def clock(seconds: float) -> str:
+    """Return a time for a bar: "0:12", "3:02:01", "12 d"."""
+    minutes, second = divmod(round(min(seconds, 1e15)), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours // 24:,} d"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,0 +1,111 @@
+"""Reads what a run has written, and finds the first number that two text files do not share."""
+
+import csv
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hookdiff.authors import Difference, ValueKey, leaves
+from hookdiff.log import MACHINE
+from hookdiff.run_dir import DISTRIBUTIONS, TEXTS, read_metrics, without_times
+
+Row = dict[str, str]  # cells of a line by the name of their column
+
+_TIMES = {"time", "times", "date", "datetime", "timestamp", "second", "seconds", "sec", "secs", "ms", "duration"}
+_TIMES |= {"elapsed", "eta", "wall", "clock"}
+_WORDS = re.compile(r"[^a-z]+")
+_NUMBER = re.compile(r"(?<![\w.-])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.]\w)")
+# Dates, times of day, and numbers with a unit of time, speed or memory.
+_MACHINE_TEXT = re.compile(
+    r"\d{4}-\d\d-\d\d|\d+:\d\d(?::\d\d)?(?:\.\d+)?"
+    r"|(?<![\w.])\d+(?:\.\d+)?(?:[eE][-+]?\d+)? ?(?:[num]?s|µs|sec|min|h|d|seconds?|minutes?|hours?|days?|[KMGT]i?B)\b"
+    r"|(?<![\w.])\d+(?:\.\d+)? ?\w*/(?:s|min|h)\b"
+)
+
+
+def logged(path: Path) -> dict[ValueKey, float | None]:
+    """Return what was logged to the metrics file at `path`, without the numbers that depend on the machine."""
+    found: dict[ValueKey, float | None] = {}
+    for line in read_metrics(path) if path.exists() else ():
+        for name, value in line.values.items():
+            key = ValueKey("logged number", name, line.step)
+            while key in found:
+                key = key._replace(name=f"{key.name} again")
+            if not name.startswith(MACHINE):
+                found[key] = value
+    return found
+
+
+def files(folder: Path, skipped: Collection[str]) -> dict[ValueKey, str]:
+    """Return the size and a hash of the files in `folder` by name, except hidden ones and those in `skipped`."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        inner = path.relative_to(folder)
+        if path.is_file() and inner.parts[0] not in skipped and not any(part.startswith(".") for part in inner.parts):
+            name, data = inner.as_posix(), path.read_bytes()
+            data = without_times(data) if name in (TEXTS, DISTRIBUTIONS) else data
+            found[ValueKey("file", name)] = f"{len(data)} bytes {hashlib.sha256(data).hexdigest()[:8]}"
+    return found
+
+
+def inside(difference: Difference, one: Path, other: Path) -> Difference | None:
+    """Return the first number that differs in a text file of the folders `one` and `other`, or None.
+
+    Of another file, or one that only one folder has, it is `difference`, which is of the whole file.
+    """
+    name = difference.key.name
+    try:
+        return number_difference(name, *((folder / name).read_bytes().decode() for folder in (one, other)))
+    except (FileNotFoundError, UnicodeDecodeError):
+        return difference
+
+
+def number_difference(name: str, one: str, other: str) -> Difference | None:
+    """Return the first number that differs in the texts of the file `name`, or None.
+
+    Another count of lines is a difference. Columns that hold times, numbers with a unit of time, speed or memory, and
+    words are not compared.
+    """
+    rows, others = (_rows(text, Path(name).suffix.lower()) for text in (one, other))
+    for line, (row, its) in enumerate(zip(rows, others, strict=False), start=1):
+        for column in {**row, **its}:
+            here, there = row.get(column, "nothing"), its.get(column, "nothing")
+            if here != there and not _depends_on_machine(column) and (_is_number(here) or _is_number(there)):
+                return Difference(ValueKey("file", f"{name}, {column} in line {line}"), here, there)
+    counts = f"{len(rows)} lines", f"{len(others)} lines"
+    return None if len(rows) == len(others) else Difference(ValueKey("file", name), *counts)
+
+
+def _rows(text: str, kind: str) -> list[Row]:
+    lines = text.splitlines()
+    with suppress(ValueError):  # it has another form than its name says
+        if kind == ".json":
+            return [_row(leaves(json.loads(text)))]
+        if kind in (".jsonl", ".ndjson"):
+            return [_row(leaves(json.loads(line))) for line in lines if line.strip()]
+    delimiter = {".csv": ",", ".tsv": "\t"}.get(kind)
+    if delimiter and not any(map(_is_number, lines[0].split(delimiter) if lines else ())):
+        table = csv.DictReader(lines, delimiter=delimiter, restkey="more")
+        return [{} for _ in lines[:1]] + [_row(row.items()) for row in table]  # the line of the header counts
+    found = (_NUMBER.findall(_MACHINE_TEXT.sub("", line)) for line in lines)
+    return [_row((f"number {k}", number) for k, number in enumerate(numbers, start=1)) for numbers in found]
+
+
+def _row(cells: Iterable[tuple[Any, Any]]) -> Row:
+    return {str(name): str(value) for name, value in cells}
+
+
+def _depends_on_machine(column: str) -> bool:
+    return column.startswith(MACHINE) or not _TIMES.isdisjoint(_WORDS.split(column.lower()))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,619 @@
+import gc
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+from attrs import define, field
+
+from hookdiff import Loop, Reason, Sink, TrackedRun, UserError, builtin_plugins, hookimpl
+from hookdiff.authors.mirroring import Call
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.log.distribution import Distribution
+from hookdiff.log.event import Event
+from hookdiff.log.picture import Picture
+from hookdiff.log.pixels import as_pictures
+from tests.conftest import PATIENCE, Restores, StopAt, check_facts, refused, saved, wait_until, warnings
+from tests.plugins.test_tensorboard import Loses
+
+
+def make_loop(plugins: Mapping[str, object], steps: int = 4) -> Loop:
+    return toy_loop(plugins, steps=steps, log_every=1)
+
+
+@define(eq=False)
+class Recorder(Sink):
+    """Records its calls; the call with the name `failing` calls `fail`."""
+
+    failing: str = ""
+    fail: Callable[[], object] = lambda: 1 / 0
+    calls: list[tuple[Any, ...]] = field(init=False, factory=list)
+    threads: set[int] = field(init=False, factory=set)
+    times: list[float] = field(init=False, factory=list)
+
+    def open(self, run: TrackedRun) -> list[Call] | None:
+        self.note("open", run.step)
+        return None
+
+    def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        self.note("scalars", step, dict(values))
+        self.times.append(time)
+
+    def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
+        self.note("images", step, {name: picture.pixels.shape for name, picture in images.items()})
+        self.times.append(time)
+
+    def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
+        self.note("texts", step, dict(texts))
+        self.times.append(time)
+
+    def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
+        self.note("distributions", step, {name: sum(one.counts) for name, one in distributions.items()})
+        self.times.append(time)
+
+    def event(self, step: int, time: float, event: Event) -> None:
+        self.note("event", step, event.kind)
+        self.times.append(time)
+
+    def close(self) -> None:
+        self.note("close")
+
+    def note(self, *call: Any) -> None:
+        self.calls.append(call)
+        self.threads.add(threading.get_ident())
+        if call[0] == self.failing:
+            self.fail()
+
+    @property
+    def names(self) -> list[str]:
+        return [call[0] for call in self.calls]
+
+
+class Everything:
+    """Logs something of each kind after the second step, and values and pictures as the run stops."""
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == 2:
+            loop.log.images({"seen": torch.zeros(3, 1, 4, 6)})
+            loop.log.texts({"prompt": "a cat"})
+            loop.log.distributions({"weights": torch.zeros(7)})
+            loop.log.event(Event("restart", "the server was restarted"))
+
+    @hookimpl
+    def on_stop(self, loop: Loop, reason: Reason) -> None:
+        loop.log({"end/score": 1.5})
+        loop.log.images({"last": torch.zeros(1, 3, 4, 4)})
+
+
+WRITES = ("scalars", "images", "texts", "distributions", "event")
+
+
+class Patient:
+    """A clock for the training and its sinks: it stands still until `hangs` is set, and then a wait takes no time.
+
+    A pause of a sink between two attempts takes none either.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.hangs, self.pauses = 0.0, threading.Event(), list[float]()
+        real, clock = threading.Condition.wait, time.monotonic
+
+        def wait(condition: threading.Condition, timeout: float | None = None) -> bool:
+            if timeout is None or timeout >= PATIENCE:
+                return real(condition, timeout)
+            if threading.current_thread() is not threading.main_thread():
+                self.pauses.append(timeout)
+                return False
+            end = clock() + PATIENCE
+            while not self.hangs.is_set() and clock() < end:
+                if real(condition, 0.01):
+                    return True
+            self.now += timeout
+            return False
+
+        monkeypatch.setattr("threading.Condition.wait", wait)
+        for name in ("hookdiff.authors.sinks.monotonic", "queue.time"):
+            monkeypatch.setattr(name, lambda: self.now)
+
+    def hang(self, until: threading.Event) -> None:
+        self.hangs.set()
+        assert until.wait(PATIENCE)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> Patient:
+    return Patient(monkeypatch)
+
+
+def test_a_sink_gets_everything_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    sink, before = Recorder(), time.time()
+    make_loop({"sink": sink, "everything": Everything()}).run()
+    assert sink.names == ["open", "scalars", *WRITES[1:], "scalars", "scalars", "scalars", "images", "scalars", "close"]
+    assert sink.calls[0] == ("open", 0)
+    assert set(sink.calls[1][2]) == {"loss", "grad_norm"}
+    kind, step, shapes = sink.calls[2]
+    assert (kind, step, list(shapes), len(shapes["seen"])) == ("images", 2, ["seen"], 2)  # grey
+    assert sink.calls[3:6] == [
+        ("texts", 2, {"prompt": "a cat"}),
+        ("distributions", 2, {"weights": 7}),
+        ("event", 2, "restart"),
+    ]
+    assert sink.calls[-3][2]["last"][2] == 3
+    assert sink.calls[-2:] == [("scalars", 4, {"end/score": 1.5}), ("close",)]
+    assert sink.times == sorted(sink.times)
+    assert before <= sink.times[0] <= sink.times[-1] <= time.time()
+    assert not warnings(caplog)
+
+
+def test_a_sink_is_called_on_one_thread_of_its_own() -> None:
+    sink = Recorder()
+    make_loop({"sink": sink}).run()
+    assert len(sink.threads) == 1
+    assert threading.get_ident() not in sink.threads
+    wait_until(lambda: not any(thread.name == "Recorder" for thread in threading.enumerate()))
+
+
+@pytest.fixture(scope="module")
+def without() -> Mapping[str, Any]:
+    """The weights of a run that has no sink."""
+    loop = make_loop({"everything": Everything()})
+    loop.run()
+    return weights(loop)
+
+
+@pytest.mark.parametrize("failing", ["open", *WRITES, "close"])
+def test_golden_warning_of_a_sink_that_is_switched_off(
+    failing: str, without: Mapping[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    sink, other = Recorder(failing=failing), Recorder()
+    loop = make_loop({"sink": sink, "other": other, "everything": Everything()})
+    assert loop.run() == "done"
+    assert warnings(caplog) == [
+        f"Recorder is switched off, the run goes on: {failing}: ZeroDivisionError: division by zero"
+    ]
+    assert sink.names.count(failing) == 1
+    assert sink.names[sink.names.index(failing) + 1 :] in ([], ["close"])  # after a failure a sink is only closed
+    assert len(other.calls) == 12
+    assert_same(weights(loop), without)
+
+
+@pytest.mark.parametrize("failing", ["open", *WRITES, "close"])
+def test_a_run_goes_on_without_a_sink_that_hangs(
+    failing: str, without: Mapping[str, Any], patient: Patient, caplog: pytest.LogCaptureFixture
+) -> None:
+    released = threading.Event()
+    sink = Recorder(failing=failing, fail=lambda: patient.hang(released), timeout=0.5)
+    loop = make_loop({"sink": sink, "everything": Everything()})
+    assert loop.run() == "done"
+    assert patient.now == 0.5  # it waited for the sink once
+    (warning,) = warnings(caplog)
+    check_facts(warning, "Recorder", failing, "TimeoutError", "0.5 s")
+    assert sink.names[-1] == failing
+    assert_same(weights(loop), without)
+    released.set()
+
+
+def test_a_sink_that_fails_twice_warns_once(patient: Patient, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Recorder):
+        def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
+            raise OSError("disk full")
+
+        def close(self) -> None:
+            raise OSError("still full")
+
+    make_loop({"sink": Broken()}).run()
+    (warning,) = warnings(caplog)
+    check_facts(warning, "Broken", "scalars", "OSError: disk full")
+
+
+@pytest.mark.parametrize("failing", ["open", "scalars", "event", "close"])
+def test_a_transient_error_is_repeated_after_growing_pauses(
+    failing: str, patient: Patient, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        if len(patient.pauses) < 3:
+            raise ConnectionError("restarts")
+
+    sink, whole = Recorder(failing=failing, fail=fail), Recorder()
+    make_loop({"sink": sink, "whole": whole, "everything": Everything()}).run()
+    assert not warnings(caplog)
+    at = sink.names.index(failing)
+    assert sink.names[at : at + 4] == [failing] * 4
+    assert sink.calls[:at] + sink.calls[at + 3 :] == whole.calls
+    assert len(sink.threads) == 1
+    assert patient.pauses == [0.1, 0.5, 2.5]
+
+
+def test_an_error_that_lasts_is_not_repeated_for_ever(patient: Patient, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ConnectionError("gone")
+
+    sink = Recorder(failing="scalars", fail=fail)
+    assert make_loop({"sink": sink}).run() == "done"
+    assert sink.names == ["open", *["scalars"] * 4, "close"]
+    (warning,) = warnings(caplog)
+    check_facts(warning, "Recorder", "scalars", "ConnectionError: gone")
+
+
+def test_a_sink_decides_which_errors_are_transient(patient: Patient) -> None:
+    class Own(Recorder):
+        def is_transient(self, error: Exception) -> bool:
+            return isinstance(error, ZeroDivisionError)
+
+    sink = Own(failing="open")
+    make_loop({"sink": sink}).run()
+    assert sink.names == [*["open"] * 4, "close"]
+
+
+@define(eq=False)
+class Waits(Recorder):
+    """A sink that waits in its first `scalars` until it is let go."""
+
+    goes_on: threading.Event = field(factory=threading.Event)
+
+    def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        Recorder.scalars(self, step, time, values)
+        assert self.goes_on.wait(300)
+
+
+class Releases:
+    """Lets a sink go on after the third step, and overwrites pictures that it has not written yet."""
+
+    def __init__(self, sink: Waits) -> None:
+        self.sink = sink
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == 2:
+            images = torch.full((1, 1, 2, 2), -1.0)
+            loop.log.images({"mine": images})
+            images.fill_(1.0)
+        if loop.progress.step == 3:
+            self.sink.goes_on.set()
+
+
+def test_training_does_not_wait_for_a_sink(caplog: pytest.LogCaptureFixture) -> None:
+    seen = []
+
+    class Sees(Waits):
+        def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
+            seen.append(images["mine"].pixels.max())
+
+    sink = Sees(timeout=300)
+    make_loop({"sink": sink, "releases": Releases(sink)}).run()
+    assert [call[1] for call in sink.calls if call[0] == "scalars"] == [1, 2, 3, 4]
+    assert seen == [0]
+    assert not warnings(caplog)
+
+
+def test_a_sink_that_is_slow_gets_everything() -> None:
+    class Slow(Recorder):
+        def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
+            sleep(0.002)
+            Recorder.scalars(self, step, time, values)
+
+    sink = Slow()
+    make_loop({"sink": sink}, steps=200).run()
+    assert [call[1] for call in sink.calls[1:-1]] == list(range(1, 201))
+
+
+@pytest.mark.parametrize("steps", [4, 200])
+def test_after_the_deadline_nothing_is_called_and_the_loop_is_free(
+    steps: int, patient: Patient, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Hangs(Waits):
+        def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
+            Recorder.scalars(self, step, time, values)
+            patient.hang(self.goes_on)
+
+    sink = Hangs(timeout=5)
+    loop = make_loop({"sink": sink}, steps=steps)
+    assert loop.run() == "done"
+    freed = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert freed() is None
+    (warning,) = warnings(caplog)
+    check_facts(warning, "scalars", "5 s")
+    sink.goes_on.set()
+    wait_until(lambda: not any(thread.name == "Hangs" for thread in threading.enumerate()))
+    assert sink.names == ["open", "scalars"]
+
+
+def test_the_loop_is_free_while_open_hangs(patient: Patient) -> None:
+    released = threading.Event()
+    sink = Recorder(failing="open", fail=lambda: patient.hang(released), timeout=5)
+    loop = make_loop({"sink": sink})
+    loop.run()
+    freed = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert freed() is None
+    released.set()
+
+
+def test_the_loop_is_checked_by_the_training_and_copied_for_the_sink(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Sees(Recorder):
+        def check(self, loop: Loop) -> None:
+            seen.append((loop.device.type, threading.get_ident()))
+
+        def open(self, run: TrackedRun) -> None:
+            seen.append(run)
+
+    hparams = {"run": {"steps": 4}}
+    loop = toy_loop({"sink": Sees()}, steps=4, hparams=hparams, run_dir=tmp_path / "run")
+    loop.run()
+    assert seen == [("cpu", threading.get_ident()), TrackedRun(tmp_path / "run", hparams, is_branch=False, step=0)]
+    assert seen[1].hparams["run"] is not loop.hparams["run"]
+
+
+def test_the_hparams_have_the_options_of_a_loop_in_a_script() -> None:
+    class Sees(Recorder):
+        def open(self, run: TrackedRun) -> None:
+            self.calls.append((run.hparams,))
+
+    sink = Sees()
+    toy_loop({"sink": sink}, steps=4, hparams={"model": {"width": 8}}).run()
+    hparams = sink.calls[0][0]
+    assert hparams["model"] == {"width": 8}
+    assert (hparams["run"]["steps"], hparams["run"]["batch_size"]) == (4, 8)
+
+
+def test_a_timeout_error_of_the_sink_is_no_hang(patient: Patient, caplog: pytest.LogCaptureFixture) -> None:
+    def give_up() -> None:
+        raise TimeoutError("server")
+
+    sink = Recorder(failing="scalars", fail=give_up)
+    make_loop({"sink": sink}).run()
+    (warning,) = warnings(caplog)
+    check_facts(warning, "Recorder", "scalars", "TimeoutError: server")
+    assert sink.names == ["open", *["scalars"] * 4, "close"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_in_a_sink_ends_the_run(error: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
+    def interrupt() -> None:
+        raise error
+
+    sink = Recorder(failing="scalars", fail=interrupt)
+    loop = make_loop({"sink": sink})
+    with pytest.raises(error):
+        loop.run()
+    assert sink.names == ["open", "scalars", "close"]
+    assert not warnings(caplog)
+
+
+def test_an_error_in_check_ends_the_run() -> None:
+    class Lacking(Recorder):
+        def check(self, loop: Loop) -> None:
+            raise UserError("no account")
+
+    sink = Lacking()
+    with refused(UserError, "no account"):
+        make_loop({"sink": sink}).run()
+    assert sink.calls == []
+
+
+def test_other_ranks_write_nothing(second_rank: None) -> None:
+    sink = Recorder()
+    make_loop({"sink": sink, "everything": Everything()}).run()
+    assert sink.calls == []
+
+
+def test_a_sink_opens_after_its_state_is_loaded() -> None:
+    class Stateful(Recorder):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            self.calls.append(("load",))
+
+    first = make_loop({}, steps=1)
+    first.run()
+    sink = Stateful()
+    make_loop({"sink": sink, "state": Restores({**saved(first), "plugins": {"sink": {}}})}).run()
+    assert sink.names[:2] == ["load", "open"]
+
+
+def test_a_sink_is_open_when_the_first_step_begins() -> None:
+    sink = Recorder()
+    with make_loop({"sink": sink}) as loop:
+        assert sink.names == []  # a loop that only samples opens none
+        for _ in loop.steps():
+            assert sink.names[0] == "open"
+    stopped = Recorder()
+
+    class Stops:
+        @hookimpl
+        def on_ready(self, loop: Loop) -> None:
+            loop.stop()
+
+    make_loop({"sink": stopped, "stops": Stops()}).run()
+    assert stopped.names == ["open", "close"]
+
+
+def test_a_second_run_of_the_loop_opens_the_sink_again() -> None:
+    sink = Recorder()
+    loop = make_loop({"sink": sink, "stop": StopAt(1)}, steps=2)
+    loop.run()
+    loop.run()
+    assert sink.names == ["open", "scalars", "close"] * 2
+
+
+def test_what_is_logged_after_the_sink_is_closed_does_not_open_it_again() -> None:
+    class Cleans:
+        @hookimpl
+        def on_start(self, loop: Loop) -> None:
+            loop.resources.callback(lambda: loop.log.event(Event("mine", "cleaned up")))
+
+    sink = Recorder()
+    loop = make_loop({"sink": sink, "cleans": Cleans(), "stop": StopAt(1)}, steps=2)
+    loop.run()
+    loop.run()
+    assert sink.names == ["open", "scalars", "close"] * 2
+
+
+def test_texts_arrive_without_lone_surrogates() -> None:
+    class Odd:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            loop.log.texts({"prompt \udc80": "a \udc80"})
+            loop.log.event(Event("kind \udc80", "b \udc80"))
+            loop.log({"loss \udc80": 1.0})
+
+    sink = Recorder()
+    make_loop({"sink": sink, "odd": Odd()}, steps=1).run()
+    assert ("texts", 1, {"prompt \\udc80": "a \\udc80"}) in sink.calls
+    assert ("event", 1, "kind \\udc80") in sink.calls
+    repr(sink.calls).encode()
+
+
+@define(eq=False)
+class Filled(Recorder):
+    """A sink with three earlier steps, each of which waits for `release`."""
+
+    release: Callable[[], object] = lambda: None
+
+    def open(self, run: TrackedRun) -> list[Call]:
+        Recorder.open(self, run)
+        return [Call("scalars", partial(self.earlier, step)) for step in (-3, -2, -1)]
+
+    def earlier(self, step: int) -> None:
+        self.release()
+        self.note("scalars", step, {})
+
+
+def test_training_does_not_wait_while_a_sink_is_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained = threading.Event()
+
+    class Ends:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            if loop.progress.step == 2:
+                loop.log.images({"seen": torch.full((1, 1, 4, 6), 1.0)})
+            if loop.progress.step == 200:
+                trained.set()
+
+    sink = Filled(release=lambda: trained.wait(PATIENCE), timeout=PATIENCE)
+    plugins = {**builtin_plugins(signals=False), "sink": sink, "ends": Ends()}
+    toy_loop(plugins, steps=200, log_every=1, run_dir=tmp_path / "run").run()
+    steps = [call[1] for call in sink.calls if call[0] == "scalars"]
+    assert steps == [-3, -2, -1, *range(1, 201)]
+    assert [list(call[2]) for call in sink.calls if call[0] == "images"] == [["seen"]]
+    assert sink.names[-1] == "close"
+    assert not warnings(caplog)
+
+
+class Slow:
+    """Makes each call of a fill take a while by the clock of the sinks; the one of step `blocked` waits for a log."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, blocked: int) -> None:
+        self.late, self.seconds, self.blocked = 0.0, seconds, blocked
+        self.calls, self.begun, self.logged = 0, threading.Event(), threading.Event()
+        monkeypatch.setattr("hookdiff.authors.sinks.monotonic", lambda: time.monotonic() + self.late)
+
+    def __call__(self) -> None:
+        self.late += self.seconds
+        self.calls += 1
+        if self.calls == self.blocked:
+            self.begun.set()
+            assert self.logged.wait(PATIENCE)
+
+    @hookimpl
+    def before_step(self, loop: Loop) -> None:
+        if loop.progress.step == 1:
+            assert self.begun.wait(PATIENCE)
+        if loop.progress.step == 2:
+            self.logged.set()
+
+
+def test_each_call_of_a_fill_has_the_whole_deadline(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = Slow(monkeypatch, seconds=0.4 * PATIENCE, blocked=3)
+    sink = Filled(release=slow, timeout=PATIENCE)
+    make_loop({"sink": sink, "slow": slow}).run()
+    assert [call[1] for call in sink.calls if call[0] == "scalars"] == [-3, -2, -1, 1, 2, 3, 4]
+    assert not warnings(caplog)
+
+
+def test_training_leaves_a_sink_whose_fill_is_late(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = Slow(monkeypatch, seconds=2 * PATIENCE, blocked=1)
+    assert make_loop({"sink": Filled(release=slow, timeout=PATIENCE), "slow": slow}).run() == "done"
+    (warning,) = warnings(caplog)
+    check_facts(warning, "Filled", "scalars", f"{PATIENCE} s", "hookdiff mirror")
+    assert slow.calls == 1
+
+
+def test_a_rollback_opens_the_sink_again() -> None:
+    sink = Recorder()
+    plugins = {**builtin_plugins(signals=False), "sink": sink, "loses": Loses()}
+    make_loop(plugins, steps=4).run()
+    (again,) = (place for place, call in enumerate(sink.calls) if call == ("open", 1))
+    assert sink.calls[again - 1] == ("close",)
+    assert sink.calls[again + 1] == ("event", 1, "rollback")
+    assert [call[1] for call in sink.calls[again:] if call[0] == "scalars"] == [2, 3, 4]
+
+
+def test_a_rollback_breaks_off_a_fill(caplog: pytest.LogCaptureFixture) -> None:
+    class Long(Filled):
+        def open(self, run: TrackedRun) -> list[Call]:
+            return Filled.open(self, run) * (0 if run.step else 10_000)
+
+    class Rolls(Loses):
+        @hookimpl
+        def on_nan(self) -> str:
+            lost.set()
+            return "rollback"
+
+    lost = threading.Event()
+    sink = Long(release=lambda: lost.wait(PATIENCE) and sleep(0.02), timeout=PATIENCE)
+    make_loop({**builtin_plugins(signals=False), "sink": sink, "loses": Rolls()}, steps=4).run()
+    assert sink.names.count("open") == 2
+    assert sink.names.count("scalars") < 20_000  # 200 seconds
+    assert sink.calls[-1] == ("close",)
+    assert not any("Long" in warning for warning in warnings(caplog))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_tracker_can_be_filled_from_the_files_of_a_resumed_run(name: str, tmp_path: Path) -> None:
+    new, resumed = (TrackedRun(tmp_path, {}, is_branch=False, step=step) for step in (0, 3))
+    assert not resumed.has_earlier_steps
+    (tmp_path / name).touch()
+    assert resumed.has_earlier_steps
+    assert not new.has_earlier_steps
+    assert not TrackedRun(None, {}, is_branch=False, step=3).has_earlier_steps
+
+
+def test_nan_and_infinity_arrive_unchanged() -> None:
+    class Odd:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            loop.log({"nan": math.nan, "inf": math.inf})
+
+    sink = Recorder()
+    make_loop({"sink": sink, "odd": Odd()}, steps=1).run()
+    values = sink.calls[1][2]
+    assert math.isnan(values["nan"])
+    assert values["inf"] == math.inf
+
+
+@pytest.mark.parametrize(("channels", "shape"), [(1, (2, 1, 4, 5)), (3, (2, 3, 4, 5)), (4, (8, 1, 4, 5))])
+def test_pictures_have_one_or_three_channels(channels: int, shape: tuple[int, ...]) -> None:
+    images = torch.arange(2 * channels * 20).reshape(2, channels, 4, 5)
+    pictures = as_pictures(images)
+    assert pictures.shape == shape
+    assert torch.equal(pictures.flatten(), images.flatten())

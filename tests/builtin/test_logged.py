@@ -1,0 +1,286 @@
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hookdiff import PASS, Loop, SampleRequest, hookimpl
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.builtin.logged import Metrics
+from hookdiff.run_dir.metrics_jsonl import read_metrics
+from tests.conftest import Restores, StopAt, check_facts, fill, free, records, saved, warnings
+
+
+def train(run_dir: Path | None, at: int = 0, extra: Mapping[str, object] | None = None) -> Any:
+    """Train for 20 steps, and return the state after step `at`."""
+    keeper = Restores(at=at)
+    toy_loop({"metrics": Metrics(), "keeper": keeper, **(extra or {})}, run_dir=run_dir).run()
+    return keeper.state
+
+
+def continue_from(
+    run_dir: Path, state: Any, steps: int = 20, resume: Path | bool = True, extra: Mapping[str, object] | None = None
+) -> Any:
+    """Continue from `state`, and return the state at the end."""
+    plugins = {"metrics": Metrics(), "state": Restores(state), **(extra or {})}
+    loop = toy_loop(plugins, run_dir=run_dir, steps=steps, resume=resume)
+    loop.run()
+    return loop.state_dict()
+
+
+def length(state: Any) -> Any:
+    return state["plugins"]["metrics"]["bytes"]
+
+
+def test_each_step_that_logs_writes_one_line(tmp_path: Path) -> None:
+    began = time.time()
+    train(tmp_path)
+    assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
+    for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
+        assert list(line) == ["step", "time", "loss", "grad_norm"]
+        assert began - 1 <= line["time"] <= time.time() + 1
+
+
+def test_a_line_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    class Reader:
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            assert len(records(tmp_path) if loop.progress.step >= 5 else []) == loop.progress.step // 5
+
+    train(tmp_path, extra={"reader": Reader()})
+
+
+def test_the_first_line_makes_the_run_directory(tmp_path: Path) -> None:
+    class Look:
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            assert (tmp_path / "a").exists() == (loop.progress.step >= 5)
+
+    train(tmp_path / "a" / "b", extra={"look": Look()})
+    assert len(records(tmp_path / "a" / "b")) == 4
+
+
+def test_without_a_run_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_ranks_write_nothing(second_rank: None, tmp_path: Path) -> None:
+    toy_loop({"metrics": Metrics()}, run_dir=tmp_path).run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_golden_warning_of_lines_that_a_new_run_replaces(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path)
+    assert caplog.messages == []
+    train(tmp_path)
+    assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
+    (tmp_path / "metrics.jsonl").write_text('{"step"')
+    train(tmp_path)
+    assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
+    assert caplog.messages == [
+        f"{tmp_path}/metrics.jsonl: replaces the 4 lines of an earlier run",
+        f"{tmp_path}/metrics.jsonl: replaces the 1 line of an earlier run",
+    ]
+
+
+@pytest.mark.parametrize("at", [3, 5, 12, 20])
+def test_a_resumed_run_cuts_the_lines_after_its_checkpoint(tmp_path: Path, at: int) -> None:
+    state = train(tmp_path, at)
+    before = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    end = continue_from(tmp_path, state)
+    after = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    assert after[: at // 5] == before[: at // 5]
+    assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
+    assert length(end) == (tmp_path / "metrics.jsonl").stat().st_size
+
+
+def test_the_file_is_cut_before_the_first_step_of_a_resumed_run_whether_or_not_it_writes(tmp_path: Path) -> None:
+    state = train(tmp_path, 10)
+    before = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(before) == 4
+
+    class Looks:
+        @hookimpl
+        def on_start(self) -> None:
+            assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before)
+
+        @hookimpl(trylast=True)
+        def on_ready(self) -> None:
+            assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before[:2])
+
+    end = continue_from(tmp_path, state, steps=14, extra={"looks": Looks()})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before[:2])
+    assert length(end) == length(state)
+
+
+def test_a_state_without_lines_empties_the_file(tmp_path: Path) -> None:
+    state = train(tmp_path, 3)
+    continue_from(tmp_path, state, steps=4)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize("of", ["run", "checkpoint"])
+def test_a_branch_begins_with_the_lines_of_its_source(tmp_path: Path, of: str) -> None:
+    state = train(tmp_path / "run", 10)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000010"
+    checkpoint.mkdir(parents=True)
+    continue_from(tmp_path / "branch", state, steps=17, resume=checkpoint if of == "checkpoint" else tmp_path / "run")
+    after = (tmp_path / "branch" / "metrics.jsonl").read_bytes()
+    assert after.splitlines()[:2] == before.splitlines()[:2]
+    assert [line["step"] for line in records(tmp_path / "branch")] == [5, 10, 15]
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_lost_file_begins_anew_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = train(tmp_path, 10)
+    (tmp_path / "metrics.jsonl").unlink()
+    continue_from(tmp_path, state)
+    assert [line["step"] for line in records(tmp_path)] == [15, 20]
+    (warning,) = warnings(caplog)
+    check_facts(warning, tmp_path / "metrics.jsonl", "step 10")
+
+
+def test_a_branch_of_a_lone_checkpoint_begins_without_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = train(tmp_path / "run", 10)
+    (tmp_path / "lone").mkdir()
+    continue_from(tmp_path / "branch", state, resume=tmp_path / "lone")
+    assert [line["step"] for line in records(tmp_path / "branch")] == [15, 20]
+    assert caplog.messages == []
+
+
+def test_a_damaged_end_is_cut_to_the_last_whole_line_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = train(tmp_path, 10)
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    first, both = whole.index(b"\n") + 1, length(state)
+    for left in (0, 1, first - 1, first, first + 1, both - 1, both, both + 1):
+        for zeros in (0, len(whole) - left):  # some file systems keep the length and lose the blocks
+            path.write_bytes(whole[:left] + bytes(zeros))
+            caplog.clear()
+            again = continue_from(tmp_path, state, 13)  # the run ends before it logs again
+            kept = 0 if left < first else first if left < both else both
+            assert path.read_bytes() == whole[:kept]
+            assert length(again) == kept
+            assert len(warnings(caplog)) == (kept < both)
+            for warning in warnings(caplog):
+                check_facts(warning, path, f"{both - kept} bytes", f"step {5 if kept else 0}", "step 10")
+            continue_from(tmp_path, again, 15)
+            there = [5, 10][: whole[:kept].count(b"\n")]
+            assert [line["step"] for line in records(tmp_path)] == [*there, 15]
+            assert len(warnings(caplog)) == (kept < both)  # no second warning
+
+
+def test_a_rollback_removes_later_lines(tmp_path: Path) -> None:
+    class Back:
+        state: Any = PASS
+
+        @hookimpl(wrapper=True)
+        def compute_loss(self, loop: Loop) -> Any:
+            output = yield
+            output.loss.data.mul_(math.nan if loop.progress.position == 17 else 1)
+            return output
+
+        @hookimpl(trylast=True)
+        def after_optimizer_step(self, loop: Loop) -> None:
+            if loop.progress.position == 10:
+                self.state = saved(loop)
+
+        @hookimpl
+        def restore(self) -> Any:
+            return self.state
+
+        @hookimpl
+        def on_nan(self) -> str:
+            return "rollback"
+
+    loop = toy_loop({"metrics": Metrics(), "back": Back()}, run_dir=tmp_path)
+    with loop:
+        for step in loop.steps():
+            if step.outcome == "skipped":
+                assert [line["step"] for line in records(tmp_path)] == [5, 10]
+    assert loop.progress.position == 20 + 17 - 10 + 1
+    assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
+
+
+def test_a_loop_that_trains_nothing_leaves_the_lines_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    state = train(tmp_path, 10)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with toy_loop({"metrics": Metrics(), "state": Restores(state)}, run_dir=tmp_path, resume=True) as loop:
+        loop.sample(SampleRequest(2))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_loop_that_runs_again_appends_to_the_file(tmp_path: Path) -> None:
+    loop = toy_loop({"metrics": Metrics(), "stop": StopAt(10)}, run_dir=tmp_path, steps=20)
+    loop.run()
+    assert length(loop.state_dict()) == (tmp_path / "metrics.jsonl").stat().st_size
+    loop.run()
+    assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
+
+
+def refuse(word: str) -> None:
+    raise AssertionError(f"{word} is no JSON")
+
+
+def test_nan_and_infinities_are_null_and_read_as_nan(tmp_path: Path) -> None:
+    class Odd:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            if loop.progress.step == 5:
+                loop.log({"a": math.nan, "b": math.inf, "c": -math.inf})
+
+    train(tmp_path, extra={"odd": Odd()})
+    first = (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
+    written = json.loads(first, parse_constant=refuse)
+    assert (written["a"], written["b"], written["c"]) == (None, None, None)
+    read = read_metrics(tmp_path / "metrics.jsonl")
+    assert all(math.isnan(read[0].values[name]) for name in "abc")
+    assert read[0].values["loss"] == written["loss"]
+    assert [line.step for line in read] == [5, 10, 15, 20]
+
+
+def test_damaged_lines_are_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, good = tmp_path / "metrics.jsonl", b'{"step": 1, "loss": null}\n'
+    path.write_bytes(good * 2)
+    assert [line.step for line in read_metrics(path)] == [1, 1]
+    assert caplog.messages == []
+    torn = [b'{"step": 4, "lo{"step": 5}', bytes(9), b"\xff\xfe{", b"3", b"[1]", b'{"step": "x"}', b"", b'{"step": 6']
+    for line in torn:
+        path.write_bytes(good + line + b"\n" + good)
+        assert [line.step for line in read_metrics(path)] == [1, 1]
+    assert len(warnings(caplog)) == len(torn)
+    for warning in warnings(caplog):
+        check_facts(warning, path, "line 2")
+    path.write_bytes(b"\n".join(torn) + b"\n" + good)
+    assert [line.step for line in read_metrics(path)] == [1]
+    check_facts(warnings(caplog)[-1], path, "line 1", 7)
+
+
+def test_lines_wait_while_the_disk_is_full(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Full:
+        """Fills the disk after step 2, and frees it after step 12."""
+
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            if loop.progress.step == 2:
+                fill(disk)
+            if loop.progress.step == 12:
+                free(disk)
+                assert 2 <= (disk / "metrics.jsonl").read_bytes().count(b"\n") < 5
+
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            loop.log({"n" * 2000: 1.0})
+
+    toy_loop({"metrics": Metrics(), "full": Full()}, run_dir=disk, log_every=1).run()
+    assert [line["step"] for line in records(disk)] == list(range(1, 21))
+    (warning,) = warnings(caplog)
+    check_facts(warning, disk / "metrics.jsonl", "No space left on device")

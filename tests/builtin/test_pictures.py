@@ -1,0 +1,128 @@
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from hookdiff import Loop, builtin_plugins, hookimpl
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.log.picture import read_info
+from hookdiff.run_dir.pictures_png import find_pictures
+from hookdiff_checkpoint import Checkpoint
+from tests.conftest import StopAt, check_facts, warnings
+
+
+class Draws:
+    """Logs a picture after each update."""
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        loop.log.images({"seen/here": torch.full((1, 1, 64, 64), loop.progress.step / 10)})
+
+
+def train(run_dir: Path, plugins: Mapping[str, object] | None = None, **options: Any) -> None:
+    own = {**builtin_plugins(), "draws": Draws(), "checkpoint": Checkpoint(every=2), **(plugins or {})}
+    toy_loop(own, run_dir=run_dir, **{"steps": 4, **options}).run()
+
+
+def steps(run_dir: Path) -> list[int]:
+    return list(find_pictures(run_dir).get("seen/here", {}))
+
+
+def test_each_picture_is_a_file_that_says_its_name_and_step(tmp_path: Path) -> None:
+    train(tmp_path)
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    with Image.open(tmp_path / "seen" / "here" / "step-00000003.png") as image:
+        info = read_info(image)
+        assert (info["name"], info["step"]) == ("seen/here", 3)
+        assert numpy.array(image).max() == round(1.3 * 127.5)
+
+
+def test_a_resumed_run_removes_the_pictures_of_later_steps(tmp_path: Path) -> None:
+    train(tmp_path, {"stop": StopAt(3)})
+    own = tmp_path / "seen" / "here" / "step-00000009.png"
+    Image.new("L", (4, 4)).save(own)  # of the user
+
+    class Look:
+        @hookimpl
+        def before_step(self) -> None:
+            seen.append(steps(tmp_path))
+
+    seen: list[list[int]] = []
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
+    train(tmp_path, {"look": Look()}, resume=True)
+    assert seen == [[1, 2], [1, 2, 3]]
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert own.exists()
+
+
+def test_a_branch_begins_with_copies_of_the_pictures(tmp_path: Path) -> None:
+    train(tmp_path / "trunk")
+    train(tmp_path / "branch", resume=tmp_path / "trunk" / "checkpoints" / "step-00000002", steps=3)
+    assert (steps(tmp_path / "trunk"), steps(tmp_path / "branch")) == ([1, 2, 3, 4], [1, 2, 3])
+
+
+def test_a_resumed_run_keeps_the_pictures_of_a_branch_below_it_and_copies_of_the_user(tmp_path: Path) -> None:
+    train(tmp_path)
+    train(tmp_path / "branch", resume=tmp_path, steps=8)
+    copy = Path(shutil.copytree(tmp_path / "seen" / "here", tmp_path / "best")) / "step-00000004.png"
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+    train(tmp_path, resume=True, steps=3)
+    assert steps(tmp_path) == [1, 2, 3]
+    assert steps(tmp_path / "branch") == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert copy.exists()
+
+
+def test_a_run_that_starts_anew_removes_the_pictures_of_the_run_before(tmp_path: Path) -> None:
+    train(tmp_path, {"checkpoint": Checkpoint(every=100), "stop": StopAt(3)})
+    shutil.rmtree(tmp_path / "checkpoints")
+
+    class First:
+        """Logs a picture before the first step."""
+
+        @hookimpl
+        def on_ready(self, loop: Loop) -> None:
+            loop.log.images({"first": torch.zeros(1, 1, 8, 8)})
+
+    train(tmp_path, {"first": First()}, resume=True, steps=2)
+    assert steps(tmp_path) == [1, 2]
+    assert list(find_pictures(tmp_path)["first"]) == [0]
+
+
+def test_a_rollback_removes_the_pictures_of_the_steps_after_the_checkpoint(tmp_path: Path) -> None:
+    class Breaks:
+        """Makes one loss NaN after five updates, and stops one batch after the rollback."""
+
+        @hookimpl(tryfirst=True)
+        def before_step(self, loop: Loop) -> None:
+            if loop.progress.position == 5:
+                with torch.no_grad():
+                    next(loop.model.parameters()).fill_(math.nan)
+
+        @hookimpl
+        def on_nan(self) -> str:
+            return "rollback"
+
+        @hookimpl
+        def between_steps(self, loop: Loop) -> None:
+            if loop.progress.position == 7:
+                loop.stop()
+
+    train(tmp_path, {"breaks": Breaks(), "checkpoint": Checkpoint(every=3)}, steps=9)
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_picture_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Blocks:
+        @hookimpl
+        def before_step(self) -> None:
+            (tmp_path / "seen").touch()
+
+    train(tmp_path, {"blocks": Blocks()}, steps=1)
+    (warning,) = warnings(caplog)
+    check_facts(warning, tmp_path / "seen" / "here" / "step-00000001.png")

@@ -1,0 +1,250 @@
+"""The command under torchrun: how ranks begin, stop, fail, and go on; real processes, killed for real."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+from hookdiff_checkpoint import read_checkpoint
+from tests.conftest import FORKS, Torchrun, check_facts, records, wait_until, write_small
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+
+# Runs the command; each rank may have words of its own.
+SCRIPT = """
+import os, signal, sys
+from hookdiff.cli import main
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a rank that torchrun has forked has its handler
+own = os.environ.get(f"WORDS_{os.environ['RANK']}", "").split()
+sys.argv = ["hookdiff", *sys.argv[1:], *own]
+main()
+"""
+
+# Writes down its process, and waits once at a step, so that it can be killed there.
+SLOW = """
+import os, time
+from pathlib import Path
+from hookdiff import hookimpl
+
+class Slow:
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        if loop.progress.step == int(os.environ.get("WAIT_AT", "0")):
+            place = Path(os.environ["PLACE"])
+            pids = place / f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{loop.rank}"
+            pids.write_text(str(os.getpid()))
+            while loop.rank == 1 and pids.name == "0-1":
+                time.sleep(0.01)
+"""
+
+# Writes down the process of torchrun, once training is under way.
+PIDS = """
+import os
+from pathlib import Path
+from hookdiff import hookimpl
+
+class Pids:
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        if loop.progress.step == 5 and loop.is_main:
+            (Path(os.environ["PLACE"]) / "torchrun").write_text(str(os.getppid()))
+"""
+
+# Runs the command with a short limit for a step; the second rank does not come to the fifth one.
+HANGS = """
+import sys, time
+from datetime import timedelta
+from hookdiff import hookimpl
+from hookdiff.machine import joining
+from hookdiff.cli import main
+
+class Hangs:
+    @hookimpl
+    def before_step(self, loop):
+        while (loop.progress.step, loop.rank) == (5, 1) and not loop.plugins["signals"].caught:
+            time.sleep(0.1)
+
+joining.TIMEOUT = timedelta(seconds=3)
+sys.modules["hangs"] = sys.modules["__main__"]
+main()
+"""
+
+
+@pytest.fixture
+def command(torchrun: Torchrun, tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs the command on `num` ranks, which torchrun forks by default."""
+    (tmp_path / "command.py").write_text(SCRIPT)
+
+    def call(num: int, *words: object, options: Iterable[str] = FORKS, **environment: Any) -> tuple[int, str, str]:
+        return torchrun(num, tmp_path / "command.py", *words, options=options, **environment)
+
+    return call
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "outcome.json").read_text())
+    return found
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = read_checkpoint(run / "checkpoints" / f"step-{step:08d}")["model"]
+    return dict(found)
+
+
+def test_without_a_plugin_for_ranks_torchrun_is_refused(command: Any, tmp_path: Path) -> None:
+    code, _, err = command(2, "run", write_small(tmp_path / "small.toml"))
+    assert code
+    assert err.count("hookdiff: ") == 1
+    check_facts(err, "2", "--plugins ddp", "fsdp")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_mistake_in_the_config_is_shown_once(command: Any, tmp_path: Path) -> None:
+    config = write_small(tmp_path / "small.toml", run={"stepz": 3})
+    code, _, err = command(2, "run", config, "--plugins", "ddp")
+    assert code
+    assert err.count("stepz") == 1
+    assert "Traceback (most recent call last):\n  File" not in err.partition("torch/distributed")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "fact"),
+    [
+        ("--out /proc/nowhere", "", "/proc/nowhere"),  # the first rank alone meets it
+        ("", "--set run.stepz=3", "run.stepz"),  # the second rank alone
+        ("--bogus", "", "--bogus"),
+    ],
+)
+def test_a_mistake_of_one_rank_is_the_only_message(
+    command: Any, tmp_path: Path, words: str, own: str, fact: str
+) -> None:
+    config = write_small(tmp_path / "small.toml")
+    code, _, err = command(2, "run", config, "--plugins", "ddp", *words.split(), WORDS_1=own)
+    assert code
+    assert err.count(fact) == 1, err
+    assert "waited" not in err
+    assert "Traceback (most recent call last):\n  File" not in err.partition("torch/distributed")[0]
+
+
+def test_all_ranks_need_the_same_config(command: Any, tmp_path: Path) -> None:
+    config = write_small(tmp_path / "small.toml")
+    for words, facts in (
+        ("--set run.batch_size=8", ("run.batch_size", 16, 8, "rank 1")),
+        ("--set data.held_out=3 --set run.seed=1", ("run.seed", 0, 1)),
+    ):
+        code, _, err = command(2, "run", config, "--plugins", "ddp", WORDS_1=words)
+        assert code
+        assert err.count("hookdiff: ") == 1, err
+        check_facts(err, *facts)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_all_ranks_need_the_same_data(torchrun: Torchrun, pictures: Path) -> None:
+    script = SCRIPT.replace("main()", "os.chdir(f'{os.getcwd()}/{os.environ[\"RANK\"]}')\nmain()")
+    (pictures / "command.py").write_text(script)
+    for rank in "01":
+        shutil.copytree(pictures / "pictures", pictures / rank / "pictures")
+    (pictures / "1" / "pictures" / "ant" / "00.png").rename(pictures / "1" / "pictures" / "ant" / "new.png")
+    code, _, err = torchrun(
+        2, pictures / "command.py", "run", pictures / "config.toml", "--plugins", "ddp", options=FORKS
+    )
+    assert code
+    assert err.count("hookdiff: ") == 1, err
+    check_facts(err, "the same data", "pictures/ant/00.png", "rank 0", "rank 1")
+
+
+@pytest.mark.slow
+def test_the_first_rank_decides_about_the_run_directory(command: Any, tmp_path: Path) -> None:
+    config = write_small(tmp_path / "small.toml", run={"plugins": ["ddp", "checkpoint"]})
+    code, _, err = command(2, "run", config)
+    assert code == 0, err
+    run = tmp_path / "runs" / "small"
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
+    code, _, err = command(2, "run", config)
+    assert code
+    assert err.count("hookdiff: ") == 1, err
+    check_facts(err, "--resume", "--overwrite")
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+    code, _, err = command(2, "run", config, "--overwrite")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("plugin", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_killed_rank_ends_the_run_and_torchrun_resumes_it_exactly(
+    command: Any, tmp_path: Path, user_module: Callable[[str, str], None], plugin: str
+) -> None:
+    user_module("slow", SLOW)
+    run = {"steps": 12, "log_every": 1, "plugins": [plugin, "checkpoint", "ema", "clip", "lr", "slow:Slow"]}
+    config = write_small(tmp_path / "small.toml", run=run, plugins={"checkpoint": {"every": 3}})
+    code, _, err = command(2, "run", config, "--out", tmp_path / "whole", options=(), PLACE=str(tmp_path))
+    assert code == 0, err
+
+    def kill() -> None:
+        wait_until(lambda: (tmp_path / "0-1").exists() and (tmp_path / "0-1").read_text())
+        wait_until((tmp_path / "broken" / "checkpoints" / "step-00000006" / "manifest.json").exists)
+        os.kill(int((tmp_path / "0-1").read_text()), signal.SIGKILL)
+
+    killer = Thread(target=kill)
+    killer.start()
+    where = ("--out", tmp_path / "broken")
+    environment = {"PLACE": str(tmp_path), "WAIT_AT": "8"}
+    code, _, err = command(2, "run", config, *where, options=["--max-restarts=1"], **environment)
+    killer.join()
+    assert code == 0, err
+    assert "resuming from" in err
+    assert outcome(tmp_path / "broken")["reason"] == "done"
+    whole, broken = (weights(tmp_path / name, 12) for name in ("whole", "broken"))
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    assert records(tmp_path / "whole") == records(tmp_path / "broken")
+
+
+@pytest.mark.slow
+def test_an_end_that_is_no_failure_is_not_trained_again(command: Any, tmp_path: Path) -> None:
+    run = {"steps": 10_000_000, "max_time": "2 s", "plugins": ["ddp", "checkpoint"]}
+    config = write_small(tmp_path / "small.toml", run=run)
+    code, _, err = command(2, "run", config, options=["--max-restarts=2"])
+    assert code
+    assert outcome(tmp_path / "runs" / "small")["reason"] == "time"
+    assert err.count("starts anew") + err.count("resuming from") == 0
+
+
+@pytest.mark.parametrize("to_all", [False, True])
+def test_a_signal_saves_the_run_on_all_ranks(
+    command: Any, tmp_path: Path, user_module: Callable[[str, str], None], to_all: bool
+) -> None:
+    user_module("pids", PIDS)
+    run = {"steps": 10_000_000, "plugins": ["ddp", "checkpoint", "pids:Pids"]}
+    config = write_small(tmp_path / "small.toml", run=run)
+
+    def stop() -> None:
+        wait_until(lambda: (tmp_path / "torchrun").exists() and (tmp_path / "torchrun").read_text())
+        pid = int((tmp_path / "torchrun").read_text())
+        if to_all:
+            os.killpg(pid, signal.SIGINT)  # as a terminal does for Ctrl-C
+        else:
+            os.kill(pid, signal.SIGTERM)
+
+    stopper = Thread(target=stop)
+    stopper.start()
+    code, _, err = command(2, "run", config, options=(), PLACE=str(tmp_path))
+    stopper.join()
+    assert code
+    ended = outcome(tmp_path / "runs" / "small")
+    assert ended["reason"] == "signal", err
+    weights(tmp_path / "runs" / "small", ended["step"])
+
+
+def test_a_rank_that_hangs_is_named_with_the_place(torchrun: Torchrun, tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    config = write_small(tmp_path / "small.toml", run={"plugins": ["ddp", "hangs:Hangs"]})
+    code, _, err = torchrun(2, tmp_path / "hangs.py", "run", config, options=FORKS)
+    assert code
+    check_facts(err, "rank 0", "rank 1 did not come", "backward", "3000ms")
+    assert outcome(tmp_path / "runs" / "small")["reason"] == "error"

@@ -1,0 +1,122 @@
+"""Prints a hash of what short runs leave behind; a change that keeps behaviour keeps every hash, bit for bit.
+
+Run it before and after on one machine, and compare: `python tests/hashes.py > before.txt`. With a FOLDER, the first
+call keeps a run of half the length there; later calls resume a copy of it, so that a checkpoint made before a change is
+resumed after it: `python tests/hashes.py FOLDER`. A hash is of all tensors of the state of a run: weights, buffers,
+optimizers and plugins.
+"""
+
+import hashlib
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookdiff import build_loop, load_config
+
+STEPS = 50  # of CONFIG
+PLUGINS = (
+    "lr",
+    "clip",
+    "amp",
+    "ema",
+    "autoguidance",
+    "nan",
+    "checkpoint",
+    "samples",
+    "progress",
+)  # of the default list
+CONFIG = """
+    [run]
+    steps = 50
+    batch_size = 32
+    micro_batch = 24
+    device = "cpu"
+    log_every = 10
+    plugins = []
+    [data]
+    source = "digits"
+    flip = 0.5
+    [model]
+    use = "unet"
+    channels = 8
+    num_res_blocks = 1
+    head_dim = 8
+    num_classes = 10
+    dropout = 0.1
+    [plugins.samples]
+    every = 20
+    num = 4
+    [plugins.checkpoint]
+    every = 20
+"""
+# What each run has that the first one has not: keys to set, and names of plugins.
+CASES: dict[str, tuple[list[str], list[str]]] = {
+    "plain": ([], []),
+    **{f"process {name}": ([f"diffusion.process={name}"], []) for name in ("vp", "ddpm", "flow", "edm")},
+    **{
+        f"prediction {name}": (["diffusion.process=vp", f"diffusion.prediction={name}"], [])
+        for name in ("epsilon", "sample", "v_prediction", "flow_prediction", "edm")
+    },
+    **{
+        f"optimizer {name}": ([f"optimizer.use={name}", "optimizer.lr=0.001"], [])
+        for name in ("muon", "adamw", "sgd", "rmsprop")
+    },
+    **{f"precision {name}": ([f"plugins.amp.precision={name}"], ["amp"]) for name in ("bf16", "fp16", "off")},
+    **{f"plugin {name}": ([], [name]) for name in PLUGINS},
+    "all plugins": ([], list(PLUGINS)),
+}
+
+
+def tensors(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a nested state by their paths."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from tensors(value, f"{path}/{key}")
+        elif isinstance(value, Tensor):
+            yield f"{path}/{key}", value
+
+
+def hash_of(state: Mapping[str, Any]) -> str:
+    """Return a hash of the values of all tensors in `state`, in the order of their paths."""
+    digest = hashlib.sha256()
+    for _, value in sorted(tensors(state), key=lambda pair: pair[0]):
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def train(folder: Path, settings: list[str], plugins: list[str], stop: int = STEPS, resume: bool = False) -> str:
+    """Train in the run directory `folder` up to the step `stop`, and return the hash."""
+    config = folder.with_suffix(".toml")
+    config.write_text(CONFIG)
+    with build_loop(load_config(config, plugins, settings), folder, resume=resume) as loop:
+        for step in loop.steps():
+            if step.step == stop:
+                loop.stop()
+    return hash_of(loop.state_dict())
+
+
+def main(kept: Path | None) -> None:
+    """Print a line for each run: its name, and its hash."""
+    torch.set_num_threads(1)
+    logging.getLogger("hookdiff").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for number, (name, (settings, plugins)) in enumerate(CASES.items()):
+            print(f"{train(folder / str(number), settings, plugins)}  {name}", flush=True)
+        half = (kept or folder) / "half"
+        if not half.exists():
+            half.parent.mkdir(parents=True, exist_ok=True)
+            train(half, [], list(PLUGINS), stop=STEPS // 2)
+        shutil.copytree(half, folder / "resumed")
+        print(f"{train(folder / 'resumed', [], list(PLUGINS), resume=True)}  resumed from step {STEPS // 2}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

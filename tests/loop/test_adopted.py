@@ -1,0 +1,276 @@
+"""Modules that plugins bring with them: `Loop.adopt`."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookdiff import Batch, Loop, LossOutput, PluginError, UserError, hookimpl
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.toy import toy_loop, toy_model
+from hookdiff_amp import AMP
+from hookdiff_checkpoint import Checkpoint
+from hookdiff_clip import Clip
+from hookdiff_ema import EMA
+from tests.conftest import check_facts, refused
+
+
+class Uncertainty:
+    """A learned weight for each of ten times (Karras et al. 2024, arXiv 2312.02696, eq. 14)."""
+
+    def __init__(self, every: int = 1, rate: float = 0.05) -> None:
+        self.net = nn.Embedding(10, 1)
+        nn.init.zeros_(self.net.weight)
+        self.every, self.rate = every, rate
+        self.spoil: float | None = None
+
+    @hookimpl
+    def prepare_model(self, loop: Loop) -> None:
+        loop.adopt(self, self.net, torch.optim.Adam(self.net.parameters(), lr=self.rate), every=self.every)
+
+    @hookimpl
+    def reduce_loss(self, output: LossOutput) -> Tensor:
+        assert output.per_sample is not None
+        assert output.timesteps is not None
+        log_variance = self.net(output.timesteps).squeeze(1)
+        if self.spoil is not None:
+            log_variance = log_variance + _Spoiled.apply(log_variance, self.spoil)  # type: ignore[no-untyped-call]
+        return (output.per_sample / log_variance.exp() + log_variance).mean()
+
+
+class _Spoiled(torch.autograd.Function):
+    """Adds zero, with a gradient that is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradient: float) -> Tensor:
+        ctx.gradient = gradient
+        return torch.zeros_like(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return torch.full_like(gradient, ctx.gradient), None
+
+
+def plain_run(steps: int, every: int) -> tuple[nn.Module, nn.Module, list[Batch]]:
+    """Train as the loop does, in plain torch, on the batches of a run."""
+
+    class Keeps:
+        def __init__(self) -> None:
+            self.seen: list[Batch] = []
+
+        @hookimpl
+        def before_step(self, batch: Batch) -> None:
+            self.seen.append(batch)
+
+    keeps = Keeps()
+    loop = toy_loop({"keeps": keeps}, steps=steps)
+    loop.run()
+    model, uncertainty = toy_model(), Uncertainty(every)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    other = torch.optim.Adam(uncertainty.net.parameters(), lr=uncertainty.rate)
+    for number, batch in enumerate(keeps.seen, 1):
+        optimizer.zero_grad()
+        other.zero_grad()
+        uncertainty.reduce_loss(loop.objective(model, batch)).backward()  # type: ignore[arg-type]
+        optimizer.step()
+        if number % every == 0:
+            other.step()
+    return model, uncertainty.net, keeps.seen
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_it_is_trained_as_in_a_plain_loop(every: int) -> None:
+    plugin = Uncertainty(every)
+    loop = toy_loop({"weight": plugin}, steps=7)
+    loop.run()
+    model, net, _ = plain_run(7, every)
+    assert_same(weights(loop), dict(model.state_dict()))
+    assert_same({"": plugin.net.weight.detach()}, {"": net.weight.detach()})
+    assert plugin.net.weight.abs().max() > 0
+
+
+def test_it_is_in_no_optimizer_norm_average_or_export_of_the_run() -> None:
+    plugin, ema = Uncertainty(), EMA(decay=0.5)
+    loop = toy_loop({"weight": plugin, "clip": Clip(), "ema": ema}, steps=2)
+    with loop:
+        for _ in loop.steps():
+            pass
+        own = set(loop.model.parameters())
+        assert {p for o in loop.optimizers for g in o.param_groups for p in g["params"]} == own
+        assert set(loop.gradients.parameters) == own
+        with loop.weights("ema"):
+            assert set(loop.model.state_dict()) == set(toy_model().state_dict())
+
+
+@pytest.mark.parametrize("cut", [1, 4])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_resumed_run_equals_an_uninterrupted_one(cut: int, every: int, tmp_path: Path) -> None:
+    def run(place: Path, steps: int, resume: bool = False) -> tuple[Loop, Uncertainty]:
+        plugin = Uncertainty(every)
+        plugins = {"weight": plugin, "checkpoint": Checkpoint()}
+        loop = toy_loop(plugins, steps=steps, run_dir=place, resume=resume)
+        loop.run()
+        return loop, plugin
+
+    whole, whole_plugin = run(tmp_path / "whole", 8)
+    run(tmp_path / "cut", cut)
+    resumed, plugin = run(tmp_path / "cut", 8, resume=True)
+    assert_same(weights(resumed), weights(whole))
+    assert_same(plugin.net.state_dict(), whole_plugin.net.state_dict())
+    assert resumed.state_dict()["plugins"]["weight"]["adopted"]["0"]["optimizer"]["weights"]
+
+
+def test_a_checkpoint_from_before_the_plugin_is_resumed_with_it_fresh(tmp_path: Path) -> None:
+    toy_loop({"checkpoint": Checkpoint()}, steps=3, run_dir=tmp_path).run()
+    plugins = {"weight": Uncertainty(), "checkpoint": Checkpoint()}
+    with refused(UserError, "'weight'", "--fresh weight"):
+        toy_loop(plugins, steps=6, run_dir=tmp_path, resume=True).run()
+    loop = toy_loop({**plugins, "weight": Uncertainty()}, steps=6, run_dir=tmp_path, resume=True, fresh=["weight"])
+    loop.run()
+    assert loop.progress.step == 6
+
+
+def test_a_saved_module_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    toy_loop({"weight": Uncertainty(), "checkpoint": Checkpoint()}, steps=3, run_dir=tmp_path).run()
+    other = Uncertainty()
+    other.net = nn.Embedding(11, 1)
+    with refused(UserError, "'weight'", "(11, 1)", "--fresh weight"):
+        toy_loop({"weight": other, "checkpoint": Checkpoint()}, steps=6, run_dir=tmp_path, resume=True).run()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_found_before_any_weight_moves(value: float) -> None:
+    class Keeps:
+        @hookimpl
+        def on_nan(self, report: Any) -> str:
+            self.report = report
+            return "skip"
+
+    plugin, keeps = Uncertainty(), Keeps()
+    plugin.spoil = value
+    loop = toy_loop({"weight": plugin, "keeps": keeps}, steps=None, epochs=1)
+    before, own = weights(loop), plugin.net.weight.detach().clone()
+    loop.run()
+    assert loop.progress.step == 0
+    assert_same(weights(loop), before)
+    assert torch.equal(plugin.net.weight, own)
+    check_facts(keeps.report, "weight: weight")
+
+
+def test_its_gradients_are_unscaled_and_an_overflow_of_theirs_is_a_void_step() -> None:
+    amp, plugin = AMP("fp16", 1024.0), Uncertainty()
+    loop = toy_loop({"weight": plugin, "amp": amp}, steps=3)
+    with loop:
+        batches = loop.feed.batches(0)
+        plugin.spoil = math.inf
+        before = plugin.net.weight.detach().clone()
+        assert loop.run_step(next(batches)).outcome == "void"
+        assert amp.scaler is not None
+        assert amp.scaler.get_scale() == 512
+        assert torch.equal(plugin.net.weight, before)
+        plugin.spoil = None
+        assert loop.run_step(next(batches)).outcome == "updated"
+        gradient = plugin.net.weight.grad
+        assert gradient is not None
+        # Ten times share 8 samples: each gradient is at most the mean of 1 - loss.
+        assert 0 < gradient.abs().max() < 10
+
+
+def test_a_rollback_restores_it(tmp_path: Path) -> None:
+    class RollsBack:
+        done = False
+
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            if loop.progress.step == 3 and not self.done:
+                self.saved = plugin.net.weight.detach().clone()
+            if loop.progress.step == 4 and not self.done:
+                plugin.spoil = math.nan
+
+        @hookimpl(trylast=True)
+        def on_nan(self) -> str:
+            self.done, plugin.spoil = True, None
+            return "rollback"
+
+        @hookimpl
+        def make_batch(self, loop: Loop, batch: Batch) -> Batch:
+            if self.done and not hasattr(self, "restored"):
+                self.restored = plugin.net.weight.detach().clone()
+            return batch
+
+    plugin, rolls = Uncertainty(), RollsBack()
+    toy_loop({"weight": plugin, "rolls": rolls, "checkpoint": Checkpoint(every=3)}, steps=6, run_dir=tmp_path).run()
+    assert torch.equal(rolls.restored, rolls.saved)
+
+
+def test_a_module_that_is_only_used_is_frozen_and_not_saved() -> None:
+    class Teacher:
+        def __init__(self) -> None:
+            self.net = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+
+        @hookimpl
+        def prepare_model(self, loop: Loop) -> None:
+            loop.adopt(self, self.net)
+
+        @hookimpl(wrapper=True)
+        def compute_loss(self, loop: Loop, batch: Batch) -> Any:
+            output = yield
+            return LossOutput(output.loss + self.net(loop.net(batch.inputs.double())).square().mean())
+
+    teacher = Teacher()
+    model = toy_model().double()
+
+    def objective(net: nn.Module, batch: Batch) -> Tensor:
+        output: Tensor = net(batch.inputs.double())
+        return output.square().mean()
+
+    loop = toy_loop({"teacher": teacher}, model=model, objective=objective, steps=3)
+    before = {name: value.double() for name, value in teacher.net.state_dict().items()}
+    loop.run()
+    assert_same(dict(teacher.net.state_dict()), before)
+    assert not teacher.net.training
+    assert not any(parameter.requires_grad for parameter in teacher.net.parameters())
+    assert "teacher" not in loop.state_dict()["plugins"]
+
+
+def test_a_script_may_enter_the_loop_twice() -> None:
+    plugin = Uncertainty()
+    loop = toy_loop({"weight": plugin}, steps=2)
+    loop.run()
+    with loop:
+        assert len(loop.adopted.optimizers) == 1
+
+
+@pytest.mark.parametrize("every", [0, -1])
+def test_every_starts_at_one(every: int) -> None:
+    with refused(PluginError, "'weight'", "every", every):
+        toy_loop({"weight": Uncertainty(every)}).run()
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    class Foreign(Uncertainty):
+        @hookimpl
+        def prepare_model(self, loop: Loop) -> None:
+            loop.adopt(self, self.net, torch.optim.Adam(loop.model.parameters()))
+
+    with refused(PluginError, "'weight'", "Adam"):
+        toy_loop({"weight": Foreign()}).run()
+
+
+def test_a_module_is_taken_only_in_prepare_model_and_from_a_plugin_of_the_run() -> None:
+    class Late(Uncertainty):
+        @hookimpl
+        def on_start(self, loop: Loop) -> None:
+            loop.adopt(self, self.net)
+
+    class Other(Uncertainty):
+        @hookimpl
+        def prepare_model(self, loop: Loop) -> None:
+            loop.adopt(object(), self.net)
+
+    for plugin in (Late(), Other()):
+        with refused(PluginError, "loop.adopt", "prepare_model"):
+            toy_loop({"weight": plugin}).run()

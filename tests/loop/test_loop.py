@@ -1,0 +1,698 @@
+import json
+import logging
+import math
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+
+from hookdiff import (
+    PASS,
+    Batch,
+    HookError,
+    InMemory,
+    Loop,
+    LoopConfig,
+    LossOutput,
+    SampleRequest,
+    UserError,
+    builtin_plugins,
+    hookimpl,
+)
+from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
+from hookdiff.cli.summary import run_summary
+from hookdiff.machine.randomness import derive_seed
+from tests.conftest import Clock, Logged, Restores, StopAt, check_facts, refused
+
+
+class Recorder:
+    """Records every call of its hooks."""
+
+    def __init__(self):
+        self.heard = []
+
+    @hookimpl
+    def prepare_model(self):
+        self.heard.append("prepare_model")
+
+    @hookimpl
+    def on_start(self):
+        self.heard.append("on_start")
+
+    @hookimpl
+    def before_step(self, loop):
+        self.heard.append(f"before_step {loop.progress.step}")
+
+    @hookimpl
+    def after_backward(self):
+        self.heard.append("after_backward")
+
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        self.heard.append(f"after_optimizer_step {loop.progress.step}")
+
+    @hookimpl
+    def on_epoch_end(self, loop):
+        self.heard.append(f"on_epoch_end {loop.progress.epoch}")
+
+    @hookimpl
+    def on_nan(self, report):
+        self.heard.append(f"on_nan {report.position}")
+
+    @hookimpl
+    def on_stop(self, reason):
+        self.heard.append(f"on_stop {reason}")
+
+    def named(self, name):
+        return [entry for entry in self.heard if entry.startswith(name)]
+
+
+def test_weights_are_those_of_a_hand_written_loop():
+    loop = toy_loop(steps=7, seed=3)
+    loop.run()
+
+    model, data = toy_model(), torch.linspace(-1, 1, 160).reshape(40, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    order = torch.cat(
+        [torch.randperm(40, generator=torch.Generator().manual_seed(derive_seed(3, "data", e))) for e in (0, 1)]
+    )
+    for position in range(7):
+        x = data[order[8 * position : 8 * position + 8]]
+        generator = torch.Generator().manual_seed(derive_seed(3, "noise", position))
+        noise = torch.randn(x.shape, generator=generator)
+        level = (torch.randint(0, 10, (8,), generator=generator).unsqueeze(1) + 1) / 10
+        loss = (model(x + level * noise) - noise).square().mean(1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert_same(weights(loop), model.state_dict())
+
+
+def test_hooks_fire_in_the_order_of_the_contract():
+    recorder = Recorder()
+    assert toy_loop({"recorder": recorder}, steps=6, batch_size=20).run() == "done"
+    step = ["before_step {}", "after_backward", "after_optimizer_step {}"]
+    expected = ["prepare_model", "on_start"]
+    for number in range(6):
+        expected += [step[0].format(number), step[1], step[2].format(number + 1)]
+        if number % 2:
+            expected.append(f"on_epoch_end {(number + 1) // 2}")
+    assert recorder.heard == [*expected, "on_stop done"]
+
+
+def test_the_last_step_of_a_run_does_not_end_its_epoch():
+    recorder = Recorder()
+    toy_loop({"recorder": recorder}, steps=3, batch_size=8).run()
+    assert recorder.named("on_epoch_end") == []
+
+
+def test_a_run_can_be_counted_in_epochs():
+    recorder = Recorder()
+    loop = toy_loop({"recorder": recorder}, epochs=2)
+    assert loop.run() == "done"
+    assert (loop.progress.step, recorder.named("on_epoch_end")) == (10, ["on_epoch_end 1", "on_epoch_end 2"])
+
+
+def test_max_time_ends_the_run_after_a_step(monkeypatch):
+    loop = toy_loop({"clock": Clock(monkeypatch)}, steps=10**6, max_time="25 s")
+    assert loop.run() == "time"
+    assert loop.progress.step == 3
+
+
+def test_a_plugin_can_stop_the_run():
+    loop = toy_loop({"stop": StopAt(3)})
+    assert loop.run() == "plugin"
+    assert loop.progress.step == 3
+
+
+def test_an_error_is_raised_and_the_resources_are_closed():
+    closed = []
+
+    class Broken:
+        @hookimpl
+        def on_start(self, loop):
+            loop.resources.callback(closed.append, "closed")
+
+        @hookimpl
+        def after_backward(self):
+            raise RuntimeError("mine")
+
+    recorder = Recorder()
+    with pytest.raises(RuntimeError, match="mine"):
+        toy_loop({"broken": Broken(), "recorder": recorder}).run()
+    assert recorder.heard[-1] == "on_stop error"
+    assert closed == ["closed"]
+
+
+class Starts:
+    """Writes down that it started and stopped, and fails in some of its hooks."""
+
+    def __init__(self, name, heard, *fails):
+        self.name, self.heard, self.fails = name, heard, fails
+
+    def note(self, hook):
+        self.heard.append(f"{self.name} {hook}")
+        if hook in self.fails:
+            raise RuntimeError(f"{self.name} failed in {hook}")
+
+    @hookimpl
+    def on_start(self):
+        self.note("on_start")
+
+    @hookimpl
+    def after_backward(self):
+        self.note("after_backward")
+
+    @hookimpl
+    def on_stop(self):
+        self.note("on_stop")
+
+
+class StopsOnly:
+    def __init__(self, heard):
+        self.heard = heard
+
+    @hookimpl
+    def on_stop(self):
+        self.heard.append("on_stop")
+
+
+def test_on_stop_reaches_all_plugins_and_the_first_error_is_raised(caplog):
+    heard = []
+    plugins = {
+        name: Starts(name, heard, *fails) for name, fails in {"a": ["on_stop"], "b": ["on_stop"], "c": []}.items()
+    }
+    with refused(RuntimeError, "a", "on_stop"):
+        toy_loop(plugins, steps=1).run()
+    assert [entry for entry in heard if "on_stop" in entry] == ["a on_stop", "b on_stop", "c on_stop"]
+    check_facts(caplog.text, "'b'", "'on_stop'", "b failed in on_stop")
+
+
+def test_on_stop_reaches_those_that_started_and_does_not_hide_the_error_of_the_other(caplog):
+    heard = []
+    plugins = {"a": Starts("a", heard, "on_stop"), "b": Starts("b", heard, "on_start"), "c": Starts("c", heard)}
+    with refused(RuntimeError, "b", "on_start"):
+        toy_loop({**plugins, "has nothing to start": StopsOnly(heard)}).run()
+    assert heard == ["a on_start", "b on_start", "a on_stop", "on_stop"]
+    check_facts(caplog.text, "a failed in on_stop")
+
+
+def test_an_error_of_a_step_is_not_hidden_by_on_stop(caplog):
+    with refused(RuntimeError, "a", "after_backward"):
+        toy_loop({"a": Starts("a", [], "after_backward", "on_stop")}).run()
+    check_facts(caplog.text, "a failed in on_stop")
+
+
+def test_a_loop_that_runs_again_starts_and_stops_again():
+    heard = []
+    loop = toy_loop({"a": Starts("a", heard)}, steps=1)
+    loop.run()
+    loop.run()
+    assert heard == ["a on_start", "a after_backward", "a on_stop", "a on_start", "a on_stop"]
+
+
+@pytest.mark.parametrize("words", [("plugin", "fd is below 3"), ("fd is below 3",), ("fd", "is below 3")])
+def test_a_stop_has_a_message_that_the_run_records(tmp_path, words):
+    class Stops:
+        @hookimpl
+        def after_optimizer_step(self, loop):
+            loop.stop(*words)
+
+    loop = toy_loop({**builtin_plugins(signals=False), "stops": Stops()}, run_dir=tmp_path / "run")
+    assert loop.run() == "plugin"
+    assert loop.end.message == ("fd: is below 3" if words[0] == "fd" else "fd is below 3")
+    record = json.loads((tmp_path / "run" / "outcome.json").read_text())
+    assert record == {"reason": "plugin", "message": loop.end.message, "step": 1, "epoch": 0}
+    check_facts(run_summary(loop, "plugin", "mine", 1.0), loop.end.message)
+
+
+@pytest.mark.parametrize("reason", ["done", "time", "signal", "on_nan", "error"])
+def test_each_reason_of_a_stop_stays_itself_and_others_are_strings(reason):
+    loop = toy_loop()
+    for wrong in ((None,), (3,), ("plugin", ValueError("x"))):
+        with refused(TypeError, "reason", "message", repr(wrong[-1])):
+            loop.stop(*wrong)
+    loop.stop(reason, "why")
+    assert (loop.end.reason, loop.end.message) == (reason, "why")
+
+
+def test_a_run_without_a_length_is_refused_and_single_steps_need_none():
+    loop = Loop(toy_model(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), ToyObjective(), torch.zeros(128, 4))
+    for train in (loop.run, lambda: list(loop.steps())):
+        with refused(UserError, "LoopConfig(steps=1000)", "epochs", "max_time"):
+            train()
+    with loop:
+        assert [step.step for step in loop.run_epoch()] == [1]
+
+
+class Ready:
+    """Writes down the calls of on_ready, and what the loop had loaded by then."""
+
+    def __init__(self, stops=False):
+        self.heard, self.stops, self.count = [], stops, 0
+
+    @hookimpl
+    def on_ready(self, loop, resumed):
+        self.heard.append((resumed, loop.progress.step, self.count))
+        if self.stops:
+            loop.stop("plugin", "nothing to do")
+
+    @hookimpl
+    def after_optimizer_step(self):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_on_ready_is_called_once_after_every_state_is_loaded():
+    ready, memory = Ready(), Restores(at=5)
+    toy_loop({"ready": ready, "memory": memory}, steps=8).run()
+    assert ready.heard == [(False, 0, 0)]
+    again = Ready()
+    toy_loop({"ready": again, "memory": Restores(memory.state)}, steps=8).run()
+    assert again.heard == [(True, 5, 5)]
+    done = Ready()
+    toy_loop({"ready": done, "memory": Restores(memory.state)}, steps=5).run()
+    assert done.heard == []  # no step is left
+
+
+@pytest.mark.parametrize("by", ["steps", "run_epoch", "run_step"])
+def test_a_run_that_is_stopped_in_on_ready_trains_nothing(by):
+    loop = toy_loop({"ready": (ready := Ready(stops=True)), "recorder": (recorder := Recorder())})
+    before = weights(loop)
+    with loop:
+        if by == "run_step":
+            assert loop.run_step(next(iter(loop.feed.batches(0)))).outcome == "stopped"
+        else:
+            assert list(getattr(loop, by)()) == []
+    assert (len(ready.heard), loop.end.reason, loop.end.message) == (1, "plugin", "nothing to do")
+    assert recorder.named("before_step") == []
+    assert_same(weights(loop), before)
+
+
+def test_on_ready_is_not_called_in_a_loop_that_only_samples_or_after_a_rollback():
+    ready = Ready()
+    with toy_loop({"ready": ready}) as loop:
+        loop.sample(SampleRequest(2))
+    assert ready.heard == []
+
+    class Spoils:
+        spoiled = False
+
+        @hookimpl(wrapper=True)
+        def compute_loss(self, loop):
+            output = yield
+            if loop.progress.position == 6:
+                output.loss.data.fill_(math.nan)
+            return output
+
+        @hookimpl
+        def on_nan(self):
+            return "rollback"
+
+    toy_loop({"ready": ready, "spoils": Spoils(), "memory": Restores(at=5)}, steps=8).run()
+    assert len(ready.heard) == 1
+
+
+def test_an_error_reaches_on_exception_before_on_stop():
+    heard = []
+
+    class Hears:
+        @hookimpl
+        def on_exception(self, loop, error):
+            heard.append((type(error), loop.progress.step))
+            raise RuntimeError("its own")
+
+        @hookimpl
+        def on_stop(self, reason):
+            heard.append(reason)
+
+    with refused(RuntimeError, "a", "after_backward"):
+        toy_loop({"a": Starts("a", [], "after_backward"), "hears": Hears()}).run()
+    assert heard == [(RuntimeError, 0), "error"]
+    heard.clear()
+    toy_loop({"hears": Hears()}, steps=1).run()
+    assert heard == ["done"]
+
+
+class Thaws:
+    """Freezes the last layer, and thaws it before step 3."""
+
+    @hookimpl
+    def prepare_model(self, loop):
+        loop.model[-1].requires_grad_(False)
+
+    @hookimpl
+    def before_step(self, loop):
+        loop.model[-1].requires_grad_(loop.progress.step >= 2)
+
+
+def test_a_weight_that_is_thawed_is_in_the_norm_and_the_finite_check():
+    class Norms:
+        def __init__(self):
+            self.found = []
+
+        @hookimpl
+        def after_backward(self, loop):
+            grads = [p.grad for p in loop.model.parameters() if p.grad is not None]
+            self.found.append(
+                (len(grads), loop.gradients.total_norm, float(torch.cat([*map(torch.ravel, grads)]).norm()))
+            )
+
+    norms = Norms()
+    toy_loop({"thaws": Thaws(), "norms": norms}, steps=4).run()
+    counts = [count for count, _, _ in norms.found]
+    assert counts[1] < counts[2]
+    for _, read, expected in norms.found:
+        assert read == pytest.approx(expected, rel=1e-5)
+
+    class Spoils:
+        @hookimpl(wrapper=True)
+        def backward(self, loop):
+            done = yield
+            for parameter in loop.model[-1].parameters():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(math.nan)
+            return done
+
+    loop = toy_loop({"thaws": Thaws(), "spoils": Spoils(), "recorder": (recorder := Recorder())}, steps=4)
+    assert loop.run() == "on_nan"
+    assert recorder.named("on_nan") == ["on_nan 2"]
+    assert all(value.isfinite().all() for value in weights(loop).values())
+
+
+@pytest.mark.parametrize("name", ["config", "net", "optimizers", "progress", "mine"])
+def test_the_attributes_of_a_loop_are_read_only(name):
+    loop = toy_loop()
+    with refused(AttributeError, name):
+        setattr(loop, name, None)
+
+
+def test_a_weight_that_no_optimizer_holds_is_warned_of_once(caplog):
+    def first_layer(model):
+        return torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+    toy_loop({"thaws": Thaws()}, optimizers=first_layer, steps=20, log_every=5).run()
+    (message,) = caplog.messages
+    check_facts(message, "3.weight", "3.bias")
+    caplog.clear()
+    toy_loop(optimizers=first_layer, steps=20, log_every=5).run()
+    (message,) = caplog.messages
+    check_facts(message, "3.weight", "3.bias")
+
+
+def test_pull_style_gives_the_loss_logs_values_and_can_stop():
+    logged, recorder, losses = Logged(), Recorder(), []
+    with toy_loop({"logged": logged, "recorder": recorder}) as loop:
+        for step in loop.steps():
+            losses.append(step.loss)
+            loop.log({"mine": step.loss})
+            if step.step == 7:
+                break
+    assert len(losses) == 7
+    assert recorder.heard[-1] == "on_stop plugin"
+    assert logged.of("mine")[7] == pytest.approx(losses[6])
+    assert logged.of("loss")[5] == pytest.approx(sum(losses[:5]) / 5)
+
+
+@given(micro=st.integers(1, 9))
+def test_any_micro_batch_gives_the_same_step_up_to_rounding(micro):
+    whole, parts = toy_loop(steps=5, batch_size=9), toy_loop(steps=5, batch_size=9, micro_batch=micro)
+    whole.run()
+    parts.run()
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(weights(parts)[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_an_uneven_last_micro_batch_counts_by_its_samples():
+    # Micro-batches of 4 and 2 samples with gradients 1, 2, 3, 4 and 10, 20: the mean is 40 / 6, not the mean of means.
+    gradients = torch.tensor([1.0, 2, 3, 4, 10, 20]).unsqueeze(1)
+    model = nn.Linear(1, 1, bias=False)
+    seen = []
+
+    class Look:
+        @hookimpl
+        def after_backward(self, loop):
+            seen.append(loop.gradients.named()["weight"].item())
+
+    def objective(net, batch):
+        return net(batch.inputs).squeeze(1)
+
+    config = LoopConfig(steps=1, batch_size=6, micro_batch=4)
+    Loop(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), objective, gradients, config, {"look": Look()}).run()
+    assert seen == [pytest.approx(40 / 6)]
+
+
+def test_dropout_is_a_function_of_the_position():
+    one = toy_loop(model=toy_model(dropout=0.5))
+    other = toy_loop(model=toy_model(dropout=0.5))
+    one.run()
+    with other:
+        for _ in other.steps():
+            torch.rand(100)  # a script that draws numbers of its own
+    assert_same(weights(one), weights(other))
+
+
+class NaNAt:
+    """An objective with a NaN loss at the draws in `bad`, or with only a gradient that is not finite."""
+
+    def __init__(self, bad, gradient_only=False):
+        self.bad, self.gradient_only, self.noises = bad, gradient_only, []
+        self.inner = ToyObjective()
+
+    def draw(self, batch, generator):
+        batch = self.inner.draw(batch, generator)
+        self.noises.append(batch.draws["noise"])
+        return batch
+
+    def __call__(self, net, batch):
+        output = self.inner(net, batch)
+        if len(self.noises) - 1 not in self.bad:
+            return output
+        if self.gradient_only:
+            weight = next(net.parameters())
+            return LossOutput(output.loss + (weight - weight).sqrt().sum() * 0)  # forward: 0; backward: 0 * inf
+        return LossOutput(output.loss * math.nan, output.per_sample * math.nan)
+
+
+@pytest.mark.parametrize("gradient_only", [False, True])
+def test_a_nan_reaches_on_nan_before_any_weight_changes(gradient_only, caplog):
+    loop = toy_loop({"recorder": (recorder := Recorder())}, objective=NaNAt({2}, gradient_only))
+    before = []
+    with caplog.at_level(logging.ERROR), loop:
+        for step in loop.steps():
+            if step.outcome == "stopped":
+                break
+            before.append(weights(loop))
+    assert recorder.named("on_nan") == ["on_nan 2"]
+    assert loop.end.reason == "on_nan"
+    assert_same(weights(loop), before[-1])
+    assert loop.progress.step == loop.progress.position == 2  # a resumed run gets the same batch again
+    assert ("0.weight" in caplog.text) or not gradient_only
+    assert math.isfinite(step.loss) == gradient_only
+
+
+def test_a_trial_counts_on_from_another_step():
+    loop, made = toy_loop(steps=10), []
+    with loop:
+        for step in loop.steps():
+            made.append(step.step)
+            if step.step == 2:
+                loop.set_step(8)
+    assert made == [1, 2, 9, 10]
+    assert loop.progress.position == 4
+
+
+class Skip:
+    @hookimpl
+    def on_nan(self):
+        return "skip"
+
+
+def test_a_skipped_step_gets_new_noise_and_is_not_counted():
+    objective = NaNAt({2})
+    loop = toy_loop({"skip": Skip()}, objective=objective, steps=4)
+    assert loop.run() == "done"
+    assert (loop.progress.step, loop.progress.position) == (4, 5)
+    assert not torch.equal(objective.noises[2], objective.noises[3])
+
+
+def test_a_skipped_step_leaves_the_buffers_as_they_were():
+    model = nn.Sequential(nn.BatchNorm1d(4), toy_model())
+    kept, outcomes = {}, []
+    with toy_loop({"skip": Skip()}, model=model, objective=NaNAt({2}), steps=3) as loop:
+        for step in loop.steps():
+            before, kept = kept, {name: buffer.clone() for name, buffer in model.named_buffers()}
+            outcomes.append(step.outcome)
+            assert kept["0.num_batches_tracked"] == step.step
+            if step.outcome == "skipped":
+                assert_same(kept, before)
+    assert outcomes == ["updated", "updated", "skipped", "updated"]
+
+
+def test_the_strongest_verdict_wins(caplog):
+    class Stop:
+        @hookimpl
+        def on_nan(self):
+            return "stop"
+
+    assert toy_loop({"skip": Skip(), "stop": Stop()}, objective=NaNAt({1})).run() == "on_nan"
+
+
+@pytest.mark.parametrize(("verdict", "facts"), [("stop", ["stop", "resumed"]), ("skip", ["skip"])])
+def test_the_report_has_the_notes_of_plugins_and_the_verdict(verdict, facts, caplog):
+    class Note:
+        @hookimpl
+        def on_nan(self, report):
+            report.notes["mine"] = "first\nsecond"
+            return verdict
+
+    loop = toy_loop({"note": Note()}, objective=NaNAt({1}), steps=2)
+    loop.run()
+    (text,) = caplog.messages
+    notes, _, following = text.partition("on_nan")
+    assert "\n  mine: first\n    second\n" in notes
+    check_facts(following, *facts)
+    check_facts(notes, *(f"sample {index}" for index in loop.feed.order(0)[8:16].tolist()))
+
+
+def test_an_unknown_verdict_is_an_error():
+    class Odd:
+        @hookimpl
+        def on_nan(self):
+            return "retry"
+
+    with refused(HookError, "retry", "stop", "rollback", "skip"):
+        toy_loop({"odd": Odd()}, objective=NaNAt({1})).run()
+
+
+def test_a_rollback_loads_the_saved_state_and_goes_on_with_other_batches(caplog):
+    class Back:
+        @hookimpl
+        def on_nan(self):
+            return "rollback"
+
+    memory = Restores(at=3)
+    loop = toy_loop({"memory": memory, "back": Back()}, objective=NaNAt({5}), steps=6)
+    outcomes = []
+    with loop:
+        for step in loop.steps():
+            outcomes.append((step.outcome, step.step, loop.progress.position))
+            if step.outcome == "skipped":
+                assert_same(weights(loop), memory.state["model"])
+    assert outcomes[5:] == [("skipped", 3, 6), ("updated", 4, 7), ("updated", 5, 8), ("updated", 6, 9)]
+
+
+def test_an_infinite_norm_of_finite_gradients_is_no_nan():
+    class Huge:
+        @hookimpl(trylast=True)
+        def backward(self, loop, loss):
+            (loss * 1e25).backward()
+            return True
+
+    norms = []
+
+    class Look:
+        @hookimpl
+        def after_backward(self, loop):
+            norms.append(loop.gradients.total_norm)
+
+    loop = toy_loop({"huge": Huge(), "look": Look(), "recorder": (recorder := Recorder())}, steps=2)
+    loop.run()
+    assert recorder.named("on_nan") == []
+    assert all(math.isfinite(norm) and norm > 1e20 for norm in norms)
+
+
+def test_a_held_update_is_not_counted():
+    class Hold:
+        @hookimpl
+        def optimizer_step(self, loop):
+            return False if loop.progress.position == 1 else PASS
+
+    recorder = Recorder()
+    loop = toy_loop({"hold": Hold(), "recorder": recorder}, steps=3)
+    loop.run()
+    assert recorder.named("after_optimizer_step") == [f"after_optimizer_step {n}" for n in (1, 2, 3)]
+    assert loop.progress.position == 4
+
+
+def test_several_optimizers_all_step():
+    def optimizers(model):
+        return [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.AdamW(model[3].parameters(), lr=0.1)]
+
+    loop = toy_loop(optimizers=optimizers, steps=1)
+    before = weights(loop)
+    loop.run()
+    assert not torch.equal(before["0.weight"], weights(loop)["0.weight"])
+    assert not torch.equal(before["3.weight"], weights(loop)["3.weight"])
+
+
+def test_optimizers_are_made_from_the_prepared_model():
+    class Freeze:
+        @hookimpl
+        def prepare_model(self, loop):
+            for parameter in loop.model[0].parameters():
+                parameter.requires_grad_(False)
+
+    held = []
+
+    def optimizers(model):
+        held.extend(name for name, p in model.named_parameters() if p.requires_grad)
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    toy_loop({"freeze": Freeze()}, optimizers=optimizers, steps=1).run()
+    assert held == ["3.weight", "3.bias"]
+
+
+def test_sampling_does_not_change_the_training():
+    class Look:
+        @hookimpl
+        def after_optimizer_step(self, loop):
+            assert loop.sample(SampleRequest(5)).images.shape == (5, 4)
+
+    plain, looked = toy_loop(model=toy_model(dropout=0.3)), toy_loop({"look": Look()}, model=toy_model(dropout=0.3))
+    plain.run()
+    looked.run()
+    assert_same(weights(plain), weights(looked))
+    assert looked.model.training
+
+
+def test_image_k_does_not_depend_on_the_request():
+    loop = toy_loop()
+    with loop:
+        whole = loop.sample(SampleRequest(6, seed=4)).images
+        part = loop.sample(SampleRequest(2, seed=4, start=3)).images
+    assert torch.equal(whole[3:5], part)
+
+
+def test_asking_for_weights_that_no_plugin_offers_is_an_error():
+    with toy_loop() as loop, refused(UserError, "ema"):
+        loop.sample(SampleRequest(1, weights="ema"))
+
+
+def test_two_loops_in_one_process_are_independent():
+    alone = toy_loop(seed=1)
+    alone.run()
+    with toy_loop(seed=1) as one, toy_loop(seed=2) as two:
+        for _ in zip(one.steps(), two.steps(), strict=True):
+            pass
+    assert_same(weights(one), weights(alone))
+
+
+def test_the_loop_trains_a_classifier():
+    images, labels = torch.randn(64, 3), torch.arange(64) % 2
+    images[:, 0] += 4 * labels
+
+    def cross_entropy(net: nn.Module, batch: Batch):
+        return nn.functional.cross_entropy(net(batch.inputs), batch.labels, reduction="none")
+
+    model = nn.Linear(3, 2)
+    config = LoopConfig(epochs=20, batch_size=16)
+    Loop(model, torch.optim.SGD(model.parameters(), lr=0.5), cross_entropy, InMemory(images, labels), config).run()
+    assert (model(images).argmax(1) == labels).float().mean() > 0.9
