@@ -48,12 +48,7 @@ WARM_STEPS = 3  # before each save
 
 def unet(channels: int) -> nn.Module:
     return UNet(
-        in_channels=3,
-        image_size=16,
-        channels=channels,
-        channel_mults=(1, 2, 2, 2),
-        num_res_blocks=4,
-        head_dim=channels,
+        in_channels=3, image_size=16, channels=channels, channel_mults=(1, 2, 2, 2), num_res_blocks=4, head_dim=channels
     )
 
 

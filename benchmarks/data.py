@@ -40,11 +40,7 @@ class Files:
     images: int
 
 
-WORKLOADS = {
-    "png": Files("png", 32, 28, 2048),
-    "jpeg": Files("jpg", 64, 32, 2048),
-    "photo": Files("jpg", 512, 64, 256),
-}
+WORKLOADS = {"png": Files("png", 32, 28, 2048), "jpeg": Files("jpg", 64, 32, 2048), "photo": Files("jpg", 512, 64, 256)}
 
 
 def write(root: Path, files: Files, images: int) -> None:

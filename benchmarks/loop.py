@@ -202,19 +202,10 @@ def by_hand(
 
 
 def hookdiff(
-    work: Workload,
-    folder: Path,
-    step: Callable[[], None],
-    bare: bool = False,
-    kind: type[torch.optim.AdamW] = AdamW,
+    work: Workload, folder: Path, step: Callable[[], None], bare: bool = False, kind: type[torch.optim.AdamW] = AdamW
 ) -> None:
     torch.manual_seed(0)
-    plugins = {
-        **builtin_plugins(signals=False),
-        "lr": LR(warmup=WARMUP),
-        "clip": Clip("norm"),
-        "ema": EMA(decay=DECAY),
-    }
+    plugins = {**builtin_plugins(signals=False), "lr": LR(warmup=WARMUP), "clip": Clip("norm"), "ema": EMA(decay=DECAY)}
     loop = Loop(
         work.model(),
         lambda model: kind(model.parameters(), lr=RATE, fused=True),

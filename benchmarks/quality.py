@@ -99,12 +99,7 @@ def _polygon(rng: numpy.random.Generator, corners: int, is_filled: bool) -> Any:
     return numpy.asarray(canvas.resize((16, 16), Image.Resampling.BOX))
 
 
-DATA = {
-    "fashion-mnist": fashion_mnist,
-    "fashion-mnist-16": small_fashion_mnist,
-    "digits": digits,
-    "polygons": polygons,
-}
+DATA = {"fashion-mnist": fashion_mnist, "fashion-mnist-16": small_fashion_mnist, "digits": digits, "polygons": polygons}
 
 
 def split_for(work: Path, data: str, tune: bool) -> Path:

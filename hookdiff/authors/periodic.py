@@ -25,10 +25,7 @@ class Periodic(ABC):
     """
 
     every: Every = field(
-        default=Every(1, "epochs"),
-        converter=parse_every,
-        kw_only=True,
-        metadata=about("how often; 0: only at the end"),
+        default=Every(1, "epochs"), converter=parse_every, kw_only=True, metadata=about("how often; 0: only at the end")
     )
     _periodic_due: Due = field(init=False)
     _acted_at: int | None = field(init=False, default=None)  # newest step at which `act` was called

@@ -335,14 +335,7 @@ class Feed:
             is_filler, most = rank >= total, -(-total // num_ranks)
             rows = range(1) if is_filler else range(rank, total, num_ranks)
             yield Batch(
-                inputs,
-                labels,
-                indices,
-                total=total,
-                conditions=conditions,
-                rows=rows,
-                most=most,
-                is_filler=is_filler,
+                inputs, labels, indices, total=total, conditions=conditions, rows=rows, most=most, is_filler=is_filler
             )
 
     def close(self) -> None:

@@ -76,9 +76,7 @@ class Transforms:
         metadata=about('colour behind transparent pixels: a name or "#rrggbb"'),
     )
     flip: bool | float = field(
-        default=0.0,
-        validator=between(0, 1),
-        metadata=about("probability of a horizontal flip; true is 0.5"),
+        default=0.0, validator=between(0, 1), metadata=about("probability of a horizontal flip; true is 0.5")
     )
     color_jitter: tuple[float, float, float, float] = field(
         default=(0.0, 0.0, 0.0, 0.0),

@@ -107,12 +107,7 @@ class Defaults:
             if request.num == 0:
                 return Samples(torch.empty(0, *loop.feed.shape), name, loop.sampler)
             images = loop.sampler.sample(
-                loop.model,
-                loop.objective,
-                loop.feed.shape,
-                request.generators(),
-                loop.device,
-                **_wanted(loop, request),
+                loop.model, loop.objective, loop.feed.shape, request.generators(), loop.device, **_wanted(loop, request)
             )
         return Samples(images, name, loop.sampler)
 

@@ -306,8 +306,7 @@ class Hooks(Protocol):
         """
 
     @moment(
-        "after",
-        like="on_train_batch_end on_batch_end on_step_end on_optimizer_step batch_end after_batch after_step",
+        "after", like="on_train_batch_end on_batch_end on_step_end on_optimizer_step batch_end after_batch after_step"
     )
     def after_optimizer_step(self, loop: Loop) -> None:
         """Moment: the weights changed, and `loop.progress.step` counts the update.

@@ -68,11 +68,7 @@ class Problems(ValueError):
 
 
 def arguments(
-    target: Callable[..., Any],
-    table: Mapping[str, Any],
-    where: str,
-    problems: Problems,
-    beside: Iterable[str] = (),
+    target: Callable[..., Any], table: Mapping[str, Any], where: str, problems: Problems, beside: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Check `table` against the signature of `target` and return the typed arguments it sets.
 

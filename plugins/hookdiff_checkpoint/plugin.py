@@ -18,13 +18,7 @@ from hookdiff.disk import cannot_write, lock_run_dir, make_folder
 from hookdiff.machine import first_rank_does, first_rank_says, gathered, gathered_or_raised, is_sharded, num_ranks, rank
 from hookdiff.options import about
 from hookdiff.run_dir import CHECKPOINTS, checkpoint_name, step_of
-from hookdiff_checkpoint.folder import (
-    MANIFEST,
-    CheckpointInfo,
-    NewerFormat,
-    find_checkpoints,
-    read_checkpoint,
-)
+from hookdiff_checkpoint.folder import MANIFEST, CheckpointInfo, NewerFormat, find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.keep import Logged, choose, finish_interrupted
 from hookdiff_checkpoint.revision import revision
 from hookdiff_checkpoint.saving import split

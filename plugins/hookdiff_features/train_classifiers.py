@@ -158,11 +158,7 @@ AUGMENTATIONS: dict[str, Callable[[Tensor, Generator], Tensor]] = {
 OPTIONS = {
     DIGITS: TrainingOptions("hookdiff.data.digits", "shift by -1, 0 or 1 pixel"),
     FASHION_MNIST: TrainingOptions(
-        "hookdiff.data.fashion_mnist",
-        "shift by up to 2 pixels, mirror",
-        epochs=10,
-        batch_size=128,
-        held_out=10_000,
+        "hookdiff.data.fashion_mnist", "shift by up to 2 pixels, mirror", epochs=10, batch_size=128, held_out=10_000
     ),
 }
 

@@ -158,12 +158,7 @@ class _About:
 def save(index: Index, shard: Shard, path: Path) -> None:
     """Write the index of `shard`. Raises OSError."""
     about = _about(shard, index.extensions, index.modes)
-    tensors = {
-        "keys": index.keys,
-        "key_ends": index.key_ends,
-        "table": index.table,
-        "texts": index.texts,
-    }
+    tensors = {"keys": index.keys, "key_ends": index.key_ends, "table": index.table, "texts": index.texts}
     with new_file(path) as partial:
         write_tensors(
             partial,

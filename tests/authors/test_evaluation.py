@@ -30,11 +30,7 @@ class Measure(Evaluation):
 
 def draws(loop: Loop) -> dict[str, float]:
     """Draw from all global generators, which a training may use too."""
-    return {
-        "torch": float(torch.rand(())),
-        "numpy": float(numpy.random.rand()),
-        "python": random.random(),
-    }
+    return {"torch": float(torch.rand(())), "numpy": float(numpy.random.rand()), "python": random.random()}
 
 
 class Dice:

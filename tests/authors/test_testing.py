@@ -344,8 +344,7 @@ def test_values_that_stay_on_the_device_do_not_count() -> None:
 def test_a_loop_reads_once_a_step_and_an_unfused_optimizer_more_often() -> None:
     def adamw(fused: bool) -> int:
         loop = toy_loop(
-            log_every=100,
-            optimizers=lambda model: torch.optim.AdamW(nn.ModuleList([model]).parameters(), fused=fused),
+            log_every=100, optimizers=lambda model: torch.optim.AdamW(nn.ModuleList([model]).parameters(), fused=fused)
         )
         with loop:
             steps = loop.steps()

@@ -7,8 +7,7 @@ from tests.conftest import refused
 
 
 @pytest.mark.parametrize(
-    "images",
-    [torch.zeros(4), torch.zeros(4, 1, 2, 2, dtype=torch.int64), torch.zeros(4, 1, 2, 2, dtype=torch.bool)],
+    "images", [torch.zeros(4), torch.zeros(4, 1, 2, 2, dtype=torch.int64), torch.zeros(4, 1, 2, 2, dtype=torch.bool)]
 )
 def test_images_of_another_shape_or_dtype_are_refused(images: torch.Tensor) -> None:
     with refused(ValueError, tuple(images.shape), images.dtype):

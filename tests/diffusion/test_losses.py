@@ -9,11 +9,7 @@ from tests.diffusion.conftest import column
 @given(st.floats(-5, 5), st.floats(-5, 5), st.floats(0.1, 3))
 def test_formulas(output: float, target: float, delta: float) -> None:
     size = abs(output - target)
-    expected = {
-        MSE(): size**2,
-        L1(): size,
-        Huber(delta): size**2 / 2 if size < delta else delta * (size - delta / 2),
-    }
+    expected = {MSE(): size**2, L1(): size, Huber(delta): size**2 / 2 if size < delta else delta * (size - delta / 2)}
     for loss, error in expected.items():
         found = loss(column(output), column(target))
         assert float(found) == pytest.approx(error, rel=1e-9, abs=1e-12)

@@ -139,12 +139,7 @@ class MyGuidance(Guidance):
 # The key, the stranger's class, the options that make it equal to a part of hookdiff, and that part.
 STRANGERS = [
     ("diffusion.process", "MyProcess", {"shift": 2.0}, {"use": "flow", "shift": 2.0}),
-    (
-        "diffusion.process.schedule",
-        "MySchedule",
-        {"end": 0.5},
-        {"use": "linear", "beta_end": 0.5},
-    ),
+    ("diffusion.process.schedule", "MySchedule", {"end": 0.5}, {"use": "linear", "beta_end": 0.5}),
     ("diffusion.prediction", "MyPrediction", {"scale": 1.0}, "v_prediction"),
     ("diffusion.weighting", "MyWeighting", {"gamma": 2.0}, {"use": "min_snr", "gamma": 2.0}),
     ("diffusion.times", "MyTimes", {"power": 1.0}, "uniform"),

@@ -30,13 +30,7 @@ LINEAR = Diffusion("vp")
 )
 @settings(max_examples=60)
 def test_image_is_independent_of_its_batch(
-    diffusion: Diffusion,
-    sampler: Solver,
-    scale: float,
-    clipping: str,
-    order: list[int],
-    num: int,
-    batch_size: int,
+    diffusion: Diffusion, sampler: Solver, scale: float, clipping: str, order: list[int], num: int, batch_size: int
 ) -> None:
     def sample(seeds: list[int], batch_size: int = 256) -> Tensor:
         sampling = Sampling(sampler, 4, clipping=clipping, guidance=ClassifierFree(scale), batch_size=batch_size)

@@ -76,13 +76,7 @@ def test_ddim_mean(gaussian: type, steps: int, expected: float) -> None:
     ],
 )
 def test_std_of_edm_samples(
-    gaussian: type,
-    prediction: str,
-    steps: int,
-    euler_half: float,
-    heun_half: float,
-    euler_one: float,
-    heun_one: float,
+    gaussian: type, prediction: str, steps: int, euler_half: float, heun_half: float, euler_one: float, heun_one: float
 ) -> None:
     diffusion = Diffusion("edm", prediction)
     wanted = (("euler", 0.5, euler_half), ("heun", 0.5, heun_half), ("euler", 1, euler_one), ("heun", 1, heun_one))
@@ -149,13 +143,7 @@ class Mixed:
     [(1, 0, 0.5, 0, 0.5), (2, 0.5, 0.9375, 0.2, 0.48), (10, 0.8789843785, 0.9993349539, 0.4307826049, 0.5017199122)],
 )
 def test_std_of_flow_samples(
-    gaussian: type,
-    prediction: str,
-    steps: int,
-    euler_one: float,
-    heun_one: float,
-    euler_half: float,
-    heun_half: float,
+    gaussian: type, prediction: str, steps: int, euler_one: float, heun_one: float, euler_half: float, heun_half: float
 ) -> None:
     diffusion = Diffusion("flow", prediction)
     wanted = (("euler", 1, euler_one), ("heun", 1, heun_one), ("euler", 0.5, euler_half), ("heun", 0.5, heun_half))

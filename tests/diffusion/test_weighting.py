@@ -44,8 +44,7 @@ def test_min_snr(timestep: int, epsilon: float, v_prediction: float, sample: flo
 
 
 @pytest.mark.parametrize(
-    ("name", "mean"),
-    [("epsilon", 0.913073050764), ("v_prediction", 0.191863132274), ("sample", 1.04971115958)],
+    ("name", "mean"), [("epsilon", 0.913073050764), ("v_prediction", 0.191863132274), ("sample", 1.04971115958)]
 )
 def test_min_snr_on_average(name: str, mean: float) -> None:
     assert float(linear(MinSNR(), name).mean()) == pytest.approx(mean, rel=1e-9)

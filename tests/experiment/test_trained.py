@@ -13,16 +13,7 @@ import torch
 from torch import Tensor
 
 import hookdiff
-from hookdiff import (
-    ConfigError,
-    InMemory,
-    SampleRequest,
-    UnknownWeights,
-    UserError,
-    build_loop,
-    load_config,
-    load_run,
-)
+from hookdiff import ConfigError, InMemory, SampleRequest, UnknownWeights, UserError, build_loop, load_config, load_run
 from hookdiff.authors.testing.compare import assert_same
 from hookdiff.data.facts import Facts
 from hookdiff.data.remembered import Remembered

@@ -16,13 +16,7 @@ addresses = st.tuples(
 
 
 def test_splitmix64_gives_the_published_outputs() -> None:
-    outputs = [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
+    outputs = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
     assert [splitmix64(1234567 + number * GAMMA) for number in range(5)] == outputs
 
 

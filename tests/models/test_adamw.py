@@ -111,13 +111,7 @@ def test_a_step_without_any_gradient_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"fused": False},
-        {"amsgrad": True},
-        {"lr": torch.tensor(1e-2)},
-        {"capturable": True},
-    ],
+    "options", [{"fused": False}, {"amsgrad": True}, {"lr": torch.tensor(1e-2)}, {"capturable": True}]
 )
 def test_other_options_get_torchs_step(options: dict[str, Any], only_short: Any) -> None:
     optimizer, _ = ready(**options)

@@ -148,11 +148,7 @@ def config(load_small):
     ("model", "conditional", "facts"),
     [
         ({"use": "dit", "in_channels": 3}, "none", ("(2, 1, 8, 8)", "in_channels=3", "in_channels = 1")),
-        (
-            {"use": "dit", "image_size": 9, "patch_size": 3},
-            "none",
-            ("8x8", "patch_size", 6, 9, "image_size = 8"),
-        ),
+        ({"use": "dit", "image_size": 9, "patch_size": 3}, "none", ("8x8", "patch_size", 6, 9, "image_size = 8")),
         ({"use": "unet", "num_classes": 9}, "none", ("num_classes = 9", 10)),
         ({"use": "unet", "num_classes": 10}, "false", ("(2, 1, 8, 8)", "num_classes=10")),
         ({"use": "torch.nn:Conv2d", "kernel_size": 3, "out_channels": 2}, "none", ("(2, 1, 8, 8)",)),

@@ -195,10 +195,7 @@ def test_the_guide_is_never_older_than_its_share(step: int, share: float, end: i
         assert taken in (int(end * share), int(end * share * (1 + 1e-12)))
 
 
-@pytest.mark.parametrize(
-    ("end", "taken"),
-    [(1000, [27, 90, 300]), (100, [2, 9, 30]), (None, [1, 3, 11, 37, 123, 411])],
-)
+@pytest.mark.parametrize(("end", "taken"), [(1000, [27, 90, 300]), (100, [2, 9, 30]), (None, [1, 3, 11, 37, 123, 411])])
 def test_the_steps_at_which_a_guide_is_taken(end: int | None, taken: list[int]) -> None:
     found = [landmark(step, 0.3, end) for step in range(1, 1001)]
     assert [step for step in dict.fromkeys(found) if step][-len(taken) :] == taken

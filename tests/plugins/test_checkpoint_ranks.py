@@ -165,11 +165,7 @@ def test_a_rollback_takes_all_ranks_to_the_same_checkpoint(on_ranks: Run, tmp_pa
 
 def test_the_first_rank_removes_what_is_not_kept(on_ranks: Run, tmp_path: Path) -> None:
     scores = {"2": 3.0, "4": 1.0, "6": 2.0, "8": 2.0}
-    plugins = {
-        "score": {"values": scores},
-        **SHARDED,
-        "checkpoint": {"every": 2, "keep_last": 2, "keep_best": "score"},
-    }
+    plugins = {"score": {"values": scores}, **SHARDED, "checkpoint": {"every": 2, "keep_last": 2, "keep_best": "score"}}
     result = on_ranks(2, tmp_path / "run", 10, plugins=plugins)
     assert steps(tmp_path / "run") == [4, 8, 10]
     announced = [f"step-{step:08d}" for step in (2, 4, 6, 8, 10)]

@@ -238,10 +238,7 @@ def test_a_crash_loses_only_the_steps_after_the_last_save(whole, tmp_path):
         lambda: {**images(), "micro_batch": 4},
         lambda: {"data": InMemory(torch.linspace(-1, 1, 320).reshape(20, 1, 4, 4)), "model": convolutional()},
         lambda: {"plugins": {"amp": AMP("bf16"), "ema": EMA(decay=[0.9], std=[0.1])}},
-        lambda: {
-            "plugins": {"clip": Clip(Percentile(warmup=2, window=5))},
-            "model": toy_model(dropout=0.5),
-        },
+        lambda: {"plugins": {"clip": Clip(Percentile(warmup=2, window=5))}, "model": toy_model(dropout=0.5)},
     ],
     ids=["balanced", "last batch", "held out", "micro-batches", "in memory", "bf16", "percentile"],
 )

@@ -195,12 +195,7 @@ def test_real_networks_that_start_at_zero_cause_no_warning(net, objective, caplo
     values = Values()
     debug = Debug(every=10, num=16)
     loop = toy_loop(
-        {"debug": debug, "values": values},
-        model=net,
-        objective=objective,
-        data=PICTURES,
-        steps=20,
-        batch_size=16,
+        {"debug": debug, "values": values}, model=net, objective=objective, data=PICTURES, steps=20, batch_size=16
     )
     loop.run()
     assert warnings(caplog) == []

@@ -6,16 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from hookdiff_ema.profiles import (
-    MAX_STD,
-    Power,
-    Ratio,
-    fit,
-    gamma_of,
-    half_life_decay,
-    overlap,
-    power_decay,
-)
+from hookdiff_ema.profiles import MAX_STD, Power, Ratio, fit, gamma_of, half_life_decay, overlap, power_decay
 
 stds = st.floats(0.01, MAX_STD)
 

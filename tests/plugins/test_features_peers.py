@@ -82,11 +82,7 @@ PACKAGES = {
 @pytest.mark.parametrize("sides", [(32, 32), (64, 48), (299, 299), (400, 300)])
 @pytest.mark.parametrize("recipe", PACKAGES)
 def test_features_are_those_of_the_package(
-    recipe: str,
-    sides: tuple[int, int],
-    weights: Path,
-    space: Callable[[str], Space],
-    monkeypatch: pytest.MonkeyPatch,
+    recipe: str, sides: tuple[int, int], weights: Path, space: Callable[[str], Space], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = pictures(4, 3, *sides)
     with torch.inference_mode():

@@ -101,8 +101,7 @@ def test_a_run_is_compared_with_its_training_images(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = write_config(
-        run={**SMALL["run"], "steps": 2, "plugins": ["checkpoint", "fid"]},
-        plugins={"fid": {"num_samples": 40}},
+        run={**SMALL["run"], "steps": 2, "plugins": ["checkpoint", "fid"]}, plugins={"fid": {"num_samples": 40}}
     )
     code, _, err = hookdiff("run", config, "--out", "run")
     assert code == 0, err

@@ -288,10 +288,7 @@ def test_samples_by_step_and_weights(run: Path, hookdiff: Command) -> None:
     Picture(numpy.zeros((8, 8), numpy.uint8), {"name": "extra/one", "step": 5}).save(picture_path(run, "extra/one", 5))
     assert hookdiff("report", run)[0] == 0
     page = Page.of(run / "report.html")
-    assert page.strips == [
-        {"panels": ["ema", "model"], "steps": [10, 20, 30]},
-        {"panels": [""], "steps": [5]},
-    ]
+    assert page.strips == [{"panels": ["ema", "model"], "steps": [10, 20, 30]}, {"panels": [""], "steps": [5]}]
     for place in range(3):
         black, white = (numpy.array(page.frame(0, panel, place).convert("L")) for panel in (0, 1))
         assert black.min() < 9  # WebP is lossy

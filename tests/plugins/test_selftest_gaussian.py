@@ -118,12 +118,7 @@ WRONG = {
         "loss",
         setter(objective, "q_sample", lambda x0, noise, alpha, sigma: alpha**2 * x0 + sigma**2 * noise),
     ),
-    "another schedule": (
-        EPSILON,
-        "uniform",
-        "loss",
-        setter(Linear, "betas", betas_linear_in_the_square_root),
-    ),
+    "another schedule": (EPSILON, "uniform", "loss", setter(Linear, "betas", betas_linear_in_the_square_root)),
     "DDIM with the old sigma": (
         EPSILON,
         "uniform",

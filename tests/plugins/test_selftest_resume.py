@@ -122,10 +122,7 @@ def test_a_plugin_that_forgets_a_field_is_named(name: str, others: list[str], lo
     ("name", "fact"),
     [
         ("Mangles", "the saved value plugins/mangles/steps (5 and 0)"),
-        (
-            "Counts",
-            "because of the plugin 'counts'; first seen: the logged number updates after step 6 is 6.0 in ",
-        ),
+        ("Counts", "because of the plugin 'counts'; first seen: the logged number updates after step 6 is 6.0 in "),
         ("Draws", "not resumed exactly, perhaps because of the plugin 'draws'"),
         ("Draws", "it draws from a global generator in before_step"),
         ("Wild", "two runs without a stop are not the same, perhaps because of the plugin 'wild'"),

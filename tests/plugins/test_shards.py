@@ -77,14 +77,7 @@ def assert_is_whole(data: Any, num: int = 24) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "set",
-        "set/",
-        "set/*.tar",
-        "set/{000..002}.tar",
-        "set/00{0,1,2}.tar",
-        ["set/000.tar", "set/{001..002}.tar"],
-    ],
+    ["set", "set/", "set/*.tar", "set/{000..002}.tar", "set/00{0,1,2}.tar", ["set/000.tar", "set/{001..002}.tar"]],
 )
 def test_shards_are_found(made: Path, path: Any) -> None:
     assert_is_whole(shards(path))

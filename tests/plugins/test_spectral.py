@@ -125,10 +125,7 @@ def test_patterns_choose_layers(patterns: list[str], names: list[str]) -> None:
         (["*atention*"], "no module matches '*atention*'; did you mean 'attention'?"),
         (["conv_ni"], "no module matches 'conv_ni'; did you mean 'conv_in'?"),
         (["norm_out"], "no module that matches 'norm_out' has a linear layer or convolution in it"),
-        (
-            ["conv_out", "mid.0.conv2"],
-            "no layer is left of mid.0.conv2, conv_out: ",
-        ),
+        (["conv_out", "mid.0.conv2"], "no layer is left of mid.0.conv2, conv_out: "),
     ],
 )
 def test_wrong_patterns_are_refused(patterns: list[str], message: str) -> None:
