@@ -19,12 +19,19 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 # Runs the command; each rank may have words of its own.
 SCRIPT = """
-import os, signal, sys
+import multiprocessing, os, signal, sys
 from hookdiff.cli import main
-signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a rank that torchrun has forked has its handler
+from hookdiff.machine import joining
+if multiprocessing.parent_process():  # torchrun has forked this rank, and waits for what it returns
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which was that of torchrun
+    joining.leave = sys.exit
 own = os.environ.get(f"WORDS_{os.environ['RANK']}", "").split()
 sys.argv = ["hookdiff", *sys.argv[1:], *own]
-main()
+try:
+    main()
+except SystemExit as end:
+    if end.code:
+        raise
 """
 
 # Writes down its process, and waits once at a step, so that it can be killed there.
@@ -147,7 +154,7 @@ def test_all_ranks_need_the_same_config(command: Any, tmp_path: Path) -> None:
 
 
 def test_all_ranks_need_the_same_data(torchrun: Torchrun, pictures: Path) -> None:
-    script = SCRIPT.replace("main()", "os.chdir(f'{os.getcwd()}/{os.environ[\"RANK\"]}')\nmain()")
+    script = SCRIPT.replace("main()", "os.chdir(f'{os.getcwd()}/{os.environ[\"RANK\"]}')\n    main()")
     (pictures / "command.py").write_text(script)
     for rank in "01":
         shutil.copytree(pictures / "pictures", pictures / rank / "pictures")
@@ -183,7 +190,7 @@ def test_a_killed_rank_ends_the_run_and_torchrun_resumes_it_exactly(
     user_module("slow", SLOW)
     run = {"steps": 12, "log_every": 1, "plugins": [plugin, "checkpoint", "ema", "clip", "lr", "slow:Slow"]}
     config = write_small(tmp_path / "small.toml", run=run, plugins={"checkpoint": {"every": 3}})
-    code, _, err = command(2, "run", config, "--out", tmp_path / "whole", options=(), PLACE=str(tmp_path))
+    code, _, err = command(2, "run", config, "--out", tmp_path / "whole", PLACE=str(tmp_path))
     assert code == 0, err
 
     def kill() -> None:
@@ -193,9 +200,8 @@ def test_a_killed_rank_ends_the_run_and_torchrun_resumes_it_exactly(
 
     killer = Thread(target=kill)
     killer.start()
-    where = ("--out", tmp_path / "broken")
-    environment = {"PLACE": str(tmp_path), "WAIT_AT": "8"}
-    code, _, err = command(2, "run", config, *where, options=["--max-restarts=1"], **environment)
+    words = ("run", config, "--out", tmp_path / "broken")
+    code, _, err = command(2, *words, options=[*FORKS, "--max-restarts=1"], PLACE=str(tmp_path), WAIT_AT="8")
     killer.join()
     assert code == 0, err
     assert "resuming from" in err
@@ -209,7 +215,7 @@ def test_a_killed_rank_ends_the_run_and_torchrun_resumes_it_exactly(
 def test_an_end_that_is_no_failure_is_not_trained_again(command: Any, tmp_path: Path) -> None:
     run = {"steps": 10_000_000, "max_time": "2 s", "plugins": ["ddp", "checkpoint"]}
     config = write_small(tmp_path / "small.toml", run=run)
-    code, _, err = command(2, "run", config, options=["--max-restarts=2"])
+    code, _, err = command(2, "run", config, options=[*FORKS, "--max-restarts=2"])
     assert code
     assert outcome(tmp_path / "runs" / "small")["reason"] == "time"
     assert err.count("starts anew") + err.count("resuming from") == 0
