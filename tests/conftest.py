@@ -24,7 +24,8 @@ from hypothesis import settings
 from PIL import Image
 from torch import distributed
 
-from hookdiff import PASS, Loop, hookimpl
+from hookdiff import PASS, Batch, Loop, hookimpl
+from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.disk.tree import flatten, unflatten
 from hookdiff.machine.joining import leave
 from tests.forked import PATIENCE, begin, command, forked, run_main
@@ -378,6 +379,41 @@ class Restores:
     def after_optimizer_step(self, loop: Loop) -> None:
         if loop.progress.step == self.at:
             self.state = saved(loop)
+
+
+def kept(plugins: Mapping[str, object] | None = None, *, at: int, **options: Any) -> Restores:
+    """Train until step `at`; return a plugin that restores that run."""
+    memory = Restores(at=at)
+    toy_loop({**(plugins or {}), "memory": memory}, steps=at, **options).run()
+    return memory
+
+
+def acting(**hooks: Callable[..., Any]) -> object:
+    """Return a plugin that calls the given functions as the hooks after which they are named."""
+    return type("Acting", (), {name: staticmethod(hookimpl(function)) for name, function in hooks.items()})()
+
+
+def ran(loop: Loop) -> Loop:
+    """Run the loop to its end, and return it."""
+    loop.run()
+    return loop
+
+
+def outcomes(loop: Loop) -> list[str]:
+    """Run the loop to its end, and return the outcomes of its steps."""
+    with loop:
+        return [step.outcome for step in loop.steps()]
+
+
+class Batches:
+    """A plugin that keeps the batches of a run."""
+
+    def __init__(self) -> None:
+        self.seen: list[Batch] = []
+
+    @hookimpl
+    def before_step(self, batch: Batch) -> None:
+        self.seen.append(batch)
 
 
 class Logged:
