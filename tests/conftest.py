@@ -56,6 +56,10 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a collection of garbage, which some plugins ask for, would look through all that was imported
+
+
 # The nets of the tests are so small that a second thread would only slow them down, most of all beside other tests.
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that they start
 
