@@ -272,6 +272,18 @@ def hookdiff(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
+def succeed(hookdiff: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Return a function that runs the command line as `hookdiff` does; it must succeed. It returns its stdout."""
+
+    def call(*words: object) -> str:
+        code, out, err = hookdiff(*words)
+        assert code == 0, err
+        return out
+
+    return call
+
+
+@pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Return a function that installs a distribution with its metadata, entry points and modules."""
     before = set(sys.modules)

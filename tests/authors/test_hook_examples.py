@@ -75,19 +75,16 @@ def test_an_example_runs_with_the_imports_that_are_shown_with_it(hook: str) -> N
     assert len({line.split()[1] for line in lines}) == len(lines)
 
 
-def test_the_command_prints_the_contract_and_the_example(hookdiff: Any) -> None:
-    code, out, _ = hookdiff("hooks", "make_batch")
-    assert code == 0
-    lines = [line.strip() for line in out.splitlines()]
+def test_the_command_prints_the_contract_and_the_example(succeed: Any) -> None:
+    lines = [line.strip() for line in succeed("hooks", "make_batch").splitlines()]
     for text in (contract("make_batch"), "\n".join(imports([example("make_batch")])), example("make_batch")):
         assert [line.strip() for line in text.splitlines()] == lines[1 : 1 + len(text.splitlines())]
         lines = lines[1 + len(text.splitlines()) :]
 
 
-def test_a_config_runs_an_example(hookdiff: Any, write_config: Any, tmp_path: Path) -> None:
+def test_a_config_runs_an_example(succeed: Any, write_config: Any, tmp_path: Path) -> None:
     config, run = write_config(run={"steps": 2}), tmp_path / "run"
-    code, _, _ = hookdiff("run", config, "--plugins", "hookdiff.authors.examples:MixUp", "--out", run)
-    assert code == 0
+    succeed("run", config, "--plugins", "hookdiff.authors.examples:MixUp", "--out", run)
     assert '"hookdiff.authors.examples:MixUp"' in (run / "config.toml").read_text()
 
 
