@@ -52,6 +52,7 @@ def test_the_recipe_of_the_docs_trains_on_the_classes_of_a_folder(hookdiff: Any,
     recipe = page.partition("```toml\n")[2].partition("```")[0]
     (folder / "mine.toml").write_text(recipe)
     quick = ["run.epochs=1", "run.batch_size=16", "data.upscale=true", "model.channels=8", "model.head_dim=8"]
+    quick += ["sampling.steps=2"]
     words = [word for setting in quick for word in ("--set", setting)]
     code, _, err = hookdiff("run", "mine.toml", *words)
     assert (code, "classes" in err) == (0, False), err
