@@ -448,6 +448,16 @@ class Logged:
 
 
 @pytest.fixture
+def one_process() -> Iterator[None]:
+    """Make this process the only one of a group."""
+    if not distributed.is_gloo_available():  # as some distributions build it
+        pytest.skip("torch was built without gloo")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
 def second_rank() -> Iterator[None]:
     """Make this process the second of two ranks; collective operations return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -3,7 +3,6 @@
 import ast
 import inspect
 import json
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from attrs import evolve
 from safetensors.torch import load_file
-from torch import distributed, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hookdiff_cuda_graphs.plugin
@@ -41,15 +40,6 @@ BY_HOOK = {  # by the first method
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    if not distributed.is_gloo_available():
-        pytest.skip("torch was built without gloo")
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 def test_every_hook_has_a_short_example_and_a_test() -> None:
