@@ -4,15 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from hookdiff import Loop, hookimpl
 from hookdiff.authors.testing.on_ranks import assert_trains_on_ranks
 from hookdiff.authors.testing.threads import OutOfStep, on_ranks
-from hookdiff.authors.testing.toy import toy_model
 from hookdiff.machine.ranks import first_rank_says, gathered, num_ranks, rank, summed
 from tests.conftest import acting, refused
-from tests.first_party import KINDS, LOOP, OPTIONS
+from tests.first_party import KINDS, LOOP, OPTIONS, net
 
 # These talk to other processes; tests/test_training_on_ranks.py and tests/plugins/test_checkpoint_ranks.py start some.
 REAL = {"ddp", "fsdp", "checkpoint"}
@@ -22,22 +20,14 @@ EXCEPT: dict[str, tuple[str, ...]] = {
 }
 
 
-def net() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 4), toy_model(), nn.Linear(4, 64), nn.Unflatten(1, (1, 8, 8)))
-
-
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in REAL])
 def test_each_plugin_trains_on_two_ranks_as_on_one(name: str) -> None:
     for module in getattr(KINDS[name], "needs", {}):
         pytest.importorskip(module, reason=f"{name} needs the extra package {module}")
     # In fp16 a part of a batch overflows at another scale than the whole.
     options = {"precision": "bf16"} if name == "amp" else OPTIONS.get(name, {})
-    tolerance = 1e-2 if name == "amp" else 1e-4
-    except_for = EXCEPT.get(name, ())
-    assert_trains_on_ranks(
-        lambda: KINDS[name](**options), model=net(), tolerance=tolerance, except_for=except_for, **LOOP
-    )
+    how = {"tolerance": 1e-2 if name == "amp" else 1e-4, "except_for": EXCEPT.get(name, ())}
+    assert_trains_on_ranks(lambda: KINDS[name](**options), model=net(dropout=0), **how, **LOOP)
 
 
 class LogsItsOwn:
