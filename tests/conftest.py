@@ -24,7 +24,8 @@ from hypothesis import settings
 from PIL import Image
 from torch import distributed
 
-from hookdiff import PASS, Loop, hookimpl
+from hookdiff import PASS, Batch, Loop, hookimpl
+from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.disk.tree import flatten, unflatten
 from hookdiff.machine.joining import leave
 from tests.forked import PATIENCE, begin, command, forked, run_main
@@ -53,6 +54,10 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
     for item in () if torch.cuda.is_available() else items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a collection of garbage, which some plugins ask for, would look through all that was imported
 
 
 # The nets of the tests are so small that a second thread would only slow them down, most of all beside other tests.
@@ -267,6 +272,18 @@ def hookdiff(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
+def succeed(hookdiff: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Return a function that runs the command line as `hookdiff` does; it must succeed. It returns its stdout."""
+
+    def call(*words: object) -> str:
+        code, out, err = hookdiff(*words)
+        assert code == 0, err
+        return out
+
+    return call
+
+
+@pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Return a function that installs a distribution with its metadata, entry points and modules."""
     before = set(sys.modules)
@@ -380,6 +397,41 @@ class Restores:
             self.state = saved(loop)
 
 
+def kept(plugins: Mapping[str, object] | None = None, *, at: int, **options: Any) -> Restores:
+    """Train until step `at`; return a plugin that restores that run."""
+    memory = Restores(at=at)
+    toy_loop({**(plugins or {}), "memory": memory}, steps=at, **options).run()
+    return memory
+
+
+def acting(**hooks: Callable[..., Any]) -> object:
+    """Return a plugin that calls the given functions as the hooks after which they are named."""
+    return type("Acting", (), {name: staticmethod(hookimpl(function)) for name, function in hooks.items()})()
+
+
+def ran(loop: Loop) -> Loop:
+    """Run the loop to its end, and return it."""
+    loop.run()
+    return loop
+
+
+def outcomes(loop: Loop) -> list[str]:
+    """Run the loop to its end, and return the outcomes of its steps."""
+    with loop:
+        return [step.outcome for step in loop.steps()]
+
+
+class Batches:
+    """A plugin that keeps the batches of a run."""
+
+    def __init__(self) -> None:
+        self.seen: list[Batch] = []
+
+    @hookimpl
+    def before_step(self, batch: Batch) -> None:
+        self.seen.append(batch)
+
+
 class Logged:
     """A plugin that records the step and the values of each call of `on_log`."""
 
@@ -393,6 +445,16 @@ class Logged:
     def of(self, name: str) -> dict[int, float]:
         """Return the values that were logged under `name`, by step."""
         return {step: values[name] for step, values in self.calls if name in values}
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """Make this process the only one of a group."""
+    if not distributed.is_gloo_available():  # as some distributions build it
+        pytest.skip("torch was built without gloo")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
 
 
 @pytest.fixture

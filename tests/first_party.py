@@ -33,15 +33,12 @@ KINDS: dict[str, Any] = {
 }
 
 
-def net() -> nn.Module:
-    """Return the toy net with dropout, between layers that take and give digits."""
-    before = torch.get_rng_state()
-    torch.manual_seed(1)
-    model = nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 4), toy_model(dropout=0.2), nn.Linear(4, 64), nn.Unflatten(1, (1, 8, 8))
-    )
-    torch.set_rng_state(before)
-    return model
+def net(dropout: float = 0.2) -> nn.Module:
+    """Return the toy net between layers that take and give digits."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        first, toy, last = nn.Linear(64, 4), toy_model(dropout=dropout), nn.Linear(4, 64)
+    return nn.Sequential(nn.Flatten(), first, toy, last, nn.Unflatten(1, (1, 8, 8)))
 
 
 DATA = InMemory(digits().images[:40])  # 4 batches in an epoch

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hookdiff import Batch, Loop, LossOutput, TrackedRun, UserError, hookimpl
 from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
-from tests.conftest import PATIENCE, check_facts, finish, records, refused
+from tests.conftest import PATIENCE, Batches, check_facts, finish, ran, records, refused
 
 PLUGINS = Path(__file__).parents[1] / "examples" / "plugins"
 NAMES = sorted(path.parent.name for path in PLUGINS.glob("*/pyproject.toml"))
@@ -72,33 +72,26 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_package_is_small_and_its_plugin_is_listed_with_its_keys(name: str, installed: None, hookdiff: Run) -> None:
+def test_a_package_is_small_and_its_plugin_is_listed_with_its_keys(name: str, installed: None, succeed: Any) -> None:
     module = PLUGINS / name / f"hookdiff_{name}.py"
     assert len(module.read_text().splitlines()) <= 60
     assert (PLUGINS / name / "README.md").is_file()
 
-    rows = {line.split()[0]: line for line in hookdiff("plugins")[1].splitlines()}
+    rows = {line.split()[0]: line for line in succeed("plugins").splitlines()}
     check_facts(rows[name], f"hookdiff-{name} 0.1.0")
-    code, out, err = hookdiff("plugins", name)
-    assert code == 0, err
-    check_facts(out, f"[plugins.{name}]", *OPTIONS[name])
+    check_facts(succeed("plugins", name), f"[plugins.{name}]", *OPTIONS[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_with_the_plugin_resumes_exactly(
-    name: str, installed: None, hookdiff: Run, write_config: Any, tmp_path: Path
+    name: str, installed: None, succeed: Any, write_config: Any, tmp_path: Path
 ) -> None:
     run = {"steps": 10, "log_every": 1, "plugins": [name, "checkpoint"]}
     config = write_config(run=run, plugins={name: OPTIONS[name]})
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for words in (
-        ("run", config, "--out", whole),
-        ("run", config, "--out", parts, "--set", "run.steps=5"),
-        ("resume", parts, "--steps", 10),
-    ):
-        code, _, err = hookdiff(*words)
-        assert code == 0, err
-
+    succeed("run", config, "--out", whole)
+    succeed("run", config, "--out", parts, "--set", "run.steps=5")
+    succeed("resume", parts, "--steps", 10)
     assert_same(tensors(whole), tensors(parts))
     assert records(whole) == records(parts)
     assert [line["step"] for line in records(parts)] == list(range(1, 9 if name == "target" else 11))
@@ -119,18 +112,18 @@ def test_selftest_finds_no_difference_after_a_kill(site: Path, write_config: Any
 
 
 def test_a_published_plugin_is_found_configured_called_in_order_and_removed(
-    site: Path, installed: None, tmp_path: Path, hookdiff: Run, write_config: Any, start: Any
+    site: Path, installed: None, tmp_path: Path, hookdiff: Run, succeed: Any, write_config: Any, start: Any
 ) -> None:
     own = {"ema": {}, "lookahead": {"every": 2, "alpha": 0.8}}
     config = write_config(run={"steps": 10, "log_every": 5, "plugins": list(own)}, plugins=own)
 
-    assert tomli.loads(hookdiff("check", config)[1])["plugins"]["lookahead"] == own["lookahead"]
+    assert tomli.loads(succeed("check", config))["plugins"]["lookahead"] == own["lookahead"]
     wrong = "--set", "plugins.lookahead.alhpa=1", "--set", "plugins.lookahead.every=0"
     code, _, err = hookdiff("check", config, *wrong)
     assert code == 2
     check_facts(err, "plugins.lookahead.alhpa", "'alpha'", "plugins.lookahead.every")
 
-    order = dict(line.split(maxsplit=1) for line in hookdiff("plugins", "--order", config)[1].splitlines())
+    order = dict(line.split(maxsplit=1) for line in succeed("plugins", "--order", config).splitlines())
     assert order["on_start"] == "ema (first) > lookahead"
     assert order["optimizer_step"] == "lookahead (around)"
 
@@ -176,17 +169,6 @@ class Scale:
         return (output.per_sample / scale.exp() + scale).mean()
 
 
-class Batches:
-    """A plugin that keeps the batches of a run."""
-
-    def __init__(self) -> None:
-        self.seen: list[Batch] = []
-
-    @hookimpl
-    def before_step(self, batch: Batch) -> None:
-        self.seen.append(batch)
-
-
 def normed() -> nn.Module:
     """Return a net on four numbers with batch norm."""
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
@@ -200,8 +182,7 @@ def test_sam_equals_a_plain_loop(installed: None, make: Callable[[], nn.Module],
     reference = copy.deepcopy(model)
     scale, batches = Scale(), Batches()
     plugins = {"sam": SAM(rho=0.3), "scale": scale, "batches": batches}
-    loop = toy_loop(plugins, model=model, optimizers=sgd, steps=6, micro_batch=micro_batch)
-    loop.run()
+    loop = ran(toy_loop(plugins, model=model, optimizers=sgd, steps=6, micro_batch=micro_batch))
 
     s = torch.zeros((), requires_grad=True)
     parameters = list(reference.parameters())
@@ -231,12 +212,11 @@ def test_sam_equals_a_plain_loop(installed: None, make: Callable[[], nn.Module],
 
 
 def test_sam_trains_in_fp16_and_leaves_out_steps_that_overflow(
-    installed: None, hookdiff: Run, write_config: Any, tmp_path: Path
+    installed: None, succeed: Any, write_config: Any, tmp_path: Path
 ) -> None:
     run = {"steps": 4, "log_every": 1, "plugins": ["sam", "amp", "nan"]}
     config = write_config(run=run, plugins={"amp": {"precision": "fp16", "init_scale": 2.0**30}})
-    code, _, err = hookdiff("run", config, "--out", tmp_path / "run")
-    assert code == 0, err
+    succeed("run", config, "--out", tmp_path / "run")
     last = records(tmp_path / "run")[-1]
     assert last["amp/void_steps"] > 0
     assert math.isfinite(last["loss"])
@@ -264,23 +244,18 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def test_the_table_holds_what_was_logged_also_after_a_resume(
-    installed: None, hookdiff: Run, write_config: Any, tmp_path: Path, user_module: Any
+    installed: None, succeed: Any, write_config: Any, tmp_path: Path, user_module: Any
 ) -> None:
     user_module("late", "from tests.test_example_plugins import Late")
     run = {"steps": 12, "log_every": 2, "plugins": ["csv", "checkpoint", "late:Late"]}
     config = write_config(run=run, plugins={"checkpoint": {"every": 5}})
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-
-    def call(*words: object) -> None:
-        code, _, err = hookdiff(*words)
-        assert code == 0, err
-
-    call("run", config, "--out", whole)
-    call("run", config, "--out", parts, "--set", "run.steps=9")
+    succeed("run", config, "--out", whole)
+    succeed("run", config, "--out", parts, "--set", "run.steps=9")
     shutil.rmtree(parts / "checkpoints" / "step-00000009")  # steps 6 to 9 are trained again
     with (parts / "metrics.csv").open("a") as file:
         file.write("1")  # a row that was not completed
-    call("resume", parts, "--steps", 12, "--trust")
+    succeed("resume", parts, "--steps", 12, "--trust")
 
     assert (whole / "metrics.csv").read_text() == (parts / "metrics.csv").read_text()
     table = rows(parts / "metrics.csv")
@@ -294,8 +269,7 @@ def test_values_of_the_same_step_share_a_row_and_an_earlier_step_replaces_later_
 ) -> None:
     from hookdiff_csv import Csv
 
-    loop = toy_loop({"csv": Csv(), "late": Late()}, run_dir=tmp_path, epochs=2, steps=None, batch_size=10, log_every=1)
-    loop.run()
+    toy_loop({"csv": Csv(), "late": Late()}, run_dir=tmp_path, epochs=2, batch_size=10, log_every=1).run()
     table = rows(tmp_path / "metrics.csv")
     assert [int(row["step"]) for row in table] == list(range(1, 9))
     assert [row["epochs"] for row in table] == ["", "", "", "1.0", "", "", "", "2.0"]
@@ -324,8 +298,7 @@ def test_a_write_that_fails_in_the_middle_is_repeated(
 
     monkeypatch.setattr("csv.DictWriter.writerow", write_half)
     sink = Csv(path="a.csv")
-    loop = toy_loop({"csv": sink, "curve": Curve(3, 2, 1)}, run_dir=tmp_path, steps=3, log_every=5)
-    loop.run()
+    toy_loop({"csv": sink, "curve": Curve(3, 2, 1)}, run_dir=tmp_path, steps=3).run()
     assert failed
     assert (tmp_path / "a.csv").read_text() == "step,curve\n1,3.0\n2,2.0\n3,1.0\n"
 
@@ -368,22 +341,19 @@ def test_the_learned_weight_is_the_loss_of_the_noise_level(installed: None) -> N
 
 
 def test_the_learned_weight_does_not_depend_on_micro_batch(
-    installed: None, hookdiff: Run, write_config: Any, tmp_path: Path
+    installed: None, succeed: Any, write_config: Any, tmp_path: Path
 ) -> None:
     run = {"steps": 5, "log_every": 1, "plugins": ["uncertainty", "checkpoint", "lr", "clip"]}
     adopted = {"adopted": ["uncertainty"]}
     diffusion = {"process": {"use": "vp", "schedule": "cosine", "timesteps": 20}, "weighting": "min_snr"}
     config = write_config(run=run, plugins={"lr": adopted, "clip": adopted}, diffusion=diffusion)
     for size in (16, 5):
-        code, _, err = hookdiff("run", config, "--out", tmp_path / str(size), "--set", f"run.micro_batch={size}")
-        assert code == 0, err
+        succeed("run", config, "--out", tmp_path / str(size), "--set", f"run.micro_batch={size}")
     one, other = tensors(tmp_path / "16"), tensors(tmp_path / "5")
     assert any(name.startswith("uncertainty.safetensors") and "linear" in name for name in one)
     torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
-    without = "no:uncertainty,no:lr,no:clip"
-    code, _, err = hookdiff("run", config, "--out", tmp_path / "plain", "--plugins", without)
-    assert code == 0, err
+    succeed("run", config, "--out", tmp_path / "plain", "--plugins", "no:uncertainty,no:lr,no:clip")
     first, plain = records(tmp_path / "16"), records(tmp_path / "plain")
     assert first[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)  # u starts at zero
     assert first[1]["loss"] != plain[1]["loss"]
@@ -406,9 +376,8 @@ def test_an_objective_without_a_log_snr_is_refused(installed: None) -> None:
 def test_chosen_weights_stay_until_the_step_and_are_trained_after_it(installed: None) -> None:
     from hookdiff_freeze import Freeze
 
-    loop = toy_loop({"freeze": Freeze(weights=["0.*", "?.bias"], until=5)})
-    seen = [weights(loop)]
-    with loop:
+    with toy_loop({"freeze": Freeze(weights=["0.*", "?.bias"], until=5)}) as loop:
+        seen = [weights(loop)]
         for _ in loop.steps():
             seen.append(weights(loop))
     frozen = {"0.weight", "0.bias", "3.bias"}
@@ -467,13 +436,12 @@ def test_a_run_ends_at_its_target(
 
 
 def test_a_run_at_its_target_stays_ended_unless_the_target_is_harder(
-    installed: None, hookdiff: Run, write_config: Any, tmp_path: Path
+    installed: None, hookdiff: Run, succeed: Any, write_config: Any, tmp_path: Path
 ) -> None:
     run = {"steps": 6, "log_every": 2, "plugins": ["target", "checkpoint"]}
     config = write_config(run=run, plugins={"target": {"metric": "loss", "value": 100.0}})
     for words, step in (((), 2), (("--resume",), 2), (("--resume", "--set", "plugins.target.value=0.0"), 6)):
-        code, _, err = hookdiff("run", config, "--out", tmp_path / "run", *words)
-        assert code == 0, err
+        succeed("run", config, "--out", tmp_path / "run", *words)
         outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
         assert (outcome["step"], outcome["reason"]) == (step, "plugin" if step == 2 else "done")
 

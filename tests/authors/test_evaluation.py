@@ -13,7 +13,7 @@ from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.authors.testing.toy import toy_loop, toy_model
 from hookdiff.authors.testing.transfers import CountTransfers
 from hookdiff_ema import EMA
-from tests.conftest import Logged, Restores, refused, saved
+from tests.conftest import Logged, Restores, kept, ran, refused, saved
 
 
 @define(eq=False)
@@ -45,9 +45,8 @@ class Dice:
 
 def test_values_are_logged_under_val() -> None:
     logged = Logged()
-    toy_loop(
-        {"measure": Measure(every=4, read=lambda loop: {"a": 2.0, "b": (6.0, 4)}), "logged": logged}, steps=9
-    ).run()
+    measure = Measure(every=4, read=lambda loop: {"a": 2.0, "b": (6.0, 4)})
+    toy_loop({"measure": measure, "logged": logged}, steps=9).run()
     assert logged.of("val/a") == {4: 2.0, 8: 2.0, 9: 2.0}
     assert logged.of("val/b") == {4: 1.5, 8: 1.5, 9: 1.5}
 
@@ -81,9 +80,7 @@ def test_a_measurement_does_not_change_the_training() -> None:
         numpy.random.seed(0)
         random.seed(0)
         model = nn.Sequential(toy_model(dropout=0.3), nn.BatchNorm1d(4))
-        loop = toy_loop({**plugins, "ema": EMA(), "dice": Dice()}, model=model, steps=8, micro_batch=3)
-        loop.run()
-        return loop
+        return ran(toy_loop({**plugins, "ema": EMA(), "dice": Dice()}, model=model, steps=8, micro_batch=3))
 
     def read(loop: Loop) -> dict[str, Any]:
         return {**draws(loop), "mean": loop.net(torch.randn(5, 4)).mean()}
@@ -165,18 +162,14 @@ def test_a_resumed_run_measures_at_the_same_steps(every: Any, cut: int) -> None:
 
 @pytest.mark.parametrize("every", [3, 4, "1 epochs", 0])
 def test_a_run_that_was_done_is_not_measured_again(every: Any) -> None:
-    loop = toy_loop({"measure": Measure(every=every)}, steps=8)
-    loop.run()
-    again = Measure(every=every)
+    loop, again = ran(toy_loop({"measure": Measure(every=every)}, steps=8)), Measure(every=every)
     toy_loop({"measure": again, "restores": Restores(saved(loop))}, steps=8).run()
     assert again.steps == []
 
 
 def test_the_end_is_measured_by_the_resumed_run_if_the_first_was_killed_before() -> None:
-    restores = Restores(at=8)  # the last step
-    toy_loop({"measure": Measure(every=3), "restores": restores}, steps=8).run()
-    again = Measure(every=3)
-    toy_loop({"measure": again, "restores": Restores(restores.state)}, steps=8).run()
+    restores, again = kept({"measure": Measure(every=3)}, at=8), Measure(every=3)  # the last step
+    toy_loop({"measure": again, "restores": restores}, steps=8).run()
     assert again.steps == [8]
 
 

@@ -1,10 +1,8 @@
 """The example of each hook: its length, and its effect in a small training."""
 
 import ast
-import copy
 import inspect
 import json
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 import torch
 from attrs import evolve
 from safetensors.torch import load_file
-from torch import distributed, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hookdiff_cuda_graphs.plugin
@@ -29,7 +27,7 @@ from hookdiff.log.picture import Picture
 from hookdiff.loop.hookspecs import HOOK_NAMES, HOOKS
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_cuda_graphs import CudaGraphs
-from tests.conftest import Logged, check_facts, refused, warnings
+from tests.conftest import Batches, Logged, check_facts, outcomes, ran, refused, saved, warnings
 from tests.replayed import CpuRecorder
 
 LABELS = torch.arange(4).repeat(10)
@@ -42,31 +40,6 @@ BY_HOOK = {  # by the first method
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-
-
-class Seen:
-    """Keeps the batches of a run and the kinds of its steps."""
-
-    def __init__(self) -> None:
-        self.batches: list[Batch] = []
-
-    @hookimpl
-    def before_step(self, batch: Batch) -> None:
-        self.batches.append(batch)
-
-
-def outcomes(loop: Loop) -> list[str]:
-    with loop:
-        return [step.outcome for step in loop.steps()]
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    if not distributed.is_gloo_available():
-        pytest.skip("torch was built without gloo")
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 def test_every_hook_has_a_short_example_and_a_test() -> None:
@@ -92,19 +65,16 @@ def test_an_example_runs_with_the_imports_that_are_shown_with_it(hook: str) -> N
     assert len({line.split()[1] for line in lines}) == len(lines)
 
 
-def test_the_command_prints_the_contract_and_the_example(hookdiff: Any) -> None:
-    code, out, _ = hookdiff("hooks", "make_batch")
-    assert code == 0
-    lines = [line.strip() for line in out.splitlines()]
+def test_the_command_prints_the_contract_and_the_example(succeed: Any) -> None:
+    lines = [line.strip() for line in succeed("hooks", "make_batch").splitlines()]
     for text in (contract("make_batch"), "\n".join(imports([example("make_batch")])), example("make_batch")):
         assert [line.strip() for line in text.splitlines()] == lines[1 : 1 + len(text.splitlines())]
         lines = lines[1 + len(text.splitlines()) :]
 
 
-def test_a_config_runs_an_example(hookdiff: Any, write_config: Any, tmp_path: Path) -> None:
+def test_a_config_runs_an_example(succeed: Any, write_config: Any, tmp_path: Path) -> None:
     config, run = write_config(run={"steps": 2}), tmp_path / "run"
-    code, _, _ = hookdiff("run", config, "--plugins", "hookdiff.authors.examples:MixUp", "--out", run)
-    assert code == 0
+    succeed("run", config, "--plugins", "hookdiff.authors.examples:MixUp", "--out", run)
     assert '"hookdiff.authors.examples:MixUp"' in (run / "config.toml").read_text()
 
 
@@ -116,73 +86,60 @@ def test_choose(load_small: Any) -> None:
 
 def test_prepare_model() -> None:
     loop = toy_loop({"freeze": examples.FreezePart("0")}, optimizers=sgd)
-    before = weights(loop)
-    loop.run()
-    after = weights(loop)
+    before, after = weights(loop), weights(ran(loop))
     assert [name for name in after if not torch.equal(before[name], after[name])] == ["3.weight", "3.bias"]
 
 
 def test_wrap_net(one_process: None) -> None:
-    loop, alone = toy_loop({"distributed": examples.Distributed()}), toy_loop()
-    loop.run()
-    alone.run()
+    loop = ran(toy_loop({"distributed": examples.Distributed()}))
     assert isinstance(loop.net, DistributedDataParallel)
     assert not isinstance(loop.model, DistributedDataParallel)
-    assert_same(weights(loop), weights(alone))
+    assert_same(weights(loop), weights(ran(toy_loop())))
 
 
 def test_restore() -> None:
-    whole, first = toy_loop(), toy_loop(steps=7)
-    whole.run()
-    first.run()
-    second = toy_loop({"start": examples.StartFrom(copy.deepcopy(first.state_dict()))})
-    with second:
+    with toy_loop({"start": examples.StartFrom(saved(ran(toy_loop(steps=7))))}) as second:
         assert second.first_step == 7
         assert len(list(second.steps())) == 13
-    assert_same(weights(second), weights(whole))
+    assert_same(weights(second), weights(ran(toy_loop())))
 
 
 def test_check_state() -> None:
-    first = toy_loop({"mine": examples.Versioned()}, steps=1)
-    first.run()
+    first = ran(toy_loop({"mine": examples.Versioned()}, steps=1))
     for version in (1, 2):
-        saved = {**copy.deepcopy(first.state_dict()), "plugins": {"mine": {"version": version}}}
-        loop = toy_loop({"mine": examples.Versioned(), "start": examples.StartFrom(saved)}, steps=2)
+        start = examples.StartFrom({**saved(first), "plugins": {"mine": {"version": version}}})
+        loop = toy_loop({"mine": examples.Versioned(), "start": start}, steps=2)
         with nullcontext() if version == 1 else refused(UserError, "'mine'", 2, 1):
             loop.run()
         assert loop.progress.step == (2 if version == 1 else 0)
 
 
 def test_on_start() -> None:
-    loop = toy_loop({"anomalies": examples.Anomalies()})
-    with loop:
+    with toy_loop({"anomalies": examples.Anomalies()}):
         assert torch.is_anomaly_enabled()
     assert not torch.is_anomaly_enabled()
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, plugin: object) -> tuple[Loop, list[int]]:
-    """Train with steps that are recorded after three; return the loop, and how often passes and update are replayed."""
+def recorded(monkeypatch: pytest.MonkeyPatch, plugin: object) -> tuple[Logged, list[int]]:
+    """Train with steps that are recorded after three; return the log, and how often passes and update are replayed."""
     recorder = CpuRecorder()
     monkeypatch.setattr(hookdiff_cuda_graphs.plugin, "recorder_for", lambda device: recorder)
     optimizer: Any = lambda model: torch.optim.SGD(model.parameters(), lr=0.1, fused=True)  # noqa: E731
-    loop = toy_loop({"graphs": CudaGraphs(), "mine": plugin, "sink": Logged()}, optimizers=optimizer, log_every=10)
-    loop.run()
-    return loop, recorder.num_replays
+    logged = Logged()
+    toy_loop({"graphs": CudaGraphs(), "mine": plugin, "sink": logged}, optimizers=optimizer, log_every=10).run()
+    return logged, recorder.num_replays
 
 
 def test_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, num_replays = recorded(monkeypatch, examples.FirstNorm())
+    logged, num_replays = recorded(monkeypatch, examples.FirstNorm())
     assert num_replays == [17, 17]
-    sink: Any = loop.plugins["sink"]
-    assert list(sink.of("first_norm")) == [10, 20]
+    assert list(logged.of("first_norm")) == [10, 20]
 
 
 def test_on_ready(tmp_path: Path) -> None:
     def made(steps: int, *plugins: object) -> Loop:
-        named = {type(plugin).__name__: plugin for plugin in plugins}
-        return toy_loop(
-            {"checkpoint": Checkpoint(), **builtin_plugins(), **named}, run_dir=tmp_path, resume=True, steps=steps
-        )
+        named = {"checkpoint": Checkpoint(), **{type(plugin).__name__: plugin for plugin in plugins}}
+        return toy_loop({**builtin_plugins(), **named}, run_dir=tmp_path, resume=True, steps=steps)
 
     assert outcomes(made(3, examples.MustResume())) == []
     made(3).run()
@@ -192,33 +149,31 @@ def test_on_ready(tmp_path: Path) -> None:
 
 
 def test_before_epoch() -> None:
-    seen = Seen()
+    batches = Batches()
     data = InMemory(torch.linspace(-1, 1, 160).reshape(40, 4), LABELS)
-    toy_loop({"classes": examples.ClassByClass(), "seen": seen}, data=data, epochs=4).run()
-    labels = [batch.labels.tolist() for batch in seen.batches if batch.labels is not None]
-    assert [set().union(*labels[5 * epoch : 5 * epoch + 5]) for epoch in range(4)] == [
-        set(range(epoch + 1)) for epoch in range(4)
-    ]
+    toy_loop({"classes": examples.ClassByClass(), "batches": batches}, data=data, epochs=4).run()
+    labels = [batch.labels.tolist() for batch in batches.seen if batch.labels is not None]
+    for epoch in range(4):
+        assert set().union(*labels[5 * epoch : 5 * epoch + 5]) == set(range(epoch + 1))
 
 
 def test_make_batch() -> None:
-    mixed, plain = Seen(), Seen()
-    toy_loop({"mix": examples.MixUp(), "seen": mixed}, steps=2).run()
-    toy_loop({"seen": plain}, steps=2).run()
-    for changed, batch in zip(mixed.batches, plain.batches, strict=True):
+    mixed, plain = Batches(), Batches()
+    toy_loop({"mix": examples.MixUp(), "batches": mixed}, steps=2).run()
+    toy_loop({"batches": plain}, steps=2).run()
+    for changed, batch in zip(mixed.seen, plain.seen, strict=True):
         assert len(changed) == len(batch)
         partners = (changed.inputs - 0.8 * batch.inputs) / 0.2
         distances = torch.cdist(partners, batch.inputs)
         assert distances.min(1).values.max() < 1e-5  # each partner is a sample of the batch,
         assert sorted(distances.argmin(1).tolist()) == list(range(8))  # and each sample is a partner once
-    order = [torch.cdist(b.inputs, b.inputs) for b in mixed.batches]
+    order = [torch.cdist(b.inputs, b.inputs) for b in mixed.seen]
     assert not torch.equal(*order)
 
 
 def test_before_step() -> None:
-    loop = toy_loop({"decay": examples.LessDecay()}, optimizers=sgd, steps=101)
     rates = []
-    with loop:
+    with toy_loop({"decay": examples.LessDecay()}, optimizers=sgd, steps=101) as loop:
         for _ in loop.steps():
             rates += [group["weight_decay"] for optimizer in loop.optimizers for group in optimizer.param_groups]
     assert rates[0] == 0.01
@@ -226,17 +181,14 @@ def test_before_step() -> None:
 
 
 def test_needs_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, num_replays = recorded(monkeypatch, examples.LargestGradient())
+    logged, num_replays = recorded(monkeypatch, examples.LargestGradient())
     assert num_replays == [17, 15]  # the host made the updates of two of the steps that log
-    sink: Any = loop.plugins["sink"]
-    assert list(sink.of("largest")) == [10, 20]
+    assert list(logged.of("largest")) == [10, 20]
 
 
 def test_accumulate() -> None:
     def run(plugins: dict[str, object], dropout: float) -> Loop:
-        loop = toy_loop(plugins, model=toy_model(dropout=dropout), optimizers=sgd, steps=1)
-        loop.run()
-        return loop
+        return ran(toy_loop(plugins, model=toy_model(dropout=dropout), optimizers=sgd, steps=1))
 
     two = {"two": examples.TwoDropouts()}
     assert_same(weights(run(two, 0.0)), weights(run({}, 0.0)))  # the mean of two equal gradients
@@ -260,9 +212,7 @@ def test_micro_step(one_process: None) -> None:
             return (yield)
 
     plugins = {"distributed": examples.Distributed(), "once": examples.SyncOnce(), "seen": Synced()}
-    loop, alone = toy_loop(plugins, micro_batch=3, steps=4), toy_loop(micro_batch=3, steps=4)
-    loop.run()
-    alone.run()
+    loop, alone = (ran(toy_loop(chosen, micro_batch=3, steps=4)) for chosen in (plugins, {}))
     assert seen == [[False, False, True]] * 4
     assert_same(weights(loop), weights(alone))
 
@@ -284,8 +234,7 @@ def test_reduce_loss() -> None:
             return evolve((yield), weights=torch.full((len(batch),), 3.0))
 
     for plugins, factor in (({}, 1), ({"weighted": Weighted()}, 3)):
-        loop = toy_loop({"robust": examples.Robust(), **plugins}, steps=1)
-        loop.run()
+        loop = ran(toy_loop({"robust": examples.Robust(), **plugins}, steps=1))
         assert loop.output.per_sample is not None
         torch.testing.assert_close(loop.output.loss, factor * loop.output.per_sample.log1p().mean())
 
@@ -322,9 +271,8 @@ def test_unscale() -> None:
 
 def test_on_nan(caplog: pytest.LogCaptureFixture) -> None:
     skip = {"skip": examples.SkipBadSamples()}
-    assert outcomes(toy_loop({**skip, "one": Factor(float("nan"), slice(2, 3))}, steps=2)) == [
-        *("updated", "skipped", "updated")
-    ]
+    one = Factor(float("nan"), slice(2, 3))
+    assert outcomes(toy_loop({**skip, "one": one}, steps=2)) == ["updated", "skipped", "updated"]
     assert "samples at fault: 1 of 8" in caplog.text
     assert outcomes(toy_loop({**skip, "all": Factor(float("nan"))}, steps=2)) == ["updated", "stopped"]
 
@@ -342,14 +290,13 @@ def test_after_backward() -> None:
 
 
 def test_optimizer_step() -> None:
-    loop = toy_loop({"limit": examples.Limit()}, optimizers=lambda model: torch.optim.SGD(model.parameters(), lr=1.0))
-    loop.run()
+    optimizer = lambda model: torch.optim.SGD(model.parameters(), lr=1.0)  # noqa: E731
+    loop = ran(toy_loop({"limit": examples.Limit()}, optimizers=optimizer))
     assert max(float(value.abs().max()) for value in weights(loop).values()) == 0.5
 
 
 def test_after_optimizer_step() -> None:
-    loop = toy_loop({"target": examples.StopAtTarget()}, steps=500)
-    with loop:
+    with toy_loop({"target": examples.StopAtTarget()}, steps=500) as loop:
         losses = [step.loss for step in loop.steps()]
     assert 1 < len(losses) < 500
     assert min(losses[:-1]) >= 0.5 > losses[-1]
@@ -357,15 +304,13 @@ def test_after_optimizer_step() -> None:
 
 
 def test_on_epoch_end(tmp_path: Path) -> None:
-    loop = toy_loop({"files": examples.EpochFiles()}, epochs=2, run_dir=tmp_path)
-    loop.run()
+    loop = ran(toy_loop({"files": examples.EpochFiles()}, epochs=2, run_dir=tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"epoch-1.safetensors", "epoch-2.safetensors"}
     assert_same(load_file(tmp_path / "epoch-2.safetensors"), weights(loop))
 
 
 def test_between_steps(tmp_path: Path) -> None:
-    loop = toy_loop({"stop": examples.StopFile()}, run_dir=tmp_path)
-    with loop:
+    with toy_loop({"stop": examples.StopFile()}, run_dir=tmp_path) as loop:
         for step in loop.steps():
             if step.step == 4:
                 (tmp_path / "stop").touch()
@@ -373,10 +318,8 @@ def test_between_steps(tmp_path: Path) -> None:
 
 
 def test_sample() -> None:
-    with toy_loop({"rounded": examples.Rounded()}) as loop:
-        rounded = loop.sample(SampleRequest(4)).images
-    with toy_loop() as loop:
-        images = loop.sample(SampleRequest(4)).images
+    with toy_loop({"rounded": examples.Rounded()}) as loop, toy_loop() as plain:
+        rounded, images = (each.sample(SampleRequest(4)).images for each in (loop, plain))
     levels = (rounded + 1) * 127.5
     torch.testing.assert_close(levels, levels.round(), atol=1e-4, rtol=0)
     assert (rounded - images).abs().max() <= 0.5 / 127.5 + 1e-6
@@ -393,8 +336,7 @@ def test_offer_weights() -> None:
 
 
 def test_on_log(tmp_path: Path) -> None:
-    loop = toy_loop({"latest": examples.Latest()}, run_dir=tmp_path)
-    loop.run()
+    toy_loop({"latest": examples.Latest()}, run_dir=tmp_path).run()
     latest = json.loads((tmp_path / "latest.json").read_text())
     assert latest["step"] == 20
     assert {"loss", "grad_norm"} <= latest.keys()
@@ -423,8 +365,7 @@ def test_on_distributions(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_on_event() -> None:
-    loop = toy_loop({"stop": examples.StopAtFinding()})
-    with loop:
+    with toy_loop({"stop": examples.StopAtFinding()}) as loop:
         for step in loop.steps():
             loop.log.report(Finding("error" if step.step == 3 else "warning", "too hot"))
     assert (loop.progress.step, loop.end.message) == (3, "too hot")

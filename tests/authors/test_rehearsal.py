@@ -1,6 +1,7 @@
 """Passes of a step on trial: `rehearsing` leaves no trace, also after an error."""
 
 from collections.abc import Callable, Generator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hookdiff.authors.testing.compare import assert_same
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.disk.tree import flatten
 from hookdiff_amp import AMP
+from tests.conftest import acting, ran
 from tests.sam import SAM, Uncertainty
 
 
@@ -96,39 +98,31 @@ def test_it_leaves_no_trace(kind: Callable[[], Any], fails: bool) -> None:
     plugins = {"counts": Counts(), "amp": AMP("fp16"), "moves": moves, "weight": Uncertainty()}
     seen: list[Any] = []
 
-    class Looks:
-        @hookimpl
-        def after_backward(self, loop: Loop) -> None:
-            batch = loop.objective.draw(next(loop.feed.batches(0)), torch.Generator())
-            loop.log({"mine": 1.0})
-            loop.log.flush()
-            before = look(loop)
-            error = None
-            try:
-                with rehearsing(loop) as passes:
-                    loop.set_micro_batch(2)
-                    passes(batch)
-                    if isinstance(moves, Careless):
-                        moves.fails = fails
-                    passes(batch[:4])
-                    if fails:
-                        raise MemoryError
-            except MemoryError as caught:
-                error = caught
+    def trial(loop: Loop) -> None:
+        batch = loop.objective.draw(next(loop.feed.batches(0)), torch.Generator())
+        loop.log({"mine": 1.0})
+        loop.log.flush()
+        before = look(loop)
+        with pytest.raises(MemoryError) if fails else nullcontext(), rehearsing(loop) as passes:
+            loop.set_micro_batch(2)
+            passes(batch)
             if isinstance(moves, Careless):
-                moves.fails = False
-            assert (error is not None) == fails
-            seen.append((before, look(loop)))
+                moves.fails = fails
+            passes(batch[:4])
+            if fails:
+                raise MemoryError
+        if isinstance(moves, Careless):
+            moves.fails = False
+        seen.append((before, look(loop)))
 
-    loop = toy_loop(
-        {**plugins, "looks": Looks()},
+    toy_loop(
+        {**plugins, "tries": acting(after_backward=trial)},
         model=Net(),
         optimizers=lambda model: torch.optim.AdamW([p for n, p in model.named_parameters() if n != "gain"], 0.01),
         hparams={"run": {"micro_batch": "auto"}},
         steps=3,
         micro_batch=4,
-    )
-    loop.run()
+    ).run()
     assert len(seen) == 3
     for (tensors, others), (tensors_after, others_after) in seen:
         assert_same(tensors_after, tensors)
@@ -140,36 +134,31 @@ def test_the_passes_are_those_of_the_step() -> None:
     trials: list[dict[str, Tensor]] = []
     real: list[dict[str, Tensor]] = []
 
-    class Tries:
-        @hookimpl
-        def before_step(self, loop: Loop, batch: Batch) -> None:
-            with rehearsing(loop) as passes:
-                output = passes(batch)
-                trials.append({**loop.gradients.named(), "loss": output.loss})
+    def trial(loop: Loop, batch: Batch) -> None:
+        with rehearsing(loop) as passes:
+            output = passes(batch)
+            trials.append({**loop.gradients.named(), "loss": output.loss})
 
-        @hookimpl
-        def after_backward(self, loop: Loop) -> None:
-            real.append({n: g.clone() for n, g in loop.gradients.named().items()} | {"loss": loop.output.loss})
+    def note(loop: Loop) -> None:
+        real.append({n: g.clone() for n, g in loop.gradients.named().items()} | {"loss": loop.output.loss})
 
-    toy_loop({"sam": SAM(), "weight": Uncertainty(), "tries": Tries()}, model=Net(), steps=3, micro_batch=4).run()
+    plugins = {"sam": SAM(), "weight": Uncertainty(), "tries": acting(before_step=trial, after_backward=note)}
+    toy_loop(plugins, model=Net(), steps=3, micro_batch=4).run()
     assert len(real) == 3
     for one, other in zip(trials, real, strict=True):
         assert_same(one, other)
 
 
 def test_a_run_with_trials_is_the_run_without() -> None:
-    class Tries:
-        @hookimpl
-        def before_step(self, loop: Loop, batch: Batch) -> None:
-            with rehearsing(loop) as passes:
-                passes(batch)
+    def trial(loop: Loop, batch: Batch) -> None:
+        with rehearsing(loop) as passes:
+            passes(batch)
 
     def state(**more: object) -> tuple[dict[str, Tensor], Any]:
         torch.manual_seed(3)
-        loop = toy_loop({"sam": SAM(), "counts": Counts(), "weight": Uncertainty(), **more}, model=Net(), steps=6)
-        loop.run()
-        return flatten(loop.state_dict())
+        plugins = {"sam": SAM(), "counts": Counts(), "weight": Uncertainty(), **more}
+        return flatten(ran(toy_loop(plugins, model=Net(), steps=6)).state_dict())
 
-    (tensors, tree), (expected, expected_tree) = state(tries=Tries()), state()
+    (tensors, tree), (expected, expected_tree) = state(tries=acting(before_step=trial)), state()
     assert_same(tensors, expected)
     assert {**tree, "versions": {}} == {**expected_tree, "versions": {}}

@@ -52,17 +52,13 @@ def test_any_float_can_be_shown(dtype: torch.dtype) -> None:
     assert to_uint8(images).tolist() == [0, 128, 255]
 
 
-def test_latents_become_a_picture_for_each_channel() -> None:
-    latents = torch.arange(2 * 4 * 3 * 5).reshape(2, 4, 3, 5)
-    pictures = as_pictures(latents)
-    assert pictures.shape == (8, 1, 3, 5)
-    assert torch.equal(pictures[5, 0], latents[1, 1])
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_pictures_are_unchanged(channels: int) -> None:
-    images = noise(2, channels, 3, 5)
-    assert as_pictures(images) is images
+@pytest.mark.parametrize(("channels", "shape"), [(1, (2, 1, 4, 5)), (3, (2, 3, 4, 5)), (4, (8, 1, 4, 5))])
+def test_pictures_have_one_or_three_channels(channels: int, shape: tuple[int, ...]) -> None:
+    images = noise(2, channels, 4, 5)
+    pictures = as_pictures(images)
+    assert pictures.shape == shape
+    assert torch.equal(pictures.flatten(), images.flatten())
+    assert (pictures is images) == (channels != 4)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

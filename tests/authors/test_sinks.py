@@ -20,13 +20,18 @@ from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.log.distribution import Distribution
 from hookdiff.log.event import Event
 from hookdiff.log.picture import Picture
-from hookdiff.log.pixels import as_pictures
-from tests.conftest import PATIENCE, Restores, StopAt, check_facts, refused, saved, wait_until, warnings
+from tests.conftest import PATIENCE, Restores, StopAt, acting, check_facts, ran, refused, saved, wait_until, warnings
 from tests.plugins.test_tensorboard import Loses
 
 
 def make_loop(plugins: Mapping[str, object], steps: int = 4) -> Loop:
     return toy_loop(plugins, steps=steps, log_every=1)
+
+
+def check_warning(caplog: pytest.LogCaptureFixture, *facts: object) -> None:
+    """Assert that there was one warning, with these facts."""
+    (warning,) = warnings(caplog)
+    check_facts(warning, *facts)
 
 
 @define(eq=False)
@@ -165,9 +170,7 @@ def test_a_sink_is_called_on_one_thread_of_its_own() -> None:
 @pytest.fixture(scope="module")
 def without() -> Mapping[str, Any]:
     """The weights of a run that has no sink."""
-    loop = make_loop({"everything": Everything()})
-    loop.run()
-    return weights(loop)
+    return weights(ran(make_loop({"everything": Everything()})))
 
 
 @pytest.mark.parametrize("failing", ["open", *WRITES, "close"])
@@ -187,7 +190,7 @@ def test_golden_warning_of_a_sink_that_is_switched_off(
 
 
 @pytest.mark.parametrize("failing", ["open", *WRITES, "close"])
-def test_a_run_goes_on_without_a_sink_that_hangs(
+def test_a_run_goes_on_without_a_sink_that_hangs_and_its_loop_is_free(
     failing: str, without: Mapping[str, Any], patient: Patient, caplog: pytest.LogCaptureFixture
 ) -> None:
     released = threading.Event()
@@ -195,10 +198,13 @@ def test_a_run_goes_on_without_a_sink_that_hangs(
     loop = make_loop({"sink": sink, "everything": Everything()})
     assert loop.run() == "done"
     assert patient.now == 0.5  # it waited for the sink once
-    (warning,) = warnings(caplog)
-    check_facts(warning, "Recorder", failing, "TimeoutError", "0.5 s")
+    check_warning(caplog, "Recorder", failing, "TimeoutError", "0.5 s")
     assert sink.names[-1] == failing
     assert_same(weights(loop), without)
+    freed = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert freed() is None
     released.set()
 
 
@@ -211,8 +217,7 @@ def test_a_sink_that_fails_twice_warns_once(patient: Patient, caplog: pytest.Log
             raise OSError("still full")
 
     make_loop({"sink": Broken()}).run()
-    (warning,) = warnings(caplog)
-    check_facts(warning, "Broken", "scalars", "OSError: disk full")
+    check_warning(caplog, "Broken", "scalars", "OSError: disk full")
 
 
 @pytest.mark.parametrize("failing", ["open", "scalars", "event", "close"])
@@ -233,15 +238,17 @@ def test_a_transient_error_is_repeated_after_growing_pauses(
     assert patient.pauses == [0.1, 0.5, 2.5]
 
 
-def test_an_error_that_lasts_is_not_repeated_for_ever(patient: Patient, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ConnectionError("gone"), TimeoutError("server")], ids=repr)
+def test_an_error_that_lasts_is_not_repeated_for_ever_and_is_no_hang(
+    error: Exception, patient: Patient, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail() -> None:
-        raise ConnectionError("gone")
+        raise error
 
     sink = Recorder(failing="scalars", fail=fail)
     assert make_loop({"sink": sink}).run() == "done"
     assert sink.names == ["open", *["scalars"] * 4, "close"]
-    (warning,) = warnings(caplog)
-    check_facts(warning, "Recorder", "scalars", "ConnectionError: gone")
+    check_warning(caplog, "Recorder", "scalars", f"{type(error).__name__}: {error}")
 
 
 def test_a_sink_decides_which_errors_are_transient(patient: Patient) -> None:
@@ -322,23 +329,10 @@ def test_after_the_deadline_nothing_is_called_and_the_loop_is_free(
     del loop
     gc.collect()
     assert freed() is None
-    (warning,) = warnings(caplog)
-    check_facts(warning, "scalars", "5 s")
+    check_warning(caplog, "scalars", "5 s")
     sink.goes_on.set()
     wait_until(lambda: not any(thread.name == "Hangs" for thread in threading.enumerate()))
     assert sink.names == ["open", "scalars"]
-
-
-def test_the_loop_is_free_while_open_hangs(patient: Patient) -> None:
-    released = threading.Event()
-    sink = Recorder(failing="open", fail=lambda: patient.hang(released), timeout=5)
-    loop = make_loop({"sink": sink})
-    loop.run()
-    freed = weakref.ref(loop)
-    del loop
-    gc.collect()
-    assert freed() is None
-    released.set()
 
 
 def test_the_loop_is_checked_by_the_training_and_copied_for_the_sink(tmp_path: Path) -> None:
@@ -368,17 +362,6 @@ def test_the_hparams_have_the_options_of_a_loop_in_a_script() -> None:
     hparams = sink.calls[0][0]
     assert hparams["model"] == {"width": 8}
     assert (hparams["run"]["steps"], hparams["run"]["batch_size"]) == (4, 8)
-
-
-def test_a_timeout_error_of_the_sink_is_no_hang(patient: Patient, caplog: pytest.LogCaptureFixture) -> None:
-    def give_up() -> None:
-        raise TimeoutError("server")
-
-    sink = Recorder(failing="scalars", fail=give_up)
-    make_loop({"sink": sink}).run()
-    (warning,) = warnings(caplog)
-    check_facts(warning, "Recorder", "scalars", "TimeoutError: server")
-    assert sink.names == ["open", *["scalars"] * 4, "close"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -419,9 +402,7 @@ def test_a_sink_opens_after_its_state_is_loaded() -> None:
         def load_state_dict(self, state: Mapping[str, Any]) -> None:
             self.calls.append(("load",))
 
-    first = make_loop({}, steps=1)
-    first.run()
-    sink = Stateful()
+    sink, first = Stateful(), ran(make_loop({}, steps=1))
     make_loop({"sink": sink, "state": Restores({**saved(first), "plugins": {"sink": {}}})}).run()
     assert sink.names[:2] == ["load", "open"]
 
@@ -433,47 +414,27 @@ def test_a_sink_is_open_when_the_first_step_begins() -> None:
         for _ in loop.steps():
             assert sink.names[0] == "open"
     stopped = Recorder()
-
-    class Stops:
-        @hookimpl
-        def on_ready(self, loop: Loop) -> None:
-            loop.stop()
-
-    make_loop({"sink": stopped, "stops": Stops()}).run()
+    make_loop({"sink": stopped, "stops": acting(on_ready=lambda loop: loop.stop())}).run()
     assert stopped.names == ["open", "close"]
 
 
-def test_a_second_run_of_the_loop_opens_the_sink_again() -> None:
-    sink = Recorder()
-    loop = make_loop({"sink": sink, "stop": StopAt(1)}, steps=2)
-    loop.run()
-    loop.run()
-    assert sink.names == ["open", "scalars", "close"] * 2
-
-
-def test_what_is_logged_after_the_sink_is_closed_does_not_open_it_again() -> None:
-    class Cleans:
-        @hookimpl
-        def on_start(self, loop: Loop) -> None:
-            loop.resources.callback(lambda: loop.log.event(Event("mine", "cleaned up")))
+def test_a_second_run_of_the_loop_opens_the_sink_again_but_not_what_is_logged_after_its_close() -> None:
+    def clean(loop: Loop) -> None:
+        loop.resources.callback(lambda: loop.log.event(Event("mine", "cleaned up")))
 
     sink = Recorder()
-    loop = make_loop({"sink": sink, "cleans": Cleans(), "stop": StopAt(1)}, steps=2)
-    loop.run()
-    loop.run()
+    ran(ran(make_loop({"sink": sink, "cleans": acting(on_start=clean), "stop": StopAt(1)}, steps=2)))
     assert sink.names == ["open", "scalars", "close"] * 2
 
 
 def test_texts_arrive_without_lone_surrogates() -> None:
-    class Odd:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            loop.log.texts({"prompt \udc80": "a \udc80"})
-            loop.log.event(Event("kind \udc80", "b \udc80"))
-            loop.log({"loss \udc80": 1.0})
+    def log(loop: Loop) -> None:
+        loop.log.texts({"prompt \udc80": "a \udc80"})
+        loop.log.event(Event("kind \udc80", "b \udc80"))
+        loop.log({"loss \udc80": 1.0})
 
     sink = Recorder()
-    make_loop({"sink": sink, "odd": Odd()}, steps=1).run()
+    make_loop({"sink": sink, "odd": acting(after_optimizer_step=log)}, steps=1).run()
     assert ("texts", 1, {"prompt \\udc80": "a \\udc80"}) in sink.calls
     assert ("event", 1, "kind \\udc80") in sink.calls
     repr(sink.calls).encode()
@@ -497,16 +458,14 @@ class Filled(Recorder):
 def test_training_does_not_wait_while_a_sink_is_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained = threading.Event()
 
-    class Ends:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            if loop.progress.step == 2:
-                loop.log.images({"seen": torch.full((1, 1, 4, 6), 1.0)})
-            if loop.progress.step == 200:
-                trained.set()
+    def end(loop: Loop) -> None:
+        if loop.progress.step == 2:
+            loop.log.images({"seen": torch.full((1, 1, 4, 6), 1.0)})
+        if loop.progress.step == 200:
+            trained.set()
 
     sink = Filled(release=lambda: trained.wait(PATIENCE), timeout=PATIENCE)
-    plugins = {**builtin_plugins(signals=False), "sink": sink, "ends": Ends()}
+    plugins = {**builtin_plugins(signals=False), "sink": sink, "ends": acting(after_optimizer_step=end)}
     toy_loop(plugins, steps=200, log_every=1, run_dir=tmp_path / "run").run()
     steps = [call[1] for call in sink.calls if call[0] == "scalars"]
     assert steps == [-3, -2, -1, *range(1, 201)]
@@ -553,8 +512,7 @@ def test_training_leaves_a_sink_whose_fill_is_late(
 ) -> None:
     slow = Slow(monkeypatch, seconds=2 * PATIENCE, blocked=1)
     assert make_loop({"sink": Filled(release=slow, timeout=PATIENCE), "slow": slow}).run() == "done"
-    (warning,) = warnings(caplog)
-    check_facts(warning, "Filled", "scalars", f"{PATIENCE} s", "hookdiff mirror")
+    check_warning(caplog, "Filled", "scalars", f"{PATIENCE} s", "hookdiff mirror")
     assert slow.calls == 1
 
 
@@ -599,21 +557,9 @@ def test_a_tracker_can_be_filled_from_the_files_of_a_resumed_run(name: str, tmp_
 
 
 def test_nan_and_infinity_arrive_unchanged() -> None:
-    class Odd:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            loop.log({"nan": math.nan, "inf": math.inf})
-
     sink = Recorder()
-    make_loop({"sink": sink, "odd": Odd()}, steps=1).run()
+    log = acting(after_optimizer_step=lambda loop: loop.log({"nan": math.nan, "inf": math.inf}))
+    make_loop({"sink": sink, "odd": log}, steps=1).run()
     values = sink.calls[1][2]
     assert math.isnan(values["nan"])
     assert values["inf"] == math.inf
-
-
-@pytest.mark.parametrize(("channels", "shape"), [(1, (2, 1, 4, 5)), (3, (2, 3, 4, 5)), (4, (8, 1, 4, 5))])
-def test_pictures_have_one_or_three_channels(channels: int, shape: tuple[int, ...]) -> None:
-    images = torch.arange(2 * channels * 20).reshape(2, channels, 4, 5)
-    pictures = as_pictures(images)
-    assert pictures.shape == shape
-    assert torch.equal(pictures.flatten(), images.flatten())

@@ -16,7 +16,7 @@ from hookdiff.authors.testing.promises import assert_any_order, assert_removable
 from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
 from hookdiff.authors.testing.transfers import CountTransfers
 from tests import faulty
-from tests.conftest import refused
+from tests.conftest import StopAt, acting, refused
 
 
 class Counts:
@@ -152,19 +152,16 @@ def test_a_state_that_runs_share_is_compared_as_it_was() -> None:
 
 
 def test_a_run_that_a_plugin_ends_may_end_before_the_last_save() -> None:
-    class Stops:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            if loop.progress.step == 7:
-                loop.stop()
+    def stops() -> StopAt:
+        return StopAt(7)
 
-    assert_resumes(Stops)
-    assert_any_order(Stops)
-    assert_removable(Stops)
+    assert_resumes(stops)
+    assert_any_order(stops)
+    assert_removable(stops)
     with refused(ValueError, 7, 12):
-        assert_resumes(Stops, at=[12])
+        assert_resumes(stops, at=[12])
     with refused(ValueError, 12):
-        assert_removable(Stops, at=12)
+        assert_removable(stops, at=12)
 
 
 class Early:
@@ -201,17 +198,17 @@ class Shadows:
 
 
 @pytest.mark.parametrize(
-    ("make", "others", "facts"),
+    ("make", "facts"),
     [
-        (Early, COMPANIONS, ("companion/gradients", "after average, limit, listener")),
-        (Late, COMPANIONS, ("norm", "after average, limit")),
-        (Moves, COMPANIONS, ("companion/weights", "after average, limit, listener")),
-        (Shadows, COMPANIONS, ("companion/sample", "after average")),
+        (Early, ("companion/gradients", "after average, limit, listener")),
+        (Late, ("norm", "after average, limit")),
+        (Moves, ("companion/weights", "after average, limit, listener")),
+        (Shadows, ("companion/sample", "after average")),
     ],
 )
-def test_a_plugin_that_needs_a_place_in_the_list_is_found(make: Any, others: Any, facts: tuple[object, ...]) -> None:
+def test_a_plugin_that_needs_a_place_in_the_list_is_found(make: Any, facts: tuple[object, ...]) -> None:
     with refused(AssertionError, *facts):
-        assert_any_order(make, others=others)
+        assert_any_order(make, others=COMPANIONS)
 
 
 def test_an_unseeded_plugin_is_not_blamed_for_its_place() -> None:
@@ -229,12 +226,10 @@ def test_a_draw_from_a_global_generator_is_found_with_its_hook(draw: Any, name: 
 
 
 def test_a_second_pass_may_draw_dropout() -> None:
-    class Passes:
-        @hookimpl
-        def before_step(self, loop: Loop, batch: Any) -> None:
-            loop.hook.micro_step(loop=loop, batch=batch, index=0, count=1)
+    def passes(loop: Loop, batch: Any) -> None:
+        loop.hook.micro_step(loop=loop, batch=batch, index=0, count=1)
 
-    assert_removable(Passes, model=toy_model(dropout=0.5))
+    assert_removable(lambda: acting(before_step=passes), model=toy_model(dropout=0.5))
 
 
 def test_a_plugin_that_changes_the_training_has_to_say_so() -> None:
@@ -246,24 +241,20 @@ def test_a_plugin_that_changes_the_training_has_to_say_so() -> None:
 def test_a_plugin_that_leaves_something_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.SiLU, "forward", nn.SiLU.forward)  # the end of the test puts it back
 
-    class Patches:
-        @hookimpl
-        def on_start(self) -> None:
-            nn.SiLU.forward = nn.ReLU.forward  # type: ignore[assignment]
+    def patch() -> None:
+        nn.SiLU.forward = nn.ReLU.forward  # type: ignore[assignment]
 
     with refused(AssertionError, "same process"):
-        assert_removable(Patches, changes="training")
+        assert_removable(lambda: acting(on_start=patch), changes="training")
 
 
 def test_a_plugin_without_which_its_checkpoint_does_not_load_is_found() -> None:
-    class Renames:
-        @hookimpl
-        def prepare_model(self, loop: Loop) -> None:
-            nn.utils.parametrizations.weight_norm(loop.model[0])
+    def renames() -> object:
+        return acting(prepare_model=lambda loop: nn.utils.parametrizations.weight_norm(loop.model[0]) and None)
 
     with refused(AssertionError, "0.weight", "resumed without it"):
-        assert_removable(Renames, changes="training")
-    assert_removable(Renames, changes="model")
+        assert_removable(renames, changes="training")
+    assert_removable(renames, changes="model")
     with refused(AssertionError, "not refused"):
         assert_removable(Counts, changes="model")
 
@@ -304,8 +295,7 @@ def test_a_plugin_that_is_the_same_object_each_time_is_refused() -> None:
 
 
 def test_the_toy_objective_has_log_snr_and_losses_with_their_graph() -> None:
-    loop = toy_loop()
-    with loop:
+    with toy_loop() as loop:
         for batch in loop.feed.batches(0, 0):
             batch = loop.objective.draw(batch, torch.Generator().manual_seed(0))
             output: Any = loop.objective(loop.net, batch)
@@ -343,10 +333,8 @@ def test_values_that_stay_on_the_device_do_not_count() -> None:
 
 def test_a_loop_reads_once_a_step_and_an_unfused_optimizer_more_often() -> None:
     def adamw(fused: bool) -> int:
-        loop = toy_loop(
-            log_every=100, optimizers=lambda model: torch.optim.AdamW(nn.ModuleList([model]).parameters(), fused=fused)
-        )
-        with loop:
+        optimizer = lambda model: torch.optim.AdamW(nn.ModuleList([model]).parameters(), fused=fused)  # noqa: E731
+        with toy_loop(log_every=100, optimizers=optimizer) as loop:
             steps = loop.steps()
             next(steps)
             with CountTransfers() as transfers:

@@ -4,15 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from hookdiff import Loop, hookimpl
 from hookdiff.authors.testing.on_ranks import assert_trains_on_ranks
 from hookdiff.authors.testing.threads import OutOfStep, on_ranks
-from hookdiff.authors.testing.toy import toy_model
 from hookdiff.machine.ranks import first_rank_says, gathered, num_ranks, rank, summed
-from tests.conftest import check_facts, refused
-from tests.first_party import KINDS, LOOP, OPTIONS
+from tests.conftest import acting, refused
+from tests.first_party import KINDS, LOOP, OPTIONS, net
 
 # These talk to other processes; tests/test_training_on_ranks.py and tests/plugins/test_checkpoint_ranks.py start some.
 REAL = {"ddp", "fsdp", "checkpoint"}
@@ -22,22 +20,14 @@ EXCEPT: dict[str, tuple[str, ...]] = {
 }
 
 
-def net() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 4), toy_model(), nn.Linear(4, 64), nn.Unflatten(1, (1, 8, 8)))
-
-
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in REAL])
 def test_each_plugin_trains_on_two_ranks_as_on_one(name: str) -> None:
     for module in getattr(KINDS[name], "needs", {}):
         pytest.importorskip(module, reason=f"{name} needs the extra package {module}")
     # In fp16 a part of a batch overflows at another scale than the whole.
     options = {"precision": "bf16"} if name == "amp" else OPTIONS.get(name, {})
-    tolerance = 1e-2 if name == "amp" else 1e-4
-    except_for = EXCEPT.get(name, ())
-    assert_trains_on_ranks(
-        lambda: KINDS[name](**options), model=net(), tolerance=tolerance, except_for=except_for, **LOOP
-    )
+    how = {"tolerance": 1e-2 if name == "amp" else 1e-4, "except_for": EXCEPT.get(name, ())}
+    assert_trains_on_ranks(lambda: KINDS[name](**options), model=net(dropout=0), **how, **LOOP)
 
 
 class LogsItsOwn:
@@ -54,26 +44,33 @@ class LogsTheMean(LogsItsOwn):
     reduces = True
 
 
-class AsksOnOneRank:
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
-        if loop.is_main and loop.progress.step == 3:
-            summed(torch.ones(2))
+def asks_on_one_rank(loop: Loop) -> None:
+    if loop.is_main and loop.progress.step == 3:
+        summed(torch.ones(2))
 
 
-class FailsOnOneRank:
-    @hookimpl
-    def before_step(self, loop: Loop) -> None:
-        if loop.rank == 1 and loop.progress.step == 2:
-            raise RuntimeError("the disk of rank 1 is gone")
+def fails_on_one_rank(loop: Loop) -> None:
+    if loop.rank == 1 and loop.progress.step == 3:
+        raise RuntimeError("the disk of rank 1 is gone")
 
 
-class MovesOneRank:
-    @hookimpl
-    @torch.no_grad()
-    def after_optimizer_step(self, loop: Loop) -> None:
-        if loop.rank == 1 and loop.progress.step == 2:
-            next(loop.model.parameters()).mul_(1.001)
+@torch.no_grad()
+def moves_one_rank(loop: Loop) -> None:
+    if loop.rank == 1 and loop.progress.step == 2:
+        next(loop.model.parameters()).mul_(1.001)
+
+
+@pytest.mark.parametrize(
+    ("work", "error", "facts"),
+    [
+        (asks_on_one_rank, OutOfStep, ("rank 0", "asks_on_one_rank", "rank 1", "a sum of")),  # where each waits
+        (fails_on_one_rank, RuntimeError, ("the disk of rank 1 is gone",)),
+        (moves_one_rank, AssertionError, ("step 2", "rank 0", "rank 1", "0.weight")),
+    ],
+)
+def test_it_finds_what_one_rank_does_alone(work: Any, error: type[Exception], facts: tuple[str, ...]) -> None:
+    with refused(error, *facts):
+        assert_trains_on_ranks(lambda: acting(after_optimizer_step=work))
 
 
 def test_it_finds_a_value_of_one_rank_alone() -> None:
@@ -81,21 +78,6 @@ def test_it_finds_a_value_of_one_rank_alone() -> None:
     with refused(AssertionError, "step 1", "mine/mean", "one process", "rank 0"):
         assert_trains_on_ranks(LogsItsOwn)
     assert_trains_on_ranks(LogsItsOwn, except_for=["mine/*"])
-
-
-def test_it_says_where_each_rank_waits() -> None:
-    with refused(OutOfStep, "rank 0", "after_optimizer_step", "rank 1", "a sum of"):
-        assert_trains_on_ranks(AsksOnOneRank)
-
-
-def test_it_raises_the_error_of_one_rank() -> None:
-    with refused(RuntimeError, "the disk of rank 1 is gone"):
-        assert_trains_on_ranks(FailsOnOneRank)
-
-
-def test_it_finds_weights_that_differ_between_ranks() -> None:
-    with refused(AssertionError, "step 2", "rank 0", "rank 1", "0.weight"):
-        assert_trains_on_ranks(MovesOneRank)
 
 
 def test_threads_take_turns_with_generators_of_their_own() -> None:
@@ -115,9 +97,8 @@ def test_threads_take_turns_with_generators_of_their_own() -> None:
 
 
 def test_a_rank_that_ends_early_is_named() -> None:
-    with pytest.raises(OutOfStep) as caught:
+    with refused(OutOfStep, "rank 0", "rank 1 has ended"):
         on_ranks(2, lambda number: number or gathered(number))
-    check_facts(caught.value, "rank 0", "rank 1 has ended")
 
 
 def test_ranks_that_ask_for_different_things_are_found() -> None:

@@ -12,7 +12,7 @@ from hookdiff import Batch, ConfigError, InMemory, Loop, LoopConfig, SampleReque
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.guidance import ClassifierFree
 from hookdiff.diffusion.sampling import Sampling
-from tests.conftest import SMALL, refused
+from tests.conftest import SMALL, ran, refused
 from tests.diffusion.conftest import generators, seeded
 
 CAPTIONS = torch.arange(1, 13).float().reshape(12, 1) / 12
@@ -37,15 +37,8 @@ def loop(net: nn.Module, **options: Any) -> Loop:
     masks = torch.rand(12, 1, 4, 4) > 0.5
     data = InMemory(torch.zeros(12, 1, 4, 4), torch.arange(12) % 4, conditions={"caption": CAPTIONS, "mask": masks})
     objective = Diffusion(prediction="sample", **{"conditions": "caption", **options})
-    sampler = Sampling(steps=2, clipping="none")
-    return Loop(
-        net,
-        torch.optim.SGD(net.parameters(), lr=0),
-        objective,
-        data,
-        LoopConfig(steps=3, batch_size=4),
-        sampler=sampler,
-    )
+    optimizer, config = torch.optim.SGD(net.parameters(), lr=0), LoopConfig(steps=3, batch_size=4)
+    return Loop(net, optimizer, objective, data, config, sampler=Sampling(steps=2, clipping="none"))
 
 
 def brightness(images: Tensor) -> list[float]:
@@ -64,8 +57,7 @@ def of(num: int) -> Batch:
 
 def test_the_network_gets_only_the_named_conditions_by_keyword() -> None:
     net = Net()
-    running = loop(net, label_dropout=0.0)
-    running.run()
+    running = ran(loop(net, label_dropout=0.0))
     assert [call.keys() for call in net.calls] == [{"labels", "caption"}] * 3
     order = running.feed.order(0)
     assert torch.equal(torch.cat([call["caption"] for call in net.calls]), CAPTIONS[order])
@@ -226,6 +218,7 @@ def test_runs_of_a_config_get_conditions_and_sample_with_them(
     tables: dict[str, Any],
     write_config: Callable[..., Path],
     hookdiff: Callable[..., tuple[int, str, str]],
+    succeed: Callable[..., str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -233,12 +226,9 @@ def test_runs_of_a_config_get_conditions_and_sample_with_them(
     tables["data"]["held_out"] = 8
     tables["run"] = {"steps": 6, "batch_size": 16, "plugins": plugins, "micro_batch": 5, "log_every": 2}
     config = write_config(**tables, plugins={"samples": {"every": 3, "num": 4}})
-    code, _, err = hookdiff("run", config, "--out", tmp_path / "run")
-    assert code == 0, err
+    succeed("run", config, "--out", tmp_path / "run")
     assert len(list((tmp_path / "run" / "samples").glob("step-*.png"))) == 2
-    code, out, err = hookdiff("sample", tmp_path / "run", "--num", 5, "--guidance-scale", 2, "--trust")
-    assert code == 0, err
-    assert "5 images" in out
+    assert "5 images" in succeed("sample", tmp_path / "run", "--num", 5, "--guidance-scale", 2, "--trust")
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     for command in ("memory", "doctor", "data"):

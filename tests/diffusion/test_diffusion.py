@@ -15,7 +15,7 @@ from hookdiff.diffusion.schedules import Schedule
 from hookdiff.diffusion.times import LogitNormal, LogNormal, Times, UniformTimes
 from hookdiff.diffusion.weighting import EDMWeighting, MinSNR, UniformWeighting, Weighting
 from tests.conftest import refused
-from tests.diffusion.conftest import PAIRS, PROCESSES, SHORT, seeded
+from tests.diffusion.conftest import FLOORS, PAIRS, PROCESSES, SHORT, seeded
 
 
 def images(num: int = 8) -> Batch:
@@ -231,19 +231,7 @@ def test_a_network_may_output_bfloat16(loss: str) -> None:
     assert net.conv.weight.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("process", "prediction", "s", "floor"),
-    [
-        ("ddpm", "epsilon", 1.0, 0.275513233397),
-        ("ddpm", "epsilon", 0.5, 0.173053406084),
-        ("ddpm", "v_prediction", 0.5, 0.379790054563),
-        ("ddpm", "v_prediction", 1.0, 1.0),
-        ("ddpm", "sample", 1.0, 0.724486766603),
-        ("flow", "flow_prediction", 0.5, 0.785398163397),
-        ("flow", "flow_prediction", 1.0, 1.57079632679),
-        ("flow", "flow_prediction", 2.0, 3.14159265359),
-    ],
-)
+@pytest.mark.parametrize(("process", "prediction", "s", "floor"), FLOORS)
 def test_loss_floor_of_gaussian_data(gaussian: type, process: str, prediction: str, s: float, floor: float) -> None:
     """The loss of the best possible network on N(2, s²) data equals the floor."""
     diffusion = Diffusion(process, prediction)

@@ -3,12 +3,11 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from hookdiff import Batch
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.prediction import EDMPrediction
 from hookdiff.diffusion.process import VP
 from hookdiff_selftest.gaussian import CASES, STD, Case, exact_loss, training_levels
-from tests.diffusion.conftest import PAIRS, PREDICTIONS, PROCESSES
+from tests.diffusion.conftest import FLOORS, PAIRS, PREDICTIONS, PROCESSES
 
 
 def times_of(diffusion: Diffusion, num: int) -> Tensor:
@@ -40,25 +39,10 @@ def test_known_floors(diffusion: Diffusion, time: float, variance: float, expect
     assert floor.tolist() == pytest.approx([expected], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("prediction", "s", "mean"),
-    [
-        ("epsilon", 1, 0.275513233397),
-        ("epsilon", 0.5, 0.173053406084),
-        ("v_prediction", 0.5, 0.379790054563),
-        ("v_prediction", 1, 1),
-        ("sample", 1, 0.724486766603),
-    ],
-)
-def test_the_mean_floor_over_the_timesteps(prediction: str, s: float, mean: float) -> None:
-    floor = Diffusion("ddpm", prediction).floor(torch.arange(1000), s**2)
-    assert float(floor.double().mean()) == pytest.approx(mean, rel=1e-5)
-
-
-@pytest.mark.parametrize(("s", "mean"), [(0.5, 0.785398163397), (1, 1.57079632679), (2, 3.14159265359)])
-def test_the_mean_floor_over_the_flow(s: float, mean: float) -> None:
-    times = (torch.arange(10_000) + 0.5) / 10_000
-    floor = Diffusion("flow").floor(times, s**2)
+@pytest.mark.parametrize(("process", "prediction", "s", "mean"), FLOORS)
+def test_the_mean_floor_over_all_times(process: str, prediction: str, s: float, mean: float) -> None:
+    diffusion = Diffusion(process, prediction)
+    floor = diffusion.floor(times_of(diffusion, 1000 if process == "ddpm" else 10_000), s**2)
     assert float(floor.double().mean()) == pytest.approx(mean, rel=1e-5)
 
 
@@ -100,18 +84,3 @@ def test_the_floor_at_pure_noise(prediction: str) -> None:
     floor, whole = diffusion.floor(last, 0.3), diffusion.target_variance(last, 0.3)
     left = whole - 1 if prediction == "flow_prediction" else whole  # the network sees the noise
     torch.testing.assert_close(floor, left)
-
-
-def test_the_best_network_reaches_the_floor() -> None:
-    # On white Gaussian images the best network predicts the conditional mean.
-    diffusion = Diffusion("flow")
-    images = torch.randn(400, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 0.5
-    batch = diffusion.draw(Batch(images), torch.Generator().manual_seed(2))
-    times = batch.draws["timesteps"]
-
-    def best(x_t: Tensor, time: Tensor) -> Tensor:
-        t = (time / 1000).view(-1, 1, 1, 1)
-        return x_t * (t - 0.25 * (1 - t)) / (0.25 * (1 - t) ** 2 + t**2)
-
-    output = diffusion(best, batch)
-    assert float(output.loss) == pytest.approx(float(diffusion.floor(times, 0.25).mean()), rel=0.02)

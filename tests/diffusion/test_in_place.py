@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdiff import Batch, InMemory, Loop, LoopConfig
+from hookdiff import Batch, InMemory
 from hookdiff.authors.testing.compare import assert_same
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.diffusion.diffusion import Diffusion
@@ -13,6 +13,7 @@ from hookdiff.diffusion.sampling import Sampling
 from hookdiff.diffusion.solvers import Solver
 from hookdiff_autoguidance.guidance import AwayFrom
 from hookdiff_debug.measure import measure_outputs, untouched
+from tests.conftest import ran
 from tests.diffusion.conftest import generators, seeded
 
 
@@ -72,14 +73,9 @@ def test_a_network_in_place_is_trained_and_measured_as_its_twin(process: str) ->
         kept = {name: draw.clone() for name, draw in batch.draws.items()}
         output = objective(Net(in_place), batch)
         assert_same(dict(batch.draws), kept)
-        model = Net(in_place)
-        optimizer, config = torch.optim.SGD(model.parameters(), 0.1), LoopConfig(steps=4, batch_size=3)
-        loop = Loop(model, optimizer, objective, data, config)
-        loop.run()
-        with (
-            toy_loop(model=Net(in_place), objective=objective, data=data, batch_size=3) as measured,
-            untouched(measured),
-        ):
+        options = {"objective": objective, "data": data, "batch_size": 3}
+        trained = ran(toy_loop(model=Net(in_place), steps=4, **options)).model
+        with toy_loop(model=Net(in_place), **options) as measured, untouched(measured):
             outputs = measure_outputs(measured, batch)
-        found.append((output.loss.item(), output.per_sample.tolist(), loop.model.weight.item(), outputs))
+        found.append((output.loss.item(), output.per_sample.tolist(), trained.weight.item(), outputs))
     assert found[0] == found[1]

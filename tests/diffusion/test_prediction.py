@@ -1,6 +1,5 @@
 from math import cos, exp, log, sin, sqrt
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, strategies as st
@@ -304,48 +303,6 @@ def test_rates_of_a_batch() -> None:
     for k, t in enumerate(timesteps.tolist()):
         expected = q_sample(x0[k].double(), noise[k].double(), *at(t))
         torch.testing.assert_close(x_t[k], expected.float(), rtol=1e-5, atol=1e-6)
-
-
-# Expected squared error of the best network for N(mu, s²) data: no model has less.
-
-
-def floor(kind: Prediction, alpha: Tensor, sigma: Tensor, s: float) -> Tensor:
-    of_image = (s * sigma) ** 2 / ((alpha * s) ** 2 + sigma**2)  # variance of x0 given x_t
-    ratio = kind.error_ratio(alpha, sigma)
-    assert isinstance(ratio, Tensor)
-    return ratio / sigma**2 * of_image
-
-
-@pytest.mark.parametrize(
-    ("name", "s", "mean"),
-    [
-        ("epsilon", 1, 0.275513233397),
-        ("epsilon", 0.5, 0.173053406084),
-        ("v_prediction", 0.5, 0.379790054563),
-        ("v_prediction", 1, 1),
-        ("sample", 1, 0.724486766603),
-    ],
-)
-def test_floors_of_the_linear_schedule(name: str, s: float, mean: float) -> None:
-    alpha, sigma = SCHEDULE.sqrt_alphas_cumprod, SCHEDULE.sqrt_one_minus_alphas_cumprod
-    floors, remaining = floor(prediction(name), alpha, sigma, s), SCHEDULE.alphas_cumprod
-    assert float(floors.mean()) == approx(mean)
-    variance = remaining * s**2 + 1 - remaining
-    shares = {"epsilon": remaining, "v_prediction": torch.ones_like(remaining), "sample": 1 - remaining}
-    torch.testing.assert_close(floors, s**2 * shares[name] / variance, rtol=1e-9, atol=0)
-    if s == 1:
-        torch.testing.assert_close(floors, shares[name], rtol=1e-9, atol=0)
-
-
-@pytest.mark.parametrize(("s", "mean"), [(0.5, 0.785398163397), (1, 1.57079632679), (2, 3.14159265359)])
-def test_floors_of_the_flow(s: float, mean: float) -> None:
-    nodes, shares = map(torch.from_numpy, np.polynomial.legendre.leggauss(80))  # Gauss's quadrature on [-1, 1]
-    t = (nodes + 1) / 2
-    floors = floor(FlowPrediction(), 1 - t, t, s)
-    assert float((floors * shares).sum() / 2) == approx(mean)
-    torch.testing.assert_close(floors, s**2 / ((1 - t) ** 2 * s**2 + t**2), rtol=1e-9, atol=0)
-    at_03 = floor(FlowPrediction(), scalar(0.7), scalar(0.3), 0.5)
-    assert float(at_03) == approx(1.17647058824)
 
 
 @pytest.mark.parametrize("process", ["flow", VP(rescale_betas_zero_snr=True), VP("cosine", 20, True)])

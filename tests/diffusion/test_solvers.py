@@ -193,51 +193,37 @@ def test_constant_data_is_recovered(
     torch.testing.assert_close(images, torch.full_like(images, constant), rtol=0, atol=1e-8)
 
 
+def sampled(net: Any, diffusion: Diffusion, sampler: Solver, steps: int, clip: bool) -> Tensor:
+    sampling = Sampling(sampler, steps, clipping="clamp" if clip else "none")
+    return sampling.sample(net, diffusion, (1, 3, 3), generators(0, 1), "cpu", torch.float64)
+
+
 @given(objectives(), st.integers(1, 20), st.booleans(), st.sampled_from([Heun(), Euler(), DPMSolver2M()]))
 @settings(max_examples=60)
 def test_samplers_agree_on_straight_trajectories(
     gaussian: type, diffusion: Diffusion, steps: int, clip: bool, sampler: Solver
 ) -> None:
-    images = [
-        Sampling(euler_for_heun_on_flow(one, diffusion), steps, clipping="clamp" if clip else "none").sample(
-            gaussian(diffusion, 0.3, s=0), diffusion, (1, 2, 2), generators(4), "cpu", torch.float64
-        )
-        for one in (DDIM(), sampler)
-    ]
-    torch.testing.assert_close(images[0], images[1], rtol=0, atol=1e-8)
+    net, chosen = gaussian(diffusion, 0.3, s=0), (DDIM(), euler_for_heun_on_flow(sampler, diffusion))
+    one, other = (sampled(net, diffusion, each, steps, clip) for each in chosen)
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-8)
 
 
 @given(objectives(), st.integers(1, 12), st.booleans())
 def test_ddim_is_euler(diffusion: Diffusion, steps: int, clip: bool) -> None:
-    one, other = (
-        Sampling(name, steps, clipping="clamp" if clip else "none").sample(
-            pointwise, diffusion, (1, 3, 3), generators(0, 1), "cpu", torch.float64
-        )
-        for name in ("ddim", "euler")
-    )
+    one, other = (sampled(pointwise, diffusion, each, steps, clip) for each in (DDIM(), Euler()))
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 @given(objectives(), st.integers(1, 12))
 def test_ddim_with_eta_1_is_ddpm(diffusion: Diffusion, steps: int) -> None:
-    one, other = (
-        Sampling(sampler, steps, clipping="clamp").sample(
-            pointwise, diffusion, (1, 3, 3), generators(0, 1), "cpu", torch.float64
-        )
-        for sampler in (DDIM(eta=1.0), DDPM())
-    )
+    one, other = (sampled(pointwise, diffusion, each, steps, clip=True) for each in (DDIM(eta=1.0), DDPM()))
     torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
 @given(objectives())
 def test_two_steps_of_dpmpp_equal_two_steps_of_ddim(diffusion: Diffusion) -> None:
     """The first step has no step before it and the last ends at the image, so both are of first order."""
-    one, other = (
-        Sampling(name, 2, clipping="none").sample(
-            pointwise, diffusion, (1, 3, 3), generators(0, 1), "cpu", torch.float64
-        )
-        for name in ("ddim", "dpmpp_2m")
-    )
+    one, other = (sampled(pointwise, diffusion, each, 2, clip=False) for each in (DDIM(), DPMSolver2M()))
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 

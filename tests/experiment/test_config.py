@@ -83,9 +83,8 @@ def test_three_keys_are_a_whole_config(tmp_path):
 
 
 def test_numbers_and_times_have_their_types(path):
-    config = load_config(
-        path, settings=["run.max_time=1.5 h", "plugins.lr.schedule.use=cosine", "plugins.lr.schedule.min_ratio=1"]
-    )
+    schedule = ["plugins.lr.schedule.use=cosine", "plugins.lr.schedule.min_ratio=1"]
+    config = load_config(path, settings=["run.max_time=1.5 h", *schedule])
     assert config.run.max_time == Every(5400, "seconds")
     assert type(config.plugins["lr"].arguments["schedule"].min_ratio) is float
 
@@ -117,8 +116,7 @@ def test_numbers_and_times_have_their_types(path):
     ],
 )
 def test_a_wrong_name_is_one_problem_with_its_place(tmp_path, dotted, value, facts):
-    lines = problems(write(tmp_path / "bad.toml", change(GOOD, dotted, value)))
-    (line,) = lines
+    (line,) = problems(write(tmp_path / "bad.toml", change(GOOD, dotted, value)))
     assert place(line) == dotted
     check_facts(line, *facts)
 
@@ -264,10 +262,9 @@ def test_plugins_are_added_to_those_of_a_setting(path):
 
 
 def test_an_option_of_a_plugin_that_is_not_on_is_warned_of(path, caplog):
-    settings = ["plugins.fid.every=10", "plugins.ema.decay=0.9"]
-    load_config(path, ["ema"], settings)
-    (record,) = caplog.records
-    check_facts(record.getMessage(), "--set plugins.fid.every=10", "'fid'", "not switched on")
+    load_config(path, ["ema"], ["plugins.fid.every=10", "plugins.ema.decay=0.9"])
+    (message,) = caplog.messages
+    check_facts(message, "--set plugins.fid.every=10", "'fid'", "not switched on")
 
 
 def test_the_table_of_a_plugin_that_is_switched_off_may_stay(path):
@@ -356,9 +353,8 @@ mutations = st.one_of(
     st.tuples(st.just("replace"), st.tuples(names), values),
     st.tuples(st.just("replace"), st.tuples(st.sampled_from(list(GOOD)), names), values),
 )
-COSTLY = [("model", key) for key in ("channels", "channel_mults", "num_res_blocks", "head_dim")] + [
-    ("sampling", "steps")
-]
+COSTLY = [("model", key) for key in ("channels", "channel_mults", "num_res_blocks", "head_dim")]
+COSTLY += [("sampling", "steps")]
 
 
 def mutated(steps):

@@ -21,7 +21,7 @@ from hookdiff.experiment.part import Part
 from hookdiff.experiment.probe import try_config
 from hookdiff.loop.state import as_tuple
 from hookdiff_muon import muon
-from tests.conftest import refused
+from tests.conftest import ran, refused
 
 
 def built(model: nn.Module, kind: Any = torch.optim.AdamW, no_decay: Any = ("auto",), **arguments: Any) -> Any:
@@ -241,10 +241,8 @@ def test_a_function_gets_the_weights_and_makes_any_optimizer() -> None:
         return torch.optim.SGD(groups(params), lr=lr, weight_decay=weight_decay)
 
     (optimizer,) = built(nn.Linear(2, 2), mine)
-    assert [(group["name"], group["weight_decay"]) for group in optimizer.param_groups] == [
-        ("decay", 0.2),
-        ("no_decay", 0.0),
-    ]
+    found = {group["name"]: group["weight_decay"] for group in optimizer.param_groups}
+    assert found == {"decay": 0.2, "no_decay": 0.0}
 
 
 CONFIG: dict[str, Any] = {
@@ -277,15 +275,12 @@ def test_every_optimizer_trains_and_resumes_to_the_bit(name: str, tmp_path: Path
     config = load(tmp_path, use=name, lr=1e-3)
     try_config(config)
     whole = build_loop(config, tmp_path / "whole")
-    before = weights(whole)
-    whole.run()
-    after = weights(whole)
+    before, after = weights(whole), weights(ran(whole))
     assert all(math.isfinite(value.sum()) for value in after.values())
     assert sum(not torch.equal(before[key], after[key]) for key in before) > len(before) / 2
     saved = Path("checkpoints") / "step-00000003"
     shutil.copytree(tmp_path / "whole" / saved, tmp_path / "again" / saved)
-    again = build_loop(config, tmp_path / "again", resume=True)
-    again.run()
+    again = ran(build_loop(config, tmp_path / "again", resume=True))
     assert again.progress.step == 6
     assert_same(weights(again), after)
 
@@ -332,21 +327,15 @@ def test_groups_may_change_on_resume_because_state_goes_by_name(tmp_path: Path) 
     with build_loop(load(tmp_path), tmp_path / "run", resume=True) as same:
         expected = {name: value.clone() for name, value in state_of(same).items()}
     with build_loop(load(tmp_path, no_decay=["blocks.0.qkv.*"]), tmp_path / "run", resume=True) as other:
-        assert [len(group["params"]) for group in other.optimizers[0].param_groups] != [
-            len(group["params"]) for group in same.optimizers[0].param_groups
-        ]
+        sizes = [[len(group["params"]) for group in loop.optimizers[0].param_groups] for loop in (same, other)]
+        assert sizes[0] != sizes[1]
         assert_same(state_of(other), expected)
 
 
 def test_weight_decay_changes_only_the_weights_that_decay() -> None:
     def run(**arguments: Any) -> dict[str, Tensor]:
-        loop = toy_loop(
-            optimizers=lambda model: built(model, torch.optim.AdamW, lr=0.01, **arguments),
-            steps=1,
-            model=toy_model(seed=2),
-        )
-        loop.run()
-        return weights(loop)
+        optimizers = lambda model: built(model, torch.optim.AdamW, lr=0.01, **arguments)  # noqa: E731
+        return weights(ran(toy_loop(optimizers=optimizers, steps=1, model=toy_model(seed=2))))
 
     plain, with_decay = run(weight_decay=0.0), run(weight_decay=0.5)
     start = toy_model(seed=2).state_dict()

@@ -6,10 +6,10 @@ import tomli_w
 import torch
 
 import hookdiff.experiment.settle as settle_module
-from hookdiff import build_loop
+from hookdiff import build_loop, load_config
 from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.experiment.settle import prepare_process, recorded, settle
-from tests.conftest import check_facts, finish
+from tests.conftest import check_facts, finish, ran
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -69,8 +69,6 @@ def test_choices_are_recorded_and_kept_by_a_run(load_small, tmp_path, start, mon
     set_bf16(monkeypatch, True)
     path = load_small(run={"steps": 4, "plugins": ["amp", "checkpoint"]}).path
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    from hookdiff import build_loop, load_config
-
     build_loop(load_config(path), whole).run()
     build_loop(load_config(path, settings=["run.steps=2"]), halves).run()
     table = tomli.loads((halves / "config.toml").read_text())
@@ -79,11 +77,9 @@ def test_choices_are_recorded_and_kept_by_a_run(load_small, tmp_path, start, mon
     assert table["run"]["threads"] == torch.get_num_threads()
     assert table["run"]["attention"] == "by_layer"
     set_bf16(monkeypatch, False)  # as on another machine
-    loop = build_loop(load_config(path), halves, resume=True)
-    loop.run()
+    loop = ran(build_loop(load_config(path), halves, resume=True))
     assert loop.progress.step == 4
-    expected = build_loop(load_config(path, settings=["plugins.amp.precision=bf16"]), whole, resume=True)
-    with expected:
+    with build_loop(load_config(path, settings=["plugins.amp.precision=bf16"]), whole, resume=True) as expected:
         assert_same(weights(loop), weights(expected))
 
 
@@ -100,8 +96,8 @@ def test_threads_are_those_of_before_if_they_are_there(load_small, monkeypatch, 
     assert threads(8) == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # such as by torchrun: more threads would stand in each other's way
     assert threads(3) == 2
-    for record, before in zip(caplog.records, (8, 3), strict=True):
-        check_facts(record.getMessage(), "run.threads", 2, before, "bit for bit")
+    for message, before in zip(caplog.messages, (8, 3), strict=True):
+        check_facts(message, "run.threads", 2, before, "bit for bit")
 
 
 def test_a_resumed_run_keeps_the_meaning_that_its_config_does_not_set(load_small, caplog):
@@ -113,7 +109,7 @@ def test_a_resumed_run_keeps_the_meaning_that_its_config_does_not_set(load_small
     assert diffusion["prediction"]["use"] == "epsilon"
     assert diffusion["process"]["schedule"]["use"] == "cosine"
     assert (sampling["clipping"]["use"], sampling["spacing"]["use"], sampling["steps"]) == ("none", "leading", 9)
-    told = " ".join(record.getMessage() for record in caplog.records)
+    told = " ".join(caplog.messages)
     check_facts(told, "diffusion.prediction", "epsilon", "sampling.spacing", "leading")
     assert "sampling.steps" not in told
 
@@ -139,7 +135,7 @@ def test_what_the_data_decides_is_not_said_to_be_kept(load_small, caplog):
 def test_more_threads_than_cpus_are_warned_of(load_small, monkeypatch, caplog, threads, is_warned):
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     prepare_process(load_small(f"run.threads={threads}"), CPU)
-    assert ["run.threads: 4096" in record.getMessage() for record in caplog.records] == [True] * is_warned
+    assert ["run.threads: 4096" in message for message in caplog.messages] == [True] * is_warned
 
 
 def test_a_choice_of_a_resumed_run_need_not_fit_the_default_process(load_small):
@@ -152,9 +148,7 @@ def test_a_run_says_what_was_chosen(load_small, monkeypatch, tmp_path, caplog):
     caplog.set_level("INFO")
     set_bf16(monkeypatch, True)
     build_loop(load_small("run.threads=1", plugins=["amp"]), tmp_path / "run")
-    assert [record.getMessage() for record in caplog.records] == [
-        'chosen for this cpu: run.channels_last = false, plugins.amp.precision = "bf16"'
-    ]
+    assert caplog.messages == ['chosen for this cpu: run.channels_last = false, plugins.amp.precision = "bf16"']
     caplog.clear()
     explicit = ("run.threads=1", "run.channels_last=true", "plugins.amp.precision=bf16")
     build_loop(load_small(*explicit, plugins=["amp"]), tmp_path / "explicit")
@@ -198,5 +192,4 @@ def test_the_command_sets_the_threads(write_config, start, tmp_path):
     write_config("small.toml", run={"steps": 1})
     code, _, err = finish(start(tmp_path, "run", "small.toml", "--set", "run.threads=2", "--out", "run"))
     assert code == 0, err
-    events = (tmp_path / "run" / "events.jsonl").read_text()
-    assert '"threads": 2' in events
+    assert '"threads": 2' in (tmp_path / "run" / "events.jsonl").read_text()

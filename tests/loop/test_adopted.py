@@ -15,7 +15,7 @@ from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_clip import Clip
 from hookdiff_ema import EMA
-from tests.conftest import check_facts, refused
+from tests.conftest import Batches, acting, check_facts, ran, refused
 
 
 class Uncertainty:
@@ -54,39 +54,28 @@ class _Spoiled(torch.autograd.Function):
         return torch.full_like(gradient, ctx.gradient), None
 
 
-def plain_run(steps: int, every: int) -> tuple[nn.Module, nn.Module, list[Batch]]:
+def plain_run(steps: int, every: int) -> tuple[nn.Module, nn.Module]:
     """Train as the loop does, in plain torch, on the batches of a run."""
 
-    class Keeps:
-        def __init__(self) -> None:
-            self.seen: list[Batch] = []
-
-        @hookimpl
-        def before_step(self, batch: Batch) -> None:
-            self.seen.append(batch)
-
-    keeps = Keeps()
-    loop = toy_loop({"keeps": keeps}, steps=steps)
-    loop.run()
+    loop = ran(toy_loop({"batches": (batches := Batches())}, steps=steps))
     model, uncertainty = toy_model(), Uncertainty(every)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     other = torch.optim.Adam(uncertainty.net.parameters(), lr=uncertainty.rate)
-    for number, batch in enumerate(keeps.seen, 1):
+    for number, batch in enumerate(batches.seen, 1):
         optimizer.zero_grad()
         other.zero_grad()
         uncertainty.reduce_loss(loop.objective(model, batch)).backward()  # type: ignore[arg-type]
         optimizer.step()
         if number % every == 0:
             other.step()
-    return model, uncertainty.net, keeps.seen
+    return model, uncertainty.net
 
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_it_is_trained_as_in_a_plain_loop(every: int) -> None:
     plugin = Uncertainty(every)
-    loop = toy_loop({"weight": plugin}, steps=7)
-    loop.run()
-    model, net, _ = plain_run(7, every)
+    loop = ran(toy_loop({"weight": plugin}, steps=7))
+    model, net = plain_run(7, every)
     assert_same(weights(loop), dict(model.state_dict()))
     assert_same({"": plugin.net.weight.detach()}, {"": net.weight.detach()})
     assert plugin.net.weight.abs().max() > 0
@@ -94,8 +83,7 @@ def test_it_is_trained_as_in_a_plain_loop(every: int) -> None:
 
 def test_it_is_in_no_optimizer_norm_average_or_export_of_the_run() -> None:
     plugin, ema = Uncertainty(), EMA(decay=0.5)
-    loop = toy_loop({"weight": plugin, "clip": Clip(), "ema": ema}, steps=2)
-    with loop:
+    with toy_loop({"weight": plugin, "clip": Clip(), "ema": ema}, steps=2) as loop:
         for _ in loop.steps():
             pass
         own = set(loop.model.parameters())
@@ -109,11 +97,8 @@ def test_it_is_in_no_optimizer_norm_average_or_export_of_the_run() -> None:
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_resumed_run_equals_an_uninterrupted_one(cut: int, every: int, tmp_path: Path) -> None:
     def run(place: Path, steps: int, resume: bool = False) -> tuple[Loop, Uncertainty]:
-        plugin = Uncertainty(every)
-        plugins = {"weight": plugin, "checkpoint": Checkpoint()}
-        loop = toy_loop(plugins, steps=steps, run_dir=place, resume=resume)
-        loop.run()
-        return loop, plugin
+        plugins = {"weight": (plugin := Uncertainty(every)), "checkpoint": Checkpoint()}
+        return ran(toy_loop(plugins, steps=steps, run_dir=place, resume=resume)), plugin
 
     whole, whole_plugin = run(tmp_path / "whole", 8)
     run(tmp_path / "cut", cut)
@@ -128,9 +113,8 @@ def test_a_checkpoint_from_before_the_plugin_is_resumed_with_it_fresh(tmp_path: 
     plugins = {"weight": Uncertainty(), "checkpoint": Checkpoint()}
     with refused(UserError, "'weight'", "--fresh weight"):
         toy_loop(plugins, steps=6, run_dir=tmp_path, resume=True).run()
-    loop = toy_loop({**plugins, "weight": Uncertainty()}, steps=6, run_dir=tmp_path, resume=True, fresh=["weight"])
-    loop.run()
-    assert loop.progress.step == 6
+    plugins["weight"] = Uncertainty()
+    assert toy_loop(plugins, steps=6, run_dir=tmp_path, resume=True, fresh=["weight"]).run() == "done"
 
 
 def test_a_saved_module_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
@@ -143,21 +127,21 @@ def test_a_saved_module_of_another_shape_is_refused_by_name(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_found_before_any_weight_moves(value: float) -> None:
-    class Keeps:
-        @hookimpl
-        def on_nan(self, report: Any) -> str:
-            self.report = report
-            return "skip"
+    reports: list[Any] = []
 
-    plugin, keeps = Uncertainty(), Keeps()
+    def keep(report: Any) -> str:
+        reports.append(report)
+        return "skip"
+
+    plugin = Uncertainty()
     plugin.spoil = value
-    loop = toy_loop({"weight": plugin, "keeps": keeps}, steps=None, epochs=1)
+    loop = toy_loop({"weight": plugin, "keeps": acting(on_nan=keep)}, epochs=1)
     before, own = weights(loop), plugin.net.weight.detach().clone()
     loop.run()
     assert loop.progress.step == 0
     assert_same(weights(loop), before)
     assert torch.equal(plugin.net.weight, own)
-    check_facts(keeps.report, "weight: weight")
+    check_facts(reports[-1], "weight: weight")
 
 
 def test_its_gradients_are_unscaled_and_an_overflow_of_theirs_is_a_void_step() -> None:
@@ -237,10 +221,7 @@ def test_a_module_that_is_only_used_is_frozen_and_not_saved() -> None:
 
 
 def test_a_script_may_enter_the_loop_twice() -> None:
-    plugin = Uncertainty()
-    loop = toy_loop({"weight": plugin}, steps=2)
-    loop.run()
-    with loop:
+    with ran(toy_loop({"weight": Uncertainty()}, steps=2)) as loop:
         assert len(loop.adopted.optimizers) == 1
 
 

@@ -7,7 +7,7 @@ from hookdiff import PASS, HookError, Hooks, UserError, hookimpl
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.loop.dispatch import Contract, bind, compile_hook, in_order
 from hookdiff.loop.registry import Plugins
-from tests.conftest import check_facts, refused
+from tests.conftest import acting, check_facts, ran, refused
 
 MOMENT, SEAM = "on_nan", "backward"  # each hook takes two arguments
 ARGUMENTS = {MOMENT: {"loop": "the loop", "report": "the report"}, SEAM: {"loop": "the loop", "loss": "the loss"}}
@@ -148,10 +148,6 @@ def test_the_outermost_wrapper_decides_the_result():
     assert heard == ["p0 before", "p1 before", "p2", "p1 saw Mine('broken')", "p0 saw ['p1 instead']"]
 
 
-def hook_of(plugin):
-    return Plugins({"odd": plugin}).hook
-
-
 def test_a_wrapper_without_a_yield_is_an_error():
     class NoYield:
         @hookimpl(wrapper=True)
@@ -160,7 +156,7 @@ def test_a_wrapper_without_a_yield_is_an_error():
                 yield
 
     with refused(HookError, "before_step", "yield"):
-        hook_of(NoYield()).before_step(loop=None, batch=None)
+        Plugins({"odd": NoYield()}).hook.before_step(loop=None, batch=None)
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -179,14 +175,9 @@ def test_a_wrapper_with_a_second_yield_is_an_error_and_is_closed(broken):
             finally:
                 closed.append(True)
 
-    class Broken:
-        @hookimpl
-        def before_step(self):
-            if broken:
-                raise Mine
-
+    other = plain("other", "before_step", [], Mine() if broken else None)
     with refused(HookError, "before_step", "yield"):
-        Plugins({"two": TwoYields(), "broken": Broken()}).hook.before_step(loop=None, batch=None)
+        Plugins({"two": TwoYields(), "other": other}).hook.before_step(loop=None, batch=None)
     assert closed == [True]
 
 
@@ -205,13 +196,7 @@ def test_golden_message_of_a_wrapper_that_forgets_to_return():
 
 
 def test_golden_message_of_a_seam_that_forgets_to_return():
-    class Forgetful:
-        @hookimpl
-        def optimizer_step(self, loop):
-            for optimizer in loop.optimizers:
-                optimizer.step()
-
-    loop = toy_loop({"forgetful": Forgetful()})
+    loop = toy_loop({"forgetful": acting(optimizer_step=lambda: None)})
     with pytest.raises(HookError) as caught:
         loop.run()
     assert str(caught.value) == (
@@ -233,51 +218,34 @@ def test_golden_message_of_a_seam_that_forgets_to_return():
     ],
 )
 def test_a_result_of_a_wrong_type_is_refused_with_plugin_and_hook(hook, result, facts):
-    method = hookimpl(lambda self: result)
-    plugins = Plugins({"odd": type("Odd", (), {hook: method})()})
+    plugins = Plugins({"odd": acting(**{hook: lambda: result})})
     with refused(HookError, "'odd'", repr(hook), *facts):
         plugins.call(hook, loop=None, batch=None, net=None, report=None, index=0, count=1)
 
 
 def test_a_result_that_nothing_takes_is_warned_of_once(caplog):
-    class Returns:
-        @hookimpl
-        def after_backward(self):
-            return False
-
-    toy_loop({"returns": Returns()}, steps=3).run()
+    toy_loop({"returns": acting(after_backward=lambda: False)}, steps=3).run()
     (message,) = caplog.messages
     check_facts(message, "'returns'", "'after_backward'", False)
 
 
 def test_a_seam_that_every_plugin_leaves_to_the_next_is_done_by_the_core():
-    class Leaves:
-        @hookimpl
-        def optimizer_step(self):
-            return PASS
-
-    loop = toy_loop({"one": Leaves(), "two": Leaves()}, steps=2)
-    loop.run()
-    assert loop.progress.step == 2
+    plugins = {name: acting(optimizer_step=lambda: PASS) for name in ("one", "two")}
+    assert ran(toy_loop(plugins, steps=2)).progress.step == 2
 
 
 @pytest.mark.parametrize("wraps", [False, True])
 def test_an_error_has_a_note_of_plugin_and_hook(wraps):
-    class Broken:
-        @hookimpl(wrapper=wraps)
-        def after_backward(self):
-            if wraps:
-                yield
-            raise KeyError("mine")
+    def fail(self):
+        raise KeyError("mine")
 
-    class Around:
-        @hookimpl(wrapper=True)
-        def after_backward(self):
-            return (yield)
+    def fail_after(self):
+        yield
+        raise KeyError("mine")
 
-    Broken.after_backward = Broken.after_backward if wraps else hookimpl(lambda self: {}["mine"])
+    broken = type("Broken", (), {"after_backward": hookimpl(wrapper=wraps)(fail_after if wraps else fail)})()
     with pytest.raises(KeyError) as caught:
-        toy_loop({"around": Around(), "broken": Broken()}).run()
+        toy_loop({"around": around("around", "after_backward", [], "pass on"), "broken": broken}).run()
     (note,) = caught.value.__notes__
     check_facts(note, "'broken'", "'after_backward'")
 
@@ -285,9 +253,8 @@ def test_an_error_has_a_note_of_plugin_and_hook(wraps):
 @pytest.mark.parametrize("takes", [(), ("loop",), ("images",), ("step", "loop"), ("loop", "step", "images")])
 def test_a_plugin_gets_the_arguments_it_names(takes):
     got = []
-    scope = {"got": got, "hookimpl": hookimpl}
-    exec(f"@hookimpl\ndef on_images(self, {', '.join(takes)}): got.append(({', '.join((*takes, ''))}))", scope)
-    hook_of(type("Takes", (), {"on_images": scope["on_images"]})()).on_images(loop=1, step=2, images=3)
+    takes_them = eval(f"lambda {', '.join(takes)}: got.append(({', '.join((*takes, ''))}))", {"got": got})
+    Plugins({"odd": acting(on_images=takes_them)}).hook.on_images(loop=1, step=2, images=3)
     assert got == [tuple({"loop": 1, "step": 2, "images": 3}[name] for name in takes)]
 
 

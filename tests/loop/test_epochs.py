@@ -13,7 +13,7 @@ from hookdiff import Batch, Feed, InMemory, Loop, UserError, hookimpl
 from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
-from tests.conftest import refused
+from tests.conftest import Batches, acting, outcomes, ran, refused
 
 
 class Curriculum:
@@ -46,30 +46,22 @@ def test_weights_decide_what_is_drawn_in_an_epoch() -> None:
 
 
 def test_the_weights_are_those_of_one_epoch() -> None:
-    class First:
-        @hookimpl
-        def before_epoch(self, loop: Loop) -> None:
-            if loop.progress.epoch == 0:
-                loop.feed.weigh(torch.eye(40)[3])
+    def weigh(loop: Loop) -> None:
+        if loop.progress.epoch == 0:
+            loop.feed.weigh(torch.eye(40)[3])
 
-        @hookimpl
-        def before_step(self, batch: Batch) -> None:
-            assert batch.indices is not None
-            self.drawn = [*getattr(self, "drawn", []), *batch.indices.tolist()]
-
-    first = First()
-    toy_loop({"first": first}, epochs=2).run()
-    assert first.drawn[:40] == [3] * 40
-    assert sorted(first.drawn[40:]) == list(range(40))
+    batches = Batches()
+    toy_loop({"first": acting(before_epoch=weigh), "batches": batches}, epochs=2).run()
+    drawn = [index for batch in batches.seen for index in batch.indices.tolist()]  # type: ignore[union-attr]
+    assert drawn[:40] == [3] * 40
+    assert sorted(drawn[40:]) == list(range(40))
 
 
 @pytest.mark.parametrize("cut", [1, 5, 7])
 def test_a_run_resumed_within_an_epoch_has_its_weights_without_a_second_call(cut: int, tmp_path: Path) -> None:
     def run(place: Path, steps: int, resume: bool = False) -> tuple[Loop, Curriculum]:
-        plugin = Curriculum()
-        loop = toy_loop({"curriculum": plugin, "checkpoint": Checkpoint()}, run_dir=place, resume=resume, steps=steps)
-        loop.run()
-        return loop, plugin
+        plugins = {"curriculum": (plugin := Curriculum()), "checkpoint": Checkpoint()}
+        return ran(toy_loop(plugins, run_dir=place, resume=resume, steps=steps)), plugin
 
     whole, whole_plugin = run(tmp_path / "whole", 12)
     run(tmp_path / "cut", cut)
@@ -158,73 +150,46 @@ class Mixes:
 
 @pytest.mark.parametrize("micro_batch", [None, 3])
 def test_a_changed_batch_is_resumed_exactly_and_keeps_the_noise(micro_batch: int | None, tmp_path: Path) -> None:
-    class Keeps:
-        def __init__(self) -> None:
-            self.seen: list[Batch] = []
-
-        @hookimpl
-        def before_step(self, batch: Batch) -> None:
-            self.seen.append(batch)
-
-    def run(place: Path, steps: int, resume: bool = False) -> tuple[Loop, Keeps]:
-        keeps = Keeps()
-        plugins = {"mixes": Mixes(), "keeps": keeps, "checkpoint": Checkpoint()}
-        loop = toy_loop(plugins, run_dir=place, resume=resume, steps=steps, micro_batch=micro_batch)
-        loop.run()
-        return loop, keeps
+    def run(place: Path, steps: int, resume: bool = False) -> tuple[Loop, Batches]:
+        plugins = {"mixes": Mixes(), "batches": (batches := Batches()), "checkpoint": Checkpoint()}
+        loop = ran(toy_loop(plugins, run_dir=place, resume=resume, steps=steps, micro_batch=micro_batch))
+        return loop, batches
 
     whole, mixed = run(tmp_path / "whole", 8)
     run(tmp_path / "cut", 3)
     resumed, _ = run(tmp_path / "cut", 8, resume=True)
     assert_same(weights(resumed), weights(whole))
-    plain = Keeps()
-    toy_loop({"keeps": plain}, steps=8).run()
+    plain = Batches()
+    toy_loop({"batches": plain}, steps=8).run()
     for one, other in zip(mixed.seen, plain.seen, strict=True):
         assert torch.equal(one.draws["noise"], other.draws["noise"])
         assert not torch.equal(one.inputs, other.inputs)
 
 
 def test_a_veto_consumes_the_batch_and_calls_no_other_hook() -> None:
-    class Vetoes:
-        def __init__(self) -> None:
-            self.steps: list[int] = []
-
-        @hookimpl
-        def make_batch(self, loop: Loop, batch: Batch) -> Batch:
-            return batch[:0] if loop.progress.position % 2 else batch
-
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
-            self.steps.append(loop.progress.position)
-
-    vetoes = Vetoes()
-    loop = toy_loop({"vetoes": vetoes}, steps=None, epochs=1)
-    with loop:
-        outcomes = [step.outcome for step in loop.steps()]
-    assert outcomes == ["updated", "skipped", "updated", "skipped", "updated"]
-    assert vetoes.steps == [0, 2, 4]
+    steps: list[int] = []
+    vetoes = acting(
+        make_batch=lambda loop, batch: batch[:0] if loop.progress.position % 2 else batch,
+        before_step=lambda loop: steps.append(loop.progress.position),
+    )
+    loop = toy_loop({"vetoes": vetoes}, epochs=1)
+    assert outcomes(loop) == ["updated", "skipped", "updated", "skipped", "updated"]
+    assert steps == [0, 2, 4]
     assert (loop.progress.epoch, loop.progress.step) == (1, 3)
 
 
 @pytest.mark.parametrize("rows", [2, 4, 16])
 @pytest.mark.parametrize("micro_batch", [None, 3])
 def test_a_batch_of_another_size_is_one_step_of_the_mean_over_its_samples(rows: int, micro_batch: int | None) -> None:
-    class Resizes:
-        @hookimpl
-        def make_batch(self, batch: Batch) -> Batch:
-            return evolve(batch, inputs=batch.inputs.repeat(2, 1)[:rows], labels=None, indices=None)
+    def resize(batch: Batch) -> Batch:
+        return evolve(batch, inputs=batch.inputs.repeat(2, 1)[:rows], labels=None, indices=None)
 
-        @hookimpl
-        def before_step(self, batch: Batch) -> None:
-            self.batch = batch
-
-    resizes = Resizes()
-    loop = toy_loop({"resizes": resizes}, steps=1, micro_batch=micro_batch)
-    plain = toy_loop()
-    with loop:
+    batches, plain = Batches(), toy_loop()
+    plugins = {"resizes": acting(make_batch=resize), "batches": batches}
+    with toy_loop(plugins, steps=1, micro_batch=micro_batch) as loop:
         (step,) = loop.steps()
         assert step.outcome == "updated"
         assert loop.progress.samples == 8
-        plain.objective(plain.model, resizes.batch).loss.backward()  # type: ignore[arg-type, union-attr]
+        plain.objective(plain.model, batches.seen[0]).loss.backward()  # type: ignore[arg-type, union-attr]
         norm = torch.stack([p.grad.square().sum() for p in plain.model.parameters() if p.grad is not None]).sum().sqrt()
         assert step.grad_norm == pytest.approx(norm.item(), rel=1e-5)

@@ -11,47 +11,22 @@ from torch import Tensor, nn
 from hookdiff import Batch, HookError, Loop, LossOutput, hookimpl
 from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
-from hookdiff.models.weights import holding
 from hookdiff_amp import AMP
-from tests.conftest import check_facts, refused
+from tests.conftest import Batches, acting, check_facts, outcomes, ran, refused
+from tests.sam import SAM
 
 RHO = 0.05
 
 
-class SAM:
-    """Sharpness-aware minimisation: the gradient is taken at weights that a first pass has moved uphill."""
-
-    def __init__(self, stream: str = "model") -> None:
-        self.stream = stream
-        self.outputs: list[LossOutput] = []
-
-    @hookimpl
-    def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:
-        first = loop.run_pass(batch)
-        scale = RHO / torch.linalg.vector_norm(loop.gradients.norms)
-        own = dict(loop.model.named_parameters())
-        moved = {name: own[name].detach() + scale * grad for name, grad in loop.gradients.named().items()}
-        loop.gradients.zero()
-        with holding(loop.model, moved):
-            second = loop.run_pass(batch, self.stream)
-        self.outputs = [first, second]
-        return first
-
-
-class Batches:
-    """Keeps the batches of a run, and the outcome and the norm of its steps."""
+class Reports:
+    """Keeps the reports of bad steps, and skips these."""
 
     def __init__(self) -> None:
-        self.seen: list[Batch] = []
-        self.reports: list[Any] = []
-
-    @hookimpl
-    def before_step(self, batch: Batch) -> None:
-        self.seen.append(batch)
+        self.seen: list[Any] = []
 
     @hookimpl
     def on_nan(self, report: Any) -> str:
-        self.reports.append(report)
+        self.seen.append(report)
         return "skip"
 
 
@@ -75,15 +50,12 @@ class Double(ToyObjective):
 @settings(max_examples=8, deadline=None)
 @given(micro_batch=st.sampled_from([None, 1, 3, 8]), steps=st.integers(1, 6))
 def test_two_passes_equal_a_plain_loop(micro_batch: int | None, steps: int) -> None:
-    seen = Batches()
-    model = model_of()
-    plain = copy.deepcopy(model)
-    loop = toy_loop({"seen": seen, "sam": SAM()}, model=model, objective=Double(), steps=steps, micro_batch=micro_batch)
-    losses = []
-    with loop:
+    batches, model = Batches(), model_of()
+    plain, plugins = copy.deepcopy(model), {"batches": batches, "sam": SAM(RHO)}
+    with toy_loop(plugins, model=model, objective=Double(), steps=steps, micro_batch=micro_batch) as loop:
         losses = [step.loss for step in loop.steps()]
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
-    for batch, loss in zip(seen.seen, losses, strict=True):
+    for batch, loss in zip(batches.seen, losses, strict=True):
         optimizer.zero_grad()
         first = Double()(plain, batch).loss
         first.backward()
@@ -105,33 +77,31 @@ def test_two_passes_equal_a_plain_loop(micro_batch: int | None, steps: int) -> N
 
 @pytest.mark.parametrize("micro_batch", [None, 3])
 def test_a_second_pass_repeats_the_dropout_or_draws_its_own(micro_batch: int | None) -> None:
-    class Twice:
-        @hookimpl
-        def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:
-            self.losses = [float(loop.run_pass(batch, *stream).loss) for stream in ((), (), ("other",), ("other",))]
-            return loop.run_pass(batch)
+    losses: list[float] = []
 
-    twice = Twice()
-    toy_loop({"twice": twice}, model=toy_model(dropout=0.5), steps=1, micro_batch=micro_batch).run()
-    one, again, other, other_again = twice.losses
+    def passes(loop: Loop, batch: Batch) -> LossOutput:
+        losses.extend(float(loop.run_pass(batch, *stream).loss) for stream in ((), (), ("other",), ("other",)))
+        return loop.run_pass(batch)
+
+    plugins = {"passes": acting(accumulate=passes)}
+    toy_loop(plugins, model=toy_model(dropout=0.5), steps=1, micro_batch=micro_batch).run()
+    one, again, other, other_again = losses
     assert one == again
     assert other == other_again
     assert one != other
 
 
 def test_gradients_that_are_not_cleared_are_added() -> None:
-    class Sum:
-        @hookimpl
-        def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:
-            loop.run_pass(batch)
-            self.once = loop.gradients.total_norm
-            output = loop.run_pass(batch)
-            self.twice = loop.gradients.total_norm
-            return output
+    norms: list[float] = []
 
-    plugin = Sum()
-    toy_loop({"sum": plugin}, model=model_of(), objective=Double(), steps=1).run()
-    assert plugin.twice == pytest.approx(2 * plugin.once)
+    def passes(loop: Loop, batch: Batch) -> LossOutput:
+        for _ in range(2):
+            output = loop.run_pass(batch)
+            norms.append(loop.gradients.total_norm)
+        return output
+
+    toy_loop({"passes": acting(accumulate=passes)}, model=model_of(), objective=Double(), steps=1).run()
+    assert norms[1] == pytest.approx(2 * norms[0])
 
 
 class BadPass:
@@ -167,22 +137,19 @@ class BadPass:
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("what", ["gradient", "loss"])
 def test_a_value_that_is_not_finite_in_any_pass_reaches_on_nan(number: int, value: float, what: str) -> None:
-    seen = Batches()
-    loop = toy_loop({"bad": BadPass(number, value, what), "seen": seen}, steps=None, epochs=1)
+    reports = Reports()
+    loop = toy_loop({"bad": BadPass(number, value, what), "reports": reports}, epochs=1)
     before = weights(loop)
-    with loop:
-        outcomes = [step.outcome for step in loop.steps()]
-    assert set(outcomes) == {"skipped"}
+    assert set(outcomes(loop)) == {"skipped"}
     assert_same(weights(loop), before)
     if what == "gradient":
-        check_facts(seen.reports[0], "earlier" if number == 0 else "0.weight")
+        check_facts(reports.seen[0], "earlier" if number == 0 else "0.weight")
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_an_overflow_in_any_pass_is_a_void_step_under_a_loss_scale(number: int) -> None:
-    amp, bad, seen = AMP("fp16"), BadPass(number, float("inf")), Batches()
-    loop = toy_loop({"amp": amp, "bad": bad, "seen": seen}, steps=3)
-    with loop:
+    amp, bad, reports = AMP("fp16"), BadPass(number, float("inf")), Reports()
+    with toy_loop({"amp": amp, "bad": bad, "reports": reports}, steps=3) as loop:
         batches = loop.feed.batches(0)
         scale = amp.scaler.get_scale() if amp.scaler else 0.0
         before = weights(loop)
@@ -192,21 +159,18 @@ def test_an_overflow_in_any_pass_is_a_void_step_under_a_loss_scale(number: int) 
         assert amp.scaler.get_scale() == scale / 2
         bad.number = -1
         assert loop.run_step(next(batches)).outcome == "updated"
-    assert not seen.reports
+    assert not reports.seen
 
 
 def test_a_loss_that_is_not_finite_is_no_overflow() -> None:
-    amp, seen = AMP("fp16"), Batches()
-    loop = toy_loop({"amp": amp, "bad": BadPass(0, float("nan"), "loss"), "seen": seen}, steps=1, epochs=1)
-    loop.run()
-    assert len(seen.reports) == 5
+    amp, reports = AMP("fp16"), Reports()
+    toy_loop({"amp": amp, "bad": BadPass(0, float("nan"), "loss"), "reports": reports}, steps=1, epochs=1).run()
+    assert len(reports.seen) == 5
     assert amp.num_void == 0
 
 
 def test_two_passes_under_a_loss_scale_train_as_without_it() -> None:
-    loops = [toy_loop({"sam": SAM(), **amp}, steps=10) for amp in ({"amp": AMP("fp16", 1024.0)}, {})]
-    for loop in loops:
-        loop.run()
+    loops = [ran(toy_loop({"sam": SAM(), **amp}, steps=10)) for amp in ({"amp": AMP("fp16", 1024.0)}, {})]
     for name, value in weights(loops[1]).items():
         torch.testing.assert_close(weights(loops[0])[name], value, rtol=0.05, atol=5e-3)
 
@@ -283,26 +247,20 @@ def test_the_weights_of_the_objective_are_there() -> None:
         def forward(self, x: Tensor, t: Tensor) -> Tensor:
             return self.scale * x
 
-    class Reads:
-        @hookimpl
-        def reduce_loss(self, output: LossOutput) -> Tensor:
-            assert output.weights is not None
-            assert output.per_sample is not None
-            loss = (output.weights * output.per_sample).mean()
-            torch.testing.assert_close(loss, output.loss)
-            return loss
+    def reads(output: LossOutput) -> Tensor:
+        assert output.weights is not None
+        assert output.per_sample is not None
+        loss = (output.weights * output.per_sample).mean()
+        torch.testing.assert_close(loss, output.loss)
+        return loss
 
-    images = torch.rand(16, 1, 4, 4) * 2 - 1
-    toy_loop({"reads": Reads()}, model=Net(), objective=Diffusion(VP(), weighting=MinSNR()), data=images, steps=2).run()
+    images, objective = torch.rand(16, 1, 4, 4) * 2 - 1, Diffusion(VP(), weighting=MinSNR())
+    toy_loop({"reads": acting(reduce_loss=reads)}, model=Net(), objective=objective, data=images, steps=2).run()
 
 
 def test_an_objective_of_a_scalar_alone_skips_it() -> None:
-    class Never:
-        @hookimpl
-        def reduce_loss(self) -> Tensor:
-            raise AssertionError
-
-    loop = toy_loop({"never": Never()}, objective=lambda net, batch: net(batch.inputs).square().mean(), steps=2)
+    plugins = {"never": acting(reduce_loss=lambda: pytest.fail("was called"))}
+    loop = toy_loop(plugins, objective=lambda net, batch: net(batch.inputs).square().mean(), steps=2)
     assert loop.run() == "done"
 
 
@@ -311,12 +269,8 @@ def test_a_loss_without_its_graph_or_of_another_shape_is_refused() -> None:
         def __call__(self, net: nn.Module, batch: Batch) -> LossOutput:
             return Double()(net.double(), batch).detach()
 
-    class Shaped:
-        @hookimpl
-        def reduce_loss(self, output: LossOutput) -> Tensor | None:
-            return output.per_sample
-
+    shaped = acting(reduce_loss=lambda output: output.per_sample)
     with refused(HookError, "reduce_loss", "per_sample"):
         toy_loop({"weighs": Scheduled()}, objective=Detached(), steps=1).run()
     with refused(HookError, "reduce_loss", "(8,)"):
-        toy_loop({"shaped": Shaped()}, model=model_of(), objective=Double(), steps=1).run()
+        toy_loop({"shaped": shaped}, model=model_of(), objective=Double(), steps=1).run()

@@ -9,7 +9,7 @@ from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.loop.hookspecs import ELSEWHERE, HOOK_NAMES, HOOKS, Declaration, Phase, declaration_of, hooks_of
 from hookdiff.loop.registry import RESERVED, Plugins, implements
-from tests.conftest import refused
+from tests.conftest import acting, ran, refused
 
 
 class Good:
@@ -43,64 +43,17 @@ class MethodOfTheInstance(Good):
         self.after_backward = lambda: None
 
 
-class Misspelt:
-    @hookimpl
-    def after_backwards(self):
-        pass
+def marked(function, hook="sample", **marks):
+    """Return a plugin whose only hook is the function, with these marks."""
+    return type("Marked", (), {hook: staticmethod(hookimpl(**marks)(function))})()
 
 
-class MisspeltName:
-    @hookimpl(specname="before_stepp")
-    def on_start(self):
-        pass
+async def coroutine():
+    pass
 
 
-class Greedy:
-    @hookimpl
-    def on_start(self, loop, batch):
-        pass
-
-
-class OldWrapper:
-    @hookimpl(hookwrapper=True)
-    def sample(self):
-        yield
-
-
-class NoGenerator:
-    @hookimpl(wrapper=True)
-    def sample(self):
-        return None
-
-
-class ForgetsWrapper:
-    @hookimpl
-    def optimizer_step(self):
-        return (yield)
-
-
-class Async:
-    @hookimpl
-    async def before_step(self):
-        pass
-
-
-class AsyncWrapper:
-    @hookimpl
-    async def before_step(self):
-        yield
-
-
-class Habit:
-    @hookimpl
-    def on_train_batch_end(self):
-        pass
-
-
-class WrapsAQuestion:
-    @hookimpl(wrapper=True)
-    def needs_host(self):
-        return (yield)
+async def asynchronous_generator():
+    yield
 
 
 @plugin(hooks_version=HOOKS_VERSION + 1)
@@ -126,16 +79,19 @@ REFUSED = {
     "an unmarked method of the instance": (MethodOfTheInstance(), ["after_backward", "@hookimpl"]),
     "an unmarked static method": (type("S", (), {"on_start": staticmethod(print)})(), ["on_start", "@hookimpl"]),
     "an unmarked class method": (type("C", (), {"on_start": classmethod(print)})(), ["on_start", "@hookimpl"]),
-    "an unknown specname": (MisspeltName(), ["'before_stepp'", "'before_step'"]),
-    "an unknown argument": (Greedy(), ["on_start", "batch"]),
-    "an old wrapper": (OldWrapper(), ["sample", "wrapper=True", "hookwrapper=True"]),
-    "a wrapper that is no generator": (NoGenerator(), ["sample"]),
-    "a generator that is no wrapper": (ForgetsWrapper(), ["optimizer_step", "@hookimpl(wrapper=True)"]),
-    "an async method": (Async(), ["before_step", "async"]),
-    "an async generator": (AsyncWrapper(), ["before_step", "async"]),
+    "an unknown specname": (marked(lambda: None, specname="before_stepp"), ["'before_stepp'", "'before_step'"]),
+    "an unknown argument": (acting(on_start=lambda loop, batch: None), ["on_start", "batch"]),
+    "an old wrapper": (marked(lambda: (yield), hookwrapper=True), ["sample", "wrapper=True", "hookwrapper=True"]),
+    "a wrapper that is no generator": (marked(lambda: None, wrapper=True), ["sample"]),
+    "a generator that is no wrapper": (acting(sample=lambda: (yield)), ["sample", "@hookimpl(wrapper=True)"]),
+    "an async method": (acting(before_step=coroutine), ["before_step", "async"]),
+    "an async generator": (acting(before_step=asynchronous_generator), ["before_step", "async"]),
     "a question without @hookimpl": (type("Q", (), {"check_state": print})(), ["check_state", "@hookimpl"]),
-    "a wrapper of a question": (WrapsAQuestion(), ["needs_host"]),
-    "a hook of another trainer": (Habit(), ["'on_train_batch_end'", "'after_optimizer_step'"]),
+    "a wrapper of a question": (marked(lambda: (yield), "needs_host", wrapper=True), ["needs_host"]),
+    "a hook of another trainer": (
+        acting(on_train_batch_end=lambda: None),
+        ["'on_train_batch_end'", "'after_optimizer_step'"],
+    ),
     "a later contract": (Later(), [HOOKS_VERSION, HOOKS_VERSION + 1, "pip install -U hookdiff"]),
     "a contract that is no number": (declaring(hooks_version="2"), ["hooks_version=1"]),
     "a contract that would be a key": (KeyOfTheConfig(), ["@plugin(hooks_version=...)"]),
@@ -261,19 +217,15 @@ def test_two_plugins_that_pluggy_takes_for_one_are_refused():
 
 def test_golden_message_of_a_hook_that_does_not_exist():
     with pytest.raises(PluginError) as caught:
-        Plugins({"mine": Misspelt()})
+        Plugins({"mine": acting(after_backwards=lambda: None)})
     assert str(caught.value) == (
         "the plugin 'mine': there is no hook 'after_backwards'; did you mean 'after_backward'?"
     )
 
 
 def test_a_hook_may_have_another_name_in_the_plugin():
-    class Named:
-        @hookimpl(specname="on_start")
-        def begin(self, loop):
-            return loop
-
-    assert Plugins({"named": Named()}).hook.on_start(loop=3) == [3]
+    named = marked(lambda loop: loop, "begin", specname="on_start")
+    assert Plugins({"named": named}).hook.on_start(loop=3) == [3]
 
 
 @pytest.mark.parametrize("kind", [staticmethod, classmethod])
@@ -356,27 +308,9 @@ def test_later_changes_of_the_given_mapping_have_no_effect():
 
 
 def test_order_lists_the_plugins_as_they_are_called():
-    class Late:
-        @hookimpl(trylast=True)
-        def sample(self):
-            pass
-
-    class Around:
-        @hookimpl(wrapper=True)
-        def sample(self):
-            return (yield)
-
-    class Early:
-        @hookimpl(tryfirst=True)
-        def sample(self):
-            pass
-
-    class Plain:
-        @hookimpl
-        def sample(self):
-            pass
-
-    plugins = Plugins({"late": Late(), "plain": Plain(), "early": Early(), "around": Around(), "other": Plain()})
+    late, early = marked(lambda: None, trylast=True), marked(lambda: None, tryfirst=True)
+    plain, other, around = marked(lambda: None), marked(lambda: None), marked(lambda: (yield), wrapper=True)
+    plugins = Plugins({"late": late, "plain": plain, "early": early, "around": around, "other": other})
     names = [impl.plugin_name for impl in plugins.order("sample")]
     assert names == ["around", "early", "plain", "other", "late", "defaults"]
     assert [impl.wrapper for impl in plugins.order("sample")] == [True, False, False, False, False, False]
@@ -440,24 +374,20 @@ def test_a_wrapper_is_watched_before_and_after_its_yield_and_other_plugins_betwe
 
 
 def test_a_watched_wrapper_must_yield_once():
-    class Twice:
-        @hookimpl(wrapper=True)
-        def backward(self):
-            try:
-                yield
-                yield
-            finally:
-                closed.append(True)
-
-    class Never:
-        @hookimpl(wrapper=True)
-        def backward(self):
-            return
+    def twice():
+        try:
             yield
+            yield
+        finally:
+            closed.append(True)
+
+    def never():
+        return
+        yield
 
     closed: list[bool] = []
-    for broken in (Twice(), Never()):
-        plugins = Plugins({"broken": broken, "answers": Answers()})
+    for broken in (twice, never):
+        plugins = Plugins({"broken": marked(broken, "backward", wrapper=True), "answers": Answers()})
         plugins.instrument(Watch())
         with refused(HookError, "backward", "yield"):
             plugins.hook.backward(loop=None, loss=3)
@@ -465,11 +395,9 @@ def test_a_watched_wrapper_must_yield_once():
 
 
 def test_a_watched_run_gives_the_same_weights():
-    watched, alone, watch = toy_loop(), toy_loop(), Watch()
+    watched, watch = toy_loop(), Watch()
     watched.plugins.instrument(watch)
-    watched.run()
-    alone.run()
-    assert_same(weights(watched), weights(alone))
+    assert_same(weights(ran(watched)), weights(ran(toy_loop())))
     inner = watch.seen.index("defaults.compute_loss")
     assert watch.seen[inner - 1] == "defaults.micro_step"  # micro_step calls compute_loss, so it is entered first
     assert watch.seen.count("defaults.optimizer_step") == 20

@@ -17,7 +17,7 @@ from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.disk.tree import flatten, unflatten
 from hookdiff.loop.saved import checked, keeps_state, restore_state, state_of
 from hookdiff.options import COUNT, numbers, shaped
-from tests.conftest import Restores, refused
+from tests.conftest import kept, refused
 
 
 class Scaler:
@@ -101,9 +101,7 @@ def test_a_run_that_is_resumed_goes_on_with_them() -> None:
         def after_optimizer_step(self) -> None:
             self.count += 1
 
-    memory = Restores(at=7)
-    toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
-    counter = Counter()
+    memory, counter = kept({"counter": Counter()}, at=7), Counter()
     toy_loop({"memory": memory, "counter": counter}).run()
     assert counter.count == 20
 
@@ -155,8 +153,7 @@ def test_tensors_that_do_not_fit_those_of_the_run_are_refused(path: str, value: 
 
 
 def test_a_missing_key_names_the_plugin_and_the_way_out() -> None:
-    memory = Restores(at=7)
-    toy_loop({"keeper": Keeper(), "memory": memory}, steps=8).run()
+    memory = kept({"keeper": Keeper()}, at=7)
     del memory.state["plugins"]["keeper"]["best"]
     with refused(UserError, "'keeper'", "needs best", "--fresh keeper"):
         toy_loop({"keeper": Keeper(), "memory": memory}).run()

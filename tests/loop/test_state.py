@@ -17,7 +17,7 @@ from hookdiff.builtin.logged import Metrics
 from hookdiff.disk.tree import flatten
 from hookdiff.errors import NoCheckpoint
 from hookdiff_checkpoint import Checkpoint, read_checkpoint
-from tests.conftest import Restores, check_facts, refused, saved, warnings
+from tests.conftest import Restores, acting, check_facts, kept, ran, refused, saved, warnings
 
 
 class Momenta(Optimizer):
@@ -47,11 +47,8 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 def test_any_optimizer_resumes_from_its_saved_state(make: Callable[[nn.Module], Any]) -> None:
-    whole, memory = toy_loop(optimizers=make), Restores(at=7)
-    toy_loop({"memory": memory}, optimizers=make, steps=7).run()
-    whole.run()
-    again = toy_loop({"memory": memory}, model=toy_model(seed=9), optimizers=make)
-    again.run()
+    whole, memory = ran(toy_loop(optimizers=make)), kept(at=7, optimizers=make)
+    again = ran(toy_loop({"memory": memory}, model=toy_model(seed=9), optimizers=make))
     assert_same(weights(again), weights(whole))
     assert_same(flatten(again.state_dict())[0], flatten(whole.state_dict())[0])
 
@@ -61,36 +58,26 @@ def test_optimizer_state_goes_by_name_and_not_by_order() -> None:
         first, *others = reversed(list(model.parameters()))
         return AdamW([{"params": others[::-1]}, {"params": [first]}], lr=0.01, fused=True)
 
-    whole, memory = toy_loop(), Restores(at=7)
-    toy_loop({"memory": memory}, steps=7).run()
-    whole.run()
-    again = toy_loop({"memory": memory}, optimizers=backwards)
-    again.run()
-    assert_same(weights(again), weights(whole))
+    again = ran(toy_loop({"memory": kept(at=7)}, optimizers=backwards))
+    assert_same(weights(again), weights(ran(toy_loop())))
 
 
-@pytest.mark.parametrize(("kept", "loaded"), [(True, False), (False, True)], ids=["from fused", "to fused"])
-def test_a_state_moves_between_kernels(kept: bool, loaded: bool) -> None:
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)], ids=["from fused", "to fused"])
+def test_a_state_moves_between_kernels(before: bool, after: bool) -> None:
     def make(fused: bool) -> Callable[[nn.Module], Optimizer]:
         return lambda model: AdamW(model.parameters(), lr=0.01, fused=fused)
 
-    memory = Restores(at=7)
-    toy_loop({"memory": memory}, optimizers=make(kept), steps=7).run()
-    again, whole = toy_loop({"memory": memory}, optimizers=make(loaded)), toy_loop()
-    again.run()
-    whole.run()
-    for name, value in weights(whole).items():
+    memory = kept(at=7, optimizers=make(before))
+    again = ran(toy_loop({"memory": memory}, optimizers=make(after)))
+    for name, value in weights(ran(toy_loop())).items():
         torch.testing.assert_close(weights(again)[name], value)  # the kernels round differently
 
 
 def test_hyper_parameters_come_from_the_new_optimizer() -> None:
-    memory = Restores(at=3)
-    toy_loop({"memory": memory}, steps=3).run()
-
     def other(model: nn.Module) -> Optimizer:
         return AdamW(model.parameters(), lr=0.5, betas=(0.8, 0.9), weight_decay=0.0, fused=True)
 
-    with toy_loop({"memory": memory}, optimizers=other) as loop:
+    with toy_loop({"memory": kept(at=3)}, optimizers=other) as loop:
         (group,) = loop.optimizers[0].param_groups
         assert (group["lr"], group["betas"], group["weight_decay"]) == (0.5, (0.8, 0.9), 0.0)
         assert all(entry["step"] == 3 for entry in loop.optimizers[0].state.values())
@@ -118,8 +105,7 @@ def test_moments_keep_the_memory_format_of_their_weights() -> None:
 
 
 def test_loading_shares_no_tensor_with_the_given_state() -> None:
-    memory = Restores(at=3)
-    toy_loop({"memory": memory}, steps=3).run()
+    memory = kept(at=3)
     before = {name: tensor.clone() for name, tensor in flatten(memory.state)[0].items()}
     toy_loop({"memory": Restores(memory.state)}).run()
     assert_same(flatten(memory.state)[0], before)
@@ -127,9 +113,7 @@ def test_loading_shares_no_tensor_with_the_given_state() -> None:
 
 def refusal(change: Callable[[dict[str, Any]], object]) -> str:
     """Return the error message for a state that `change` has modified."""
-    loop = toy_loop(steps=2)
-    loop.run()
-    state = saved(loop)
+    state = saved(ran(toy_loop(steps=2)))
     change(state)
     with pytest.raises(UserError) as error:
         toy_loop({"memory": Restores(state)}).run()
@@ -154,9 +138,7 @@ def test_the_message_about_another_model_is_cut_to_a_few_lines() -> None:
 
 
 def test_a_refused_model_is_left_as_it_was() -> None:
-    loop = toy_loop(steps=2)
-    loop.run()
-    state = saved(loop)
+    state = saved(ran(toy_loop(steps=2)))
     state["model"]["3.bias"] = torch.zeros(5)
     other = toy_loop({"memory": Restores(state)}, model=toy_model(seed=3))
     before = weights(other)
@@ -170,14 +152,11 @@ def test_another_number_of_optimizers_is_refused() -> None:
 
 
 def test_optimizer_state_of_a_parameter_that_is_not_held_is_refused() -> None:
-    memory = Restores(at=2)
-    toy_loop({"memory": memory}, steps=2).run()
-
     def second_layer(model: Any) -> Optimizer:
         return AdamW(model[3].parameters(), lr=0.01)
 
     with refused(UserError, "optimizer", "0.weight"):
-        toy_loop({"memory": memory}, optimizers=second_layer).run()
+        toy_loop({"memory": kept(at=2)}, optimizers=second_layer).run()
 
 
 class Slowing(Optimizer):
@@ -199,11 +178,8 @@ def test_counts_in_the_groups_of_an_optimizer_are_restored() -> None:
         layers = (lambda m: [m[0], m[3]]) if groups == 2 else lambda m: [m]
         return lambda m: Slowing([{"params": list(layer.parameters())} for layer in layers(m)], lr)
 
-    whole, memory = toy_loop(optimizers=make(0.01)), Restores(at=7)
-    toy_loop({"memory": memory}, optimizers=make(0.01), steps=7).run()
-    whole.run()
-    again = toy_loop({"memory": memory}, model=toy_model(seed=9), optimizers=make(0.01))
-    again.run()
+    whole, memory = ran(toy_loop(optimizers=make(0.01))), kept(at=7, optimizers=make(0.01))
+    again = ran(toy_loop({"memory": memory}, model=toy_model(seed=9), optimizers=make(0.01)))
     assert_same(weights(again), weights(whole))
     with toy_loop({"memory": memory}, optimizers=make(0.5)) as other:
         (group,) = other.optimizers[0].param_groups
@@ -213,8 +189,7 @@ def test_counts_in_the_groups_of_an_optimizer_are_restored() -> None:
 
 
 def test_another_optimizer_is_refused() -> None:
-    memory = Restores(at=2)
-    toy_loop({"memory": memory}, steps=2).run()
+    memory = kept(at=2)
     with refused(UserError, "AdamW", "SGD"):
         toy_loop({"memory": memory}, optimizers=MAKERS["sgd"]).run()
 
@@ -237,59 +212,44 @@ class Counter:
 
 
 def test_plugins_resume_from_their_saved_state() -> None:
-    memory = Restores(at=7)
-    toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
-    counter = Counter()
+    memory, counter = kept({"counter": Counter()}, at=7), Counter()
     toy_loop({"memory": memory, "counter": counter}).run()
     assert counter.count == 20
 
 
 def test_a_plugin_without_saved_state_must_be_named_as_fresh() -> None:
-    memory = Restores(at=7)
-    toy_loop({"memory": memory}, steps=7).run()
+    memory, counter = kept(at=7), Counter()
     with refused(UserError, "--fresh counter", "fresh=['counter']"):
         toy_loop({"memory": memory, "counter": Counter()}).run()
-    counter = Counter()
-    loop = toy_loop({"memory": memory, "counter": counter}, fresh=["counter"])
-    loop.run()
+    loop = ran(toy_loop({"memory": memory, "counter": counter}, fresh=["counter"]))
     assert (loop.progress.step, counter.count) == (20, 13)
 
 
 def test_all_plugins_without_saved_state_are_named_at_once() -> None:
-    memory = Restores(at=7)
-    toy_loop({"memory": memory}, steps=7).run()
-    plugins = {"old": Counter(), "memory": memory, "one": Counter(), "two": Counter()}
+    plugins = {"old": Counter(), "memory": kept(at=7), "one": Counter(), "two": Counter()}
     loop = toy_loop(plugins, fresh=["old"])
     with refused(UserError, "--fresh one --fresh two", "fresh=['old', 'one', 'two']"):
         loop.run()
 
 
 def test_a_fresh_plugin_does_not_load_its_saved_state() -> None:
-    memory = Restores(at=7)
-    toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
-    counter = Counter()
-    loop = toy_loop({"memory": memory, "counter": counter}, fresh=["counter"])
-    loop.run()
+    memory, counter = kept({"counter": Counter()}, at=7), Counter()
+    toy_loop({"memory": memory, "counter": counter}, fresh=["counter"]).run()
     assert counter.count == 13
 
 
 def test_saved_state_without_its_plugin_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    memory = Restores(at=7)
-    toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
-    loop = toy_loop({"memory": memory})
-    loop.run()
+    loop = ran(toy_loop({"memory": kept({"counter": Counter()}, at=7)}))
     (warning,) = warnings(caplog)
     check_facts(warning, "counter")
     assert loop.progress.step == 20
 
 
 def test_no_state_can_be_taken_while_weights_are_lent() -> None:
-    class Holds:
-        @hookimpl
-        def offer_weights(self, loop: Loop) -> Any:
-            return {"zeros": lambda: {name: torch.zeros_like(p) for name, p in loop.model.named_parameters()}}
+    def offer(loop: Loop) -> Any:
+        return {"zeros": lambda: {name: torch.zeros_like(p) for name, p in loop.model.named_parameters()}}
 
-    loop = toy_loop({"holds": Holds()})
+    loop = toy_loop({"holds": acting(offer_weights=offer)})
     with loop.weights("zeros"), pytest.raises(AssertionError):
         loop.state_dict()
 
@@ -315,15 +275,12 @@ class RollBackAt:
 def test_a_rollback_restores_everything_but_the_position_in_the_data(make: Callable[[nn.Module], Any]) -> None:
     memory, counter, then = Restores(at=3), Counter(), []
 
-    class Look:
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
-            if loop.progress.position in (6, 9):
-                then.append((saved(loop), loop.progress.state_dict(), counter.count))
+    def look(loop: Loop) -> None:
+        if loop.progress.position in (6, 9):
+            then.append((saved(loop), loop.progress.state_dict(), counter.count))
 
-    plugins = {"counter": counter, "memory": memory, "bad": RollBackAt(5, 8), "look": Look()}
-    loop = toy_loop(plugins, optimizers=make, steps=10, batch_size=4)
-    loop.run()
+    plugins = {"counter": counter, "memory": memory, "bad": RollBackAt(5, 8), "look": acting(before_step=look)}
+    toy_loop(plugins, optimizers=make, steps=10, batch_size=4).run()
     for state, progress, count in then:
         assert_same(flatten(state)[0], flatten(memory.state)[0])
         assert (progress["step"], count) == (3, 3)
@@ -332,19 +289,15 @@ def test_a_rollback_restores_everything_but_the_position_in_the_data(make: Calla
 
 
 def test_a_rollback_restores_a_fresh_plugin_only_from_states_of_its_own_run() -> None:
-    memory, counter, found = Restores(at=3), Counter(), []
-    toy_loop({"memory": memory, "counter": Counter()}, steps=3).run()
+    memory, counter, found = kept({"counter": Counter()}, at=3), Counter(), []
     memory.at = 6
 
-    class Look:
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
-            if loop.progress.position in (5, 9):
-                found.append((loop.progress.step, counter.count))
+    def look(loop: Loop) -> None:
+        if loop.progress.position in (5, 9):
+            found.append((loop.progress.step, counter.count))
 
-    plugins = {"counter": counter, "memory": memory, "bad": RollBackAt(4, 8), "look": Look()}
-    loop = toy_loop(plugins, steps=8, fresh=["counter"])
-    loop.run()
+    plugins = {"counter": counter, "memory": memory, "bad": RollBackAt(4, 8), "look": acting(before_step=look)}
+    toy_loop(plugins, steps=8, fresh=["counter"]).run()
     # The state of step 3 is older than this run, so the counter keeps its 1; the state of step 6 has its count, 4.
     assert found == [(3, 1), (6, 4)]
 
@@ -362,13 +315,8 @@ def test_a_rollback_to_the_start_removes_the_moments_of_the_optimizer() -> None:
             return self.state
 
     seen = []
-
-    class Look:
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
-            seen.append(len(loop.optimizers[0].state))
-
-    toy_loop({"start": Start(), "bad": RollBackAt(2), "look": Look()}, steps=3).run()
+    look = acting(before_step=lambda loop: seen.append(len(loop.optimizers[0].state)))
+    toy_loop({"start": Start(), "bad": RollBackAt(2), "look": look}, steps=3).run()
     assert seen == [0, 4, 4, 0, 4, 4]
 
 
@@ -419,9 +367,7 @@ def test_another_seed_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["random", "data", "versions"])
 def test_an_invalid_part_of_a_state_is_named(part: str, tmp_path: Path) -> None:
-    first = toy_loop(steps=2)
-    first.run()
-    state = {**first.state_dict(), part: None}
+    state = {**ran(toy_loop(steps=2)).state_dict(), part: None}
     with refused(UserError, part, "AttributeError"):
         toy_loop({"keeps": Restores(state)}, run_dir=tmp_path, resume=True, steps=3).run()
 
@@ -507,9 +453,7 @@ def test_golden_line_of_changed_versions(
 def test_a_changed_version_is_reported_without_a_config(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = toy_loop(steps=2)
-    first.run()
-    state = saved(first)
+    state = saved(ran(toy_loop(steps=2)))
     now, state["versions"][name] = state["versions"][name], "0.1"
     del state["plugins"]
     caplog.set_level(logging.INFO)
@@ -521,6 +465,5 @@ def test_a_changed_version_is_reported_without_a_config(
 def test_paths_may_be_strings(tmp_path: Path) -> None:
     plugins = {"checkpoint": Checkpoint(every=2)}
     toy_loop(plugins, run_dir=str(tmp_path / "run"), steps=2).run()
-    again = toy_loop(plugins, run_dir=str(tmp_path / "other"), resume=str(tmp_path / "run"), steps=4)
-    again.run()
+    again = ran(toy_loop(plugins, run_dir=str(tmp_path / "other"), resume=str(tmp_path / "run"), steps=4))
     assert again.first_step == 2

@@ -144,6 +144,12 @@ def config(load_small):
     return loaded
 
 
+@pytest.fixture
+def built(config):
+    """Return a function that builds a model for digits."""
+    return lambda model: config(model).model.given(in_channels=1, out_channels=1, sample_size=8).build()
+
+
 @pytest.mark.parametrize(
     ("model", "conditional", "facts"),
     [
@@ -203,9 +209,8 @@ def test_models_of_diffusers_train_and_sample_from_a_config(config, tmp_path, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [THEIR_UNET_OF_TEN, THEIR_DIT])
-def test_an_adapted_model_keeps_its_class_and_its_keys(config, model):
-    part = config(model).model.given(in_channels=1, out_channels=1, sample_size=8)
-    theirs = part.build()
+def test_an_adapted_model_keeps_its_class_and_its_keys(built, model):
+    theirs = built(model)
     keys, kind = list(theirs.state_dict()), type(theirs)
     ours = adapt(adapt(theirs))
     assert ours is theirs
@@ -226,8 +231,8 @@ def test_an_adapted_model_keeps_its_class_and_its_keys(config, model):
 
 
 @pytest.mark.slow
-def test_labels_are_not_dropped_twice(config):
-    model = adapt(config(THEIR_DIT).model.given(in_channels=1, out_channels=1, sample_size=8).build())
+def test_labels_are_not_dropped_twice(built):
+    model = adapt(built(THEIR_DIT))
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
@@ -256,25 +261,23 @@ def test_models_of_diffusers_that_cannot_be_used_are_refused(config, tmp_path, m
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_a_model_that_the_library_saved(config, tmp_path):
-    model = THEIR_UNET_OF_TEN
-    given = config(model).model.given(in_channels=1, out_channels=1, sample_size=8)
-    given.build().save_pretrained(tmp_path / "theirs")
+def test_a_run_starts_from_a_model_that_the_library_saved(config, built, tmp_path):
+    built(THEIR_UNET_OF_TEN).save_pretrained(tmp_path / "theirs")
     file = tmp_path / "theirs" / "diffusion_pytorch_model.safetensors"
-    loop = build_loop(config(model, f"model.start_from={file}"), tmp_path / "run")
-    with loop:
+    given = config(THEIR_UNET_OF_TEN, f"model.start_from={file}")
+    with build_loop(given, tmp_path / "run") as loop:
         saved = load_file(file)
         assert all(torch.equal(value, saved[name]) for name, value in loop.model.state_dict().items())
     del saved["conv_in.bias"]
     save_file(saved, file)
     with refused(ConfigError, 1, "conv_in.bias", "start_partial"):
-        build_loop(config(model, f"model.start_from={file}"), tmp_path / "again").run()
+        build_loop(given, tmp_path / "again").run()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [THEIR_UNET_OF_TEN, THEIR_DIT])
-def test_an_adapted_model_compiles_in_place(config, model):
-    net = adapt(config(model).model.given(in_channels=1, out_channels=1, sample_size=8).build()).eval()
+def test_an_adapted_model_compiles_in_place(built, model):
+    net = adapt(built(model)).eval()
     x, t, labels = inputs()
     with torch.no_grad():
         expected = net(x, t, labels)
@@ -283,15 +286,9 @@ def test_an_adapted_model_compiles_in_place(config, model):
 
 
 @pytest.mark.slow
-def test_an_adapted_model_runs_in_ddp(config, tmp_path):
-    net = adapt(config(THEIR_DIT).model.given(in_channels=1, out_channels=1, sample_size=8).build()).eval()
-    x, t, labels = inputs()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(net)
-        assert torch.equal(wrapped(x, t, labels), net(x, t, labels))
-    finally:
-        torch.distributed.destroy_process_group()
+def test_an_adapted_model_runs_in_ddp(built, one_process):
+    net = adapt(built(THEIR_DIT)).eval()
+    assert torch.equal(nn.parallel.DistributedDataParallel(net)(*inputs()), net(*inputs()))
 
 
 class Theirs(nn.Module):

@@ -79,24 +79,19 @@ def test_own_networks_follow(make: Any) -> None:
 def test_networks_of_diffusers_follow_through_their_processors(kind: str) -> None:
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)
+    options = {"block_out_channels": (16,), "layers_per_block": 1, "norm_num_groups": 4}
+    inputs = [torch.randn(2, 1, 8, 8), torch.tensor([1, 900])]
     if kind == "unet":
         blocks = {"down_block_types": ("AttnDownBlock2D",), "up_block_types": ("AttnUpBlock2D",)}
-        model = diffusers.UNet2DModel(
-            8, 1, 1, block_out_channels=(16,), layers_per_block=1, norm_num_groups=4, **blocks
-        )
-        inputs = (torch.randn(2, 1, 8, 8), torch.tensor([1, 900]))
+        model = diffusers.UNet2DModel(8, 1, 1, **blocks, **options)
     else:
         blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
         blocks |= {"cross_attention_dim": 16, "attention_head_dim": 8, "mid_block_type": None}
-        model = diffusers.UNet2DConditionModel(
-            8, 1, 1, block_out_channels=(16,), layers_per_block=1, norm_num_groups=4, **blocks
-        )
-        inputs = (torch.randn(2, 1, 8, 8), torch.tensor([1, 900]), torch.randn(2, 5, 16))
-    product = copy.deepcopy(model)
-    use_attention(product, "product")
-    by_layer = copy.deepcopy(model)
-    use_attention(by_layer, "by_layer")
-    use_attention(model, "kernel")
+        model = diffusers.UNet2DConditionModel(8, 1, 1, **blocks, **options)
+        inputs.append(torch.randn(2, 5, 16))
+    product, by_layer = copy.deepcopy(model), copy.deepcopy(model)
+    for net, form in ((model, "kernel"), (product, "product"), (by_layer, "by_layer")):
+        use_attention(net, form)
     assert kernels(model, *inputs)
     assert kernels(product, *inputs) == kernels(by_layer, *inputs) == 0
     outs = [each(*inputs).sample for each in (model, product, by_layer)]

@@ -2,15 +2,16 @@
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hookdiff import ConfigError, build_loop, load_config
+from hookdiff import ConfigError, Loop, build_loop
 from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.models.init import Initialisation, layers_called
 from hookdiff_networks import DiT, UNet
@@ -54,10 +55,8 @@ def test_norms_and_embeddings_stay_as_they_are() -> None:
     model = nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     initialised(model, "orthogonal")
-    assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == [
-        "2.weight",
-        "2.bias",
-    ]
+    changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+    assert changed == ["2.weight", "2.bias"]
 
 
 def test_layers_that_a_class_sets_to_zero_stay_zero() -> None:
@@ -116,13 +115,11 @@ def test_layers_are_recorded_in_the_order_of_their_calls() -> None:
 SOURCE = Path(__file__)
 
 
-def load(folder: Path, monkeypatch: pytest.MonkeyPatch, **model: Any) -> Any:
-    (folder / "hd_init.py").write_text(SOURCE.read_text("utf-8"), "utf-8")
-    monkeypatch.syspath_prepend(folder)
-    path = folder / "small.toml"
-    run = {"steps": 1, "batch_size": 8, "device": "cpu"}
-    path.write_text(tomli_w.dumps({"run": run, "data": {"source": "digits"}, "model": model}))
-    return load_config(path)
+@pytest.fixture
+def build(user_module: Any, load_small: Any, tmp_path: Path) -> Callable[..., Loop]:
+    """Return a function that builds the loop of a config with a model."""
+    user_module("hd_init", SOURCE.read_text("utf-8"))
+    return lambda **model: build_loop(load_small(run={"steps": 1}, model=model), tmp_path / "run")
 
 
 UNET = {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8}
@@ -143,12 +140,12 @@ DIFFUSERS = {
     ids=["unet", "dit", "own", "diffusers"],
 )
 def test_zero_output_makes_a_model_with_zero_output(
-    model: Any, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Any, found: str, build: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     if ":UNet2D" in model["use"]:
         pytest.importorskip("diffusers")
     caplog.set_level(logging.INFO, "hookdiff")
-    loop = build_loop(load(tmp_path, monkeypatch, init="xavier", zero_output=True, **model), tmp_path / "run")
+    loop = build(init="xavier", zero_output=True, **model)
     assert not loop.model(torch.randn(2, 1, 8, 8), torch.tensor([0, 9])).any()
     (message,) = [message for message in caplog.messages if "zero_output" in message]
     check_facts(message, found)
@@ -156,28 +153,21 @@ def test_zero_output_makes_a_model_with_zero_output(
     assert loop.model(torch.randn(2, 1, 8, 8), torch.tensor([0, 9])).any()
 
 
-def test_zero_output_without_a_layer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load(tmp_path, monkeypatch, zero_output=True, use="hd_init:NoLayers")
+def test_zero_output_without_a_layer_is_refused(build: Any) -> None:
     with refused(ConfigError, "model.zero_output"):
-        build_loop(config, tmp_path / "run")
+        build(zero_output=True, use="hd_init:NoLayers")
 
 
-def test_the_seed_of_the_run_decides_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def drawn(**model: Any) -> dict[str, Tensor]:
-        return weights(build_loop(load(tmp_path, monkeypatch, **DIT, **model), tmp_path / "run"))
-
+def test_the_seed_of_the_run_decides_the_weights(build: Any) -> None:
     torch.manual_seed(1)
-    one = drawn(init="kaiming")
+    one = weights(build(**DIT, init="kaiming"))
     torch.manual_seed(2)
-    assert_same(one, drawn(init="kaiming"))
-    assert not torch.equal(one["patch_in.weight"], drawn()["patch_in.weight"])
+    assert_same(one, weights(build(**DIT, init="kaiming")))
+    assert not torch.equal(one["patch_in.weight"], weights(build(**DIT))["patch_in.weight"])
 
 
-def test_weights_from_a_file_replace_the_initial_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from safetensors.torch import save_file
-
-    given = weights(build_loop(load(tmp_path, monkeypatch, **DIT), tmp_path / "run"))
+def test_weights_from_a_file_replace_the_initial_weights(tmp_path: Path, build: Any) -> None:
+    given = weights(build(**DIT))
     save_file({name: value.contiguous() for name, value in given.items()}, tmp_path / "given.safetensors")
-    start = {"start_from": str(tmp_path / "given.safetensors"), "init": "orthogonal"}
-    with build_loop(load(tmp_path, monkeypatch, **DIT, **start), tmp_path / "run") as loop:
+    with build(**DIT, start_from=str(tmp_path / "given.safetensors"), init="orthogonal") as loop:
         assert_same(weights(loop), given)

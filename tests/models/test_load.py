@@ -39,9 +39,8 @@ def test_values_are_copied_in_place_with_the_dtype_of_the_model(tmp_path):
 
 def test_golden_message_of_weights_of_another_model(tmp_path):
     file = saved(tmp_path / "w.safetensors", Net(names=("frist", "second")))
-    with torch.no_grad():
-        model = Net(names=("first", "second"))
-        model.second = nn.Linear(2, 5)
+    model = Net()
+    model.second = nn.Linear(2, 5)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ConfigError) as caught:
         load_into(model, file)
@@ -59,8 +58,7 @@ def test_golden_message_of_weights_of_another_model(tmp_path):
 
 
 def test_partial_loads_tensors_that_fit_and_logs_the_others(tmp_path, caplog):
-    theirs = Net(names=("frist", "second"))
-    model = Net(names=("first", "second"))
+    theirs, model = Net(names=("frist", "second")), Net()
     first = model.first.weight.clone()
     with caplog.at_level(logging.INFO, "hookdiff"):
         load_into(model, saved(tmp_path / "w.safetensors", theirs), partial=True)

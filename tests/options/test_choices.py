@@ -159,12 +159,6 @@ def test_two_classes_published_under_one_name_are_both_reported(install: Callabl
     assert Shape.of("hd_other:Mine").use == "hd_other:Mine"  # module:Name still finds the class
 
 
-def test_a_distribution_that_is_seen_twice_counts_once(install: Callable[..., None]) -> None:
-    install("hookdiff-mine", {"shape.mine": "hd_mine:Mine"}, group="hookdiff.parts", hd_mine=MINE)
-    install("hookdiff-mine", {"shape.mine": "hd_mine:Mine"}, group="hookdiff.parts", where="other", hd_mine=MINE)
-    assert Shape.of("mine").use == "mine"
-
-
 def test_built_in_names_come_before_published_ones(install: Callable[..., None]) -> None:
     install("hookdiff-mine", {"shape.square": "hd_mine:Mine"}, group="hookdiff.parts", hd_mine=MINE)
     assert find(Shape, "square") is Square
