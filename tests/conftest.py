@@ -380,6 +380,31 @@ class Restores:
             self.state = saved(loop)
 
 
+class RollBackAt:
+    """A plugin that makes the loss NaN at `positions`, and asks for a rollback."""
+
+    def __init__(self, *positions: int) -> None:
+        self.positions = positions
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, loop: Loop) -> Any:
+        output = yield
+        output.loss.data.fill_(float("nan") if loop.progress.position in self.positions else output.loss.item())
+        return output
+
+    @hookimpl
+    def on_nan(self) -> str:
+        return "rollback"
+
+
+class Still:
+    """A plugin that lets no weight move."""
+
+    @hookimpl
+    def optimizer_step(self) -> bool:
+        return True
+
+
 class Logged:
     """A plugin that records the step and the values of each call of `on_log`."""
 
