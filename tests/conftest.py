@@ -419,6 +419,14 @@ class Logged:
         """Return the values that were logged under `name`, by step."""
         return {step: values[name] for step, values in self.calls if name in values}
 
+    @property
+    def values(self) -> dict[int, dict[str, float]]:
+        """All values by step and name."""
+        found: dict[int, dict[str, float]] = {}
+        for step, values in self.calls:
+            found.setdefault(step, {}).update(values)
+        return found
+
 
 @pytest.fixture
 def second_rank() -> Iterator[None]:

@@ -24,19 +24,19 @@ from hookdiff_debug import Debug
 from hookdiff_gradients import GradientMonitor, Limits, Numbers, diagnose_gradients, diagnose_nan
 from hookdiff_gradients.diagnosis import conclude
 from hookdiff_nan import NaN
-from tests.conftest import two_ranks, warnings
+from tests.conftest import Logged, two_ranks, warnings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "basic.toml"
 HEALTHY = Numbers(steps=100, recent=1.0, usual=1.0, depth=0.5, usual_depth=0.5, update=1e-3, growth=1.0)
 
 
-class Look:
+class Look(Logged):
     """Notes gradients and weights around each update, and what is logged."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.gradients: list[dict[str, Tensor]] = []
         self.weights: list[Tensor] = []
-        self.values: dict[int, dict[str, float]] = {}
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -49,10 +49,6 @@ class Look:
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
         self.note(loop)
-
-    @hookimpl
-    def on_log(self, step: int, values: Mapping[str, float]) -> None:
-        self.values.setdefault(step, {}).update(values)
 
     def note(self, loop: Loop) -> None:
         self.weights.append(torch.cat([p.detach().flatten() for p in loop.model.parameters()]))

@@ -3,7 +3,6 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from hookdiff_ema import EMA
 from hookdiff_loss import LossMonitor
 from hookdiff_loss.held_out import Overfitting, some_of
 from hookdiff_loss.levels import NoiseLevels, bin_edges
-from tests.conftest import Restores, Still, saved, two_ranks, warnings
+from tests.conftest import Logged, Restores, Still, saved, two_ranks, warnings
 
 
 class Net(nn.Module):
@@ -47,11 +46,11 @@ class Net(nn.Module):
         return out.view_as(x)
 
 
-class Heard:
+class Heard(Logged):
     """Keeps the logged values and the outputs of all steps."""
 
     def __init__(self) -> None:
-        self.values: dict[int, dict[str, float]] = {}
+        super().__init__()
         self.outputs: list[LossOutput] = []
         self.losses: list[float] = []
 
@@ -59,10 +58,6 @@ class Heard:
     def after_optimizer_step(self, loop: Loop) -> None:
         self.outputs.append(loop.output)
         self.losses.append(loop.gradients.loss)
-
-    @hookimpl
-    def on_log(self, step: int, values: Mapping[str, float]) -> None:
-        self.values.setdefault(step, {}).update(values)
 
 
 def adamw(lr: float) -> Any:
