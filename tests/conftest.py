@@ -432,6 +432,31 @@ class Batches:
         self.seen.append(batch)
 
 
+class RollBackAt:
+    """A plugin that makes the loss NaN at `positions`, and asks for a rollback."""
+
+    def __init__(self, *positions: int) -> None:
+        self.positions = positions
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, loop: Loop) -> Any:
+        output = yield
+        output.loss.data.fill_(float("nan") if loop.progress.position in self.positions else output.loss.item())
+        return output
+
+    @hookimpl
+    def on_nan(self) -> str:
+        return "rollback"
+
+
+class Still:
+    """A plugin that lets no weight move."""
+
+    @hookimpl
+    def optimizer_step(self) -> bool:
+        return True
+
+
 class Logged:
     """A plugin that records the step and the values of each call of `on_log`."""
 
@@ -445,6 +470,14 @@ class Logged:
     def of(self, name: str) -> dict[int, float]:
         """Return the values that were logged under `name`, by step."""
         return {step: values[name] for step, values in self.calls if name in values}
+
+    @property
+    def values(self) -> dict[int, dict[str, float]]:
+        """All values by step and name."""
+        found: dict[int, dict[str, float]] = {}
+        for step, values in self.calls:
+            found.setdefault(step, {}).update(values)
+        return found
 
 
 @pytest.fixture

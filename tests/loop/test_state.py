@@ -17,7 +17,7 @@ from hookdiff.builtin.logged import Metrics
 from hookdiff.disk.tree import flatten
 from hookdiff.errors import NoCheckpoint
 from hookdiff_checkpoint import Checkpoint, read_checkpoint
-from tests.conftest import Restores, acting, check_facts, kept, ran, refused, saved, warnings
+from tests.conftest import Restores, RollBackAt, acting, check_facts, kept, ran, refused, saved, warnings
 
 
 class Momenta(Optimizer):
@@ -252,23 +252,6 @@ def test_no_state_can_be_taken_while_weights_are_lent() -> None:
     loop = toy_loop({"holds": acting(offer_weights=offer)})
     with loop.weights("zeros"), pytest.raises(AssertionError):
         loop.state_dict()
-
-
-class RollBackAt:
-    """Makes the loss NaN at `positions`, and asks for a rollback."""
-
-    def __init__(self, *positions: int) -> None:
-        self.positions = positions
-
-    @hookimpl(wrapper=True)
-    def compute_loss(self, loop: Loop) -> Any:
-        output = yield
-        output.loss.data.fill_(float("nan") if loop.progress.position in self.positions else output.loss.item())
-        return output
-
-    @hookimpl
-    def on_nan(self) -> str:
-        return "rollback"
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())

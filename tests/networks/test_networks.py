@@ -198,7 +198,8 @@ def test_a_state_dict_gives_the_same_model(kind: Any) -> None:
     assert not torch.equal(model(x, t), other(x, t))
     other.load_state_dict(model.state_dict(), strict=True)
     assert torch.equal(model(x, t), other(x, t))
-    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]  # no buffers
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
+    assert list(model.buffers()) == []
 
 
 @pytest.mark.slow

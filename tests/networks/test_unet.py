@@ -104,7 +104,6 @@ def test_a_mirrored_image_gives_a_mirrored_output() -> None:
 def test_names_are_stable() -> None:
     model = small(UNet, num_res_blocks=2)
     assert small(UNet, num_classes=1).state_dict().keys() - small(UNet).state_dict().keys() == {"label.weight"}
-    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]  # no buffers
     layers = [name.removesuffix(".weight") for name in model.state_dict() if name.endswith(".weight")]
     block = ["norm1", "conv1", "time", "conv2"]
     attention = ["attention.norm", "attention.qkv", "attention.proj"]

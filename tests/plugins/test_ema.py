@@ -1,5 +1,3 @@
-import logging
-
 import pytest
 import torch
 from attrs import define
@@ -11,14 +9,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookdiff import SampleRequest, UserError, hookimpl
 from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.promises import assert_resumes
 from hookdiff.authors.testing.toy import toy_loop, toy_model
 from hookdiff.authors.testing.transfers import CountTransfers
-from hookdiff.disk.tree import flatten, unflatten
 from hookdiff.loop.saved import restore_state
 from hookdiff.options.structure import Problems, arguments, resolved
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA, NoWarmup, Power, Warmup
 from hookdiff_ema.profiles import gamma_of
+from tests.conftest import Logged, Restores, RollBackAt, Still, warnings
 
 
 class Values:
@@ -56,8 +55,9 @@ decays = st.floats(0, 0.999)
 warmups = st.sampled_from(["ratio", "power", "none"])
 
 
-def test_known_answer_of_a_ramp():
-    assert averaged(range(1, 21), decay=0.9, warmup="none") == pytest.approx(12.0941898913, rel=1e-6)
+@pytest.mark.parametrize("length", [{"decay": 0.9}, {"half_life": 6.578813478960585}])
+def test_known_answer_of_a_ramp(length):
+    assert averaged(range(1, 21), warmup="none", **length) == pytest.approx(12.0941898913, rel=1e-6)
 
 
 @given(values=numbers, decay=decays, warmup=warmups)
@@ -77,28 +77,8 @@ def test_weights_that_stay_are_their_own_average(value, decay, count):
     assert averaged([value] * count, start=value, decay=decay) == pytest.approx(value, rel=1e-6, abs=1e-12)
 
 
-@given(cut=st.integers(1, 19))
-def test_a_restart_equals_the_continuation(cut):
-    whole = EMA(decay=0.9)
-    toy_loop({"ema": whole}).run()
-
-    class Keep:
-        @hookimpl
-        def on_stop(self, loop):
-            tensors, rest = flatten(loop.state_dict())
-            self.state = unflatten({name: tensor.clone() for name, tensor in tensors.items()}, rest)
-
-    class Restore:
-        @hookimpl
-        def restore(self):
-            return keep.state
-
-    first = toy_loop({"ema": EMA(decay=0.9), "keep": (keep := Keep())}, steps=cut)
-    first.run()
-    second = EMA(decay=0.9)
-    toy_loop({"ema": second, "restore": Restore()}, model=toy_model(seed=9)).run()
-    assert_same(second.shadow, whole.shadow)
-    assert second.num_updates == whole.num_updates == 20
+def test_a_restart_equals_the_continuation():
+    assert_resumes(lambda: EMA(decay=0.9), at=range(1, 20))
 
 
 def test_a_step_that_changes_no_weight_does_not_move_it():
@@ -160,18 +140,6 @@ def test_the_weights_come_back_when_sampling_fails():
         assert loop.weights.name == "model"
 
 
-def test_it_logs_its_distance():
-    seen = {}
-
-    class Sink:
-        @hookimpl
-        def on_log(self, step, values):
-            seen[step] = values
-
-    toy_loop({"ema": EMA(), "sink": Sink()}).run()
-    assert 0 < seen[20]["ema/distance"] < 1
-
-
 def test_the_average_of_another_model_is_refused():
     ema = EMA()
     with toy_loop({"ema": ema}) as loop, pytest.raises(ValueError, match="'other'"):
@@ -187,11 +155,6 @@ class Look:
     @hookimpl
     def after_optimizer_step(self, loop):
         self.seen.append({name: value.detach().clone() for name, value in loop.model.named_parameters()})
-
-
-def test_a_half_life_is_a_decay():
-    values = list(range(1, 21))
-    assert averaged(values, half_life=6.578813478960585, warmup="none") == pytest.approx(12.0941898913, rel=1e-6)
 
 
 def test_float32_reaches_where_half_precision_stops():
@@ -210,12 +173,7 @@ def test_a_power_function_average_is_what_its_profile_says(values, std):
     n, exponent = len(values), gamma_of(std) + 1
     shares = [(k / n) ** exponent - ((k - 1) / n) ** exponent for k in range(1, n + 1)]
     expected = sum(share * value for share, value in zip(shares, values, strict=True))
-    assert averaged(values, start=77.0, std=std) == pytest.approx(expected, rel=1e-4, abs=1e-4)
-
-
-@given(values=numbers, std=st.floats(0.02, 0.28))
-def test_a_power_function_average_lies_between_the_weights_it_saw(values, std):
-    assert min(values) - 1e-5 <= averaged(values, start=77.0, std=std) <= max(values) + 1e-5
+    assert averaged(values, start=77.0, std=std) == pytest.approx(expected, rel=1e-6, abs=1e-5)
 
 
 @given(value=st.floats(-10, 10), std=st.floats(0.02, 0.28), count=st.integers(1, 8))
@@ -461,20 +419,8 @@ def test_training_steps_need_no_transfer():
     assert counts["with"] == counts["without"] + 4  # on log steps what it logs: one each
 
 
-def warnings(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-
-
-class Freeze:
-    """Stands in for an optimizer that changes nothing."""
-
-    @hookimpl
-    def optimizer_step(self, loop):
-        return True
-
-
 def test_an_average_that_does_not_move_is_reported(caplog):
-    toy_loop({"freeze": Freeze(), "ema": EMA()}, steps=450, log_every=50).run()
+    toy_loop({"still": Still(), "ema": EMA()}, steps=450, log_every=50).run()
     (text,) = warnings(caplog)
     assert text.startswith("step 250: ema: the average std=0.1 ")
     assert "for 200 updates" in text
@@ -531,8 +477,8 @@ def test_each_loss_of_the_weights_is_reported_once(caplog):
 
 def test_a_resumed_run_does_not_report_it_again(caplog):
     first, again = EMA(), EMA()
-    toy_loop({"freeze": Freeze(), "ema": first}, steps=300, log_every=50).run()
-    with toy_loop({"freeze": Freeze(), "ema": again}, steps=300, log_every=50) as loop:
+    toy_loop({"still": Still(), "ema": first}, steps=300, log_every=50).run()
+    with toy_loop({"still": Still(), "ema": again}, steps=300, log_every=50) as loop:
         restore_state(again, first.state_dict())
         for _ in loop.steps():
             pass
@@ -540,45 +486,22 @@ def test_a_resumed_run_does_not_report_it_again(caplog):
 
 
 def test_each_average_is_logged():
-    seen = {}
-
-    class Sink:
-        @hookimpl
-        def on_log(self, step, values):
-            seen[step] = values
-
-    toy_loop({"ema": EMA(decay=0.9, std=[0.1]), "sink": Sink()}).run()
-    assert {"ema/decay", "ema/distance", "ema/still", "ema/std=0.1/decay", "ema/std=0.1/distance"} <= seen[20].keys()
-    assert seen[20]["ema/std=0.1/decay"] == pytest.approx((1 - 1 / 20) ** (gamma_of(0.1) + 1), rel=1e-6)
+    toy_loop({"ema": EMA(decay=0.9, std=[0.1]), "logged": (logged := Logged())}).run()
+    values = dict(logged.calls)[20]
+    assert {"ema/decay", "ema/distance", "ema/still", "ema/std=0.1/decay", "ema/std=0.1/distance"} <= values.keys()
+    assert 0 < values["ema/distance"] < 1
+    assert values["ema/std=0.1/decay"] == pytest.approx((1 - 1 / 20) ** (gamma_of(0.1) + 1), rel=1e-6)
 
 
 def test_a_resumed_run_goes_on_counting_updates_without_a_change():
-    class Run:
-        """Notes what is logged, and goes on from the state of another run."""
-
-        def __init__(self, state=None):
-            self.state, self.seen = state or {}, []
-
-        @hookimpl
-        def restore(self):
-            return self.state
-
-        @hookimpl
-        def on_log(self, step, values):
-            self.seen.append((step, values["ema/still"]))
-
-        @hookimpl
-        def on_stop(self, loop):
-            tensors, rest = flatten(loop.state_dict())
-            self.state = unflatten({name: tensor.clone() for name, tensor in tensors.items()}, rest)
-
     def run(steps, state=None):
-        ema = EMA(decay=[0.9, 0.99], std=[0.1])
-        toy_loop({"freeze": Freeze(), "ema": ema, "run": (seen := Run(state))}, steps=steps, log_every=5).run()
-        return seen
+        logged, restores = Logged(), Restores(state, at=12)
+        plugins = {"still": Still(), "ema": EMA(decay=[0.9, 0.99], std=[0.1]), "logged": logged, "restores": restores}
+        toy_loop(plugins, steps=steps).run()
+        return [(step, values["ema/still"]) for step, values in logged.calls], restores.state
 
-    first = run(12)
-    assert first.seen + run(30, first.state).seen == run(30).seen == [(step, step - 5) for step in range(5, 31, 5)]
+    seen, state = run(12)
+    assert seen + run(30, state)[0] == run(30)[0] == [(step, step - 5) for step in range(5, 31, 5)]
 
 
 def loaded(saved, **options):
@@ -601,41 +524,16 @@ def test_a_saved_average_of_another_kind_is_refused():
 
 
 def test_a_rollback_restores_the_averages():
-    class Back:
-        """Saves at step 5, meets a NaN at step 8, and goes back."""
-
-        kept = None
-        averages = None
-
-        @hookimpl
-        def restore(self):
-            return self.kept or {}
-
-        @hookimpl(trylast=True)
-        def after_optimizer_step(self, loop):
-            if loop.progress.position == 5:
-                tensors, rest = flatten(loop.state_dict())
-                self.kept = unflatten({name: tensor.clone() for name, tensor in tensors.items()}, rest)
-
-        @hookimpl(wrapper=True)
-        def compute_loss(self, loop):
-            output = yield
-            return output if loop.progress.position != 8 else type(output)(output.loss * float("nan"))
-
-        @hookimpl
-        def on_nan(self):
-            return "rollback"
-
+    class Sees:
         @hookimpl
         def before_step(self, loop):
             if loop.progress.position == 9:
-                self.averages = ema.num_updates, ema.shadow["0.weight"].clone()
+                self.num_updates, self.average = ema.num_updates, ema.shadow["0.weight"].clone()
 
-    ema, back = EMA(decay=[0.9], std=[0.1]), Back()
-    toy_loop({"ema": ema, "back": back}).run()
-    assert back.averages[0] == 5
-    assert torch.equal(back.averages[1], back.kept["plugins"]["ema"]["0.weight"])
-    assert ema.num_updates == 20
+    ema, kept, sees = EMA(decay=[0.9], std=[0.1]), Restores(at=5), Sees()
+    toy_loop({"ema": ema, "kept": kept, "bad": RollBackAt(8), "sees": sees}).run()
+    assert torch.equal(sees.average, kept.state["plugins"]["ema"]["0.weight"])
+    assert (sees.num_updates, ema.num_updates) == (5, 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64, torch.complex128])

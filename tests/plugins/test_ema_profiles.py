@@ -19,27 +19,18 @@ def test_half_lives(half_life, decay):
     assert half_life_decay(half_life) ** half_life == pytest.approx(0.5, rel=1e-12)
 
 
-@pytest.mark.parametrize(("decay", "updates", "left"), [(0.999, 1000, 0.367695424771), (0.9999, 10000, 0.367861046433)])
-def test_the_weight_that_a_decay_leaves(decay, updates, left):
-    assert half_life_decay(math.log(0.5) / math.log(decay)) ** updates == pytest.approx(left, rel=1e-9)
-
-
-@pytest.mark.parametrize(("num_updates", "decay"), [(10, 0.55), (100, 0.9181818182), (1000, 0.9910891089)])
-def test_the_ratio_warm_up(num_updates, decay):
-    assert Ratio().highest(num_updates) == pytest.approx(decay, rel=1e-9)
-
-
 @pytest.mark.parametrize(
-    ("num_updates", "decay"),
-    [(0, 0), (1, 0.3700394751), (10, 0.7978199918), (100, 0.953890995), (10**4, 0.9978457089), (10**6, 0.9999000001)],
+    ("warmup", "known"),
+    [
+        (Ratio(), {10: 0.55, 100: 0.9181818182, 1000: 0.9910891089}),
+        (Power(power=2 / 3), {0: 0, 1: 0.3700394751, 10: 0.7978199918, 100: 0.953890995, 10**4: 0.9978457089}),
+        (Power(power=2 / 3), {10**6: 0.9999000001}),
+        (Power(), {10**4: 0.99900007499}),
+        (Power(inv_gamma=2), {2 * 10**4: 0.99900007499}),
+    ],
 )
-def test_the_power_warm_up(num_updates, decay):
-    assert Power(power=2 / 3).highest(num_updates) == pytest.approx(decay, rel=1e-9)
-
-
-def test_the_power_warm_up_with_its_default_power():
-    assert Power().highest(10**4) == pytest.approx(0.999000075, rel=1e-8)
-    assert Power(inv_gamma=2).highest(2 * 10**4) == Power().highest(10**4)
+def test_known_answers_of_warm_ups(warmup, known):
+    assert {num: warmup.highest(num) for num in known} == pytest.approx(known, rel=1e-9)
 
 
 @given(n=st.integers(0, 10**6))
@@ -80,11 +71,6 @@ def test_a_width_is_the_standard_deviation_of_the_profile(std):
     assert math.sqrt((mass * (middle - mean) ** 2).sum()) == pytest.approx(std, rel=1e-3)
 
 
-def test_the_widest_is_the_plain_mean():
-    assert gamma_of(MAX_STD) == pytest.approx(0, abs=1e-9)
-    assert power_decay(4, 0) == 0.75
-
-
 @pytest.mark.parametrize(
     ("std", "step", "interval", "decay"),
     [
@@ -96,6 +82,7 @@ def test_the_widest_is_the_plain_mean():
         (0.10, 10, 1, 0.43332472068213),
         (0.10, 1000, 1, 0.9920902726450789),
         (0.05, 1, 1, 0),
+        (MAX_STD, 4, 1, 0.75),  # a plain mean
     ],
 )
 def test_decays_of_power_functions(std, step, interval, decay):

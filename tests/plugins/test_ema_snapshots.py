@@ -2,22 +2,22 @@
 
 import json
 import math
+from itertools import product
 
 import pytest
 import torch
-from attrs import evolve
 from hypothesis import given, strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import nn
+from safetensors.torch import load_file, save_file
 
-from hookdiff import PASS, UserError, build_loop, hookimpl, load_config
+from hookdiff import UserError, build_loop, hookimpl, load_config
 from hookdiff.authors.testing.compare import assert_same
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA
 from hookdiff_ema.snapshots import find_snapshots, plan, reconstruct
-from tests.conftest import refused, saved
+from tests.conftest import Restores, RollBackAt, Still, refused
+from tests.plugins.test_ema import Scalar, Tied
 
 STEPS = 256
 
@@ -34,24 +34,12 @@ class Walk:
         return True
 
 
-class Net(nn.Module):
-    """A matrix that is used twice, and a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.into, self.norm, self.out = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
-        self.out.weight = self.into.weight
-
-    def forward(self, x):
-        return self.out(self.norm(self.into(x)))
-
-
-def trained(run, *, resume=False, net=Net, steps=STEPS, plugins=None, **options):
+def trained(run, *, net=Tied, plugins=None, steps=STEPS, resume=False, fresh=(), **options):
     """Train in the folder `run` and return the loop and its averages."""
     torch.manual_seed(0)
     ema = EMA(**{"std": [0.05, 0.1], "snapshot_every": 32, **options})
     plugins = {"walk": Walk(), "ema": ema, **(plugins or {})}
-    loop = toy_loop(plugins, model=net(), run_dir=run, steps=steps, resume=resume, log_every=1000)
+    loop = toy_loop(plugins, model=net(), run_dir=run, steps=steps, resume=resume, fresh=fresh, log_every=1000)
     loop.run()
     return loop, ema
 
@@ -81,8 +69,7 @@ def test_snapshots_have_the_models_own_keys(run):
     names = [f"step-{step:08d}-std={std}.safetensors" for step in range(32, STEPS + 1, 32) for std in (0.05, 0.1)]
     assert list(files(folder)) == names
     state = load_file(folder / "ema" / names[-1])
-    fresh = Net()
-    assert fresh.load_state_dict(state) == ([], [])
+    assert Tied().load_state_dict(state) == ([], [])
     assert_same({name: state[name] for name in loop.plugins["ema"].shadow}, loop.plugins["ema"]._averages[1].shadow)
 
 
@@ -93,8 +80,7 @@ def test_an_average_that_was_not_kept_is_reconstructed(run, std, tmp_path):
     _, kept = trained(tmp_path, std=std, snapshot_every=0)
     assert relative(found, kept.shadow) < (1e-6 if std in (0.05, 0.1) else 5e-3)
     assert {value.dtype for name, value in found.items() if "num_batches" not in name} == {torch.float32}
-    fresh = Net()
-    assert fresh.load_state_dict(found) == ([], [])
+    assert Tied().load_state_dict(found) == ([], [])
     assert torch.equal(found["out.weight"], found["into.weight"])
     assert found["norm.num_batches_tracked"] == STEPS
 
@@ -118,21 +104,8 @@ def test_a_reconstruction_at_a_snapshot_equals_it(run, place):
 
 @given(std=st.floats(0.04, 0.12), value=st.floats(-1000, 1000))
 def test_weights_that_never_moved_stay_what_they_are(tmp_path_factory, std, value):
-    class Constant(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.value = nn.Parameter(torch.tensor([value]))
-
-        def forward(self, x):
-            return x * self.value
-
-    class Stay:
-        @hookimpl
-        def optimizer_step(self):
-            return True
-
     folder = tmp_path_factory.mktemp("constant")
-    trained(folder, net=Constant, steps=8, snapshot_every=1, plugins={"walk": Stay()})
+    trained(folder, net=lambda: Scalar(value), steps=8, snapshot_every=1, plugins={"walk": Still()})
     assert float(made(folder, std)["value"]) == pytest.approx(value, rel=1e-6)
 
 
@@ -147,13 +120,12 @@ def test_half_precision_has_the_documented_error(run, tmp_path):
 
 
 def test_weights_that_half_precision_cannot_hold_are_kept_in_float32(tmp_path):
-    class Large(Net):
-        def __init__(self):
-            super().__init__()
-            with torch.no_grad():
-                self.into.bias.fill_(1e6)
+    def large():
+        net = Tied()
+        torch.nn.init.constant_(net.into.bias, 1e6)
+        return net
 
-    trained(tmp_path, net=Large, steps=32, snapshot_dtype="float16")
+    trained(tmp_path, net=large, steps=32, snapshot_dtype="float16")
     file = load_file(tmp_path / "ema" / "step-00000032-std=0.1.safetensors")
     assert file["into.bias"].dtype == torch.float32
     assert file["into.bias"].isfinite().all()
@@ -161,14 +133,10 @@ def test_weights_that_half_precision_cannot_hold_are_kept_in_float32(tmp_path):
     assert made(tmp_path, 0.1)["into.bias"].mean() == pytest.approx(1e6, rel=1e-4)
 
 
-def test_the_end_of_a_run_is_a_snapshot(tmp_path):
-    trained(tmp_path, steps=40)
-    assert [snapshot.step for snapshot in find_snapshots(tmp_path)] == [32, 32, 40, 40]
-
-
-def test_snapshots_can_come_with_epochs(tmp_path):
-    trained(tmp_path, steps=12, snapshot_every="1 epochs")
-    assert [snapshot.step for snapshot in find_snapshots(tmp_path)] == [5, 5, 10, 10, 12, 12]
+@pytest.mark.parametrize(("every", "steps", "due"), [(32, 40, [32, 40]), ("1 epochs", 12, [5, 10, 12])])
+def test_snapshots_come_with_steps_or_epochs_and_at_the_end(every, steps, due, tmp_path):
+    trained(tmp_path, steps=steps, snapshot_every=every)
+    assert [(snapshot.step, snapshot.std) for snapshot in find_snapshots(tmp_path)] == list(product(due, (0.05, 0.1)))
 
 
 def test_a_resumed_run_writes_the_same_files_again(run, tmp_path):
@@ -181,58 +149,30 @@ def test_a_resumed_run_writes_the_same_files_again(run, tmp_path):
     assert files(tmp_path) == files(folder)
 
 
-def test_snapshots_of_later_steps_are_removed(tmp_path):
-    trained(tmp_path, steps=96)
-    trained(tmp_path, steps=1)  # another run in the same folder
-    assert list(files(tmp_path)) == [f"step-00000001-std={std}.safetensors" for std in (0.05, 0.1)]
-
-
 def test_snapshots_of_later_steps_are_removed_before_the_first_step(tmp_path):
+    seen = []
+
     class Looks:
         @hookimpl(trylast=True)
         def on_ready(self):
-            assert files(tmp_path) == {}
+            seen.append(files(tmp_path))
 
     trained(tmp_path, steps=96)
-    trained(tmp_path, steps=1, plugins={"looks": Looks()})
+    trained(tmp_path, steps=1, plugins={"looks": Looks()})  # another run in the same folder
+    assert seen == [{}]
+    assert list(files(tmp_path)) == [f"step-00000001-std={std}.safetensors" for std in (0.05, 0.1)]
 
 
 def test_snapshots_from_before_a_rollback_are_removed(tmp_path):
-    class Back:
-        """Saves at step 10, meets a NaN in batch 18, and goes back."""
-
-        kept = None
-
-        @hookimpl
-        def restore(self):
-            return self.kept or PASS
-
-        @hookimpl(trylast=True)
-        def after_optimizer_step(self, loop):
-            if loop.progress.position == 10:
-                self.kept = saved(loop)
-
-        @hookimpl(wrapper=True)
-        def compute_loss(self, loop):
-            output = yield
-            return output if loop.progress.position != 17 else evolve(output, loss=output.loss * float("nan"))
-
-        @hookimpl
-        def on_nan(self):
-            return "rollback"
-
     # An epoch has five batches. The fourth one brings steps 16 and 17, and after the rollback 11 and 12.
-    trained(tmp_path, steps=20, snapshot_every="1 epochs", plugins={"back": Back()})
+    back = {"kept": Restores(at=10), "bad": RollBackAt(17)}
+    trained(tmp_path, steps=20, snapshot_every="1 epochs", plugins=back)
     assert sorted({snapshot.step for snapshot in find_snapshots(tmp_path)}) == [5, 10, 12, 17, 20]
 
 
 def test_an_average_that_starts_again_is_not_mixed_with_the_earlier_one(tmp_path):
     trained(tmp_path, steps=64, plugins={"checkpoint": Checkpoint(64)})
-    torch.manual_seed(0)
-    ema = EMA(std=[0.05, 0.1], snapshot_every=32)
-    plugins = {"walk": Walk(), "ema": ema, "checkpoint": Checkpoint(64)}
-    loop = toy_loop(plugins, model=Net(), run_dir=tmp_path, steps=192, resume=True, fresh=["ema"], log_every=1000)
-    loop.run()
+    trained(tmp_path, steps=192, plugins={"checkpoint": Checkpoint(64)}, resume=True, fresh=["ema"])
     found = find_snapshots(tmp_path)
     assert {(s.step, s.start, s.updates) for s in found} == {(96, 64, 32), (128, 64, 64), (160, 64, 96), (192, 64, 128)}
     at_128 = plan(found, 0.05, 128)
@@ -291,8 +231,6 @@ def test_snapshots_of_several_models_are_refused(tmp_path):
     lost = tmp_path / "ema" / "step-00000032-std=0.05.safetensors"
     with safe_open(lost, framework="pt") as file:
         about = file.metadata()
-    from safetensors.torch import save_file
-
     save_file({name: torch.zeros(3) for name in load_file(lost)}, lost, about)
     with pytest.raises(UserError, match=r"std=0\.05\.safetensors is of another model than the newest snapshot: "):
         made(tmp_path, 0.075)
@@ -304,22 +242,13 @@ def test_snapshots_of_several_models_are_refused(tmp_path):
 def test_files_that_are_not_snapshots_are_refused(tmp_path):
     trained(tmp_path, steps=64)
     path = tmp_path / "ema" / "step-00000032-std=0.05.safetensors"
-    from safetensors.torch import save_file
-
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(UserError, match=r"not a snapshot of an average: its header: needs std"):
         find_snapshots(tmp_path)
     good = {"std": 0.05, "step": 32, "start": 0, "dtype": "float32", "averaged": ["x"]}
     bad = [{"std": value} for value in (0, math.nan, 10**400, "x", None)]
-    bad += [
-        {"step": 0},
-        {"step": 10**400},
-        {"start": 32},
-        {"dtype": "float64"},
-        {"dtype": []},
-        {"averaged": None},
-        {"averaged": [1]},
-    ]
+    bad += [{"step": 0}, {"step": 10**400}, {"start": 32}]
+    bad += [{"dtype": "float64"}, {"dtype": []}, {"averaged": None}, {"averaged": [1]}]
     for text in ("[]", "null", "{", "[" * 100_000, *(json.dumps({**good, **change}) for change in bad)):
         save_file({"x": torch.zeros(1)}, path, {"ema": text})
         with refused(UserError, path, "not a snapshot"):

@@ -118,6 +118,17 @@ def images(run: Path, num: int, weights: str | None, *settings: str, labels: tup
         return loop.sample(SampleRequest(num, weights=weights, labels=labels, raw=True)).images
 
 
+def plain() -> UNet:
+    """Return the model of `OURS`."""
+    return UNet(in_channels=1, image_size=8, channels=8, num_res_blocks=1, head_dim=8)
+
+
+def sampled(model: nn.Module, num: int) -> Tensor:
+    """Return images as runs of `OURS` make them."""
+    diffusion, noise = Diffusion(prediction="sample"), SampleRequest(num).generators()
+    return Sampling(steps=4).sample(model.eval(), diffusion, (1, 8, 8), noise, "cpu")
+
+
 @pytest.mark.parametrize("weights", [None, "model", "ema", "ema/decay=0.1", "half"])
 def test_golden_output_of_a_file_with_exactly_the_weights_that_sample(
     trained: Any, command: Any, tmp_path: Path, weights: str | None
@@ -129,12 +140,9 @@ def test_golden_output_of_a_file_with_exactly_the_weights_that_sample(
     assert out == (
         f"{file}: the {name} weights of step 6\n  model.load_state_dict(safetensors.torch.load_file({str(file)!r}))\n"
     )
-    model = UNet(in_channels=1, image_size=8, channels=8, num_res_blocks=1, head_dim=8)
+    model = plain()
     model.load_state_dict(load_file(file))
-    request = SampleRequest(3)
-    noise = request.generators()
-    made = Sampling(steps=4).sample(model.eval(), Diffusion(prediction="sample"), (1, 8, 8), noise, "cpu")
-    assert torch.equal(made, images(run, 3, weights))
+    assert torch.equal(sampled(model, 3), images(run, 3, weights))
     with safe_open(file, framework="pt") as opened_file:
         said = opened_file.metadata()
     assert said == {"format": "pt", "hookdiff": said["hookdiff"], "step": "6", "weights": name}
@@ -170,21 +178,14 @@ def test_an_export_has_the_spectrally_normalised_weights(trained: Any, command: 
     settings = ("run.plugins=['ema', 'spectral', 'checkpoint']", "plugins.spectral.layers=['down*']")
     run, file = trained("spectral", OURS, *settings), tmp_path / "out.safetensors"
     assert command("export", run, file, "--weights", "ema")[0] == 0
-    plain, exported = UNet(in_channels=1, image_size=8, channels=8, num_res_blocks=1, head_dim=8), load_file(file)
-    plain.load_state_dict(exported)
-
-    def compare(net: nn.Module) -> int:
-        normalised = [name for name, module in net.named_modules() if parametrize.is_parametrized(module)]
-        for name in normalised:
-            assert torch.equal(exported[f"{name}.weight"], net.get_submodule(name).weight)
-        return len(normalised)
-
+    model, exported = plain(), load_file(file)
+    model.load_state_dict(exported)
     with opened(run) as loop, loop.weights("ema"), evaluating(loop.model):
-        assert compare(loop.model) > 2
-    made = Sampling(steps=4).sample(
-        plain.eval(), Diffusion(prediction="sample"), (1, 8, 8), SampleRequest(2).generators(), "cpu"
-    )
-    assert torch.equal(made, images(run, 2, "ema"))
+        layers = {name: each for name, each in loop.model.named_modules() if parametrize.is_parametrized(each)}
+        assert len(layers) > 2
+        for name, layer in layers.items():
+            assert torch.equal(exported[f"{name}.weight"], layer.weight)
+    assert torch.equal(sampled(model, 2), images(run, 2, "ema"))
 
 
 def test_an_export_is_replaced_only_when_asked_and_nothing_else_ever(
@@ -244,7 +245,7 @@ def recipe(diffusion: dict[str, Any], sampling: dict[str, Any]) -> Any:
 
 ODD = (type("Odd", (DDIM,), {}), type("Odd", (Trailing,), {}), type("Odd", (Clamp,), {}), type("Odd", (VP,), {}))
 FLOW, SCALE = {"process": "flow"}, "diffusion.process.time_scale"
-WEIGHTS = "--to safetensors"
+WEIGHTS, NO_CLIPPING = "--to safetensors", "--set sampling.clipping=none"
 
 
 @pytest.mark.parametrize(
@@ -273,30 +274,12 @@ WEIGHTS = "--to safetensors"
             *("diffusion.process.rescale_betas_zero_snr", "true", "--set sampling.sampler=ddim"),
         ),
         (FLOW, {}, "sampling.sampler", "'dpmpp_2m'", "--set sampling.sampler=euler"),
-        (
-            FLOW,
-            {"sampler": "euler", "clipping": "clamp"},
-            "sampling.clipping",
-            "'clamp'",
-            "--set sampling.clipping=none",
-        ),
-        (
-            {"process": "flow"},
-            {"sampler": "euler", "clipping": "dynamic"},
-            "sampling.clipping",
-            "'dynamic'",
-            "--set sampling.clipping=none",
-        ),
+        (FLOW, {"sampler": "euler", "clipping": "clamp"}, "sampling.clipping", "'clamp'", NO_CLIPPING),
+        (FLOW, {"sampler": "euler", "clipping": "dynamic"}, "sampling.clipping", "'dynamic'", NO_CLIPPING),
         (FLOW, {"sampler": DDIM(0.5)}, "sampling.sampler.eta", "0.5", "--set sampling.sampler.eta=0"),
-        (
-            {"process": "flow"},
-            {"sampler": Euler(1.0)},
-            "sampling.sampler.churn",
-            "1.0",
-            "--set sampling.sampler.churn=0",
-        ),
+        (FLOW, {"sampler": Euler(1.0)}, "sampling.sampler.churn", "1.0", "--set sampling.sampler.churn=0"),
         (FLOW, {"sampler": "heun"}, "sampling.sampler", "'heun'", "--set sampling.sampler=euler"),
-        ({"process": "flow", "prediction": "v_prediction"}, {}, "diffusion.prediction", "'v_prediction'", WEIGHTS),
+        ({**FLOW, "prediction": "v_prediction"}, {}, "diffusion.prediction", "'v_prediction'", WEIGHTS),
         ({"process": Flow(time_scale=0.5)}, {"sampler": "euler"}, SCALE, "0.5", WEIGHTS),
         ({"process": "edm"}, {}, "sampling.sampler", "'heun'", "--set sampling.sampler=euler"),
         ({"process": "edm"}, {"sampler": "euler"}, SCALE, "1000.0", WEIGHTS),
@@ -304,7 +287,7 @@ WEIGHTS = "--to safetensors"
         # Another class may do otherwise than the one that it is derived from.
         ({}, {"sampler": ODD[0]()}, "sampling.sampler", "Odd'", "--set sampling.sampler=ddim"),
         ({}, {"spacing": ODD[1]()}, "sampling.spacing", "Odd'", "--set sampling.spacing=trailing"),
-        ({}, {"clipping": ODD[2]()}, "sampling.clipping", "Odd'", "--set sampling.clipping=none"),
+        ({}, {"clipping": ODD[2]()}, "sampling.clipping", "Odd'", NO_CLIPPING),
         ({"process": ODD[3]()}, {}, "diffusion.process", "Odd'", WEIGHTS),
     ],
 )
@@ -322,7 +305,7 @@ def test_the_noise_of_the_last_step_matters_only_where_there_is_one() -> None:
 
 
 @pytest.fixture
-def diffusers(monkeypatch: pytest.MonkeyPatch) -> Any:
+def diffusers() -> Any:
     return pytest.importorskip("diffusers")
 
 
@@ -335,15 +318,11 @@ slow = [
 
 def called(diffusers: Any, out: str, num: int) -> Tensor:
     """Make the call that was printed, for `num` images of the noise that `hookdiff sample` begins with."""
-    call = out.splitlines()[1].strip()
-    call = (
-        call.replace(")(", ").progress(", 1).removesuffix(")") + ", batch_size=num, generator=noise, output_type='pt')"
-    )
-    quiet = "diffusers." + call.partition(".progress(")[0]
-    pipeline = eval(quiet, {"diffusers": diffusers})
+    opened, _, arguments = out.splitlines()[1].strip().removesuffix(")").partition(")(")
+    pipeline = eval(f"diffusers.{opened})", {"diffusers": diffusers})
     pipeline.set_progress_bar_config(disable=True)
-    arguments = call.partition(".progress")[2]
-    made = eval(f"pipeline{arguments}", {"pipeline": pipeline, "num": num, "noise": SampleRequest(num).generators()})
+    names = {"pipeline": pipeline, "num": num, "noise": SampleRequest(num).generators()}
+    made = eval(f"pipeline({arguments}, batch_size=num, generator=noise, output_type='pt')", names)
     return made.images * 2 - 1
 
 

@@ -48,21 +48,28 @@ def sha256(weights: Path) -> str:
 # The network
 
 
-def test_the_network_is_that_of_torchvision(network: inception.Inception3) -> None:
-    images = torch.rand(2, 3, 299, 299, generator=torch.Generator().manual_seed(0)) * 2 - 1
+def uniform() -> Tensor:
+    return torch.rand(2, 3, 299, 299, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+def features_of(network: inception.Inception3, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return features and logits of torchvision's network."""
     kept: list[Tensor] = []
     hook = network.avgpool.register_forward_hook(lambda _, __, output: kept.append(output.flatten(1)))
-    logits = network(images)
+    logits: Any = network(images)
     hook.remove()
-    found, found_logits = InceptionV3(network.state_dict(), as_in_fid=False)(images)
-    assert torch.allclose(found, kept[0], rtol=1e-4, atol=1e-4)
-    assert torch.allclose(found_logits, logits, rtol=1e-4, atol=1e-4)
+    return kept[0], logits
+
+
+def test_the_network_is_that_of_torchvision(network: inception.Inception3) -> None:
+    expected = features_of(network, uniform())
+    found = InceptionV3(network.state_dict(), as_in_fid=False)(uniform())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_network_of_fid_pools_in_another_way(
     network: inception.Inception3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images = torch.rand(2, 3, 299, 299, generator=torch.Generator().manual_seed(0)) * 2 - 1
     calls = []
 
     def pool(x: Tensor, kernel_size: int, stride: int, padding: int) -> Tensor:
@@ -73,15 +80,12 @@ def test_the_network_of_fid_pools_in_another_way(
 
     changed = SimpleNamespace(**{**vars(functional), "avg_pool2d": pool})
     monkeypatch.setattr(inception, "F", changed)
-    kept: list[Tensor] = []
-    hook = network.avgpool.register_forward_hook(lambda _, __, output: kept.append(output.flatten(1)))
-    network(images)
-    hook.remove()
+    expected, _ = features_of(network, uniform())
     assert len(calls) == 9
-    features, logits = InceptionV3(network.state_dict(), as_in_fid=True)(images)
-    assert torch.allclose(features, kept[0], rtol=1e-4, atol=1e-4)
-    assert torch.allclose(logits, kept[0] @ network.fc.weight.T, rtol=1e-4, atol=1e-3)  # without a bias
-    others, _ = InceptionV3(network.state_dict(), as_in_fid=False)(images)
+    features, logits = InceptionV3(network.state_dict(), as_in_fid=True)(uniform())
+    assert torch.allclose(features, expected, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(logits, expected @ network.fc.weight.T, rtol=1e-4, atol=1e-3)  # without a bias
+    others, _ = InceptionV3(network.state_dict(), as_in_fid=False)(uniform())
     assert float((features - others).abs().max()) > 0.1
 
 

@@ -97,29 +97,28 @@ def make_loop(
     return loop, recorder
 
 
+def trained(*plugins: object, **options: Any) -> tuple[Loop, Recorder]:
+    """Return a loop that has run, and what it logged."""
+    loop, recorder = make_loop(*plugins, **options)
+    assert (loop.run(), loop.model.training) == ("done", True)
+    return loop, recorder
+
+
 @pytest.mark.parametrize(
-    ("every", "expected"),
+    ("every", "config", "expected"),
     [
-        (10, [10, 20, 25]),
-        (5, [5, 10, 15, 20, 25]),  # the last step is due, and measured once
-        (0, [25]),
-        ("1 h", [25]),
+        (10, {"steps": 25}, [10, 20, 25]),
+        (5, {"steps": 25}, [5, 10, 15, 20, 25]),  # the last step is due, and measured once
+        (0, {"steps": 25}, [25]),
+        ("1 h", {"steps": 25}, [25]),
+        ("2 epochs", {"epochs": 5, "batch_size": 599}, [6, 12, 15]),
+        ("2 epochs", {"epochs": 4, "batch_size": 599}, [6, 12]),
     ],
 )
-def test_logs_at_the_due_steps_and_once_at_the_end(every: int | str, expected: list[int]) -> None:
-    loop, recorder = make_loop(FID(every=every, num_samples=40), steps=25)
-    assert loop.run() == "done"
+def test_logs_at_the_due_steps_and_once_at_the_end(every: int | str, config: Any, expected: list[int]) -> None:
+    _, recorder = trained(FID(every=every, num_samples=40), **config)
     assert list(recorder.distances) == expected
     assert all(value > 1 for value in recorder.distances.values())
-
-
-def test_logs_at_the_end_of_epochs() -> None:
-    loop, recorder = make_loop(FID(every="2 epochs", num_samples=40), batch_size=599, epochs=5)
-    loop.run()
-    assert list(recorder.distances) == [6, 12, 15]
-    loop, recorder = make_loop(FID(every="2 epochs", num_samples=40), batch_size=599, epochs=4)
-    loop.run()
-    assert list(recorder.distances) == [6, 12]
 
 
 def test_a_run_that_stops_early_is_not_measured() -> None:
@@ -131,9 +130,9 @@ def test_a_run_that_stops_early_is_not_measured() -> None:
     assert recorder.distances == {}
 
 
-def drawn(loop: Loop, num: int, seed: int = 0) -> Collected:
+def drawn(loop: Loop, num: int, **request: Any) -> Collected:
     """Return the features of the images that a measurement makes."""
-    return Collected.of(SPACE, [to_uint8(loop.sample(SampleRequest(num=num, seed=seed, stream="evaluate")).images)])
+    return Collected.of(SPACE, [to_uint8(loop.sample(SampleRequest(num, stream="evaluate", **request)).images)])
 
 
 def real() -> Collected:
@@ -142,8 +141,7 @@ def real() -> Collected:
 
 def test_the_logged_distance_is_that_of_the_images() -> None:
     fid = FID(every=0, num_samples=300, seed=5)
-    loop, recorder = make_loop(fid, steps=4)
-    loop.run()
+    loop, recorder = trained(fid, steps=4)
     expected = frechet_distance(drawn(loop, 300, seed=5).moments, real().moments)
     assert recorder.distances == pytest.approx({4: expected}, rel=1e-4)
     assert recorder.of("fd/digits/num") == {4: 300}
@@ -151,8 +149,7 @@ def test_the_logged_distance_is_that_of_the_images() -> None:
 
 
 def test_all_metrics_of_the_space_are_logged_beside_it() -> None:
-    loop, recorder = make_loop(FID(every=0, num_samples=300), steps=4)
-    loop.run()
+    loop, recorder = trained(FID(every=0, num_samples=300), steps=4)
     (values,) = (values for _, values in recorder.calls if "fd/digits" in values)
     names = {"kid/digits", "kid/digits/error", "precision/digits", "recall/digits", "density/digits", "coverage/digits"}
     names |= {"is/digits", "is/digits/deviation", "fd/digits", "fd/digits/num", "fd/digits/floor"}
@@ -169,8 +166,7 @@ def test_all_metrics_of_the_space_are_logged_beside_it() -> None:
     assert values["is/digits"] == pytest.approx(float(torch.stack(scores).mean()), rel=1e-4)
     assert 1 < values["is/digits"] < 10
 
-    loop, recorder = make_loop(FID(every=0, num_samples=300, metrics=()), steps=4)
-    loop.run()
+    loop, recorder = trained(FID(every=0, num_samples=300, metrics=()), steps=4)
     (values,) = (values for _, values in recorder.calls if "fd/digits" in values)
     assert not names - {"fd/digits", "fd/digits/num", "fd/digits/floor"} & set(values)
 
@@ -188,8 +184,7 @@ def test_the_floor_is_what_a_perfect_model_would_have() -> None:
     few.add(data[:3])
     assert _floor(few, 100) is None
 
-    loop, recorder = make_loop(FID(every=0, num_samples=300), steps=1)
-    loop.run()
+    loop, recorder = trained(FID(every=0, num_samples=300), steps=1)
     assert recorder.of("fd/digits/floor") == {1: pytest.approx(_floor(loop.plugins["p0"].target, 300))}
 
 
@@ -202,22 +197,10 @@ def test_measuring_again_gives_the_same_number_for_any_part_of_the_images() -> N
     found = []
     for size in (256, 100, 1000):
         fid = FID(every=0, num_samples=300, metrics=())
-        loop, _ = make_loop(fid, sampler=Sized(size), steps=3)
-        loop.run()
+        loop, _ = trained(fid, sampler=Sized(size), steps=3)
         assert fid.measure(loop) == fid.measure(loop)
         found.append(fid.measure(loop)["fd/digits"])
     assert found == pytest.approx([found[0]] * 3, rel=1e-4)
-
-
-def test_training_is_the_same_to_the_bit_with_and_without() -> None:
-    def weights(*plugins: object) -> dict[str, Tensor]:
-        loop, _ = make_loop(*plugins, steps=20)
-        loop.run()
-        assert loop.model.training
-        return loop.model.state_dict()
-
-    without, with_fid = weights(), weights(FID(every=3, num_samples=40))
-    assert all(torch.equal(without[name], with_fid[name]) for name in without)
 
 
 def test_the_default_generator_is_left_alone() -> None:
@@ -248,23 +231,20 @@ def test_the_training_images_are_the_reference() -> None:
     references = []
     for data in (digits(), Pairs(digits())):
         fid = FID(every=0, num_samples=40)
-        loop, _ = make_loop(fid, data=data, steps=1)  # drops the last 5 of 1797 in training
-        loop.run()
+        trained(fid, data=data, steps=1)  # drops the last 5 of 1797 in training
         assert isinstance(fid.target, Collected)
         references.append(fid.target.moments)
     assert references[0].num == references[1].num == 1797
     assert frechet_distance(*references) < 1e-9
     fid = FID(every=0, num_samples=40)
-    loop, _ = make_loop(fid, data=Feed(digits(), held_out=97), steps=1)
-    loop.run()
+    trained(fid, data=Feed(digits(), held_out=97), steps=1)
     assert fid.target.num == 1700
 
 
 def test_other_data_is_refused_before_training() -> None:
     for shape, shown in (((1, 16, 16), "1 x 16 x 16"), ((3, 8, 8), "3 x 8 x 8")):
-        loop, _ = make_loop(FID(features="digits"), data=torch.zeros(64, *shape), steps=1)
         with refused(UserError, "1 x 8 x 8", shown):
-            loop.run()
+            trained(FID(features="digits"), data=torch.zeros(64, *shape), steps=1)
 
 
 @pytest.mark.parametrize("every", [0, 1])
@@ -287,9 +267,8 @@ def test_samples_that_are_no_images_are_refused_before_weights_are_fetched(
 
     monkeypatch.setattr("hookdiff_features.spaces.read_weights", fetched)
     monkeypatch.setattr("hookdiff_features.dinov2._builder", fetched)
-    loop, _ = make_loop(plugin(features=features), data=torch.zeros(64, *shape), steps=1)
     with refused(UserError, features or "inception", "1 or 3", " x ".join(map(str, shape))):
-        loop.run()
+        trained(plugin(features=features), data=torch.zeros(64, *shape), steps=1)
 
 
 @pytest.mark.parametrize("fill", [float("nan"), float("inf")])
@@ -300,17 +279,17 @@ def test_images_that_are_not_finite_are_an_error(fill: float) -> None:
     assert recorder.distances == {}
 
 
-def test_data_that_is_not_finite_is_an_error() -> None:
-    loop, _ = make_loop(FID(), data=torch.full((64, 1, 8, 8), torch.nan), steps=1)
+def test_data_that_is_not_finite_and_weights_that_no_plugin_offers_are_errors() -> None:
     with refused(ValueError, "data", "64 of 64"):
-        loop.run()
+        trained(FID(), data=torch.full((64, 1, 8, 8), torch.nan), steps=1)
+    with refused(UserError, "ema"):
+        trained(FID(num_samples=40, weights="ema"), steps=1)
 
 
 def test_images_are_clipped_as_when_saved() -> None:
     found = []
     for fill in (1.0, 50.0):
-        loop, recorder = make_loop(FID(every=0, num_samples=4), sampler=Painter(fill), steps=1)
-        loop.run()
+        _, recorder = trained(FID(every=0, num_samples=4), sampler=Painter(fill), steps=1)
         found.append(recorder.distances[1])
     assert found[0] == found[1]
 
@@ -319,16 +298,14 @@ def test_images_are_clipped_as_when_saved() -> None:
     ("every", "facts"), [(500, ("500", "steps")), ("2 epochs", ("2 epochs",)), ("15 min", ("900 s",)), (0, ())]
 )
 def test_the_cost_is_logged_first(every: int | str, facts: tuple[str], caplog: pytest.LogCaptureFixture) -> None:
-    loop, _ = make_loop(FID(every=every, num_samples=1200), steps=1)
-    with caplog.at_level(logging.INFO, logger="hookdiff"):
-        loop.run()
+    caplog.set_level(logging.INFO, "hookdiff")
+    trained(FID(every=every, num_samples=1200), steps=1)
     check_facts(caplog.messages[0], "1,200", "digits", "about 1 s", *facts)
 
 
 def test_golden_line_of_a_distance(caplog: pytest.LogCaptureFixture) -> None:
-    loop, recorder = make_loop(FID(num_samples=40), steps=3)
-    with caplog.at_level(logging.INFO, logger="hookdiff"):
-        loop.run()
+    caplog.set_level(logging.INFO, "hookdiff")
+    _, recorder = trained(FID(num_samples=40), steps=3)
     value, floor = f"{recorder.distances[3]:.4g}", f"{recorder.of('fd/digits/floor')[3]:.4g}"
     expected = (
         f"fd/digits {value} at step 3: 40 images of model against 1,797 of the data, about {floor} for a perfect "
@@ -337,17 +314,12 @@ def test_golden_line_of_a_distance(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_an_average_of_the_weights_makes_the_images_if_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
-    loop, recorder = make_loop(FID(every=0, num_samples=300), EMA(decay=0.95), steps=60)
-    with caplog.at_level(logging.INFO, logger="hookdiff"):
-        loop.run()
+    caplog.set_level(logging.INFO, "hookdiff")
+    loop, recorder = trained(FID(every=0, num_samples=300), EMA(decay=0.95), steps=60)
     check_facts(caplog.messages[-1], "300 images of ema")
-    made = {}
-    for weights in ("ema", "model"):
-        request = SampleRequest(num=300, stream="evaluate", weights=weights)
-        moments = Collected.of(SPACE, [to_uint8(loop.sample(request).images)]).moments
-        made[weights] = frechet_distance(moments, real().moments)
-    assert recorder.distances[60] == pytest.approx(made["ema"], rel=1e-4)
-    assert recorder.distances[60] != pytest.approx(made["model"], rel=1e-2)
+    ema, model = (frechet_distance(drawn(loop, 300, weights=w).moments, real().moments) for w in ("ema", "model"))
+    assert recorder.distances[60] == pytest.approx(ema, rel=1e-4)
+    assert recorder.distances[60] != pytest.approx(model, rel=1e-2)
 
 
 class Slow(Painter):
@@ -369,8 +341,7 @@ def test_a_time_budget_sets_the_number_of_samples(
     with caplog.at_level(logging.INFO, logger="hookdiff"):
         for budget, most, expected in (("1500 s", 1000, 150), ("1 h", 200, 200), ("60 s", 1000, 100)):
             fid = FID(every=0, num_samples=most, time_budget=budget, metrics=())
-            loop, recorder = make_loop(fid, sampler=Slow(monkeypatch), steps=1)
-            loop.run()
+            _, recorder = trained(fid, sampler=Slow(monkeypatch), steps=1)
             assert recorder.of("fd/digits/num") == {1: expected}
             check_facts(caplog.text, expected)
     check_facts(caplog.records[-2].getMessage(), 100, 60)  # so few take longer than was asked
@@ -379,17 +350,15 @@ def test_a_time_budget_sets_the_number_of_samples(
 def test_a_resumed_run_keeps_the_number_that_the_budget_set(monkeypatch: pytest.MonkeyPatch) -> None:
     first = FID(num_samples=1000, time_budget="1500 s")
     restore_state(first, {"num": 123, "measured_at": 7})
-    loop, _ = make_loop(first, sampler=Slow(monkeypatch), steps=1)
-    loop.run()
+    trained(first, sampler=Slow(monkeypatch), steps=1)
     assert state_of(first) == {"num": 123, "measured_at": 1}
 
 
 def test_a_new_number_is_announced(caplog: pytest.LogCaptureFixture) -> None:
     fid = FID(num_samples=40)
     restore_state(fid, {"num": 30, "measured_at": 7})
-    loop, _ = make_loop(fid, steps=1)
-    with caplog.at_level(logging.WARNING, logger="hookdiff"):
-        loop.run()
+    caplog.set_level(logging.WARNING, "hookdiff")
+    trained(fid, steps=1)
     check_facts(caplog.text, 40, 30)
 
 
@@ -399,8 +368,7 @@ def test_a_new_number_is_announced(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_features_of_the_data_are_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(data: Any = None) -> FID:
         fid = FID(every=0, num_samples=40, metrics=())
-        loop, _ = make_loop(fid, data=data, steps=1)
-        loop.run()
+        trained(fid, data=data, steps=1)
         return fid
 
     first = run()
@@ -431,8 +399,7 @@ def test_published_statistics_take_the_place_of_the_data(tmp_path: Path, cache: 
     values = []
     for reference in (None, str(tmp_path / "stats.npz")):
         fid = FID(every=0, num_samples=300, reference=reference)
-        loop, recorder = make_loop(fid, steps=1)
-        loop.run()
+        _, recorder = trained(fid, steps=1)
         values.append(recorder.distances[1])
     assert isinstance(fid.target, Gaussian)
     assert values[1] == pytest.approx(values[0], rel=1e-6)  # the network rounds by the size of a batch
@@ -441,23 +408,15 @@ def test_published_statistics_take_the_place_of_the_data(tmp_path: Path, cache: 
     numpy.savez(tmp_path / "other.npz", mu=numpy.zeros(3), sigma=numpy.eye(3))
     numpy.savez(tmp_path / "half.npz", mu=numpy.zeros(64))
     numpy.savez(tmp_path / "pickled.npz", mu=numpy.array([{}], dtype=object), sigma=numpy.eye(3))
-    for name, facts in (
-        ("other", ("3", "64")),
-        ("half", ("sigma",)),
-        ("pickled", ("mu",)),
-        ("absent", ("absent.npz",)),
-    ):
-        loop, _ = make_loop(FID(every=0, num_samples=40, reference=str(tmp_path / f"{name}.npz")), steps=1)
+    for name, *facts in (("other", 3, 64), ("half", "sigma"), ("pickled", "mu"), ("absent", "absent.npz")):
         with refused(UserError, *facts):
-            loop.run()
+            trained(FID(every=0, num_samples=40, reference=str(tmp_path / f"{name}.npz")), steps=1)
 
 
 RANKS = """
 import logging
 import torch
-from hookdiff import LoopConfig
-from hookdiff import hookimpl
-from hookdiff import Loop
+from hookdiff import Loop, LoopConfig, hookimpl
 from hookdiff.data.memory import digits
 from hookdiff_fid import FID
 
@@ -501,8 +460,7 @@ BAD = """
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from hookdiff import LoopConfig
-from hookdiff import Loop
+from hookdiff import Loop, LoopConfig
 from hookdiff.data.memory import digits
 from hookdiff.authors.generation import Generated
 
@@ -526,12 +484,6 @@ except ValueError as error:
 def test_a_bad_image_of_one_rank_ends_all_that_share_a_model(tmp_path: Path) -> None:
     for (error,) in two_ranks(BAD, tmp_path):
         check_facts(error, "fid: images", "not finite")
-
-
-def test_weights_that_no_plugin_offers_are_an_error() -> None:
-    loop, _ = make_loop(FID(num_samples=40, weights="ema"), steps=1)
-    with refused(UserError, "ema"):
-        loop.run()
 
 
 # With other plugins, from the command line

@@ -72,8 +72,7 @@ def test_on_one_process_it_changes_nothing(make: Any) -> None:
 
 
 FULL = """
-from hookdiff import UserError
-from hookdiff import SampleRequest
+from hookdiff import SampleRequest, UserError
 from hookdiff.authors.generation import ImageMaker
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff_ddp import DDP

@@ -1,7 +1,8 @@
 import logging
 import math
 import statistics
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,19 @@ from hookdiff_debug import Debug
 from hookdiff_gradients import GradientMonitor, Limits, Numbers, diagnose_gradients, diagnose_nan
 from hookdiff_gradients.diagnosis import conclude
 from hookdiff_nan import NaN
-from tests.conftest import two_ranks
+from tests.conftest import Logged, two_ranks, warnings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "basic.toml"
 HEALTHY = Numbers(steps=100, recent=1.0, usual=1.0, depth=0.5, usual_depth=0.5, update=1e-3, growth=1.0)
 
 
-class Look:
+class Look(Logged):
     """Notes gradients and weights around each update, and what is logged."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.gradients: list[dict[str, Tensor]] = []
         self.weights: list[Tensor] = []
-        self.values: dict[int, dict[str, float]] = {}
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -48,10 +49,6 @@ class Look:
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
         self.note(loop)
-
-    @hookimpl
-    def on_log(self, step: int, values: Mapping[str, float]) -> None:
-        self.values.setdefault(step, {}).update(values)
 
     def note(self, loop: Loop) -> None:
         self.weights.append(torch.cat([p.detach().flatten() for p in loop.model.parameters()]))
@@ -87,11 +84,6 @@ def watch(monitor: GradientMonitor | None = None, *others: object, **config: Any
     return look, loop
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The texts of all warnings."""
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-
-
 def config(*settings: str, plugins: tuple[str, ...] = ()) -> Any:
     """The first example, with a smaller net and fewer steps."""
     small = ["run.steps=60", "run.log_every=10", "run.batch_size=16", "run.device=cpu", "model.channels=8"]
@@ -118,22 +110,17 @@ class TestNumbers:
             depths = [a / b for a, b in zip(look.norms("0.weight")[:step], look.norms("3.bias"), strict=False)]
             assert logged["gradients/depth_ratio"] == pytest.approx(depths[-1], rel=1e-5)
             before, after = look.weights[step - 1 : step + 1]
-            assert logged["gradients/update_ratio"] == pytest.approx(
-                ((after - before).norm() / before.norm()).item(), rel=1e-4
-            )
-            growth = before.norm() / look.weights[0].norm()
+            update, growth = (after - before).norm() / before.norm(), before.norm() / look.weights[0].norm()
+            assert logged["gradients/update_ratio"] == pytest.approx(update.item(), rel=1e-4)
             assert logged["gradients/weight_growth"] == pytest.approx(growth.item(), rel=1e-5)
             assert logged["gradients/zero_share"] == logged["gradients/dead_share"] == 0
 
     def test_growth_is_the_largest_of_any_window_since_the_last_log(self) -> None:
         look, _ = watch(GradientMonitor(window=20), steps=90, log_every=45)
         sizes = [weights.norm().item() for weights in look.weights]
-        assert look.values[45]["gradients/weight_growth"] == pytest.approx(
-            max(sizes[20] / sizes[0], sizes[40] / sizes[20], sizes[44] / sizes[40]), rel=1e-5
-        )
-        assert look.values[90]["gradients/weight_growth"] == pytest.approx(
-            max(sizes[60] / sizes[40], sizes[80] / sizes[60], sizes[89] / sizes[80]), rel=1e-5
-        )
+        for step, ends in ((45, [0, 20, 40, 44]), (90, [40, 60, 80, 89])):
+            growth = max(sizes[end] / sizes[begin] for begin, end in pairwise(ends))
+            assert look.values[step]["gradients/weight_growth"] == pytest.approx(growth, rel=1e-5)
 
     def test_weights_of_zero_count_as_an_rms_of_0_01(self) -> None:
         model = nn.Linear(4, 4, bias=False)
@@ -141,18 +128,14 @@ class TestNumbers:
         look, _ = watch(model=model, steps=1, log_every=1)
         assert look.values[1]["gradients/update_ratio"] == pytest.approx(look.weights[1].norm().item() / (0.01 * 4))
 
-    def test_the_history_has_the_last_steps_in_order(self) -> None:
+    @pytest.mark.parametrize("steps", [3, 33])
+    def test_the_history_has_the_last_steps_in_order(self, steps: int) -> None:
         monitor = GradientMonitor(window=20)
-        look, _ = watch(monitor, steps=33)
+        look, _ = watch(monitor, steps=steps)
         history = monitor.history()
         assert list(history) == ["0.weight", "0.bias", "3.weight", "3.bias", "grad_norm"]
         np.testing.assert_allclose(history["grad_norm"], look.norms()[-20:], rtol=1e-5)
         np.testing.assert_allclose(history["0.bias"], look.norms("0.bias")[-20:], rtol=1e-5)
-
-    def test_a_history_starts_short(self) -> None:
-        monitor = GradientMonitor()
-        watch(monitor, steps=3)
-        assert monitor.history()["grad_norm"].shape == (3,)
 
     def test_parameters_without_a_gradient_count_as_zero(self) -> None:
         class Sometimes(nn.Module):
@@ -258,11 +241,6 @@ class TestNumbers:
 class Scaled:
     """A constant loss scale, as amp has in fp16."""
 
-    @hookimpl(wrapper=True)
-    def backward(self, loop: Loop) -> Generator[None, bool, bool]:
-        done = yield
-        return done
-
     @hookimpl
     def micro_step(self, loop: Loop, batch: Batch) -> LossOutput:
         output = loop.hook.compute_loss(loop=loop, batch=batch)
@@ -329,7 +307,7 @@ RANK = """
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from hookdiff import hookimpl
-from test_gradients import TestNoiseScale
+from tests.plugins.test_gradients import TestNoiseScale
 
 class Ranks:
     @hookimpl
@@ -349,8 +327,7 @@ result = look.values.get(400, {}).get("gradients/noise_scale")
 @pytest.mark.parametrize("micro_batch", [None, 5])
 def test_ranks_are_parts_of_the_batch(micro_batch: int | None, tmp_path: Path) -> None:
     # Without no_sync the gradients of the first micro-batch, too, are averaged over ranks after the backward pass.
-    given = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nmicro_batch = {micro_batch}\n"
-    one, other = two_ranks(given + RANK, tmp_path)
+    one, other = two_ranks(f"micro_batch = {micro_batch}\n{RANK}", tmp_path)
     assert other is None  # the first rank has the log
     assert one == pytest.approx(4, rel=0.12)  # |G|^2 = 20 / 16, S = 20 / 4
 
@@ -438,13 +415,13 @@ class TestRuns:
     ) -> None:
         loop = build_loop(config(*settings, plugins=plugins), tmp_path / "run")
         assert loop.run() == "done"
-        assert said(caplog) == []
+        assert warnings(caplog) == []
 
     @pytest.mark.parametrize("plugins", [(), ("no:lr", "no:clip")])
     def test_a_rate_100_times_too_high(self, plugins: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         loop = build_loop(config("optimizer.lr=0.1", plugins=plugins), tmp_path / "run")
         loop.run()
-        first, *_ = said(caplog)
+        first, *_ = warnings(caplog)
         assert first.partition(": ")[2].startswith("learning rate probably too high")
         assert "the weights grew to " in first or "one update changed the weights by " in first
         assert any(name in first for name in loop.gradients.names)
@@ -454,7 +431,7 @@ class TestRuns:
         nn.init.constant_(model[2].bias, -1e3)  # type: ignore[arg-type]
         monitor = GradientMonitor(window=20)
         look, _ = watch(monitor, model=model, steps=60, log_every=10)
-        (text,) = said(caplog)
+        (text,) = warnings(caplog)
         assert text.startswith("step 20: ")
         assert "last 20 steps: 0.weight, 0.bias, 2.weight, 2.bias, 4.weight\n" in text
         assert look.values[60]["gradients/dead_share"] == pytest.approx(5 / 6)
@@ -472,7 +449,7 @@ class TestRuns:
         )
         assert look.values[1]["gradients/zero_share"] == 0.5
         assert look.values[3]["gradients/zero_share"] == 0
-        assert said(caplog) == []
+        assert warnings(caplog) == []
 
     def test_saturated_layers_let_gradients_vanish(self, caplog: pytest.LogCaptureFixture) -> None:
         torch.manual_seed(0)
@@ -480,9 +457,9 @@ class TestRuns:
         model = nn.Sequential(nn.Linear(4, 8), *middle, nn.Linear(8, 4))
         monitor, options = GradientMonitor(), {"steps": 40, "log_every": 20}
         watch(monitor, model=model, optimizers=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4), **options)
-        assert len(said(caplog)) == 1
+        assert len(warnings(caplog)) == 1
         assert list(monitor.findings) == ["vanishing"]
-        assert "0.weight" in said(caplog)[0]
+        assert "0.weight" in warnings(caplog)[0]
 
     def pushed(self, norms: list[float], **options: Any) -> GradientMonitor:
         monitor = GradientMonitor(**options)
@@ -491,25 +468,25 @@ class TestRuns:
 
     def test_gradients_that_explode(self, caplog: pytest.LogCaptureFixture) -> None:
         monitor = self.pushed([1.0] * 40 + [1.5**step for step in range(20)])
-        assert len(said(caplog)) == 1
+        assert len(warnings(caplog)) == 1
         assert list(monitor.findings) == ["exploding"]
         assert monitor.findings["exploding"].why.endswith(" 0.weight, 3.weight, 0.bias")
 
     def test_gradients_that_fade(self, caplog: pytest.LogCaptureFixture) -> None:
         monitor = self.pushed([1.0] * 40 + [1e-7] * 10)
-        (text,) = said(caplog)
+        (text,) = warnings(caplog)
         assert text.startswith("step 50: ")
         assert list(monitor.findings) == ["fading"]
         assert "norm 1e-07 is 1e-07 times the median of the 45 steps before" in text
 
     def test_a_spike_is_not_an_explosion(self, caplog: pytest.LogCaptureFixture) -> None:
         self.pushed([1.0] * 59 + [1e6] + [1.0] * 20)
-        assert said(caplog) == []
+        assert warnings(caplog) == []
 
     def test_a_finding_is_reported_once_and_again_when_it_comes_back(self, caplog: pytest.LogCaptureFixture) -> None:
         sick = [1.0] * 18 + [100.0] * 2
         self.pushed([*sick, *sick, *[1.0] * 40, *sick], window=20)
-        steps = [line.partition(":")[0] for line in said(caplog)]
+        steps = [line.partition(":")[0] for line in warnings(caplog)]
         assert steps == ["step 20", "step 100"]
 
     def test_a_nan(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -542,30 +519,25 @@ class TestRuns:
         data[11] = math.nan
         plugins = {"metrics": Metrics(), "gradients": GradientMonitor(), "debug": Debug(), "nan": NaN()}
         assert toy_loop(plugins, data=data, run_dir=tmp_path).run() == "on_nan"
-        (report,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        (report,) = warnings(caplog)
         logged = [line.partition(":")[0].strip() for line in report.splitlines()]
         assert logged.index("cause") < logged.index("gradients") < logged.index("replay")
         assert "debug" in logged
         assert "plugin" not in report
 
-    def summary(self, caplog: pytest.LogCaptureFixture) -> list[str]:
+    @pytest.mark.parametrize(
+        ("norms", "expected"),
+        [
+            ([1.0] * 50, ["gradients: healthy at 4 of 4 logged steps"]),  # step 10 is too early to say
+            ([1.0] * 38 + [100.0] * 2 + [1.0] * 20, ["gradients: exploding gradients at 1 of 5 logged steps"]),
+            ([1.0] * 15, []),
+        ],
+    )
+    def test_the_summary(self, norms: list[float], expected: list[str], caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        self.pushed(norms, window=20)
         logged = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
-        return [line for line in logged if line.startswith("gradients: ")]
-
-    def test_the_summary_of_a_healthy_run(self, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.INFO)
-        watch(steps=50, log_every=10)
-        assert self.summary(caplog) == ["gradients: healthy at 4 of 4 logged steps"]  # step 10 is too early to say
-
-    def test_the_summary_counts_the_findings(self, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.INFO)
-        self.pushed([1.0] * 38 + [100.0] * 2 + [1.0] * 20, window=20)
-        assert self.summary(caplog) == ["gradients: exploding gradients at 1 of 5 logged steps"]
-
-    def test_too_short_a_run_has_no_summary(self, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.INFO)
-        watch(steps=15, log_every=5)
-        assert self.summary(caplog) == []
+        assert [line for line in logged if line.startswith("gradients: ")] == expected
 
     def test_the_summary_counts_steps_that_are_not_finite(self) -> None:
         assert conclude(3, {}, 1) == "healthy at 3 of 3 logged steps; not finite at 1 step"
@@ -576,19 +548,12 @@ class TestRuns:
 
 
 class TestState:
-    def halves(self, make: Callable[[], GradientMonitor], other: GradientMonitor) -> GradientMonitor:
-        """A monitor that restores the state of another one after 30 steps."""
-        monitor = make()
-        watch(monitor, steps=30)
-        loop = toy_loop({"gradients": other})
-        with loop:
-            restore_state(other, monitor.state_dict())
-        return monitor
-
     @pytest.mark.parametrize("window", [20, 25, 100])
     def test_a_window_may_change(self, window: int) -> None:
-        other = GradientMonitor(window=window)
-        monitor = self.halves(lambda: GradientMonitor(window=25), other)
+        monitor, other = GradientMonitor(window=25), GradientMonitor(window=window)
+        watch(monitor, steps=30)
+        with toy_loop({"gradients": other}):
+            restore_state(other, monitor.state_dict())
         kept = min(window, 25)
         assert other.history()["3.bias"].tolist() == monitor.history()["3.bias"][-kept:].tolist()
 
@@ -613,5 +578,5 @@ class TestState:
                 for _ in loop.steps():
                     pass
             states.append(monitor.state_dict())
-        assert len(said(caplog)) == 1
+        assert len(warnings(caplog)) == 1
         assert (states[1]["num_diagnoses"], states[1]["found"]) == (2, {"exploding": 1})  # of both parts

@@ -35,21 +35,14 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def made(alone: Any) -> Any:
     """Return a data set of nine pictures in three classes, with captions and counts."""
-    features = alone.Features(
-        {
-            "caption": alone.Value("string"),
-            "pixels": alone.Image(),
-            "kind": alone.ClassLabel(names=["ant", "bee", "cat"]),
-            "count": alone.Value("int64"),
-        }
-    )
-    rows = {
-        "caption": [f"{'even' if k % 2 == 0 else 'odd'}" for k in range(9)],
-        "pixels": [picture(k) for k in range(9)],
-        "kind": [k % 3 for k in range(9)],
-        "count": list(range(9)),
+    columns = {
+        "caption": (alone.Value("string"), [("even", "odd")[k % 2] for k in range(9)]),
+        "pixels": (alone.Image(), [picture(k) for k in range(9)]),
+        "kind": (alone.ClassLabel(names=["ant", "bee", "cat"]), [k % 3 for k in range(9)]),
+        "count": (alone.Value("int64"), list(range(9))),
     }
-    return alone.Dataset.from_dict(rows, features=features)
+    features = alone.Features({name: kind for name, (kind, _) in columns.items()})
+    return alone.Dataset.from_dict({name: values for name, (_, values) in columns.items()}, features=features)
 
 
 def assert_is(data: HuggingFace, labels: Any, classes: Any) -> None:
@@ -93,22 +86,15 @@ def test_splits_of_parquet_files_are_read(tmp_path: Path, made: Any) -> None:
 
 
 def test_a_folder_of_images_is_read(tmp_path: Path) -> None:
-    paths = [tmp_path / "set" / ("ant", "bee", "cat")[k % 3] / f"{k}.png" for k in range(9)]
-    for k, path in enumerate(paths):
+    for k in range(9):
+        path = tmp_path / "set" / ("ant", "bee", "cat")[k % 3] / f"{k}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         picture(k).save(path)
     data = HuggingFace(str(tmp_path / "set"))
     assert (len(data), data.classes) == (9, ("ant", "bee", "cat"))
     assert data.labels is not None
     assert sorted(data.labels.tolist()) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert {data.load(index).tobytes() for index in range(9)} == {_bytes(path) for path in paths}
-
-
-def _bytes(path: Path) -> bytes:
-    from PIL import Image
-
-    with Image.open(path) as image:
-        return image.tobytes()
+    assert {data.load(index).tobytes() for index in range(9)} == {picture(k).tobytes() for k in range(9)}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`hookdiff init` writes a config that fits a folder of images, and trains on it."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,10 @@ def save(name: str, mode: str = "RGB", size: tuple[int, int] = (14, 10), seed: i
     return path
 
 
-def grey() -> None:
-    for k in range(6):
-        save(f"{k}.png", "L", seed=k)
-
-
-def colour() -> None:
-    for k in range(6):
-        save(f"{k}.jpg", seed=k)
-
-
-def alpha() -> None:
-    for k in range(6):
-        save(f"{k}.png", "RGBA", seed=k)
+def several(num: int, name: str, **options: Any) -> None:
+    """Save `num` pictures; the name has the place {k} for the number of each."""
+    for k in range(num):
+        save(name.format(k=k), seed=k, **options)
 
 
 def classes() -> None:
@@ -62,27 +54,14 @@ def loose() -> None:
     save("loose.png")
 
 
-def one_image() -> None:
-    save("0.png")
-
-
 def mixed() -> None:
     for k in range(20):
         save(f"{k}.png", "L" if k % 2 else "RGB", (12 + k, 9 + k), k)
     save("small.png", size=(5, 5))
 
 
-def squares() -> None:
-    for k in range(4):
-        save(f"{k}.png", size=(12, 12), seed=k)
-
-
-def tiny() -> None:
-    save("0.png", size=(3, 2))
-
-
 def unreadable() -> None:
-    colour()
+    several(6, "{k}.png")
     Path("mine/broken.png").write_bytes(b"no image")
 
 
@@ -91,26 +70,27 @@ def odd_names() -> None:
         save(("a # b", "line\nnew")[k % 2] + f'/"{k}\\.png', seed=k)
 
 
-@pytest.mark.parametrize(
-    ("images", "data", "shape", "num_classes"),
-    [
-        (grey, {"image_size": 8}, (1, 8, 8), None),
-        (colour, {"image_size": 8}, (3, 8, 8), None),
-        (alpha, {"image_size": 8, "background": "white"}, (3, 8, 8), None),
-        (classes, {"image_size": 8}, (3, 8, 8), 2),
-        (rare_classes, {"image_size": 8, "labels": "none"}, (3, 8, 8), None),
-        (loose, {"image_size": 8, "labels": "none"}, (3, 8, 8), None),
-        (one_image, {"image_size": 8}, (3, 8, 8), None),
-        (mixed, {"image_size": 8, "channels": 3, "upscale": True}, (3, 8, 8), None),
-        (squares, {}, (3, 12, 12), None),
-        (tiny, {"image_size": 8, "upscale": True}, (3, 8, 8), None),
-        (unreadable, {"image_size": 8, "unreadable": "skip"}, (3, 8, 8), None),
-        (odd_names, {"image_size": 8}, (3, 8, 8), 2),
-    ],
-)
-def test_the_config_fits_the_folder(
-    hookdiff: Say, images: Callable[[], None], data: dict[str, Any], shape: tuple[int, ...], num_classes: int | None
-) -> None:
+COLOUR = (3, 8, 8)
+FOLDERS: dict[str, tuple[Callable[..., object], dict[str, Any], tuple[int, ...], int | None]] = {
+    # what saves them, keys of [data], the shape of the samples, the number of classes
+    "grey": (partial(several, 6, "{k}.png", mode="L"), {"image_size": 8}, (1, 8, 8), None),
+    "colour": (partial(several, 6, "{k}.jpg"), {"image_size": 8}, COLOUR, None),
+    "alpha": (partial(several, 6, "{k}.png", mode="RGBA"), {"image_size": 8, "background": "white"}, COLOUR, None),
+    "classes": (classes, {"image_size": 8}, COLOUR, 2),
+    "rare classes": (rare_classes, {"image_size": 8, "labels": "none"}, COLOUR, None),
+    "loose": (loose, {"image_size": 8, "labels": "none"}, COLOUR, None),
+    "one": (partial(save, "0.png"), {"image_size": 8}, COLOUR, None),
+    "mixed": (mixed, {"image_size": 8, "channels": 3, "upscale": True}, COLOUR, None),
+    "squares": (partial(several, 4, "{k}.png", size=(12, 12)), {}, (3, 12, 12), None),
+    "tiny": (partial(save, "0.png", size=(3, 2)), {"image_size": 8, "upscale": True}, COLOUR, None),
+    "unreadable": (unreadable, {"image_size": 8, "unreadable": "skip"}, COLOUR, None),
+    "odd names": (odd_names, {"image_size": 8}, COLOUR, 2),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_the_config_fits_the_folder(hookdiff: Say, kind: str) -> None:
+    images, data, shape, num_classes = FOLDERS[kind]
     images()
     code, out, err = hookdiff("init", "mine")
     assert code == 0, err
@@ -165,7 +145,7 @@ def test_without_a_folder_the_digits_are_trained(hookdiff: Say) -> None:
 
 
 def test_a_file_is_replaced_only_when_asked(hookdiff: Say) -> None:
-    squares()
+    save("0.png", size=(12, 12))
     Path("mine.toml").write_text("precious")
     code, _, err = hookdiff("init", "mine")
     assert (code, Path("mine.toml").read_text()) == (2, "precious")

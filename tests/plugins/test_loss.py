@@ -1,10 +1,8 @@
 import json
-import logging
 import math
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from hookdiff_ema import EMA
 from hookdiff_loss import LossMonitor
 from hookdiff_loss.held_out import Overfitting, some_of
 from hookdiff_loss.levels import NoiseLevels, bin_edges
-from tests.conftest import Restores, saved, two_ranks
+from tests.conftest import Logged, Restores, Still, saved, two_ranks, warnings
 
 
 class Net(nn.Module):
@@ -48,11 +46,11 @@ class Net(nn.Module):
         return out.view_as(x)
 
 
-class Heard:
+class Heard(Logged):
     """Keeps the logged values and the outputs of all steps."""
 
     def __init__(self) -> None:
-        self.values: dict[int, dict[str, float]] = {}
+        super().__init__()
         self.outputs: list[LossOutput] = []
         self.losses: list[float] = []
 
@@ -60,10 +58,6 @@ class Heard:
     def after_optimizer_step(self, loop: Loop) -> None:
         self.outputs.append(loop.output)
         self.losses.append(loop.gradients.loss)
-
-    @hookimpl
-    def on_log(self, step: int, values: Mapping[str, float]) -> None:
-        self.values.setdefault(step, {}).update(values)
 
 
 def adamw(lr: float) -> Any:
@@ -84,8 +78,11 @@ def make(plugin: LossMonitor | None = None, held_out: int = 0, lr: float = 1e-3,
     return loop, heard
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+def trained(*arguments: Any, **options: Any) -> tuple[Loop, Heard]:
+    """Return a loop that has run, and what was logged."""
+    loop, heard = make(*arguments, **options)
+    assert loop.run() == "done"
+    return loop, heard
 
 
 # Findings
@@ -93,7 +90,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("lr", [0.1, 1.0])
 def test_a_learning_rate_far_too_high_is_the_first_finding(lr: float, caplog: pytest.LogCaptureFixture) -> None:
-    make(LossMonitor(), lr=lr, steps=100, log_every=50, objective=Diffusion("ddpm"))[0].run()
+    trained(LossMonitor(), lr=lr, steps=100, log_every=50, objective=Diffusion("ddpm"))
     texts = warnings(caplog)
     assert all("learning rate probably too high" in text for text in texts)
     assert 1 <= len(texts) <= 2  # again if much worse
@@ -101,7 +98,7 @@ def test_a_learning_rate_far_too_high_is_the_first_finding(lr: float, caplog: py
 
 
 def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    make(LossMonitor(patience=300), held_out=40, steps=800, objective=Diffusion(prediction="v_prediction"))[0].run()
+    trained(LossMonitor(patience=300), held_out=40, steps=800, objective=Diffusion(prediction="v_prediction"))
     assert warnings(caplog) == []
 
 
@@ -143,8 +140,7 @@ def test_levels_at_which_nothing_is_learned_are_named_once(caplog: pytest.LogCap
         def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
             return super().forward(x, timesteps) * (timesteps < 500).view(-1, 1, 1, 1)
 
-    loop, heard = make(LossMonitor(patience=200), model=Half(), lr=3e-3, steps=600, log_every=50)
-    loop.run()
+    _, heard = trained(LossMonitor(patience=200), model=Half(), lr=3e-3, steps=600, log_every=50)
     (text,) = warnings(caplog)
     assert "for 200 updates" in text
     below = float(re.findall(r"log-SNR below (-?[\d.]+)", text)[0])
@@ -156,8 +152,7 @@ def test_levels_at_which_nothing_is_learned_are_named_once(caplog: pytest.LogCap
 
 
 def test_the_smoothed_loss_is_logged() -> None:
-    loop, heard = make(LossMonitor(decay=0.9), steps=20)
-    loop.run()
+    _, heard = trained(LossMonitor(decay=0.9), steps=20)
     for step in (10, 20):
         weights = 0.9 ** numpy.arange(step)[::-1]
         mean = numpy.average(heard.losses[:step], weights=weights)
@@ -170,12 +165,9 @@ def test_the_smoothed_loss_is_logged() -> None:
 @pytest.mark.parametrize("process", [VP(schedule="cosine"), Flow(), EDM()], ids=["cosine", "flow", "edm"])
 @pytest.mark.parametrize("micro_batch", [None, 12])
 def test_bins_hold_the_means_of_the_samples_since_the_last_log(process: Process, micro_batch: int | None) -> None:
-    plugin, diffusion = (
-        LossMonitor(),
-        Diffusion(process, weighting="min_snr", times="log_normal" if process == EDM() else "uniform"),
-    )
-    loop, heard = make(plugin, objective=diffusion, steps=20, micro_batch=micro_batch)
-    loop.run()
+    times: Any = "log_normal" if process == EDM() else "uniform"
+    plugin, diffusion = LossMonitor(), Diffusion(process, weighting="min_snr", times=times)
+    _, heard = trained(plugin, objective=diffusion, steps=20, micro_batch=micro_batch)
     edges = [-math.inf, *bin_edges(diffusion, 12), math.inf]
     for last in (10, 20):
         outputs = heard.outputs[last - 10 : last]
@@ -256,16 +248,8 @@ def test_on_white_noise_the_best_network_is_at_the_floor() -> None:
             return self.one * x * (t - 0.25 * (1 - t)) / (0.25 * (1 - t) ** 2 + t**2)
 
     data = InMemory(0.5 * torch.randn(512, 1, 8, 8, generator=torch.Generator().manual_seed(0)))
-    loop, heard = make(
-        LossMonitor(),
-        model=Best(),
-        objective=Diffusion(Flow(), times="uniform"),
-        data=data,
-        lr=0.0,
-        steps=40,
-        log_every=40,
-    )
-    loop.run()
+    options: dict[str, Any] = {"objective": Diffusion(Flow(), times="uniform"), "data": data, "lr": 0.0}
+    _, heard = trained(LossMonitor(), model=Best(), **options, steps=40, log_every=40)
     logged = heard.values[40]
     for name in [name for name in logged if name.startswith("loss/snr-")]:
         assert logged[name] == pytest.approx(logged[name.replace("snr", "floor")], rel=0.1)
@@ -273,8 +257,7 @@ def test_on_white_noise_the_best_network_is_at_the_floor() -> None:
 
 
 def test_a_loss_other_than_the_squared_error_has_no_floor() -> None:
-    loop, heard = make(LossMonitor(), objective=Diffusion(loss="l1"), steps=10)
-    loop.run()
+    _, heard = trained(LossMonitor(), objective=Diffusion(loss="l1"), steps=10)
     assert any(name.startswith("loss/snr-") for name in heard.values[10])
     assert not any("floor" in name or "un" in name for name in heard.values[10])
 
@@ -290,8 +273,7 @@ def test_a_batch_that_is_skipped_does_not_spoil_the_floor() -> None:
         def on_nan(self) -> str:
             return "skip"
 
-    loop, heard = make(LossMonitor(), before={"spoil": Spoil()}, steps=10)
-    loop.run()
+    loop, heard = trained(LossMonitor(), before={"spoil": Spoil()}, steps=10)
     assert loop.progress.position == 11
     assert heard.values[10]["loss/unexplained"] > 0
     assert all(math.isfinite(value) for value in heard.values[10].values())
@@ -315,31 +297,17 @@ def test_it_adds_no_transfer_between_logs() -> None:
 # Held out
 
 
-class Still:
-    """Lets no weight move."""
-
-    @hookimpl
-    def optimizer_step(self) -> bool:
-        return True
-
-
 def test_the_held_out_loss_has_the_same_noise_each_time() -> None:
-    loop, heard = make(LossMonitor(every=4), 50, before={"still": Still()}, steps=10, model=Net(dropout=0.5))
-    loop.run()
+    _, heard = trained(LossMonitor(every=4), 50, before={"still": Still()}, steps=10, model=Net(dropout=0.5))
     measured = [logged["val/loss"] for logged in heard.values.values() if "val/loss" in logged]
     assert len(measured) == 3  # at 4, at 8, and at the end
     assert len(set(measured)) == 1
 
 
 def test_the_held_out_loss_is_that_of_the_samples_held_out() -> None:
-    loop, heard = make(LossMonitor(every=10), 50, steps=10)
-    loop.run()
-    images = (
-        Feed(digits().images[:400], held_out=50)
-        .bind(loop.config.batch_size, loop.config.seed, loop.device)
-        .unaugmented(loop.feed.held_out_indices, 5000)
-    )
-    (batch,) = images
+    loop, heard = trained(LossMonitor(every=10), 50, steps=10)
+    feed = Feed(digits().images[:400], held_out=50).bind(loop.config.batch_size, loop.config.seed, loop.device)
+    (batch,) = feed.unaugmented(loop.feed.held_out_indices, 5000)
     diffusion = Diffusion(VP(schedule="cosine"))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -354,32 +322,27 @@ def test_the_held_out_loss_is_that_of_the_samples_held_out() -> None:
 
 @pytest.mark.parametrize(("every", "steps"), [("1 epochs", [10, 20, 24]), (12, [12, 24]), (0, [24])])
 def test_the_held_out_loss_is_measured_when_due(every: Any, steps: list[int]) -> None:
-    loop, heard = make(LossMonitor(every=every), 80, steps=24)
-    loop.run()
+    _, heard = trained(LossMonitor(every=every), 80, steps=24)
     assert [step for step, logged in heard.values.items() if "val/loss" in logged] == steps
 
 
 def test_the_training_is_the_same_with_held_out_measurements() -> None:
     runs = []
     for plugin in (None, LossMonitor(every=3)):
-        loop, _ = make(plugin, 50, steps=12, model=Net(dropout=0.3, norm=True), micro_batch=8)
-        loop.run()
+        loop, _ = trained(plugin, 50, steps=12, model=Net(dropout=0.3, norm=True), micro_batch=8)
         assert all(module.training for module in loop.model.modules())
         runs.append(loop)
     assert_same(runs[0].model.state_dict(), runs[1].model.state_dict())
 
 
 def test_without_samples_held_out_there_is_nothing_to_measure() -> None:
-    loop, heard = make(LossMonitor(every=1), steps=4)
-    loop.run()
+    _, heard = trained(LossMonitor(every=1), steps=4)
     assert not any("val/loss" in logged for logged in heard.values.values())
 
 
 def test_the_held_out_loss_of_an_average() -> None:
     def measured(name: str) -> float:
-        ema = EMA(decay=0.9)
-        loop, heard = make(LossMonitor(every=0, weights=name), 50, before={"ema": ema}, steps=10)
-        loop.run()
+        _, heard = trained(LossMonitor(every=0, weights=name), 50, before={"ema": EMA(decay=0.9)}, steps=10)
         return heard.values[10]["val/loss"]
 
     assert abs(measured("ema") - measured("model")) > 1e-4
@@ -405,9 +368,8 @@ def overfit(pairs: list[tuple[float, float]]) -> list[Finding | None]:
 
 def test_overfitting_is_found_when_held_out_rises_while_train_falls() -> None:
     curve = [(1.0, 1.0), (0.5, 0.5), (0.52, 0.45), (0.53, 0.4), (0.54, 0.35), (0.55, 0.3), (0.7, 0.1), (0.75, 0.1)]
-    found = overfit(curve)
-    assert [index for index, finding in enumerate(found) if finding] == [4, 6]
-    assert found[4] is not None
+    found = {step: finding for step, finding in enumerate(overfit(curve)) if finding}
+    assert list(found) == [4, 6]
     assert found[4].severity == "warning"
     assert "step 1" in found[4].what
     assert re.findall(r"[\d.]+\d", found[4].why) == ["0.5", "0.54", "0.5", "0.35"]
@@ -416,15 +378,13 @@ def test_overfitting_is_found_when_held_out_rises_while_train_falls() -> None:
 def test_other_curves_are_not_overfitting() -> None:
     assert overfit([(0.5, 0.5), *[(0.6, 0.6)] * 9]) == [None] * 10  # both rise
     assert overfit([(0.5, 0.5), *[(0.51, 0.3)] * 9]) == [None] * 10  # hardly
-    assert (
-        overfit([(0.5, 0.5), (0.6, 0.4), (0.6, 0.4), (0.49, 0.3), (0.6, 0.2), (0.6, 0.2)]) == [None] * 6
-    )  # not for long
+    short = [(0.5, 0.5), (0.6, 0.4), (0.6, 0.4), (0.49, 0.3), (0.6, 0.2), (0.6, 0.2)]
+    assert overfit(short) == [None] * 6
 
 
 def test_a_net_that_memorises_its_samples_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"objective": Diffusion(Flow(), times="uniform"), "data": InMemory(digits().images[:40])}
-    loop, heard = make(LossMonitor(every=50), 32, **options, steps=800, batch_size=8, log_every=100)
-    loop.run()
+    _, heard = trained(LossMonitor(every=50), 32, **options, steps=800, batch_size=8, log_every=100)
     assert any("overfitted since step" in text for text in warnings(caplog))
     assert heard.values[800]["val/loss_gap"] > 0.5
 
@@ -447,9 +407,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
 
 def test_a_run_that_was_done_logs_its_held_out_loss_once() -> None:
     def start(state: Any) -> tuple[Loop, Heard]:
-        loop, heard = make(LossMonitor(every=5), 50, before={"restores": Restores(state)}, steps=10)
-        loop.run()
-        return loop, heard
+        return trained(LossMonitor(every=5), 50, before={"restores": Restores(state)}, steps=10)
 
     loop, heard = start(None)
     assert [step for step, values in heard.values.items() if "val/loss" in values] == [5, 10]
@@ -458,31 +416,25 @@ def test_a_run_that_was_done_logs_its_held_out_loss_once() -> None:
 
 def test_the_number_of_bins_may_change_on_resume() -> None:
     first = Restores(at=7)
-    make(LossMonitor(), before={"restores": first}, steps=7)[0].run()
-    loop, heard = make(LossMonitor(bins=20), before={"restores": Restores(first.state)}, steps=20)
-    loop.run()
+    trained(LossMonitor(), before={"restores": first}, steps=7)
+    _, heard = trained(LossMonitor(bins=20), before={"restores": Restores(first.state)}, steps=20)
     assert any(name.startswith("loss/snr-15:") for name in heard.values[20])
 
 
-RANK = """
-from test_loss import LossMonitor, Still, make
-loop, heard = make(LossMonitor(every=10), 50, before={"still": Still()}, steps=10)
-loop.run()
-values = {name: value for name, value in heard.values.get(10, {}).items() if "snr" in name or "val" in name}
-result = (values, sum(len(output.per_sample) for output in heard.outputs))
-"""
+def measured_still() -> tuple[dict[str, float], int]:
+    """Return the values that a run without an update logs, and the number of samples that it saw."""
+    _, heard = trained(LossMonitor(every=10), 50, before={"still": Still()}, steps=10)
+    values = {name: value for name, value in heard.values.get(10, {}).items() if "snr" in name or "val" in name}
+    return values, sum(len(output.per_sample) for output in heard.outputs if output.per_sample is not None)
 
 
 @pytest.mark.slow
 def test_ranks_sum_their_samples(tmp_path: Path) -> None:
-    given = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-    (values, own), (others, its) = two_ranks(given + RANK, tmp_path)
+    code = "from tests.plugins.test_loss import measured_still\nresult = measured_still()"
+    (values, own), (others, its) = two_ranks(code, tmp_path)
     assert others == {}  # the first rank has the log
     assert own == its == 160  # each saw its own share
-    loop, heard = make(LossMonitor(every=10), 50, before={"still": Still()}, steps=10)
-    loop.run()
-    alone = {name: value for name, value in heard.values[10].items() if "snr" in name or "val" in name}
-    assert values == pytest.approx(alone, rel=1e-4)
+    assert values == pytest.approx(measured_still()[0], rel=1e-4)
 
 
 def test_a_plateau_needs_ten_windows() -> None:
@@ -494,7 +446,6 @@ def test_the_variance_is_that_of_standardised_data() -> None:
     # The variance is that of the data as the process has it, also where the config standardises.
     images = torch.rand(400, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
     plugin = LossMonitor()
-    loop, _ = make(plugin, data=InMemory(images), objective=Diffusion(data_std=0.25, data_mean=0.1), steps=12)
-    loop.run()
+    trained(plugin, data=InMemory(images), objective=Diffusion(data_std=0.25, data_mean=0.1), steps=12)
     expected = float(images.var(correction=0)) / 0.25**2
     assert float(plugin._levels.variance) == pytest.approx(expected, rel=0.02)

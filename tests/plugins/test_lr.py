@@ -24,7 +24,7 @@ from hookdiff_lr import (
     StepLR,
 )
 from hookdiff_lr.chart import ticks
-from tests.conftest import refused
+from tests.conftest import Logged, check_facts, records, refused
 
 TOTAL = 1000
 ratios = st.floats(0, 1)
@@ -164,31 +164,32 @@ def test_restarts_come_back(warmup, period, min_ratio, cycle):
 
 @given(plugin=plugins(), batch_size=st.sampled_from([4, 8, 40]), micro_batch=st.sampled_from([None, 3]))
 def test_the_batch_size_does_not_change_the_schedule(plugin, batch_size, micro_batch):
-    look, curve = Look(), plugin.curve(TOTAL)
+    curve = plugin.curve(TOTAL)
     plugin.total = TOTAL if plugin.schedule.needs_end else None
-    toy_loop({"lr": plugin, "look": look}, batch_size=batch_size, micro_batch=micro_batch, steps=5).run()
-    assert look.rates == [[0.01 * curve.factor(step)] for step in range(5)]
+    seen = rates(plugin, batch_size=batch_size, micro_batch=micro_batch, steps=5)
+    assert seen == [[0.01 * curve.factor(step)] for step in range(5)]
 
 
 class Look:
     def __init__(self):
         self.rates = []
-        self.logged = {}
 
     @hookimpl
     def after_optimizer_step(self, loop):
         self.rates.append([group["lr"] for optimizer in loop.optimizers for group in optimizer.param_groups])
 
-    @hookimpl
-    def on_log(self, step, values):
-        self.logged.setdefault(step, {}).update(values)
+
+def rates(plugin, others=None, **options):
+    """The rates of all groups at each step of a run."""
+    look = Look()
+    toy_loop({"lr": plugin, "look": look, **(others or {})}, **options).run()
+    return look.rates
 
 
 @pytest.mark.parametrize("micro_batch", [None, 3])
 def test_the_rate_of_a_step_depends_on_the_step_alone(micro_batch):
-    look = Look()
-    toy_loop({"lr": LR("cosine", warmup=4), "look": look}, micro_batch=micro_batch).run()
-    assert look.rates == [[0.01 * factor] for factor in factors(CosineLR(), range(20), 20, warmup=4)]
+    expected = [[0.01 * factor] for factor in factors(CosineLR(), range(20), 20, warmup=4)]
+    assert rates(LR("cosine", warmup=4), micro_batch=micro_batch) == expected
 
 
 def two_groups(model):
@@ -197,9 +198,7 @@ def two_groups(model):
 
 
 def test_every_group_keeps_its_own_rate():
-    look = Look()
-    toy_loop({"lr": LR("linear", warmup=0), "look": look}, optimizers=two_groups, steps=4).run()
-    assert look.rates[2] == [pytest.approx(0.25), pytest.approx(0.05)]
+    assert rates(LR("linear", warmup=0), optimizers=two_groups, steps=4)[2] == pytest.approx([0.25, 0.05])
 
 
 def test_each_distinct_rate_is_logged_once():
@@ -208,22 +207,16 @@ def test_each_distinct_rate_is_logged_once():
         named = [{"params": rest[:1], "lr": 0.1, "name": "small"}, {"params": rest[1:], "lr": 0.1, "name": "same"}]
         return [torch.optim.SGD([first], lr=0.5), torch.optim.SGD(named)]
 
-    look = Look()
-    toy_loop({"lr": LR("linear", warmup=0), "look": look}, optimizers=optimizers, steps=5).run()
-    rates = {name: value for name, value in look.logged[5].items() if name.startswith("lr")}
-    assert rates == {"lr": pytest.approx(0.1), "lr/small": pytest.approx(0.02)}
+    toy_loop({"lr": LR("linear", warmup=0), "logged": (logged := Logged())}, optimizers=optimizers, steps=5).run()
+    found = {name: value for name, value in dict(logged.calls)[5].items() if name.startswith("lr")}
+    assert found == pytest.approx({"lr": 0.1, "lr/small": 0.02})
 
 
 def test_a_rate_in_a_tensor_is_changed_in_place():
     rate = torch.tensor(0.01)
-    look = Look()
-    loop = toy_loop(
-        {"lr": LR("linear", warmup=0), "look": look}, optimizers=lambda m: torch.optim.SGD(m.parameters(), lr=rate)
-    )
-    loop.run()
-    (group,) = loop.optimizers[0].param_groups
-    assert group["lr"] is look.rates[0][0]
-    assert float(group["lr"]) == pytest.approx(0.01 / 20)
+    seen = rates(LR("linear", warmup=0), optimizers=lambda m: torch.optim.SGD(m.parameters(), lr=rate))
+    assert seen[-1][0] is seen[0][0]
+    assert float(seen[-1][0]) == pytest.approx(0.01 / 20)
 
 
 def test_a_skipped_step_does_not_advance_the_schedule():
@@ -232,23 +225,12 @@ def test_a_skipped_step_does_not_advance_the_schedule():
         def optimizer_step(self, loop):
             return False if loop.progress.position in (3, 4) else PASS
 
-    plain, held = Look(), Look()
-    toy_loop({"lr": LR(), "look": plain}).run()
-    toy_loop({"lr": LR(), "look": held, "hold": Hold()}).run()
-    assert plain.rates == held.rates
+    assert rates(LR()) == rates(LR(), {"hold": Hold()})
 
 
-def test_epochs_are_counted_in_steps():
-    look = Look()
-    toy_loop({"lr": LR("linear", warmup=0), "look": look}, epochs=2).run()
-    assert look.rates[-1] == [pytest.approx(0.001)]
-
-
-@pytest.mark.parametrize(("steps", "last"), [(100, 0.001), (4, 0.0025)])
-def test_of_steps_and_epochs_the_first_to_end_counts(steps, last):
-    look = Look()
-    toy_loop({"lr": LR("linear", warmup=0), "look": look}, epochs=2, steps=steps).run()
-    assert look.rates[-1] == [pytest.approx(last)]
+@pytest.mark.parametrize(("steps", "last"), [({}, 0.001), ({"steps": 100}, 0.001), ({"steps": 4}, 0.0025)])
+def test_epochs_are_counted_in_steps_and_of_both_the_first_to_end_counts(steps, last):
+    assert rates(LR("linear", warmup=0), epochs=2, **steps)[-1] == [pytest.approx(last)]
 
 
 class Mine(LRSchedule):
@@ -259,16 +241,13 @@ class Mine(LRSchedule):
 
 
 def test_a_schedule_may_be_user_defined():
-    look = Look()
-    toy_loop({"lr": LR(Mine(), warmup=2), "look": look}, steps=6).run()
-    assert [rate for (rate,) in look.rates] == pytest.approx([0, 0.005, 0, 0.01, 0, 0.01])
+    seen = rates(LR(Mine(), warmup=2), steps=6)
+    assert [rate for (rate,) in seen] == pytest.approx([0, 0.005, 0, 0.01, 0, 0.01])
 
 
 def test_a_plugin_can_run_again_for_longer():
-    looks, plugin = (Look(), Look()), LR("linear", warmup=0)
-    for look, steps in zip(looks, (4, 8), strict=True):
-        toy_loop({"lr": plugin, "look": look}, steps=steps).run()
-    assert looks[0].rates == looks[1].rates[::2]
+    plugin = LR("linear", warmup=0)
+    assert rates(plugin, steps=4) == rates(plugin, steps=8)[::2]
 
 
 @pytest.mark.parametrize(
@@ -284,14 +263,9 @@ def test_a_plugin_can_run_again_for_longer():
     ],
 )
 def test_a_warm_up_is_cut_where_the_rate_falls(plugin, cut, caplog):
-    look = Look()
-    toy_loop({"lr": plugin, "look": look}).run()
-    start = plugin.start_factor if cut else 0
-    expected = LR(plugin.schedule, cut, start).curve(20)
-    assert look.rates == [[0.01 * expected.factor(step)] for step in range(20)]
-    message = caplog.messages[-1]
-    assert f"{plugin.warmup} steps" in message
-    assert f"cut to {cut}" in message
+    expected = LR(plugin.schedule, cut, plugin.start_factor if cut else 0).curve(20)
+    assert rates(plugin) == [[0.01 * expected.factor(step)] for step in range(20)]
+    check_facts(caplog.messages[-1], f"{plugin.warmup} steps", f"cut to {cut}")
 
 
 @pytest.mark.parametrize(
@@ -303,9 +277,8 @@ def test_a_warm_up_that_fits_is_not_mentioned(plugin, caplog):
 
 
 def test_a_cooldown_that_is_longer_than_the_run_is_cut_to_it(caplog):
-    look = Look()
-    toy_loop({"lr": LR(CooldownLR(90, "linear"), warmup=0), "look": look}).run()
-    assert [rate for (rate,) in look.rates] == pytest.approx([0.01 * (1 - step / 20) for step in range(20)])
+    seen = rates(LR(CooldownLR(90, "linear"), warmup=0))
+    assert [rate for (rate,) in seen] == pytest.approx([0.01 * (1 - step / 20) for step in range(20)])
     (message,) = caplog.messages
     assert "'cooldown' is longer than 20 steps" in message
 
@@ -446,15 +419,12 @@ def test_the_command_reports_what_does_not_fit(command):
     assert "1000 steps is cut to 399" in out
 
 
-def test_a_warm_up_that_is_longer_than_the_run_is_only_a_warning(hookdiff, tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "short.toml").write_text(
-        tomli_w.dumps({**CONFIG, "plugins": {"lr": {"schedule": "cosine", "warmup": 100}}})
-    )
-    code, _, err = hookdiff("run", "short.toml", "--set", "run.steps=3", "--set", "run.log_every=1")
+def test_a_warm_up_that_is_longer_than_the_run_is_only_a_warning(command, tmp_path, caplog):
+    lr = {"schedule": "cosine", "warmup": 100}
+    code, _, err = command("run", "mine.toml", plugins={"lr": lr}, run={**CONFIG["run"], "steps": 3, "log_every": 1})
     assert code == 0, err
     assert "100 steps is cut to 2" in caplog.text
-    lines = [json.loads(line) for line in (tmp_path / "runs" / "short" / "metrics.jsonl").read_text().splitlines()]
+    lines = records(tmp_path / "runs" / "mine")
     assert [line["lr"] for line in lines if "lr" in line] == pytest.approx([0, 0.25, 0.5])
 
 

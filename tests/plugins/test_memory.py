@@ -14,15 +14,17 @@ from hookdiff.authors.testing.transfers import CountTransfers
 from hookdiff.machine.fitting import free_memory, memory_in_use
 from hookdiff_memory import Memory
 from hookdiff_memory.plugin import MIB
+from tests.conftest import Logged
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-class Seen:
+class Seen(Logged):
     """Keeps what is logged, and holds 64 MiB more from `step` on."""
 
-    def __init__(self, step=None):
-        self.step, self.values, self.held = step, {}, []
+    def __init__(self, step):
+        super().__init__()
+        self.step, self.held = step, []
 
     @hookimpl(tryfirst=True)
     def after_optimizer_step(self, loop):
@@ -31,10 +33,6 @@ class Seen:
             self.held.append(mmap.mmap(-1, 64 * MIB))
             for place in range(0, 64 * MIB, mmap.PAGESIZE):
                 self.held[-1][place] = 1
-
-    @hookimpl
-    def on_log(self, step, values):
-        self.values.setdefault(step, {}).update(values)
 
 
 def resident():
@@ -46,13 +44,12 @@ def resident():
 def test_it_logs_what_the_process_takes_in_mib():
     sink = Seen(step=7)
     toy_loop({"memory": Memory(), "sink": sink}).run()
-    assert list(sink.values) == [5, 10, 15, 20]
-    before, after = (sink.values[step]["memory/allocated"] for step in (5, 10))
-    assert after - before == pytest.approx(64, abs=2)
-    assert sink.values[20]["memory/allocated"] == pytest.approx(resident(), rel=0.05)
-    peaks = [values["memory/peak"] for values in sink.values.values()]
+    allocated, peaks = sink.of("memory/allocated"), list(sink.of("memory/peak").values())
+    assert list(allocated) == [5, 10, 15, 20]
+    assert allocated[10] - allocated[5] == pytest.approx(64, abs=2)
+    assert allocated[20] == pytest.approx(resident(), rel=0.05)
     assert peaks == sorted(peaks)
-    assert peaks[-1] >= after
+    assert peaks[-1] >= allocated[10]
 
 
 def test_nobody_waits_for_the_device():
@@ -69,13 +66,12 @@ def test_nobody_waits_for_the_device():
 
 
 def test_short_memory_is_reported_once(caplog):
-    sink = Seen()
-    toy_loop({"memory": Memory(warn_above=1e-6), "sink": sink}).run()
+    toy_loop({"memory": Memory(warn_above=1e-6), "logged": (logged := Logged())}).run()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     what, why, remedy = record.getMessage().splitlines()
     assert what.startswith("step 5: ")
-    assert f" {sink.values[5]['memory/peak']:.0f} of " in what
+    assert f" {logged.of('memory/peak')[5]:.0f} of " in what
     assert "cpu" in why
     assert "run.micro_batch" in remedy
 

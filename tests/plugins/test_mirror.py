@@ -1,5 +1,5 @@
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.conftest import Restores, check_facts, warnings
 from tests.plugins import test_aim, test_tensorboard, test_wandb
 
 no_account = test_wandb.no_account
+Command = Callable[..., tuple[int, str, str]]
 RECORDER = """
 import json
 from attrs import define, field
@@ -58,27 +59,31 @@ class Extras:
             loop.log.distributions({"weights": torch.tensor([0.0, 0.0, 0.5, 1.0])})
 
 
-def make_loop(
-    run_dir: Path,
-    steps: int = 4,
-    plugins: Mapping[str, object] | None = None,
-    tables: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Loop:
+def make_loop(run_dir: Path, steps: int = 4, plugins: Any = None, tables: Any = None, resume: bool = False) -> Loop:
     hparams = {"run": {"steps": steps}, **(tables or {})}
     everything = {**builtin_plugins(signals=False), "extras": Extras(), **(plugins or {})}
-    return toy_loop(everything, run_dir=run_dir, steps=steps, log_every=1, hparams=hparams, **options)
+    return toy_loop(everything, run_dir=run_dir, steps=steps, log_every=1, hparams=hparams, resume=resume)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run() -> Path:
     """A run directory, in the working directory."""
-    monkeypatch.chdir(tmp_path)
     make_loop(Path("runs/x")).run()
     return Path("runs/x")
 
 
-def test_golden_message_for_tensorboard(run: Path, hookdiff: Callable[..., tuple[int, str, str]]) -> None:
+@pytest.fixture
+def recorder(install: Callable[..., None]) -> None:
+    """Install the sink of another package."""
+    install("hookdiff-recorder", {"recorder": "recorder:Recorder"}, recorder=RECORDER)
+
+
+def test_golden_message_for_tensorboard(run: Path, hookdiff: Command) -> None:
     place = run.resolve() / "tensorboard"
     for _ in range(2):  # the second one replaces the first
         assert hookdiff("mirror", run, "--to", "tensorboard") == (
@@ -95,7 +100,7 @@ def test_golden_message_for_tensorboard(run: Path, hookdiff: Callable[..., tuple
     assert list(test_tensorboard.texts(found, "events/stop")) == [4]
 
 
-def test_wandb_gets_a_new_run(run: Path, hookdiff: Callable[..., tuple[int, str, str]]) -> None:
+def test_wandb_gets_a_new_run(run: Path, hookdiff: Command) -> None:
     for _ in range(2):
         code, out, _ = hookdiff("mirror", run, "--to", "wandb", "--set", "project=tests", "--set", "timeout=300")
         assert code == 0
@@ -109,7 +114,7 @@ def test_wandb_gets_a_new_run(run: Path, hookdiff: Callable[..., tuple[int, str,
 
 
 @test_aim.needs_aim
-def test_the_aim_run_is_replaced(run: Path, hookdiff: Callable[..., tuple[int, str, str]]) -> None:
+def test_the_aim_run_is_replaced(run: Path, hookdiff: Command) -> None:
     make_loop(Path("runs/other")).run()
     for name in (run, run, "runs/other"):
         code, out, _ = hookdiff("mirror", name, "--to", "aim", "--set", "experiment=rebuilt")
@@ -132,10 +137,8 @@ def calls(path: Path) -> list[list[Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_sink_of_another_package_gets_all_in_order(
-    run: Path, hookdiff: Callable[..., tuple[int, str, str]], install: Callable[..., None]
-) -> None:
-    install("hookdiff-recorder", {"recorder": "recorder:Recorder"}, recorder=RECORDER)
+@pytest.mark.usefixtures("recorder")
+def test_the_sink_of_another_package_gets_all_in_order(run: Path, hookdiff: Command) -> None:
     code, out, _ = hookdiff("mirror", run, "--to", "recorder", "--set", "path=mine.txt")
     assert (code, out) == (0, "runs/x: 5 steps up to 4, 4 pictures -> the file mine.txt\n")
     made = calls(Path("mine.txt"))
@@ -149,14 +152,8 @@ def test_the_sink_of_another_package_gets_all_in_order(
     assert [call[2] for call in made if call[0] == "event"] == ["start", "stop"]
 
 
-def test_options_come_from_the_config_of_the_run(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    hookdiff: Callable[..., tuple[int, str, str]],
-    install: Callable[..., None],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    install("hookdiff-recorder", {"recorder": "recorder:Recorder"}, recorder=RECORDER)
+@pytest.mark.usefixtures("recorder")
+def test_options_come_from_the_config_of_the_run(hookdiff: Command) -> None:
     make_loop(Path("run"), tables={"plugins": {"recorder": {"path": "configured.txt"}}}).run()
     assert hookdiff("mirror", "run", "--to", "recorder")[0] == 0
     assert calls(Path("configured.txt"))
@@ -164,13 +161,8 @@ def test_options_come_from_the_config_of_the_run(
     assert calls(Path("other.txt")) == calls(Path("configured.txt"))
 
 
-def test_a_run_under_way_and_a_damaged_line(
-    run: Path,
-    hookdiff: Callable[..., tuple[int, str, str]],
-    install: Callable[..., None],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    install("hookdiff-recorder", {"recorder": "recorder:Recorder"}, recorder=RECORDER)
+@pytest.mark.usefixtures("recorder")
+def test_a_run_under_way_and_a_damaged_line(run: Path, hookdiff: Command, caplog: pytest.LogCaptureFixture) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "ti\n')
     (run / "samples" / "step-00000004.png").write_bytes(b"\x89PNG broken")
@@ -184,15 +176,11 @@ def test_a_run_under_way_and_a_damaged_line(
         for step in loop.steps():
             if step.step == 2:
                 assert hookdiff("mirror", "runs/live", "--to", "recorder")[0] == 0
-    assert [call[1] for call in calls(Path("calls.txt")) if call[0] == "scalars"] == [
-        1
-    ]  # the log of step 2 is not over
+    # The log of step 2 is not over.
+    assert [call[1] for call in calls(Path("calls.txt")) if call[0] == "scalars"] == [1]
 
 
-def test_a_run_that_writes_to_the_tracker_itself_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Callable[..., tuple[int, str, str]]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_that_writes_to_the_tracker_itself_is_left_alone(hookdiff: Command) -> None:
     loop = make_loop(Path("live"), steps=3)
     loop.hparams["run"]["plugins"] = ["tensorboard"]
     with loop:
@@ -215,16 +203,13 @@ def test_the_places_of_the_sinks(tmp_path: Path) -> None:
     assert Sink().place(run) == Sink(timeout=300).place(run)
 
 
-def test_the_outcome_of_a_run_is_its_last_end_though_an_earlier_one_had_more_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_the_outcome_of_a_run_is_its_last_end_though_an_earlier_one_had_more_steps(hookdiff: Command) -> None:
     class Fails:
         @hookimpl
         def before_step(self, loop: Loop) -> None:
             if loop.progress.step == 5:
                 raise ZeroDivisionError
 
-    monkeypatch.chdir(tmp_path)
     state = Restores(at=2)
     with pytest.raises(ZeroDivisionError):
         make_loop(Path("run"), steps=6, plugins={"fails": Fails(), "state": state}).run()
@@ -236,11 +221,9 @@ def test_the_outcome_of_a_run_is_its_last_end_though_an_earlier_one_had_more_ste
     assert found["exit"] == 0
 
 
+@pytest.mark.usefixtures("recorder")
 @pytest.mark.parametrize("failing", ["open", "event", "close"])
-def test_a_tracker_that_fails_gives_one_message(
-    failing: str, run: Path, hookdiff: Callable[..., tuple[int, str, str]], install: Callable[..., None]
-) -> None:
-    install("hookdiff-recorder", {"recorder": "recorder:Recorder"}, recorder=RECORDER)
+def test_a_tracker_that_fails_gives_one_message(failing: str, run: Path, hookdiff: Command) -> None:
     code, out, err = hookdiff("mirror", run, "--to", "recorder", "--set", f"failing={failing}")
     assert (code, out) == (2, "")
     check_facts(err, "recorder", "ConnectionError", "the tracker is gone")
@@ -259,9 +242,7 @@ def test_a_tracker_that_fails_gives_one_message(
         (("runs/x", "--to", "tensorboard", "--set", "dir=file/inner"), ("tensorboard", "NotADirectoryError")),
     ],
 )
-def test_wrong_input(
-    words: tuple[str, ...], facts: tuple[str, ...], run: Path, hookdiff: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_wrong_input(words: tuple[str, ...], facts: tuple[str, ...], run: Path, hookdiff: Command) -> None:
     Path("file").write_text("")
     code, out, err = hookdiff("mirror", *words)
     assert (code, out) == (2, "")

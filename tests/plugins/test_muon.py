@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hookdiff.models.footprint import optimizer_bytes
 from hookdiff_muon import Muon
 from hookdiff_muon.orthogonal import orthogonalized
+from tests.conftest import refused
 
 SHAPES = [(8, 8), (16, 64), (64, 16), (4, 256), (8, 4, 3, 3), (6, 3, 5), (1, 9), (5, 1)]
 
@@ -140,31 +141,30 @@ def reduced() -> Iterator[None]:
 @pytest.mark.usefixtures("reduced")
 def test_where_products_of_float32_are_reduced_the_iteration_is_in_bf16() -> None:
     """So it is on a GPU."""
-    weights = [weight_of((8, 4, 3, 3)), weight_of((36, 8))]
-    gradients = [drawn(8, 4, 3, 3, seed=1), drawn(36, 8, seed=2)]
-    expected = [plainly(*pair, lr=0.1) for pair in zip(weights, ([one] for one in gradients), strict=True)]
+    assert {one.dtype for one in orthogonalized([drawn(36, 8, seed=2)], 5)} == {torch.bfloat16}
+    check_up_to_bf16("cpu", (8, 4, 3, 3), (36, 8))
+
+
+@pytest.mark.cuda
+def test_a_gpu_makes_the_steps_of_the_formula_up_to_bf16() -> None:
+    check_up_to_bf16("cuda", (8, 4, 3, 3), (8, 4, 3, 3))
+
+
+def check_up_to_bf16(device: str, *shapes: tuple[int, ...]) -> None:
+    """Assert that a step on weights of these shapes is that of the formula, up to the rounding of bf16."""
+    weights = [nn.Parameter(weight_of(shape).detach().to(device)) for shape in shapes]
+    gradients = [drawn(*shape, seed=seed).to(device) for seed, shape in enumerate(shapes, 1)]
     before = [weight.detach().double() for weight in weights]
-    assert {one.dtype for one in orthogonalized([gradients[1]], 5)} == {torch.bfloat16}
+    expected = [plainly(weight, [gradient], lr=0.1) for weight, gradient in zip(weights, gradients, strict=True)]
     stepped(Muon(weights, lr=0.1), weights, gradients)
     for weight, old, new in zip(weights, before, expected, strict=True):
         assert (weight.detach() - new).norm() < 0.03 * (new - old).norm()
 
 
-@pytest.mark.cuda
-def test_a_gpu_makes_the_steps_of_the_formula_up_to_bf16() -> None:
-    weights, gradients = [weight_of((8, 4, 3, 3)), weight_of((8, 4, 3, 3))], [drawn(8, 4, 3, 3, seed=s) for s in (1, 2)]
-    expected = [plainly(*pair, lr=0.1) for pair in zip(weights, ([one] for one in gradients), strict=True)]
-    moved = [nn.Parameter(weight.detach().cuda()) for weight in weights]
-    stepped(Muon(moved, lr=0.1), moved, [gradient.cuda() for gradient in gradients])
-    for weight, old, new in zip(moved, weights, expected, strict=True):
-        assert (weight.detach().cpu() - new).norm() < 0.03 * (new - old.detach()).norm()
-
-
 def test_a_gradient_of_zeros_moves_nothing() -> None:
     weights = [weight_of((4, 6))]
-    before = weights[0].detach().clone()
     stepped(Muon(weights, weight_decay=0.0), weights, [torch.zeros(4, 6)])
-    assert torch.equal(weights[0].detach(), before)
+    assert torch.equal(weights[0], weight_of((4, 6)))
 
 
 def test_memory_format_changes_no_step() -> None:
@@ -202,10 +202,9 @@ def test_its_state_is_one_number_for_each_weight() -> None:
 
 def test_a_weight_without_a_gradient_stays() -> None:
     weights = [weight_of((3, 4)), weight_of((3, 4))]
-    before = weights[1].detach().clone()
     weights[0].grad = drawn(3, 4)
     Muon(weights).step()
-    assert torch.equal(weights[1].detach(), before)
+    assert torch.equal(weights[1], weight_of((3, 4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -232,11 +231,10 @@ def test_other_precisions(dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_a_value_out_of_range_is_refused(options: Any, words: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match=words[0]) as caught:
+    with refused(ValueError, *words):
         Muon([weight_of((2, 2))], **options)
-    assert all(word in str(caught.value) for word in words)
 
 
 def test_a_vector_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(3,\)"):
+    with refused(ValueError, "(3,)"):
         Muon([weight_of((2, 2)), weight_of((3,))])
