@@ -280,14 +280,10 @@ class LogsNorm:
 
 
 def test_norms_that_are_logged_later_are_those_of_their_step(device, recorder):
-    logged = []
-    for extra in ({"cuda_graphs": graphs()}, {}):
-        with toy(device, plugins(logs=LogsNorm(), sink=(sink := Logged()), **extra), log_every=10) as loop:
-            for _ in loop.steps():
-                pass
-        logged.append(sink.of("first"))
+    loops = both(device, given={"logs": LogsNorm, "sink": Logged}, log_every=10)
+    replayed, usual = (loop.plugins["sink"].of("first") for loop in loops)
     assert recorder.num_replays[0] > 0
-    assert logged[0] == pytest.approx(logged[1], rel=1e-4)
+    assert replayed == pytest.approx(usual, rel=1e-4)
 
 
 class Reader:
@@ -358,22 +354,13 @@ def test_what_the_device_cannot_hold_back_is_left_to_the_host(device, recorder, 
 
 
 def test_plugins_that_measure_some_steps_have_the_host_in_these(device, recorder):
-    def given(**extra):
-        return plugins(gradients=plugin_class("gradients")(window=20), debug=plugin_class("debug")(), **extra)
-
-    replayed, usual = toy(device, given(cuda_graphs=graphs())), toy(device, given())
-    logged = []
-    for loop in (replayed, usual):
-        with loop:
-            found = []
-            loop.log._call = lambda hook, found=found, **what: found.append((what["step"], what.get("values")))
-            list(loop.steps())
-        logged.append({step: values for step, values in found if values})
+    given = {"gradients": partial(plugin_class("gradients"), window=20), "debug": plugin_class("debug"), "sink": Logged}
+    loops = both(device, given=given)
     assert 0 < recorder.num_replays[1] <= recorder.num_replays[0] < STEPS - WARMUP
-    assert_close(replayed, usual)
-    assert logged[0].keys() == logged[1].keys()
-    for step, values in logged[1].items():
-        assert logged[0][step] == pytest.approx(values, rel=1e-3, abs=1e-6), step
+    assert_close(*loops)
+    for (step, mine), (other, theirs) in zip(*(loop.plugins["sink"].calls for loop in loops), strict=True):
+        assert step == other
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-6), step
 
 
 def test_passes_on_trial_update_nothing(device, recorder):
