@@ -357,10 +357,8 @@ def test_a_repository_that_cannot_be_made_costs_only_the_sink(tmp_path: Path, ca
 
 
 def test_settings() -> None:
-    names = [field.name for field in attrs.fields(Aim) if field.init]
-    assert sorted(names) == [
-        *("capture_terminal_logs", "experiment", "name", "repo", "system_tracking_interval", "timeout")
-    ]
+    names = {field.name for field in attrs.fields(Aim) if field.init}
+    assert names == {"capture_terminal_logs", "experiment", "name", "repo", "system_tracking_interval", "timeout"}
     problems = Problems()
     assert arguments(Aim, {"repo": "here", "timeout": 5}, "plugins.aim", problems) == {"repo": "here", "timeout": 5.0}
     assert not problems.found
