@@ -21,6 +21,7 @@ from hookdiff_checkpoint.saving import Part
 from hookdiff_checkpoint.writer import Staging
 from hookdiff_ema import EMA
 from tests.conftest import Clock, check_facts, contents, refused, warnings
+from tests.plugins.test_checkpoint_announced import Bad
 
 
 def folders(run):
@@ -353,61 +354,41 @@ def test_a_run_may_branch_off_one_checkpoint(whole_run, tmp_path):
     assert folders(tmp_path / "branch") == names(6, 8, 10, 12)
 
 
-class SlowDisk:
-    """Makes each sync slow."""
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Make each sync slow."""
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.05), sync(descriptor))[1])
 
-    def __init__(self, monkeypatch):
-        sync = os.fsync
-        monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.05), sync(descriptor))[1])
+
+class Look:
+    """Notes the step and position before each step, and the name of each checkpoint that is announced."""
+
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def before_step(self, loop):
+        self.seen.append((loop.progress.step, loop.progress.position))
+
+    @hookimpl
+    def on_checkpoint(self, path):
+        self.seen.append(path.name)
 
 
-def test_a_rollback_waits_for_the_current_save(tmp_path, monkeypatch):
-    SlowDisk(monkeypatch)
-    where = []
-
-    class Bad:
-        @hookimpl(wrapper=True)
-        def compute_loss(self, loop):
-            output = yield
-            if loop.progress.position == 4:
-                output.loss.data.fill_(math.nan)
-            return output
-
-        @hookimpl
-        def on_nan(self):
-            return "rollback"
-
-        @hookimpl
-        def on_checkpoint(self, path):
-            where.append(path.name)
-
-        @hookimpl
-        def before_step(self, loop):
-            where.append((loop.progress.step, loop.progress.position))
-
-    loop = plain(tmp_path, 6, extra={"bad": Bad()}, every=4)
+@pytest.mark.usefixtures("slow_disk")
+def test_a_rollback_waits_for_the_current_save(tmp_path):
+    loop = plain(tmp_path, 6, extra={"bad": Bad(4, "rollback"), "look": (look := Look())}, every=4)
     # The save of step 4 begins just before the batch that is bad.
-    assert where[4:8] == [(4, 4), names(4)[0], (4, 5), (5, 6)]
+    assert look.seen[4:8] == [(4, 4), names(4)[0], (4, 5), (5, 6)]
     assert loop.progress.position == 7
     assert folders(tmp_path) == names(4, 6)
 
 
-def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
-    SlowDisk(monkeypatch)
-    events = []
-
-    class Look:
-        @hookimpl
-        def before_step(self, loop):
-            events.append(loop.progress.step)
-
-        @hookimpl
-        def on_checkpoint(self, path):
-            events.append(path.name)
-
-    plain(tmp_path, 3, extra={"look": Look()}, every=1)
+def test_training_goes_on_while_a_save_is_written(tmp_path, slow_disk, monkeypatch):
+    plain(tmp_path, 3, extra={"look": (look := Look())}, every=1)
     # The save of each step is over only when the next one is due, and the snapshot was not touched meanwhile.
-    assert events == [0, 1, names(1)[0], 2, names(2)[0], names(3)[0]]
+    assert look.seen == [(0, 0), (1, 1), names(1)[0], (2, 2), names(2)[0], names(3)[0]]
     monkeypatch.undo()
     for step in range(1, 4):
         alone = plain(tmp_path / f"to-{step}", step, every=0)
