@@ -4,8 +4,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -21,6 +19,7 @@ from hookdiff_checkpoint.saving import Part
 from hookdiff_checkpoint.writer import Staging
 from hookdiff_ema import EMA
 from tests.conftest import Clock, check_facts, contents, refused, warnings
+from tests.forked import python
 from tests.plugins.test_checkpoint_announced import Bad
 
 
@@ -273,20 +272,18 @@ def test_a_process_may_be_killed_at_any_rename(whole_run, tmp_path):
     deaths, newest = 0, 0
     while deaths < 20:
         moment += 1
-        done = subprocess.run(
-            [sys.executable, "-c", SLOW_SAVES, str(run), str(moment * 7 % 37 + 1)], check=False, capture_output=True
-        )
+        code, _, err = python(SLOW_SAVES, run, moment * 7 % 37 + 1)
         found, problems = find_checkpoints(run)
         assert not problems
         steps = [read_checkpoint(one.path)["progress"]["step"] for one in found]
         assert max(steps, default=0) >= newest  # nothing is ever lost
         newest = max(steps, default=0)
-        if done.returncode == 0:
+        if code == 0:
             assert_same(load_file(found[0].path / "model.safetensors"), whole_run)
             shutil.rmtree(run / "checkpoints")
             newest = 0
         else:
-            assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+            assert code == -signal.SIGKILL, err
             deaths += 1
 
 
