@@ -201,6 +201,11 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key != "time"} for line in lines]
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Return the bytes of all files below `folder`, but for the lock of a run."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
 def write_small(path: Path, **tables: Any) -> Path:
     """Write a config that trains a small net, and return its path.
 

@@ -149,14 +149,11 @@ def make_history(folder: Path) -> None:
     distribution = {"low": 0.0, "high": 1.0, "counts": [3, 4], "nonfinite": 0}
     lines = [{"step": step, "time": 2.0, "distributions": {"w": distribution}} for step in range(4)]
     (folder / "run" / "distributions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    panel = {"title": "", "left": 0, "top": 0, "width": 4, "height": 4, "right": 4, "down": 4, "columns": 2, "num": 4}
     for step in (1, 2):
-        panels = [
-            {"title": "", "left": 0, "top": 0, "width": 4, "height": 4, "right": 4, "down": 4, "columns": 2, "num": 4}
-        ]
-        info = {"name": "grid", "step": step, "panels": panels}
-        Picture(numpy.arange(64, dtype=numpy.uint8).reshape(8, 8), info).save(
-            folder / "run" / "grid" / f"step-0000000{step}.png"
-        )
+        info = {"name": "grid", "step": step, "panels": [panel]}
+        made = Picture(numpy.arange(64, dtype=numpy.uint8).reshape(8, 8), info)
+        made.save(folder / "run" / "grid" / f"step-0000000{step}.png")
 
 
 def bytes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
@@ -291,8 +288,8 @@ RUN = [
 
 # Data
 
-KINDS = {"jpg": "JPEG", "webp": "WEBP", "bmp": "BMP", "tif": "TIFF", "gif": "GIF", "tiff": "TIFF", "jpeg": "MPO"}
-KINDS = {"png": "PNG", **KINDS}
+KINDS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP", "bmp": "BMP", "tif": "TIFF", "gif": "GIF", "tiff": "TIFF"}
+KINDS["jpeg"] = "MPO"
 MODES = {"PNG": ["RGB", "L", "P", "RGBA", "I;16"], "TIFF": ["RGB", "L", "P", "F", "I", "CMYK"], "JPEG": ["RGB", "CMYK"]}
 RGB = numpy.random.default_rng(0).integers(0, 256, (7, 5, 6, 3), dtype=numpy.uint8)
 LABELS = numpy.arange(7)
@@ -405,10 +402,6 @@ def numpy_reads(path: Path, found: Any, name: str = "images") -> bool:
 
 def in_set(store: str, **options: Any) -> Any:
     return lambda folder: samples(Folder("set"), 8, store=store, **options)
-
-
-def without_second(path: Path, good: Any) -> Any:
-    return torch.cat([good[:1], good[2:]])
 
 
 def read_shard(folder: Path) -> Any:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 
 from tests.conftest import PATIENCE
 
+HERE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # all examples have one working directory
 CANARY, KEPT = "exploded", "kept"  # files in the working directory: a pickle has been read; the whole file
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 from torch import Tensor
 
 from hookdiff import StorageError, UserError
@@ -47,13 +47,12 @@ from tests.hostile.formats import (
     shard,
     tar,
 )
-from tests.hostile.mutations import NUMBERS, changes, in_time, logged, values
+from tests.hostile.mutations import HERE, NUMBERS, changes, in_time, logged, values
 
 pytestmark = [
     pytest.mark.skipif(os.name == "nt", reason="Windows has no such files"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning"),  # Pillow's and numpy's about damage
 ]
-HERE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from hookdiff_loss import LossMonitor
 from hookdiff_nan import NaN
 from hookdiff_nan.replay import replay, retrain
 from hookdiff_stop_early import StopEarly
-from tests.conftest import check_facts, write_small
+from tests.conftest import check_facts, contents, write_small
 from tests.hostile.mutations import CANARY, TENSORS, Bomb, forge_tensors, forge_value, scalars
 from tests.on_ranks import done
 from tests.saved_on_ranks import run, spec_of
@@ -66,10 +66,6 @@ def build(run_dir: Path, optimizer: str, steps: int, resume: bool = True, seed: 
     }
     options: dict[str, Any] = {"run_dir": run_dir, "resume": resume, "steps": steps, "micro_batch": 4, "log_every": 2}
     return toy_loop(plugins, model=toy_model(seed), optimizers=OPTIMIZERS[optimizer], **options)
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 def resume(run_dir: Path, optimizer: str) -> str | None:

@@ -11,20 +11,19 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from hookdiff import UserError
 from hookdiff_report.cli import command as report
 from hookdiff_watch.cli import command as watch
 from tests.conftest import check_facts
 from tests.hostile.formats import FORMATS, MUTATIONS, Format, make_history
-from tests.hostile.mutations import CANARY, changes, in_time, listing, logged, mutated
+from tests.hostile.mutations import CANARY, HERE, changes, in_time, listing, logged, mutated
 
 pytestmark = [
     pytest.mark.skipif(os.name == "nt", reason="Windows has no such files"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning"),  # Pillow's and numpy's about damage
 ]
-HERE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")

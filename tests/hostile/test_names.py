@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from PIL import Image
 
 from hookdiff import UserError
@@ -17,11 +17,9 @@ from hookdiff.images.folder import Folder
 from hookdiff.images.store import Store
 from hookdiff.images.transforms import Transforms
 from tests.conftest import PICTURES, check_facts, pixels, refused
-from tests.hostile.mutations import in_time, remove
+from tests.hostile.mutations import HERE, in_time, remove
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
-
-HERE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def write(folder: Path, num: int = 6) -> None:

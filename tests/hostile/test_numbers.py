@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from hookdiff import UserError, load_config
 from hookdiff.experiment.build import build_feed
 from tests.conftest import check_facts, write_small
-from tests.hostile.mutations import in_time
+from tests.hostile.mutations import HERE, in_time
 
 MOST = 2**63 - 1
 
@@ -71,7 +71,7 @@ KEYS = {
     place=st.sampled_from([(table, key) for table, keys in KEYS.items() for key in keys]),
     number=st.integers() | st.sampled_from([MOST, 2**63, 2**64, -(2**63), 10**400, -1, 0]) | st.floats(),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@HERE
 def test_any_number_is_taken_or_refused_with_its_key(load_small: Any, place: tuple[str, str], number: float) -> None:
     key = ".".join(place)
     settings = [f"{key}={number}", *(["run.steps=none"] if key == "run.epochs" else [])]

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import tomli_w
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from hookdiff import ConfigError, UserError, load_config
 from hookdiff.images.vision import vision
 from tests.conftest import SMALL, check_facts, finish, refused, write_small
+from tests.hostile.mutations import CANARY, HERE, Bomb
 
 # Whatever is called in this module, and the import of `hd_sneaky`, makes the file CANARY.
 STRANGER = """
@@ -70,23 +71,13 @@ inside = [sing]
 """
 
 
-class Thrower:
-    """An object that makes the file `path` when it is read from a pickle."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
 @pytest.fixture
 def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a path; a file there means that code of a stranger has run."""
-    path = tmp_path / "canary"
+    path = tmp_path / CANARY
     (tmp_path / "hd_stranger.py").write_text(STRANGER.format(canary=str(path)))
     (tmp_path / "hd_sneaky.py").write_text(f"open({str(path)!r}, 'w')\nclass Net: pass\n")
-    (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Thrower(path)))
+    (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Bomb()))
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
     yield path
@@ -164,7 +155,7 @@ def config(place: str, target: str, arguments: Mapping[str, Any], in_table: bool
     return {**tables, path[0]: value}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@HERE
 @given(
     place=st.sampled_from((*SECTIONS, *PARTS, "run.plugins")),
     target=st.sampled_from(TARGETS),

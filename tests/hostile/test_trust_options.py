@@ -23,6 +23,7 @@ from hookdiff.log.picture import Picture
 from hookdiff_huggingface import HuggingFace
 from hookdiff_shards import shards
 from tests.conftest import SMALL, check_facts, refused, write_small
+from tests.hostile.mutations import listing
 
 pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
@@ -71,12 +72,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
-def everything(folder: Path) -> dict[str, bytes | None]:
-    """Return all files and folders below `folder` with their content, but for the run's config."""
-    found = sorted(path for path in folder.rglob("*") if path.name != "config.toml")
-    return {str(path): path.read_bytes() if path.is_file() else None for path in found}
-
-
 CACHE = {"cache_storage": "own", "same_names": True}
 EVIL = "http://HOST/evil.pth"
 # Path and options of shards; each of them would write the stranger's bytes over own/evil.pth, or open what it likes.
@@ -120,12 +115,12 @@ def written(run: Path, server: str, path: Any, options: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("command", ["doctor", "resume", "data", "run", "check", "memory", "profile"])
 def test_a_run_opens_nothing_of_its_choice(run: Path, server: str, hookdiff: Callable[..., Any], command: str) -> None:
-    config, before = written(run, server, *OPENED[0]), everything(run.parent)
+    config, before = written(run, server, *OPENED[0]), listing(run.parent)
     code, out, err = hookdiff(command, run if command in ("doctor", "resume") else config)
     assert code == 2, out
     check_facts(err, config, "data.storage_options", "--trust")
     assert Counting.asked == []
-    assert everything(run.parent) == before
+    assert listing(run.parent) == before
 
 
 @pytest.mark.parametrize(("path", "options"), [*OPENED, *REMOTE])
@@ -139,13 +134,13 @@ def test_options_and_urls_need_trust(run: Path, server: str, path: Any, options:
 
 @pytest.mark.parametrize(("path", "options"), OPENED)
 def test_nobody_opens_one_url_by_another(run: Path, server: str, path: Any, options: dict[str, Any]) -> None:
-    before = everything(run.parent)
+    before = listing(run.parent)
     text = tomli_w.dumps({"path": path, "options": options}).replace("HOST", server)
     given = tomli.loads(text)
     with pytest.raises(ValueError, match=r"URL|storage_options|own/0\.tar"):
         shards(given["path"], storage_options=given["options"])
     assert [path for path, _ in Counting.asked if "evil" in path] == []
-    assert everything(run.parent) == before
+    assert listing(run.parent) == before
 
 
 def test_headers_of_the_user_reach_the_server(run: Path, server: str) -> None:
@@ -281,11 +276,11 @@ def test_a_tracker_follows_no_link_out_of_the_run(run: Path, hookdiff: Callable[
     write_small(run / "config.toml")
     (run / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "loss": 0.5}\n')
     (run / tracker).symlink_to(run.parent / "own")
-    before = everything(run.parent / "own")
+    before = listing(run.parent / "own")
     code, _, err = hookdiff("mirror", run, "--to", tracker, "--set", "timeout=300")
     assert code == 2
     check_facts(err, run / tracker, run.parent / "own")
-    assert everything(run.parent / "own") == before
+    assert listing(run.parent / "own") == before
 
 
 @pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x", "..", ".", ""])

@@ -62,49 +62,58 @@ def the_sdk() -> Any:
     return sys.modules["aim"]
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """Read all runs of a repository, by their hash."""
+def read(folder: Path, run_hash: str) -> dict[str, Any]:
+    """Read a run of a repository."""
     from aim.sdk.index_manager import RepoIndexManager
 
     aim = the_sdk()
     repo = aim.Repo.from_path(str(folder))
-    runs = {}
-    for run_hash in os.listdir(folder / ".aim" / "meta" / "chunks"):  # the SDK's own list is up to 0.5 s old
-        # Without this there is nothing to read, and no error.
-        RepoIndexManager.get_index_manager(repo).index(run_hash)
-        repo.container_pool.clear()
-        run = aim.Run(run_hash, repo=repo, read_only=True)
-        metrics = {}
-        for metric in run.metrics():
-            steps, (values, *_) = metric.data.numpy()
-            metrics[metric.name] = dict(zip(steps.tolist(), values.tolist(), strict=True))
-        images = {}
-        for name, context, _ in run.iter_sequence_info_by_type("list(aim.image)"):
-            sequence = run.get_image_sequence(name, context)
-            images[name] = {step: numpy.asarray(image.to_pil_image()) for step, (image, *_) in sequence.data.items()}
-        texts: dict[str, dict[int, str]] = {}
-        events: dict[str, dict[int, str]] = {}
-        for name, context, _ in run.iter_sequence_info_by_type("aim.text"):
-            sequence = run.get_text_sequence(name, context)
-            found = {step: value.data for step, (value, *_) in sequence.data.items()}
-            (events if name == "events" else texts)[context.to_dict().get("kind", name)] = found
-        distributions = {}
-        for name, context, _ in run.iter_sequence_info_by_type("aim.distribution"):
-            sequence = run.get_distribution_sequence(name, context)
-            distributions[name] = {step: value.to_np_histogram() for step, (value, *_) in sequence.data.items()}
-        runs[run_hash] = {
-            "metrics": metrics,
-            "texts": texts,
-            "events": events,
-            "distributions": distributions,
-            "run_dir": run.get("run_dir", None),
-            "images": images,
-            "hparams": run["hparams"],
-            "name": run.name,
-            "experiment": run.experiment,
-            "closed": run.end_time is not None,
-        }
-    return runs
+    # Without this there is nothing to read, and no error.
+    RepoIndexManager.get_index_manager(repo).index(run_hash)
+    repo.container_pool.clear()
+    run = aim.Run(run_hash, repo=repo, read_only=True)
+    metrics = {}
+    for metric in run.metrics():
+        steps, (values, *_) = metric.data.numpy()
+        metrics[metric.name] = dict(zip(steps.tolist(), values.tolist(), strict=True))
+    images = {}
+    for name, context, _ in run.iter_sequence_info_by_type("list(aim.image)"):
+        sequence = run.get_image_sequence(name, context)
+        images[name] = {step: numpy.asarray(image.to_pil_image()) for step, (image, *_) in sequence.data.items()}
+    texts: dict[str, dict[int, str]] = {}
+    events: dict[str, dict[int, str]] = {}
+    for name, context, _ in run.iter_sequence_info_by_type("aim.text"):
+        sequence = run.get_text_sequence(name, context)
+        found = {step: value.data for step, (value, *_) in sequence.data.items()}
+        (events if name == "events" else texts)[context.to_dict().get("kind", name)] = found
+    distributions = {}
+    for name, context, _ in run.iter_sequence_info_by_type("aim.distribution"):
+        sequence = run.get_distribution_sequence(name, context)
+        distributions[name] = {step: value.to_np_histogram() for step, (value, *_) in sequence.data.items()}
+    return {
+        "metrics": metrics,
+        "texts": texts,
+        "events": events,
+        "distributions": distributions,
+        "run_dir": run.get("run_dir", None),
+        "images": images,
+        "hparams": run["hparams"],
+        "name": run.name,
+        "experiment": run.experiment,
+        "closed": run.end_time is not None,
+    }
+
+
+def of(sink: Aim, folder: Path) -> dict[str, Any]:
+    """Read the run that `sink` has written to a repository."""
+    return read(folder, sink.state_dict()["run"])
+
+
+def only(folder: Path, name: str) -> dict[str, Any]:
+    """Return the only Aim run with this name."""
+    hashes = os.listdir(folder / ".aim" / "meta" / "chunks")  # the SDK's own list is up to 0.5 s old
+    (found,) = (run for run in (read(folder, one) for one in hashes) if run["name"] == name)
+    return found
 
 
 def locks(folder: Path) -> list[Path]:
@@ -121,7 +130,7 @@ def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_can_be_read_back(runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = Aim(experiment="tests")
     make_loop({"aim": sink, "extras": Extras()}, runs_dir / "first").run()
-    run = read(runs_dir)[sink.state_dict()["run"]]
+    run = of(sink, runs_dir)
     assert not caplog.records
     assert (run["name"], run["experiment"], run["closed"]) == ("first", "tests", True)
     assert run["hparams"] == {"run": {"steps": 4, "plugins": ["aim"]}, "optimizer": {"lr": 0.1, "fused": True}}
@@ -153,7 +162,7 @@ def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
     state, resumed = saved(loop), Aim()
     make_loop({"aim": resumed, "extras": Extras(), "saved": Restores(state)}, runs_dir / "resumed", steps=5).run()
     assert resumed.state_dict() == sink.state_dict()
-    run = read(runs_dir)[sink.state_dict()["run"]]
+    run = of(sink, runs_dir)
     assert list(run["metrics"]["loss"]) == [1, 2, 3, 4, 5]
     assert list(run["images"]["samples"]) == [2, 4]
     assert run["hparams"]["run"]["steps"] == 5
@@ -163,13 +172,7 @@ def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
     make_loop(plugins, runs_dir / "resumed", steps=3, fresh=["aim"]).run()
     assert fresh.state_dict() != sink.state_dict()
     # A new Aim run begins with the earlier steps, from the run directory.
-    assert list(read(runs_dir)[fresh.state_dict()["run"]]["metrics"]["loss"]) == [1, 2, 3]
-
-
-def only(folder: Path, name: str) -> dict[str, Any]:
-    """Return the only Aim run with this name."""
-    (found,) = (run for run in read(folder).values() if run["name"] == name)
-    return found
+    assert list(of(fresh, runs_dir)["metrics"]["loss"]) == [1, 2, 3]
 
 
 @needs_aim
@@ -235,8 +238,7 @@ def test_a_branch_has_an_aim_run_of_its_own(runs_dir: Path) -> None:
     trunk.run()
     plugins = {"aim": branch, "saved": Restores(saved(trunk))}
     make_loop(plugins, runs_dir / "branch", steps=3, resume=runs_dir / "trunk").run()
-    runs = read(runs_dir)
-    first, second = (runs[one.state_dict()["run"]] for one in (sink, branch))
+    first, second = (of(one, runs_dir) for one in (sink, branch))
     assert (first["name"], list(first["metrics"]["loss"])) == ("trunk", [1, 2])
     assert (second["name"], list(second["metrics"]["loss"])) == ("branch", [1, 2, 3])
 
@@ -248,7 +250,7 @@ def test_a_lost_aim_run_is_replaced_by_a_new_one(runs_dir: Path, caplog: pytest.
     make_loop({"aim": sink}, runs_dir / "lost", steps=1).run()
     (warning,) = warnings(caplog)
     check_facts(warning, "0123456789abcdef01234567", runs_dir)
-    assert list(read(runs_dir)[sink.state_dict()["run"]]["metrics"]["loss"]) == [1]
+    assert list(of(sink, runs_dir)["metrics"]["loss"]) == [1]
 
 
 @needs_aim
@@ -280,7 +282,7 @@ def test_the_lock_of_a_killed_process_is_ignored(runs_dir: Path, monkeypatch: py
     resumed = Aim()
     restore_state(resumed, {"run": run_hash})
     make_loop({"aim": resumed}, runs_dir / "killed", steps=2).run()
-    assert list(read(runs_dir)[run_hash]["metrics"]["loss"]) == [1, 2]
+    assert list(read(runs_dir, run_hash)["metrics"]["loss"]) == [1, 2]
     assert not locks(runs_dir)
 
 
@@ -290,9 +292,8 @@ def test_fields_and_loops_without_a_run_directory(runs_dir: Path, monkeypatch: p
     make_loop({"aim": named}, None, steps=1).run()
     monkeypatch.chdir(runs_dir)
     make_loop({"aim": bare}, None, steps=1).run()
-    runs = read(runs_dir)
-    assert runs[named.state_dict()["run"]]["name"] == "by hand"
-    assert runs[bare.state_dict()["run"]]["name"].startswith("Run")  # Aim's own
+    assert of(named, runs_dir)["name"] == "by hand"
+    assert of(bare, runs_dir)["name"].startswith("Run")  # Aim's own
 
 
 ONE_RUN = """
@@ -357,10 +358,8 @@ def test_a_repository_that_cannot_be_made_costs_only_the_sink(tmp_path: Path, ca
 
 
 def test_settings() -> None:
-    names = [field.name for field in attrs.fields(Aim) if field.init]
-    assert sorted(names) == [
-        *("capture_terminal_logs", "experiment", "name", "repo", "system_tracking_interval", "timeout")
-    ]
+    names = {field.name for field in attrs.fields(Aim) if field.init}
+    assert names == {"capture_terminal_logs", "experiment", "name", "repo", "system_tracking_interval", "timeout"}
     problems = Problems()
     assert arguments(Aim, {"repo": "here", "timeout": 5}, "plugins.aim", problems) == {"repo": "here", "timeout": 5.0}
     assert not problems.found
@@ -379,9 +378,8 @@ def test_the_load_of_the_machine_and_the_terminal_are_recorded_if_asked(tmp_path
 
     for name, sink in (("plain", plain), ("asked", asked)):
         make_loop({"aim": sink, "prints": Prints()}, folder / name, steps=6).run()
-    found = read(folder)
-    assert set(found[plain.state_dict()["run"]]["metrics"]) == {"loss", "grad_norm"}
-    assert any(name.startswith("__system__") for name in found[asked.state_dict()["run"]]["metrics"])
+    assert set(of(plain, folder)["metrics"]) == {"loss", "grad_norm"}
+    assert any(name.startswith("__system__") for name in of(asked, folder)["metrics"])
     printed = {}
     for sink in (plain, asked):
         run = the_sdk().Run(sink.state_dict()["run"], repo=str(folder), read_only=True)

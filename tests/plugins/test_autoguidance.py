@@ -1,8 +1,9 @@
 """The plugin `autoguidance`: its guide, the images, what it leaves alone, resumed runs, ranks, the command line."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -65,12 +66,12 @@ def make_loop(plugins: dict[str, object], **config: Any) -> Loop:
     return Loop(model, optimizer, Diffusion(), digits(), LoopConfig(**config), plugins, sampler=SAMPLING)
 
 
-def trained(**options: Any) -> tuple[Loop, Averages]:
-    """Return the loop after ten steps, and the averages on the way."""
+def trained(options: Mapping[str, Any] = MappingProxyType({}), **config: Any) -> tuple[Loop, Averages]:
+    """Return the loop after ten steps with these options of the plugin, and the averages on the way."""
     ema = EMA(std=0.1)
     averages = Averages(ema)
-    options = {"interval": (0.0, math.inf), **options}
-    loop = make_loop({"autoguidance": Autoguidance(**options), "ema": ema, "averages": averages})
+    autoguidance = Autoguidance(**{"interval": (0.0, math.inf), **options})
+    loop = make_loop({"autoguidance": autoguidance, "ema": ema, "averages": averages}, **config)
     loop.run()
     return loop, averages
 
@@ -92,11 +93,18 @@ def by_hand(loop: Loop, own: dict[str, Tensor], guide: dict[str, Tensor], scale:
     return SAMPLING.sample(net, loop.objective, loop.feed.shape, SampleRequest(4).generators(), "cpu")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("options", "at", "scale"), [({}, 3, 1.5), ({"at": 0.55, "scale": 3.0}, 5, 3.0)])
+@pytest.mark.parametrize(
+    ("options", "config", "at", "scale"),
+    [
+        ({}, {}, 3, 1.5),
+        ({"at": 0.55, "scale": 3.0}, {}, 5, 3.0),
+        ({}, {"epochs": 2, "batch_size": 300}, 3, 1.5),  # five batches in an epoch
+    ],
+)
 def test_images_move_away_from_those_of_the_average_at_a_share_of_the_run(
-    options: dict[str, float], at: int, scale: float
+    options: dict[str, float], config: dict[str, int], at: int, scale: float
 ) -> None:
-    loop, averages = trained(**options)
+    loop, averages = trained(options, **config)
     expected = by_hand(loop, averages.after[10], averages.after[at], scale)
     torch.testing.assert_close(images(loop), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(images(loop, weights="ema"), expected, rtol=1e-5, atol=1e-5)
@@ -117,7 +125,7 @@ def test_it_is_the_sum_of_the_paper() -> None:
 def test_the_guide_is_called_only_in_its_interval() -> None:
     # Four steps of a flow, at three times the noise of training: sigma / alpha is infinite, 9, 3 and 1.
     for interval, calls in (((0.0, math.inf), 8), ((0.5, 4.0), 6), ((2.0, 4.0), 5), ((0.0, 0.1), 4)):
-        loop, _ = trained(interval=interval)
+        loop, _ = trained({"interval": interval})
         model: Any = loop.model
         model.calls = 0
         images(loop)
@@ -199,16 +207,6 @@ def test_the_guide_is_never_older_than_its_share(step: int, share: float, end: i
 def test_the_steps_at_which_a_guide_is_taken(end: int | None, taken: list[int]) -> None:
     found = [landmark(step, 0.3, end) for step in range(1, 1001)]
     assert [step for step in dict.fromkeys(found) if step][-len(taken) :] == taken
-
-
-def test_a_run_in_epochs_takes_it_at_the_same_share() -> None:
-    ema = EMA(std=0.1)
-    averages = Averages(ema)
-    plugins = {"ema": ema, "averages": averages, "autoguidance": Autoguidance(interval=(0.0, math.inf))}
-    loop = make_loop(plugins, epochs=2, batch_size=300)
-    loop.run()  # five batches in an epoch
-    expected = by_hand(loop, averages.after[10], averages.after[3], 1.5)
-    torch.testing.assert_close(images(loop), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("at", [2, 3, 4])

@@ -4,8 +4,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -16,99 +14,13 @@ from hookdiff import UserError, hookimpl
 from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.authors.testing.toy import toy_loop, toy_model
 from hookdiff.builtin.logged import Metrics
-from hookdiff.loop.saved import state_of
-from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.saving import Part
 from hookdiff_checkpoint.writer import Staging
-from hookdiff_clip import Adaptive, Clip
 from hookdiff_ema import EMA
-from hookdiff_lr import LR
-from tests.conftest import Clock, check_facts, records, refused, warnings
-
-
-def plugins(**checkpoint):
-    return {
-        "metrics": Metrics(),
-        "lr": LR(warmup=3),
-        "ema": EMA(decay=0.9),
-        "amp": AMP("fp16", init_scale=2.0**18, growth_interval=4),
-        "clip": Clip(Adaptive(warmup=2, factor=0.9)),
-        "checkpoint": Checkpoint(**checkpoint),
-    }
-
-
-def train(run_dir, steps, resume=False, seed=0, **checkpoint):
-    run_dir.mkdir(exist_ok=True)
-    used = plugins(**checkpoint)
-    used["lr"] = LR("cosine", warmup=3, total=20)
-    loop = toy_loop(
-        used, model=toy_model(seed, dropout=0.2), run_dir=run_dir, resume=resume, steps=steps, micro_batch=3
-    )
-    loop.run()
-    return loop
-
-
-@pytest.mark.parametrize("cut", [1, 7, 10, 13])
-def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path, cut):
-    whole = train(tmp_path / "whole", 20)
-    train(tmp_path / "cut", cut)
-    again = train(tmp_path / "cut", 20, resume=True, seed=5)
-    assert_same(weights(whole), weights(again))
-    assert_same(whole.plugins["ema"].shadow, again.plugins["ema"].shadow)
-    assert whole.progress == again.progress
-    assert records(tmp_path / "whole") == records(tmp_path / "cut")
-    for name in ("clip", "amp"):
-        assert state_of(whole.plugins[name]) == state_of(again.plugins[name])
-
-
-def test_only_the_last_are_kept_and_nothing_partial_stays(tmp_path):
-    train(tmp_path / "run", 20, every=4, keep_last=2)
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
-        "step-00000016",
-        "step-00000020",
-    ]
-
-
-def test_a_run_killed_in_its_last_save_is_cleaned_up_though_no_step_is_left(tmp_path):
-    folder = tmp_path / "run" / "checkpoints"
-    train(tmp_path / "run", 20, every=4, keep_last=3)
-    shutil.copytree(folder / "step-00000012", folder / ".step-00000008.removed")
-    (folder / ".step-00000008.removed" / "model.safetensors").unlink()
-    (folder / "step-00000020").rename(folder / ".step-00000020.partial")
-    train(tmp_path / "run", 20, resume=True, every=4, keep_last=2)
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000016", "step-00000020"]
-    before = (folder / "step-00000020" / "manifest.json").read_bytes()
-    train(tmp_path / "run", 20, resume=True, every=4, keep_last=2)
-    assert (folder / "step-00000020" / "manifest.json").read_bytes() == before
-
-
-def test_its_files_have_the_models_own_keys(tmp_path):
-    loop = train(tmp_path / "run", 5)
-    folder = tmp_path / "run" / "checkpoints" / "step-00000005"
-    assert_same(load_file(folder / "model.safetensors"), weights(loop))
-    toy_model().load_state_dict(load_file(folder / "ema.safetensors"))
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    train(tmp_path / "run", 2)
-    other = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.SiLU(), torch.nn.Linear(9, 4))
-    loop = toy_loop({"checkpoint": Checkpoint()}, model=other, run_dir=tmp_path / "run", resume=True)
-    with refused(UserError, "0.weight", (9, 4), (8, 4)):
-        loop.run()
-
-
-def test_a_plugin_without_saved_state_must_be_started_fresh(tmp_path):
-    loop = toy_loop({"checkpoint": Checkpoint()}, run_dir=tmp_path, steps=3)
-    loop.run()
-    loop = toy_loop({"checkpoint": Checkpoint(), "ema": EMA()}, run_dir=tmp_path, resume=True)
-    with refused(UserError, "ema", "--fresh ema"):
-        loop.run()
-
-
-def test_it_needs_a_run_directory():
-    with refused(UserError, "checkpoint", "run_dir"):
-        toy_loop({"checkpoint": Checkpoint()}).run()
+from tests.conftest import Clock, check_facts, contents, refused, warnings
+from tests.forked import python
+from tests.plugins.test_checkpoint_announced import Bad
 
 
 def folders(run):
@@ -127,6 +39,37 @@ def plain(run, steps=12, resume=False, extra=None, checkpoint=None, **options):
     loop = toy_loop(plugins, run_dir=run, resume=resume, steps=steps, batch_size=10)
     loop.run()
     return loop
+
+
+def test_a_run_killed_in_its_last_save_is_cleaned_up_though_no_step_is_left(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    plain(tmp_path / "run", 20, every=4, keep_last=3)
+    shutil.copytree(folder / "step-00000012", folder / ".step-00000008.removed")
+    (folder / ".step-00000008.removed" / "model.safetensors").unlink()
+    (folder / "step-00000020").rename(folder / ".step-00000020.partial")
+    plain(tmp_path / "run", 20, resume=True, every=4, keep_last=2)
+    assert folders(tmp_path / "run") == names(16, 20)
+    before = (folder / "step-00000020" / "manifest.json").read_bytes()
+    plain(tmp_path / "run", 20, resume=True, every=4, keep_last=2)
+    assert (folder / "step-00000020" / "manifest.json").read_bytes() == before
+
+
+def test_its_files_have_the_models_own_keys(tmp_path):
+    loop = plain(tmp_path, 5, extra={"ema": EMA(decay=0.9)})
+    folder = tmp_path / "checkpoints" / "step-00000005"
+    assert_same(load_file(folder / "model.safetensors"), weights(loop))
+    toy_model().load_state_dict(load_file(folder / "ema.safetensors"))
+
+
+def test_a_plugin_without_saved_state_must_be_started_fresh(tmp_path):
+    plain(tmp_path, 3)
+    with refused(UserError, "ema", "--fresh ema"):
+        plain(tmp_path, resume=True, extra={"ema": EMA()})
+
+
+def test_it_needs_a_run_directory():
+    with refused(UserError, "checkpoint", "run_dir"):
+        toy_loop({"checkpoint": Checkpoint()}).run()
 
 
 class Score:
@@ -183,6 +126,7 @@ def test_only_values_of_equally_many_samples_are_compared(tmp_path):
     ("extra", "facts"),
     [
         ({"score": Score({5: 1.0})}, ("score", 5, "plugins.checkpoint.every")),
+        ({"score": Score({5: 1.0, 18: 2.0})}, ("score", 5)),  # which in 40 steps has a value that is saved
         ({"score": Score({4: 1.0}, "scores")}, ("score", "scores")),
         ({}, ("score", "grad_norm", "loss")),
     ],
@@ -192,12 +136,6 @@ def test_a_keep_best_without_a_saved_value_is_warned_of_once(extra, facts, steps
     plain(tmp_path, steps, extra=extra, keep_last=3, keep_best="score")
     (warning,) = warnings(caplog)
     check_facts(warning, "keep_best", *facts)
-
-
-def test_a_keep_best_that_is_logged_late_is_warned_of_once(tmp_path, caplog):
-    plain(tmp_path, 20, extra={"score": Score({5: 1.0, 18: 2.0})}, keep_last=3, keep_best="score")
-    (warning,) = warnings(caplog)
-    check_facts(warning, "keep_best", "score", 5)
 
 
 def test_a_keep_best_that_is_logged_at_saved_steps_causes_no_warning(tmp_path, caplog):
@@ -334,37 +272,19 @@ def test_a_process_may_be_killed_at_any_rename(whole_run, tmp_path):
     deaths, newest = 0, 0
     while deaths < 20:
         moment += 1
-        done = subprocess.run(
-            [sys.executable, "-c", SLOW_SAVES, str(run), str(moment * 7 % 37 + 1)], check=False, capture_output=True
-        )
+        code, _, err = python(SLOW_SAVES, run, moment * 7 % 37 + 1)
         found, problems = find_checkpoints(run)
         assert not problems
         steps = [read_checkpoint(one.path)["progress"]["step"] for one in found]
         assert max(steps, default=0) >= newest  # nothing is ever lost
         newest = max(steps, default=0)
-        if done.returncode == 0:
+        if code == 0:
             assert_same(load_file(found[0].path / "model.safetensors"), whole_run)
             shutil.rmtree(run / "checkpoints")
             newest = 0
         else:
-            assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+            assert code == -signal.SIGKILL, err
             deaths += 1
-
-
-def test_the_end_of_an_epoch_is_saved_after_its_last_step(tmp_path):
-    seen = []
-
-    class Look:
-        @hookimpl
-        def on_checkpoint(self, path):
-            seen.append((path.name, *find_checkpoints(path)[0][0].place))
-
-    plain(tmp_path / "epochs", 8, extra={"look": Look()}, every="1 epochs")
-    assert seen == [(names(4)[0], 4, 1), (names(8)[0], 8, 2)]
-    seen.clear()
-    plain(tmp_path / "steps", 4, extra={"look": Look()}, every=4)
-    assert seen == [(names(4)[0], 4, 1)]
-    assert folders(tmp_path / "steps") == names(4)
 
 
 @pytest.mark.parametrize("every", ["1 epochs", 4])
@@ -398,11 +318,6 @@ def test_every_may_be_a_time(tmp_path, monkeypatch):
     assert folders(tmp_path / "seldom") == names(12)
 
 
-def test_every_0_saves_only_at_the_end(tmp_path):
-    plain(tmp_path, every=0)
-    assert folders(tmp_path) == names(12)
-
-
 def test_two_runs_in_one_script_may_use_the_plugin_one_after_the_other(tmp_path):
     plugin = Checkpoint(every=2, keep_last=9)
     first = plain(tmp_path / "one", 6, checkpoint=plugin)
@@ -419,14 +334,12 @@ def test_an_earlier_run_in_the_folder_is_refused_and_left_unchanged(tmp_path):
         return {"metrics": Metrics(), "ema": EMA(std=[0.1], snapshot_every=5)}
 
     plain(tmp_path, extra=writers())
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"}
+    before = contents(tmp_path)
     assert tmp_path / "metrics.jsonl" in before
     for resume in (False, tmp_path / "checkpoints" / names(4)[0]):
         with refused(UserError, tmp_path / "checkpoints", "resume", "run_dir"):
             plain(tmp_path, 20, resume=resume, extra=writers())
-    assert before == {
-        path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"
-    }
+    assert contents(tmp_path) == before
 
 
 def test_a_run_may_branch_off_one_checkpoint(whole_run, tmp_path):
@@ -438,61 +351,41 @@ def test_a_run_may_branch_off_one_checkpoint(whole_run, tmp_path):
     assert folders(tmp_path / "branch") == names(6, 8, 10, 12)
 
 
-class SlowDisk:
-    """Makes each sync slow."""
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Make each sync slow."""
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.05), sync(descriptor))[1])
 
-    def __init__(self, monkeypatch):
-        sync = os.fsync
-        monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.05), sync(descriptor))[1])
+
+class Look:
+    """Notes the step and position before each step, and the name of each checkpoint that is announced."""
+
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def before_step(self, loop):
+        self.seen.append((loop.progress.step, loop.progress.position))
+
+    @hookimpl
+    def on_checkpoint(self, path):
+        self.seen.append(path.name)
 
 
-def test_a_rollback_waits_for_the_current_save(tmp_path, monkeypatch):
-    SlowDisk(monkeypatch)
-    where = []
-
-    class Bad:
-        @hookimpl(wrapper=True)
-        def compute_loss(self, loop):
-            output = yield
-            if loop.progress.position == 4:
-                output.loss.data.fill_(math.nan)
-            return output
-
-        @hookimpl
-        def on_nan(self):
-            return "rollback"
-
-        @hookimpl
-        def on_checkpoint(self, path):
-            where.append(path.name)
-
-        @hookimpl
-        def before_step(self, loop):
-            where.append((loop.progress.step, loop.progress.position))
-
-    loop = plain(tmp_path, 6, extra={"bad": Bad()}, every=4)
+@pytest.mark.usefixtures("slow_disk")
+def test_a_rollback_waits_for_the_current_save(tmp_path):
+    loop = plain(tmp_path, 6, extra={"bad": Bad(4, "rollback"), "look": (look := Look())}, every=4)
     # The save of step 4 begins just before the batch that is bad.
-    assert where[4:8] == [(4, 4), names(4)[0], (4, 5), (5, 6)]
+    assert look.seen[4:8] == [(4, 4), names(4)[0], (4, 5), (5, 6)]
     assert loop.progress.position == 7
     assert folders(tmp_path) == names(4, 6)
 
 
-def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
-    SlowDisk(monkeypatch)
-    events = []
-
-    class Look:
-        @hookimpl
-        def before_step(self, loop):
-            events.append(loop.progress.step)
-
-        @hookimpl
-        def on_checkpoint(self, path):
-            events.append(path.name)
-
-    plain(tmp_path, 3, extra={"look": Look()}, every=1)
+def test_training_goes_on_while_a_save_is_written(tmp_path, slow_disk, monkeypatch):
+    plain(tmp_path, 3, extra={"look": (look := Look())}, every=1)
     # The save of each step is over only when the next one is due, and the snapshot was not touched meanwhile.
-    assert events == [0, 1, names(1)[0], 2, names(2)[0], names(3)[0]]
+    assert look.seen == [(0, 0), (1, 1), names(1)[0], (2, 2), names(2)[0], names(3)[0]]
     monkeypatch.undo()
     for step in range(1, 4):
         alone = plain(tmp_path / f"to-{step}", step, every=0)

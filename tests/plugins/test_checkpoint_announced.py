@@ -12,7 +12,7 @@ import pytest
 from hookdiff import StorageError, hookimpl
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint, find_checkpoints
-from tests.conftest import Logged, StopAt, fill, free
+from tests.conftest import Logged, StopAt, check_facts, fill, free, warnings
 
 
 class Announced:
@@ -91,20 +91,19 @@ def on_disk(run):
     return [(int(one.path.name.removeprefix("step-")), *one.place) for one in reversed(found)]
 
 
-def test_a_save_at_the_last_step_of_the_run(tmp_path):
-    places, _ = train(tmp_path, 6)
-    assert places == on_disk(tmp_path) == [(2, 2, 0), (4, 4, 1), (6, 6, 1)]
-
-
-@pytest.mark.parametrize("every", [4, "1 epochs"])
-def test_a_save_at_the_last_step_of_an_epoch_and_of_the_run(every, tmp_path):
-    places, _ = train(tmp_path, 8, every=every)
-    assert places == on_disk(tmp_path) == [(4, 4, 1), (8, 8, 2)]
-
-
-def test_a_save_at_the_step_at_which_a_plugin_stops_the_run(tmp_path):
-    places, _ = train(tmp_path, 12, extra={"stop": StopAt(4)})
-    assert places == on_disk(tmp_path) == [(2, 2, 0), (4, 4, 1)]
+@pytest.mark.parametrize(
+    ("steps", "options", "saves"),
+    [
+        (6, {}, [(2, 2, 0), (4, 4, 1), (6, 6, 1)]),
+        (8, {"every": 4}, [(4, 4, 1), (8, 8, 2)]),  # the last steps of an epoch, and of the run
+        (8, {"every": "1 epochs"}, [(4, 4, 1), (8, 8, 2)]),
+        (12, {"extra": {"stop": StopAt(4)}}, [(2, 2, 0), (4, 4, 1)]),
+        (6, {"extra": {"bad": Bad(5, "rollback")}}, [(2, 2, 0), (4, 4, 1), (6, 8, 2)]),
+    ],
+)
+def test_each_save_is_announced_once(steps, options, saves, tmp_path):
+    places, _ = train(tmp_path, steps, **options)
+    assert places == on_disk(tmp_path) == saves
 
 
 def test_a_value_that_is_logged_at_the_end_of_an_epoch_belongs_to_its_save(tmp_path):
@@ -170,11 +169,6 @@ def test_checkpoints_that_are_removed_later_are_announced_too(options, tmp_path)
     assert set(on_disk(tmp_path)) <= set(places)
 
 
-def test_a_rollback(tmp_path):
-    places, _ = train(tmp_path, 6, extra={"bad": Bad(5, "rollback")})
-    assert places == on_disk(tmp_path) == [(2, 2, 0), (4, 4, 1), (6, 8, 2)]
-
-
 def test_a_resumed_run_announces_only_its_own(tmp_path):
     assert train(tmp_path, 4)[0] == [(2, 2, 0), (4, 4, 1)]
     assert train(tmp_path, 4, resume=True)[0] == []
@@ -194,30 +188,30 @@ def test_a_branch_that_ends_in_its_first_step_has_a_checkpoint(tmp_path):
     assert train(tmp_path / "branch", 6, resume=True)[0] == [(6, 6, 1)]
 
 
+def fails():
+    raise RuntimeError("mine")
+
+
 def test_a_save_under_way_when_the_run_fails(tmp_path, monkeypatch):
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.05), sync(descriptor))[1])
-
-    def fails():
-        raise RuntimeError("mine")
-
     places, error = train(tmp_path, 12, extra={"do": Do({4: fails})}, every=4)
     assert str(error) == "mine"
     assert places == on_disk(tmp_path) == [(4, 4, 1)]
 
 
-def test_a_save_that_fails_as_the_run_fails_is_not_announced(tmp_path, monkeypatch):
-    def fails():
-        raise RuntimeError("mine")
-
+def test_a_save_that_fails_as_the_run_fails_is_warned_of_and_not_announced(tmp_path, monkeypatch, caplog):
     def fails_to_sync(descriptor):
         time.sleep(0.1)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    calls = {1: lambda: monkeypatch.setattr(os, "fsync", fails_to_sync), 4: fails}
-    places, error = train(tmp_path, 12, extra={"do": Do(calls)}, every=4)
+    breaks = Do({3: lambda: monkeypatch.setattr(os, "fsync", fails_to_sync)}, waits=True)
+    # The step fails while the save of the step before it is under way.
+    places, error = train(tmp_path, 12, extra={"breaks": breaks, "fails": Do({4: fails})})
     assert str(error) == "mine"
-    assert places == on_disk(tmp_path) == []
+    assert places == on_disk(tmp_path) == [(2, 2, 0)]
+    _, warning = warnings(caplog)  # the first one is that nothing writes what is logged
+    check_facts(warning, tmp_path / "checkpoints", "Input/output error")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="there are no such signals")

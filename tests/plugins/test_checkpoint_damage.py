@@ -7,14 +7,13 @@ import shutil
 
 import pytest
 from hypothesis import given, strategies as st
-from safetensors.torch import load_file
 
 from hookdiff import UserError
-from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.compare import assert_same
 from hookdiff.authors.testing.toy import toy_loop, toy_model
 from hookdiff.builtin.logged import Metrics
 from hookdiff.disk.tree import flatten
-from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
+from hookdiff_checkpoint import Checkpoint, read_checkpoint
 from hookdiff_ema import EMA
 from tests.conftest import check_facts, refused, warnings
 from tests.hostile.mutations import changes, mutated
@@ -170,11 +169,3 @@ def test_reading_shares_nothing_with_the_files(saved):
     for tensor in flatten(read_checkpoint(folder))[0].values():
         tensor.zero_()
     assert before == {file: (folder / file).read_bytes() for file in FILES}
-
-
-def test_plain_safetensors_reads_the_files(saved):
-    loop = build(saved[0].parent / "again", 6, resume=False)
-    loop.run()
-    folder = saved[0] / "checkpoints" / name(6)
-    assert find_checkpoints(saved[0])[0][0].path == folder
-    assert_same(load_file(folder / "model.safetensors"), weights(loop))

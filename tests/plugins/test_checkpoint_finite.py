@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hookdiff.authors.testing.toy import toy_loop, toy_model
 from hookdiff_checkpoint import Checkpoint, find_checkpoints
 from hookdiff_ema import EMA
 from hookdiff_nan import NaN
-from tests.conftest import check_facts, refused
+from tests.conftest import StopAt, check_facts, refused
 
 
 def sgd(lr: float, **options: Any) -> Any:
@@ -191,16 +192,11 @@ def test_a_buffer_that_was_finite_must_stay_so(
         check_facts(loop.end.message, "plugins/sets/adopted/0/module/held" if of_plugin else "model/held")
 
 
-class Stop:
-    """Stops the run after an update, as a signal does."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
-        if loop.progress.step == self.step:
-            loop.stop("signal")
+def going_back(run: Path, position: int, stop: int = 0, resume: bool = False, **options: Any) -> Loop:
+    """Return a run with a bad batch at a position, which asks for a rollback; it is stopped after step `stop`."""
+    spoil, checkpoint = Spoil(position, verdict="rollback"), Checkpoint(**options)
+    plugins = {"spoil": spoil, "stop": StopAt(stop), "checkpoint": checkpoint}
+    return toy_loop(plugins, run_dir=run, resume=resume, steps=12)
 
 
 @pytest.mark.parametrize("stop_at", [3, 4, 5, 6, 7])
@@ -208,15 +204,11 @@ class Stop:
 def test_a_run_that_was_stopped_before_a_rollback_equals_an_unbroken_one(
     stop_at: int, keep_last: int, tmp_path: Path
 ) -> None:
-    def build(run: str, resume: bool, stop: int = 0) -> Loop:
-        checkpoint = Checkpoint(every=4, keep_last=keep_last)
-        plugins = {"spoil": Spoil(7, verdict="rollback"), "stop": Stop(stop), "checkpoint": checkpoint}
-        return toy_loop(plugins, run_dir=tmp_path / run, resume=resume, steps=12)
-
-    unbroken = build("unbroken", resume=False)
+    build = partial(going_back, position=7, every=4, keep_last=keep_last)
+    unbroken = build(tmp_path / "unbroken")
     assert unbroken.run() == "done"
-    assert build("stopped", resume=False, stop=stop_at).run() == "signal"
-    resumed = build("stopped", resume=True)
+    assert build(tmp_path / "stopped", stop=stop_at).run() == "plugin"
+    resumed = build(tmp_path / "stopped", resume=True)
     assert resumed.run() == "done"
     assert_same(weights(resumed), weights(unbroken))
     assert resumed.progress.state_dict() == unbroken.progress.state_dict()
@@ -224,13 +216,10 @@ def test_a_run_that_was_stopped_before_a_rollback_equals_an_unbroken_one(
 
 @pytest.mark.parametrize("stop_at", [1, 2, 3])
 def test_without_a_scheduled_checkpoint_both_stop(stop_at: int, tmp_path: Path) -> None:
-    def build(run: str, resume: bool, stop: int = 0) -> Loop:
-        plugins = {"spoil": Spoil(3, verdict="rollback"), "stop": Stop(stop), "checkpoint": Checkpoint(every=100)}
-        return toy_loop(plugins, run_dir=tmp_path / run, resume=resume, steps=12)
-
-    assert build("unbroken", resume=False).run() == "on_nan"
-    assert build("stopped", resume=False, stop=stop_at).run() == "signal"
-    assert build("stopped", resume=True).run() == "on_nan"
+    build = partial(going_back, position=3, every=100)
+    assert build(tmp_path / "unbroken").run() == "on_nan"
+    assert build(tmp_path / "stopped", stop=stop_at).run() == "plugin"
+    assert build(tmp_path / "stopped", resume=True).run() == "on_nan"
 
 
 def test_a_branch_goes_back_to_no_checkpoint_later_than_its_start(tmp_path: Path) -> None:

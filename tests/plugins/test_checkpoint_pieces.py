@@ -3,6 +3,7 @@
 import copy
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,32 +15,25 @@ from hookdiff.disk.tensors import write_tensors
 from hookdiff_checkpoint.pieces import Pieces, pieced
 from tests.conftest import refused
 
+Cut = tuple[Tensor, dict[str, Any], dict[str | None, dict[str, Tensor]]]
+
 
 @st.composite
-def grids(draw: st.DrawFn) -> tuple[Tensor, dict[tuple[int, ...], Tensor]]:
-    """Return a tensor, and pieces of it by their starts, cut at random places in each dimension."""
+def grids(draw: st.DrawFn) -> Cut:
+    """Return a tensor, and pieces of it, cut at random places in each dimension: what is saved of them, and files."""
     shape = draw(st.lists(st.integers(1, 6), max_size=3))
     whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     cuts = [sorted({0, *draw(st.lists(st.integers(0, size - 1), max_size=3)), size}) for size in shape]
-    blocks = product(*(list(pairwise(cut)) for cut in cuts))
-    parts = {
-        tuple(begin for begin, _ in block): whole[tuple(slice(*bounds) for bounds in block)].clone() for block in blocks
-    }
-    return whole, parts
-
-
-def manifest(whole: Tensor, starts: dict[str, tuple[int, ...]]) -> dict[str, object]:
-    return {"shape": list(whole.shape), "dtype": "float32", "pieces": {file: list(at) for file, at in starts.items()}}
+    blocks = {f"{k}.safetensors": block for k, block in enumerate(product(*(list(pairwise(cut)) for cut in cuts)))}
+    starts = {name: [begin for begin, _ in block] for name, block in blocks.items()}
+    files = {name: {"w": whole[tuple(slice(*bounds) for bounds in block)].clone()} for name, block in blocks.items()}
+    return whole, {"shape": shape, "dtype": "float32", "pieces": starts}, {**files}
 
 
 @given(cut=grids(), data=st.data())
-def test_any_grid_gives_the_whole_tensor_and_its_parts(
-    cut: tuple[Tensor, dict[tuple[int, ...], Tensor]], data: st.DataObject
-) -> None:
-    whole, parts = cut
-    names = {f"{number}.safetensors": start for number, start in enumerate(parts)}
-    files: dict[str | None, dict[str, Tensor]] = {file: {"w": parts[start]} for file, start in names.items()}
-    found = pieced("w", manifest(whole, names), files)
+def test_any_grid_gives_the_whole_tensor_and_its_parts(cut: Cut, data: st.DataObject) -> None:
+    whole, saved, files = cut
+    found = pieced("w", saved, files)
     assert (found.shape, found.dtype) == (whole.shape, whole.dtype)
     assert torch.equal(found, whole)
     places = [st.builds(slice, *[st.integers(-7, 7) | st.none()] * 2) for _ in whole.shape]
@@ -49,26 +43,20 @@ def test_any_grid_gives_the_whole_tensor_and_its_parts(
 
 
 @given(cut=grids(), data=st.data())
-def test_pieces_that_are_no_grid_are_refused(
-    cut: tuple[Tensor, dict[tuple[int, ...], Tensor]], data: st.DataObject
-) -> None:
-    whole, parts = cut
-    names = {f"{number}.safetensors": start for number, start in enumerate(parts)}
-    files: dict[str | None, dict[str, Tensor]] = {file: {"w": parts[start]} for file, start in names.items()}
-    saved = manifest(whole, names)
-    file = data.draw(st.sampled_from(sorted(names)))
-    start = names[file]
+def test_pieces_that_are_no_grid_are_refused(cut: Cut, data: st.DataObject) -> None:
+    whole, saved, files = cut
+    file, start = data.draw(st.sampled_from(sorted(saved["pieces"].items())))
     kinds = ["lost", "longer", "another dtype", *["moved", "larger", "smaller"] * bool(start)]
     kind = data.draw(st.sampled_from(kinds))
     if kind == "lost":
-        del saved["pieces"][file]  # type: ignore[attr-defined]
+        del saved["pieces"][file]
     elif kind == "moved":
         by = data.draw(st.integers(-3, 3).filter(bool))
-        saved["pieces"][file] = [start[0] + by, *start[1:]]  # type: ignore[index]
+        saved["pieces"][file] = [start[0] + by, *start[1:]]
     elif kind == "longer":
-        saved["pieces"][file] = [*start, 0]  # type: ignore[index]
+        saved["pieces"][file] = [*start, 0]
     elif kind == "another dtype":
-        files[file]["w"] = parts[start].double()
+        files[file]["w"] = files[file]["w"].double()
     else:
         by = data.draw(st.integers(1, 3)) * (1 if kind == "larger" else -1)
         saved["shape"] = [max(0, whole.shape[0] + by), *whole.shape[1:]]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 import torch
 from attrs import define
 from hypothesis import given, strategies as st
@@ -17,7 +16,7 @@ from hookdiff.authors.testing.toy import toy_loop, toy_model
 from hookdiff.authors.testing.transfers import CountTransfers
 from hookdiff.loop.gradients import Gradients
 from hookdiff_clip import AGC, Adaptive, Clip, Norm, Percentile, Rule, Value, ZScore
-from tests.conftest import Logged, refused
+from tests.conftest import Logged, records, refused
 
 FOLLOWING: list[Callable[..., Rule]] = [
     partial(Adaptive, decay=0.9, factor=0.8),
@@ -56,17 +55,6 @@ class Push:
         for gradient in loop.gradients.tensors():
             gradient.fill_(self.norms[loop.progress.position] / size)
         return True
-
-
-class Listen:
-    """Notes what is logged, step by step."""
-
-    def __init__(self) -> None:
-        self.values: list[dict[str, float]] = []
-
-    @hookimpl
-    def on_log(self, values: dict[str, float]) -> None:
-        self.values.append(values)
 
 
 def total(gradients: dict[str, Tensor]) -> float:
@@ -128,10 +116,10 @@ def test_it_never_raises_the_norm_and_keeps_the_direction(max_norm: float, kind:
 
 def run(norms: list[float], rule: Rule, clip: Clip | None = None) -> list[float]:
     """Return the thresholds before each step and after the last, for gradients with `norms`; inf for none."""
-    listen, norms = Listen(), [*norms, 1.0]
-    plugins = {"push": Push(norms), "clip": clip or Clip(rule), "listen": listen}
+    logged, norms = Logged(), [*norms, 1.0]
+    plugins = {"push": Push(norms), "clip": clip or Clip(rule), "logged": logged}
     toy_loop(plugins, optimizers=still, steps=len(norms), log_every=1).run()
-    return [values.get("clip/threshold", math.inf) for values in listen.values if "clip/share" in values]
+    return [values.get("clip/threshold", math.inf) for _, values in logged.calls if "clip/share" in values]
 
 
 class TestFollowing:
@@ -170,13 +158,10 @@ class TestFollowing:
         assert len(set(seen)) > 2
 
     def test_a_threshold_that_is_not_known_yet_is_not_logged(self) -> None:
-        listen, clip = Listen(), Clip(Adaptive(max_norm=math.inf, warmup=7))
-        toy_loop({"push": Push([3.0] * 15), "clip": clip, "listen": listen}, optimizers=still, steps=15).run()
-        five, ten, fifteen = (values for values in listen.values if "clip/share" in values)
-        assert "clip/threshold" not in five
-        # of the steps that had one: 2 times the mean
-        assert (ten["clip/threshold"], fifteen["clip/threshold"]) == pytest.approx((6, 6))
-        assert five["clip/share"] == 0
+        logged, clip = Logged(), Clip(Adaptive(max_norm=math.inf, warmup=7))
+        toy_loop({"push": Push([3.0] * 15), "clip": clip, "logged": logged}, optimizers=still, steps=15).run()
+        assert logged.of("clip/threshold") == pytest.approx({10: 6, 15: 6})  # the mean of those known, times 2
+        assert logged.of("clip/share")[5] == 0
 
     @pytest.mark.parametrize("kind", [Adaptive, Percentile, ZScore])
     def test_a_second_run_of_the_same_plugin_starts_anew(self, kind: Any) -> None:
@@ -192,18 +177,15 @@ class TestFollowing:
                 return saved
 
         for rule, threshold in ((Adaptive, None), (Adaptive, 2.0), (ZScore, 10.0), (Norm, 10.0)):
-            options = {} if rule is Norm else {"warmup": 2}
-            listen = Listen()
-            plugins = {"push": Push([1.0] * 8), "clip": Clip(rule(max_norm=10, **options)), "listen": listen}
+            clip, logged = Clip(rule(max_norm=10, **({} if rule is Norm else {"warmup": 2}))), Logged()
+            plugins = {"push": Push([1.0] * 8), "clip": clip, "logged": logged, "keep": Keep()}
             steps = 5 if threshold else 4
-            loop = toy_loop(
-                {**plugins, "keep": Keep()}, optimizers=still, steps=steps, log_every=1, resume=bool(threshold)
-            )
+            loop = toy_loop(plugins, optimizers=still, steps=steps, log_every=1, resume=bool(threshold))
             loop.run()
             if threshold is None:
                 saved = loop.state_dict()
             else:
-                assert listen.values[0]["clip/threshold"] == pytest.approx(threshold)
+                assert logged.of("clip/threshold")[5] == pytest.approx(threshold)
 
 
 @given(kind=st.sampled_from(FOLLOWING), scale=st.floats(1e-6, 1e6))
@@ -221,13 +203,13 @@ def test_without_bounds_a_threshold_that_follows_is_scale_free(kind: Any, scale:
 
 
 def test_values_are_clamped_as_torch_clamps_them() -> None:
-    listen, look = Listen(), Look()
-    toy_loop({"clip": Clip(Value(max_value=0.01)), "look": look, "listen": listen}, steps=5).run()
+    logged, look = Logged(), Look()
+    toy_loop({"clip": Clip(Value(max_value=0.01)), "look": look, "logged": logged}, steps=5).run()
     for before, after in zip(look.before, look.after, strict=True):
         assert all(torch.equal(after[name], before[name].clamp(-0.01, 0.01)) for name in before)
     entries = sum(g.numel() for g in look.before[4].values())
     clamped = sum((g.abs() >= 0.01).sum().item() for g in look.before[4].values())
-    assert [v["clip/share"] for v in listen.values if "clip/share" in v] == pytest.approx([clamped / entries])
+    assert logged.of("clip/share") == pytest.approx({5: clamped / entries})
     assert 0 < clamped < entries
     assert look.norm == pytest.approx(total(look.after[-1]), rel=1e-6)  # the norms are those of what is left
 
@@ -331,16 +313,12 @@ class TestAGC:
         assert total(look.after[0]) < total(look.before[0])
 
     def test_weights_without_an_optimizer_are_not_clipped(self) -> None:
-        model, listen = toy_model(), Listen()
-        loop = toy_loop(
-            {"clip": Clip(AGC(factor=1e-6)), "listen": listen},
-            model=model,
-            optimizers=lambda _: torch.optim.SGD([model[0].bias], lr=0.1),
-            steps=3,
-            log_every=1,
-        )
-        loop.run()
-        assert [v["clip/share"] for v in listen.values if "clip/share" in v] == [1.0] * 3  # of one bias
+        model, logged = toy_model(), Logged()
+        plugins = {"clip": Clip(AGC(factor=1e-6)), "logged": logged}
+        toy_loop(
+            plugins, model=model, optimizers=lambda _: torch.optim.SGD([model[0].bias], lr=0.1), steps=3, log_every=1
+        ).run()
+        assert logged.of("clip/share") == dict.fromkeys((1, 2, 3), 1.0)  # of one bias
         assert model[3].weight.grad.abs().max() > 1e-3  # neither cleared nor clipped
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -438,11 +416,6 @@ def test_a_rule_may_be_user_defined() -> None:
     assert rule.power == 0
 
 
-CONFIG = {
-    "run": {"steps": 2, "batch_size": 8, "device": "cpu", "log_every": 1, "plugins": ["clip"]},
-    "data": {"source": "digits"},
-    "model": {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8},
-}
 STRANGER = """
 from attrs import define
 from hookdiff_clip import Rule
@@ -456,26 +429,24 @@ class Nothing(Rule):
 """
 
 
-def write(folder: Path, clip: dict[str, Any]) -> Path:
-    path = folder / "mine.toml"
-    path.write_text(tomli_w.dumps({**CONFIG, "plugins": {"clip": clip}}))
-    return path
-
-
-def test_a_rule_of_a_module_beside_the_config(tmp_path: Path, monkeypatch: Any, hookdiff: Any) -> None:
+def test_a_rule_of_a_module_beside_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_config: Any, hookdiff: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "clip_of_a_stranger.py").write_text(STRANGER)
-    path = write(tmp_path, {"rule": {"use": "clip_of_a_stranger:Nothing", "share": 0.25}})
+    rule = {"use": "clip_of_a_stranger:Nothing", "share": 0.25}
+    path = write_config(run={"steps": 2, "log_every": 1, "plugins": ["clip"]}, plugins={"clip": {"rule": rule}})
     code, _, err = hookdiff("run", path)
     assert code == 0, err
-    folder = tmp_path / "runs" / "mine"
-    assert '"clip/share": 0.25' in (folder / "metrics.jsonl").read_text()
+    folder = tmp_path / "runs" / "small"
+    assert [line["clip/share"] for line in records(folder)] == [0.25, 0.25]
     recorded = load_config(folder / "config.toml", trust=True).resolved()["plugins"]["clip"]
-    assert recorded["rule"] == {"use": "clip_of_a_stranger:Nothing", "share": 0.25}
+    assert recorded["rule"] == rule
 
 
-def test_a_rule_is_recorded_with_all_its_options(tmp_path: Path) -> None:
-    path = write(tmp_path, {"rule": {"use": "agc", "exclude": ["out.*"]}})
+def test_a_rule_is_recorded_with_all_its_options(write_config: Any) -> None:
+    clip = {"rule": {"use": "agc", "exclude": ["out.*"]}}
+    path = write_config(run={"plugins": ["clip"]}, plugins={"clip": clip})
     recorded = load_config(path).resolved()["plugins"]["clip"]["rule"]
     assert recorded == {"use": "agc", "factor": 0.01, "min_weight": 0.001, "exclude": ["out.*"]}
     for settings in (["plugins.clip.rule=norm"], ["plugins.clip.rule.use=norm"]):

@@ -3,6 +3,7 @@
 import logging
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.conftest import Logged, check_facts, refused
 from tests.replayed import CpuRecorder
 
 WARMUP, STEPS = 3, 20
+DROPPING = partial(toy_model, dropout=0.3)
 USUAL: dict[str, dict[str, Any]] = {
     "lr": {"warmup": 4},
     "clip": {"rule": {"use": "norm", "max_norm": 0.5}},
@@ -87,8 +89,18 @@ def graphs() -> CudaGraphs:
 
 
 def toy(device, given, **options):
-    options = {"model": toy_model(dropout=0.3), "steps": STEPS, **options}
+    options = {"model": DROPPING(), "steps": STEPS, **options}
     return toy_loop(given, **options | {"model": options["model"].to(device)})
+
+
+def both(device, make_model=DROPPING, given=None, **options):
+    """Run a loop with recorded steps and one with usual ones, each with a model and plugins of its own."""
+    loops = []
+    for extra in ({"cuda_graphs": graphs()}, {}):
+        own = {name: make() for name, make in (given or {}).items()}
+        loops.append(toy(device, plugins(**own, **extra), model=make_model(), **options))
+        loops[-1].run()
+    return loops
 
 
 def assert_close(loop: Loop, other: Loop, atol: float = 1e-6) -> None:
@@ -268,14 +280,10 @@ class LogsNorm:
 
 
 def test_norms_that_are_logged_later_are_those_of_their_step(device, recorder):
-    logged = []
-    for extra in ({"cuda_graphs": graphs()}, {}):
-        with toy(device, plugins(logs=LogsNorm(), sink=(sink := Logged()), **extra), log_every=10) as loop:
-            for _ in loop.steps():
-                pass
-        logged.append(sink.of("first"))
+    loops = both(device, given={"logs": LogsNorm, "sink": Logged}, log_every=10)
+    replayed, usual = (loop.plugins["sink"].of("first") for loop in loops)
     assert recorder.num_replays[0] > 0
-    assert logged[0] == pytest.approx(logged[1], rel=1e-4)
+    assert replayed == pytest.approx(usual, rel=1e-4)
 
 
 class Reader:
@@ -291,13 +299,9 @@ class Reader:
 
 def test_a_plugin_between_backward_and_update_splits_the_step_and_is_named(device, recorder, caplog):
     caplog.set_level(logging.INFO, "hookdiff")
-    readers = Reader(), Reader()
-    replayed = toy(device, plugins(cuda_graphs=graphs(), mine=readers[0]))
-    usual = toy(device, plugins(mine=readers[1]))
-    for loop in (replayed, usual):
-        loop.run()
+    replayed, usual = both(device, given={"mine": Reader})
     assert recorder.num_replays == [STEPS - WARMUP, 0]
-    assert readers[0].largest == pytest.approx(readers[1].largest, rel=1e-4)
+    assert replayed.plugins["mine"].largest == pytest.approx(usual.plugins["mine"].largest, rel=1e-4)
     assert_close(replayed, usual)
     (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     check_facts(said, "cuda_graphs", "update", "mine")
@@ -329,9 +333,7 @@ class Shrink:
 
 
 def test_the_work_of_a_plugin_on_the_device_is_recorded(device, recorder):
-    loops = [toy(device, plugins(mine=Shrink(), **extra)) for extra in ({"cuda_graphs": graphs()}, {})]
-    for loop in loops:
-        loop.run()
+    loops = both(device, given={"mine": Shrink})
     assert recorder.num_replays == [STEPS - WARMUP] * 2
     assert_close(*loops)
 
@@ -339,37 +341,26 @@ def test_the_work_of_a_plugin_on_the_device_is_recorded(device, recorder):
 @pytest.mark.parametrize(
     ("given", "optimizer", "reason"),
     [
-        ({"clip": plugin_class("clip")(rule="agc")}, None, "clip"),
+        ({"clip": lambda: plugin_class("clip")(rule="agc")}, None, "clip"),
         ({}, lambda model: torch.optim.AdamW(model.parameters()), "AdamW"),
         ({}, lambda model: torch.optim.RMSprop(model.parameters()), "RMSprop"),
     ],
 )
 def test_what_the_device_cannot_hold_back_is_left_to_the_host(device, recorder, caplog, given, optimizer, reason):
-    loops = [toy(device, plugins(**given, **extra), optimizers=optimizer) for extra in ({"cuda_graphs": graphs()}, {})]
-    for loop in loops:
-        loop.run()
+    loops = both(device, given=given, optimizers=optimizer)
     assert recorder.num_replays == [STEPS - WARMUP, 0]
     check_facts(caplog.text, "update", reason)
     assert_close(*loops)
 
 
 def test_plugins_that_measure_some_steps_have_the_host_in_these(device, recorder):
-    def given(**extra):
-        return plugins(gradients=plugin_class("gradients")(window=20), debug=plugin_class("debug")(), **extra)
-
-    replayed, usual = toy(device, given(cuda_graphs=graphs())), toy(device, given())
-    logged = []
-    for loop in (replayed, usual):
-        with loop:
-            found = []
-            loop.log._call = lambda hook, found=found, **what: found.append((what["step"], what.get("values")))
-            list(loop.steps())
-        logged.append({step: values for step, values in found if values})
+    given = {"gradients": partial(plugin_class("gradients"), window=20), "debug": plugin_class("debug"), "sink": Logged}
+    loops = both(device, given=given)
     assert 0 < recorder.num_replays[1] <= recorder.num_replays[0] < STEPS - WARMUP
-    assert_close(replayed, usual)
-    assert logged[0].keys() == logged[1].keys()
-    for step, values in logged[1].items():
-        assert logged[0][step] == pytest.approx(values, rel=1e-3, abs=1e-6), step
+    assert_close(*loops)
+    for (step, mine), (other, theirs) in zip(*(loop.plugins["sink"].calls for loop in loops), strict=True):
+        assert step == other
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-6), step
 
 
 def test_passes_on_trial_update_nothing(device, recorder):
@@ -385,9 +376,7 @@ def test_passes_on_trial_update_nothing(device, recorder):
             with rehearsing(loop) as passes:
                 passes(self.batch)
 
-    loops = [toy(device, plugins(mine=Tries(), **extra)) for extra in ({"cuda_graphs": graphs()}, {})]
-    for loop in loops:
-        loop.run()
+    loops = both(device, given={"mine": Tries})
     assert recorder.num_replays == [STEPS - WARMUP] * 2
     assert_close(*loops)
 
@@ -423,9 +412,7 @@ def test_micro_batches_and_smaller_batches_are_made_as_usual(device, recorder):
         ({"data": feed_of(data, drop_last=False), "steps": 12}, 12 - WARMUP - 2),  # two epochs end with two samples
     ):
         recorder.num_replays[:] = [0, 0]
-        loops = [toy(device, plugins(**extra), **options) for extra in ({"cuda_graphs": graphs()}, {})]
-        for loop in loops:
-            loop.run()
+        loops = both(device, **options)
         assert recorder.num_replays == [replays] * 2
         assert_close(*loops)
 
@@ -440,9 +427,7 @@ class Decay:
 
 
 def test_changed_hyper_parameters_and_thawed_weights_are_heeded(device, recorder):
-    loops = [toy(device, plugins(mine=Decay(), **extra)) for extra in ({"cuda_graphs": graphs()}, {})]
-    for loop in loops:
-        loop.run()
+    loops = both(device, given={"mine": Decay})
     assert_close(*loops)
     assert recorder.num_replays == [14 - WARMUP, 10 - WARMUP]
 
@@ -460,39 +445,36 @@ def test_a_weight_whose_first_gradient_is_recorded_is_updated_by_the_host(device
             self.calls += 1
             return self.first(x) + (self.late(x) if self.calls > WARMUP else 0)
 
-    loops = [toy(device, plugins(**extra), model=Late()) for extra in ({"cuda_graphs": graphs()}, {})]
-    for loop in loops:
-        loop.run()
+    loops = both(device, Late)
     assert recorder.num_replays == [STEPS - WARMUP, 0]
     assert_close(*loops)
 
 
-def test_a_run_resumes_with_or_without_the_plugin(device, recorder, tmp_path):
-    def run(folder, steps, resume, **extra):
-        loop = toy(device, plugins(checkpoint=Checkpoint(every=5), **extra), run_dir=folder, steps=steps, resume=resume)
+@pytest.fixture
+def run(device, recorder, tmp_path):
+    """Return a function that trains in a folder, with recorded steps or with usual ones."""
+
+    def call(name, steps, is_recorded, resume=False):
+        given = plugins(checkpoint=Checkpoint(every=5), **({"cuda_graphs": graphs()} if is_recorded else {}))
+        loop = toy(device, given, run_dir=tmp_path / name, steps=steps, resume=resume)
         loop.run()
         return loop
 
-    usual = run(tmp_path / "usual", 20, False)
-    for name, first, second in (("with", {}, {"cuda_graphs": 1}), ("without", {"cuda_graphs": 1}, {})):
-        made = [{key: graphs() for key in extra} for extra in (first, second)]
-        run(tmp_path / name, 10, False, **made[0])
-        resumed = run(tmp_path / name, 20, True, **made[1])
-        assert_close(resumed, usual)
+    return call
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(device, recorder, tmp_path):
+def test_a_run_resumes_with_or_without_the_plugin(run):
+    usual = run("usual", 20, False)
+    for name, is_recorded in (("with", True), ("without", False)):
+        run(name, 10, not is_recorded)
+        assert_close(run(name, 20, is_recorded, resume=True), usual)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(run):
     """It records its steps elsewhere: usual steps of such a run have the rounding of recorded ones."""
-
-    def run(folder, steps, resume=False):
-        given = plugins(checkpoint=Checkpoint(every=5), cuda_graphs=graphs())
-        loop = toy(device, given, run_dir=folder, steps=steps, resume=resume)
-        loop.run()
-        return loop
-
-    uninterrupted = run(tmp_path / "one", 20)
-    run(tmp_path / "two", 10)
-    resumed = run(tmp_path / "two", 20, resume=True)
+    uninterrupted = run("one", 20, True)
+    run("two", 10, True)
+    resumed = run("two", 20, True, resume=True)
     assert_same(weights(resumed), weights(uninterrupted))
     assert_same(resumed.plugins["ema"].shadow, uninterrupted.plugins["ema"].shadow)
 

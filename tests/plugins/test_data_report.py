@@ -9,7 +9,7 @@ import numpy
 import pytest
 from PIL import Image
 
-from tests.conftest import PICTURES, check_facts, pixels
+from tests.conftest import check_facts, pixels
 
 
 @pytest.fixture(autouse=True)
@@ -64,17 +64,23 @@ def test_the_report_has_the_statistics_of_the_pixels(hookdiff: Any, folder: Path
     assert (found["values"]["min"], found["values"]["max"]) == (-1, 1)
 
 
-def test_samples_that_are_not_finite_are_listed(hookdiff: Any, folder: Path, user_module: Any) -> None:
-    lines = [
-        "import torch",
-        "def images() -> torch.Tensor:",
-        "    x = torch.rand(20, 1, 8, 8)",
-        "    x[7, 0, 3, 3] = torch.nan",
-    ]
-    user_module("hd_data_user", "\n".join([*lines, "    x[9] = torch.inf", "    return x", ""]))
-    text = '[run]\nsteps = 1\nbatch_size = 4\n[data]\nsource = "hd_data_user:images"\n[model]\nuse = "unet"\n'
-    (folder / "spoiled.toml").write_text(text)
-    code, out, _ = hookdiff("data", "spoiled.toml", "--seconds", "0")
+USER = """
+import torch
+
+def spoiled() -> torch.Tensor:
+    x = torch.rand(20, 1, 8, 8)
+    x[7, 0, 3, 3] = torch.nan
+    x[9] = torch.inf
+    return x
+
+def latents() -> torch.Tensor:
+    return torch.zeros(9, 5, 4, 4)
+"""
+
+
+def test_samples_that_are_not_finite_are_listed(hookdiff: Any, write_config: Any, user_module: Any) -> None:
+    user_module("hd_data_user", USER)
+    code, out, _ = hookdiff("data", write_config(data={"source": "hd_data_user:spoiled"}), "--seconds", "0")
     count, *samples = table(out)["not finite"]
     assert (code, samples) == (0, ["sample 7", "sample 9"])
     check_facts(count, 2)
@@ -123,24 +129,21 @@ def test_a_picture_that_cannot_be_written_is_reported(hookdiff: Any) -> None:
     check_facts(err, "config.toml/a.png")
 
 
-def test_sources_without_files_have_a_report_too(hookdiff: Any, folder: Path) -> None:
-    for source, key, sizes in (
-        ("digits", "image_size = 8", "8 x 8: 1,797"),
-        ("torchvision:FakeData", "size = 20\nimage_size = [3, 10, 12]", "12 x 10: 20"),  # its own image_size
+def test_sources_without_files_have_a_report_too(hookdiff: Any, write_config: Any) -> None:
+    for data, sizes in (
+        ({"source": "digits", "image_size": 8}, "8 x 8: 1,797"),
+        ({"source": "torchvision:FakeData", "size": 20, "image_size": [3, 10, 12]}, "12 x 10: 20"),  # FakeData's own
     ):
-        text = PICTURES.replace('"folder"', f'"{source}"').replace('path = "pictures"', "")
-        (folder / "other.toml").write_text(text.replace("image_size = 8", key))
-        code, out, err = hookdiff("data", "other.toml", "--seconds", "0")
+        code, out, err = hookdiff("data", write_config(data=data), "--seconds", "0")
         assert code == 0, err
         assert table(out)["sizes"] == [sizes]
         assert table(out)["classes"][0].startswith("10: 0 ")
 
 
-def test_latents_have_no_mode(hookdiff: Any, folder: Path, user_module: Any) -> None:
-    user_module("hd_latents", "import torch\n\n\ndef latents() -> torch.Tensor:\n    return torch.zeros(9, 5, 4, 4)\n")
-    text = PICTURES.replace('"folder"', '"hd_latents:latents"').replace('path = "pictures"', "")
-    (folder / "latents.toml").write_text(text.replace("image_size = 8", "").replace("held_out = 4", ""))
-    code, out, err = hookdiff("data", "latents.toml", "--seconds", "0", "--out", "a.png")
+def test_latents_have_no_mode(hookdiff: Any, write_config: Any, user_module: Any) -> None:
+    user_module("hd_data_user", USER)
+    config = write_config(run={"batch_size": 8}, data={"source": "hd_data_user:latents", "flip": True})
+    code, out, err = hookdiff("data", config, "--seconds", "0", "--out", "a.png")
     assert code == 0, err
     assert "sizes" not in table(out)
     check_facts(table(out)["inputs"][0], "5 x 4 x 4", 0)

@@ -2,6 +2,7 @@
 
 import json
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from hookdiff import InMemory
+from hookdiff import InMemory, load_config
+from hookdiff.experiment.build import build_feed
 from hookdiff.images import feed_of
 from hookdiff.images.store import Store
 from hookdiff_shards import Items, shards
@@ -115,17 +117,11 @@ def test_unreadable_pictures_are_refused_or_left_out(hookdiff: Any, folder: Path
 
 
 @pytest.mark.parametrize("source", ["torchvision:FakeData", "digits"])
-def test_data_without_files_become_png(hookdiff: Any, folder: Path, source: str) -> None:
-    lines = PICTURES.replace('"folder"', f'"{source}"').replace('path = "pictures"', "").replace("image_size = 8\n", "")
-    (folder / "other.toml").write_text(
-        lines.replace("[model]", "size = 20\n[model]" if "Fake" in source else "[model]")
-    )
-    code, _, err = hookdiff("data", "other.toml", "--to-shards", "out")
+def test_data_without_files_become_png(hookdiff: Any, write_config: Any, source: str) -> None:
+    config = write_config(data={"source": source, **({"size": 20} if "Fake" in source else {})})
+    code, _, err = hookdiff("data", config, "--to-shards", "out")
     assert code == 0, err
-    from hookdiff import load_config
-    from hookdiff.experiment.build import build_feed
-
-    known, ours = build_feed(load_config(Path("other.toml"))), feed_of(shards("out"), store=Store(store="none"))
+    known, ours = build_feed(load_config(config)), feed_of(shards("out"), store=Store(store="none"))
     for one, other in zip(known.unaugmented(known.usable), ours.unaugmented(ours.usable), strict=True):
         assert torch.equal(one.inputs, other.inputs)
         assert one.labels is not None
@@ -133,7 +129,7 @@ def test_data_without_files_become_png(hookdiff: Any, folder: Path, source: str)
         assert torch.equal(one.labels, other.labels)
 
 
-USER = """
+USER = r"""
 import numpy, random, torch
 from PIL import Image
 from hookdiff import InMemory
@@ -153,9 +149,22 @@ class Pairs:
             "tokens": [index, random.randint(0, 99)],
         }
 
+class Turned:
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        image = Image.fromarray(numpy.random.default_rng(index).integers(0, 256, (6, 9, 4), dtype=numpy.uint8))
+        image.getexif()[0x0112] = 6
+        return image
+
 def latents() -> InMemory:
     torch.manual_seed(0)
     return InMemory(torch.randn(6, 4, 5, 5), conditions={"mask": torch.rand(6, 5, 5) > 0.5})
+
+def labelled() -> InMemory:
+    labels = torch.tensor([1, -1, 0])
+    return InMemory(torch.arange(48).reshape(3, 1, 4, 4).byte(), labels, ["a b", r"c\nd"])
 
 def layers() -> InMemory:
     return InMemory(torch.zeros(6, 4, 5, 5, dtype=torch.uint8))
@@ -181,23 +190,21 @@ class Twice(Mixed):
 """
 
 
-def write_user(folder: Path, user_module: Any, name: str) -> None:
+@pytest.fixture
+def write_user(user_module: Any, write_config: Any) -> Callable[[str], Path]:
+    """Return a function that writes a config with a source of `USER`."""
     user_module("hd_shards_user", USER)
-    text = '[run]\nsteps = 1\nbatch_size = 2\n[data]\nsource = "hd_shards_user:NAME"\n[model]\nuse = "unet"\n'
-    (folder / "user.toml").write_text(text.replace("NAME", name))
+    return lambda name: write_config(run={"batch_size": 2}, data={"source": f"hd_shards_user:{name}"})
 
 
 @pytest.mark.parametrize("name", ["Pairs", "latents"])
-def test_conditions_and_arrays_come_back_as_they_are(hookdiff: Any, folder: Path, user_module: Any, name: str) -> None:
-    write_user(folder, user_module, name)
-    code, out, err = hookdiff("data", "user.toml", "--to-shards", "out", "--json")
+def test_conditions_and_arrays_come_back_as_they_are(hookdiff: Any, write_user: Any, name: str) -> None:
+    config = write_user(name)
+    code, out, err = hookdiff("data", config, "--to-shards", "out", "--json")
     assert code == 0, err
     data = json.loads(out)["data"]
     assert data.pop("source") == "shards"
-    from hookdiff import load_config
-    from hookdiff.experiment.build import build_feed
-
-    known, source = build_feed(load_config(Path("user.toml"))), shards(**data)
+    known, source = build_feed(load_config(config)), shards(**data)
     assert isinstance(source, Items)
     (one,), (other,) = ([*feed.unaugmented(torch.arange(6))] for feed in (known, feed_of(source)))
     assert torch.equal(one.inputs, other.inputs)
@@ -219,36 +226,19 @@ def test_conditions_and_arrays_come_back_as_they_are(hookdiff: Any, folder: Path
     ],
 )
 def test_data_that_no_shard_holds_are_refused(
-    hookdiff: Any, folder: Path, user_module: Any, name: str, facts: list[Any]
+    hookdiff: Any, folder: Path, write_user: Any, name: str, facts: list[Any]
 ) -> None:
-    write_user(folder, user_module, name)
-    code, out, err = hookdiff("data", "user.toml", "--to-shards", "out")
+    code, out, err = hookdiff("data", write_user(name), "--to-shards", "out")
     assert (code, out) == (2, "")
     check_facts(err, *facts)
     assert not list(folder.glob("*out*"))
 
 
-def test_pictures_keep_what_turns_them_and_their_transparency(hookdiff: Any, folder: Path, user_module: Any) -> None:
-    lines = [
-        "import numpy",
-        "from PIL import Image",
-        "class Turned:",
-        "    def __len__(self): return 3",
-        "    def __getitem__(self, index):",
-        "        values = numpy.random.default_rng(index).integers(0, 256, (6, 9, 4), dtype=numpy.uint8)",
-        "        image = Image.fromarray(values)",
-        "        image.getexif()[0x0112] = 6",
-        "        return image",
-    ]
-    user_module("hd_turned", "\n".join(lines) + "\n")
-    text = '[run]\nsteps = 1\nbatch_size = 2\n[data]\nsource = "hd_turned:Turned"\n[model]\nuse = "unet"\n'
-    (folder / "user.toml").write_text(text)
-    assert hookdiff("data", "user.toml", "--to-shards", "out")[0] == 0
-    import hd_turned  # type: ignore[import-not-found]
-
-    (one,), (other,) = (
-        [*feed_of(source).unaugmented(torch.arange(3))] for source in (hd_turned.Turned(), shards("out"))
-    )
+def test_pictures_keep_what_turns_them_and_their_transparency(hookdiff: Any, write_user: Any) -> None:
+    config = write_user("Turned")
+    assert hookdiff("data", config, "--to-shards", "out")[0] == 0
+    feeds = build_feed(load_config(config)), feed_of(shards("out"))
+    (one,), (other,) = ([*feed.unaugmented(torch.arange(3))] for feed in feeds)
     assert one.inputs.shape == (3, 3, 9, 6)
     assert torch.equal(one.inputs, other.inputs)
 
@@ -264,16 +254,8 @@ def test_a_full_disk_leaves_nothing(hookdiff: Any, folder: Path, disk: Path) -> 
     assert not list(disk.iterdir())
 
 
-def test_in_memory_labels_are_written(hookdiff: Any, folder: Path, user_module: Any) -> None:
-    user_module(
-        "hd_labelled",
-        "import torch\nfrom hookdiff import InMemory\n\n\ndef data() -> InMemory:\n"
-        "    labels = torch.tensor([1, -1, 0])\n"
-        "    return InMemory(torch.arange(48).reshape(3, 1, 4, 4).byte(), labels, ['a b', 'c\\nd'])\n",
-    )
-    text = '[run]\nsteps = 1\nbatch_size = 2\n[data]\nsource = "hd_labelled:data"\n[model]\nuse = "unet"\n'
-    (folder / "user.toml").write_text(text)
-    assert hookdiff("data", "user.toml", "--to-shards", "out")[0] == 0
+def test_in_memory_labels_are_written(hookdiff: Any, write_user: Any) -> None:
+    assert hookdiff("data", write_user("labelled"), "--to-shards", "out")[0] == 0
     source = shards("out")
     assert source.labels is not None
     assert (source.labels.tolist(), source.classes) == ([1, -1, 0], ("a b", "c\\nd"))

@@ -1,6 +1,5 @@
 """The plugin `debug`: its warnings, and that it changes nothing."""
 
-import logging
 import math
 from types import SimpleNamespace
 
@@ -21,23 +20,9 @@ from hookdiff_debug import Debug
 from hookdiff_debug.checks import check_inputs
 from hookdiff_debug.measure import measure_inputs, measure_layers, measure_outputs, untouched
 from hookdiff_networks import DiT, UNet
+from tests.conftest import Logged, warnings
 
 PICTURES = torch.rand(64, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
-
-
-class Values:
-    """Keeps the logged values."""
-
-    def __init__(self):
-        self.values = {}
-
-    @hookimpl
-    def on_log(self, step, values):
-        self.values.setdefault(step, {}).update(values)
-
-
-def warnings(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
 def judged(inputs, **options):
@@ -59,7 +44,7 @@ def test_the_numbers_of_a_batch():
 def test_a_nan_does_not_hide_the_other_numbers():
     batch = PICTURES.clone()
     batch[0, 0, 0, 0], batch[1] = math.nan, math.inf
-    found, clean = measure_inputs(batch), PICTURES.flatten()[65:]
+    found = measure_inputs(batch)
     clean = torch.cat([PICTURES.flatten()[1:64], PICTURES.flatten()[128:]])
     assert found.nonfinite == pytest.approx(65 / (64 * 64))
     assert (found.low, found.high) == (float(clean.min()), float(clean.max()))
@@ -117,8 +102,7 @@ def test_sigma_data_far_from_the_data_is_named_with_the_right_one():
 
 
 def test_the_first_step_names_pixels_in_0_to_255_and_the_way_out(caplog):
-    loop = toy_loop({"debug": Debug()}, data=torch.linspace(0, 255, 160).reshape(40, 4), batch_size=40)
-    loop.run()
+    toy_loop({"debug": Debug()}, data=torch.linspace(0, 255, 160).reshape(40, 4), batch_size=40).run()
     (said,) = warnings(caplog)  # once, and nothing that follows from it
     first, numbers, remedy = said.splitlines()
     assert first.startswith("step 1: ")
@@ -132,7 +116,7 @@ def test_a_nan_in_the_data_is_named_once_in_the_report(caplog):
     data[11] = math.nan
     loop = toy_loop({"debug": Debug(every=0)}, data=data)
     assert loop.run() == "on_nan"
-    (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    (said,) = warnings(caplog)
     assert said.startswith("step 4 (batch 3) is not finite: loss nan")
     assert "debug: inputs not finite" in said
     assert "12.5%" in said
@@ -173,14 +157,13 @@ def test_a_layer_that_is_not_called_is_named(caplog):
 
 
 def test_a_finding_that_comes_back_is_reported_again(caplog):
-    debug = Debug(every=1)
-
     class Scales:
         @hookimpl
         def before_step(self, loop, batch):
             batch.inputs.mul_(255 if loop.progress.step in (2, 3, 7) else 1)
 
-    toy_loop({"scales": Scales(), "debug": debug}, data=torch.rand(40, 4) * 2 - 1, steps=9, batch_size=40).run()
+    plugins = {"scales": Scales(), "debug": Debug(every=1)}
+    toy_loop(plugins, data=torch.rand(40, 4) * 2 - 1, steps=9, batch_size=40).run()
     assert [line.split(":")[0] for line in warnings(caplog) if "inputs" in line] == ["step 3", "step 8"]
 
 
@@ -192,17 +175,14 @@ def test_a_finding_that_comes_back_is_reported_again(caplog):
 )
 def test_real_networks_that_start_at_zero_cause_no_warning(net, objective, caplog):
     net.reset_parameters() if isinstance(net, UNet) else None
-    values = Values()
-    debug = Debug(every=10, num=16)
-    loop = toy_loop(
-        {"debug": debug, "values": values}, model=net, objective=objective, data=PICTURES, steps=20, batch_size=16
-    )
-    loop.run()
+    logged = Logged()
+    plugins = {"debug": Debug(every=10, num=16), "logged": logged}
+    toy_loop(plugins, model=net, objective=objective, data=PICTURES, steps=20, batch_size=16).run()
     assert warnings(caplog) == []
-    assert [step for step, logged in values.values.items() if "debug/input_std" in logged] == [1, 2, 4, 8, 10, 16, 20]
-    assert 0 < values.values[20]["debug/by_image"] < 3
-    assert 0 < values.values[20]["debug/by_time"] < 3
-    assert values.values[20]["debug/silent_layers"] == 0
+    assert list(logged.of("debug/input_std")) == [1, 2, 4, 8, 10, 16, 20]
+    assert 0 < logged.of("debug/by_image")[20] < 3
+    assert 0 < logged.of("debug/by_time")[20] < 3
+    assert logged.of("debug/silent_layers")[20] == 0
 
 
 class Disturbing(nn.Module):
