@@ -4,6 +4,7 @@ import gc
 import importlib
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from PIL import Image
 from torch import distributed
 
 from hookdiff import PASS, Loop, hookimpl
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.disk.lock import lock_run_dir
 from hookdiff.disk.tree import flatten, unflatten
 from hookdiff.machine.joining import leave
 from tests.forked import PATIENCE, begin, command, forked, run_main
@@ -108,6 +111,57 @@ def refused(error: type[BaseException] | tuple[type[BaseException], ...], *facts
         return True
 
     return pytest.raises(error, check=check)
+
+
+def check_refused(result: tuple[int, str, str], *facts: object) -> None:
+    """Assert that a command has ended with exit code 2 and nothing but a message, which has all these facts."""
+    code, out, err = result
+    assert (code, out) == (2, ""), err
+    assert err.startswith(("hookdiff: ", "Usage: "))
+    assert err.count("hookdiff: ") <= 1
+    check_facts(err, *facts)
+
+
+def output(result: tuple[int, str, str]) -> str:
+    """Assert that a command has succeeded, and return what it has written to stdout."""
+    code, out, err = result
+    assert code == 0, err
+    return out
+
+
+def toy_run(plugins: Mapping[str, object] | None = None, **options: Any) -> Loop:
+    """Return a toy loop that has run."""
+    loop = toy_loop(plugins, **options)
+    loop.run()
+    return loop
+
+
+def as_list(tensor: torch.Tensor | None) -> Any:
+    """Return the numbers of a tensor that may be missing, such as labels."""
+    return None if tensor is None else tensor.tolist()
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Return what all files in a folder hold, by their paths in it."""
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+IMPORTS = ("-X", "importtime")  # options of Python, for `imported`
+
+
+def imported(stderr: str) -> set[str]:
+    """Return the modules that a process has imported which was started with the options `IMPORTS` and wrote no more."""
+    names = [line.rpartition("|")[2].strip() for line in stderr.splitlines() if line.startswith("import time: ")]
+    assert len(names) == len(stderr.splitlines()), stderr
+    return set(names)
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Hold the lock of a run directory, as a run does that is under way."""
+    with ExitStack() as resources:
+        lock_run_dir(run, resources)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -378,6 +432,24 @@ class Restores:
     def after_optimizer_step(self, loop: Loop) -> None:
         if loop.progress.step == self.at:
             self.state = saved(loop)
+
+
+class RollsBack(Restores):
+    """A plugin that makes the loss at `position` NaN, and then has the run go back to the state after step `at`."""
+
+    def __init__(self, at: int, position: int) -> None:
+        super().__init__(at=at)
+        self.position = position
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, loop: Loop) -> Any:
+        output = yield
+        output.loss.data.mul_(math.nan if loop.progress.position == self.position else 1)
+        return output
+
+    @hookimpl
+    def on_nan(self) -> str:
+        return "rollback"
 
 
 class Logged:
