@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch import distributed
 
 from hookdiff import PASS, Batch, Loop, hookimpl
 from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.disk.lock import lock_run_dir
 from hookdiff.disk.tree import flatten, unflatten
 from hookdiff.machine.joining import leave
 from tests.forked import PATIENCE, begin, command, forked, run_main
@@ -115,6 +116,50 @@ def refused(error: type[BaseException] | tuple[type[BaseException], ...], *facts
     return pytest.raises(error, check=check)
 
 
+def check_refused(result: tuple[int, str, str], *facts: object) -> None:
+    """Assert that a command has ended with exit code 2 and nothing but a message, which has all these facts."""
+    code, out, err = result
+    assert (code, out) == (2, ""), err
+    assert err.startswith(("hookdiff: ", "Usage: "))
+    assert err.count("hookdiff: ") <= 1
+    check_facts(err, *facts)
+
+
+def output(result: tuple[int, str, str]) -> str:
+    """Assert that a command has succeeded, and return what it has written to stdout."""
+    code, out, err = result
+    assert code == 0, err
+    return out
+
+
+def toy_run(plugins: Mapping[str, object] | None = None, **options: Any) -> Loop:
+    """Return a toy loop that has run."""
+    return ran(toy_loop(plugins, **options))
+
+
+def as_list(tensor: torch.Tensor | None) -> Any:
+    """Return the numbers of a tensor that may be missing, such as labels."""
+    return None if tensor is None else tensor.tolist()
+
+
+IMPORTS = ("-X", "importtime")  # options of Python, for `imported`
+
+
+def imported(stderr: str) -> set[str]:
+    """Return the modules that a process has imported which was started with the options `IMPORTS` and wrote no more."""
+    names = [line.rpartition("|")[2].strip() for line in stderr.splitlines() if line.startswith("import time: ")]
+    assert len(names) == len(stderr.splitlines()), stderr
+    return set(names)
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Hold the lock of a run directory, as a run does that is under way."""
+    with ExitStack() as resources:
+        lock_run_dir(run, resources)
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep what hookdiff writes to the user's cache in a folder of the tests."""
@@ -202,8 +247,9 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """Return the bytes of all files below `folder`, but for the lock of a run."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    """Return the bytes of all files below `folder`, by their paths in it, but for the lock of a run."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 def write_small(path: Path, **tables: Any) -> Path:
@@ -279,13 +325,7 @@ def hookdiff(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 @pytest.fixture
 def succeed(hookdiff: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
     """Return a function that runs the command line as `hookdiff` does; it must succeed. It returns its stdout."""
-
-    def call(*words: object) -> str:
-        code, out, err = hookdiff(*words)
-        assert code == 0, err
-        return out
-
-    return call
+    return lambda *words: output(hookdiff(*words))
 
 
 @pytest.fixture
@@ -452,6 +492,14 @@ class RollBackAt:
     @hookimpl
     def on_nan(self) -> str:
         return "rollback"
+
+
+class RollsBack(RollBackAt, Restores):
+    """A plugin that makes the loss at `position` NaN, and then has the run go back to the state after step `at`."""
+
+    def __init__(self, at: int, position: int) -> None:
+        Restores.__init__(self, at=at)
+        RollBackAt.__init__(self, position)
 
 
 class Still:

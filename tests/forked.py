@@ -233,11 +233,17 @@ def command(
     )
 
 
-def python(code: str, *words: object, folder: Path | None = None, **environment: str) -> tuple[int, str, str]:
-    """Run Python code in a process that has imported torch; return its exit code, stdout and stderr."""
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment}
+def python(
+    code: str, *words: object, folder: Path | None = None, fresh: bool = False, **environment: str
+) -> tuple[int, str, str]:
+    """Run Python code in a process that has imported torch, or nothing if `fresh`; return exit code, stdout and stderr.
+
+    In a fresh one `environment` may have variables that Python reads when it starts.
+    """
+    paths = os.pathsep.join(filter(None, sys.path))
+    variables = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
     folder, texts = folder or Path.cwd(), list(map(str, words))
-    if os.name == "nt":  # which cannot fork
+    if fresh or os.name == "nt":  # which cannot fork
         command = [sys.executable, "-c", code, *texts]
         done = subprocess.run(command, cwd=folder, env=variables, text=True, capture_output=True, timeout=PATIENCE)
         return done.returncode, done.stdout, done.stderr

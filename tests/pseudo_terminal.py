@@ -12,6 +12,7 @@ import termios
 import threading
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tests.conftest import PATIENCE, wait_until
 from tests.forked import command
@@ -80,3 +81,11 @@ class Terminal:
         code = self.process.wait(PATIENCE)
         self._reader.join()
         return code, _CODES.sub("", self.written.rpartition("\x1b[?1049l")[2]).replace("\r", "")
+
+
+def shown(folder: Path, *words: object, **options: Any) -> tuple[str, str]:
+    """Run a command that has to succeed; return what it left on the terminal, and all that it wrote with the codes."""
+    with Terminal(folder, *words, **options) as terminal:
+        code, left = terminal.finish()
+    assert code == 0, left
+    return left, terminal.written

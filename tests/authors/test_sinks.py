@@ -20,8 +20,19 @@ from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.log.distribution import Distribution
 from hookdiff.log.event import Event
 from hookdiff.log.picture import Picture
-from tests.conftest import PATIENCE, Restores, StopAt, acting, check_facts, ran, refused, saved, wait_until, warnings
-from tests.plugins.test_tensorboard import Loses
+from tests.conftest import (
+    PATIENCE,
+    Restores,
+    RollsBack,
+    StopAt,
+    acting,
+    check_facts,
+    ran,
+    refused,
+    saved,
+    wait_until,
+    warnings,
+)
 
 
 def make_loop(plugins: Mapping[str, object], steps: int = 4) -> Loop:
@@ -518,7 +529,7 @@ def test_training_leaves_a_sink_whose_fill_is_late(
 
 def test_a_rollback_opens_the_sink_again() -> None:
     sink = Recorder()
-    plugins = {**builtin_plugins(signals=False), "sink": sink, "loses": Loses()}
+    plugins = {**builtin_plugins(signals=False), "sink": sink, "back": RollsBack(at=1, position=3)}
     make_loop(plugins, steps=4).run()
     (again,) = (place for place, call in enumerate(sink.calls) if call == ("open", 1))
     assert sink.calls[again - 1] == ("close",)
@@ -531,7 +542,7 @@ def test_a_rollback_breaks_off_a_fill(caplog: pytest.LogCaptureFixture) -> None:
         def open(self, run: TrackedRun) -> list[Call]:
             return Filled.open(self, run) * (0 if run.step else 10_000)
 
-    class Rolls(Loses):
+    class Rolls(RollsBack):
         @hookimpl
         def on_nan(self) -> str:
             lost.set()
@@ -539,7 +550,7 @@ def test_a_rollback_breaks_off_a_fill(caplog: pytest.LogCaptureFixture) -> None:
 
     lost = threading.Event()
     sink = Long(release=lambda: lost.wait(PATIENCE) and sleep(0.02), timeout=PATIENCE)
-    make_loop({**builtin_plugins(signals=False), "sink": sink, "loses": Rolls()}, steps=4).run()
+    make_loop({**builtin_plugins(signals=False), "sink": sink, "back": Rolls(at=1, position=3)}, steps=4).run()
     assert sink.names.count("open") == 2
     assert sink.names.count("scalars") < 20_000  # 200 seconds
     assert sink.calls[-1] == ("close",)

@@ -20,7 +20,7 @@ from hookdiff.options.fields import Fixed
 from hookdiff.options.structure import described, marks_of, parameters
 from hookdiff_muon import muon
 from hookdiff_networks import DiT, UNet
-from tests.conftest import Restores, check_facts, refused, saved, warnings
+from tests.conftest import Restores, check_facts, refused, saved, toy_run, warnings
 
 values = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
 tables = st.dictionaries(st.sampled_from("abcd"), values, max_size=4)
@@ -48,8 +48,7 @@ def test_lists_equal_tuples_and_integers_equal_floats():
 def test_a_date_equals_its_text_in_a_checkpoint():
     day = datetime.date(2026, 11, 22)
     assert not list(changes({"data": {"since": "2026-11-22"}}, {"data": {"since": day}}, {}))
-    loop = toy_loop(steps=1, hparams={"data": {"since": day, "hours": [datetime.time(8, 30)]}})
-    loop.run()
+    loop = toy_run(steps=1, hparams={"data": {"since": day, "hours": [datetime.time(8, 30)]}})
     tree = flatten(loop.state_dict())[1]
     assert tree["config"] == {"data": {"since": "2026-11-22", "hours": ["08:30:00"]}}
 
@@ -69,10 +68,9 @@ def test_a_plugin_of_only_one_config_is_one_change_of_the_list():
 
 def test_added_and_removed_plugins_are_logged(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    first = toy_loop(steps=2, hparams={"run": {"plugins": ["ema", "lr"]}})
-    first.run()
-    resumed(tmp_path, first.state_dict(), {"run": {"plugins": ("lr", "clip", "fid")}})
-    resumed(tmp_path, first.state_dict(), {"run": {"plugins": ("lr", "ema")}})
+    state = toy_run(steps=2, hparams={"run": {"plugins": ["ema", "lr"]}}).state_dict()
+    for plugins in (("lr", "clip", "fid"), ("lr", "ema")):
+        resume(tmp_path, state, {"run": {"plugins": plugins}})
     others, order = caplog.messages
     check_facts(others, "run.plugins", "clip, fid", "ema")
     check_facts(order, "run.plugins", "order")
@@ -131,8 +129,7 @@ def runs(write_config, tmp_path, caplog):
     def call(*settings, steps=2):
         caplog.clear()
         config = load_config(path, settings=(f"run.steps={steps}", *settings))
-        resume = bool(kept.state)
-        build_loop(config, tmp_path / "run", resume=resume, plugins={"kept": kept}).run()
+        build_loop(config, tmp_path / "run", resume=bool(kept.state), plugins={"kept": kept}).run()
         return [message for message in caplog.messages if "->" in message] + warnings(caplog)
 
     return call
@@ -189,30 +186,23 @@ def test_all_changes_of_fixed_keys_are_refused_at_once(runs):
         runs("run.seed=1", "optimizer.use=sgd", "diffusion.prediction=sample")
 
 
-def resumed(tmp_path, state, hparams):
-    plugins = {"changes": Changes({}), "state": Restores(state)}
-    loop = toy_loop(plugins, resume=tmp_path, steps=3, hparams=hparams)
-    loop.run()
-    return loop
+def resume(tmp_path, state, hparams):
+    toy_run({"changes": Changes({}), "state": Restores(state)}, resume=tmp_path, steps=3, hparams=hparams)
 
 
 def test_the_state_of_a_script_without_a_config_is_not_compared(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    started = toy_loop(steps=2)
-    started.run()
-    state = started.state_dict()
+    state = toy_run(steps=2).state_dict()
     assert state["config"] == {}
-    resumed(tmp_path, state, {"run": {"seed": 1}})
+    resume(tmp_path, state, {"run": {"seed": 1}})
     del state["config"], state["data"], state["random"]  # older versions did not save these
-    resumed(tmp_path, state, {"run": {"seed": 1}})
+    resume(tmp_path, state, {"run": {"seed": 1}})
     assert caplog.messages == []
 
 
 def test_a_rollback_is_not_compared(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    first = toy_loop(steps=2, hparams={"optimizer": {"lr": 1}})
-    first.run()
-    state = saved(first)
+    state = saved(toy_run(steps=2, hparams={"optimizer": {"lr": 1}}))
     plugins = {"changes": Changes({}), "state": Restores(state)}
     loop = toy_loop(plugins, run_dir=tmp_path, resume=True, steps=3, hparams={"optimizer": {"lr": 2}})
     with loop:

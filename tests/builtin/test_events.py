@@ -9,18 +9,15 @@ import pytest
 import torch
 
 from hookdiff import PASS, Finding, Loop, NonFinite, Verdict, builtin_plugins, hookimpl
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.log.event import Event
 from hookdiff.run_dir.events_jsonl import read_events
 from hookdiff.run_dir.history import History
 from hookdiff_checkpoint import Checkpoint
-from tests.conftest import Restores, StopAt, check_facts
+from tests.conftest import Restores, StopAt, check_facts, toy_run
 
 
 def train(run_dir: Path | None, plugins: Mapping[str, object], **options: Any) -> Loop:
-    loop = toy_loop({**builtin_plugins(), **plugins}, run_dir=run_dir, **{"steps": 6, "log_every": 1, **options})
-    loop.run()
-    return loop
+    return toy_run({**builtin_plugins(), **plugins}, run_dir=run_dir, **{"steps": 6, "log_every": 1, **options})
 
 
 def kinds(run_dir: Path) -> list[tuple[str, int]]:

@@ -1,34 +1,29 @@
 import json
 import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hookdiff import PASS, Loop, SampleRequest, hookimpl
+from hookdiff import Loop, SampleRequest, hookimpl
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.builtin.logged import Metrics
 from hookdiff.run_dir.metrics_jsonl import read_metrics
-from tests.conftest import Restores, StopAt, check_facts, fill, free, records, saved, warnings
+from tests.conftest import Restores, RollsBack, StopAt, check_facts, fill, free, records, toy_run, warnings
 
 
-def train(run_dir: Path | None, at: int = 0, extra: Mapping[str, object] | None = None) -> Any:
+def train(run_dir: Path, at: int = 0, **extra: object) -> Any:
     """Train for 20 steps, and return the state after step `at`."""
     keeper = Restores(at=at)
-    toy_loop({"metrics": Metrics(), "keeper": keeper, **(extra or {})}, run_dir=run_dir).run()
+    toy_loop({"metrics": Metrics(), "keeper": keeper, **extra}, run_dir=run_dir).run()
     return keeper.state
 
 
-def continue_from(
-    run_dir: Path, state: Any, steps: int = 20, resume: Path | bool = True, extra: Mapping[str, object] | None = None
-) -> Any:
+def continue_from(run_dir: Path, state: Any, steps: int = 20, resume: Path | bool = True, **extra: object) -> Any:
     """Continue from `state`, and return the state at the end."""
-    plugins = {"metrics": Metrics(), "state": Restores(state), **(extra or {})}
-    loop = toy_loop(plugins, run_dir=run_dir, steps=steps, resume=resume)
-    loop.run()
-    return loop.state_dict()
+    plugins = {"metrics": Metrics(), "state": Restores(state), **extra}
+    return toy_run(plugins, run_dir=run_dir, steps=steps, resume=resume).state_dict()
 
 
 def length(state: Any) -> Any:
@@ -50,7 +45,7 @@ def test_a_line_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
         def before_step(self, loop: Loop) -> None:
             assert len(records(tmp_path) if loop.progress.step >= 5 else []) == loop.progress.step // 5
 
-    train(tmp_path, extra={"reader": Reader()})
+    train(tmp_path, reader=Reader())
 
 
 def test_the_first_line_makes_the_run_directory(tmp_path: Path) -> None:
@@ -59,19 +54,8 @@ def test_the_first_line_makes_the_run_directory(tmp_path: Path) -> None:
         def before_step(self, loop: Loop) -> None:
             assert (tmp_path / "a").exists() == (loop.progress.step >= 5)
 
-    train(tmp_path / "a" / "b", extra={"look": Look()})
+    train(tmp_path / "a" / "b", look=Look())
     assert len(records(tmp_path / "a" / "b")) == 4
-
-
-def test_without_a_run_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    train(None)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_other_ranks_write_nothing(second_rank: None, tmp_path: Path) -> None:
-    toy_loop({"metrics": Metrics()}, run_dir=tmp_path).run()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_golden_warning_of_lines_that_a_new_run_replaces(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -113,7 +97,7 @@ def test_the_file_is_cut_before_the_first_step_of_a_resumed_run_whether_or_not_i
         def on_ready(self) -> None:
             assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before[:2])
 
-    end = continue_from(tmp_path, state, steps=14, extra={"looks": Looks()})
+    end = continue_from(tmp_path, state, steps=14, looks=Looks())
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before[:2])
     assert length(end) == length(state)
 
@@ -179,29 +163,7 @@ def test_a_damaged_end_is_cut_to_the_last_whole_line_with_a_warning(
 
 
 def test_a_rollback_removes_later_lines(tmp_path: Path) -> None:
-    class Back:
-        state: Any = PASS
-
-        @hookimpl(wrapper=True)
-        def compute_loss(self, loop: Loop) -> Any:
-            output = yield
-            output.loss.data.mul_(math.nan if loop.progress.position == 17 else 1)
-            return output
-
-        @hookimpl(trylast=True)
-        def after_optimizer_step(self, loop: Loop) -> None:
-            if loop.progress.position == 10:
-                self.state = saved(loop)
-
-        @hookimpl
-        def restore(self) -> Any:
-            return self.state
-
-        @hookimpl
-        def on_nan(self) -> str:
-            return "rollback"
-
-    loop = toy_loop({"metrics": Metrics(), "back": Back()}, run_dir=tmp_path)
+    loop = toy_loop({"metrics": Metrics(), "back": RollsBack(at=10, position=17)}, run_dir=tmp_path)
     with loop:
         for step in loop.steps():
             if step.outcome == "skipped":
@@ -226,10 +188,6 @@ def test_a_loop_that_runs_again_appends_to_the_file(tmp_path: Path) -> None:
     assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
 
 
-def refuse(word: str) -> None:
-    raise AssertionError(f"{word} is no JSON")
-
-
 def test_nan_and_infinities_are_null_and_read_as_nan(tmp_path: Path) -> None:
     class Odd:
         @hookimpl
@@ -237,9 +195,9 @@ def test_nan_and_infinities_are_null_and_read_as_nan(tmp_path: Path) -> None:
             if loop.progress.step == 5:
                 loop.log({"a": math.nan, "b": math.inf, "c": -math.inf})
 
-    train(tmp_path, extra={"odd": Odd()})
+    train(tmp_path, odd=Odd())
     first = (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
-    written = json.loads(first, parse_constant=refuse)
+    written = json.loads(first, parse_constant=pytest.fail)
     assert (written["a"], written["b"], written["c"]) == (None, None, None)
     read = read_metrics(tmp_path / "metrics.jsonl")
     assert all(math.isnan(read[0].values[name]) for name in "abc")

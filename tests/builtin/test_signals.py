@@ -10,6 +10,7 @@ from hookdiff import hookimpl
 from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.builtin.signals import Signals
+from tests.conftest import toy_run
 from tests.forked import python
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
@@ -51,15 +52,13 @@ class Sends:
 def handlers():
     """Check that each test restores the signal handlers; a signal that the run lets through fails the test."""
     numbers = (INT, TERM, signal.SIGUSR1)
-    before = {
-        number: signal.signal(number, lambda *_: pytest.fail("the run let a signal through")) for number in numbers
-    }
-    guards = [signal.getsignal(number) for number in numbers]
+    guard = lambda *_: pytest.fail("the run let a signal through")  # noqa: E731
+    before = {number: signal.signal(number, guard) for number in numbers}
     yield
     now = [signal.getsignal(number) for number in numbers]
     for number, handler in before.items():
         signal.signal(number, handler)
-    assert now == guards
+    assert now == [guard] * 3
 
 
 def stopped(sends, **options):
@@ -73,18 +72,11 @@ def test_the_first_signal_ends_the_run_after_the_current_step(number, caplog):
     loop, signals, reason = stopped(Sends("after_backward", number))
     assert (reason, loop.progress.step, signals.caught) == ("signal", 4, number)
     assert levels(caplog) == ["WARNING"]
-    assert_same(weights(loop), weights(whole(4)))
-
-
-def whole(steps):
-    loop = toy_loop(steps=steps)
-    loop.run()
-    return loop
+    assert_same(weights(loop), weights(toy_run(steps=4)))
 
 
 def test_a_signal_does_not_interrupt_a_save():
-    sends = Sends("between_steps")
-    loop, _, reason = stopped(sends)
+    loop, _, reason = stopped(sends := Sends("between_steps"))
     assert (reason, loop.progress.step, sends.after) == ("signal", 3, [3])
 
 
@@ -94,8 +86,7 @@ def test_a_signal_during_the_start_ends_the_run_before_its_first_step():
 
 
 def test_a_signal_at_the_end_leaves_a_run_done(caplog):
-    sends = Sends("on_stop", at=20)
-    loop, signals, reason = stopped(sends)
+    loop, signals, reason = stopped(sends := Sends("on_stop", at=20))
     assert (reason, loop.end.reason, sends.after, signals.caught) == ("done", "done", [20], INT)
     assert levels(caplog) == ["WARNING"]
 
@@ -185,9 +176,8 @@ def test_another_thread_installs_no_handlers():
         def between_steps(self):
             assert signal.getsignal(INT) is before
 
-    thread = threading.Thread(
-        target=lambda: reasons.append(toy_loop({"signals": Signals(usr1=True), "looks": Looks()}).run())
-    )
+    loop = toy_loop({"signals": Signals(usr1=True), "looks": Looks()})
+    thread = threading.Thread(target=lambda: reasons.append(loop.run()))
     thread.start()
     thread.join()
     assert reasons == ["done"]

@@ -8,7 +8,7 @@ from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.builtin.skip import SkipBatches
 from hookdiff.images import feed_of
-from tests.conftest import Restores, refused, saved
+from tests.conftest import Restores, refused, saved, toy_run
 
 
 class Seen:
@@ -50,12 +50,10 @@ def test_a_smaller_last_batch_counts_as_one() -> None:
 
 
 def test_a_resumed_run_skips_from_its_position() -> None:
-    first = toy_loop(steps=7)
-    first.run()
+    first = toy_run(steps=7)
     state = saved(first)
     assert seen(2, state) == seen(0)[9:]
-    kept = toy_loop({"state": Restores(state), "skip_batches": SkipBatches(2)}, steps=7)
-    kept.run()  # the run is already done
+    kept = toy_run({"state": Restores(state), "skip_batches": SkipBatches(2)}, steps=7)  # which is already done
     assert_same(weights(kept), weights(first))
     assert (kept.progress.step, kept.progress.position) == (7, 9)
 

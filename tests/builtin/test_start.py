@@ -63,9 +63,8 @@ def test_the_recorded_config_starts_from_the_same_weights(config, tmp_path):
     assert again.resolved() == loop.hparams
     assert loop.hparams["model"]["start_partial"] is True
     assert "start_from" not in build_loop(config(), tmp_path / "x").hparams["model"]
-    without = load_config(
-        tmp_path / "run" / "config.toml", (), ["model.start_from=none", "model.start_partial=false"]
-    ).resolved()
+    unset = ["model.start_from=none", "model.start_partial=false"]
+    without = load_config(tmp_path / "run" / "config.toml", (), unset).resolved()
     assert "start_from" not in without["model"]
 
 

@@ -7,12 +7,11 @@ import pytest
 from hookdiff import HOOKS_VERSION
 from hookdiff.cli import COMMANDS
 from hookdiff.loop.hookspecs import HOOK_NAMES
-from tests.conftest import check_facts, finish
+from tests.conftest import IMPORTS, check_facts, check_refused, finish, imported, output
 
 
 def test_help_lists_the_commands(hookdiff, folder):
-    code, out, _ = hookdiff("--help")
-    assert code == 0
+    out = output(hookdiff("--help"))
     assert all(re.search(rf"^  {command} ", out, re.MULTILINE) for command in COMMANDS)
     assert "75" in out
 
@@ -25,9 +24,7 @@ def test_help_summarises_the_commands_of_plugins(hookdiff, folder, install):
         "hd_others.zap": '"""`hookdiff zap`: zap a run."""',
     }
     install("others", commands, "hookdiff.commands", **modules)
-    code, out, _ = hookdiff("--help")
-    assert code == 0
-    helps = dict(re.findall(r"^  (\w+) +(\S.*)$", out, re.MULTILINE))
+    helps = dict(re.findall(r"^  (\w+) +(\S.*)$", output(hookdiff("--help")), re.MULTILINE))
     assert helps["zap"] == "Zap a run."
     assert helps["silent"] == helps["broken"] == "(from others)"
     assert not helps["replay"].startswith("(")
@@ -35,28 +32,25 @@ def test_help_summarises_the_commands_of_plugins(hookdiff, folder, install):
 
 def test_the_module_is_the_command():
     made = subprocess.run([sys.executable, "-m", "hookdiff", "plugins", "nothing"], capture_output=True, text=True)
-    assert made.returncode == 2
-    check_facts(made.stderr, "'nothing'")
-    assert "Traceback" not in made.stderr
+    check_refused((made.returncode, made.stdout, made.stderr), "'nothing'")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["hooks"], ["--version"]])
 def test_help_imports_neither_torch_nor_plugins(folder, start, words):
-    code, out, times = finish(start(folder, *words, fresh=True, python=["-X", "importtime"]))
-    imported = {line.rpartition("|")[2].strip() for line in times.splitlines()}
+    code, out, times = finish(start(folder, *words, fresh=True, python=IMPORTS))
     assert code == 0
     assert out
-    assert "hookdiff.cli" in imported
-    assert not {name for name in imported if name.split(".")[0] in ("torch", "numpy") or name.startswith("hookdiff_")}
+    names = imported(times)
+    assert "hookdiff.cli" in names
+    assert not {name for name in names if name.split(".")[0] in ("torch", "numpy") or name.startswith("hookdiff_")}
 
 
 def test_hooks_prints_every_hook_with_its_signature(hookdiff, folder):
-    code, out, _ = hookdiff("hooks")
-    assert code == 0
-    assert [line.split("(")[0] for line in out.splitlines() if re.match(r"\w+\(", line)] == list(HOOK_NAMES)
-    code, out, _ = hookdiff("hooks", "backward")
-    assert out.splitlines()[0] == "backward(loop: Loop, loss: Tensor) -> bool"
-    assert len(out.splitlines()) > 1
+    lines = output(hookdiff("hooks")).splitlines()
+    assert [line.split("(")[0] for line in lines if re.match(r"\w+\(", line)] == list(HOOK_NAMES)
+    first, *more = output(hookdiff("hooks", "backward")).splitlines()
+    assert first == "backward(loop: Loop, loss: Tensor) -> bool"
+    assert more
 
 
 @pytest.mark.parametrize(
@@ -97,9 +91,7 @@ def test_hooks_prints_every_hook_with_its_signature(hookdiff, folder):
 )
 def test_a_wrong_input_is_one_message_with_exit_code_2(hookdiff, folder, words, facts):
     before = sorted(folder.iterdir())
-    code, out, err = hookdiff(*words.split())
-    assert (code, out) == (2, "")
-    check_facts(err, *facts)
+    check_refused(hookdiff(*words.split()), *facts)
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
 
 
@@ -107,9 +99,8 @@ def test_a_wrong_input_is_one_message_with_exit_code_2(hookdiff, folder, words, 
 def test_an_installed_plugin_for_a_later_version_of_the_hooks_is_one_message(hookdiff, folder, install, command):
     source = "from hookdiff import plugin\n@plugin(hooks_version=99)\nclass Late: ...\n"
     install("hookdiff-late", {"late": "hd_cli_late:Late"}, hd_cli_late=source)
-    code, out, err = hookdiff(command, "small.toml", "--plugins", "late")
-    assert (code, out) == (2, "")
-    check_facts(err, "'late'", "hookdiff-late 1.0", 99, HOOKS_VERSION, "pip install -U hookdiff")
+    facts = ("'late'", "hookdiff-late 1.0", 99, HOOKS_VERSION, "pip install -U hookdiff")
+    check_refused(hookdiff(command, "small.toml", "--plugins", "late"), *facts)
     assert not (folder / "runs").exists()
 
 

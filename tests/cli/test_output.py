@@ -9,8 +9,9 @@ from itertools import cycle
 
 import pytest
 
-from tests.conftest import PATIENCE, check_facts, finish, records, wait_until
+from tests.conftest import PATIENCE, check_facts, finish, output, records, wait_until
 
+QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 HOOKDIFF = [sys.executable, "-c", "from hookdiff.cli import main; main()"]
 
 
@@ -20,11 +21,7 @@ def begin(folder):
     started = []
 
     def call(words, redirect="", **streams):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (folder, *sys.path))),
-            "OMP_NUM_THREADS": "1",
-        }
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, *sys.path)))}
         command = ["bash", "-c", f'exec "$@" {redirect}', "bash", *HOOKDIFF, *words.split()]
         process = subprocess.Popen(command, cwd=folder, env=environment, process_group=0, **streams)
         started.append(process)
@@ -58,9 +55,7 @@ FAST = {("2>/dev/full", *ENDS[0]), ("<&- >&- 2>&-", *ENDS[1])}
     [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
 )
 def test_a_closed_or_full_stream_does_not_end_a_run(folder, begin, redirect, more, code, reason):
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = begin(RUN + more, redirect, **quiet)
-    assert process.wait(PATIENCE) == code
+    assert begin(RUN + more, redirect, **QUIET).wait(PATIENCE) == code
     assert outcome(folder / "run")["reason"] == reason
     assert saved_steps(folder / "run") == [outcome(folder / "run")["step"]]
     steps = [record["step"] for record in records(folder / "run")]  # no other text has got into the file
@@ -83,9 +78,8 @@ def test_a_reader_that_leaves_does_not_end_a_run(folder, begin, lines):
 def test_ctrl_c_on_a_run_piped_into_tee_saves_it(folder, begin, with_errors):
     words = RUN.replace("run.log_every=1", "run.steps=1000000 --set run.log_every=1")
     process = begin(words, "2>&1" if with_errors else "2>errors", stdout=subprocess.PIPE)
-    tee = subprocess.Popen(
-        ["tee", folder / "log"], stdin=process.stdout, stdout=subprocess.DEVNULL, process_group=process.pid
-    )
+    pipes = {"stdin": process.stdout, "stdout": subprocess.DEVNULL}
+    tee = subprocess.Popen(["tee", folder / "log"], process_group=process.pid, **pipes)
     process.stdout.close()
     seen = folder / ("log" if with_errors else "errors")
     wait_until(lambda: process.poll() is not None or b"step 1/" in (seen.read_bytes() if seen.exists() else b""))
@@ -99,7 +93,7 @@ def test_ctrl_c_on_a_run_piped_into_tee_saves_it(folder, begin, with_errors):
 
 def test_a_wrong_input_has_its_exit_code_without_a_stream_for_the_message(begin):
     for redirect, words in zip(REDIRECTS, cycle(["run missing.toml", "run", "unknown"]), strict=False):
-        assert begin(words, redirect, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).wait(PATIENCE) == 2
+        assert begin(words, redirect, **QUIET).wait(PATIENCE) == 2
 
 
 def test_names_are_escaped_on_the_terminal(folder, start):
@@ -111,6 +105,4 @@ def test_names_are_escaped_on_the_terminal(folder, start):
     text = out + err
     check_facts(text, "config.toml", r"two\nlines", r"latin-\udce9")
     assert not set(text) & set("\x1b\u202e")
-    code, out, err = finish(start(folder, "resume", folder / name))
-    assert code == 0, err
-    check_facts(out, "1 of 1 steps")
+    check_facts(output(finish(start(folder, "resume", folder / name))), "1 of 1 steps")

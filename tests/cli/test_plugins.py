@@ -1,12 +1,9 @@
-import os
-import subprocess
-import sys
-
 import pytest
 
 from hookdiff.loop.hookspecs import HOOK_NAMES
 from hookdiff_ema import EMA
-from tests.conftest import check_facts
+from tests.conftest import check_facts, output
+from tests.forked import python
 
 
 def rows(out):
@@ -15,24 +12,20 @@ def rows(out):
 
 
 def test_all_plugins_are_listed_with_their_first_line(hookdiff, folder):
-    code, out, _ = hookdiff("plugins")
-    assert code == 0
-    assert {"amp", "checkpoint", "clip", "ema", "fid", "lr", "samples"} <= rows(out).keys()
-    assert rows(out)["ema"] == EMA.__doc__.splitlines()[0]
+    found = rows(output(hookdiff("plugins")))
+    assert {"amp", "checkpoint", "clip", "ema", "fid", "lr", "samples"} <= found.keys()
+    assert found["ema"] == EMA.__doc__.splitlines()[0]
 
 
 def test_one_broken_plugin_does_not_hide_the_others(hookdiff, folder, install):
     install("broken", {"abroken": "hd_cli_broken:X"}, hd_cli_broken="1 / 0\n")
-    code, out, _ = hookdiff("plugins")
-    assert code == 0
-    check_facts(rows(out)["abroken"], "division by zero", "broken 1.0")
-    assert "ema" in rows(out)
+    found = rows(output(hookdiff("plugins")))
+    check_facts(found["abroken"], "division by zero", "broken 1.0")
+    assert "ema" in found
 
 
 def test_golden_order_of_the_calls(hookdiff, folder):
-    code, out, _ = hookdiff("plugins", "--order", "small.toml", "--plugins", "clip,samples")
-    order = rows(out)
-    assert code == 0
+    order = rows(output(hookdiff("plugins", "--order", "small.toml", "--plugins", "clip,samples")))
     assert list(order) == list(HOOK_NAMES)
     assert order["after_optimizer_step"] == "ema (first) > lr > checkpoint > samples > ema (last)"
     assert order["between_steps"] == "checkpoint (last)"
@@ -46,10 +39,8 @@ def test_the_list_is_read_from_the_sources(folder, install):
     source = "from hd_listed_inside import Inner as Mine\n1 / 0\n"
     install("listed", {"listed": "hd_listed:Mine"}, hd_listed=source, hd_listed_inside="class Inner:\n    'Works.'\n")
     code = "import sys\nfrom hookdiff.cli import group\ngroup.main(['plugins'], standalone_mode=False)\n"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    words = [sys.executable, "-c", code + "print('torch' in sys.modules)"]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=True)
-    table, is_imported = done.stdout.rstrip().rsplit("\n", 1)
+    out = output(python(f"{code}print('torch' in sys.modules)", folder=folder, fresh=True))
+    table, is_imported = out.rstrip().rsplit("\n", 1)
     assert is_imported == "False"
     assert rows(table)["listed"].startswith("Works.")
     assert rows(table)["ema"] == EMA.__doc__.splitlines()[0]
@@ -59,6 +50,4 @@ def test_the_list_is_read_from_the_sources(folder, install):
 def test_a_package_that_is_missing_is_listed(hookdiff, folder, install, written):
     source = f"@{written}(needs={{'hd_nowhere': 'nowhere[all]>=2'}})\nclass Mine:\n    'Works.'\n"
     install("needy", {"needy": "hd_needy:Mine"}, hd_needy=source)
-    code, out, _ = hookdiff("plugins")
-    assert code == 0
-    check_facts(rows(out)["needy"], "hd_nowhere", "pip install 'nowhere[all]>=2'")
+    check_facts(rows(output(hookdiff("plugins")))["needy"], "hd_nowhere", "pip install 'nowhere[all]>=2'")

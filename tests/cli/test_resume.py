@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from hookdiff import build_loop, load_config
 from hookdiff.authors.testing.compare import assert_same
-from tests.conftest import check_facts, finish, records, wait_for, write_small
+from tests.conftest import check_facts, check_refused, contents, finish, output, records, wait_for, write_small
 
 USER = """
 import os
@@ -79,10 +79,6 @@ def tensors(run):
     return {f"{path.name}: {k}": v for path in newest.glob("*.safetensors") for k, v in load_file(path).items()}
 
 
-def files(run):
-    return {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
-
-
 def assert_equal_runs(one, other):
     assert_same(tensors(one), tensors(other))
     assert records(one) == records(other)
@@ -104,13 +100,13 @@ def test_a_run_continues_with_its_own_config(hookdiff, folder):
 
 def test_golden_messages_of_a_run_that_is_already_done(hookdiff, folder, caplog):
     assert hookdiff("run", "small.toml", "--set", "run.steps=2")[0] == 0
-    before = files(folder / "runs" / "small")
+    before = contents(folder / "runs" / "small")
     line = "runs/small is already done, with 2 of 2 steps; to train longer: hookdiff resume runs/small --steps N"
     assert hookdiff("resume", "runs/small")[:2] == (0, f"{line}\n")
     assert hookdiff("run", "small.toml", "--resume", "--set", "run.steps=2")[:2] == (0, f"{line}\n")
     assert hookdiff("resume", "runs/small", "--out", "b")[:2] == (0, f"{line} --out b\n")
     assert not (folder / "b").exists()
-    assert files(folder / "runs" / "small") == before
+    assert contents(folder / "runs" / "small") == before
     caplog.clear()
     assert hookdiff("resume", "runs/small", "--epochs", 1, "--set", "run.batch_size=900")[0] == 0
     assert caplog.messages[1] == (
@@ -122,12 +118,11 @@ def test_golden_messages_of_a_run_that_is_already_done(hookdiff, folder, caplog)
 @pytest.mark.parametrize("words", ["resume runs/small --steps 2", "run small.toml --resume --set run.steps=2"])
 def test_a_run_that_is_longer_than_its_new_length_says_so_and_stays(hookdiff, folder, words):
     assert hookdiff("run", "small.toml", "--set", "run.steps=5")[0] == 0
-    before = files(folder / "runs" / "small")
-    code, out, _ = hookdiff(*words.split())
-    assert code == 0
+    before = contents(folder / "runs" / "small")
+    out = output(hookdiff(*words.split()))
     check_facts(out, "runs/small", "5 steps", "--steps 2", "whole run", "hookdiff resume runs/small --steps N")
     assert "of 2" not in out
-    assert files(folder / "runs" / "small") == before
+    assert contents(folder / "runs" / "small") == before
 
 
 @pytest.mark.parametrize("of", ["run", "run/checkpoints/step-00000004"])
@@ -135,15 +130,15 @@ def test_a_branch_continues_elsewhere_and_leaves_its_source_unchanged(hookdiff, 
     assert hookdiff("run", "small.toml", "--out", "whole")[0] == 0
     every = "--set", "plugins.checkpoint.every=2"
     assert hookdiff("run", "small.toml", "--out", "run", "--set", "run.steps=5", *every)[0] == 0
-    before = files(folder / "run")
+    before = contents(folder / "run")
     assert hookdiff("resume", of, "--out", "branch", "--steps", 6)[0] == 0
-    assert files(folder / "run") == before
+    assert contents(folder / "run") == before
     assert_equal_runs(folder / "whole", folder / "branch")
     # The branch is a run of its own: it continues with other plugins, and has a branch itself.
     assert hookdiff("resume", "branch", "--steps", 7, "--plugins", "no:ema")[0] == 0
     assert hookdiff("resume", "branch", "--steps", 8, "--plugins", "ema", "--fresh", "ema", "--out", "twig")[0] == 0
     assert [record["step"] for record in records(folder / "twig")] == [2, 4, 6, 8]
-    assert files(folder / "run") == before
+    assert contents(folder / "run") == before
 
 
 @pytest.mark.parametrize(
@@ -172,11 +167,9 @@ def test_a_branch_continues_elsewhere_and_leaves_its_source_unchanged(hookdiff, 
 )
 def test_a_wrong_input_is_one_message_and_changes_nothing(hookdiff, made, monkeypatch, words, facts):
     monkeypatch.chdir(made)
-    before = {path: data for path, data in files(made).items() if path.name != ".lock" and path.suffix != ".pyc"}
-    code, out, err = hookdiff(*words.split())
-    assert (code, out) == (2, "")
-    check_facts(err, *facts)
-    assert {p: data for p, data in files(made).items() if p.name != ".lock" and p.suffix != ".pyc"} == before
+    before = {path: data for path, data in contents(made).items() if path.suffix != ".pyc"}
+    check_refused(hookdiff(*words.split()), *facts)
+    assert {p: data for p, data in contents(made).items() if p.suffix != ".pyc"} == before
 
 
 @pytest.fixture(scope="module")

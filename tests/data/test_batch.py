@@ -25,10 +25,6 @@ def test_a_slice_keeps_the_total_of_the_step() -> None:
     assert [part.total for part in batch_of(7).split(3)] == [21, 21, 21]
 
 
-def test_the_default_total_is_the_length_of_the_batch() -> None:
-    assert Batch(torch.zeros(5, 1)).total == 5
-
-
 def test_one_slice_is_the_batch_itself() -> None:
     batch = batch_of(4)
     assert batch.split(None) == batch.split(4) == batch.split(9) == [batch]

@@ -1,7 +1,6 @@
 import hashlib
 import os
 import stat
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from hookdiff import StorageError
 from hookdiff.disk.files import new_file, new_folder, write_file, writing
-from hookdiff.disk.lock import lock_run_dir
 from hookdiff.disk.tensors import check_tensors, write_tensors
-from tests.conftest import refused
+from tests.conftest import locked, refused
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -102,13 +100,9 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
         assert not (tmp_path / "made" / "one").exists()
     assert (tmp_path / "made" / "one").read_bytes() == b"first"
 
-    def fails():
-        with new_file(tmp_path / "made" / "one") as path:
-            write_file(path, b"half")
-            raise OSError("no more")
-
-    with refused(OSError, "no more"):
-        fails()
+    with refused(OSError, "no more"), new_file(tmp_path / "made" / "one") as path:
+        write_file(path, b"half")
+        raise OSError("no more")
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["one"]
     assert (tmp_path / "made" / "one").read_bytes() == b"first"
 
@@ -131,13 +125,9 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         with new_folder(tmp_path / "made") as path:
             write_file(path / "one", content)
 
-    def fails():
-        with new_folder(tmp_path / "made") as path:
-            write_file(path / "two", b"half")
-            raise OSError("no more")
-
-    with refused(OSError, "no more"):
-        fails()
+    with refused(OSError, "no more"), new_folder(tmp_path / "made") as path:
+        write_file(path / "two", b"half")
+        raise OSError("no more")
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
     assert {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()} == {"one": b"second"}
 
@@ -146,10 +136,9 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
 def test_a_run_directory_that_goes_away_just_before_a_write_is_no_mistake_in_the_input(tmp_path, remains):
     run = tmp_path / "run"
     run.mkdir()
-    with ExitStack() as resources:
-        lock_run_dir(run, resources)
-        with refused(StorageError, run, ".lock", "moved or removed"), writing(run / "metrics.jsonl"):
-            run.rename(tmp_path / "elsewhere")
-            if remains == "a file":
-                run.touch()
-            (run / "metrics.jsonl").open("ab")
+    refusal = refused(StorageError, run, ".lock", "moved or removed")
+    with locked(run), refusal, writing(run / "metrics.jsonl"):
+        run.rename(tmp_path / "elsewhere")
+        if remains == "a file":
+            run.touch()
+        (run / "metrics.jsonl").open("ab")

@@ -189,15 +189,15 @@ def forged(tmp_path_factory: pytest.TempPathFactory) -> Forged:
             KEPT if state == "kept" else f"checkpoints/step-{RANKS_STEP if state == 'ranks' else STEP:08d}"
         )
         before = contents(folder)
-        file = folder / ("step.json" if state == "kept" else "manifest.json")
-        facts = json.loads(file.read_bytes())
+        name = Path("step.json" if state == "kept" else "manifest.json")
+        facts = json.loads(before[name])
         forge(folder, facts)
         for path, data in contents(folder).items():
             if path.name in (facts.get("files") or ()) and data != before.get(path):
                 digest = hashlib.sha256(data).hexdigest()
                 facts["files"][path.name] = digest if state == "kept" else {"bytes": len(data), "sha256": digest}
-        if contents(folder).get(file) == before[file]:
-            file.write_bytes(stamped({key: value for key, value in facts.items() if key != "sha256"}))
+        if contents(folder).get(name) == before[name]:
+            (folder / name).write_bytes(stamped({key: value for key, value in facts.items() if key != "sha256"}))
         try:
             return (check or CHECK[state])(run_dir)
         finally:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from hookdiff import Batch, InMemory, UserError
 from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.images import feed_of
 from hookdiff.images.transforms import Transforms
-from tests.conftest import Restores, pixels, refused
+from tests.conftest import Restores, as_list, pixels, refused, toy_run
 
 ALL = Transforms(resize=12, image_size=8, flip=0.5)
 
@@ -58,9 +57,7 @@ def test_any_mix_of_columns_is_stacked_and_sliced_exactly(
             rows = batch.indices
             assert rows is not None
             assert torch.equal(batch.inputs, vectors[rows])
-            assert (
-                batch.labels is None if not labelled else batch.labels is not None and torch.equal(batch.labels, rows)
-            )
+            assert as_list(batch.labels) == (rows.tolist() if labelled else None)
             assert_same(batch.conditions, {name: column[rows] for name, column in values.items()})
             assert all(batch.conditions[name].dtype == column.dtype for name, column in values.items())
             parts = batch.split(size)
@@ -112,12 +109,8 @@ def test_paired_images_are_resized_alike_and_only_the_picture_changes_its_colour
         def __getitem__(self, index: int) -> Any:
             image = Image.fromarray(pixels(index, 20)).resize((20, 31))
             if kind is Image.Image:
-                return {
-                    "image": image,
-                    "pair": image.copy(),
-                    "mask": image.convert("L"),
-                    "alone": image.getpixel((0, 0)),
-                }
+                grey, corner = image.convert("L"), image.getpixel((0, 0))
+                return {"image": image, "pair": image.copy(), "mask": grey, "alone": corner}
             values = torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
             return {"image": values, "pair": values.clone(), "mask": values[1], "alone": values[:, 0, 0]}
 
@@ -165,21 +158,16 @@ def test_tuples_have_their_conditions_by_place(workers: int) -> None:
     ):
         (batch,) = batches([item] * 4, workers=workers)
         assert list(batch.conditions) == names
-        assert (None if batch.labels is None else batch.labels.tolist()) == (None if label is None else [label] * 4)
+        assert as_list(batch.labels) == (None if label is None else [label] * 4)
 
 
 def test_numbers_and_lists_become_columns() -> None:
     items = [{"image": torch.zeros(3), "age": k, "weight": k / 2, "is_old": k > 2, "tokens": [k, k]} for k in range(4)]
     (batch,) = batches(items)
-    assert batch.indices is not None
-    for name, dtype in (
-        ("age", torch.int64),
-        ("weight", torch.float32),
-        ("is_old", torch.bool),
-        ("tokens", torch.int64),
-    ):
-        assert batch.conditions[name].dtype == dtype
-        assert batch.conditions[name].tolist() == [items[k][name] for k in batch.indices.tolist()]
+    dtypes = {"age": torch.int64, "weight": torch.float32, "is_old": torch.bool, "tokens": torch.int64}
+    assert {name: column.dtype for name, column in batch.conditions.items()} == dtypes
+    for name, column in batch.conditions.items():
+        assert column.tolist() == [items[k][name] for k in as_list(batch.indices)]
 
 
 def test_vectors_and_tokens_are_inputs_as_they_are() -> None:
@@ -255,12 +243,10 @@ def items() -> list[dict[str, Tensor]]:
 def test_a_run_with_conditions_resumes_exactly_and_in_any_micro_batch(data: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     source = data()
-    whole = toy_loop({"keeps": Restores(at=7)}, data=source, objective=masked, steps=13)
-    whole.run()
-    resumed = toy_loop({"keeps": Restores(whole.plugins["keeps"].state)}, data=source, objective=masked, steps=13)  # type: ignore[attr-defined]
-    resumed.run()
+    options = {"data": source, "objective": masked, "steps": 13}
+    whole = toy_run({"keeps": (kept := Restores(at=7))}, **options)
+    resumed = toy_run({"keeps": Restores(kept.state)}, **options)
     assert_same(weights(whole), weights(resumed))
-    small = toy_loop(data=source, objective=masked, steps=13, micro_batch=3)
-    small.run()
+    small = toy_run(**options, micro_batch=3)
     for name, value in weights(small).items():
         torch.testing.assert_close(value, weights(whole)[name], rtol=1e-4, atol=1e-5)

@@ -151,9 +151,8 @@ def test_the_background_shows_through(tmp_path: Path, background: str, colour: A
 
 
 def test_grey_with_transparency_stays_grey(tmp_path: Path) -> None:
-    Image.merge("LA", [Image.new("L", (2, 1), 100), Image.fromarray(numpy.array([[0, 255]], numpy.uint8))]).save(
-        tmp_path / "a.png"
-    )
+    bands = [Image.new("L", (2, 1), 100), Image.fromarray(numpy.array([[0, 255]], numpy.uint8))]
+    Image.merge("LA", bands).save(tmp_path / "a.png")
     assert pixels(Image.open(tmp_path / "a.png"), background="black").tolist() == [[0, 100]]
     Image.fromarray(numpy.array([[7, 9]], numpy.uint8)).save(tmp_path / "b.png", transparency=7)
     assert pixels(Image.open(tmp_path / "b.png")).tolist() == [[255, 9]]

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.conftest import PATIENCE, check_facts
+from tests.forked import python
 
 # The script runs in its own process: when a worker dies, torch raises at an arbitrary line of the parent.
 SCRIPT = """
@@ -48,13 +49,9 @@ os._exit(0)
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
 def test_a_worker_survives_signals_to_all_processes_and_ends_at_the_second_sigterm(tmp_path):
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path, env={**os.environ, **paths}
-    )
-    assert done.stdout == "ended", done.stderr
-    assert "Traceback" not in done.stderr
+    code, out, err = python(SCRIPT, folder=tmp_path, fresh=True)
+    assert (code, out) == (0, "ended"), err
+    assert "Traceback" not in err
 
 
 SPAWNED = """
@@ -74,13 +71,9 @@ def test_workers_import_nothing_of_the_working_directory(tmp_path, method):
     run.mkdir()
     (run / "multiprocessing.py").write_text("open('canary', 'w')")
     script.write_text(SPAWNED.replace("METHOD", repr(method)))
+    around = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=run,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        [sys.executable, script], capture_output=True, text=True, timeout=PATIENCE, cwd=run, env=around
     )
     assert done.returncode == 0, done.stderr
     assert not (run / "canary").exists()

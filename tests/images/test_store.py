@@ -12,12 +12,12 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
-from hookdiff import Batch, Feed, UserError
+from hookdiff import Feed, UserError
 from hookdiff.images import feed_of
 from hookdiff.images.folder import Folder
 from hookdiff.images.store import Store
 from hookdiff.images.transforms import Transforms
-from tests.conftest import PATIENCE, refused
+from tests.conftest import PATIENCE, as_list, refused
 
 Write = Callable[..., list[Path]]
 CPU = torch.device("cpu")
@@ -41,13 +41,8 @@ def make_feed(root: Path, store: Any, workers: int = 0, batch_size: int = 5, see
 def rows(batches: Any) -> dict[int, tuple[Tensor, int]]:
     found: dict[int, tuple[Tensor, int]] = {}
     for batch in batches:
-        assert isinstance(batch, Batch)
-        assert batch.indices is not None
-        assert batch.labels is not None
-        found |= {
-            int(index): (image, int(label))
-            for index, image, label in zip(batch.indices, batch.inputs, batch.labels, strict=True)
-        }
+        pairs = zip(batch.inputs, as_list(batch.labels), strict=True)
+        found |= dict(zip(as_list(batch.indices), pairs, strict=True))
     return found
 
 

@@ -20,7 +20,7 @@ from hookdiff.images.store import Store
 from hookdiff.images.survey import Kind
 from hookdiff.images.transforms import Transforms
 from hookdiff_array import Arrays
-from tests.conftest import check_facts, refused, warnings
+from tests.conftest import as_list, check_facts, refused, warnings
 
 Noise = Callable[..., Image.Image]
 Write = Callable[..., list[Path]]
@@ -101,8 +101,7 @@ def test_files_that_are_no_images_are_listed_or_left_out(tmp_path: Path, write_f
     assert feed.training.tolist() == [0, 1, 3, 4, 6, 7, 8]
     feed.bind(7)
     (batch,) = feed.batches(0)
-    assert batch.indices is not None
-    assert sorted(batch.indices.tolist()) == feed.training.tolist()
+    assert sorted(as_list(batch.indices)) == feed.training.tolist()
 
 
 def truncate(path: Path) -> None:
@@ -171,16 +170,15 @@ def test_another_sample_replaces_one_that_cannot_be_decoded(
         feed.bind(3)
         with closing(feed):
             batches = list(feed.batches(1))
-        indices = torch.cat([batch.indices for batch in batches if batch.indices is not None])
-        labels = torch.cat([batch.labels for batch in batches if batch.labels is not None])
-        assert feed.labels is not None
-        assert torch.equal(labels, feed.labels[indices])
+        indices = [index for batch in batches for index in as_list(batch.indices)]
+        labels = as_list(feed.labels)
+        assert [label for batch in batches for label in as_list(batch.labels)] == [labels[index] for index in indices]
         assert len(indices) == 9
-        assert set(indices.tolist()) <= set(feed.training.tolist()) - {3, 4, 11}
+        assert set(indices) <= set(feed.training.tolist()) - {3, 4, 11}
         found.append((torch.cat([batch.inputs for batch in batches]), indices))
     for inputs, indices in found[1:]:
         assert torch.equal(inputs, found[0][0])
-        assert torch.equal(indices, found[0][1])
+        assert indices == found[0][1]
     counts = [message for message in warnings(caplog) if {"3", "12"} <= set(message.split())]
     assert len(counts) == 2  # the stores "memory" and "disk" decode all images at once
     met = [message for message in warnings(caplog) if message not in counts]
@@ -259,11 +257,9 @@ def test_a_source_without_samples_is_refused(tmp_path: Path) -> None:
 def test_auto_keeps_a_set_that_fits_in_memory(tmp_path: Path, write_folder: Write) -> None:
     write_folder(tmp_path, 10, size=(64, 64))
     size = 10 * 3 * 64 * 64 / 2**30
-    places = [
-        feed_of(Folder(str(tmp_path)), store=Store(memory_limit=limit)).reader.prepared.place
-        for limit in (size, size * 0.99)
-    ]
-    assert places == ["memory", "none"]
+    for limit, place in ((size, "memory"), (size * 0.99, "none")):
+        feed = feed_of(Folder(str(tmp_path)), store=Store(memory_limit=limit))
+        assert feed.reader.prepared.place == place
 
 
 @pytest.mark.parametrize("store", ["disk", "none"])
@@ -331,8 +327,7 @@ def test_a_feed_has_the_metadata_of_its_source(tmp_path: Path, write_folder: Wri
     paths = write_folder(tmp_path, 6)
     feed = feed_of(Folder(str(tmp_path)))
     assert (feed.num_classes, feed.classes, feed.describe(1)) == (3, ("ant", "bee", "cat"), str(paths[1]))
-    assert feed.labels is not None
-    assert feed.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert as_list(feed.labels) == [0, 0, 1, 1, 2, 2]
     foreign = feed_of([torch.zeros(1, 2, 2)] * 3)
     assert (foreign.num_classes, foreign.classes, foreign.labels) == (None, None, None)
     assert foreign.describe(2) == "sample 2"

@@ -12,7 +12,7 @@ from hookdiff import InMemory, UserError
 from hookdiff.images import feed_of
 from hookdiff.images.vision import Vision, vision
 from hookdiff.options.structure import parameters
-from tests.conftest import refused
+from tests.conftest import as_list, refused
 
 
 def test_the_keys_are_the_arguments_of_the_class() -> None:
@@ -31,8 +31,7 @@ def test_pictures_and_labels_match_torchvision(tmp_path: Path, write_folder: Any
     write_folder(tmp_path, 9, size=(6, 6))
     data = vision("ImageFolder")(root=str(tmp_path))
     theirs = datasets.ImageFolder(str(tmp_path))
-    assert data.labels is not None
-    assert (len(data), data.labels.tolist(), data.classes) == (9, theirs.targets, ("ant", "bee", "cat"))
+    assert (len(data), as_list(data.labels), data.classes) == (9, theirs.targets, ("ant", "bee", "cat"))
     assert data.describe(3) == "torchvision:ImageFolder[3]"
     copy = pickle.loads(pickle.dumps(data))
     assert copy.load(5).tobytes() == theirs[5][0].tobytes()
@@ -41,8 +40,7 @@ def test_pictures_and_labels_match_torchvision(tmp_path: Path, write_folder: Any
 
 def test_labels_without_an_attribute_are_read_from_the_items() -> None:
     data = vision("FakeData")(size=5, image_size=(3, 4, 4))
-    assert data.labels is not None
-    assert data.labels.tolist() == [int(datasets.FakeData(5, (3, 4, 4))[index][1]) for index in range(5)]
+    assert as_list(data.labels) == [int(datasets.FakeData(5, (3, 4, 4))[index][1]) for index in range(5)]
     assert data.classes is None
 
 
@@ -70,18 +68,14 @@ def test_items_of_another_kind_are_refused(label: Any, kind: str) -> None:
 def test_labels_of_an_attribute_are_not_read_one_by_one(name: str, kept: Any) -> None:
     items = Items(5)
     setattr(items, name, kept)
-    labels = Vision("X", items).labels
-    assert labels is not None
-    assert labels.tolist() == [5, 6, 7]
+    assert as_list(Vision("X", items).labels) == [5, 6, 7]
 
 
 @pytest.mark.parametrize("kept", [[4, 5, 6], [5, 6], [5, None, 6], ["a", "b", "c"], [[1], [2, 3], []], "abc"])
 def test_attributes_that_differ_from_the_labels_are_ignored(kept: Any) -> None:
     items = Items(5)
     items.targets = kept
-    labels = Vision("X", items).labels
-    assert labels is not None
-    assert labels.tolist() == [5, 5, 5]
+    assert as_list(Vision("X", items).labels) == [5, 5, 5]
 
 
 def test_items_without_labels_give_no_labels() -> None:

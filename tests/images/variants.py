@@ -151,11 +151,8 @@ def of_tiff() -> Iterator[Variant]:
                 stored = deep(twin, bits) if white else 2**bits - 1 - deep(twin, bits)
                 found: Any = None if (bits, order) == (12, ">") or (bits, white) == (12, False) else twin
                 found = None if (bits, order, white) == (16, ">", False) else found
-                yield (
-                    f"{name}-grey-{bits}-{white}",
-                    tiff(packed(stored, bits, order), bits, 1, int(white), **how),
-                    found,
-                )
+                raw = packed(stored, bits, order)
+                yield f"{name}-grey-{bits}-{white}", tiff(raw, bits, 1, int(white), **how), found
                 if bits in (8, 16):
                     signed = (deep(twin, bits) // 2).astype(f"{order}i{bits // 8}").tobytes()
                     yield f"{name}-signed-{bits}-{white}", tiff(signed, bits, 1, int(white), t339=[2], **how), None
@@ -210,11 +207,8 @@ def of_others() -> Iterator[Variant]:
     yield "16.tga", tga(2, 16, raw, 1), over_white(five * 255 / 31, bit * 255)
     table = (numpy.arange(16) << 10 | 0x8000).astype("<u2").tobytes()
     place = LEVELS % 16
-    yield (
-        "palette.tga",
-        tga(1, 8, packed(place, 8), 0, table, 16),
-        numpy.dstack([place * 255 / 31, place * 0, place * 0]),
-    )
+    red = numpy.dstack([place * 255 / 31, place * 0, place * 0])
+    yield "palette.tga", tga(1, 8, packed(place, 8), 0, table, 16), red
     for bits in (1, 2, 4, 8, 12, 16):
         yield f"{bits}.jp2", jpeg2000(deep(grey(bits), bits), bits), grey(bits)
     for bytes_each in (1, 2):

@@ -17,7 +17,7 @@ from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.log.event import Event, Severity
 from hookdiff.log.picture import Picture
 from hookdiff.log.placement import panel_layouts
-from tests.conftest import Logged, check_facts, refused, saved
+from tests.conftest import Logged, RollsBack, check_facts, refused
 
 
 class Sink(Logged):
@@ -486,30 +486,12 @@ def test_a_name_has_one_kind() -> None:
 
 
 def test_values_of_a_step_that_is_rolled_back_are_not_logged() -> None:
-    class Back:
-        state: Any = PASS
-
+    class Seen:
         @hookimpl
         def before_step(self, loop: Loop) -> None:
             loop.log({"seen": loop.progress.position})
-            if loop.progress.step == 1 and self.state is PASS:
-                self.state = saved(loop)
 
-        @hookimpl(wrapper=True)
-        def compute_loss(self, loop: Loop) -> Any:
-            output = yield
-            output.loss.data.mul_(math.nan if loop.progress.position == 2 else 1)
-            return output
-
-        @hookimpl
-        def restore(self) -> Any:
-            return self.state
-
-        @hookimpl
-        def on_nan(self) -> str:
-            return "rollback"
-
-    sink = Sink()
-    toy_loop({"back": Back(), "sink": sink}, log_every=1, steps=3).run()
+    plugins = {"seen": Seen(), "back": RollsBack(at=1, position=2), "sink": (sink := Sink())}
+    toy_loop(plugins, log_every=1, steps=3).run()
     seen = [(step, values["seen"]) for step, values in sink.calls if "seen" in values]
     assert seen == [(1, 0), (2, 1), (2, 3), (3, 4)]

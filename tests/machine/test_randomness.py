@@ -41,11 +41,6 @@ def test_the_seed_of_an_address_never_changes(address: tuple[int, str, int], see
     assert derive_seed(*address) == seed
 
 
-@given(one=addresses, other=addresses)
-def test_different_addresses_have_different_seeds(one: tuple[int, str, int], other: tuple[int, str, int]) -> None:
-    assert (derive_seed(*one) == derive_seed(*other)) == (one == other)
-
-
 @given(one=addresses, place=st.integers(0, 4), step=st.integers(1, 5))
 def test_neighbours_have_different_seeds(one: tuple[int, str, int], place: int, step: int) -> None:
     other = list(one)

@@ -26,8 +26,7 @@ from hookdiff.log.event import Event
 from hookdiff.loop.saved import restore_state
 from hookdiff.options.structure import Problems, arguments
 from hookdiff_aim import Aim
-from tests.conftest import PATIENCE, Restores, check_facts, refused, saved, wait_until, warnings
-from tests.plugins.test_tensorboard import Loses
+from tests.conftest import PATIENCE, Restores, RollsBack, check_facts, refused, saved, wait_until, warnings
 
 HAS_AIM = sys.version_info < (3, 13) and importlib.util.find_spec("aim") is not None
 needs_aim = pytest.mark.skipif(not HAS_AIM, reason="aim is not installed; it has packages for Python up to 3.12")
@@ -205,7 +204,7 @@ def test_the_aim_run_of_a_run_stays_when_a_copy_of_its_directory_is_resumed(runs
 
 @needs_aim
 def test_after_a_rollback_no_step_stands_twice(runs_dir: Path) -> None:
-    plugins = {**builtin_plugins(signals=False), "aim": Aim(), "loses": Loses()}
+    plugins = {**builtin_plugins(signals=False), "aim": Aim(), "back": RollsBack(at=1, position=3)}
     make_loop(plugins, runs_dir / "back", steps=4).run()
     run = only(runs_dir, "back")
     assert list(run["metrics"]["loss"]) == [1, 2, 3, 4]

@@ -15,9 +15,10 @@ from hookdiff import build_loop, load_config
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.disk.stamp import stamped
 from hookdiff_nan import NaN
-from tests.conftest import check_facts, finish
+from tests.conftest import check_facts, check_refused, finish, output
 
 Command = Callable[..., tuple[int, str, str]]
+Stops = Callable[..., tuple[Path, dict[str, Any]]]
 
 NETS = '''
 import torch
@@ -159,6 +160,19 @@ def kept(folder: Path) -> list[Path]:
     return sorted((folder / "run" / "nan").iterdir())
 
 
+@pytest.fixture
+def stops(folder: Path, hookdiff: Command) -> Stops:
+    """Return a function that runs a `config`, which stops at a NaN, and returns the kept step and its report."""
+
+    def run(names: list[str], **tables: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+        code, _, err = hookdiff("run", config(folder, names, **tables), "--out", "run")
+        assert code == 3, err
+        (step,) = kept(folder)
+        return step, json.loads((step / "report.json").read_text())
+
+    return run
+
+
 def test_golden_output_of_a_step_that_comes_back_bit_for_bit_in_another_process(tmp_path: Path, start: Any) -> None:
     # fp16 with its scaler and void steps, dropout, batch norm, micro-batches of two sizes, and two threads.
     options: dict[str, Any] = {"amp": {"precision": "fp16", "init_scale": 2.0**24}, "checkpoint": {"every": 2}}
@@ -183,10 +197,8 @@ def test_the_report_of_a_rollback_is_the_same(folder: Path, every: int, hookdiff
     path = config(folder, ["checkpoint"], data={"source": "nets:spoilt"}, plugins=plugins)
     ran = hookdiff("run", path, "--out", "run", "--skip-batches", "1", "--set", "run.batch_size=4")
     step = kept(folder)[0]
-    report = (step / "report.txt").read_text()
     assert ran[0] == (3 if every == 100 else 0)  # there is no checkpoint yet to go back to
-    code, out, _ = hookdiff("replay", step)
-    assert (code, out.startswith(report)) == (0, True)
+    assert output(hookdiff("replay", step)).startswith((step / "report.txt").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -233,20 +245,15 @@ def test_the_differences_are_listed(spoilt: Path, hookdiff: Command) -> None:
 def test_data_that_changed_or_is_gone_is_not_needed(spoilt: Path, changed: str, hookdiff: Command) -> None:
     Path("nets.py").write_text(changed)
     sys.modules.pop("nets")
-    code, out, _ = hookdiff("replay", spoilt)
-    assert code == 0, out
-    assert out.startswith((spoilt / "report.txt").read_text())
+    assert output(hookdiff("replay", spoilt)).startswith((spoilt / "report.txt").read_text())
 
 
-def test_a_spoilt_condition_is_bad_data_and_belongs_to_the_kept_step(folder: Path, hookdiff: Command) -> None:
-    tables = {
-        "data": {"source": "nets:levelled"},
-        "model": {"use": "nets:Levelled"},
-        "diffusion": {"conditions": ["level"]},
-    }
-    assert hookdiff("run", config(folder, [], **tables), "--out", "run")[0] == 3
-    (step,) = kept(folder)
-    assert json.loads((step / "report.json").read_text())["cause"] == "data"
+def test_a_spoilt_condition_is_bad_data_and_belongs_to_the_kept_step(
+    folder: Path, stops: Stops, hookdiff: Command
+) -> None:
+    tables = {"data": {"source": "nets:levelled"}, "diffusion": {"conditions": ["level"]}}
+    step, report = stops([], model={"use": "nets:Levelled"}, **tables)
+    assert report["cause"] == "data"
     assert hookdiff("replay", step)[0] == 0
     (folder / "nets.py").write_text(NETS.replace("torch.nan", "-1.0"))
     sys.modules.pop("nets")
@@ -273,60 +280,40 @@ def test_a_step_that_cannot_be_replayed_gives_one_message(
 ) -> None:
     spoil(spoilt)
     sys.modules.pop("nets")
-    code, _, err = hookdiff("replay", spoilt)
-    assert code == 2
-    check_facts(err.splitlines()[-1], *facts)
+    check_refused(hookdiff("replay", spoilt), *facts)
 
 
 def test_the_steps_that_a_folder_holds_are_named(spoilt: Path, hookdiff: Command) -> None:
-    code, _, err = hookdiff("replay", spoilt.parents[1])
-    assert code == 2
-    check_facts(err, "step.json", spoilt.name)
+    check_refused(hookdiff("replay", spoilt.parents[1]), "step.json", spoilt.name)
 
 
 def test_the_run_of_a_script_has_to_be_repeated_by_the_script(tmp_path: Path, hookdiff: Command) -> None:
-    data = torch.full((40, 4), torch.nan)
-    toy_loop({"nan": NaN()}, data=data, run_dir=tmp_path).run()
+    toy_loop({"nan": NaN()}, data=torch.full((40, 4), torch.nan), run_dir=tmp_path).run()
     (step,) = (tmp_path / "nan").iterdir()
-    code, _, err = hookdiff("replay", step)
-    assert code == 2
-    check_facts(err, step, "config.toml", "script")
+    check_refused(hookdiff("replay", step), step, "config.toml", "script")
 
 
-def test_no_amp_shows_an_overflow(folder: Path, hookdiff: Command) -> None:
+def test_no_amp_shows_an_overflow(stops: Stops, hookdiff: Command) -> None:
     options = {"amp": {"precision": "fp16", "init_scale": 2.0}}
-    path = config(folder, ["amp"], model={"use": "nets:Wide"}, plugins=options)
-    assert hookdiff("run", path, "--out", "run")[0] == 3
-    (step,) = kept(folder)
-    report = json.loads((step / "report.json").read_text())
+    step, report = stops(["amp"], model={"use": "nets:Wide"}, plugins=options)
     assert report["cause"] == "overflow"
     check_facts(report["text"], "float16", "Wide")
     assert hookdiff("replay", step)[0] == 0
-    code, out, _ = hookdiff("replay", step, "--no-amp")
-    assert code == 0
-    assert "nan" not in out.splitlines()[-1]
+    assert "nan" not in output(hookdiff("replay", step, "--no-amp")).splitlines()[-1]
     assert hookdiff("replay", step, "--set", "plugins.amp.precision=bf16")[0] == 0
 
 
 def test_no_amp_needs_amp(spoilt: Path, hookdiff: Command) -> None:
-    code, _, err = hookdiff("replay", spoilt, "--no-amp")
-    assert code == 2
-    check_facts(err, "--no-amp", "'amp'")
+    check_refused(hookdiff("replay", spoilt, "--no-amp"), "--no-amp", "'amp'")
+    check_refused(hookdiff("replay", spoilt, "--plugins", "no:nan"), "--plugins")
     code, out, _ = hookdiff("replay", spoilt, "--set", "run.micro_batch=16")
     assert code == 1
     check_facts(out.splitlines()[-1], "loss nan")
-    code, _, err = hookdiff("replay", spoilt, "--plugins", "no:nan")
-    assert code == 2
-    check_facts(err, "--plugins")
 
 
-def test_a_nan_of_the_second_pass_comes_back_bit_for_bit(folder: Path, hookdiff: Command) -> None:
+def test_a_nan_of_the_second_pass_comes_back_bit_for_bit(stops: Stops, hookdiff: Command) -> None:
     options: dict[str, Any] = {"sam": {"rho": 50.0, "after": 3}, "amp": {"precision": "fp16", "init_scale": 4.0}}
-    path = config(folder, ["amp", "tests.sam:SAM"], model={"use": "nets:Fragile"}, plugins=options)
-    code, _, err = hookdiff("run", path, "--out", "run")
-    assert code == 3, err
-    (step,) = kept(folder)
-    report = json.loads((step / "report.json").read_text())
+    step, report = stops(["amp", "tests.sam:SAM"], model={"use": "nets:Fragile"}, plugins=options)
     assert (report["cause"], report["step"]) == ("forward", 3)
     check_facts(report["text"], "layers (Sequential)", "last (Conv2d)")
     code, out, err = hookdiff("replay", step)
@@ -338,51 +325,32 @@ def test_a_nan_of_the_second_pass_comes_back_bit_for_bit(folder: Path, hookdiff:
 
 @pytest.mark.parametrize(("rate", "more", "cause"), [(100.0, [], "backward"), (0.1, ["mixed:Breaks"], "weight")])
 def test_a_module_of_a_plugin_comes_back_bit_for_bit(
-    folder: Path, rate: float, more: list[str], cause: str, hookdiff: Command
+    folder: Path, rate: float, more: list[str], cause: str, stops: Stops, hookdiff: Command
 ) -> None:
     (folder / "mixed.py").write_text(MIXED)
     original = {"process": {"use": "ddpm", "schedule": "cosine", "timesteps": 1000}}
-    path = config(folder, ["tests.sam:Uncertainty", *more], plugins={"uncertainty": {"lr": rate}}, diffusion=original)
-    code, _, err = hookdiff("run", path, "--out", "run")
-    assert code == 3, err
-    (step,) = kept(folder)
-    report = json.loads((step / "report.json").read_text())
+    plugins = {"uncertainty": {"lr": rate}}
+    step, report = stops(["tests.sam:Uncertainty", *more], plugins=plugins, diffusion=original)
     assert report["step"] > 0
-    assert report["cause"] == cause
-    assert report["parameter"] == "uncertainty: weight"
-    code, out, _ = hookdiff("replay", step)
-    assert code == 0, out
-    check_facts(out.splitlines()[-1], 1, 16, 7)  # the gradient of the learned weight counts
+    assert (report["cause"], report["parameter"]) == (cause, "uncertainty: weight")
+    last = output(hookdiff("replay", step)).splitlines()[-1]
+    check_facts(last, 1, 16, 7)  # the gradient of the learned weight counts
 
 
-def test_batches_that_a_plugin_makes_and_weighs_come_back(folder: Path, hookdiff: Command) -> None:
+def test_batches_that_a_plugin_makes_and_weighs_come_back(folder: Path, stops: Stops, hookdiff: Command) -> None:
     (folder / "mixed.py").write_text(MIXED)
-    path = config(folder, ["mixed:Mixed"], data={"source": "nets:spoilt"})
-    assert hookdiff("run", path, "--out", "run")[0] == 3
-    (step,) = kept(folder)
-    code, out, _ = hookdiff("replay", step)
-    assert code == 0, out
-    assert out.startswith((step / "report.txt").read_text())
+    step, _ = stops(["mixed:Mixed"], data={"source": "nets:spoilt"})
+    assert output(hookdiff("replay", step)).startswith((step / "report.txt").read_text())
 
 
 @pytest.mark.parametrize("every", [2, 0])
-def test_another_rate_trains_the_earlier_steps_again(every: int, folder: Path, hookdiff: Command) -> None:
-    options = {"checkpoint": {"every": every}}
-    path = config(
-        folder,
-        ["checkpoint", "samples", "lr"],
-        model={"use": "nets:Net", "grow": 1.0},
-        optimizer={"use": "sgd", "lr": 0.3},
-        plugins=options,
-    )
-    assert hookdiff("run", path, "--out", "run")[0] == 3
-    (step,) = kept(folder)
+def test_another_rate_trains_the_earlier_steps_again(every: int, folder: Path, stops: Stops, hookdiff: Command) -> None:
+    growing = {"model": {"use": "nets:Net", "grow": 1.0}, "optimizer": {"use": "sgd", "lr": 0.3}}
+    step, _ = stops(["checkpoint", "samples", "lr"], plugins={"checkpoint": {"every": every}}, **growing)
     place = json.loads((step / "step.json").read_text())["progress"]
     assert place["step"] > 2
     before = snapshot(folder / "run")
-    code, out, _ = hookdiff("replay", step, "--lr", "1e-4")
-    assert code == 0
-    first, last = out.splitlines()
+    first, last = output(hookdiff("replay", step, "--lr", "1e-4")).splitlines()
     begun = (place["step"] - 1) // 2 * 2 if every else 0
     check_facts(first, begun, place["position"], "0.0001")
     assert (f"checkpoints/step-{begun:08d}" in first) == (every > 0)
@@ -397,20 +365,14 @@ def test_another_rate_cannot_change_the_first_weights(folder: Path, hookdiff: Co
     path = config(folder, [], model={"use": "nets:Net", "grow": 1.0}, optimizer={"use": "sgd", "lr": 30.0})
     (folder / "nets.py").write_text(NETS.replace("return 0.02", "return -1.0"))
     assert hookdiff("run", path, "--out", "run")[0] == 3
-    code, _, err = hookdiff("replay", kept(folder)[0], "--lr", "1e-4")
-    assert code == 2
-    check_facts(err, "--lr")
+    check_refused(hookdiff("replay", kept(folder)[0], "--lr", "1e-4"), "--lr")
 
 
-def test_anomaly_names_the_operation(folder: Path, hookdiff: Command) -> None:
-    path = config(folder, [], model={"use": "nets:Steep"})
-    assert hookdiff("run", path, "--out", "run")[0] == 3
-    (step,) = kept(folder)
-    report = json.loads((step / "report.json").read_text())
+def test_anomaly_names_the_operation(stops: Stops, hookdiff: Command) -> None:
+    step, report = stops([], model={"use": "nets:Steep"})
     assert report["cause"] == "backward"
     check_facts(report["text"], "last (Conv2d)")
-    code, out, _ = hookdiff("replay", step, "--anomaly")
-    assert code == 0
+    out = output(hookdiff("replay", step, "--anomaly"))
     check_facts(out, "returned nan values", "nets.py", "sqrt()")  # torch's words, and the line of the net
     assert "dispatch.py" not in out
 
@@ -422,25 +384,18 @@ def test_a_compiled_step_comes_back_compiled(tmp_path: Path, start: Any) -> None
     assert code == 3, err
     (step,) = kept(tmp_path)
     assert json.loads((step / "report.json").read_text())["cause"] == "backward"
-    code, out, err = finish(start(tmp_path, "replay", "--trust", step))
-    assert code == 0, out + err
-    report = (step / "report.txt").read_text()
+    out, report = output(finish(start(tmp_path, "replay", "--trust", step))), (step / "report.txt").read_text()
     assert out.startswith(report)
     check_facts(out.removeprefix(report), 1, 16, 6)  # loss, losses of the samples, gradients
 
 
 def test_help_lists_the_options_and_the_exit_codes(hookdiff: Command) -> None:
-    code, out, _ = hookdiff("replay", "--help")
-    assert code == 0
-    check_facts(out, 0, 1, 2, "--anomaly", "--no-amp", "--lr", "--plugins", "--set")
+    check_facts(output(hookdiff("replay", "--help")), 0, 1, 2, "--anomaly", "--no-amp", "--lr", "--plugins", "--set")
 
 
 def test_a_missing_folder_is_refused_with_the_nearest(folder: Path, hookdiff: Command) -> None:
     (folder / "step-00000003-position-00000003").mkdir()
     (folder / "file").touch()
-    code, _, err = hookdiff("replay", "step-00000003-position-0000003")
-    assert code == 2
-    check_facts(err, "step-00000003-position-0000003", "step-00000003-position-00000003")
-    code, _, err = hookdiff("replay", "file")
-    assert code == 2
-    check_facts(err, "file", "RUN/nan/step-")
+    asked = "step-00000003-position-0000003"
+    check_refused(hookdiff("replay", asked), asked, "step-00000003-position-00000003")
+    check_refused(hookdiff("replay", "file"), "file", "RUN/nan/step-")

@@ -7,10 +7,8 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -26,15 +24,16 @@ from PIL import Image
 from hookdiff import UserError
 from hookdiff.authors.sheets import sheet
 from hookdiff.authors.testing.toy import toy_loop
-from hookdiff.disk.lock import lock_run_dir
 from hookdiff.log.panel import Panel
 from hookdiff.log.picture import Picture
 from hookdiff.run_dir.pictures_png import picture_path
-from tests.conftest import check_facts, finish, refused, wait_for, warnings, write_small
+from tests.conftest import check_facts, check_refused, finish, locked, output, refused, wait_for, warnings, write_small
+from tests.forked import python
 
 pytest.importorskip("bokeh", reason="the report needs the extra package bokeh")
 
 from hookdiff_report import Report
+from hookdiff_report.cli import command
 from hookdiff_report.curves import thin
 from hookdiff_report.gallery import evenly
 
@@ -176,16 +175,21 @@ def add_samples(
         picture.with_info(name="samples", step=step).save(picture_path(run, "samples", step))
 
 
+def report(*runs: Path, out: Path | None = None) -> Page:
+    """Write the report of a run, or of several into `out`, and return it."""
+    words = ["--out", str(out)] if out else []
+    command([*map(str, runs), *words], standalone_mode=False)
+    return Page.of(out or runs[0] / "report.html")
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "runs" / "first")
 
 
 def test_what_a_report_says(run: Path, hookdiff: Command) -> None:
-    code, out, err = hookdiff("report", run)
-    assert code == 0, err
     path = run / "report.html"
-    assert out == f"{path}: {path.stat().st_size / 1e6:.1f} MB\n"
+    assert output(hookdiff("report", run)) == f"{path}: {path.stat().st_size / 1e6:.1f} MB\n"
     page = Page.of(path)
     check_facts(page.text, "first", "stopped", "step 40 of 50", "out of time")
     check_facts(page.text, "0.05", "lowest 0.05 at step 40")  # the smoothed loss
@@ -225,7 +229,7 @@ def test_what_a_report_says(run: Path, hookdiff: Command) -> None:
     assert [part["default_span"] for part in page.parts("Memory", "DataRange1d") if "default_span" in part] == [512.0]
 
 
-def test_a_run_under_way_and_resumed(run: Path, hookdiff: Command) -> None:
+def test_a_run_under_way_and_resumed(run: Path) -> None:
     (run / "outcome.json").unlink()
     (run / "config.toml").write_text(tomli_w.dumps({"run": {"epochs": 3, "batch_size": 10}}))
     old, new = ({"versions": {"torch": version}, "steps": 10_040} for version in ("2.11.0", "2.12.0"))
@@ -234,10 +238,8 @@ def test_a_run_under_way_and_resumed(run: Path, hookdiff: Command) -> None:
     events += [logged(250, "finding", "norm 6 too large", "warning")]
     events += [logged(100, "stop", "error: ArithmeticError: out of numbers", "error")]
     write_lines(run / "events.jsonl", events)
-    with ExitStack() as resources:
-        lock_run_dir(run, resources)
-        assert hookdiff("report", run)[0] == 0
-    page = Page.of(run / "report.html")
+    with locked(run):
+        page = report(run)
     check_facts(page.text, "running", "step 40 of 10,040", "about 20 min 50 s left")
     check_facts(page.text, "norm 6 too large", "steps 250 to 300, reported 2 times")
     assert page.text.index("ArithmeticError") < page.text.index("norm 6")  # an error is worse than a warning
@@ -246,15 +248,14 @@ def test_a_run_under_way_and_resumed(run: Path, hookdiff: Command) -> None:
     assert ["torch", "2.11.0", "2.12.0"] in page.rows
 
 
-def test_values_that_some_lines_lack(run: Path, hookdiff: Command) -> None:
+def test_values_that_some_lines_lack(run: Path) -> None:
     lines = [{"step": k, "time": TIME + k, "loss/snr-01:-1.0..+1.0": 1 / k} for k in range(1, 101)]
     for line in lines[:20]:
         line["loss/snr-00:-inf..-1.0"] = 5.0
     for line, value, num in zip(lines[::10], (1.0, 5.0, 6.0, None), (512, 50_000, 50_000, 50_000), strict=False):
         line |= {"fd/digits": value, "fd/digits/num": num, "fd/bare": value}
     write_lines(run / "metrics.jsonl", lines)
-    assert hookdiff("report", run)[0] == 0
-    page = Page.of(run / "report.html")
+    page = report(run)
     check_facts(page.text, "5", "at step 11, n = 50,000")  # the best of those that can be compared
     assert page.curves("Fréchet distance (digits), n = 512 to 50,000").keys() == {"generated images"}
     assert page.curves("Fréchet distance (bare)").keys() == {"generated images"}
@@ -270,24 +271,17 @@ def test_equal_runs_give_equal_files_without_torch(run: Path, tmp_path: Path) ->
     for path in (folder / "templates").iterdir():  # as Git writes text on Windows
         path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
     for name, paths in (("1", sys.path), ("2", [str(tmp_path), *sys.path])):
-        words = [sys.executable, "-c", code, str(run), "--out", str(tmp_path / f"{name}.html")]
-        done = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "PYTHONHASHSEED": name, "PYTHONPATH": os.pathsep.join(paths)},
-        )
-        assert "torch" not in done.stdout.split()
-        assert not done.stderr
+        around = {"PYTHONHASHSEED": name, "PYTHONPATH": os.pathsep.join(paths)}
+        returned, out, err = python(code, run, "--out", tmp_path / f"{name}.html", fresh=True, **around)
+        assert (returned, err) == (0, "")
+        assert "torch" not in out.split()
     assert (tmp_path / "1.html").read_bytes() == (tmp_path / "2.html").read_bytes()
 
 
-def test_samples_by_step_and_weights(run: Path, hookdiff: Command) -> None:
+def test_samples_by_step_and_weights(run: Path) -> None:
     add_samples(run, [10, 20, 30])
     Picture(numpy.zeros((8, 8), numpy.uint8), {"name": "extra/one", "step": 5}).save(picture_path(run, "extra/one", 5))
-    assert hookdiff("report", run)[0] == 0
-    page = Page.of(run / "report.html")
+    page = report(run)
     assert page.strips == [{"panels": ["ema", "model"], "steps": [10, 20, 30]}, {"panels": [""], "steps": [5]}]
     for place in range(3):
         black, white = (numpy.array(page.frame(0, panel, place).convert("L")) for panel in (0, 1))
@@ -299,27 +293,25 @@ def test_samples_by_step_and_weights(run: Path, hookdiff: Command) -> None:
     check_facts(page.text, "sampler ddim, 7 steps, seed 3", "ema (moving average)", "model (raw weights)")
 
 
-def test_panels_have_the_names_of_their_rows(run: Path, hookdiff: Command) -> None:
+def test_panels_have_the_names_of_their_rows(run: Path) -> None:
     images = torch.full((4, 1, 16, 16), -1.0)
     for name, rows in (("named", ["1", "2"]), ("plain", [])):
         picture = sheet([Panel(images, title=title, row_names=rows) for title in ("ema", "model")])
         picture.with_info(name=name).save(picture_path(run, name, 1))
-    assert hookdiff("report", run)[0] == 0
-    page = Page.of(run / "report.html")
+    page = report(run)
     (named, same), (plain, also) = ([page.frame(strip, panel, 0) for panel in (0, 1)] for strip in (0, 1))
     assert (named.size, plain.size) == (same.size, also.size)
     assert named.width > plain.width
     assert (named.crop((0, 0, named.width - plain.width, named.height)).convert("L").point(lambda v: v < 99)).getbbox()
 
 
-def test_steps_with_other_panels(run: Path, hookdiff: Command) -> None:
+def test_steps_with_other_panels(run: Path) -> None:
     for step, titles in ((5, [""]), (10, ["ema", "model"]), (20, ["model", "best"])):
         add_samples(run, [step], titles)
     pixels = numpy.zeros((8, 8), numpy.uint8)
     for name, step, weights in (("z", 5, ["ema"]), ("z", 10, "best"), ("several", 5, ["ema", "model"])):
         Picture(pixels, {"name": name, "weights": weights}).save(picture_path(run, name, step))
-    assert hookdiff("report", run)[0] == 0
-    page = Page.of(run / "report.html")
+    page = report(run)
     assert page.strips == [
         {"panels": ["model", "best", "ema"], "steps": [5, 10, 20]},
         {"panels": [""], "steps": [5]},
@@ -328,7 +320,7 @@ def test_steps_with_other_panels(run: Path, hookdiff: Command) -> None:
     assert all(str(one["src"]).startswith("data:image/webp;base64,") for one in page.all("img"))
 
 
-def test_animations_and_the_filmstrip(run: Path, hookdiff: Command) -> None:
+def test_animations_and_the_filmstrip(run: Path) -> None:
     folder = run / "samples"
     folder.mkdir()
     frames = [Image.new("L", (8, 8), shade) for shade in (0, 99, 255)]
@@ -336,26 +328,22 @@ def test_animations_and_the_filmstrip(run: Path, hookdiff: Command) -> None:
     frames[0].save(folder / "filmstrip.png")
     (folder / "denoising.gif").write_bytes(b"GIF89a, but damaged")
     (folder / "denoising.webp").write_bytes(bytes(4_000_000))
-    assert hookdiff("report", run)[0] == 0
-    page = Page.of(run / "report.html")
+    page = report(run)
     check_facts(page.text, "Filmstrip", "The training as an animation", "denoising.webp is too large")
     assert "denoising.gif" not in page.text
     sources = [str(one["src"]) for one in page.all("img")]
     assert [source.partition(",")[0] for source in sources] == ["data:image/webp;base64"] * 2
-    animation = next(
-        one for one in sources if base64.b64encode((folder / "training.webp").read_bytes()).decode() in one
-    )
-    assert animation.startswith("data:image/webp;base64,")
+    animation = base64.b64encode((folder / "training.webp").read_bytes()).decode()
+    assert any(animation in one for one in sources)
 
 
-def test_pictures_fill_their_budget(run: Path, hookdiff: Command) -> None:
+def test_pictures_fill_their_budget(run: Path) -> None:
     noise = numpy.random.default_rng(0)
     for step in range(1, 111):
         pixels = noise.integers(0, 256, (450, 450, 3), dtype=numpy.uint8)
         Picture(pixels, {"name": "noise", "step": step}).save(picture_path(run, "noise", step))
-    assert hookdiff("report", run)[0] == 0
+    page = report(run)
     assert 8e6 < (run / "report.html").stat().st_size < 15e6
-    page = Page.of(run / "report.html")
     (strip,) = page.strips
     assert (strip["steps"][0], strip["steps"][-1]) == (1, 110)
     assert 60 <= len(strip["steps"]) < 110
@@ -363,9 +351,7 @@ def test_pictures_fill_their_budget(run: Path, hookdiff: Command) -> None:
     check_facts(page.text, f"{len(strip['steps'])} of 110 steps")
 
 
-def test_several_runs_are_compared(
-    run: Path, tmp_path: Path, hookdiff: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_runs_are_compared(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = make_run(tmp_path / "runs" / "second", lr=0.01, steps=20)
     lines = map(json.loads, (other / "metrics.jsonl").read_text().splitlines())
     missing = ("loss/smooth", "grad_norm", "lr")
@@ -374,7 +360,7 @@ def test_several_runs_are_compared(
     add_samples(run, [10, 20])
     add_samples(other, [10], [""], weights=["ema"])
     monkeypatch.chdir(tmp_path)
-    assert hookdiff("report", run, other, run)[0] == 0  # the same run twice is one
+    command([str(path) for path in (run, other, run)], standalone_mode=False)  # the same run twice is one
     page = Page.of(tmp_path / "report.html")
     check_facts(page.text, "2 runs compared", "first", "second", "optimizer.lr", "0.001", "0.01")
     assert "run.batch_size" not in page.text  # it does not differ
@@ -389,20 +375,17 @@ def test_several_runs_are_compared(
     check_facts(page.text, "What the runs have reported", "The run has reported no problem.")
 
 
-def test_configs_differ_in_types_and_in_ends_of_long_values(tmp_path: Path, hookdiff: Command) -> None:
+def test_configs_differ_in_types_and_in_ends_of_long_values(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name) for name in "abc"]
-    for run, data in zip(
-        runs,
-        (
-            {"number": "1", "flag": True, "text": "x" * 500 + "A", "same": "s", "path": "one"},
-            {"number": 1, "flag": "true", "text": "x" * 500 + "B", "same": "s", "empty": ""},
-            {"number": 1, "flag": True, "same": "s"},
-        ),
-        strict=True,
-    ):
+    tables: list[dict[str, Any]] = [
+        {"number": "1", "flag": True, "text": "x" * 500 + "A", "same": "s", "path": "one"},
+        {"number": 1, "flag": "true", "text": "x" * 500 + "B", "same": "s", "empty": ""},
+        {"number": 1, "flag": True, "same": "s"},
+    ]
+    for run, data in zip(runs, tables, strict=True):
         (run / "config.toml").write_text(tomli_w.dumps({"data": data}))
-    assert hookdiff("report", *runs, "--out", tmp_path / "both.html")[0] == 0
-    rows = {row[0]: row[1:] for row in Page.of(tmp_path / "both.html").rows if row[0].startswith("data.")}
+    page = report(*runs, out=tmp_path / "all.html")
+    rows = {row[0]: row[1:] for row in page.rows if row[0].startswith("data.")}
     missing = "\N{EN DASH}"
     assert rows.pop("data.text") == [*("..." + "x" * 20 + end for end in ('A"', 'B"')), missing]
     assert rows == {
@@ -413,19 +396,17 @@ def test_configs_differ_in_types_and_in_ends_of_long_values(tmp_path: Path, hook
     }
 
 
-def test_runs_of_one_name_are_told_apart(run: Path, tmp_path: Path, hookdiff: Command) -> None:
+def test_runs_of_one_name_are_told_apart(run: Path, tmp_path: Path) -> None:
     other = make_run(tmp_path / "other" / "first")
-    assert hookdiff("report", run, other, "--out", tmp_path / "both.html")[0] == 0
-    check_facts(Page.of(tmp_path / "both.html").text, run, other)
+    check_facts(report(run, other, out=tmp_path / "both.html").text, run, other)
 
 
-def test_nothing_in_a_run_becomes_markup(tmp_path: Path, hookdiff: Command) -> None:
+def test_nothing_in_a_run_becomes_markup(tmp_path: Path) -> None:
     run = make_run(tmp_path / "<b>&amp;")
     config = {"run": {"name": ATTACK, "steps": 50}, "model": {ATTACK: [ATTACK]}}
     (run / "config.toml").write_text(tomli_w.dumps(config))
-    write_lines(
-        run / "metrics.jsonl", [{"step": k, "time": TIME + k, f"fd/{ATTACK}": 1.0, f"lr/{ATTACK}": k} for k in (1, 2)]
-    )
+    lines = [{"step": k, "time": TIME + k, f"fd/{ATTACK}": 1.0, f"lr/{ATTACK}": k} for k in (1, 2)]
+    write_lines(run / "metrics.jsonl", lines)
     events = [logged(1, kind, ATTACK, "error") for kind in ("finding", ATTACK)]
     write_lines(run / "events.jsonl", [*events, logged(0, "start", ATTACK, versions={ATTACK: ATTACK})])
     write_lines(run / "texts.jsonl", [{"step": 0, "time": TIME, "texts": {"model": ATTACK}}])
@@ -433,9 +414,7 @@ def test_nothing_in_a_run_becomes_markup(tmp_path: Path, hookdiff: Command) -> N
     panels = [Panel(torch.zeros(1, 1, 8, 8), title=title) for title in (ATTACK, '" onload="alert(3)')]
     sheet(panels, info={"sampler": ATTACK}).with_info(name="samples").save(picture_path(run, "samples", 1))
     for runs in ([run], [run, make_run(tmp_path / "other")]):
-        out = tmp_path / "out.html"
-        assert hookdiff("report", *runs, "--out", out)[0] == 0
-        page = Page.of(out)
+        page = report(*runs, out=tmp_path / "out.html")
         assert len(page.scripts) == 4
         assert "<" not in page.scripts[0] + page.scripts[1]
         assert {one.get("type") for one in page.all("script")} == {"application/json", None}
@@ -448,14 +427,14 @@ def test_nothing_in_a_run_becomes_markup(tmp_path: Path, hookdiff: Command) -> N
         assert "script-src 'unsafe-inline'" not in str(policy)
 
 
-def test_damaged_and_missing_files(tmp_path: Path, hookdiff: Command) -> None:
+def test_damaged_and_missing_files(tmp_path: Path) -> None:
     run = tmp_path / "bare"
     run.mkdir()
     (run / "config.toml").write_text("")
-    assert hookdiff("report", run)[0] == 0
-    check_facts(Page.of(run / "report.html").text, "bare", "crashed", "step 0", "without a reason")
-    assert "Memory" not in Page.of(run / "report.html").text  # it has no values
-    assert len(Page.of(run / "report.html").scripts) == 3  # without plots there is no Bokeh
+    page = report(run)
+    check_facts(page.text, "bare", "crashed", "step 0", "without a reason")
+    assert "Memory" not in page.text  # it has no values
+    assert len(page.scripts) == 3  # without plots there is no Bokeh
 
     (run / "config.toml").write_text("[run\n")
     values = [1e308, -1e308, None, 0.0, 5e-324]
@@ -464,33 +443,18 @@ def test_damaged_and_missing_files(tmp_path: Path, hookdiff: Command) -> None:
     write_lines(run / "metrics.jsonl", lines)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": "x"}\nnot JSON\n')
-    write_lines(
-        run / "events.jsonl",
-        [
-            logged(10**300, "finding", ""),
-            {"step": 1, "time": -1e300, "kind": "void", "severity": "ok", "text": "\ud800"},
-        ],
-    )
+    odd = {"step": 1, "time": -1e300, "kind": "void", "severity": "ok", "text": "\ud800"}
+    write_lines(run / "events.jsonl", [logged(10**300, "finding", ""), odd])
     (run / "outcome.json").write_text("[]")
-    bad = {
-        "title": "x",
-        "left": "?",
-        "top": None,
-        "width": 10**9,
-        "height": -1,
-        "right": 1,
-        "down": 1,
-        "columns": 0,
-        "num": 3,
-    }
+    bad = {"title": "x", "left": "?", "top": None, "width": 10**9, "height": -1}
+    bad |= {"right": 1, "down": 1, "columns": 0, "num": 3}
     huge = {**bad, "left": 0, "top": 0, "height": 10**9, "columns": 3}
     for step, panels in enumerate(([bad, huge], [[]], 5, None)):
         picture = Picture(numpy.zeros((4, 4), numpy.uint8), {"panels": panels, "seed": 10**400, "name": "samples"})
         picture.save(picture_path(run, "samples", step))
     damaged = picture_path(run, "samples", 9)
     damaged.write_bytes(picture_path(run, "samples", 0).read_bytes()[:-30])
-    assert hookdiff("report", run)[0] == 0
-    page = Page.of(run / "report.html")
+    page = report(run)
     check_facts(page.text, "config.toml")
     (strip,) = page.strips
     assert strip["steps"] == [0, 1, 2, 3]
@@ -500,15 +464,11 @@ def test_damaged_and_missing_files(tmp_path: Path, hookdiff: Command) -> None:
 def test_numbers_that_no_run_reaches(run: Path, hookdiff: Command) -> None:
     steps = (1, 2, 10**300, -(10**308), 10**308)
     names = ("loss", "loss/snr-00:-inf..1.0", "loss/snr-01:1.0..+inf", "memory/peak", "fd/x", "fd/x/num")
-    write_lines(
-        run / "metrics.jsonl", [{"step": step, "time": step, **dict.fromkeys(names, 1e308)} for step in steps * 20]
-    )
-    times = (10**308, -(10**308), 0)
+    lines = [{"step": step, "time": step, **dict.fromkeys(names, 1e308)} for step in steps * 20]
+    write_lines(run / "metrics.jsonl", lines)
+    at = [{"step": step, "time": time} for step in steps for time in (10**308, -(10**308), 0)]
     kinds = ("start", "finding", "checkpoint", "resume")
-    write_lines(
-        run / "events.jsonl",
-        [{**logged(0, kind, ""), "step": step, "time": time} for kind in kinds for step in steps for time in times],
-    )
+    write_lines(run / "events.jsonl", [{**logged(0, kind, ""), **place} for kind in kinds for place in at])
     (run / "outcome.json").write_text(json.dumps({"step": 10**400}))
     code, _, err = hookdiff("report", run)
     assert (code, err) == (0, "")
@@ -521,21 +481,18 @@ def test_numbers_that_no_run_reaches(run: Path, hookdiff: Command) -> None:
 def test_unusual_names_of_runs(tmp_path: Path, hookdiff: Command) -> None:
     for name, text in ((b"a\nb\x1b", r"a\nb\x1b"), (b"\xff", r"\udcff"), (b"'\"<b>", "'\"<b>")):
         run = make_run(tmp_path / os.fsdecode(name))
-        code, out, _ = hookdiff("report", run)
-        assert code == 0
-        check_facts(out, text)
+        check_facts(output(hookdiff("report", run)), text)
         check_facts(Page.of(run / "report.html").text, text)
 
 
-def test_thousands_of_events_and_steps(run: Path, hookdiff: Command) -> None:
+def test_thousands_of_events_and_steps(run: Path) -> None:
     steps = range(1, 10_001)
     losses = {5000: 77.0, 7001: 1e-9}
     write_lines(run / "metrics.jsonl", [{"step": k, "time": TIME + k, "loss": losses.get(k, 1.0)} for k in steps])
     events = [logged(k, ("checkpoint", "void")[k % 2], f"event {k}") for k in steps]
     events += [logged(k, "finding", f"norm {k} too large", "warning") for k in range(1, 501)]
     write_lines(run / "events.jsonl", events)
-    assert hookdiff("report", run)[0] == 0
-    page = Page.of(run / "report.html")
+    page = report(run)
     check_facts(page.text, "5,000 checkpoints", "5,000 void", "norm 500 too large", "reported 500 times")
     check_facts(page.text, "302 rows are left out")  # of two routines and 500 findings
     assert len(page.rows) < 300
@@ -545,7 +502,7 @@ def test_thousands_of_events_and_steps(run: Path, hookdiff: Command) -> None:
     assert (run / "report.html").stat().st_size < 3e6
 
 
-def test_what_is_left_out_is_counted(run: Path, hookdiff: Command) -> None:
+def test_what_is_left_out_is_counted(run: Path) -> None:
     line = {"step": 1, "time": TIME, **{f"value{k}": 1.0 for k in range(500)}}
     for kind, num in (("fd", 12), ("lr", 13), ("precision", 14)):
         line |= {f"{kind}/{kind}{k}": 1.0 for k in range(num)}
@@ -553,19 +510,17 @@ def test_what_is_left_out_is_counted(run: Path, hookdiff: Command) -> None:
     write_lines(run / "events.jsonl", [logged(1, "finding", "x" * k) for k in range(1, 54)])
     for k in range(22):
         Picture(numpy.zeros((4, 4), numpy.uint8), {"name": f"name{k}"}).save(picture_path(run, f"name{k}", 1))
-    assert hookdiff("report", run)[0] == 0
-    text = Page.of(run / "report.html").text
+    text = report(run).text
     check_facts(text, "and 3 more", "and 6 more", "and 139 more")  # diagnoses, names of pictures, logged values
     check_facts(text, "4 more feature spaces", "5 more groups", "6 more feature spaces")
 
 
-def test_the_pace_leaves_out_the_time_between_processes(run: Path, hookdiff: Command) -> None:
+def test_the_pace_leaves_out_the_time_between_processes(run: Path) -> None:
     lines = [{"step": k, "time": TIME + k + 86400 * (k > 50), "loss": 1.0} for k in range(1, 101)]
     write_lines(run / "metrics.jsonl", lines)
     resumed = {**logged(50, "resume", "resumed at step 50"), "time": TIME + 86400 + 50}
     write_lines(run / "events.jsonl", [logged(0, "start", "started"), resumed])
-    assert hookdiff("report", run)[0] == 0
-    page = Page.of(run / "report.html")
+    page = report(run)
     check_facts(page.text, "10", "samples per second", "1 min 40 s")
     assert page.curves("Throughput")["mean 10"] == pytest.approx([10.0] * 98)
 
@@ -577,18 +532,12 @@ def test_what_is_refused(run: Path, tmp_path: Path, hookdiff: Command, monkeypat
         ([run, "--out", tmp_path / "a.pdf"], ["--out", "a.pdf", ".html"]),
         ([run, "--out", run / "config.toml" / "a.html"], ["a.html"]),
     ):
-        code, _, err = hookdiff("report", *words)
-        assert code == 2
-        check_facts(err, *facts)
+        check_refused(hookdiff("report", *words), *facts)
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
-    code, _, err = hookdiff("report", run)
-    assert code == 2
-    check_facts(err, "metrics.jsonl")
+    check_refused(hookdiff("report", run), "metrics.jsonl")
     monkeypatch.setitem(sys.modules, "bokeh", None)
-    code, _, err = hookdiff("report", run)
-    assert code == 2
-    check_facts(err, "bokeh", "pip install 'hookdiff[report]'")
+    check_refused(hookdiff("report", run), "bokeh", "pip install 'hookdiff[report]'")
     with refused(UserError, "'report'", "bokeh", "pip install 'hookdiff[report]'"):
         toy_loop({"report": Report()}).run()
 
@@ -630,11 +579,8 @@ def small(tmp_path: Path) -> Path:
 
 def test_a_run_ends_with_its_report(small: Path, tmp_path: Path, hookdiff: Command) -> None:
     run = tmp_path / "run"
-    code, out, err = hookdiff("run", small, "--plugins", "report", "--out", run)
-    assert code == 0, err
-    page = Page.of(run / "report.html")
-    check_facts(page.text, "done", "step 6 of 6", "started", "stop")
-    check_facts(out, "report.html")
+    check_facts(output(hookdiff("run", small, "--plugins", "report", "--out", run)), "report.html")
+    check_facts(Page.of(run / "report.html").text, "done", "step 6 of 6", "started", "stop")
 
 
 FAILING = """

@@ -4,19 +4,15 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
 
-from hookdiff.disk.lock import lock_run_dir
-from tests.conftest import check_facts, finish, write_small
+from tests.conftest import IMPORTS, check_facts, check_refused, finish, imported, locked, output, write_small
 
 Command = Callable[..., tuple[int, str, str]]
 CONFIG: dict[str, Any] = {"run": {"steps": 100, "plugins": ["lr"]}, "optimizer": {"use": "adamw", "lr": 0.5}}
@@ -56,9 +52,8 @@ torn    damaged  0        -       -          -    runs/torn/config.toml: cannot 
 def test_the_table_in_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Command) -> None:
     runs = tmp_path / "runs"
     make(runs / "deep" / "a", {"step": 30, "loss": 1 / 3}, run={"name": "a", "plugins": ["lr", "ema"]})
-    distances = (
-        {"step": step, "fd/digits": value, "fd/digits/num": 1} for step, value in ((30, 3.5), (60, 2.5), (90, 4))
-    )
+    values = {30: 3.5, 60: 2.5, 90: 4}
+    distances = ({"step": step, "fd/digits": value, "fd/digits/num": 1} for step, value in values.items())
     make(runs / "b", *distances, {"step": 100, "loss": 9, "loss/smooth": 0.25}, reason="done", run={"name": "b"})
     make(runs / "c", {"step": 90, "loss": None}, reason="signal", optimizer={"lr": 0.125}, run={"import_from": "/x"})
     (runs / "torn").mkdir()
@@ -110,10 +105,9 @@ def test_a_run_of_epochs_has_the_steps_that_it_expects(tmp_path: Path, hookdiff:
 def test_a_run_that_is_under_way(tmp_path: Path, hookdiff: Command, start: Callable[..., Any]) -> None:
     make(tmp_path / "crashed", {"step": 1})
     path = make(tmp_path / "live", {"step": 1}, reason="done")
-    with ExitStack() as resources:
-        lock_run_dir(path, resources)
-        code, out, _ = finish(start(tmp_path, "runs", tmp_path, "--state", "running", "--json"))  # another process
-        assert (code, [row["name"] for row in json.loads(out)]) == (0, ["live"])
+    with locked(path):
+        out = output(finish(start(tmp_path, "runs", tmp_path, "--state", "running", "--json")))  # another process
+        assert [row["name"] for row in json.loads(out)] == ["live"]
         assert rows(hookdiff, tmp_path)["live"]["state"] == "running"  # this process, which holds the lock
         assert list(rows(hookdiff, tmp_path, "--state", "crashed")) == ["crashed"]
     assert rows(hookdiff, tmp_path)["live"]["state"] == "done"
@@ -166,9 +160,8 @@ def test_sorting(tmp_path: Path, hookdiff: Command) -> None:
     orders = {"name": "abc", "step": "cab", "loss": "bac", "age": "bca", "state": "acb", "fd/x": "abc"}
     for key, order in {**orders, "optimizer.lr": "bac"}.items():
         assert "".join(rows(hookdiff, tmp_path, "--sort", key)) == order, key
-    code, out, err = hookdiff("runs", tmp_path, "--sort", "optimiser.lr")
-    assert (code, out) == (2, "")
-    check_facts(err, "optimiser.lr", "optimizer.lr", "fd/x", "age")
+    refusal = hookdiff("runs", tmp_path, "--sort", "optimiser.lr")
+    check_refused(refusal, "optimiser.lr", "optimizer.lr", "fd/x", "age")
     assert hookdiff("runs", tmp_path, "--state", "runing")[0] == 2
 
 
@@ -192,14 +185,10 @@ def test_configs_with_other_types_are_compared(tmp_path: Path, hookdiff: Command
 
 @posix
 def test_what_runs_say_is_escaped(tmp_path: Path, hookdiff: Command) -> None:
-    from tests.pseudo_terminal import Terminal
+    from tests.pseudo_terminal import shown
 
-    make(
-        tmp_path / f"a{HOSTILE}",
-        {"step": 1, f"fd/{HOSTILE}": 1.0},
-        optimizer={"lr": HOSTILE},
-        run={"plugins": [HOSTILE]},
-    )
+    tables = {"optimizer": {"lr": HOSTILE}, "run": {"plugins": [HOSTILE]}}
+    make(tmp_path / f"a{HOSTILE}", {"step": 1, f"fd/{HOSTILE}": 1.0}, **tables)
     make(tmp_path / "b", {"step": 1}, **{HOSTILE: {HOSTILE: 1}})
     make(tmp_path / "c", {"step": 1}, **{HOSTILE: {HOSTILE: 2}})
     (make(tmp_path / os.fsdecode(b"d\xff"), {"step": 1}) / "config.toml").write_text(f"x = {HOSTILE!r}")
@@ -208,24 +197,21 @@ def test_what_runs_say_is_escaped(tmp_path: Path, hookdiff: Command) -> None:
         _, out, err = hookdiff("runs", tmp_path, *options)
         assert not re.search(hostile, out + err)
         assert "x1b" in out + err or "u001b" in out
-    with Terminal(tmp_path, "runs", tmp_path, columns=200) as terminal:
-        assert terminal.finish()[0] == 0
-    assert not re.search(hostile, re.sub(r"\x1b\[[\d;]*m", "", terminal.written.replace("\r\n", "\n")))
-    check_facts(terminal.written, "x1b")
+    _, written = shown(tmp_path, "runs", tmp_path, columns=200)
+    assert not re.search(hostile, re.sub(r"\x1b\[[\d;]*m", "", written.replace("\r\n", "\n")))
+    check_facts(written, "x1b")
 
 
 @posix
 @pytest.mark.parametrize("columns", [40, 60, 80, 120, 200])
 def test_the_table_fits_on_a_terminal(tmp_path: Path, columns: int) -> None:
-    from tests.pseudo_terminal import Terminal
+    from tests.pseudo_terminal import shown
 
     long = "a-run-with-a-very-long-name-" * 4
     lines = [{"step": 100_000, "loss": 1.234, "fd/inception": 12.5, "fd/digits": 3.25}]
     make(tmp_path / long, *lines, reason="done", optimizer={"lr": 0.25})
     make(tmp_path / "b", *lines, optimizer={"lr": 0.125})
-    with Terminal(tmp_path, "runs", tmp_path, columns=columns) as terminal:
-        code, left = terminal.finish()
-    assert code == 0
+    left, _ = shown(tmp_path, "runs", tmp_path, columns=columns)
     assert max(map(len, left.splitlines())) <= columns
     check_facts(left, "done", "crashed", "100000/100", "optimizer.lr=0.25", "optimizer.lr=0.125")
     assert long in "".join(line.split("  ")[0].strip() for line in left.splitlines())  # no letter is lost
@@ -235,17 +221,13 @@ def test_the_table_fits_on_a_terminal(tmp_path: Path, columns: int) -> None:
 
 def test_a_folder_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Command) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = hookdiff("runs")
-    assert (code, out) == (2, "")
-    check_facts(err, "runs", tmp_path)
+    check_refused(hookdiff("runs"), "runs", tmp_path)
     (tmp_path / "rums").mkdir()
     check_facts(hookdiff("runs")[2], "'rums'")
     assert hookdiff("runs", "rums")[0] == 0
     assert rows(hookdiff, tmp_path / "rums") == {}
     (tmp_path / "file").touch()
-    code, _, err = hookdiff("runs", "file")
-    assert code == 2
-    check_facts(err, "file")
+    check_refused(hookdiff("runs", "file"), "file")
 
 
 def test_a_run_directory_is_a_table_of_one(tmp_path: Path, hookdiff: Command) -> None:
@@ -255,19 +237,10 @@ def test_a_run_directory_is_a_table_of_one(tmp_path: Path, hookdiff: Command) ->
 def test_a_real_run_and_torch_is_not_imported(tmp_path: Path, start: Callable[..., Any]) -> None:
     config = write_small(tmp_path / "small.toml", run={"steps": 4, "log_every": 2, "plugins": ["loss"]})
     assert finish(start(tmp_path, "run", config, "--out", "runs/x"))[0] == 0
-    code = """
-import sys
-from hookdiff.cli import main
-try:
-    main()
-except SystemExit as end:
-    print(end.code, "torch" in sys.modules, file=sys.stderr)
-"""
-    words = [sys.executable, "-c", code, "runs", "--json"]
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=paths)
-    assert done.stderr == "0 False\n"
-    (row,) = json.loads(done.stdout)
+    code, out, times = finish(start(tmp_path, "runs", "--json", fresh=True, python=IMPORTS))
+    assert code == 0
+    assert "torch" not in imported(times)
+    (row,) = json.loads(out)
     lines = map(json.loads, (tmp_path / "runs" / "x" / "metrics.jsonl").read_text().splitlines())
     losses = [line["loss/smooth"] for line in lines if "loss/smooth" in line]
     assert (row["name"], row["state"], row["step"], row["steps"]) == ("x", "done", 4, 4)

@@ -109,9 +109,15 @@ def make_loop(plugin: SampleGrid | None, run_dir: Path | None = None, **options:
     return Loop(model, optimizer, loss, digits(), config, plugins, sampler=sampler, run_dir=run_dir), gallery
 
 
+def run_with(plugin: SampleGrid, run_dir: Path | None = None, **options: Any) -> Gallery:
+    """Run such a loop to its end, and return what it has shown."""
+    loop, gallery = make_loop(plugin, run_dir, **options)
+    assert loop.run() == "done"
+    return gallery
+
+
 def test_sheets_are_made_when_due_and_when_done(tmp_path: Path) -> None:
-    loop, gallery = make_loop(SampleGrid(every=Every(2), num=10), tmp_path)
-    loop.run()
+    gallery = run_with(SampleGrid(every=Every(2), num=10), tmp_path)
     names = ["step-00000002.png", "step-00000004.png", "step-00000005.png"]
     assert [path.name for path in find_pictures(tmp_path)["samples"].values()] == names
     assert list(gallery.seen) == [2, 4, 5]
@@ -122,8 +128,7 @@ def test_sheets_are_made_when_due_and_when_done(tmp_path: Path) -> None:
 
 
 def test_columns_and_scale(tmp_path: Path) -> None:
-    loop, _ = make_loop(SampleGrid(every=Every(5), num=6, columns=6, scale=1), tmp_path)
-    loop.run()
+    run_with(SampleGrid(every=Every(5), num=6, columns=6, scale=1), tmp_path)
     with Image.open(tmp_path / "samples" / "step-00000005.png") as picture:
         assert picture.height < 3 * 8
         assert picture.width > 6 * 8
@@ -131,7 +136,7 @@ def test_columns_and_scale(tmp_path: Path) -> None:
 
 def test_no_second_grid_at_the_last_step() -> None:
     sampler = TinySampler()
-    make_loop(SampleGrid(every=Every(5), num=4), sampler=sampler)[0].run()
+    run_with(SampleGrid(every=Every(5), num=4), sampler=sampler)
     assert sampler.sizes == [4]
 
 
@@ -139,9 +144,7 @@ def test_no_second_grid_at_the_last_step() -> None:
     ("every", "steps"), [(0, [28]), ("1 epoch", [14, 28]), ("2 epochs", [28]), ("1 h", [28]), (20, [20, 28])]
 )
 def test_every(every: Any, steps: list[int]) -> None:
-    loop, gallery = make_loop(SampleGrid(every=every, num=1), steps=None, epochs=2)
-    loop.run()
-    assert list(gallery.seen) == steps
+    assert list(run_with(SampleGrid(every=every, num=1), steps=None, epochs=2).seen) == steps
 
 
 def test_only_a_run_that_is_done_gets_a_last_grid() -> None:
@@ -155,13 +158,11 @@ def test_only_a_run_that_is_done_gets_a_last_grid() -> None:
 
 def test_the_noise_is_always_the_same() -> None:
     still: dict[str, Any] = {"plugins": {"still": Frozen()}}
-    loop, gallery = make_loop(SampleGrid(every=Every(1), num=6), steps=2, **still)
-    loop.run()
-    assert torch.equal(gallery.seen[1], gallery.seen[2])
-    assert len({image.numpy().tobytes() for image in gallery.seen[1]}) == 6
-    other, others = make_loop(SampleGrid(every=Every(1), num=6, seed=1), steps=2, **still)
-    other.run()
-    assert not torch.equal(gallery.seen[1], others.seen[1])
+    images = run_with(SampleGrid(every=Every(1), num=6), steps=2, **still).seen
+    assert torch.equal(images[1], images[2])
+    assert len({image.numpy().tobytes() for image in images[1]}) == 6
+    others = run_with(SampleGrid(every=Every(1), num=6, seed=1), steps=2, **still).seen
+    assert not torch.equal(images[1], others[1])
 
 
 class Frozen:
@@ -173,12 +174,10 @@ class Frozen:
 def test_images_do_not_depend_on_how_they_are_divided() -> None:
     sampler = TinySampler()
     sampler.batch_size = 4
-    whole = make_loop(SampleGrid(num=10), steps=1, plugins={"still": Frozen()})
-    parts = make_loop(SampleGrid(num=10), steps=1, plugins={"still": Frozen()}, sampler=sampler)
-    for loop, _ in (whole, parts):
-        loop.run()
+    whole = run_with(SampleGrid(num=10), steps=1, plugins={"still": Frozen()})
+    parts = run_with(SampleGrid(num=10), steps=1, plugins={"still": Frozen()}, sampler=sampler)
     assert sampler.sizes == [4, 4, 2]
-    assert torch.equal(whole[1].seen[1], parts[1].seen[1])
+    assert torch.equal(whole.seen[1], parts.seen[1])
 
 
 def test_sampling_does_not_change_the_training() -> None:
@@ -193,34 +192,27 @@ def test_sampling_does_not_change_the_training() -> None:
 
 def test_other_ranks_make_the_images_too_and_show_none(second_rank: None, tmp_path: Path) -> None:
     sampler = TinySampler()
-    loop, gallery = make_loop(SampleGrid(every=Every(1), num=4), tmp_path, sampler=sampler)
-    loop.run()
+    gallery = run_with(SampleGrid(every=Every(1), num=4), tmp_path, sampler=sampler)
     assert (sampler.sizes, gallery.seen) == ([4] * 5, {})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_latents_are_shown_channel_by_channel(tmp_path: Path) -> None:
-    loop, gallery = make_loop(SampleGrid(num=2, scale=1), tmp_path, sampler=TinySampler(channels=4))
-    loop.run()
+    gallery = run_with(SampleGrid(num=2, scale=1), tmp_path, sampler=TinySampler(channels=4))
     assert gallery.seen[5].shape == (8, 8, 8)
     with Image.open(tmp_path / "samples" / "step-00000005.png") as picture:
         assert picture.width > 3 * 8 > picture.width - 3 * 8  # 8 pictures in 3 columns
 
 
-def break_images(rows: Sequence[int], value: float) -> Callable[..., Tensor]:
+@pytest.mark.parametrize(("value", "shown"), [(math.nan, 0), (math.inf, 255), (-math.inf, 0)])
+def test_images_that_are_not_finite_are_warned_of(value: float, shown: int, caplog: pytest.LogCaptureFixture) -> None:
     class Breaking(TinySampler):
         def sample(self, *arguments: Any) -> Tensor:
             images = super().sample(*arguments)
-            images[list(rows), :, 0, 0] = value
+            images[[1, 3], :, 0, 0] = value
             return images
 
-    return Breaking  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize(("value", "shown"), [(math.nan, 0), (math.inf, 255), (-math.inf, 0)])
-def test_images_that_are_not_finite_are_warned_of(value: float, shown: int, caplog: pytest.LogCaptureFixture) -> None:
-    loop, gallery = make_loop(SampleGrid(num=5, scale=1), sampler=break_images([1, 3], value)())
-    loop.run()
+    gallery = run_with(SampleGrid(num=5, scale=1), sampler=Breaking())
     (warning,) = warnings(caplog)
     check_facts(warning, "samples", "step 5", "2 of 5")
     assert gallery.seen[5][[1, 3], 0, 0].tolist() == [shown, shown]
@@ -237,8 +229,7 @@ class Averages:
 
 @pytest.mark.parametrize(("weights", "titles"), [((), ["black", "model"]), (("model",), [""]), (("model", "black"), 2)])
 def test_weights_stand_side_by_side_with_the_same_noise(weights: tuple[str, ...], titles: Any) -> None:
-    loop, gallery = make_loop(SampleGrid(num=4, weights=weights), steps=1, plugins={"average": Averages()})
-    loop.run()
+    gallery = run_with(SampleGrid(num=4, weights=weights), steps=1, plugins={"average": Averages()})
     found = [(title.partition(",")[0], images) for title, images in panels(gallery.pictures["samples"])]
     assert [title for title, _ in found] == (titles if titles != 2 else ["model", "black"])
     assert gallery.pictures["samples"].info["weights"] == list(weights or titles)
@@ -402,8 +393,7 @@ def test_noise_between_two_noises_has_their_variance() -> None:
 
 
 def test_the_filmstrip_has_a_column_for_each_sheet_and_the_animation_a_frame(tmp_path: Path) -> None:
-    loop, gallery = make_loop(SampleGrid(every=Every(1), num=10, scale=8), tmp_path, plugins={"average": Averages()})
-    loop.run()
+    gallery = run_with(SampleGrid(every=Every(1), num=10, scale=8), tmp_path, plugins={"average": Averages()})
     with Image.open(tmp_path / "samples" / "filmstrip.png") as film:
         pixels = torch.from_numpy(numpy.array(film))
     columns = [left for left in range(pixels.shape[1]) if left % 68 == 4]
@@ -418,9 +408,8 @@ def test_the_filmstrip_has_a_column_for_each_sheet_and_the_animation_a_frame(tmp
 
 def test_many_sheets_become_few_columns_and_frames_with_the_first_and_the_last(tmp_path: Path) -> None:
     for step in range(1, 201):
-        grid(torch.full((4, 1, 64, 64), step / 100 - 1)).with_info(name="samples", step=step).save(
-            picture_path(tmp_path, "samples", step)
-        )
+        sheet = grid(torch.full((4, 1, 64, 64), step / 100 - 1)).with_info(name="samples", step=step)
+        sheet.save(picture_path(tmp_path, "samples", step))
     sheets = find_pictures(tmp_path)["samples"]
     chosen = [frame.step for frame in frames(sheets, 10)]
     assert (len(chosen), chosen[0], chosen[-1]) == (10, 1, 200)
@@ -432,7 +421,7 @@ def test_many_sheets_become_few_columns_and_frames_with_the_first_and_the_last(t
 def test_each_sheet_opens_few_of_the_sheets_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, open_image = [], Image.open
     monkeypatch.setattr(Image, "open", lambda *args, **kwargs: opened.append(args) or open_image(*args, **kwargs))
-    make_loop(SampleGrid(every=Every(1), num=1, scale=1, animation="none"), tmp_path, steps=40)[0].run()
+    run_with(SampleGrid(every=Every(1), num=1, scale=1, animation="none"), tmp_path, steps=40)
     assert len(opened) <= 10 * 40
 
 
@@ -444,8 +433,7 @@ def test_a_damaged_sheet_is_left_out(tmp_path: Path) -> None:
                 path = picture_path(tmp_path, "samples", 3)
                 path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
-    loop, _ = make_loop(SampleGrid(every=Every(1), num=4), tmp_path, plugins={"damages": Damages()})
-    assert loop.run() == "done"
+    run_with(SampleGrid(every=Every(1), num=4), tmp_path, plugins={"damages": Damages()})
     assert [frame.step for frame in frames(picture_files(tmp_path, "samples"), 10)] == [1, 2, 4, 5]
     with Image.open(tmp_path / "samples" / "training.webp") as animation:
         assert animation.n_frames == 4
@@ -453,8 +441,7 @@ def test_a_damaged_sheet_is_left_out(tmp_path: Path) -> None:
 
 def test_sheets_are_made_while_checkpoints_are_saved_at_every_step(tmp_path: Path) -> None:
     plugins = {"checkpoint": Checkpoint(every=1, keep_last=1)}
-    loop, _ = make_loop(SampleGrid(every=Every(1), num=1, scale=1), tmp_path, steps=40, plugins=plugins)
-    assert loop.run() == "done"
+    run_with(SampleGrid(every=Every(1), num=1, scale=1), tmp_path, steps=40, plugins=plugins)
     assert len(find_pictures(tmp_path)["samples"]) == 40
 
 
@@ -466,15 +453,13 @@ def test_an_animation_that_cannot_be_written_costs_a_warning(
         raise error("no")
 
     monkeypatch.setitem(Image.SAVE_ALL, "WEBP", fail)
-    loop, _ = make_loop(SampleGrid(every=Every(2), num=1), tmp_path)
-    assert loop.run() == "done"
+    run_with(SampleGrid(every=Every(2), num=1), tmp_path)
     (warning,) = [text for text in warnings(caplog) if "training.webp" in text]
     check_facts(warning, "samples", tmp_path / "samples" / "training.webp", "no")
 
 
 def test_wide_sheets_have_an_animation(tmp_path: Path) -> None:
-    loop, _ = make_loop(SampleGrid(every=Every(3), num=300, columns=300), tmp_path)
-    assert loop.run() == "done"
+    run_with(SampleGrid(every=Every(3), num=300, columns=300), tmp_path)
     with Image.open(tmp_path / "samples" / "training.webp") as animation:
         assert (animation.width, animation.n_frames) == (16_383, 2)
 

@@ -64,16 +64,16 @@ def on_v(wrong: Callable[[Any], Any]) -> Patch:
     return patch
 
 
-def ddim_with_the_sigma_of_the_wrong_timestep(self: Solver, chain: Chain, x: Any, now: Point, after: Point) -> Any:
+def ddim_with_the_old_sigma(self: Solver, chain: Chain, x: Any, now: Point, after: Point) -> Any:
     x0, noise = chain.predict(x, now)
     return after.alpha * x0 + now.sigma * noise if after.sigma else x0
 
 
-def ddpm_with_beta_for_its_small_variance(self: Solver, chain: Chain, x: Any, now: Point, after: Point) -> Any:
+def ddpm_with_large_variance(self: Solver, chain: Chain, x: Any, now: Point, after: Point) -> Any:
     return ddpm_step(DDPM("fixed_large"), chain, x, now, after)
 
 
-def dpmpp_with_the_full_difference(self: Solver, chain: Chain, x: Any, now: Point, after: Point) -> Any:
+def dpmpp_too_far(self: Solver, chain: Chain, x: Any, now: Point, after: Point) -> Any:
     x0, _ = chain.predict(x, now)
     before, chain.previous = chain.previous, (x0, now)
     if before is not None and after.sigma:
@@ -89,55 +89,25 @@ def betas_linear_in_the_square_root(schedule: Linear, timesteps: int) -> torch.T
     return torch.linspace(schedule.beta_start**0.5, schedule.beta_end**0.5, timesteps, dtype=torch.float64).square()
 
 
+UNSQUARED = setter(weighting.EDMWeighting, "on_x0", lambda self, alpha, sigma: (sigma**2 + 0.25) * sigma)
+NEGATED = setter(prediction.VPrediction, "target", lambda self, x0, noise, alpha, sigma: sigma * x0 - alpha * noise)
+BACKWARDS = setter(prediction.FlowPrediction, "target", lambda self, x0, noise, alpha, sigma: x0 - noise)
+NO_ROOT = setter(objective, "q_sample", lambda x0, noise, alpha, sigma: alpha**2 * x0 + sigma**2 * noise)
+
 WRONG = {
     # the first two mistakes are common in practice
     "min-SNR for v, SNR + 1 under the cap": (V, "min_snr", "loss", on_v(lambda r: (r + 1).clamp(max=5) / (r + 1))),
     "min-SNR for v, 1 added": (V, "min_snr", "loss", on_v(lambda r: r.clamp(max=5) / r + 1)),
     "epsilon's min-SNR used for v": (V, "min_snr", "loss", on_v(lambda r: r.clamp(max=5) / r)),
-    "EDM's weight without its square": (
-        EDM,
-        "edm",
-        "loss",
-        lambda m: m.setattr(weighting.EDMWeighting, "on_x0", lambda self, alpha, sigma: (sigma**2 + 0.25) * sigma),
-    ),
-    "v with the other sign": (
-        V,
-        "uniform",
-        "loss",
-        setter(prediction.VPrediction, "target", lambda self, x0, noise, alpha, sigma: sigma * x0 - alpha * noise),
-    ),
-    "flow from noise to image": (
-        FLOW,
-        "uniform",
-        "loss",
-        setter(prediction.FlowPrediction, "target", lambda self, x0, noise, alpha, sigma: x0 - noise),
-    ),
-    "images noised without the square root": (
-        EPSILON,
-        "uniform",
-        "loss",
-        setter(objective, "q_sample", lambda x0, noise, alpha, sigma: alpha**2 * x0 + sigma**2 * noise),
-    ),
+    "EDM's weight without its square": (EDM, "edm", "loss", UNSQUARED),
+    "v with the other sign": (V, "uniform", "loss", NEGATED),
+    "flow from noise to image": (FLOW, "uniform", "loss", BACKWARDS),
+    "images noised without the square root": (EPSILON, "uniform", "loss", NO_ROOT),
     "another schedule": (EPSILON, "uniform", "loss", setter(Linear, "betas", betas_linear_in_the_square_root)),
-    "DDIM with the old sigma": (
-        EPSILON,
-        "uniform",
-        "ddim std",
-        setter(DDIM, "step", ddim_with_the_sigma_of_the_wrong_timestep),
-    ),
-    "DDPM with the large variance": (
-        EPSILON,
-        "uniform",
-        "ddpm std",
-        setter(DDPM, "step", ddpm_with_beta_for_its_small_variance),
-    ),
+    "DDIM with the old sigma": (EPSILON, "uniform", "ddim std", setter(DDIM, "step", ddim_with_the_old_sigma)),
+    "DDPM with the large variance": (EPSILON, "uniform", "ddpm std", setter(DDPM, "step", ddpm_with_large_variance)),
     "Heun replaced by Euler": (EDM, "uniform", "heun std", setter(Heun, "step", Euler.step)),
-    "DPM-Solver++ that steps too far": (
-        EPSILON,
-        "uniform",
-        "dpmpp_2m std",
-        setter(DPMSolver2M, "step", dpmpp_with_the_full_difference),
-    ),
+    "DPM-Solver++ that steps too far": (EPSILON, "uniform", "dpmpp_2m std", setter(DPMSolver2M, "step", dpmpp_too_far)),
 }
 
 

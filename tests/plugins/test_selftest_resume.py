@@ -62,16 +62,17 @@ def config(folder: Path, *plugins: str, source: str = "tests.faulty:Rolled", wor
     return path
 
 
-def selftest(path: Path, *options: str) -> Result:
+def selftest(path: Path, *options: str, code: int = 0) -> Result:
+    """Return what the command gives that ends with this exit code."""
     result = CliRunner().invoke(command, [str(path), "--steps", "12", *options])
     if isinstance(result.exception, Exception):  # and not SystemExit
         raise result.exception
+    assert result.exit_code == code, result.output
     return result
 
 
 def test_all_plugins_together_resume_exactly(folder: Path) -> None:
     result = selftest(config(folder, *ALL, "tests.faulty:Saved", workers=2))
-    assert result.exit_code == 0, result.output
     verdict, compared, *more = result.stdout.splitlines()
     assert verdict.startswith("the resumed run equals the run that was never stopped, bit for bit: saved at step ")
     assert verdict.endswith("resumed with 0 workers after 2")
@@ -87,8 +88,7 @@ def test_all_plugins_together_resume_exactly(folder: Path) -> None:
 @pytest.mark.cuda
 def test_a_run_with_cuda_graphs_resumes_exactly(folder: Path) -> None:
     path = config(folder, "ema", "cuda_graphs", "checkpoint", source="digits")
-    result = selftest(path, "--set", "run.device=cuda", "--set", "run.micro_batch=10")
-    assert result.exit_code == 0, result.output
+    selftest(path, "--set", "run.device=cuda", "--set", "run.micro_batch=10")
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,7 @@ def test_a_run_with_cuda_graphs_resumes_exactly(folder: Path) -> None:
 def test_a_plugin_that_forgets_a_field_is_named(name: str, others: list[str], lost: str, folder: Path) -> None:
     # By its config the run ends after 3 steps, sooner than the selftest; in the next test it ends later.
     path = config(folder, *others, f"tests.faulty:{name}")
-    result = selftest(path, "--set", "run.epochs=1")
-    assert result.exit_code == 1, result.output
+    result = selftest(path, "--set", "run.epochs=1", code=1)
     verdict, field, advice, counts = result.stdout.splitlines()
     assert verdict.startswith(f"not resumed exactly because of the plugin {name.lower()!r}; first seen: ")
     assert lost in field
@@ -133,8 +132,7 @@ def test_a_plugin_that_forgets_a_field_is_named(name: str, others: list[str], lo
 )
 def test_a_plugin_that_does_not_resume_is_named(name: str, fact: str, folder: Path) -> None:
     # Of digits, which are held in memory: items that are read when they are due seed the global generators.
-    result = selftest(config(folder, "loss", "checkpoint", f"tests.faulty:{name}", source="digits"))
-    assert result.exit_code == 1, result.output
+    result = selftest(config(folder, "loss", "checkpoint", f"tests.faulty:{name}", source="digits"), code=1)
     assert fact in result.stdout
     if name not in ("Appends", "Breaks"):
         assert f"because of the plugin {name.lower()!r}" in result.stdout.splitlines()[0]
@@ -142,22 +140,20 @@ def test_a_plugin_that_does_not_resume_is_named(name: str, fact: str, folder: Pa
 
 @pytest.mark.slow
 def test_an_unseeded_draw_is_blamed_on_no_other_plugin(folder: Path) -> None:
-    result = selftest(config(folder, "lr", "ema", "checkpoint", "tests.faulty:Secret"))
-    assert result.exit_code == 1, result.output
+    result = selftest(config(folder, "lr", "ema", "checkpoint", "tests.faulty:Secret"), code=1)
     assert "plugin 'lr'" not in result.stdout
     assert "plugin 'ema'" not in result.stdout
 
 
 @pytest.mark.slow
 def test_what_a_tracker_keeps_is_not_compared(folder: Path) -> None:
-    result = selftest(config(folder, "checkpoint", "tests.faulty:Sessions", source="digits"))
-    assert result.exit_code == 0, result.output
+    selftest(config(folder, "checkpoint", "tests.faulty:Sessions", source="digits"))
 
 
 @pytest.mark.slow
 def test_a_table_with_doubled_rows_fails_also_beside_a_tracker(folder: Path) -> None:
-    result = selftest(config(folder, "checkpoint", "tests.faulty:Rows", "tests.faulty:Sessions", source="digits"))
-    assert result.exit_code == 1, result.output
+    path = config(folder, "checkpoint", "tests.faulty:Rows", "tests.faulty:Sessions", source="digits")
+    result = selftest(path, code=1)
     check_facts(result.stdout.splitlines()[0], "mine.csv")
     assert "because of the plugin" not in result.stdout
 
@@ -212,8 +208,7 @@ def test_a_run_that_completes_no_checkpoint_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("before", [0, 2])
 def test_the_number_of_workers_may_change(before: int, workers: str, folder: Path) -> None:
     # Of 8 steps the resumed run saves at the last only, when the witness has had its turn.
-    result = selftest(config(folder, "checkpoint", "nan", workers=before), "--workers", workers, "--steps", "8")
-    assert result.exit_code == 0, result.output
+    selftest(config(folder, "checkpoint", "nan", workers=before), "--workers", workers, "--steps", "8")
 
 
 @pytest.mark.slow
@@ -223,7 +218,6 @@ def test_every_plugin_alone_resumes_exactly(name: str, folder: Path) -> None:
         pytest.importorskip("aim")
     names = dict.fromkeys([name, "checkpoint"])
     result = selftest(config(folder, *names, source="digits"))
-    assert result.exit_code == 0, result.output
     if name == "aim":
         assert "texts that differ, as names or times may: the saved value plugins/aim/run" in result.stdout
 
@@ -333,12 +327,8 @@ def test_a_snapshot_has_the_state_and_the_plain_fields_of_all_plugins() -> None:
     one, other = taken(0), taken(1)
     assert ValueKey("saved value", "model/0.weight") in one
     fields = {key.name.removeprefix("mine/"): value for key, value in one.items() if key.kind == "field"}
-    assert {name: value for name, value in fields.items() if "tensor" not in str(value)} == {
-        "count": 1,
-        "name": "x",
-        "pair/0": 1.5,
-        "pair/1": None,
-    }
+    plain = {name: value for name, value in fields.items() if "tensor" not in str(value)}
+    assert plain == {"count": 1, "name": "x", "pair/0": 1.5, "pair/1": None}
     assert fields["kept/3"] == "tensor float32 [] 2.0"
     assert fields["kept/a"].startswith("tensor int64 [4] ")
     assert [each.key for each in all_differences(one, other)] == [ValueKey("field", "mine/generator")]

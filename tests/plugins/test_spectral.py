@@ -22,6 +22,7 @@ from hookdiff_networks import UNet
 from hookdiff_spectral import Spectral
 from hookdiff_spectral.plugin import choose_layers, normalise
 from hookdiff_spectral.sigma import DividedBySigma, normalised
+from tests.conftest import toy_run
 
 
 def sigma(weight: Tensor, transposed: bool = False) -> float:
@@ -34,29 +35,23 @@ def add(model: nn.Module, *patterns: str, output: str | None = None) -> list[str
     return normalise(model, patterns, output, Generator().manual_seed(0))
 
 
-LAYERS = [
-    nn.Linear(7, 5),
-    nn.Linear(5, 7, bias=False),
-    nn.Conv2d(3, 4, 3),
-    nn.Conv1d(2, 6, 3),
-    nn.ConvTranspose2d(3, 4, 3),
-]
-
-
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: type(layer).__name__)
-def test_the_largest_singular_value_is_one(layer: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        (nn.Linear, (7, 5)),
+        (nn.Linear, (5, 7, False)),
+        (nn.Conv2d, (3, 4, 3)),
+        (nn.Conv1d, (2, 6, 3)),
+        (nn.ConvTranspose2d, (3, 4, 3)),
+    ],
+)
+def test_the_largest_singular_value_is_one(kind: type[nn.Module], sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(type(layer)(*shape(layer)))
+    model: Any = nn.Sequential(kind(*sizes))
     assert add(model, "0") == ["0"]
     ((divided, weight),) = normalised(model)
     divided.iterate(weight, 500)
-    assert sigma(model[0].weight, "Transpose" in type(layer).__name__) == pytest.approx(1, abs=1e-4)  # type: ignore[arg-type]
-
-
-def shape(layer: Any) -> tuple[int, ...]:
-    if isinstance(layer, nn.Linear):
-        return layer.in_features, layer.out_features
-    return layer.in_channels, layer.out_channels, 3
+    assert sigma(model[0].weight, kind is nn.ConvTranspose2d) == pytest.approx(1, abs=1e-4)
 
 
 def test_values_and_gradients_are_those_of_torch() -> None:
@@ -174,9 +169,7 @@ def test_the_output_is_the_layer_that_is_called_last() -> None:
 
 @pytest.mark.parametrize("micro_batch", [None, 3])
 def test_micro_batches_change_only_rounding(micro_batch: int | None) -> None:
-    whole, parts = (toy_loop({"spectral": Spectral()}, micro_batch=size) for size in (None, micro_batch))
-    whole.run()
-    parts.run()
+    whole, parts = (toy_run({"spectral": Spectral()}, micro_batch=size) for size in (None, micro_batch))
     for name, value in weights(whole).items():
         torch.testing.assert_close(weights(parts)[name], value, rtol=1e-4, atol=1e-6)
     assert sigma(whole.model[0].weight) == pytest.approx(1, abs=0.02)  # type: ignore[index]
@@ -211,8 +204,7 @@ def test_a_step_starts_from_the_vectors_of_the_last_step() -> None:
 
 
 def test_a_loop_can_be_entered_again() -> None:
-    loop = toy_loop({"spectral": Spectral()}, steps=2)
-    loop.run()
+    loop = toy_run({"spectral": Spectral()}, steps=2)
     after = weights(loop)
     with loop:
         assert_same(weights(loop), after)
@@ -260,12 +252,10 @@ def test_a_run_a_resume_and_a_sample(model: dict[str, Any], layers: tuple[str, .
     again = build_loop(config, tmp_path / "again", resume=True)
     again.run()
     assert_same(weights(again), weights(whole))
-    request = SampleRequest(2, 0)
-    loops = [build_loop(config, tmp_path / n, resume=True, hooks=HOOKS) for n in ("whole", "again")]
     images = []
-    for loop in loops:
-        with loop:
-            images.append(loop.sample(request).images)
+    for name in ("whole", "again"):
+        with build_loop(config, tmp_path / name, resume=True, hooks=HOOKS) as loop:
+            images.append(loop.sample(SampleRequest(2, 0)).images)
     assert torch.equal(*images)
     assert images[0].isfinite().all()
 
@@ -327,10 +317,8 @@ def test_a_run_goes_on_with_the_same_layers_only(
 def test_a_mistake_ends_the_run_before_it_has_a_directory(tmp_path: Path, hookdiff: Any) -> None:
     load(tmp_path, UNET, "*attn*")
     code, _, error = hookdiff("run", tmp_path / "small.toml", "--out", tmp_path / "run")
-    assert (code, error.splitlines()[-1]) == (
-        2,
-        "hookdiff: plugins.spectral.layers: no module matches '*attn*'; did you mean 'attention'?",
-    )
+    expected = "hookdiff: plugins.spectral.layers: no module matches '*attn*'; did you mean 'attention'?"
+    assert (code, error.splitlines()[-1]) == (2, expected)
     assert not (tmp_path / "run").exists()
 
 

@@ -16,7 +16,7 @@ from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.loop.saved import state_of
 from hookdiff_ema import EMA
 from hookdiff_stop_early import StopEarly
-from tests.conftest import Logged, Restores, check_facts, records, saved, two_ranks, warnings
+from tests.conftest import Logged, Restores, check_facts, output, records, saved, toy_run, two_ranks, warnings
 
 NAN, INF = math.nan, math.inf
 
@@ -34,9 +34,7 @@ class Curve(Evaluation):
 
 def train(values: Sequence[float], **options: Any) -> Loop:
     """Return the loop after a run of at most 20 steps, whose `val/loss` has these values."""
-    loop = toy_loop({"stop_early": StopEarly(**options), "curve": Curve(values)})
-    loop.run()
-    return loop
+    return toy_run({"stop_early": StopEarly(**options), "curve": Curve(values)})
 
 
 @pytest.mark.parametrize(
@@ -87,10 +85,8 @@ def reference(values: Sequence[float], patience: int, min_delta: float) -> int |
     min_delta=st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_it_ends_where_a_slow_reference_does(values: list[float], patience: int, min_delta: float) -> None:
-    loop = toy_loop(
-        {"curve": Curve(values), "stop_early": StopEarly(patience=patience, min_delta=min_delta)}, steps=len(values)
-    )
-    loop.run()
+    stop_early = StopEarly(patience=patience, min_delta=min_delta)
+    loop = toy_run({"curve": Curve(values), "stop_early": stop_early}, steps=len(values))
     expected = reference(values, patience, min_delta)
     assert loop.progress.step == (expected or len(values))
     assert bool(loop.end.message) == (expected is not None)
@@ -100,8 +96,7 @@ def test_the_order_of_the_plugins_does_not_matter() -> None:
     found = set()
     for order in permutations(["stop_early", "curve", "ema"]):
         plugins = {"stop_early": StopEarly(patience=3), "curve": Curve([3, 2, 1, 2], every=2), "ema": EMA()}
-        loop = toy_loop({name: plugins[name] for name in order})
-        loop.run()
+        loop = toy_run({name: plugins[name] for name in order})
         found.add((loop.end.reason, loop.progress.step, loop.end.message))
     assert len(found) == 1
     assert found.pop()[:2] == ("plugin", 8)
@@ -120,9 +115,7 @@ def test_a_measurement_at_the_end_of_an_epoch_ends_the_run_there() -> None:
 def test_a_resumed_run_ends_as_the_uninterrupted_one(cut: int) -> None:
     def run(restores: Restores) -> Loop:
         plugins = {"restores": restores, "stop_early": StopEarly(patience=3), "curve": Curve([3, 2, NAN, 2])}
-        loop = toy_loop(plugins)
-        loop.run()
-        return loop
+        return toy_run(plugins)
 
     restores = Restores(at=cut)
     whole, again = run(restores), run(Restores(restores.state))
@@ -137,8 +130,7 @@ def test_a_run_that_was_ended_trains_no_more_unless_patience_is_raised() -> None
 
     def resume(**options: Any) -> tuple[Any, int, str]:
         plugins = {"restores": Restores(saved(stopped)), "stop_early": StopEarly(**options), "curve": Curve([3, 2])}
-        loop = toy_loop(plugins)
-        loop.run()
+        loop = toy_run(plugins)
         return loop.end.reason, loop.progress.step, loop.end.message
 
     assert resume(patience=2) == ("plugin", 4, stopped.end.message)
@@ -150,9 +142,7 @@ def test_a_plugin_is_new_in_each_run() -> None:
     plugin = StopEarly(patience=2)
     steps = []
     for _ in range(2):
-        loop = toy_loop({"stop_early": plugin, "curve": Curve([3, 2, 2])})
-        loop.run()
-        steps.append(loop.progress.step)
+        steps.append(toy_run({"stop_early": plugin, "curve": Curve([3, 2, 2])}).progress.step)
     assert steps == [4, 4]
 
 
@@ -173,8 +163,7 @@ def test_a_value_that_is_logged_or_may_still_be_gives_no_warning(
             if stopped:
                 loop.stop("signal")
     assert warnings(caplog) == []
-    restores = {"restores": Restores(saved(loop))}
-    toy_loop({**restores, "stop_early": StopEarly(), "curve": Curve([1], every=0)}).run()
+    toy_loop({"restores": Restores(saved(loop)), "stop_early": StopEarly(), "curve": Curve([1], every=0)}).run()
     assert warnings(caplog) == []
 
 
@@ -219,16 +208,14 @@ def test_a_run_of_a_config_ends_and_records_why(
         optimizer={"lr": 1e-9},  # nothing improves by a tenth
         plugins={"loss": {"every": 4}, "stop_early": {"patience": 3, "min_delta": 0.1}},
     )
-    code, out, err = hookdiff("run", config, "--out", tmp_path / "run")
-    assert code == 0, err
+    out = output(hookdiff("run", config, "--out", tmp_path / "run"))
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
     assert (outcome["reason"], outcome["step"]) == ("plugin", 16)
     lines = {line["step"]: line for line in records(tmp_path / "run") if "val/loss" in line}
     assert list(lines) == [4, 8, 12, 16]
     check_facts(outcome["message"], "val/loss", 3, f"{lines[4]['val/loss']:.4g}", 4)
     assert outcome["message"] in out
-    code, out, err = hookdiff("resume", tmp_path / "run")
-    assert (code, json.loads((tmp_path / "run" / "outcome.json").read_text())) == (0, outcome), err
-    code, out, err = hookdiff("resume", tmp_path / "run", "--set", "plugins.stop_early.patience=5")
-    assert code == 0, err
+    output(hookdiff("resume", tmp_path / "run"))
+    assert json.loads((tmp_path / "run" / "outcome.json").read_text()) == outcome
+    output(hookdiff("resume", tmp_path / "run", "--set", "plugins.stop_early.patience=5"))
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["step"] == 24

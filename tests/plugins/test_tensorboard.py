@@ -14,19 +14,19 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams import metadata
 
-from hookdiff import PASS, Loop, TrackedRun, builtin_plugins, hookimpl
+from hookdiff import Loop, TrackedRun, builtin_plugins, hookimpl
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.log.distribution import Distribution
 from hookdiff.log.event import Event
 from hookdiff_tensorboard import TensorBoard
-from tests.conftest import Restores, StopAt, check_facts, fill, free, saved, warnings
+from tests.conftest import Restores, RollsBack, StopAt, check_facts, fill, free, warnings
 from tests.forked import python
 
 EVERYTHING = dict.fromkeys(("scalars", "images", "tensors", "histograms"), 0)  # 0: keep all of them
 
 
 class Extras:
-    """Logs something of each kind at even steps."""
+    """Logs something of each kind at even steps, in several calls."""
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
@@ -34,7 +34,7 @@ class Extras:
         if step % 2 == 0:
             loop.log({"fd/digits": math.nan if step == 2 else 1.0 / step})
             loop.log.images({"samples": torch.full((1, 1, 4, 6), step / 10), "colour": torch.ones(1, 3, 2, 2)})
-            loop.log.texts({"prompt": f"# cat {step}\n* 100 % *furry*"})
+            loop.log.texts({"prompt": f"# <b>cat</b> {step}\n* 100 % *furry*"})
             loop.log.distributions({"weights": torch.tensor([0.0, 0.0, 0.5, 1.0])})
 
 
@@ -86,7 +86,7 @@ def test_a_run_can_be_read_back(tmp_path: Path, caplog: pytest.LogCaptureFixture
             kept = tmp_path / "run" / ("samples" if mode == "L" else "colour") / "step-00000002.png"
             assert numpy.array_equal(numpy.asarray(image), numpy.asarray(Image.open(kept)))
     # Markdown shows indented lines as they are.
-    assert texts(found, "prompt")[2] == "    # cat 2\n    * 100 % *furry*"
+    assert texts(found, "prompt")[2] == "    # <b>cat</b> 2\n    * 100 % *furry*"
     assert "Linear" in texts(found, "model")[0]
     assert texts(found, "events/stop") == {4: "    done"}
     histogram = found.Histograms("weights")[0].histogram_value
@@ -158,33 +158,8 @@ def test_runs_share_a_folder_with_others(tmp_path: Path) -> None:
     assert [list(values(read(shared / name), "loss")) for name in "ab"] == [[1, 2, 3, 4], [1, 2, 3]]
 
 
-class Loses:
-    """Makes the loss NaN once, at position 3, and asks for a rollback."""
-
-    def __init__(self) -> None:
-        self.state: Any = None
-        self.is_over = False
-
-    @hookimpl(tryfirst=True)
-    def before_step(self, loop: Loop) -> None:
-        if loop.progress.step == 1 and self.state is None:
-            self.state = saved(loop)
-        if loop.progress.position == 3 and not self.is_over:
-            self.is_over = True
-            with torch.no_grad():
-                next(loop.model.parameters()).fill_(math.nan)
-
-    @hookimpl
-    def restore(self) -> Any:
-        return PASS if self.state is None else self.state
-
-    @hookimpl
-    def on_nan(self) -> str:
-        return "rollback"
-
-
 def test_after_a_rollback_no_step_stands_twice(tmp_path: Path) -> None:
-    loop = make_loop({"tensorboard": TensorBoard(), "loses": Loses()}, tmp_path / "run", steps=4)
+    loop = make_loop({"tensorboard": TensorBoard(), "back": RollsBack(at=1, position=3)}, tmp_path / "run", steps=4)
     assert loop.run() == "done"
     found = read(tmp_path / "run" / "tensorboard")
     assert list(values(found, "loss")) == [1, 2, 3, 4]

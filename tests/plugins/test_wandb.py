@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import signal
 import struct
@@ -11,15 +12,13 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
 from PIL import Image
 
-from hookdiff import Loop, UserError, builtin_plugins, hookimpl
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff import Loop, UserError, hookimpl
 from hookdiff.log.event import Event
 from hookdiff_wandb import WandB
-from tests.conftest import PATIENCE, Restores, check_facts, finish, refused, wait_for, wait_until, warnings
-from tests.plugins.test_tensorboard import Loses
+from tests.conftest import PATIENCE, Restores, RollsBack, check_facts, finish, refused, wait_for, wait_until, warnings
+from tests.plugins.test_tensorboard import make_loop
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:google")
 
@@ -32,25 +31,6 @@ def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
-
-
-class Extras:
-    """Logs something of each kind at even steps, in several calls."""
-
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
-        step = loop.progress.step
-        if step % 2 == 0:
-            loop.log({"fd/digits": 1.0 / step})
-            loop.log.images({"samples": torch.full((1, 1, 4, 6), step / 10)})
-            loop.log.texts({"prompt": f"<b>{step}</b>"})
-            loop.log.distributions({"weights": torch.tensor([0.0, 0.0, 0.5, 1.0])})
-
-
-def make_loop(plugins: Mapping[str, object], run_dir: Path, steps: int = 4, **options: Any) -> Loop:
-    hparams = {"run": {"steps": steps}, "optimizer": {"lr": 0.1}}
-    everything = {**builtin_plugins(signals=False), **plugins, "extras": Extras()}
-    return toy_loop(everything, run_dir=run_dir, steps=steps, log_every=1, hparams=hparams, **options)
 
 
 def records(path: Path) -> Iterator[Any]:
@@ -114,14 +94,15 @@ def test_a_run_can_be_read_back(tmp_path: Path, caplog: pytest.LogCaptureFixture
     (found,) = runs(tmp_path / "run")
     assert [found[key] for key in ("name", "project", "group", "tags")] == ["by hand", "tests", "all", ["a", "b"]]
     assert found["config"]["run"]["steps"] == 4
-    assert found["config"]["optimizer"] == {"lr": 0.1}
+    assert found["config"]["optimizer"] == {"lr": 0.1, "fused": True}
     assert found["exit"] == 0
     history = found["history"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {step: row["loss"] for step, row in history.items() if "loss" in row} == {
         line["step"]: pytest.approx(line["loss"]) for line in lines
     }
-    assert history[2]["fd/digits"] == 0.5
+    assert math.isnan(history[2]["fd/digits"])
+    assert history[4]["fd/digits"] == 0.25
     assert history[1]["_timestamp"] == pytest.approx(lines[0]["time"], abs=0.1)
     assert history[2]["samples"]["format"] == "png"
     with Image.open(found["folder"] / history[2]["samples"]["path"]) as image:
@@ -129,7 +110,8 @@ def test_a_run_can_be_read_back(tmp_path: Path, caplog: pytest.LogCaptureFixture
         assert numpy.array_equal(numpy.asarray(image), kept)
     assert sum(history[4]["weights"]["values"]) == 4
     assert history[4]["weights"]["bins"][-1] == 1.0
-    assert (found["folder"] / history[2]["prompt"]["path"]).read_text() == "<pre>&lt;b&gt;2&lt;/b&gt;</pre>"
+    prompt = (found["folder"] / history[2]["prompt"]["path"]).read_text()
+    assert prompt == "<pre># &lt;b&gt;cat&lt;/b&gt; 2\n* 100 % *furry*</pre>"
     assert (found["folder"] / history[4]["events/stop"]["path"]).read_text() == "<pre>done</pre>"
 
 
@@ -147,7 +129,7 @@ def test_a_resumed_run_goes_on_in_a_new_run_that_has_the_earlier_steps(tmp_path:
 
 
 def test_a_rollback_begins_a_new_run(tmp_path: Path) -> None:
-    make_loop({"wandb": WandB(timeout=300), "loses": Loses()}, tmp_path / "run", steps=4).run()
+    make_loop({"wandb": WandB(timeout=300), "back": RollsBack(at=1, position=3)}, tmp_path / "run", steps=4).run()
     first, second = runs(tmp_path / "run")
     assert [step for step, row in first["history"].items() if "loss" in row] == [1, 2, 3]
     assert [step for step, row in second["history"].items() if "loss" in row] == [1, 2, 3, 4]
@@ -278,7 +260,7 @@ def test_a_frozen_process_of_wandb_does_not_keep_the_run_from_ending(tmp_path: P
 def test_a_server_that_does_not_answer_costs_only_the_sink(tmp_path: Path) -> None:
     began = time.monotonic()
     address = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "a" * 40}
-    code, out, err = finish(process(tmp_path, {"timeout": 5, "mode": "online"}, 5, **address))
+    code, out, err = finish(process(tmp_path, {"timeout": 2, "mode": "online"}, 5, **address))
     assert (code, out.split()[:2]) == (0, ["done", "5"]), err
     check_facts(err, "WandB", "is switched off", "open")
     assert "Traceback" not in err

@@ -1,31 +1,26 @@
 """The command `hookdiff watch`."""
 
-import contextlib
 import json
 import math
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
-from hookdiff.disk.lock import lock_run_dir
 from hookdiff.log.picture import Picture
-from tests.conftest import check_facts, finish, wait_for, write_small
+from tests.conftest import IMPORTS, check_facts, check_refused, finish, imported, locked, output, wait_for, write_small
 
 if os.name == "nt":
     pytest.skip("needs a pseudo terminal", allow_module_level=True)
 
-from tests.pseudo_terminal import Terminal
+from tests.pseudo_terminal import Terminal, shown
 
 CONFIG = "[run]\nsteps = 100\nbatch_size = 8\n"
 FAST = ("--every", "0.1")
@@ -39,14 +34,6 @@ def run(tmp_path: Path) -> Path:
     path.mkdir()
     (path / "config.toml").write_text(CONFIG)
     return path
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a run directory, as a run does that is under way."""
-    with ExitStack() as resources:
-        lock_run_dir(path, resources)
-        yield
 
 
 def log(path: Path, step: int, when: float | None = None, **values: float | None) -> None:
@@ -124,9 +111,8 @@ def test_a_snapshot_in_a_pipe(run: Path, hookdiff: Callable[..., Any]) -> None:
 
 
 def test_a_run_is_followed_to_its_end(run: Path) -> None:
-    with ExitStack() as resources:
-        lock_run_dir(run, resources)
-        with Terminal(run.parent, "watch", run, *FAST) as terminal:
+    with Terminal(run.parent, "watch", run, *FAST) as terminal:
+        with locked(run):
             terminal.wait_for("running", "step 0/100")
             now = time.time()
             happen(run, 0, "start", "started", when=now - 20)
@@ -141,8 +127,7 @@ def test_a_run_is_followed_to_its_end(run: Path) -> None:
             log(run, 100, loss=0.25)
             end(run, "signal", "SIGTERM")
             terminal.wait_for("step 100/100", "running")  # until the lock is released
-            resources.close()
-            code, left = terminal.finish()
+        code, left = terminal.finish()
     assert code == 0
     check_facts(left, "stopped", "SIGTERM", "step 100/100", "loss 0.25")
     assert terminal.written.count("\x1b[?25l") == terminal.written.count("\x1b[?25h") == 1  # the cursor
@@ -263,13 +248,10 @@ def test_nothing_is_wider_or_higher_than_the_terminal(run: Path, size: tuple[int
     save(run, 50, numpy.zeros((90, 160, 3)))
     end(run, "error", "a long message " * 20)
     columns, lines = size
-    with Terminal(run.parent, "watch", run, "--once", columns=columns, lines=lines) as terminal:
-        code, left = terminal.finish()
-    assert code == 0
-    shown = left.splitlines()
-    assert max(map(len, shown)) <= columns
-    assert len(shown) < lines
-    assert shown[0].startswith("run")
+    left, _ = shown(run.parent, "watch", run, "--once", columns=columns, lines=lines)
+    assert max(map(len, left.splitlines())) <= columns
+    assert len(left.splitlines()) < lines
+    assert left.startswith("run")
     if lines >= 24:
         assert any("\u2801" <= letter <= "\u28ff" for letter in left)
         assert "samples, step 50" in left
@@ -282,19 +264,17 @@ COLOURS = [[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [9, 9, 9]]]
 def test_a_picture_has_its_colours(run: Path) -> None:
     save(run, 1, COLOURS)
     end(run)
-    with Terminal(run.parent, "watch", run, "--once") as terminal:
-        terminal.finish()
+    _, written = shown(run.parent, "watch", run, "--once")
     # Half blocks: the upper pixel is the foreground, the lower one the background.
     pairs = [("38;2;255;0;0", "48;2;0;0;255"), ("38;2;0;255;0", "48;2;9;9;9")]
-    assert re.findall(r"\x1b\[([\d;]+);(48[\d;]+)m\u2580", terminal.written) == pairs
+    assert re.findall(r"\x1b\[([\d;]+);(48[\d;]+)m\u2580", written) == pairs
 
 
 def test_a_grey_picture_on_a_terminal_of_256_colours(run: Path) -> None:
     save(run, 1, [[255, 0], [0, 255]])
     end(run)
-    with Terminal(run.parent, "watch", run, "--once", COLORTERM="") as terminal:
-        terminal.finish()
-    found = re.findall(r"\x1b\[38;5;(\d+);48;5;(\d+)m\u2580", terminal.written)
+    _, written = shown(run.parent, "watch", run, "--once", COLORTERM="")
+    found = re.findall(r"\x1b\[38;5;(\d+);48;5;(\d+)m\u2580", written)
     assert len(found) == 2
     assert found[0] == found[1][::-1]
 
@@ -304,9 +284,7 @@ def test_a_terminal_without_colours_gets_the_path_of_the_samples(run: Path, envi
     file = save(run, 1, COLOURS)
     log(run, 5, loss=1)
     end(run)
-    with Terminal(run.parent, "watch", run.name, "--once", **environment) as terminal:
-        code, left = terminal.finish()
-    assert code == 0
+    left, _ = shown(run.parent, "watch", run.name, "--once", **environment)
     check_facts(left, file.relative_to(run.parent), "step 5/100")
     assert "\u2580" not in left
 
@@ -319,11 +297,10 @@ def test_the_samples_of_a_grid_are_shown_one_by_one(run: Path) -> None:
     panel = {"left": 2, "top": 2, "width": 20, "height": 20, "right": 24, "down": 24, "columns": 2, "num": 4}
     save(run, 1, pixels, panels=[{"title": "ema", **panel}])
     end(run)
-    with Terminal(run.parent, "watch", run, "--once", columns=80, lines=50) as terminal:
-        _, left = terminal.finish()
+    left, written = shown(run.parent, "watch", run, "--once", columns=80, lines=50)
     assert "samples, step 1, ema" in left
-    shown = set(re.findall(r"38;2;(\d+;\d+;\d+)", terminal.written))
-    assert shown == {"10;20;30", "10;21;30", "11;20;30", "11;21;30"}  # without the gaps between them
+    colours = set(re.findall(r"38;2;(\d+;\d+;\d+)", written))
+    assert colours == {"10;20;30", "10;21;30", "11;20;30", "11;21;30"}  # without the gaps between them
 
 
 @pytest.mark.parametrize(
@@ -350,10 +327,7 @@ def test_a_picture_that_is_cut_off(run: Path) -> None:
     file = save(run, 1, numpy.random.default_rng(0).integers(0, 256, (50, 50, 3)))
     file.write_bytes(file.read_bytes()[:-2000])
     end(run)
-    with Terminal(run.parent, "watch", run, "--once", columns=200) as terminal:
-        code, left = terminal.finish()
-    assert code == 0
-    check_facts(left, file.name)
+    check_facts(shown(run.parent, "watch", run, "--once", columns=200)[0], file.name)
 
 
 @pytest.mark.parametrize(
@@ -375,8 +349,7 @@ def test_any_values_can_be_drawn(run: Path, hookdiff: Callable[..., Any], values
         log(run, step, loss=value, lr=value, fd__x=value)
     log(run, 10**30, loss=1.0)  # no step of a run
     end(run)
-    code, out, _ = hookdiff("watch", run)
-    assert code == 0
+    out = output(hookdiff("watch", run))
     last = math.nan if values[-1] is None else values[-1]
     check_facts(out, f"loss {last:.4g}", f"lr {last:.4g}", f"step {len(values) - 1}/100")
 
@@ -390,13 +363,10 @@ def test_what_a_run_directory_says_is_escaped(run: Path) -> None:
     happen(path, 1, "finding", f"abc{HOSTILE}", "error")
     save(path, 1, COLOURS, panels=[{"title": HOSTILE}])
     end(path, "error", HOSTILE)
-    with Terminal(path.parent, "watch", path, "--once", columns=250, lines=50) as terminal:
-        code, _ = terminal.finish()
-    assert code == 0
-    assert not re.search(
-        r"[^\n\x20-\uffff]|[\x7f-\x9f\u202e]", re.sub(r"\x1b\[[\d;]*m", "", terminal.written.replace("\r\n", "\n"))
-    )
-    check_facts(terminal.written, "x1b", "step 1", "loss 2", "abc")
+    _, written = shown(path.parent, "watch", path, "--once", columns=250, lines=50)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", written.replace("\r\n", "\n"))
+    assert not re.search(r"[^\n\x20-\uffff]|[\x7f-\x9f\u202e]", plain)
+    check_facts(written, "x1b", "step 1", "loss 2", "abc")
 
 
 def test_files_that_are_damaged(run: Path, hookdiff: Callable[..., Any]) -> None:
@@ -405,9 +375,7 @@ def test_files_that_are_damaged(run: Path, hookdiff: Callable[..., Any]) -> None
     (run / "events.jsonl").mkdir()
     (run / "samples").write_text("no folder")
     (run / "outcome.json").write_text("[]")
-    code, out, _ = hookdiff("watch", run)
-    assert code == 0
-    check_facts(out, "crashed", "step 3", "loss 1", "config.toml")
+    check_facts(output(hookdiff("watch", run)), "crashed", "step 3", "loss 1", "config.toml")
 
 
 def test_a_pipe_that_takes_only_ascii(run: Path, start: Callable[..., Any]) -> None:
@@ -425,41 +393,26 @@ def test_a_terminal_of_the_c_locale(run: Path) -> None:
     happen(run, 2, "finding", "größer")
     end(run)
     c_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    with Terminal(run.parent, "watch", run, fresh=True, **c_locale) as terminal:
-        code, left = terminal.finish()
-    assert code == 0, left
+    left, _ = shown(run.parent, "watch", run, fresh=True, **c_locale)
     assert left.isascii()
     assert max(map(len, left.split("\n"))) <= 80
 
 
 def test_a_path_that_is_no_run(run: Path, hookdiff: Callable[..., Any]) -> None:
-    code, out, err = hookdiff("watch", run.with_name("rum"))
-    assert (code, out) == (2, "")
-    check_facts(err, run.with_name("rum"), "'run'")
-    code, out, err = hookdiff("watch", run.parent)
-    assert (code, out) == (2, "")
-    check_facts(err, run.parent, "config.toml")
+    check_refused(hookdiff("watch", run.with_name("rum")), run.with_name("rum"), "'run'")
+    check_refused(hookdiff("watch", run.parent), run.parent, "config.toml")
 
 
-def test_nothing_is_written_and_torch_is_not_imported(run: Path) -> None:
+def test_nothing_is_written_and_torch_is_not_imported(run: Path, start: Callable[..., Any]) -> None:
     log(run, 5, loss=1, fd__x=2.0)
     happen(run, 5, "stop")
     save(run, 5, COLOURS)
     end(run)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    code = """
-import sys
-from hookdiff.cli import main
-try:
-    main()
-except SystemExit as end:
-    print(end.code, "torch" in sys.modules)
-"""
-    words = [sys.executable, "-c", code, "watch", run]
-    done = subprocess.run(
-        words, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    )
-    assert done.stdout.endswith("\n0 False\n")
+    code, out, times = finish(start(run.parent, "watch", run, fresh=True, python=IMPORTS))
+    assert code == 0
+    check_facts(out, "step 5/100")
+    assert "torch" not in imported(times)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 

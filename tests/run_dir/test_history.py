@@ -6,7 +6,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ import pytest
 from PIL import Image
 
 from hookdiff import UserError
-from hookdiff.disk.lock import lock_run_dir
 from hookdiff.log.picture import Picture
 from hookdiff.run_dir.events_jsonl import parse_event
 from hookdiff.run_dir.history import History, find_runs
 from hookdiff.run_dir.lines import Logged, Skim
 from hookdiff.run_dir.metrics_jsonl import parse_metrics
 from hookdiff.run_dir.pictures_png import find_pictures, newest_picture, picture_path
-from tests.conftest import PATIENCE, check_facts, refused
+from tests.conftest import PATIENCE, check_facts, locked, output, refused
+from tests.forked import python
 
 HOLDS = """
 import sys
@@ -66,11 +66,6 @@ def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def seen_by_another(path: Path) -> str:
-    command = [sys.executable, "-c", IS_LOCKED, str(path)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE).stdout.strip()
-
-
 @posix
 def test_a_run_is_running_while_a_process_holds_its_lock_and_crashed_once_that_is_killed(tmp_path: Path) -> None:
     history = History(run_dir(tmp_path / "run"))
@@ -96,13 +91,12 @@ def test_a_run_that_released_its_lock_has_the_state_of_its_outcome(tmp_path: Pat
 def test_a_reader_in_the_process_of_the_training_leaves_it_the_lock(tmp_path: Path) -> None:
     path = run_dir(tmp_path / "run")
     (tmp_path / "link").symlink_to(path)
-    with ExitStack() as resources:
-        lock_run_dir(path, resources)
+    with locked(path):
         for _ in range(3):  # the system releases the lock if the process closes any descriptor of the file
             assert History.of(tmp_path / "link").state == History.of(path).state == "running"
             assert [run.state for run in find_runs(tmp_path)] == ["running"]
-        assert seen_by_another(path) == "True"
-    assert seen_by_another(path) == "False"
+        assert python(IS_LOCKED, path) == (0, "True\n", "")
+    assert python(IS_LOCKED, path) == (0, "False\n", "")
 
 
 @pytest.mark.parametrize(
@@ -302,5 +296,5 @@ run = History.of(sys.argv[1])
 print(run.config, run.state, run.metrics, run.events, run.texts, run.distributions, len(run.pictures))
 print("torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code, path], check=True, capture_output=True, text=True)
-    assert done.stdout == "{'run': {'steps': 10}} crashed [Logged(step=1, time=2.0, values={})] [] [] [] 1\nFalse\n"
+    out = output(python(code, path, fresh=True))
+    assert out == "{'run': {'steps': 10}} crashed [Logged(step=1, time=2.0, values={})] [] [] [] 1\nFalse\n"
