@@ -120,9 +120,7 @@ def test_the_aim_run_is_replaced(run: Path, hookdiff: Command) -> None:
         code, out, _ = hookdiff("mirror", name, "--to", "aim", "--set", "experiment=rebuilt")
         assert code == 0
         check_facts(out, name, "5 steps", "4 pictures", "aim up --repo")
-    found = test_aim.read(Path("runs"))
-    assert sorted(one["name"] for one in found.values()) == ["other", "x"]
-    (one,) = (one for one in found.values() if one["name"] == "x")
+    one, _ = test_aim.only(Path("runs"), "x"), test_aim.only(Path("runs"), "other")
     assert one["run_dir"] == str(run.resolve())
     assert one["experiment"] == "rebuilt"
     assert one["hparams"] == {"run": {"steps": 4}}
