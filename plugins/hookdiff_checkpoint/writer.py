@@ -98,7 +98,6 @@ class Staging:
         return places
 
     def wait(self) -> None:
-        """Wait until the copies are complete."""
         for event in self._events:
             event.synchronize()
 
@@ -208,7 +207,6 @@ class Writer:
         return f"the last good one is {found[0].path}" if found else "there is none yet"
 
     def close(self) -> None:
-        """Wait for the thread to end."""
         self._pool.shutdown()
         self._aside.close()
 

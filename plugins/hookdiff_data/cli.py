@@ -23,7 +23,7 @@ _SHARD_SIZE = 256.0  # MiB
 @click.option("--seconds", default=2.0, type=click.FloatRange(0), metavar="X", help="Time to measure the speed.")
 @click.option("--to-shards", type=click.Path(path_type=Path), metavar="DIR", help="Write all samples to tar files.")
 @click.option(
-    *("--shard-size", "shard_size"),
+    "--shard-size",
     type=click.FloatRange(0, min_open=True),
     metavar="MIB",
     help=f"Size of a tar file.  [default: {_SHARD_SIZE:g}]",
@@ -117,11 +117,10 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "mean", ", ".join(f"{value:.4f}" for value in values["mean"])
     yield "std", ", ".join(f"{value:.4f}" for value in values["std"])
     workers = f"{store['workers']} workers" if store["workers"] else "the training process"
-    text = f"{store['bytes'] / 2**20:,.1f} MiB in {store['path'] or store['device']}"
-    yield (
-        "store",
-        f"none: decoded in every epoch by {workers}" if store["place"] == "none" else f"{store['place']}: {text}",
-    )
+    text = f"decoded in every epoch by {workers}"
+    if store["place"] != "none":
+        text = f"{store['bytes'] / 2**20:,.1f} MiB in {store['path'] or store['device']}"
+    yield "store", f"{store['place']}: {text}"
     for name, key, note in (("unreadable", "unreadable", ""), ("not finite", "not_finite", " with NaN or infinity")):
         if found[key]["count"] or name == "unreadable":
             yield name, f"{found[key]['count']:,}{note}"

@@ -132,6 +132,5 @@ class NoiseScale:
         self.known = True
 
     def load(self, state: Tensor) -> None:
-        """Restore a saved state."""
         self.state.copy_(state)
         self.known = True

@@ -80,7 +80,6 @@ class Runs:
         ]
 
     def as_text(self) -> str:
-        """Return aligned lines."""
         lines = [self._heads, *([*self._cells(row), "  ".join(self._differs(row))] for row in self.rows)]
         widths = [min(_MOST_PADDED, max(len(line[k]) for line in lines)) for k in range(len(lines[0]) - 1)]
         padded = ([f"{cell:<{width}}" for cell, width in zip(line, widths, strict=False)] + line[-1:] for line in lines)
