@@ -26,6 +26,7 @@ from hookdiff.machine.fitting import Fitting
 from hookdiff.machine.ranks import gathered, gathered_or_raised
 from hookdiff.models.sampler import SampleRequest
 from hookdiff.options.choices import chosen
+from hookdiff.options.default_names import DEFAULT_FEATURES, FEATURES_OF_OTHERS
 from hookdiff.options.fields import about
 from hookdiff.options.structure import COUNT
 from hookdiff.terminal.pace import paced
@@ -33,6 +34,8 @@ from hookdiff.terminal.pace import paced
 # Images that a CPU makes at a time: more take memory, and are not faster. See benchmarks/README.md.
 _VALUES_ON_CPU = 1 << 16
 _FEWEST_ON_CPU = 16
+
+_USUAL = ", ".join(f'"{name}" for {" x ".join(map(str, shape))}' for shape, name in DEFAULT_FEATURES.items())
 
 
 @define(eq=False)
@@ -143,10 +146,7 @@ class ImageMetric(Periodic):
         default=None,
         kw_only=True,
         converter=converters.optional(chosen[Features]),
-        metadata=about(
-            'space of the features; without it "digits" for images 1 x 8 x 8, "fashion-mnist" for 1 x 28 x 28, else '
-            '"inception"'
-        ),
+        metadata=about(f'space of the features; without it {_USUAL}, else "{FEATURES_OF_OTHERS}"'),
     )
     seed: int = field(default=0, kw_only=True, validator=ge(0), metadata=about("seed of the noise"))
     weights: str | None = field(
