@@ -78,10 +78,7 @@ class Staging:
         }
 
     def _places(self, parts: Parts) -> list[tuple[str, str, Tensor, Tensor, bool]]:
-        """Return part, name, tensor and buffer of each tensor, and whether the buffer is new in the list.
-
-        Tied weights share a buffer.
-        """
+        """Return part, name, tensor and buffer of each tensor, and whether it is the first of tied ones."""
         before, self._buffers = self._buffers, {}
         places, seen = list[tuple[str, str, Tensor, Tensor, bool]](), dict[int, list[tuple[Tensor, Tensor]]]()
         for part, own in parts.items():

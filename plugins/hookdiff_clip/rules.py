@@ -47,10 +47,7 @@ class Rule(Choice, ABC):
         """
 
     def on_device(self, gradients: Gradients) -> DevicePart | None:
-        """Return the clipping as the work of a recorded step, after which `clip_` must change nothing; None: it cannot.
-
-        See `hookdiff.loop.DevicePart`.
-        """
+        """Return the clipping as work of a recorded step, after which `clip_` must change nothing; None: it cannot."""
         return None
 
     def state_dict(self) -> dict[str, Any]:

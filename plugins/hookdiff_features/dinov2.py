@@ -121,10 +121,7 @@ def _builder() -> Callable[[State, torch.device], Network]:
 
 
 def _network(create_model: Any, state: State, device: torch.device) -> Network:
-    """Return the network with weights, named and shaped as the official ones, of any width and depth.
-
-    Raises UserError for weights of another network.
-    """
+    """Return the network with official weights, of any width and depth; raises UserError for those of another one."""
     width = state["norm.weight"].numel() if "norm.weight" in state else 0
     if not width or width % _HEAD_DIM:
         raise _unfit(f"norm.weight has {width} features, expected a multiple of {_HEAD_DIM}")
