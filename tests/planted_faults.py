@@ -241,7 +241,7 @@ FAULTS = (
     ),
     Fault(
         "amp: gradients of the modules of plugins stay scaled",
-        "plugins/hookdiff_amp/plugin.py",
+        "plugins/hookdiff_amp/__init__.py",
         "for optimizer in (*loop.optimizers, *loop.adopted.optimizers):\n            self.scaler.unscale_",
         "for optimizer in loop.optimizers:\n            self.scaler.unscale_",
     ),
@@ -259,7 +259,7 @@ FAULTS = (
     ),
     Fault(
         "stop_early: a value that is a little worse is an improvement",
-        "plugins/hookdiff_stop_early/plugin.py",
+        "plugins/hookdiff_stop_early/__init__.py",
         "if value < self._best - self.min_delta:",
         "if value < self._best + self.min_delta:",
     ),

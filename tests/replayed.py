@@ -57,7 +57,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 class CpuRecorder:
-    """Notes what `CudaRecorder` records; a read by the host is an error, as there."""
+    """Notes what `Recorder` records; a read by the host is an error, as there."""
 
     def __init__(self) -> None:
         self.num_replays = [0, 0]  # of the passes, of the update

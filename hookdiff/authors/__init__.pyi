@@ -9,11 +9,12 @@ from .features.space import (
     Space as Space,
     usual_features as usual_features,
 )
-from .generation import Generated as Generated, ImageMaker as ImageMaker
-from .mirroring import Call as Call, earlier as earlier, mirror as mirror, tracked as tracked
-from .recording import is_recording as is_recording, wait_for as wait_for
+from .generation import Generated as Generated, ImageMaker as ImageMaker, ImageMetric as ImageMetric
+from .mirroring import earlier as earlier, mirror as mirror, tracked as tracked
 from .rehearsal import rehearsing as rehearsing
 from .sheets import by_class as by_class, sheet as sheet
+from .sinks import Call as Call
+from .stopwatch import Span as Span, Stopwatch as Stopwatch, is_recording as is_recording, wait_for as wait_for
 from .testing.calls import Calls as Calls
 from .testing.companions import COMPANIONS as COMPANIONS
 from .testing.compare import (

@@ -33,15 +33,9 @@ def save_animation(frames: Sequence[Image], path: Path, *, frame: int = 120, las
     if (longest := max(width, height)) > _LONGEST:
         size = max(1, width * _LONGEST // longest), max(1, height * _LONGEST // longest)
         frames = [one.resize(size) for one in frames]
-    times = [frame] * (len(frames) - 1) + [last]
+    first, *others = frames
+    times = [frame] * len(others) + [last]
     options = {"quality": 80, "method": 2} if path.suffix == ".webp" else {"disposal": 1}
     with new_file(path) as partial:
-        frames[0].save(
-            partial,
-            path.suffix[1:].upper(),
-            save_all=True,
-            append_images=list(frames[1:]),
-            duration=times,
-            loop=0,
-            **options,
-        )
+        kind = path.suffix[1:].upper()
+        first.save(partial, kind, save_all=True, append_images=others, duration=times, loop=0, **options)

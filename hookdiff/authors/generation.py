@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from typing import ClassVar
 
 import torch
-from attrs import define, field
+from attrs import converters, define, field
+from attrs.validators import ge
 from torch import Tensor
 
 from hookdiff.authors.features.collected import Collected
 from hookdiff.authors.features.reference import shares
 from hookdiff.authors.features.space import Features, Space, usual_features
+from hookdiff.authors.periodic import Periodic
+from hookdiff.errors import UserError
 from hookdiff.log.pixels import to_uint8
+from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
+from hookdiff.loop.saved import saved
 from hookdiff.machine.dtensor import is_sharded
 from hookdiff.machine.fitting import Fitting
 from hookdiff.machine.ranks import gathered, gathered_or_raised
 from hookdiff.models.sampler import SampleRequest
+from hookdiff.options.choices import chosen
+from hookdiff.options.default_names import DEFAULT_FEATURES, FEATURES_OF_OTHERS
+from hookdiff.options.fields import about
+from hookdiff.options.structure import COUNT
 from hookdiff.terminal.pace import paced
 
 # Images that a CPU makes at a time: more take memory, and are not faster. See benchmarks/README.md.
 _VALUES_ON_CPU = 1 << 16
 _FEWEST_ON_CPU = 16
+
+_USUAL = ", ".join(f'"{name}" for {" x ".join(map(str, shape))}' for shape, name in DEFAULT_FEATURES.items())
 
 
 @define(eq=False)
@@ -56,35 +69,25 @@ class ImageMaker:
 class Generated:
     """Images of the current weights in a space. The number of an image determines its noise and its class.
 
-    `weights` is "model" or the name of an average; None: an average if there is one.
-
     Raises:
-        UserError: for others.
+        UserError: for unknown weights, and for features that do not take the images.
     """
 
     loop: Loop
-    space: Space
+    choice: Features | None  # None: the usual ones of such images
     seed: int
-    weights: str | None
+    weights: str | None  # "model" or the name of an average; None: an average if there is one
+    space: Space = field(init=False)
     _maker: ImageMaker = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        shape = self.loop.feed.shape
+        features = self.choice or usual_features(shape)
+        features.check(shape)
+        self.space = features.open(self.loop.device)
+        self.space.check(shape)
         self._maker = ImageMaker(self.loop)
         self.used()
-
-    @classmethod
-    def of(cls, loop: Loop, features: Features | None, seed: int, weights: str | None) -> Generated:
-        """Open the space of `features`; None: that of such images.
-
-        Raises:
-            UserError: if it does not take them.
-        """
-        shape = loop.feed.shape
-        features = features or usual_features(shape)
-        features.check(shape)
-        space = features.open(loop.device)
-        space.check(shape)
-        return cls(loop, space, seed, weights)
 
     @property
     def at_a_time(self) -> int:
@@ -99,7 +102,11 @@ class Generated:
 
     def images(self, numbers: range) -> Iterator[Tensor]:
         """Yield the images `numbers` in parts, n c h w, float32. All ranks make them."""
-        return self._maker.make(numbers, self._request)
+
+        def request(part: range) -> SampleRequest:
+            return SampleRequest(len(part), self.seed, part.start, stream="evaluate", weights=self.weights)
+
+        return self._maker.make(numbers, request)
 
     def features(self, num: int, what: str) -> Collected:
         """Return the features of the first `num` images, rounded to 8 bits as when they are saved; ranks share them.
@@ -128,8 +135,52 @@ class Generated:
 
         return Collected.merged(gathered_or_raised(own))
 
-    def _request(self, numbers: range) -> SampleRequest:
-        return SampleRequest(len(numbers), self.seed, numbers.start, stream="evaluate", weights=self.weights)
+
+@define(eq=False)
+class ImageMetric(Periodic):
+    """The base of plugins that compare generated images with the data, by features of both."""
+
+    section: ClassVar[str]  # name of the plugin, for messages
+
+    features: Features | None = field(
+        default=None,
+        kw_only=True,
+        converter=converters.optional(chosen[Features]),
+        metadata=about(f'space of the features; without it {_USUAL}, else "{FEATURES_OF_OTHERS}"'),
+    )
+    seed: int = field(default=0, kw_only=True, validator=ge(0), metadata=about("seed of the noise"))
+    weights: str | None = field(
+        default=None,
+        kw_only=True,
+        metadata=about('"model", or the name of an average to sample with; without it an average if any'),
+    )
+    space: Space = field(init=False)
+    generated: Generated = field(init=False)
+    _acted_at: int | None = saved(None, key="measured_at", validator=COUNT)
+
+    @hookimpl(specname="on_start")
+    def _open(self, loop: Loop) -> None:
+        try:
+            self.generated = Generated(loop, self.features, self.seed, self.weights)
+            self.space = self.generated.space
+            self.prepare(loop)
+        except UserError as error:
+            raise UserError(f"[plugins.{self.section}] {error}") from None
+
+    @abstractmethod
+    def prepare(self, loop: Loop) -> None:
+        """Refuse a run that cannot be measured, before it starts; errors get the name of the plugin."""
+
+    @abstractmethod
+    def measure(self, loop: Loop) -> dict[str, float]:
+        """Generate images with the current weights, log what is measured, and return it by name.
+
+        Raises:
+            ValueError: for an image that is not finite.
+        """
+
+    def act(self, loop: Loop) -> None:
+        self.measure(loop)
 
 
 def _first(parts: Iterable[Tensor], num: int) -> Iterator[Tensor]:

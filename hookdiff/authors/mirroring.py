@@ -9,10 +9,7 @@ from functools import partial
 from attrs import frozen
 
 from hookdiff.authors.sinks import Call, Sink, TrackedRun, send_picture
-from hookdiff.run_dir.events_jsonl import LoggedEvent
 from hookdiff.run_dir.history import History
-
-__all__ = ["Call", "Mirrored", "earlier", "mirror", "tracked"]
 
 
 @frozen
@@ -60,7 +57,8 @@ def _in_order(history: History, sink: Sink) -> list[tuple[int, Call]]:
 
     The end of the run is the last: steps that a resume has dropped may have been later, and have ended otherwise.
     """
-    found, events = list(_calls(history, sink)), [_event(sink, one) for one in history.events]
+    found = list(_calls(history, sink))
+    events = [(one.step, Call("event", partial(sink.event, one.step, one.time, one.event))) for one in history.events]
     is_over = bool(events) and history.events[-1].event.kind == "stop"
     end = [events.pop()] if is_over else []
     return [*sorted([*found, *events], key=lambda one: one[0]), *end]  # equal steps keep their order
@@ -78,7 +76,3 @@ def _calls(history: History, sink: Sink) -> Iterator[tuple[int, Call]]:
     for name, pictures in history.pictures.items():
         for step, path in pictures.items():
             yield step, Call("images", partial(send_picture, sink, step, name, path))
-
-
-def _event(sink: Sink, logged: LoggedEvent) -> tuple[int, Call]:
-    return logged.step, Call("event", partial(sink.event, logged.step, logged.time, logged.event))

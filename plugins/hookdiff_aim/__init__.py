@@ -1,5 +1,232 @@
-"""Tracks runs in Aim."""
+"""Tracks runs in Aim. It copies what is in the run directory, so its repository can be deleted."""
 
-from hookdiff_aim.plugin import Aim
+import atexit
+import importlib
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
-__all__ = ["Aim"]
+from attrs import define, field
+from attrs.validators import ge, matches_re, optional
+from filelock import FileLock, Timeout
+
+from hookdiff import Loop, Sink, TrackedRun, UserError, plugin
+from hookdiff.authors import Call, earlier
+from hookdiff.log import Distribution, Event, Picture
+from hookdiff.options import Writes, about
+
+logger = logging.getLogger("hookdiff")
+
+_IS_FILLED = "is_filled"  # attribute of our Aim runs: false until they have all earlier steps of the run
+
+
+@define(frozen=True)
+class AimState:
+    """The saved state of `Aim`."""
+
+    run: str | None = field(validator=optional(matches_re("[0-9a-f]+")))
+
+
+@plugin(needs={"aim": "hookdiff[aim]"})
+@define(eq=False)
+class Aim(Sink):
+    """Tracks metrics, pictures, histograms, texts, events and the config in Aim; look at them with `aim up --repo DIR`.
+
+    A resumed run goes on in the same Aim run. If that has steps which the run makes again, as after a crash, or not all
+    of the earlier ones, it is replaced by a new Aim run that is filled from the run directory. A run that is resumed
+    into another directory gets an Aim run of its own, filled likewise.
+    """
+
+    repo: Annotated[str | None, Writes()] = field(
+        default=None, metadata=about("repository, a folder or aim://HOST:PORT; without it beside the run directory")
+    )
+    experiment: str | None = field(default=None, metadata=about('experiment in Aim; without it "default"'))
+    name: str | None = field(default=None, metadata=about("name of the run in Aim; without it the run directory's"))
+    system_tracking_interval: float | None = field(
+        default=None,
+        validator=optional(ge(0)),
+        metadata=about("time between two records of CPU, GPU and memory; without it, or 0, none", "seconds"),
+    )
+    capture_terminal_logs: bool = field(
+        default=False, metadata=about("record what the process prints, for which Aim patches stdout and stderr")
+    )
+    _run: Any = field(init=False, default=None)
+    _is_new: bool = field(init=False, default=False)  # the Aim run
+    _lines: dict[tuple[int, str], list[str]] = field(init=False, factory=dict)  # of events, by step and kind
+    _where: str = field(init=False, default="")
+    _hash: str | None = field(init=False, default=None)  # Aim's identifier of the run
+
+    def check(self, loop: Loop) -> None:
+        try:
+            _aim()
+        except ImportError as error:
+            way_out = "pip install 'hookdiff[aim]' (Aim has packages for Python up to 3.12)"
+            raise UserError(f"the plugin 'aim' needs the package aim: {way_out}; {error}") from error
+
+    @property
+    def where(self) -> str:
+        return self._where
+
+    def place(self, run: TrackedRun) -> str:
+        folder = self._folder(run)
+        return folder if "://" in folder else str(Path(folder).resolve())
+
+    def clear(self, run: TrackedRun) -> None:
+        folder = self._folder(run)
+        if "://" in folder or _aim().Repo.exists(folder):
+            repo = _aim().Repo.from_path(folder)
+            for run_hash in _mirrors(repo, run.run_dir):
+                _delete(repo, run_hash)
+
+    def open(self, run: TrackedRun) -> list[Call] | None:
+        folder = self._folder(run)
+        if "://" not in folder:
+            _create(folder)
+        if self._run is None:  # otherwise this is the repetition of a call that failed further down
+            self._run = self._open_run(folder, run)
+            self._is_new = self._run.hash != self._hash
+            self._hash, self._lines = self._run.hash, {}
+            self._where = f"the Aim run {self._hash} in {folder} (aim up --repo {folder})"
+        if name := self.name or (run.run_dir and run.run_dir.resolve().name):
+            self._run.name = name
+        if run.run_dir:
+            self._run["run_dir"] = str(run.run_dir.resolve())
+        self._run["hparams"] = dict(run.hparams)
+        if not self._is_new:
+            return None
+        calls = earlier(run, self)
+        self._run[_IS_FILLED] = not calls
+        return calls
+
+    def filled(self) -> None:
+        self._run[_IS_FILLED] = True
+
+    def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        self._run.track(dict(values), step=step)
+
+    def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
+        make = _aim().Image
+        for name, picture in images.items():
+            self._run.track(make(picture.as_pillow()), name=name, step=step)
+
+    def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
+        make = _aim().Text
+        for name, text in texts.items():
+            self._run.track(make(text), name=name, step=step)
+
+    def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
+        make = _aim().Distribution
+        for name, one in distributions.items():
+            self._run.track(make(hist=one.counts, bin_range=(one.low, one.high)), name=name, step=step)
+
+    def event(self, step: int, time: float, event: Event) -> None:
+        # Aim keeps one value of a name, context and step.
+        lines = self._lines.setdefault((step, event.kind), [])
+        if event.text not in lines:
+            lines.append(event.text)
+        self._run.track(_aim().Text("\n".join(lines)), name="events", step=step, context={"kind": event.kind})
+
+    def close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
+
+    def _folder(self, run: TrackedRun) -> str:
+        return self.repo or str(run.run_dir.parent if run.run_dir else ".")
+
+    def _open_run(self, folder: str, run: TrackedRun) -> Any:
+        """Return the Aim run to go on with, or a new one."""
+        aim = _aim()
+        repo, run_hash = aim.Repo.from_path(folder), None if run.is_branch else self._hash
+        if run_hash and run_hash not in _hashes(repo):
+            found = _mirrors(repo, run.run_dir)  # such as one that `hookdiff mirror` has made
+            if not found:
+                logger.warning("Aim has lost the run %s in %s; a new one begins", run_hash, folder)
+            self._hash = run_hash = found[-1] if found else None
+        if run_hash and run.has_earlier_steps and not _goes_on(repo, run_hash, run.step):
+            if run_hash in _mirrors(repo, run.run_dir):  # not that of a run of which this directory is a copy
+                _delete(repo, run_hash)
+            run_hash = None
+        options = {
+            "repo": folder,
+            "experiment": self.experiment,
+            "system_tracking_interval": self.system_tracking_interval or None,
+            "capture_terminal_logs": self.capture_terminal_logs,
+        }
+        try:
+            return aim.Run(run_hash, **options)
+        except Timeout:
+            # A process that was killed on another machine has left its lock; the checkpoint shows that the run is ours.
+            return aim.Run(run_hash, force_resume=True, **options)
+
+    def is_transient(self, error: Exception) -> bool:
+        """Return whether a call is repeated, also for a database of Aim that is locked."""
+        from sqlalchemy.exc import OperationalError
+
+        return super().is_transient(error) or isinstance(error, OperationalError)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run": self._hash}
+
+    def load_state_dict(self, state: AimState) -> None:
+        if self._run is None:  # otherwise this is a rollback
+            self._hash = state.run
+
+
+def _aim() -> Any:
+    with warnings.catch_warnings():
+        # Aim calls a function that SQLAlchemy 2 has moved.
+        warnings.filterwarnings("ignore", "The ``declarative_base")
+        aim = importlib.import_module("aim")
+    # At exit Aim closes its runs on a new thread; from Python 3.12 on, no thread can be started at that time.
+    last = importlib.import_module("aim.ext.cleanup").AutoClean
+    for close in (last.cleanup, last._cleanup):
+        atexit.unregister(close)
+    last._registered_with_atexit = True
+    atexit.register(last._cleanup)
+    return aim
+
+
+def _create(folder: str) -> None:
+    """Make the repository if it does not exist; a lock keeps two processes from breaking it."""
+    repo, missing = _aim().Repo, (0, 0)  # the version is written last
+    if repo.get_version(folder) == missing:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with FileLock(Path(folder, ".aim-create.lock")):
+            if repo.get_version(folder) == missing:
+                repo.from_path(folder, init=True)
+
+
+def _hashes(repo: Any) -> list[str]:
+    _aim().Repo._all_run_hashes.cache_clear()  # half a second old, so that a run that was just made may be missing
+    return sorted(repo.list_all_runs())
+
+
+def _tree(repo: Any, run_hash: str) -> Any:
+    """Return what Aim has of a run; not by aim.Run, which sees nothing of a run that Aim has not indexed yet."""
+    return repo.request_tree("meta", run_hash, read_only=True).subtree("meta").subtree("chunks").subtree(run_hash)
+
+
+def _mirrors(repo: Any, run_dir: Path | None) -> list[str]:
+    """Return the hashes of the Aim runs that mirror this run directory."""
+    if run_dir is None:
+        return []
+    place = str(run_dir.resolve())
+    return [one for one in _hashes(repo) if _tree(repo, one).subtree("attrs").get("run_dir", None) == place]
+
+
+def _goes_on(repo: Any, run_hash: str, step: int) -> bool:
+    """Return whether an Aim run has all that was logged up to `step`, and nothing that was logged after it."""
+    tree = _tree(repo, run_hash)
+    traces = tree.get("traces", {}).values()
+    # Aim itself logs the machine's load and the terminal, with steps of its own.
+    logged = [(name, trace) for names in traces for name, trace in names.items() if name != "logs"]
+    steps = [trace.get("last_step", 0) for name, trace in logged if not name.startswith("__")]
+    return bool(tree.subtree("attrs").get(_IS_FILLED, True)) and max(steps, default=0) <= step
+
+
+def _delete(repo: Any, run_hash: str) -> None:
+    if not repo.delete_run(run_hash):
+        raise RuntimeError(f"the Aim run {run_hash} in {repo.path} cannot be deleted")

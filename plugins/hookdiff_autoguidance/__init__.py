@@ -1,5 +1,145 @@
 """Samples better by moving away from what the network made earlier in its training."""
 
-from hookdiff_autoguidance.plugin import Autoguidance
+import logging
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, TypeGuard
 
-__all__ = ["Autoguidance"]
+from attrs import define, evolve, field
+from attrs.validators import ge
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from hookdiff import Loop, SampleRequest, Samples, hookimpl, saved
+from hookdiff.diffusion import Ask, ClassifierFree, Given, Guidance, Net, Point, Sampling
+from hookdiff.machine import is_sharded
+from hookdiff.models import choose_weights, compiled
+from hookdiff.options import COUNT, about, between, is_interval
+
+logger = logging.getLogger("hookdiff")
+OWN = "model"  # the name of weights that are no average
+
+
+@define(frozen=True)
+class AwayFrom(Guidance):
+    """d + (scale - 1) (d - g), for the outputs d of the network and g of the `guide`.
+
+    It is Karras et al. 2024 (arXiv 2406.02507), eq. 3. Outside of the `interval` of sigma / alpha it is d, and the
+    guide is not called.
+    """
+
+    guide: Net
+    scale: float
+    interval: tuple[float, float]
+
+    @property
+    def use(self) -> str:
+        return "autoguidance"
+
+    def output(self, ask: Ask, x: Tensor, at: Point, given: Given) -> Tensor:
+        own = ask(x, given)
+        low, high = self.interval
+        if not low <= at.ratio <= high:
+            return own
+        return own + (self.scale - 1) * (own - ask(x, given, net=self.guide))
+
+
+@define(eq=False)
+class Autoguidance:
+    """Guides samples away from what the network made earlier in its training: Karras et al. 2024 (arXiv 2406.02507).
+
+    The guide is the first average of the weights as it was after a share of the run. Both make the same mistakes, the
+    guide larger ones, so the step from its output to that of the network points away from them. A step of the sampler
+    calls both. The guide needs the memory of the weights once more, in the host.
+
+    Samples of the model's own weights are not guided, nor those with classifier-free guidance, and none of a run
+    without an average, of sharded weights, or with a sampler that is not hookdiff's.
+    """
+
+    scale: float = field(default=1.5, validator=ge(1), metadata=about("strength; 1: no guidance"))
+    at: float = field(
+        default=0.3,
+        validator=between(0, 0.95, open_ends=True),  # a later one is the average itself
+        metadata=about("share of the run after which the guide is taken; before that, the same share of it, and so on"),
+    )
+    interval: tuple[float, float] = field(
+        default=(0.0, 2.5),
+        converter=tuple,
+        validator=is_interval,
+        metadata=about("lowest and highest sigma / alpha at which guidance is used"),
+    )
+    _step: int = saved(0, validator=COUNT)  # updates that the guide had
+    _weights: dict[str, Tensor] = saved(factory=dict)  # of the guide, by parameter name, in the host
+    _end: int | None = field(default=None, init=False)  # of the run
+
+    @hookimpl
+    def on_start(self, loop: Loop) -> None:
+        self._step, self._weights = 0, _average_of(loop)  # to hold the memory from the first step on
+        if not self._weights:
+            logger.info("autoguidance: there is no average to take a guide from, so no samples are guided")
+
+    @hookimpl
+    def on_ready(self, loop: Loop) -> None:
+        self._end = loop.config.planned_steps(loop.feed.num_batches)
+
+    @hookimpl
+    def before_step(self, loop: Loop) -> None:
+        # Not after the update, where the guide of other plugins' samples would depend on the order of the plugins.
+        step = loop.progress.step
+        if self._step < landmark(step, self.at, self._end):
+            self._step, self._weights = step, _average_of(loop)
+
+    @hookimpl(wrapper=True)
+    def sample(self, loop: Loop, request: SampleRequest) -> Generator[None, Samples, Samples]:
+        sampler = loop.sampler
+        has_guide = self._step and self._weights and self.scale > 1
+        if not (has_guide and request.weights != OWN and _is_unguided(sampler)):
+            return (yield)
+        guide = self._guide(loop.model) if request.num else loop.model  # none is called for no images
+        away = AwayFrom(compiled(guide) if sampler.compile else guide, self.scale, self.interval)
+        with loop.using(sampler=evolve(sampler, guidance=away)):
+            return (yield)
+
+    def _guide(self, model: nn.Module) -> Callable[..., Tensor]:
+        """Return a function that calls `model` with the weights of the guide."""
+        own = {name: parameter for name, parameter in model.named_parameters() if name in self._weights}
+        # Autocast keeps its copies of weights only if these ask for gradients.
+        held = {name: self._weights[name].to(one).detach().requires_grad_() for name, one in own.items()}
+        return lambda *arguments, **named: functional_call(model, held, arguments, named)
+
+    @hookimpl
+    def check_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for a guide of another model than `model`."""
+        parameters = dict(model.named_parameters())
+        for name, value in state["weights"].items():
+            if name not in parameters:
+                raise ValueError(f"the guide is of another model: this one has no {name!r}")
+            if value.shape != parameters[name].shape:
+                shapes = f"{tuple(value.shape)}, the model's {tuple(parameters[name].shape)}"
+                raise ValueError(f"the guide is of another model: the shape of its {name} is {shapes}")
+
+
+def _average_of(loop: Loop) -> dict[str, Tensor]:
+    """Return a copy of the first average in the host; nothing if there is none, or only parts of it are here."""
+    name, values = choose_weights(None, OWN, loop.hook.offer_weights(loop=loop))
+    average = {} if name == OWN else values()
+    if any(map(is_sharded, average.values())):
+        return {}
+    return {key: value.detach().to("cpu", copy=True) for key, value in average.items()}
+
+
+def _is_unguided(sampler: object) -> TypeGuard[Sampling]:
+    return isinstance(sampler, Sampling) and type(sampler.guidance) is ClassifierFree and sampler.guidance.scale == 1
+
+
+def landmark(step: int, share: float, end: int | None) -> int:
+    """Return the newest step, up to `step`, at which a guide is taken; 0 before the first.
+
+    A run that ends at `end` takes it after `share` of its steps, before that after `share` of these, and so on, so that
+    its first guides are soon replaced. Without an end, a guide is replaced when it has had `share` of the steps.
+    """
+    at = 1.0 if end is None else end * share
+    while end is None and at / share <= step:
+        at /= share
+    while int(at) > step:
+        at *= share
+    return int(at)

@@ -105,10 +105,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; rename it first, so that no partly removed checkpoint has a valid name.
-
-    Raises OSError if it cannot be renamed.
-    """
+    """Remove a checkpoint; rename it first, or raise OSError: no partly removed checkpoint has a valid name."""
     removed = path.with_name(f".{path.name}{REMOVED}")
     discard(removed)
     path.replace(removed)

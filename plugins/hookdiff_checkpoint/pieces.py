@@ -81,7 +81,7 @@ class Pieces(Tensor):
             return next(iter(self._pieces.values()))
         made = torch.empty(self.shape, dtype=self.dtype)
         for start, piece in self._pieces.items():
-            made[_block(start, piece)] = piece
+            made[tuple(slice(at, at + size) for at, size in zip(start, piece.shape, strict=True))] = piece
         return made
 
     def _narrowed(self, dim: int, begin: int, end: int) -> Pieces:
@@ -93,10 +93,6 @@ class Pieces(Tensor):
                 moved = (*start[:dim], low - begin, *start[dim + 1 :])
                 inside[moved] = piece.narrow(dim, low - start[dim], high - low)
         return Pieces((*self.shape[:dim], end - begin, *self.shape[dim + 1 :]), self.dtype, inside)
-
-
-def _block(start: Start, piece: Tensor) -> tuple[slice, ...]:
-    return tuple(slice(at, at + size) for at, size in zip(start, piece.shape, strict=True))
 
 
 def pieced(name: str, saved: Mapping[str, Any], files: Mapping[str | None, Mapping[str, Tensor]]) -> Tensor:

@@ -41,9 +41,7 @@ class Checkpoint:
     go the same way through this class, because a save is done, failed or not finite on all of them at the same step.
     """
 
-    every: Every = field(
-        default=Every(1000), converter=parse_every, metadata=about("how often; the end of a run is always saved")
-    )
+    every: Every = field(default=Every(1000), converter=parse_every, metadata=about("how often; the end is saved, too"))
     keep_last: int = field(
         default=3,
         validator=ge(1),
@@ -208,16 +206,17 @@ class Checkpoint:
             self._end(loop, reason)
 
     def _end(self, loop: Loop, reason: Reason) -> None:
+        writer = self._writer
         if reason == "error":
-            if self._writer and self._writer.job:
+            if writer and writer.job:
                 try:
-                    path = self._writer.result()
+                    path = writer.result()
                 except StorageError as gone:
                     logger.warning("%s", gone)
                 except OSError as error:
-                    logger.warning("%s\n  %s", self._failed(loop, error), self._writer.last_good())
+                    logger.warning("%s\n  %s", self._failed(loop, error), writer.last_good())
                 except NotFinite as error:
-                    logger.warning("%s", self._discarded(error, self._writer))
+                    logger.warning("%s", self._discarded(error, writer))
                 else:
                     self._announce(loop, path)
         elif reason == "done" and not self._is_open and self._goes_on(loop):
@@ -227,11 +226,9 @@ class Checkpoint:
         else:
             if self._is_open and self._saved != _place(loop.progress.state_dict()):
                 self._save(loop, scheduled=self._wanted)
-            if self._writer:
-                if self._writer.job and not self._finish(loop, self._writer) and loop.end.reason != "on_nan":
-                    raise StorageError(
-                        f"the end of the run is not saved: {self._problem}\n  {self._writer.last_good()}"
-                    )
+            if writer:
+                if writer.job and not self._finish(loop, writer) and loop.end.reason != "on_nan":
+                    raise StorageError(f"the end of the run is not saved: {self._problem}\n  {writer.last_good()}")
                 self._report_best(loop, is_over=True)
 
     def _kept(self, found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:

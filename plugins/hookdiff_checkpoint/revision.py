@@ -31,7 +31,8 @@ def revision(runs: Iterable[Path]) -> dict[str, Any] | None:
         root = next((folder for folder in (Path.cwd(), *Path.cwd().parents) if os.path.lexists(folder / ".git")), None)
         if root is None or any(root.is_relative_to(run.resolve()) for run in runs):
             return None
-        own = _git_dir(root)
+        own = root / ".git"
+        own = root / _text(own).removeprefix("gitdir: ") if own.is_file() else own
         common = own / _text(own / "commondir") if (own / "commondir").is_file() else own  # of several working trees
         if (commit := _commit(own, common)) is None:
             return None
@@ -42,12 +43,6 @@ def revision(runs: Iterable[Path]) -> dict[str, Any] | None:
 
 def _text(file: Path) -> str:
     return read_file(file).decode().strip()
-
-
-def _git_dir(root: Path) -> Path:
-    """Return the git directory of the working tree `root`, which a file `.git` may name."""
-    found = root / ".git"
-    return root / _text(found).removeprefix("gitdir: ") if found.is_file() else found
 
 
 def _commit(own: Path, common: Path) -> str | None:

@@ -78,10 +78,7 @@ class Staging:
         }
 
     def _places(self, parts: Parts) -> list[tuple[str, str, Tensor, Tensor, bool]]:
-        """Return part, name, tensor and buffer of each tensor, and whether the buffer is new in the list.
-
-        Tied weights share a buffer.
-        """
+        """Return part, name, tensor and buffer of each tensor, and whether it is the first of tied ones."""
         before, self._buffers = self._buffers, {}
         places, seen = list[tuple[str, str, Tensor, Tensor, bool]](), dict[int, list[tuple[Tensor, Tensor]]]()
         for part, own in parts.items():
@@ -98,7 +95,6 @@ class Staging:
         return places
 
     def wait(self) -> None:
-        """Wait until the copies are complete."""
         for event in self._events:
             event.synchronize()
 
@@ -208,7 +204,6 @@ class Writer:
         return f"the last good one is {found[0].path}" if found else "there is none yet"
 
     def close(self) -> None:
-        """Wait for the thread to end."""
         self._pool.shutdown()
         self._aside.close()
 

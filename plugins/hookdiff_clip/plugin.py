@@ -52,7 +52,6 @@ class Clip:
         return [part for part in parts if part] if all(parts) else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the name of the rule, and its state for each of the models that it clips."""
         return {"rule": self.rule.use, "states": {name: rule.state_dict() for name, (rule, _) in self._clipped.items()}}
 
     def load_state_dict(self, state: ClipState) -> None:

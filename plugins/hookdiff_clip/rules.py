@@ -47,10 +47,7 @@ class Rule(Choice, ABC):
         """
 
     def on_device(self, gradients: Gradients) -> DevicePart | None:
-        """Return the clipping as the work of a recorded step, after which `clip_` must change nothing; None: it cannot.
-
-        See `hookdiff.loop.DevicePart`.
-        """
+        """Return the clipping as work of a recorded step, after which `clip_` must change nothing; None: it cannot."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,9 +65,7 @@ class Norm(Rule):
     See arXiv 1211.5063. The bound is exact, while torch's clip_grad_norm_ divides by the norm + 1e-6.
     """
 
-    max_norm: float = field(
-        default=1.0, validator=gt(0), metadata=about("largest L2 norm of all gradients; may be inf")
-    )
+    max_norm: float = field(default=1.0, validator=gt(0), metadata=about("largest L2 norm of gradients; may be inf"))
 
     @property
     def threshold(self) -> float:
@@ -141,9 +136,7 @@ class Following(Norm):
 class Adaptive(Following):
     """As "norm", with a threshold that follows the running mean of the norms."""
 
-    factor: float = field(
-        default=2.0, validator=gt(0), metadata=about("threshold over mean; at 1 or less the threshold only falls")
-    )
+    factor: float = field(default=2.0, validator=gt(0), metadata=about("threshold over mean; only falls at 1 or less"))
     decay: float = field(default=0.99, validator=[ge(0), lt(1)], metadata=about("decay of the mean per update"))
 
     def keep(self, past: list[float], norm: float) -> list[float]:
@@ -182,9 +175,7 @@ class Percentile(Windowed):
 class ZScore(Windowed):
     """As "norm", with a threshold that follows the mean and the standard deviation of the newest norms."""
 
-    deviations: float = field(
-        default=3.0, validator=ge(0), metadata=about("standard deviations from mean to threshold")
-    )
+    deviations: float = field(default=3.0, validator=ge(0), metadata=about("standard deviations above the mean"))
 
     def usual(self, past: list[float]) -> float:
         mean = math.fsum(past) / len(past)
@@ -214,9 +205,7 @@ class Value(Rule):
 class AGC(Rule):
     """Clip the gradient of each output unit by the norm of its weights (Brock et al. 2021, arXiv 2102.06171, eq. 3)."""
 
-    factor: float = field(
-        default=0.01, validator=gt(0), metadata=about("largest norm of gradient over norm of weights")
-    )
+    factor: float = field(default=0.01, validator=gt(0), metadata=about("largest gradient norm over weight norm"))
     min_weight: float = field(default=1e-3, validator=gt(0), metadata=about("lower bound of the norm of weights"))
     exclude: tuple[str, ...] = field(default=(), metadata=about("patterns of parameters that are not clipped"))
     _units: Units = field(init=False, eq=False, repr=False)

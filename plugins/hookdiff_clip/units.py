@@ -96,15 +96,12 @@ class Units:
         torch._foreach_mul_(gradients, [each.spread(part) for (each, _), part in zip(found, parts, strict=True)])
         if not any(is_sharded(each.parameter) for each in parameters):
             return (scale < 1).float().mean()
-        counted = [part for each, part in zip(parameters, parts, strict=True) if self._counts(each)]
+        # Units that several ranks have count on the first one alone.
+        is_counted = [rank() == 0 if each.is_split else counts(each.parameter) for each in parameters]
+        counted = [part for part, is_mine in zip(parts, is_counted, strict=True) if is_mine]
         clipped = torch.cat([scale.new_zeros(0), *counted]) < 1
         sums = summed(torch.stack((clipped.sum().float(), torch.full_like(scale[:1], clipped.numel())[0])))
         return sums[0] / sums[1]
-
-    @staticmethod
-    def _counts(each: _Parameter) -> bool:
-        """Whether the units of this rank's part count: those that several ranks have do on the first one alone."""
-        return rank() == 0 if each.is_split else counts(each.parameter)
 
     def _norms(self, parameters: list[_Parameter], tensors: list[Tensor]) -> list[Tensor]:
         """Return the L2 norms of the units of each of `tensors`, this rank's parts: (units,)."""

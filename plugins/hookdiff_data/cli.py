@@ -2,12 +2,13 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
+from hookdiff import listed
 from hookdiff.cli import config_argument, override_options
 
 _LISTED = 10  # the most classes, sizes or files in a list
@@ -23,7 +24,7 @@ _SHARD_SIZE = 256.0  # MiB
 @click.option("--seconds", default=2.0, type=click.FloatRange(0), metavar="X", help="Time to measure the speed.")
 @click.option("--to-shards", type=click.Path(path_type=Path), metavar="DIR", help="Write all samples to tar files.")
 @click.option(
-    *("--shard-size", "shard_size"),
+    "--shard-size",
     type=click.FloatRange(0, min_open=True),
     metavar="MIB",
     help=f"Size of a tar file.  [default: {_SHARD_SIZE:g}]",
@@ -103,10 +104,10 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     held_out = f", {found['held_out']:,} of them held out" if found["held_out"] else ""
     yield "samples", f"{found['samples']:,}{held_out}"
     if found["sizes"]:
-        yield "sizes", _listed([f"{width} x {height}: {count:,}" for width, height, count in found["sizes"]])
-        yield "modes", _listed([f"{mode}: {count:,}" for mode, count in found["modes"].items()])
+        yield "sizes", listed([f"{width} x {height}: {count:,}" for width, height, count in found["sizes"]], _LISTED)
+        yield "modes", listed([f"{mode}: {count:,}" for mode, count in found["modes"].items()], _LISTED)
     if counts := found["classes"]:
-        yield "classes", f"{len(counts):,}: {_listed([f'{name} {count:,}' for name, count in counts.items()])}"
+        yield "classes", f"{len(counts):,}: {listed([f'{name} {count:,}' for name, count in counts.items()], _LISTED)}"
         most, least = max(counts.values()), min(counts.values())
         ratio = f", ratio {most / least:.1f}" if least else ""
         yield "balance", f"{least:,} to {most:,} samples a class{ratio}"
@@ -117,17 +118,16 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "mean", ", ".join(f"{value:.4f}" for value in values["mean"])
     yield "std", ", ".join(f"{value:.4f}" for value in values["std"])
     workers = f"{store['workers']} workers" if store["workers"] else "the training process"
-    text = f"{store['bytes'] / 2**20:,.1f} MiB in {store['path'] or store['device']}"
-    yield (
-        "store",
-        f"none: decoded in every epoch by {workers}" if store["place"] == "none" else f"{store['place']}: {text}",
-    )
+    text = f"decoded in every epoch by {workers}"
+    if store["place"] != "none":
+        text = f"{store['bytes'] / 2**20:,.1f} MiB in {store['path'] or store['device']}"
+    yield "store", f"{store['place']}: {text}"
     for name, key, note in (("unreadable", "unreadable", ""), ("not finite", "not_finite", " with NaN or infinity")):
         if found[key]["count"] or name == "unreadable":
             yield name, f"{found[key]['count']:,}{note}"
             yield from (("", line) for line in found[key]["files"][:_LISTED])
     if kinds := found["passed_over"]:
-        yield "not used", _listed([f"{one['count']:,} {kind} ({one['first']})" for kind, one in kinds.items()])
+        yield "not used", listed([f"{one['count']:,} {kind} ({one['first']})" for kind, one in kinds.items()], _LISTED)
     duplicates = found["duplicates"]
     yield "duplicates", f"{duplicates['count']:,} with the same pixels as another" if duplicates["count"] else "0"
     for group in duplicates["groups"]:
@@ -136,7 +136,3 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if picture := found["picture"]:
         yield "picture", f"{picture['path']}: the first {picture['images']} images of epoch 0"
         yield from (("", " ".join(row)) for row in picture["labels"])
-
-
-def _listed(items: Sequence[str]) -> str:
-    return ", ".join(items[:_LISTED]) + (f", and {len(items) - _LISTED} more" if len(items) > _LISTED else "")

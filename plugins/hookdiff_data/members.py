@@ -86,6 +86,8 @@ def _written(feed: Feed, index: int, value: Any, name: str = "") -> tuple[str, b
 
 
 def _content(value: Any, is_condition: bool) -> tuple[str, bytes]:
+    from PIL import Image
+
     if hasattr(value, "convert"):  # an image of Pillow
         return _original(value) or ("png", _png(value))
     if is_condition and isinstance(value, (bool, int, float, list)):
@@ -95,7 +97,8 @@ def _content(value: Any, is_condition: bool) -> tuple[str, bytes]:
         raise ValueError(f"holds {array.dtype}, expected numbers")
     is_picture = array.dtype == numpy.uint8 and (array.ndim == 2 or array.shape[:-2] in ((1,), (3,)))
     if is_picture and not is_condition:
-        return "png", _png(_image(array))
+        whole = array if array.ndim == 2 else array.transpose(1, 2, 0).squeeze()
+        return "png", _png(Image.fromarray(numpy.ascontiguousarray(whole)))
     file = io.BytesIO()
     numpy.save(file, array, allow_pickle=False)
     return "npy", file.getvalue()
@@ -114,13 +117,6 @@ def _original(image: Any) -> tuple[str, bytes] | None:
     except (OSError, ValueError):  # it is a part of a file of another kind
         return None
     return (suffix.removeprefix("."), content) if is_it else None
-
-
-def _image(pixels: Any) -> Any:
-    from PIL import Image
-
-    whole = pixels if pixels.ndim == 2 else pixels.transpose(1, 2, 0).squeeze()
-    return Image.fromarray(numpy.ascontiguousarray(whole))
 
 
 def _png(image: Any) -> bytes:

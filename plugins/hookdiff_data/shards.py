@@ -92,7 +92,6 @@ class _Writer:
         self.samples += 1
 
     def close(self) -> None:
-        """Finish the shard that is being written."""
         if self._tar is None or self._file is None:
             return
         with self._file as file:

@@ -1,5 +1,96 @@
 """Trains on several devices, with a copy of the model on each."""
 
-from hookdiff_ddp.plugin import DDP
+from collections.abc import Generator
+from typing import Any
 
-__all__ = ["DDP"]
+from attrs import define, field
+from attrs.validators import gt
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hookdiff import PASS, Loop, LossOutput, UserError, hookimpl, listed, plugin
+from hookdiff.options import about
+
+
+class Replica(nn.Module):
+    """Calls `net` through a DistributedDataParallel, which is made anew when other parameters are trained.
+
+    DistributedDataParallel exchanges the gradients of those that wanted one when it was made. Of a parameter that is
+    thawed later each rank would go its own way.
+    """
+
+    def __init__(self, net: nn.Module, options: dict[str, Any]) -> None:
+        super().__init__()
+        self._options = options
+        self._named = list(net.named_parameters())  # kept: to walk through the modules takes long
+        self.ddp = DistributedDataParallel(net, **options)
+        self._trained = self._wanted()
+
+    def _wanted(self) -> list[bool]:
+        return [parameter.requires_grad for _, parameter in self._named]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.ddp(*args, **kwargs)
+
+    def follow(self) -> None:
+        """Exchange the gradients of those parameters that want one now."""
+        if self._wanted() != self._trained:
+            self.ddp = DistributedDataParallel(self.ddp.module, **self._options)
+            self._trained = self._wanted()
+
+    def check_used(self) -> None:
+        """Raise UserError if a parameter has got no gradient; the exchange waits for all of them."""
+        if unused := [name for name, value in self._named if value.requires_grad and value.grad is None]:
+            raise UserError(
+                f"plugins.ddp: parameters without a part in the loss of this step: {listed(unused, 3)}; set "
+                "plugins.ddp.find_unused_parameters = true, or freeze those that never have one"
+            )
+
+
+@plugin(trains_on_ranks=True, conflicts=("fsdp",))
+@define(eq=False)
+class DDP:
+    """Trains on several ranks, with a copy of the model on each (PyTorch's DistributedDataParallel).
+
+    torchrun starts the ranks, as in `torchrun --nproc-per-node 8 -m hookdiff run CONFIG --plugins ddp`; without it the
+    plugin does nothing. `run.batch_size` is that of all ranks together, so the samples of a step, their order and their
+    noise are the same on any number of ranks. The gradients are averaged while the backward pass of the last
+    micro-batch is under way.
+    """
+
+    find_unused_parameters: bool = field(
+        default=False,
+        metadata=about("let parameters have no part in the loss of some steps; costs a search in each step"),
+    )
+    bucket_mb: float = field(default=25.0, validator=gt(0), metadata=about("gradients exchanged at a time", "MiB"))
+    _net: Replica | None = field(default=None, init=False)
+
+    @hookimpl
+    def wrap_net(self, loop: Loop, net: nn.Module) -> nn.Module:
+        self._net = None
+        if loop.num_ranks == 1:
+            return PASS
+        self._net = Replica(
+            net,
+            {
+                "device_ids": [loop.device] if loop.device.type == "cuda" else None,
+                "bucket_cap_mb": self.bucket_mb,
+                "find_unused_parameters": self.find_unused_parameters,
+                "gradient_as_bucket_view": True,  # the gradients of a single pass need no second copy
+            },
+        )
+        return self._net
+
+    @hookimpl(wrapper=True)
+    def micro_step(self, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
+        if self._net is None:
+            return (yield)
+        if index == 0:
+            self._net.follow()
+        if index < count - 1:
+            with self._net.ddp.no_sync():
+                return (yield)
+        output = yield
+        if not self.find_unused_parameters:
+            self._net.check_used()
+        return output

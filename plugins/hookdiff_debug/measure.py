@@ -11,6 +11,7 @@ from attrs import define
 from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Loop, evaluating
+from hookdiff.models import Buffers
 
 # Fractions of the way from image to noise at which the network is measured.
 LEVELS = (0.02, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.98)
@@ -62,7 +63,6 @@ class Layer:
 
     @property
     def rms(self) -> float:
-        """Root mean square of the gradient; 0 without one."""
         return (self.norm or 0.0) / math.sqrt(self.size)
 
 
@@ -80,8 +80,8 @@ class Level:
 def untouched(loop: Loop) -> Iterator[None]:
     """Put the model in eval mode without gradients; restore random state and buffers afterwards."""
     model, on_gpu = loop.model, loop.device.type == "cuda"
-    modules = list(model.modules())
-    kept = [(module, name, b, b.clone()) for module in modules for name, b in module._buffers.items() if b is not None]
+    buffers = Buffers(model)
+    buffers.keep()
     dtype = next(model.parameters()).dtype
     # Weights of half precision are trained under autocast, which is not on here: the images are float32.
     half = torch.autocast(loop.device.type, dtype) if dtype in (torch.float16, torch.bfloat16) else nullcontext()
@@ -89,9 +89,7 @@ def untouched(loop: Loop) -> Iterator[None]:
         with evaluating(model), torch.random.fork_rng([loop.device] if on_gpu else []), half, eager(model):
             yield
     finally:
-        for module, name, buffer, value in kept:
-            buffer.copy_(value)
-            module._buffers[name] = buffer  # a forward may have replaced it
+        buffers.put_back()
 
 
 def eager(model: nn.Module) -> AbstractContextManager[object]:

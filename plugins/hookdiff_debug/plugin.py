@@ -88,7 +88,6 @@ class Debug:
 
     @hookimpl
     def needs_host(self, loop: Loop) -> bool:
-        """Return whether this step is measured."""
         return self._batch is not None
 
     @hookimpl

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hookdiff import Batch, Loop
-from hookdiff.authors import wait_for
+from hookdiff.authors import Stopwatch
 from hookdiff.models import HeldBytes, storages
 from hookdiff_debug.measure import SETTLED, Inputs, Layer, eager, measure_inputs, measure_layers, merged
 
@@ -45,39 +45,11 @@ class Trial:
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether the learning rate still rises at the end."""
         return len(self.rates) > 1 and self.rates[-1] > self.rates[-2]
 
     def mean_loss(self, part: slice) -> float:
         """Return the mean loss of the steps in `part`; NaN for none."""
         return statistics.fmean(self.losses[part] or [math.nan])
-
-
-@define(eq=False)
-class Clock:
-    """Sums the seconds of each plugin in each hook; a call inside another counts for the inner one alone."""
-
-    device: torch.device
-    seconds: defaultdict[tuple[str, str], float] = field(factory=lambda: defaultdict(float), init=False)
-    _open: list[tuple[str, str]] = field(factory=list, init=False)
-    _since: float = field(default=0.0, init=False)
-
-    @contextmanager
-    def __call__(self, plugin: str, hook: str) -> Iterator[None]:
-        self._turn()
-        self._open.append((plugin, hook))
-        try:
-            yield
-        finally:
-            self._turn()
-            self._open.pop()
-
-    def _turn(self) -> None:
-        wait_for(self.device)  # work counts for the plugin that starts it, not for one that waits
-        now = time.perf_counter()
-        if self._open:
-            self.seconds[self._open[-1]] += now - self._since
-        self._since = now
 
 
 def run_trial(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
@@ -86,7 +58,7 @@ def run_trial(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
     With `whole_rate`, if the learning rate is still rising then, `progress.step` runs ahead of the updates: it goes
     through the warm-up in growing strides, and some more updates follow at the configured rate.
     """
-    clock, looks = Clock(loop.device), list[dict[str, Layer]]()
+    clock, looks = Stopwatch(loop.device), list[dict[str, Layer]]()
     trial: Trial | None = None
     goal, stride = steps, 1.0  # goal: updates
     settled = min(SETTLED, steps // 2)
@@ -95,7 +67,7 @@ def run_trial(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
     for number, batch in enumerate(_batches(loop, clock)):
         trial = trial or Trial(steps, measure_inputs(batch.inputs, loop.objective))
         if number == settled:
-            clock.seconds.clear()
+            clock.clear()
             trial.steps_timed, trial.seconds = 0, 0.0
         before = _matrices(loop) if number >= SETTLED else None
         start = time.perf_counter()
@@ -127,8 +99,12 @@ def run_trial(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
             break
     loop.plugins.instrument(None)
     assert trial is not None  # a feed without a batch is refused when the loop is made
-    trial.seconds += clock.seconds["data", "batches"]
-    trial.parts, trial.layers = dict(clock.seconds), merged(looks)
+    parts: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for span in clock.spans():
+        if span.running:
+            parts[span.running] += span.seconds
+    trial.seconds += parts["data", "batches"]
+    trial.parts, trial.layers = parts, merged(looks)
     return trial
 
 
@@ -152,7 +128,7 @@ def _peak(loop: Loop, batch: Batch, trial: Trial) -> Iterator[None]:
     trial.peak_memory = sum(there.values()) + held.most
 
 
-def _batches(loop: Loop, clock: Clock) -> Iterator[Batch]:
+def _batches(loop: Loop, clock: Stopwatch) -> Iterator[Batch]:
     """Yield batches for ever; the end of an epoch is counted, but calls no hook."""
     while True:
         if loop.feed.begin(loop.progress.epoch):

@@ -22,7 +22,6 @@ class Modes:
 
     @property
     def coverage(self) -> float:
-        """The share of the judged modes that is covered."""
         return self.covered / self.judged if self.judged else 1.0
 
 

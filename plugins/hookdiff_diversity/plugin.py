@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 
 import torch
-from attrs import converters, define, field
+from attrs import define, field
 from attrs.validators import ge, le, optional
 from torch import Tensor
 
-from hookdiff import Alarms, Every, Finding, Loop, Periodic, UserError, hookimpl, parse_every, saved
-from hookdiff.authors import ROWS, Collected, Features, Generated, Space, data_features
+from hookdiff import Alarms, Every, Finding, Loop, UserError, parse_every, saved
+from hookdiff.authors import ROWS, Collected, ImageMetric, data_features
 from hookdiff.log import grid
 from hookdiff.machine import gathered_or_raised
-from hookdiff.options import COUNT, about, chosen
+from hookdiff.options import about
 from hookdiff_diversity.copies import Copies, copies
 from hookdiff_diversity.diagnosis import KINDS, Diagnosis, diagnose_samples
 from hookdiff_diversity.modes import modes
@@ -27,7 +27,7 @@ _PAIRS = 8  # in the picture
 
 
 @define(eq=False)
-class Diversity(Periodic):
+class Diversity(ImageMetric):
     """Reports whether generated images are diverse: healthy, collapsed to few modes, copies, or too uniform.
 
     It compares features of the images with those of the training set: their variance and distances, the clusters of
@@ -36,18 +36,10 @@ class Diversity(Periodic):
     nearest training images, in `diversity/step-00001000.png` of the run directory.
     """
 
+    section = "diversity"
+
     every: Every = field(default=Every(5000), converter=parse_every, metadata=about("how often; 0: only at the end"))
-    num_samples: int = field(
-        default=1000, validator=[ge(20), le(10_000)], metadata=about("images generated for a measurement")
-    )
-    features: Features | None = field(
-        default=None,
-        converter=converters.optional(chosen[Features]),
-        metadata=about(
-            'space of the features; without it "digits" for images 1 x 8 x 8, "fashion-mnist" for 1 x 28 x 28, else '
-            '"inception"'
-        ),
-    )
+    num_samples: int = field(default=1000, validator=[ge(20), le(10_000)], metadata=about("images of a measurement"))
     modes: int | None = field(
         default=None,
         validator=optional([ge(2), le(10_000)]),
@@ -56,49 +48,26 @@ class Diversity(Periodic):
             "without classes"
         ),
     )
-    seed: int = field(default=0, validator=ge(0), metadata=about("seed of the noise"))
-    weights: str | None = field(
-        default=None, metadata=about('"model", or the name of an average to sample with; without it an average if any')
-    )
-    _acted_at: int | None = saved(None, key="measured_at", validator=COUNT)
-    space: Space = field(init=False)
     diagnosis: Diagnosis | None = field(init=False, default=None)  # the newest, on all ranks
-    _generated: Generated = field(init=False)
     _training: Collected | None = field(init=False, default=None)
     _held_out: Collected | None = field(init=False, default=None)
     _alarms: Alarms = saved(factory=Alarms)
 
-    @hookimpl
-    def on_start(self, loop: Loop) -> None:
-        """Refuse unknown weights, and data that the features do not take, before the run starts."""
-        try:
-            self._generated = Generated.of(loop, self.features, self.seed, self.weights)
-            self.space = self._generated.space
-        except UserError as error:
-            raise UserError(f"[plugins.diversity] {error}") from None
+    def prepare(self, loop: Loop) -> None:
         if len(loop.feed.training) < 2 * _PAIRS and not loop.end.reason:
-            raise UserError(f"[plugins.diversity] needs at least {2 * _PAIRS} training images")
+            raise UserError(f"needs at least {2 * _PAIRS} training images")
         self._training, self._held_out = None, None
 
-    def act(self, loop: Loop) -> None:
-        """Measure the current weights."""
-        self.measure(loop)
-
     def measure(self, loop: Loop) -> dict[str, float]:
-        """Generate images with the current weights, log what is measured, and return it by name.
-
-        Raises ValueError for an image that is not finite.
-        """
         start = time.monotonic()
         feed = loop.feed
         if self._training is None:
-            self._training = data_features(
-                feed, feed.training, self.space, "diversity: the training images", _MOST_SEARCHED
-            )
+            what = "diversity: the training images"
+            self._training = data_features(feed, feed.training, self.space, what, _MOST_SEARCHED)
             if len(feed.held_out_indices) >= _HELD_OUT:
                 held_out = feed.held_out_indices
                 self._held_out = data_features(feed, held_out, self.space, "diversity: the images held out")
-        made = self._generated.features(self.num_samples, "diversity: images")
+        made = self.generated.features(self.num_samples, "diversity: images")
         found = gathered_or_raised(lambda: self._compare(loop, made.rows) if loop.is_main else None)[0]
         assert found is not None
         values, self.diagnosis, near = found
@@ -144,7 +113,7 @@ class Diversity(Periodic):
         assert self._training.numbers is not None
         chosen = near.closest[:_PAIRS]
         # The images are made again: all of them would not fit in memory.
-        samples = [next(self._generated.images(range(number, number + 1))) for number in chosen.tolist()]
+        samples = [next(self.generated.images(range(number, number + 1))) for number in chosen.tolist()]
         originals = self._training.numbers[near.numbers[chosen]]
         if not loop.is_main:
             return

@@ -36,7 +36,6 @@ class Average:
     _seen: Tensor | int | None = field(default=None, init=False)  # sum of all bits at the last check
 
     def start(self, weights: Mapping[str, Tensor]) -> None:
-        """Begin with a copy of `weights`."""
         self.shadow = {name: value.detach().clone() for name, value in weights.items()}
         self._values = local_parts(self.shadow.values())
 

@@ -15,7 +15,7 @@ import click
 def command(run: Path, std: float, step: int | None, out: Path | None) -> None:
     """Make an average of the weights of RUN, a run directory, from the snapshots that the plugin ema wrote there."""
     from hookdiff import UserError
-    from hookdiff.disk import new_file, write_tensors
+    from hookdiff.disk import new_file, write_tensors, writing
     from hookdiff_ema.profiles import MAX_STD
     from hookdiff_ema.snapshots import find_snapshots, plan, reconstruct
 
@@ -23,10 +23,7 @@ def command(run: Path, std: float, step: int | None, out: Path | None) -> None:
         raise UserError(f"--std {std:g}: expected a width above 0 and at most {MAX_STD:.4f}")
     planned = plan(find_snapshots(run), std, step)
     out = out or run / f"ema-step-{planned.step:08d}-std={std}.safetensors"
-    try:
-        with new_file(out) as path:
-            write_tensors(path, reconstruct(planned))
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
+    with writing(out), new_file(out) as path:
+        write_tensors(path, reconstruct(planned))
     count = f"{len(planned.parts)} snapshot" + ("s" if len(planned.parts) > 1 else "")
     click.echo(f"{out}: std {std:g} at step {planned.step}, of {count}; profile error {planned.error:.2g}")

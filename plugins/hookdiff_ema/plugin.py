@@ -79,9 +79,7 @@ class EMA:
         metadata=about("width as a share of training; 0.1 if no length is given"),
     )
     warmup: Warmup = field(
-        default=Ratio(),
-        converter=chosen[Warmup],
-        metadata=about("how `decay` or `half_life` rises; `std` needs no warm-up"),
+        default=Ratio(), converter=chosen[Warmup], metadata=about("how `decay` or `half_life` rises")
     )
     device: Literal["model", "cpu"] = field(
         default="model", metadata=about('"model": on the device of the model; "cpu": saves memory of the GPU')
@@ -197,10 +195,8 @@ class EMA:
             distance = values[f"{average.prefix}/distance"]
             is_lost, over = distance > self.max_distance, distance < BACK * self.max_distance
             what = f"ema: the average {average.label} no longer follows the weights"
-            far = judge(
-                f"distance {distance:.2g}",
-                warning_if(is_lost, what, "a shorter average or a warmup, if the loss is fine"),
-            )
+            remedy = "a shorter average or a warmup, if the loss is fine"
+            far = judge(f"distance {distance:.2g}", warning_if(is_lost, what, remedy))
             loop.log.report(self._alarms.news(step, f"{average.prefix}/distance", far, over=over), step)
             # `still` of one average costs a transfer, which is made only if one has not moved.
             is_still = values[STILL] >= MANY and float(average.still) >= MANY
@@ -292,7 +288,6 @@ class EMA:
                     raise ValueError(f"{label}: {name} is not finite")
 
     def load_state_dict(self, state: EMAState) -> None:
-        """Restore saved averages."""
         self._pending = False
         for average, values, still in zip(self._averages, state.averages, state.ema.still, strict=True):
             for name, value in average.shadow.items():

@@ -41,7 +41,6 @@ class Snapshot:
 
     @property
     def updates(self) -> int:
-        """The training time of the average."""
         return self.step - self.start
 
 

@@ -10,7 +10,7 @@ import torch
 from attrs import define
 from torch import Tensor, nn
 
-from hookdiff.authors import Embedding, Features, Space
+from hookdiff.authors import Features, Space
 from hookdiff.data import to_unit_range
 
 
@@ -46,9 +46,8 @@ class Classifier(nn.Module):
         blocks: list[nn.Module] = []
         channels, side = 1, architecture.side
         for channels_out, stride in architecture.blocks:
-            blocks.append(nn.Conv2d(channels, channels_out, 3, stride, padding=1, bias=False))
-            blocks.append(nn.BatchNorm2d(channels_out))
-            blocks.append(nn.ReLU())
+            convolution = nn.Conv2d(channels, channels_out, 3, stride, padding=1, bias=False)
+            blocks += [convolution, nn.BatchNorm2d(channels_out), nn.ReLU()]
             channels, side = channels_out, -(-side // stride)
         self.body = nn.Sequential(
             *blocks,
@@ -78,15 +77,10 @@ class _Classified(Features):
             net = Classifier(architecture)
         net.load_state_dict(load(content), assign=True)
         net.to(device).eval().requires_grad_(False)
-
-        def embed(images: Tensor) -> Embedding:
-            features, logits = net(to_unit_range(images))
-            return features, logits
-
         return Space(
             architecture.name,
             f"{architecture.name} {hashlib.sha256(content).hexdigest()}",
-            embed,
+            lambda images: net(to_unit_range(images)),
             channels=(1,),
             size=(architecture.side, architecture.side),
             device=device,

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from hookdiff import UserError
-from hookdiff.authors import Embedding, Features, Space
+from hookdiff.authors import Features, Space
 from hookdiff.options import about, one_of
-from hookdiff_features.recipes import as_rgb
-from hookdiff_features.weights import Published, read_weights
+from hookdiff_features.recipes import antialiased, as_rgb
+from hookdiff_features.weights import ABOUT_FILE, ABOUT_SHA256, Published, read_weights
 
 DINOV2_WEIGHTS = Published(
     "https://dl.fbaipublicfiles.com/dinov2/dinov2_vitl14/dinov2_vitl14_pretrain.pth",
@@ -45,9 +45,7 @@ def dgm_eval(images: Tensor) -> Tensor:
 
 def edm2(images: Tensor) -> Tensor:
     """Bicubic with antialiasing, neither rounded nor clipped: what the evaluation of Karras et al. 2024 does."""
-    size = (_SIDE, _SIDE)
-    pixels = functional.interpolate(images.float(), size=size, mode="bicubic", align_corners=False, antialias=True)
-    return _normalised(pixels)
+    return _normalised(antialiased(images, _SIDE, "bicubic"))
 
 
 RECIPES: dict[str, Callable[[Tensor], Tensor]] = {"dgm-eval": dgm_eval, "edm2": edm2}
@@ -68,26 +66,17 @@ class DINOv2(Features):
         validator=one_of(tuple(RECIPES)),
         metadata=about("resizing of the package: " + ", ".join(f'"{name}"' for name in RECIPES)),
     )
-    weights: str | None = field(
-        default=None,
-        metadata=about(
-            "file of the weights (.pth or .safetensors); without it the published ones, from torch's download cache"
-        ),
-    )
-    sha256: str | None = field(default=None, metadata=about("SHA-256 of `weights`, if they are not the published ones"))
+    weights: str | None = field(default=None, metadata=ABOUT_FILE)
+    sha256: str | None = field(default=None, metadata=ABOUT_SHA256)
 
     def open(self, device: torch.device) -> Space:
         build = _builder()  # before the weights, which are more than a gigabyte
         found = read_weights(DINOV2_WEIGHTS, self.weights, self.sha256, _WHO)
         network = build(found.state, device)
         prepare = RECIPES[self.recipe]
-
-        def embed(images: Tensor) -> Embedding:
-            return network(prepare(as_rgb(images))), None
-
-        name = "dinov2" if found.is_published else f"dinov2-{found.sha256[:8]}"
-        name += "" if self.recipe == "dgm-eval" else f"/{self.recipe}"
-        return Space(name, f"{name} {self.recipe} {found.sha256}", embed, self.channels, device=device)
+        name = found.named("dinov2") + ("" if self.recipe == "dgm-eval" else f"/{self.recipe}")
+        key = f"{name} {self.recipe} {found.sha256}"
+        return Space(name, key, lambda images: (network(prepare(as_rgb(images))), None), self.channels, device=device)
 
 
 def resampled(positions: Tensor) -> Tensor:
@@ -132,10 +121,7 @@ def _builder() -> Callable[[State, torch.device], Network]:
 
 
 def _network(create_model: Any, state: State, device: torch.device) -> Network:
-    """Return the network with weights, named and shaped as the official ones, of any width and depth.
-
-    Raises UserError for weights of another network.
-    """
+    """Return the network with official weights, of any width and depth; raises UserError for those of another one."""
     width = state["norm.weight"].numel() if "norm.weight" in state else 0
     if not width or width % _HEAD_DIM:
         raise _unfit(f"norm.weight has {width} features, expected a multiple of {_HEAD_DIM}")

@@ -24,19 +24,18 @@ def pytorch_fid(images: Tensor) -> Tensor:
 
 def torch_fidelity(images: Tensor) -> Tensor:
     """Bilinear as in TensorFlow 1, (x - 128) / 128: what torch-fidelity 0.4 and the original graph of FID do."""
-    height, width = images.shape[2:]
-    down, right = (_tensorflow_1(side).to(images.device) for side in (height, width))
+    down, right = (_tensorflow_1(side).to(images.device) for side in images.shape[2:])
     return (down @ images.float() @ right.T - 128) / 128
 
 
 def torchmetrics(images: Tensor) -> Tensor:
     """Bilinear with antialiasing, (x - 128) / 128: what torchmetrics 1.8 and later do."""
-    return (_antialiased(images, SIDE, "bilinear") - 128) / 128
+    return (antialiased(images, SIDE, "bilinear") - 128) / 128
 
 
 def clean_fid(images: Tensor) -> Tensor:
     """Bicubic with antialiasing as in Pillow, not rounded, (x - 128) / 128: Parmar et al. 2022 (arXiv 2104.11222)."""
-    return (_antialiased(images, SIDE, "bicubic").clamp(0, 255) - 128) / 128
+    return (antialiased(images, SIDE, "bicubic").clamp(0, 255) - 128) / 128
 
 
 RECIPES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -47,7 +46,8 @@ RECIPES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _antialiased(images: Tensor, side: int, mode: str) -> Tensor:
+def antialiased(images: Tensor, side: int, mode: str) -> Tensor:
+    """Return `images` with `side` x `side` pixels, as torch resizes them: "bilinear" or "bicubic"."""
     size = (side, side)
     return functional.interpolate(images.float(), size=size, mode=mode, align_corners=False, antialias=True)
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import torch
 from attrs import define, field
-from torch import Tensor
-from torch.nn import functional
 
 from hookdiff import UserError
-from hookdiff.authors import Embedding, Features, Space
+from hookdiff.authors import Features, Space
 from hookdiff.options import about, one_of
 from hookdiff_features.inception import InceptionV3
-from hookdiff_features.recipes import RECIPES, SIDE, as_rgb
-from hookdiff_features.weights import Published, Weights, read_weights
+from hookdiff_features.recipes import RECIPES, SIDE, antialiased, as_rgb
+from hookdiff_features.weights import ABOUT_FILE, ABOUT_SHA256, Published, Weights, read_weights
 
 # Both packages publish the same file: the weights of the TensorFlow graph of 2015-12-05.
 FID_WEIGHTS = Published(
@@ -21,9 +19,6 @@ FID_WEIGHTS = Published(
     ("weights-inception-2015-12-05-6726825d.pth",),
 )
 TORCHVISION_WEIGHTS = Published("https://download.pytorch.org/models/inception_v3_google-0cc3c7bd.pth", "0cc3c7bd")
-
-_WEIGHTS = "file of the weights (.pth or .safetensors); without it the published ones, from torch's download cache"
-_SHA256 = "SHA-256 of `weights`, if they are not the published ones"
 
 
 @define(frozen=True)
@@ -41,8 +36,8 @@ class Inception(Features):
         validator=one_of(tuple(RECIPES)),
         metadata=about("resizing and scaling of the package: " + ", ".join(f'"{name}"' for name in RECIPES)),
     )
-    weights: str | None = field(default=None, metadata=about(_WEIGHTS))
-    sha256: str | None = field(default=None, metadata=about(_SHA256))
+    weights: str | None = field(default=None, metadata=ABOUT_FILE)
+    sha256: str | None = field(default=None, metadata=ABOUT_SHA256)
     precision: str = field(
         default="float32",
         validator=one_of(("float32", "bf16")),
@@ -57,15 +52,15 @@ class Inception(Features):
         dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
         network = _network(found, self.use, as_in_fid=True).to(device, dtype)
         prepare = RECIPES[self.recipe]
-
-        def embed(images: Tensor) -> Embedding:
-            features, logits = network(prepare(as_rgb(images)).to(dtype))
-            return features, logits
-
-        name = "inception" if found.is_published else f"inception-{found.sha256[:8]}"
-        name = "/".join((name, self.recipe, *(["bf16"] if dtype == torch.bfloat16 else [])))
-        metric = "fid" if found.is_published else "fd"
-        return Space(name, f"{name} {found.sha256}", embed, self.channels, device=device, metric=metric)
+        name = "/".join((found.named("inception"), self.recipe, *(["bf16"] if dtype == torch.bfloat16 else [])))
+        return Space(
+            name,
+            f"{name} {found.sha256}",
+            lambda images: network(prepare(as_rgb(images)).to(dtype)),
+            self.channels,
+            device=device,
+            metric="fid" if found.is_published else "fd",
+        )
 
 
 @define(frozen=True)
@@ -76,22 +71,20 @@ class TorchvisionInception(Features):
     """
 
     channels = (1, 3)
-    weights: str | None = field(default=None, metadata=about(_WEIGHTS))
-    sha256: str | None = field(default=None, metadata=about(_SHA256))
+    weights: str | None = field(default=None, metadata=ABOUT_FILE)
+    sha256: str | None = field(default=None, metadata=ABOUT_SHA256)
 
     def open(self, device: torch.device) -> Space:
         found = read_weights(TORCHVISION_WEIGHTS, self.weights, self.sha256, "features 'inception-torchvision'")
         network = _network(found, self.use, as_in_fid=False).to(device)
-
-        def embed(images: Tensor) -> Embedding:
-            pixels = functional.interpolate(
-                as_rgb(images).float(), size=(SIDE, SIDE), mode="bilinear", align_corners=False, antialias=True
-            )
-            features, logits = network(pixels / 127.5 - 1)
-            return features, logits
-
-        name = "inception-torchvision" + ("" if found.is_published else f"-{found.sha256[:8]}")
-        return Space(name, f"{name} {found.sha256}", embed, self.channels, device=device)
+        name = found.named("inception-torchvision")
+        return Space(
+            name,
+            f"{name} {found.sha256}",
+            lambda images: network(antialiased(as_rgb(images), SIDE, "bilinear") / 127.5 - 1),
+            self.channels,
+            device=device,
+        )
 
 
 def _network(found: Weights, use: str, as_in_fid: bool) -> InceptionV3:

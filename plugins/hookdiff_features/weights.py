@@ -14,8 +14,14 @@ from torch import Tensor
 from hookdiff import UserError, why_missing
 from hookdiff.disk import open_file, open_tensors
 from hookdiff.machine import agree, first_rank_does, gathered_or_raised
+from hookdiff.options import about
 
 logger = logging.getLogger("hookdiff")
+# Of the options of features that have published weights.
+ABOUT_FILE = about(
+    "file of the weights (.pth or .safetensors); without it the published ones, from torch's download cache"
+)
+ABOUT_SHA256 = about("SHA-256 of `weights`, if they are not the published ones")
 
 
 @define(frozen=True)
@@ -42,6 +48,10 @@ class Weights:
     sha256: str
     is_published: bool
 
+    def named(self, name: str) -> str:
+        """Return the name of a space: `name`, with the beginning of the hash of weights that nobody has published."""
+        return name if self.is_published else f"{name}-{self.sha256[:8]}"
+
 
 def read_weights(published: Published, path: str | None, sha256: str | None, who: str) -> Weights:
     """Return the weights in the file `path`, or without a path the published ones, which are downloaded if necessary.
@@ -62,9 +72,7 @@ def read_weights(published: Published, path: str | None, sha256: str | None, who
     is_published = digest.startswith(published.sha256)
     if not is_published and digest != sha256:
         expected = sha256 or published.sha256
-        way_out = (
-            "remove it, and it is fetched again" if path is None else f"to use it all the same: sha256 = {digest!r}"
-        )
+        way_out = f"to use it all the same: sha256 = {digest!r}" if path else "remove it, and it is fetched again"
         raise UserError(f"{who}: {file} has the SHA-256 {digest}, expected {expected}: {way_out}")
     return Weights(_load(file, who), digest, is_published)
 

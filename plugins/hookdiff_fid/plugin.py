@@ -6,13 +6,13 @@ import logging
 import time
 from pathlib import Path
 
-from attrs import converters, define, field
+from attrs import define, field
 from attrs.validators import deep_iterable, ge, in_, le
 
-from hookdiff import Every, Loop, Periodic, UserError, hookimpl, parse_every, saved
-from hookdiff.authors import Collected, Features, Gaussian, Generated, Moments, Space, data_features
+from hookdiff import Every, Loop, UserError, hookimpl, parse_every, saved
+from hookdiff.authors import Collected, Gaussian, ImageMetric, Moments, data_features
 from hookdiff.machine import first_rank_says, gathered_or_raised
-from hookdiff.options import COUNT, about, chosen, is_time
+from hookdiff.options import COUNT, about, is_time
 from hookdiff.terminal import in_words
 from hookdiff_fid.compare import METRICS, Metric, compare, too_few
 from hookdiff_fid.frechet import frechet_distance
@@ -24,7 +24,7 @@ _FEWEST = 100  # samples that a time budget leaves: the bias of fewer hides the 
 
 
 @define(eq=False)
-class FID(Periodic):
+class FID(ImageMetric):
     """Logs the Fréchet distance of generated images to the training set, and other metrics of the same features.
 
     In the space of Inception with the published weights the distance is `fid/NAME`, in all others `fd/NAME`, with a
@@ -36,10 +36,10 @@ class FID(Periodic):
     shows the progress of the training and not that of chance. The features of the data are kept in the user's cache.
     """
 
+    section = "fid"
+
     every: Every = field(default=Every(1000), converter=parse_every, metadata=about("how often; 0: only at the end"))
-    num_samples: int = field(
-        default=1000, validator=[ge(2), le(10_000_000)], metadata=about("images generated for a measurement")
-    )
+    num_samples: int = field(default=1000, validator=[ge(2), le(10_000_000)], metadata=about("images of a measurement"))
     time_budget: Every = field(
         default=Every(0, "seconds"),
         converter=parse_every,
@@ -47,14 +47,6 @@ class FID(Periodic):
         metadata=about(
             'time for a measurement, as "3 min": the first one sets the number of samples by it, at most '
             "`num_samples`; 0: any"
-        ),
-    )
-    features: Features | None = field(
-        default=None,
-        converter=converters.optional(chosen[Features]),
-        metadata=about(
-            'space of the features; without it "digits" for images 1 x 8 x 8, "fashion-mnist" for 1 x 28 x 28, else '
-            '"inception"'
         ),
     )
     metrics: tuple[Metric, ...] = field(
@@ -68,30 +60,16 @@ class FID(Periodic):
         default=None,
         metadata=about("file of published statistics (.npz with mu and sigma) to compare with, in place of the data"),
     )
-    seed: int = field(default=0, validator=ge(0), metadata=about("seed of the noise"))
-    weights: str | None = field(
-        default=None, metadata=about('"model", or the name of an average to sample with; without it an average if any')
-    )
-    _acted_at: int | None = saved(None, key="measured_at", validator=COUNT)
     num: int | None = saved(None, validator=COUNT)  # images of a measurement, once that is known
-    space: Space = field(init=False)
     target: Collected | Gaussian = field(init=False)  # the features of the data, or the published statistics
     floor: float | None = field(init=False, default=None)
-    _generated: Generated = field(init=False)
     _is_ready: bool = field(init=False, default=False)
 
-    @hookimpl
-    def on_start(self, loop: Loop) -> None:
-        """Refuse unknown weights, and data that the features do not take, before the run starts."""
-        try:
-            self._generated = Generated.of(loop, self.features, self.seed, self.weights)
-            self.space = self._generated.space
-            if self.reference:
-                self.target = read_statistics(Path(self.reference).expanduser())
-        except UserError as error:
-            raise UserError(f"[plugins.fid] {error}") from None
-        if not self.reference and (num := len(loop.feed.training)) < 2 and not loop.end.reason:
-            raise UserError(f"[plugins.fid] needs at least 2 training images, got {num}")
+    def prepare(self, loop: Loop) -> None:
+        if self.reference:
+            self.target = read_statistics(Path(self.reference).expanduser())
+        elif (num := len(loop.feed.training)) < 2 and not loop.end.reason:
+            raise UserError(f"needs at least 2 training images, got {num}")
         self._is_ready, self.floor = False, None
 
     @hookimpl
@@ -101,10 +79,10 @@ class FID(Periodic):
         if not self.reference:
             self.target = data_features(loop.feed, loop.feed.training, self.space, "fid: the training images")
         before, limit = self.num, self.time_budget.amount
-        self._generated.features(loop.num_ranks, "fid: images")  # the first image takes longer
+        self.generated.features(loop.num_ranks, "fid: images")  # the first image takes longer
         start = time.monotonic()
-        first = min(self.num_samples, self._generated.at_a_time)
-        made = self._generated.features(first, "fid: images")
+        first = min(self.num_samples, self.generated.at_a_time)
+        made = self.generated.features(first, "fid: images")
         if isinstance(self.target, Gaussian) and made.moments.dim != len(self.target.mean):
             counts = f"{len(self.target.mean)} features, the space {self.space.name!r} has {made.moments.dim}"
             raise UserError(f"[plugins.fid] reference = {self.reference!r} has {counts}")
@@ -127,20 +105,12 @@ class FID(Periodic):
                 counts = f"{self.num:,} samples from now on, {before:,} before"
                 logger.warning("fid: %s: do not compare the values (a checkpoint is best among equal numbers)", counts)
 
-    def act(self, loop: Loop) -> None:
-        """Measure the current weights."""
-        self.measure(loop)
-
     def measure(self, loop: Loop) -> dict[str, float]:
-        """Generate images with the current weights, log all metrics, and return them by name.
-
-        Raises ValueError for an image that is not finite.
-        """
         if not self._is_ready:  # a run that has no step left
             self.on_ready(loop)
         assert self.num is not None
         start = time.monotonic()
-        made, weights = self._generated.features(self.num, "fid: images"), self._generated.used()
+        made, weights = self.generated.features(self.num, "fid: images"), self.generated.used()
         values = gathered_or_raised(lambda: self._compare(made) if loop.is_main else {})[0]
         distance = self.space.distance
         loop.log({distance: values[distance]})

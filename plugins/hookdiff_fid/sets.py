@@ -13,7 +13,7 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
-from hookdiff import Feed, SampleRequest, UserError, load_config, load_run, why_missing
+from hookdiff import SampleRequest, UserError, load_config, load_run, why_missing
 from hookdiff.authors import Collected, Gaussian, Space, data_features
 from hookdiff.experiment import build_feed
 from hookdiff.images import (
@@ -52,16 +52,13 @@ class ImageSet:
 
     @property
     def num(self) -> int:
-        """The number of images that can be read."""
         return self.total - len(self.unreadable)
 
     @property
     def left_out(self) -> list[str]:
         """What is not used, in words."""
-        return [
-            *left_out_text([self.unreadable[one] for one in sorted(self.unreadable)], self.total),
-            *self.passed_over,
-        ]
+        reasons = [self.unreadable[one] for one in sorted(self.unreadable)]
+        return [*left_out_text(reasons, self.total), *self.passed_over]
 
     def check(self, space: Space) -> None:
         """Raise UserError unless `space` takes the first image, which needs none of the others."""
@@ -125,12 +122,11 @@ def data_of(path: Path, trust: bool) -> tuple[ImageSet, Tensor | None]:
         raise UserError(f"{path} is no run, so it has no training images: name the images to compare with")
     feed = build_feed(load_config(run_of(path) / CONFIG, trust=trust))
     name = f"the training data of {path}"
-    read = partial(_features_of, feed, name)
+
+    def read(space: Space) -> Collected:
+        return data_features(feed, feed.training, space, f"{space.name}: {name}")
+
     return ImageSet(name, len(feed.training), tuple(feed.shape), read), feed.labels
-
-
-def _features_of(feed: Feed, name: str, space: Space) -> Collected:
-    return data_features(feed, feed.training, space, f"{space.name}: {name}")
 
 
 def _is_run(path: Path) -> bool:

@@ -48,8 +48,7 @@ class FSDP:
         ),
     )
     checkpointing: bool = field(
-        default=False,
-        metadata=about("compute each block again in the backward pass, to save the memory of its activations"),
+        default=False, metadata=about("recompute the blocks in the backward pass, to save memory")
     )
     sync_once: bool = field(
         default=False,
@@ -57,9 +56,7 @@ class FSDP:
             "exchange gradients after the last micro-batch only: less communication, but whole gradients on each rank"
         ),
     )
-    replicas: int = field(
-        default=1, validator=ge(1), metadata=about("copies of the model; each is sharded over ranks / replicas")
-    )
+    replicas: int = field(default=1, validator=ge(1), metadata=about("copies of the model, each over ranks / replicas"))
     _model: FSDPModule | None = field(default=None, init=False)
     _kept: tuple[FSDPModule, ...] = field(default=(), init=False)  # gathered from a forward pass to its backward pass
 

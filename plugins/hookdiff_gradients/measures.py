@@ -13,10 +13,7 @@ CHUNK = 2**22  # entries measured together: few kernels for many small tensors, 
 
 
 def entry_sizes(tensors: list[Tensor]) -> dict[str, Tensor]:
-    """Return mean, max and min of |entry| over all entries of `tensors`: scalars; an empty dict for no tensors.
-
-    All ranks must call this for sharded ones.
-    """
+    """Return mean, max and min of |entry| of all `tensors`, {} for none; all ranks must call it for sharded ones."""
     num = sum(tensor.numel() for tensor in tensors)
     if not num:
         return {}
@@ -132,6 +129,5 @@ class NoiseScale:
         self.known = True
 
     def load(self, state: Tensor) -> None:
-        """Restore a saved state."""
         self.state.copy_(state)
         self.known = True

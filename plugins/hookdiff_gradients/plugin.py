@@ -66,9 +66,7 @@ class GradientMonitor(Limits):
     micro-batches or ranks, and a diagnosis. Gradients are measured before they are clipped.
     """
 
-    window: int = field(
-        default=100, validator=[ge(20), le(1_000_000)], metadata=about("length of the history", "steps")
-    )
+    window: int = field(default=100, validator=[ge(20), le(1_000_000)], metadata=about("length of history", "steps"))
     per_tensor: bool = field(default=False, metadata=about("log the norm of each tensor"))
     noise_decay: float = field(
         default=0.9, validator=[ge(0), lt(1)], metadata=about("decay of the average noise scale, per logged step")
@@ -312,7 +310,6 @@ class GradientMonitor(Limits):
         return {**columns, "grad_norm": torch.linalg.vector_norm(rows, dim=1).numpy()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history, the noise scale, and the reported findings."""
         noise = self._noise.state if self._noise.known else None
         tensors = {"history": self._rows(), "size": self._size, "growth": self._growth, "noise": noise}
         counts = {"num_diagnoses": self._num_diagnoses, "found": dict(self._found), "num_nan": self._num_nan}

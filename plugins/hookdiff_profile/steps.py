@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,17 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hookdiff import Config, Every, Loop, UserError, build_loop
-from hookdiff.authors import wait_for
-from hookdiff_profile.spans import Recorder
+from hookdiff.authors import Span, Stopwatch, wait_for
+from hookdiff.loop import HOOKS
 
 SETTLING = 3  # steps that are not timed: allocators and kernels settle
 _TRACED = 3  # steps
 _SPARE = 20  # steps that a run needs for its warm-up, beside those that settle and those that are counted
 _LONG = Every(86400, "seconds")
+# What the loop itself does between two hooks, by the hook before or the hook after.
+_AFTER = {"make_batch": "draw of noise and times", "unscale": "finite check"}
+_BEFORE = {"make_batch": "data"}
+_LOOP = "loop"  # all that is left
 
 
 @define
@@ -109,17 +114,17 @@ def measure(config: Config, steps: int, trace: Path | None = None) -> Profile:
     with running(config, 2 * steps + _TRACED) as (loop, step):
         first, length = loop.progress.step, _length(loop)
         seconds = statistics.median(step() for _ in range(steps))
-        recorder = Recorder(loop.device)
-        loop.plugins.instrument(recorder)
+        stopwatch = Stopwatch(loop.device)
+        loop.plugins.instrument(stopwatch)
         for _ in range(steps):
             step()
         loop.plugins.instrument(None)
         busy = None
         if trace or loop.device.type == "cuda":
             busy = _traced(loop, step, trace)
-        parts = {name: total / steps for name, total in recorder.parts().items()}
+        each = {name: total / steps for name, total in parts_of(stopwatch).items()}
         is_longer = length != config.run.planned_steps(loop.feed.num_batches)
-        return Profile(loop.device.type, loop.config.batch_size, seconds, parts, first, length, is_longer, busy)
+        return Profile(loop.device.type, loop.config.batch_size, seconds, each, first, length, is_longer, busy)
 
 
 def _traced(loop: Loop, step: Callable[[], float], trace: Path | None) -> float | None:
@@ -149,3 +154,18 @@ def busy_seconds(events: Iterable[Any]) -> float:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total / 1e6
+
+
+def parts_of(stopwatch: Stopwatch) -> dict[str, float]:
+    """Return the seconds of each part of what was timed, the longest first."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for span in stopwatch.spans():
+        seconds[_part(span)] += span.seconds
+    return dict(sorted(seconds.items(), key=lambda part: -part[1]))
+
+
+def _part(span: Span) -> str:
+    if span.running is None:
+        return _AFTER.get(span.after) or _BEFORE.get(span.before, _LOOP)
+    plugin, hook = span.running
+    return HOOKS[hook].work or _LOOP if plugin == "defaults" else f"{plugin}: {hook}"

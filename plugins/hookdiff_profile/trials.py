@@ -59,10 +59,7 @@ def changes(config: Config, device: str, is_stored: bool, channels_last: bool) -
 def tried(
     path: Path, plugins: tuple[str, ...], settings: tuple[str, ...], steps: int, trust: bool = False
 ) -> Iterator[Outcome]:
-    """Yield the outcome of each change of the config at `path`, with `steps` steps of both in turns, round by round.
-
-    trust: see `load_config`.
-    """
+    """Yield the outcome of each change of the config at `path`, with `steps` steps of both in turns, round by round."""
     config = load_config(path, plugins, settings, trust=trust)
     with running(config, _MOST * _ROUNDS * steps) as (loop, step):
         stored, form = isinstance(loop.feed.samples, InMemory), bool(loop.hparams["run"]["channels_last"])

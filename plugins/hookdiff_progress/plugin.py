@@ -8,7 +8,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,23 +46,22 @@ class _Run:
     def total(self) -> int | None:
         return self.loop.config.expected_steps(self.loop.progress, self.loop.feed.num_batches)
 
-    def facts(self) -> Facts:
+    def draw(self, width: int, has_blocks: bool) -> list[RenderableType]:
         newest = max((step for step, _ in self.values.values()), default=0)
-        return evolve(self.line(self.values, newest), works=self.works, losses=tuple(self.losses))
+        facts = evolve(self.line(self.values, newest), works=self.works, losses=tuple(self.losses))
+        return picture(facts, width, has_blocks)
 
     def line(self, values: Mapping[str, tuple[int, float]], newest: int) -> Facts:
         """Return the facts with these values; one that is older than the step `newest` says its step."""
         loop, texts = self.loop, dict[str, str]()
         usual = [name for name in FIRST if name in values]
-        for name in [*usual, *self._rarest_first(values)]:
+        rarest_first = sorted((name for name in values if name not in FIRST), key=self.times.__getitem__)
+        for name in [*usual, *rarest_first]:
             step, value = values[name]
             is_old = step < newest and (name not in FIRST or values is not self.values)
             is_said = name in usual[:-1] and values[usual[-1]][0] == step  # by the last one of them
             texts[name] = f"{value:.4g} (step {step})" if is_old and not is_said else f"{value:.4g}"
         return Facts(loop.progress.step, self.total, list(self._pace()), texts, (), list(self._notes()))
-
-    def _rarest_first(self, values: Mapping[str, tuple[int, float]]) -> list[str]:
-        return sorted((name for name in values if name not in FIRST), key=self.times.__getitem__)
 
     def _pace(self) -> Iterator[str]:
         """Yield "1234 img/s" and "ETA 0:12" as far as they are known."""
@@ -116,7 +114,7 @@ class ProgressBar:
         self._next, self._latest, self._printed = 0.0, time.monotonic() + LATEST, loop.progress.step
         loop.resources.callback(self._stop)
         with self._switched_off_if_broken():
-            self._display = find_display(partial(_draw, self._run))
+            self._display = find_display(self._run.draw)
             if self._display is not None:
                 self._display.start()
                 loop.resources.enter_context(shown_by(self._show_works))
@@ -197,7 +195,3 @@ class ProgressBar:
                     display.stop()
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             logger.warning("progress is switched off, the run goes on: stderr cannot be written: %s", reason)
-
-
-def _draw(run: _Run, width: int, has_blocks: bool) -> list[RenderableType]:
-    return picture(run.facts(), width, has_blocks)

@@ -51,10 +51,8 @@ class Runs:
             raise UserError(f"--sort {key}: no such column{nearest(key, known)}; known: {', '.join(known)}")
 
         def place(row: Row) -> tuple[bool, bool, Any]:
-            best = row.best.get(key, (math.nan, 0))[0]
-            value = (
-                columns[key](row) if key in columns else best if key in self.metrics else self.differing[row].get(key)
-            )
+            others = {**self.differing[row], **{name: best for name, (best, _) in row.best.items()}}
+            value = columns[key](row) if key in columns else others.get(key)
             is_number = isinstance(value, int | float)
             missing = value is None or (is_number and math.isnan(value))
             return missing, not is_number, 0 if missing else value if is_number else str(value)
@@ -80,7 +78,6 @@ class Runs:
         ]
 
     def as_text(self) -> str:
-        """Return aligned lines."""
         lines = [self._heads, *([*self._cells(row), "  ".join(self._differs(row))] for row in self.rows)]
         widths = [min(_MOST_PADDED, max(len(line[k]) for line in lines)) for k in range(len(lines[0]) - 1)]
         padded = ([f"{cell:<{width}}" for cell, width in zip(line, widths, strict=False)] + line[-1:] for line in lines)

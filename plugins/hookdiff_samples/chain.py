@@ -29,13 +29,8 @@ def about(loop: Loop, weights: str) -> dict[str, Any]:
     used = {name: part.pop("use") for name, part in parts.items()}
     scale = {"guidance_scale": parts["guidance"].pop("scale")} if isinstance(fitted.guidance, ClassifierFree) else {}
     precision = {"precision": fitted.precision} if fitted.precision != "float32" else {}
-    return {
-        **used,
-        "steps": fitted.steps,
-        **scale,
-        **precision,
-        "options": {name: part for name, part in parts.items() if part},
-    }
+    options = {name: part for name, part in parts.items() if part}
+    return {**used, "steps": fitted.steps, **scale, **precision, "options": options}
 
 
 @define(eq=False)
@@ -76,11 +71,6 @@ class Recorded(Solver):
         chosen = list(dict.fromkeys(round(share * (len(self.frames) - 1)) for share in shares))
         images = torch.stack([self.frames[k][:num] for k in chosen], dim=1).flatten(0, 1)
         return Panel(images, len(chosen), column_names=[_name(self.points[k]) for k in chosen])
-
-    def some_frames(self, most: int) -> list[Tensor]:
-        """Return at most `most` frames at equal distances, the first and the last among them."""
-        last = len(self.frames) - 1
-        return [self.frames[k] for k in dict.fromkeys(round(n * last / (most - 1)) for n in range(most))]
 
 
 def _name(at: Point) -> str:

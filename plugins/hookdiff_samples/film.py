@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import define
 
@@ -13,6 +13,8 @@ from hookdiff.run_dir import read_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+Item = TypeVar("Item")
 
 _COLUMNS = 10  # of the filmstrip
 _FRAMES = 60  # of the animation
@@ -34,8 +36,8 @@ def frames(sheets: Mapping[int, Path], most: int) -> list[Frame]:
     Damaged sheets are left out, and those of another layout than the last one, as another config makes them.
     """
     opened = []
-    for step, path in sorted(_some(sheets, most).items()):
-        picture = read_picture(path)
+    for step in spread_out(sorted(sheets), most):
+        picture = read_picture(sheets[step])
         first = next(panel_layouts(read_info(picture)), None) if picture else None
         if picture and first and first.is_inside(picture.size):
             opened.append(Frame(step, picture, first))
@@ -43,11 +45,11 @@ def frames(sheets: Mapping[int, Path], most: int) -> list[Frame]:
     return [one for one in opened if last and (one.place.whole, one.place.columns) == (last.whole, last.columns)]
 
 
-def _some(sheets: Mapping[int, Path], most: int) -> dict[int, Path]:
-    steps = sorted(sheets)
-    if len(steps) > most:
-        steps = [steps[round(k * (len(steps) - 1) / (most - 1))] for k in range(most)]
-    return {step: sheets[step] for step in steps}
+def spread_out(items: Sequence[Item], most: int) -> Sequence[Item]:
+    """Return at most `most` of `items`: the first, the last, and others at equal distances."""
+    if len(items) <= most:
+        return items
+    return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
 
 
 def filmstrip(sheets: Mapping[int, Path], rows: int, classes: Sequence[str] = ()) -> Picture | None:

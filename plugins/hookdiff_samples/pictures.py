@@ -110,7 +110,6 @@ class Output:
 
     @property
     def is_archive(self) -> bool:
-        """Whether `out` is an NPZ file, and no grid."""
         return self.out is not None and self.out.suffix == ".npz"
 
     def check(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,8 @@ from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling, Solver
 from hookdiff.log import Panel, Picture, grid
 from hookdiff.options import about, between, chosen, one_of
 from hookdiff.run_dir import picture_files
-from hookdiff_samples.between import noise_between
 from hookdiff_samples.chain import Recorded, about as about_sampler
-from hookdiff_samples.film import filmstrip, growing_up
+from hookdiff_samples.film import filmstrip, growing_up, spread_out
 
 logger = logging.getLogger("hookdiff")
 
@@ -252,7 +252,7 @@ class SampleGrid(Periodic):
         if film := filmstrip(picture_files(loop.run_dir, NAME), _FILMED, info.get("classes", ())):
             _write(loop.run_dir / NAME / "filmstrip.png", evolve(film, info={**info, **film.info}).save)
         if recorded and recorded.is_complete and self.animation != "none":
-            frames = [grid(frame, scale=self.scale).as_pillow() for frame in recorded.some_frames(_FRAMES)]
+            frames = [grid(frame, scale=self.scale).as_pillow() for frame in spread_out(recorded.frames, _FRAMES)]
             path = loop.run_dir / NAME / f"denoising.{self.animation}"
             _write(path, lambda path: save_animation(frames, path, frame=80))
 
@@ -264,6 +264,16 @@ class SampleGrid(Periodic):
         frames = growing_up(picture_files(loop.run_dir, NAME))
         if len(frames) > 1:
             _write(loop.run_dir / NAME / f"training.{self.animation}", lambda path: save_animation(frames, path))
+
+
+def noise_between(shape: Sequence[int], seed: int, rows: int, num: int) -> Tensor:
+    """Return `rows` times `num` noises of `shape`: each row leads from the noise of one image to that of the next.
+
+    It is cos(a) z0 + sin(a) z1 for angles a from 0 to pi / 2, so that the noise has the variance 1 at each of them.
+    """
+    ends = torch.stack([torch.randn(*shape, generator=one) for one in SampleRequest(2 * rows, seed).generators()])
+    angles = torch.linspace(0, math.pi / 2, num).view(-1, *[1] * len(shape))
+    return torch.cat([angles.cos() * ends[k] + angles.sin() * ends[k + 1] for k in range(0, 2 * rows, 2)])
 
 
 def _takes_noise(sampler: Any) -> bool:

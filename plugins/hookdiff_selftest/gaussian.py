@@ -6,8 +6,7 @@ made with it have closed forms. The formulas here are independent: they call not
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -71,7 +70,6 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the two agree."""
         scale = STD if self.name.endswith("mean") else abs(self.exact)
         return abs(self.measured - self.exact) <= TOLERANCE * scale  # False for a NaN
 
@@ -136,20 +134,14 @@ def train_gaussian(case: Case, diffusion: Diffusion) -> GaussianNet:
     net = GaussianNet(case)
     config = LoopConfig(steps=200, batch_size=1000, log_every=200)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1, betas=(0.9, 0.99))
-    with _without_remarks():
-        Loop(net, optimizer, diffusion, InMemory(gaussian(4000, MEAN, STD)), config, {"anneal": _Anneal()}).run()
-    return net
-
-
-@contextmanager
-def _without_remarks() -> Iterator[None]:
-    """Silence the log: a weighting that leaves pure noise untrained is among the cases on purpose."""
+    # Without remarks in the log: a weighting that leaves pure noise untrained is among the cases on purpose.
     log = logging.getLogger("hookdiff")
     before, log.disabled = log.disabled, True
     try:
-        yield
+        Loop(net, optimizer, diffusion, InMemory(gaussian(4000, MEAN, STD)), config, {"anneal": _Anneal()}).run()
     finally:
         log.disabled = before
+    return net
 
 
 def gaussian(num: int, mean: float, std: float) -> Tensor:

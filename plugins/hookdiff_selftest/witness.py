@@ -72,7 +72,7 @@ class Witness:
     stop: int = field(validator=ge(1), metadata=about("the step at which the run is done"))
     kill: bool = field(default=False, metadata=about("kill the process after the save"))
     fields: list[str] = field(
-        factory=list, metadata=about("PLUGIN/FIELD: kept at the save, and put back when the run is resumed")
+        factory=list, metadata=about("PLUGIN/FIELD: kept at the save, and put back on the resume")
     )
     _complete: int | None = field(default=None, init=False)  # the step at which `on_checkpoint` fired
     _waited: int = field(default=0, init=False)  # times

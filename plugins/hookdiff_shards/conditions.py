@@ -28,7 +28,6 @@ class Condition:
 
     @property
     def format(self) -> str:
-        """The last part of the extension."""
         return self.extension.rpartition(".")[2]
 
     def read(self, content: bytes) -> Any:

@@ -31,7 +31,6 @@ class Shard:
 
     @property
     def place(self) -> str:
-        """The URL, or the path from the root."""
         return self.name if is_url(self.name) else os.path.realpath(self.name)
 
 

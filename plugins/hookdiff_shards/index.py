@@ -159,12 +159,9 @@ def save(index: Index, shard: Shard, path: Path) -> None:
     """Write the index of `shard`. Raises OSError."""
     about = _about(shard, index.extensions, index.modes)
     tensors = {"keys": index.keys, "key_ends": index.key_ends, "table": index.table, "texts": index.texts}
+    stored = {name: _tensor(values) for name, values in tensors.items()}
     with new_file(path) as partial:
-        write_tensors(
-            partial,
-            {name: _tensor(values) for name, values in tensors.items()},
-            {"about": about, "sha256": _digest(about, tensors)},
-        )
+        write_tensors(partial, stored, {"about": about, "sha256": _digest(about, tensors)})
 
 
 def _tensor(values: Any) -> Tensor:

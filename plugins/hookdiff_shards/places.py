@@ -99,10 +99,7 @@ def _is_shard(name: str) -> bool:
 
 
 def braces(text: str) -> list[str]:
-    """Return the texts that the ranges {000..123} and lists {a,b} in `text` stand for, as in a shell.
-
-    Raises ValueError if these are too many.
-    """
+    """Return what {000..123} and {a,b} in `text` stand for, as in a shell; raises ValueError if these are too many."""
     parts = re.split(r"\{(\d+\.\.\d+|[^{}]*,[^{}]*)\}", text)
     found = [parts[0]]
     for choices, rest in zip(parts[1::2], parts[2::2], strict=True):

@@ -57,10 +57,8 @@ def members(read: Read, total: int) -> Iterator[Member]:
         kind, size, start = chr(head[156]), _number(head[124:136], begin), begin + BLOCK
         if kind not in "xgLK":
             size = _size(records.get("size"), size)
-        if size > total - start:
-            raise ValueError(
-                f"is cut or damaged: the member at byte {begin} has {size} bytes, {total - start} are left"
-            )
+        if size > (left := total - start):
+            raise ValueError(f"is cut or damaged: the member at byte {begin} has {size} bytes, {left} are left")
         begin = start + -(-size // BLOCK) * BLOCK
         if kind in "xgLK":
             if size > _LONGEST:

@@ -100,10 +100,7 @@ def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, gen
 
 
 def choose_layers(model: nn.Module, patterns: Iterable[str]) -> dict[str, Any]:
-    """Return the linear layers and convolutions that `patterns` choose, by name, in the order of the model.
-
-    Raises ConfigError for a pattern that chooses none.
-    """
+    """Return the layers that `patterns` choose, by name, in the order of the model; ConfigError if one chooses none."""
     modules = {name: module for name, module in model.named_modules() if name}
     chosen: set[str] = set()
     for pattern in patterns:

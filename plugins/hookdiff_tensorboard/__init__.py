@@ -1,5 +1,157 @@
-"""Tracks runs in TensorBoard."""
+"""Tracks runs in TensorBoard. It copies what is in the run directory, so its folder can be deleted."""
 
-from hookdiff_tensorboard.plugin import TensorBoard
+import importlib
+import os
+import socket
+from collections.abc import Mapping
+from io import BytesIO, FileIO
+from pathlib import Path
+from time import time as now, time_ns
+from typing import Annotated, Any
 
-__all__ = ["TensorBoard"]
+from attrs import define, field
+
+from hookdiff import Sink, TrackedRun, plugin
+from hookdiff.authors import Call, earlier
+from hookdiff.disk import folder_in
+from hookdiff.log import Distribution, Event, Picture
+from hookdiff.options import Writes, about
+from hookdiff.run_dir import flat
+
+_PREFIX = "events.out.tfevents."  # by which TensorBoard finds its files
+_SUFFIX = ".hookdiff"  # by which we find ours, as `filename_suffix` of a SummaryWriter marks them
+
+
+@plugin(needs={"tensorboard": "hookdiff[tensorboard]"})
+@define(eq=False)
+class TensorBoard(Sink):
+    """Tracks metrics, pictures, texts, histograms and the config for TensorBoard: `tensorboard --logdir runs`.
+
+    A run that is resumed or rolled back replaces its file, by one that is first filled from the run directory.
+    """
+
+    dir: Annotated[str | None, Writes()] = field(
+        default=None,
+        metadata=about(
+            "folder, in which a run has its own, by its name; without it `tensorboard` in the run directory"
+        ),
+    )
+    _file: FileIO | None = field(init=False, default=None)
+    _end: int = field(init=False, default=0)  # bytes of the file that are whole
+    _folder: Path = field(init=False, default=Path("tensorboard"))
+
+    @property
+    def where(self) -> str:
+        return f"{self._folder} (tensorboard --logdir {self._folder})"
+
+    def place(self, run: TrackedRun) -> Path:
+        if self.dir is None:
+            return folder_in(run.run_dir or Path(), "tensorboard").resolve()
+        return Path(self.dir, run.run_dir.resolve().name if run.run_dir else "").resolve()
+
+    def clear(self, run: TrackedRun) -> None:
+        for path in self.place(run).glob(f"{_PREFIX}*{_SUFFIX}"):
+            path.unlink()
+
+    def open(self, run: TrackedRun) -> list[Call]:
+        self._folder = self.place(run)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if run.has_earlier_steps:
+            self.clear(run)
+        # TensorBoard reads the files in the order of their names; two in one second must not change places.
+        seconds, rest = divmod(time_ns(), 10**9)
+        name = f"{_PREFIX}{seconds}.{rest:09}.{socket.gethostname()}.{os.getpid()}{_SUFFIX}"
+        self._file, self._end = (self._folder / name).open("xb", buffering=0), 0
+        self._write(0, now(), file_version="brain.Event:2")
+        # Let a TensorBoard that is running forget what the files before this one have, and this one will have again.
+        session = _events().SessionLog
+        first = 0 if run.has_earlier_steps else run.step + 1
+        self._write(first, now(), session_log=session(status=session.START))
+        if run.hparams:
+            # HParams can hold nothing else.
+            values = {key: one if isinstance(one, bool | int | float) else str(one) for key, one in flat(run.hparams)}
+            summary = _module("tensorboard.plugins.hparams.summary_v2").hparams_pb(values)
+            self._write(run.step, now(), summary=summary)
+        return earlier(run, self)
+
+    def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        self._write_all(step, time, {name: {"simple_value": value} for name, value in values.items()})
+
+    def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
+        self._write_all(step, time, {name: {"image": _image(picture)} for name, picture in images.items()})
+
+    def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
+        self._write_all(step, time, {name: _text(text) for name, text in texts.items()})
+
+    def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
+        self._write_all(step, time, {name: {"histo": _histogram(one)} for name, one in distributions.items()})
+
+    def event(self, step: int, time: float, event: Event) -> None:
+        self._write_all(step, time, {f"events/{event.kind}": _text(event.text)})
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _write_all(self, step: int, time: float, values: Mapping[str, Mapping[str, Any]]) -> None:
+        summaries = _module("tensorboard.compat.proto.summary_pb2")
+        parts = [summaries.Summary.Value(tag=name, **value) for name, value in values.items()]
+        self._write(step, time, summary=summaries.Summary(value=parts))
+
+    def _write(self, step: int, time: float, **content: Any) -> None:
+        """Append a record; after a call that failed, as on a full disk, its repetition replaces the broken record."""
+        assert self._file is not None
+        record = BytesIO()
+        event = _events().Event(step=step, wall_time=time, **content)
+        _module("tensorboard.summary.writer.record_writer").RecordWriter(record).write(event.SerializeToString())
+        data = record.getvalue()
+        self._file.seek(self._end)
+        self._file.truncate()
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._end += len(data)
+
+
+def _module(name: str) -> Any:
+    # TensorBoard's own modules, which need no TensorFlow; they have no types.
+    return importlib.import_module(name)
+
+
+def _events() -> Any:
+    return _module("tensorboard.compat.proto.event_pb2")
+
+
+def _image(picture: Picture) -> Any:
+    height, width, *channels = picture.pixels.shape
+    png = BytesIO()
+    picture.as_pillow().save(png, "PNG")
+    kind = _module("tensorboard.compat.proto.summary_pb2").Summary.Image
+    return kind(height=height, width=width, colorspace=3 if channels else 1, encoded_image_string=png.getvalue())
+
+
+def _text(text: str) -> dict[str, Any]:
+    # TensorBoard reads Markdown, in which indented lines are shown as they are.
+    shown = "\n".join(f"    {line}" for line in text.splitlines())
+    tensor = _module("tensorboard.compat.proto.tensor_pb2").TensorProto
+    shape = _module("tensorboard.compat.proto.tensor_shape_pb2").TensorShapeProto
+    text_type = _module("tensorboard.compat.proto.types_pb2").DT_STRING
+    metadata = _module("tensorboard.plugins.text.metadata").create_summary_metadata(display_name="", description="")
+    held = tensor(dtype=text_type, string_val=[shown.encode()], tensor_shape=shape(dim=[shape.Dim(size=1)]))
+    return {"tensor": held, "metadata": metadata}
+
+
+def _histogram(one: Distribution) -> Any:
+    # The sums, which nothing shows, are those of the middles of the bins.
+    middles = [(low + high) / 2 for low, high in zip(one.edges, one.edges[1:], strict=False)]
+    weighted = list(zip(middles, one.counts, strict=True))
+    return _module("tensorboard.compat.proto.summary_pb2").HistogramProto(
+        min=one.low,
+        max=one.high,
+        num=sum(one.counts),
+        sum=sum(middle * count for middle, count in weighted),
+        sum_squares=sum(middle * middle * count for middle, count in weighted),
+        bucket_limit=one.edges[1:],
+        bucket=one.counts,
+    )

@@ -122,7 +122,6 @@ class Followed:
 
     @property
     def batch_size(self) -> int | None:
-        """The samples of a step."""
         return asked_number(self._config, "batch_size")
 
     @property

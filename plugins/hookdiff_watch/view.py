@@ -135,10 +135,8 @@ def _curves(run: Followed, width: int, rows: int) -> list[Text]:
         each = (width + _GAP) // len(others) - _GAP
         parts = []
         for name in others:
-            curve = DottedCurve.of(run.series[name], "cyan")
-            parts.append(
-                chart(Text(shown(name), "bold cyan"), [curve], each, small, is_log=name != "lr", with_axis=False)
-            )
+            heading, curve = Text(shown(name), "bold cyan"), DottedCurve.of(run.series[name], "cyan")
+            parts.append(chart(heading, [curve], each, small, is_log=name != "lr", with_axis=False))
         lines += _beside(parts, each)
     return lines
 

@@ -11,7 +11,7 @@ from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.guidance import ClassifierFree, Guidance
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.diffusion.solvers import Solver
-from hookdiff_autoguidance.guidance import AwayFrom
+from hookdiff_autoguidance import AwayFrom
 from hookdiff_debug.measure import measure_outputs, untouched
 from tests.conftest import ran
 from tests.diffusion.conftest import generators, seeded

@@ -22,9 +22,7 @@ from hookdiff.diffusion.guidance import ClassifierFree
 from hookdiff.diffusion.process import Point
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.log.picture import read_info
-from hookdiff_autoguidance import Autoguidance
-from hookdiff_autoguidance.guidance import AwayFrom
-from hookdiff_autoguidance.plugin import landmark
+from hookdiff_autoguidance import Autoguidance, AwayFrom, landmark
 from hookdiff_ema import EMA
 from tests.conftest import Restores, check_facts, refused, saved, two_ranks
 
@@ -158,7 +156,7 @@ def test_what_it_leaves_alone(leave: dict[str, Any]) -> None:
 
 def test_metrics_say_which_images_are_guided() -> None:
     loop, _ = trained()
-    said = [Generated.of(loop, None, 0, weights).used() for weights in (None, "model")]
+    said = [Generated(loop, None, 0, weights).used() for weights in (None, "model")]
     assert said == ["ema with autoguidance", "model"]
 
 

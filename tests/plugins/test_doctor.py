@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from itertools import accumulate
 
 import pytest
@@ -21,7 +20,7 @@ from hookdiff_debug import checks
 from hookdiff_debug.checks import cause
 from hookdiff_debug.doctor import as_text, examine
 from hookdiff_debug.measure import Inputs, Layer, Level, Outputs, measure_inputs, measure_levels
-from hookdiff_debug.trial import Clock, Trial, run_trial
+from hookdiff_debug.trial import Trial, run_trial
 from hookdiff_lr import LR
 from hookdiff_memory.estimate import estimate_memory
 from hookdiff_networks import UNet
@@ -576,18 +575,6 @@ def test_errors_of_the_best_gaussian_prediction_lie_on_the_floor(process):
     for level in measure_levels(None, Best(), images, {}):
         assert level.error == pytest.approx(level.floor, rel=0.05)
         assert level.error <= level.mean_error * 1.02
-
-
-def test_a_clock_counts_time_for_the_inner_call():
-    clock = Clock(torch.device("cpu"))
-    with clock("outer", "hook"):
-        time.sleep(0.02)
-        with clock("inner", "hook"):
-            time.sleep(0.05)
-        time.sleep(0.02)
-    assert 0.05 <= clock.seconds["inner", "hook"] < 0.2
-    assert 0.04 <= clock.seconds["outer", "hook"] < 0.2
-    assert sum(clock.seconds.values()) < 0.3
 
 
 def test_a_trial_skips_through_a_warm_up_to_the_configured_rate():

@@ -475,7 +475,7 @@ loop = Loop(model, torch.optim.SGD(model.parameters(), 1e-9), lambda net, batch:
             digits(), LoopConfig(steps=1, batch_size=8), sampler=Bad())
 try:
     with loop:
-        Generated.of(loop, None, 0, None).features(600, "fid: images")
+        Generated(loop, None, 0, None).features(600, "fid: images")
 except ValueError as error:
     result = [str(error)]
 """

@@ -13,9 +13,9 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler_util import FunctionEvent
 
 from hookdiff import load_config
-from hookdiff_profile import Recorder
+from hookdiff.authors import Stopwatch
 from hookdiff_profile.cli import advice
-from hookdiff_profile.steps import busy_seconds, running
+from hookdiff_profile.steps import busy_seconds, parts_of, running
 from hookdiff_profile.trials import Change, Outcome, changes, tried
 from tests.conftest import check_facts, check_refused, output
 
@@ -55,7 +55,7 @@ def small(write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_each_moment_belongs_to_the_inner_hook_or_to_what_the_loop_does_between_two() -> None:
-    record = Recorder(torch.device("cpu"))
+    record = Stopwatch(torch.device("cpu"))
     for hook, inner in (("make_batch", None), ("accumulate", "backward"), ("unscale", None), ("after_backward", None)):
         with record("mine" if hook == "after_backward" else "defaults", hook):
             time.sleep(0.002)
@@ -65,7 +65,7 @@ def test_each_moment_belongs_to_the_inner_hook_or_to_what_the_loop_does_between_
         time.sleep(0.01)
     with record("defaults", "make_batch"):
         pass
-    parts = record.parts()
+    parts = parts_of(record)
     assert next(iter(parts)) == "backward"
     assert set(parts) == {"loop", "backward", "mine: after_backward", "draw of noise and times", "finite check", "data"}
     assert parts["backward"] >= 0.03

@@ -33,8 +33,8 @@ from hookdiff.options.structure import Problems, arguments
 from hookdiff.run_dir.pictures_png import find_pictures, picture_files, picture_path
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_samples import SampleGrid
-from hookdiff_samples.between import noise_between
 from hookdiff_samples.film import frames, growing_up
+from hookdiff_samples.plugin import noise_between
 from tests.conftest import SMALL, check_facts, refused, warnings
 
 

@@ -46,7 +46,6 @@ class Collected:
 
     @property
     def num(self) -> int:
-        """The number of images."""
         return self.moments.num
 
     @property

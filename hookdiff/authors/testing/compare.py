@@ -37,9 +37,6 @@ class ValueKey(NamedTuple):
         return f"the {self.kind} {self.name}" + (f" after step {self.step}" if self.step < inf else "")
 
 
-Values = Mapping[ValueKey, Any]  # tensors or their digests, numbers, strings, and None
-
-
 @define(frozen=True)
 class Difference:
     """A value that is not the same in two runs, or that only one of them has."""

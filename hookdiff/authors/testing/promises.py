@@ -82,9 +82,7 @@ def assert_removable(
         runs.train(alone, place=None)
         drew = runs.train(present, is_watched=True).drew.get(PLUGIN, {})
         runs.train(after, place=None)
-        facts = [
-            f"from the global generator of {' and '.join(sorted(names))} in {hook}" for hook, names in drew.items()
-        ]
+        facts = [f"from the global generator of {' and '.join(sorted(own))} in {hook}" for hook, own in drew.items()]
         assert not facts, f"the plugin draws where no seed is saved: {'; '.join(facts)}"
         _compare("a run without the plugin differs once the plugin was used in the same process", alone, after)
         if changes == "nothing":

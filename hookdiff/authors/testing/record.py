@@ -65,9 +65,8 @@ class Record:
 
     @hookimpl
     def on_images(self, step: int, images: Mapping[str, Picture]) -> None:
-        self.values |= {
-            ValueKey("logged picture", name, step): torch.from_numpy(v.pixels) for name, v in images.items()
-        }
+        pixels = {name: torch.from_numpy(picture.pixels) for name, picture in images.items()}
+        self.values |= {ValueKey("logged picture", name, step): value for name, value in pixels.items()}
 
     @hookimpl(trylast=True)
     def between_steps(self, loop: Loop) -> None:
