@@ -1,7 +1,4 @@
-"""What plugins share: base classes, generated images and their features, sheets of pictures, and helpers for tests.
-
-The names are imported on first use. `__init__.pyi` lists them.
-"""
+"""What plugins share: base classes, generated images and their features, sheets of pictures, and helpers for tests."""
 
 import lazy_loader
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from attrs import asdict, define, field
 
-from hookdiff.disk.files import cannot_write, discard, make_folder, writing
+from hookdiff.disk.files import cannot_write, discard, make_folder, new_file, write_file, writing
 from hookdiff.disk.lock import LOCK, check_place, lock_run_dir
 from hookdiff.errors import StorageError, UserError
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
 from hookdiff.machine.joining import launch
 from hookdiff.options.every import Every
-from hookdiff.run_dir.config_toml import CONFIG, config_bytes, write_config
+from hookdiff.run_dir.config_toml import CONFIG, config_bytes
 from hookdiff.run_dir.layout import check_run_dir
 from hookdiff.run_dir.outcome_json import OUTCOME, RunOutcome, write_outcome
 from hookdiff.run_dir.torchrun import write_job
@@ -70,7 +70,9 @@ class RunDir:
         path = loop.run_dir
         if path is None or not loop.is_main:
             return
-        self._config = _config_of(loop)
+        options = asdict(loop.config, recurse=False)
+        run = {k: str(v) if isinstance(v, Every) else v for k, v in options.items() if v is not None}
+        self._config = config_bytes({"run": run, **loop.hparams})  # those of a script may have no [run]
         with writing(path):
             make_folder(path)
             lock_run_dir(path, loop.resources)
@@ -94,7 +96,8 @@ class RunDir:
         with writing(path):
             discard(path / OUTCOME)  # it is that of an earlier process
             write_job(path, launch())
-            write_config(path, self._config)
+            with new_file(path / CONFIG) as partial:
+                write_file(partial, self._config)
         self._is_ready = True
 
     @hookimpl(wrapper=True, tryfirst=True)
@@ -137,10 +140,3 @@ def _lacks_outcome(loop: Loop, path: Path, reason: str) -> bool:
     """
     is_resumed = loop.is_main and loop.resume is not None and not loop.is_branch
     return is_resumed and reason == "done" and not (path / OUTCOME).exists()
-
-
-def _config_of(loop: Loop) -> bytes:
-    """Return config.toml with the hparams of the loop, and with a table [run] in any case."""
-    options = asdict(loop.config, recurse=False)
-    run = {k: str(v) if isinstance(v, Every) else v for k, v in options.items() if v is not None}
-    return config_bytes({"run": run, **loop.hparams})

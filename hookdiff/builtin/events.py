@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from hookdiff.builtin.logged import LinesOfLoop
 from hookdiff.errors import StorageError
 from hookdiff.log.event import Event, Finding, Severity
 from hookdiff.loop.counts import Step, Verdict
@@ -19,6 +18,7 @@ from hookdiff.loop.loop import Loop
 from hookdiff.loop.nonfinite import NonFinite
 from hookdiff.options.software import versions
 from hookdiff.run_dir.events_jsonl import EVENTS, event_line
+from hookdiff.run_dir.lines import Lines
 
 _WHY = {
     "void": "the loss scale was too high",
@@ -36,7 +36,7 @@ class Events:
     steps that are not finite and rollbacks. Other plugins report theirs by `loop.log.event` and `loop.log.report`.
     """
 
-    _lines: LinesOfLoop = field(init=False, factory=lambda: LinesOfLoop(is_cut=False, name=EVENTS))
+    _lines: Lines = field(init=False, factory=lambda: Lines(EVENTS, is_cut=False))
     _step: int = field(init=False, default=0)  # updates at the end of the newest step
 
     @hookimpl(trylast=True)
@@ -53,7 +53,6 @@ class Events:
 
     @hookimpl
     def on_event(self, loop: Loop, step: int, event: Event) -> None:
-        """Append one line."""
         self._lines.add(loop, event_line(step, event))
 
     @hookimpl

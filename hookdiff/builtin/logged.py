@@ -1,9 +1,9 @@
 """The plugins that keep logged numbers, texts and distributions in files of the run directory."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from attrs import define, field
+from attrs import define
 
 from hookdiff.log.distribution import Distribution
 from hookdiff.loop.hookspecs import hookimpl
@@ -11,34 +11,9 @@ from hookdiff.loop.loop import Loop
 from hookdiff.loop.saved import saved
 from hookdiff.options.structure import COUNT
 from hookdiff.run_dir.distributions_jsonl import DISTRIBUTIONS, distributions_line
-from hookdiff.run_dir.lines import Lines, earlier_file
+from hookdiff.run_dir.lines import Lines
 from hookdiff.run_dir.metrics_jsonl import METRICS, metrics_line
 from hookdiff.run_dir.texts_jsonl import TEXTS, texts_line
-
-
-@define(eq=False)
-class LinesOfLoop(Lines):
-    """A file of JSON lines in the run directory of a Loop, which its main rank writes."""
-
-    name: str = field(kw_only=True)
-
-    def add(self, loop: Loop, line: Mapping[str, Any]) -> None:
-        """Append a line; raises StorageError when the disk fails, but not when it is full."""
-        if loop.run_dir and loop.is_main:
-            if not self.is_open:
-                self._begin(loop)
-            self.append(line)
-
-    def resume(self, loop: Loop) -> None:
-        """Begin with the lines of the run that is continued."""
-        path = loop.run_dir / self.name if loop.run_dir and loop.is_main else None
-        if path and (self.length or path.exists() or earlier_file(loop.resume, self.name)):
-            self._begin(loop)
-
-    def _begin(self, loop: Loop) -> None:
-        assert loop.run_dir
-        loop.resources.callback(self.close)
-        self.open(loop.run_dir / self.name, loop.progress.step, loop.first_step, loop.resume, loop.is_branch)
 
 
 @define(eq=False)
@@ -50,10 +25,10 @@ class _KeepsLines:
     """
 
     file_name: ClassVar[str]
-    _lines: LinesOfLoop = saved(key="bytes", validator=COUNT)
+    _lines: Lines = saved(key="bytes", validator=COUNT)
 
     def __attrs_post_init__(self) -> None:
-        self._lines = LinesOfLoop(is_cut=True, name=self.file_name)
+        self._lines = Lines(self.file_name, is_cut=True)
 
     @hookimpl(trylast=True)
     def on_ready(self, loop: Loop, resumed: bool) -> None:
@@ -70,7 +45,6 @@ class Metrics(_KeepsLines):
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
-        """Append one line; raises StorageError when the disk fails, but not when it is full."""
         self._lines.add(loop, metrics_line(step, values))
 
 
@@ -90,7 +64,6 @@ class Texts(_KeepsLines):
 
     @hookimpl
     def on_texts(self, loop: Loop, step: int, texts: Mapping[str, str]) -> None:
-        """Append one line."""
         self._lines.add(loop, texts_line(step, texts))
 
 
@@ -102,5 +75,4 @@ class Distributions(_KeepsLines):
 
     @hookimpl
     def on_distributions(self, loop: Loop, step: int, distributions: Mapping[str, Distribution]) -> None:
-        """Append one line."""
         self._lines.add(loop, distributions_line(step, distributions))

@@ -12,7 +12,7 @@ from hookdiff.errors import UserError
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
 from hookdiff.machine.dtensor import is_sharded
-from hookdiff.machine.fitting import free_memory, is_out_of_memory
+from hookdiff.machine.fitting import fits_in_memory, free_memory
 from hookdiff.machine.ranks import gathered
 from hookdiff.models.footprint import optimizer_bytes
 from hookdiff.models.objective import LossOutput
@@ -70,12 +70,9 @@ def _largest(loop: Loop, batch: Batch, passes: Callable[[Batch], LossOutput]) ->
 
 
 def _fits(batch: Batch, passes: Callable[[Batch], LossOutput], reserve: int, device: torch.device) -> bool:
-    try:
+    def tried() -> None:
         reserved = torch.empty(reserve, dtype=torch.uint8, device=device)
         passes(batch)
         del reserved
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    return True
+
+    return fits_in_memory(tried)

@@ -1,7 +1,4 @@
-"""The command line, and the arguments and options that commands share.
-
-The names are imported on first use. `__init__.pyi` lists them.
-"""
+"""The command line, and the arguments and options that commands share."""
 
 import lazy_loader
 

@@ -1,7 +1,4 @@
-"""Batches of samples, in their order, from memory or from any source.
-
-The names are imported on first use. `__init__.pyi` lists them.
-"""
+"""Batches of samples, in their order, from memory or from any source."""
 
 import lazy_loader
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from attrs import Attribute, Factory, define, field, fields
+from attrs import Attribute, Factory, asdict, define, field
 from attrs.validators import deep_iterable, ge, optional
 from torch import Tensor
 
@@ -53,8 +53,7 @@ class Facts:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the facts as a part of a state, without those that are None."""
-        values = {one.name: getattr(self, one.name) for one in fields(Facts)}
-        return {name: value for name, value in values.items() if value is not None}
+        return asdict(self, recurse=False, filter=lambda _, value: value is not None)
 
 
 @define(frozen=True)

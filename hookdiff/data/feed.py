@@ -314,20 +314,17 @@ class Feed:
 
         Samples that are cropped at random are cropped at the centre. A `Source` draws its own augmentation of epoch 0.
         """
-        yield from self._unaugmented(indices, batch_size, 0, 1)
+        yield from self._make(None, torch.split(indices, batch_size), 0, 1)
 
     def shared(self, indices: Tensor) -> Iterator[Batch]:
         """Yield this rank's share of the samples `indices`, in batches of a step, without augmentation.
 
         A rank without a share of the last batch gets a filler, so that all ranks make as many passes.
         """
-        yield from self._unaugmented(indices, self.batch_size, self.rank, self.num_ranks)
-
-    def _unaugmented(self, indices: Tensor, batch_size: int, rank: int, num_ranks: int) -> Iterator[Batch]:
-        parts = torch.split(indices, batch_size) if len(indices) else ()
-        yield from self._make(None, parts, rank, num_ranks)
+        yield from self._make(None, torch.split(indices, self.batch_size), self.rank, self.num_ranks)
 
     def _make(self, epoch: int | None, parts: Sequence[Tensor], rank: int, num_ranks: int) -> Iterator[Batch]:
+        parts = [part for part in parts if len(part)]  # torch.split makes an empty one of no samples
         shares = [part[rank::num_ranks] if rank < len(part) else part[:1] for part in parts]
         made = self.reader.stacks(shares, epoch)
         for part, (inputs, labels, indices, conditions) in zip(parts, made, strict=True):

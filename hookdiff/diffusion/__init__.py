@@ -1,7 +1,4 @@
-"""Diffusion without a trainer: processes, predictions, weightings, the objective and the samplers, as parts.
-
-The names are imported on first use. `__init__.pyi` lists them.
-"""
+"""Diffusion without a trainer: processes, predictions, weightings, the objective and the samplers, as parts."""
 
 import lazy_loader
 

@@ -1,7 +1,4 @@
-"""Files that appear whole or not at all, locks, and paths.
-
-The names are imported on first use. `__init__.pyi` lists them.
-"""
+"""Files that appear whole or not at all, locks, and paths."""
 
 import lazy_loader
 

@@ -48,11 +48,10 @@ _held: dict[Path, _Held] = {}  # by real path; the system would grant one proces
 
 
 def check_place(path: Path) -> None:
-    """Check a file or folder before it is written; nothing is checked outside of the run directories of this process.
+    """Check a file or folder before it is written, if it is in a run directory that this process has locked.
 
     Raises:
-        StorageError: if the run directory that it belongs to has been moved or removed since it was locked, or its lock
-            has been;.
+        StorageError: if that directory or its lock has been moved or removed since.
         OSError: if a link leads out of that directory.
     """
     for held in list(_held.values()):  # another thread may lock a directory meanwhile

@@ -1,7 +1,4 @@
-"""From a TOML file to a Loop: reads and checks the config, builds its parts, finds problems that building shows.
-
-The names are imported on first use. `__init__.pyi` lists them.
-"""
+"""From a TOML file to a Loop: reads and checks the config, builds its parts, finds problems that building shows."""
 
 import lazy_loader
 

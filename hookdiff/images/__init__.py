@@ -1,7 +1,4 @@
-"""Pictures as data: found, read, decoded, resized, augmented and kept.
-
-The names are imported on first use. `__init__.pyi` lists them.
-"""
+"""Pictures as data: found, read, decoded, resized, augmented and kept."""
 
 import lazy_loader
 

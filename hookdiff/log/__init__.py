@@ -1,7 +1,4 @@
-"""What is logged: values, events, findings, distributions, and pictures.
-
-The names are imported on first use. `__init__.pyi` lists them.
-"""
+"""What is logged: values, events, findings, distributions, and pictures."""
 
 import lazy_loader
 

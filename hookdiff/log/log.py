@@ -213,7 +213,9 @@ class Log:
             return
         is_due = self._updates() % self._every == 0  # of the step that is counted, whether a batch has begun or not
         if is_due and self._closed != self._updates() and (self._window or self._sums):
-            self._close_window()
+            self._sum_window()
+            self({name: total / count for name, (total, count) in self._sums.items()})
+            self._sums, self._closed = {}, self._updates()
         if not self._records:
             return
         records, self._records = self._records, {}
@@ -233,11 +235,6 @@ class Log:
             yield
         finally:
             vars(self).update(kept)
-
-    def _close_window(self) -> None:
-        self._sum_window()
-        self({name: total / count for name, (total, count) in self._sums.items()})
-        self._sums, self._closed = {}, self._updates()
 
     def state_dict(self) -> dict[str, Any]:
         """Flush, and return the sums since the last means, so that a resumed run logs the same means."""

@@ -69,7 +69,6 @@ class Drawn:
     rows: int
     gap: int
     beside: int  # width of the names beside the rows
-    line: int  # height of a caption
 
     @classmethod
     def of(cls, panel: Panel, scale: int | None) -> Drawn:
@@ -85,7 +84,7 @@ class Drawn:
         beside = min(_MOST_BESIDE, max((_width(name) + 2 * _GAP for name in panel.row_names), default=0))
         left, top = gap + beside, gap + _LINE * bool(panel.title) + _LINE * bool(panel.column_names)
         place = PanelLayout(panel.title, left, top, width, height, width + gap, height + gap + line, columns, num)
-        return cls(panel, [as_pillow(image) for image in shown], place, math.ceil(num / columns), gap, beside, line)
+        return cls(panel, [as_pillow(image) for image in shown], place, math.ceil(num / columns), gap, beside)
 
     @property
     def mode(self) -> str:

@@ -1,7 +1,4 @@
-"""The training loop, its hooks, and what it keeps of a step.
-
-The names are imported on first use. `__init__.pyi` lists them.
-"""
+"""The training loop, its hooks, and what it keeps of a step."""
 
 import lazy_loader
 

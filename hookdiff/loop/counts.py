@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from attrs import Attribute, asdict, define, field, setters, validators
+from attrs import Attribute, asdict, define, field, setters
+from attrs.validators import ge, lt, optional
 
 from hookdiff.errors import UserError
 from hookdiff.options.every import Every, is_time, parse_every
@@ -27,7 +28,7 @@ class Step:
     grad_norm: float  # L2 over all gradients at true scale, before any clipping
 
 
-_COUNT = [validators.ge(0), validators.lt(2**63)]
+_COUNT = [ge(0), lt(2**63)]
 
 
 @define(on_setattr=setters.NO_OP)  # validated when made from a file; each step sets them
@@ -69,7 +70,7 @@ def _is_size(instance: object, attribute: Attribute[Any], value: Any) -> None:
             f"{attribute.name} = 'auto' is for a config; in a script leave it out and add "
             "'micro_batch': FitMicroBatch() to the plugins"
         )
-    validators.optional(validators.ge(1))(instance, attribute, value)
+    optional(ge(1))(instance, attribute, value)
 
 
 @define(frozen=True, kw_only=True)
@@ -78,26 +79,20 @@ class LoopConfig:
 
     steps: int | None = field(
         default=None,
-        validator=validators.optional(validators.ge(1)),
+        validator=optional(ge(1)),
         metadata=about("length of the run; required unless `epochs` is set", "updates"),
     )
     epochs: int | None = field(
         default=None,
-        validator=validators.optional(validators.ge(1)),
+        validator=optional(ge(1)),
         metadata=about("length of the run; required unless `steps` is set", "passes over the data"),
     )
-    seed: int = field(
-        default=0, validator=[validators.ge(0), validators.lt(2**63)], metadata=about("seed of all randomness")
-    )
+    seed: int = field(default=0, validator=_COUNT, metadata=about("seed of all randomness"))
     batch_size: int = field(
-        default=128,
-        validator=validators.ge(1),
-        metadata=about("samples of an update, over all micro-batches and ranks"),
+        default=128, validator=ge(1), metadata=about("samples of an update, over all micro-batches and ranks")
     )
     micro_batch: int | None = field(default=None, validator=_is_size)
-    log_every: int = field(
-        default=50, validator=validators.ge(1), metadata=about("interval between two log entries", "steps")
-    )
+    log_every: int = field(default=50, validator=ge(1), metadata=about("interval between two log entries", "steps"))
     max_time: Every = field(
         default=Every(0),
         converter=parse_every,
@@ -115,18 +110,12 @@ class LoopConfig:
     def planned_steps(self, num_batches: int) -> int | None:
         """Return the step at which a run whose batches all change the weights ends, or None without a limit.
 
-        Args:
-            num_batches: batches of an epoch.
+        An epoch has `num_batches` batches.
         """
         return self.expected_steps(Progress(0, 0, 0, 0), num_batches)
 
     def expected_steps(self, progress: Progress, num_batches: int) -> int | None:
-        """Return the step at which the run ends if all further batches change the weights, or None without a limit.
-
-        Args:
-            progress: where the run is.
-            num_batches: batches of an epoch.
-        """
+        """Return what `planned_steps` does for a run that is at `progress`."""
         totals = [] if self.steps is None else [self.steps]
         if self.epochs is not None:
             made = -(-progress.samples // self.batch_size)  # batches of the current epoch

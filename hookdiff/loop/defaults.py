@@ -95,8 +95,13 @@ class Defaults:
 
     @hookimpl(tryfirst=True)
     def between_steps(self, loop: Loop) -> None:
-        if loop.log.due or loop.progress.step == loop.first_step + 1:
-            _warn_of_unheld(loop)  # also later, because a plugin may thaw weights
+        # Also later, because a plugin may thaw weights.
+        if (loop.log.due or loop.progress.step == loop.first_step + 1) and (names := loop.gradients.unheld()):
+            logger.warning(
+                "no optimizer holds these parameters, so they never change: %s; freeze them (requires_grad_(False)), "
+                "or give them to an optimizer",
+                listed(names, 5),
+            )
         loop.log.flush()
 
     @hookimpl(trylast=True)
@@ -120,15 +125,6 @@ def _scalar(loss: Tensor) -> Tensor:
             "depends on output.per_sample, which an objective must not detach"
         )
     return loss
-
-
-def _warn_of_unheld(loop: Loop) -> None:
-    if names := loop.gradients.unheld():
-        logger.warning(
-            "no optimizer holds these parameters, so they never change: %s; freeze them (requires_grad_(False)), or "
-            "give them to an optimizer",
-            listed(names, 5),
-        )
 
 
 def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:

@@ -7,10 +7,6 @@ from attrs import define
 from torch import Tensor
 
 
-def _nothing() -> None:
-    """Do nothing before a replay."""
-
-
 @define(frozen=True)
 class DevicePart:
     """The work of hooks on the device, without a decision by the host.
@@ -26,4 +22,4 @@ class DevicePart:
 
     phase: Literal["update", "after"]
     work: Callable[[Tensor], object]
-    prepare: Callable[[], object] = _nothing
+    prepare: Callable[[], object] = lambda: None

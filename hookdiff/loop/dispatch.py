@@ -1,4 +1,4 @@
-"""Calls hooks: pluggy registers and checks the implementations, this file sorts and calls them.
+"""Hooks and their calls: pluggy registers and checks the implementations, this file sorts and calls them.
 
 pluggy's own call costs 1 us and more, and it reverses `trylast` ties. Here the implementations of a hook are sorted and
 bound to their arguments once the plugins are registered, so a call is a loop over plain functions. The meaning of every
@@ -18,7 +18,6 @@ from pluggy import HookImpl
 from hookdiff.errors import HookError
 
 Arguments = Mapping[str, Any]
-HookKind = Literal["moment", "seam", "question"]
 Watch = Callable[[str, str], AbstractContextManager[object]]  # takes the names of a plugin and of a hook
 
 logger = logging.getLogger("hookdiff")
@@ -34,15 +33,43 @@ class _Pass:
 PASS: Final[Never] = cast(Never, _Pass())
 
 
+HookKind = Literal["moment", "seam", "question"]
+# The part of a run to which a hook belongs.
+Phase = Literal[
+    "config",  # what a config leaves to the machine
+    "model",  # the network
+    "net",  # the module that training calls
+    "restore",
+    "start",
+    "recording",  # of a step that is replayed
+    "epoch",
+    "batch",
+    "passes",  # forward and backward
+    "scale",  # of the gradients
+    "nonfinite",  # loss or gradients
+    "update",
+    "after",  # what follows an update, an epoch or a batch
+    "images",  # and weights, on request
+    "log",
+    "end",
+]
+# Which plugins a moment reaches: `starting`: all, and they count as started; `once`: all, at the first call after that;
+# `started`: those that count as started, each of them also after an error in another.
+Reach = Literal["starting", "once", "started"]
+
+
 @define(frozen=True)
-class Contract:
-    """The rules of one hook."""
+class Hook:
+    """What the core must know of a hook; all lists of hooks are made from this."""
 
     name: str
     kind: HookKind
-    returns: type  # what a plain implementation may return; PASS aside
-    may_be_absent: bool = False  # None in place of a result, which all moments take
-    to_the_end: bool = False  # every implementation is called, and the first error is raised at the end
+    phase: Phase
+    result: str  # the type of the result, as the method names it; "None" for none
+    may_be_absent: bool  # None in place of a result
+    reach: Reach | None = None
+    work: str = ""  # what the core's own implementation does, for tables of time
+    like: tuple[str, ...] = ()  # names of it in other trainers: Lightning, Composer, transformers, Keras, fastai
 
 
 @define(frozen=True)
@@ -81,16 +108,16 @@ def add_note(error: BaseException, plugin: str, hook: str) -> None:
         error.add_note(f"hookdiff: in the hook {hook!r} of the plugin {plugin!r}")
 
 
-def compile_hook(contract: Contract, calls: Sequence[HookCall]) -> Callable[..., Any]:
-    """Return the function that calls the ordered `calls` of a hook with keyword arguments.
+def compile_hook(hook: Hook, returns: type, calls: Sequence[HookCall]) -> Callable[..., Any]:
+    """Return the function that calls the ordered `calls` of `hook` with keyword arguments.
 
-    An error of a plugin gets a note with the names of plugin and hook. HookError, with both names, is raised for a
-    result that the contract does not allow; where no result is expected, a warning is logged. A seam calls its
-    implementations until one returns something other than PASS, and so does a question, which has those of one plugin;
-    a moment returns a list of all results.
+    A moment calls all of them and returns a list of the results. A seam calls them until one returns something other
+    than PASS, and so does a question, which has those of one plugin. An error of a plugin gets a note with the names of
+    plugin and hook. HookError, with both names, is raised for a result of another type than `returns`; where no result
+    is expected, a warning is logged.
     """
     plain = [(call.plugin, call.function, call.take, call.takes_one) for call in calls if not call.is_wrapper]
-    returns: Any = contract.returns | None if contract.may_be_absent else contract.returns
+    allowed: Any = returns | None if hook.may_be_absent else returns
     useless: set[str] = set()  # plugins with a result that nothing takes
 
     # Each loop calls the functions itself: one more frame for each call is felt in a step of a small network.
@@ -100,16 +127,16 @@ def compile_hook(contract: Contract, calls: Sequence[HookCall]) -> Callable[...,
             try:
                 result = function(take(arguments)) if takes_one else function(*take(arguments))
             except Exception as error:
-                add_note(error, plugin, contract.name)
+                add_note(error, plugin, hook.name)
                 raise
             if result is None:
                 continue
             if returns is NoneType:
                 if plugin not in useless:
                     useless.add(plugin)
-                    logger.warning("%s", _refusal(contract, plugin, result))
-            elif not isinstance(result, returns):
-                raise HookError(_refusal(contract, plugin, result))
+                    logger.warning("%s", _refusal(hook, returns, plugin, result))
+            elif not isinstance(result, allowed):
+                raise HookError(_refusal(hook, returns, plugin, result))
             results.append(result)
         return results
 
@@ -118,13 +145,13 @@ def compile_hook(contract: Contract, calls: Sequence[HookCall]) -> Callable[...,
             try:
                 result = function(take(arguments)) if takes_one else function(*take(arguments))
             except Exception as error:
-                add_note(error, plugin, contract.name)
+                add_note(error, plugin, hook.name)
                 raise
             if result is not PASS:
-                if not isinstance(result, returns):
-                    raise HookError(_refusal(contract, plugin, result))
+                if not isinstance(result, allowed):
+                    raise HookError(_refusal(hook, returns, plugin, result))
                 return result
-        raise HookError(f"every implementation of the hook {contract.name!r} returned PASS")
+        raise HookError(f"every implementation of the hook {hook.name!r} returned PASS")
 
     def to_the_end(**arguments: Any) -> list[Any]:
         errors: list[Exception] = []
@@ -132,36 +159,35 @@ def compile_hook(contract: Contract, calls: Sequence[HookCall]) -> Callable[...,
             try:
                 function(take(arguments)) if takes_one else function(*take(arguments))
             except Exception as error:
-                add_note(error, plugin, contract.name)
+                add_note(error, plugin, hook.name)
                 if errors:
-                    logger.exception("the plugin %r failed in the hook %r too", plugin, contract.name)
+                    logger.exception("the plugin %r failed in the hook %r too", plugin, hook.name)
                 errors.append(error)
         if errors:
             raise errors[0]
         return []
 
-    body: Callable[..., Any] = seam if contract.kind != "moment" else to_the_end if contract.to_the_end else moment
+    body: Callable[..., Any] = seam if hook.kind != "moment" else to_the_end if hook.reach == "started" else moment
     for call in reversed([call for call in calls if call.is_wrapper]):
-        body = _surround(contract, call, body)
+        body = _surround(hook, returns, call, body)
     return body
 
 
-def _refusal(contract: Contract, plugin: str, result: object) -> str:
-    where = f"the plugin {plugin!r} returned {_shown(result)} from the hook {contract.name!r}"
-    if contract.returns is NoneType:
+def _refusal(hook: Hook, returns: type, plugin: str, result: object) -> str:
+    where = f"the plugin {plugin!r} returned {_shown(result)} from the hook {hook.name!r}"
+    if returns is NoneType:
         return f"{where}, which ignores results"
-    expected = f"expected {_named(contract.returns)}"
-    if contract.kind == "question":
+    expected = f"expected {_named(returns)}"
+    if hook.kind == "question":
         return f"{where}, {expected}"
     if result is None:
         return f"{where}, {expected}; a plugin that leaves it to the next returns hookdiff.PASS"
-    return f"{where}, {expected}{', or PASS to leave it to the next' if contract.kind == 'seam' else ''}"
+    return f"{where}, {expected}{', or PASS to leave it to the next' if hook.kind == 'seam' else ''}"
 
 
 def _shown(result: object) -> str:
-    return (
-        repr(result) if result is None or isinstance(result, bool | int | float | str) else f"a {_named(type(result))}"
-    )
+    is_plain = isinstance(result, bool | int | float | str | None)
+    return repr(result) if is_plain else f"a {_named(type(result))}"
 
 
 def _named(kind: type) -> str:
@@ -203,18 +229,16 @@ class _WatchedWrapper:
         self.generator.close()
 
 
-def _surround(contract: Contract, wrapper: HookCall, body: Callable[..., Any]) -> Callable[..., Any]:
+def _surround(hook: Hook, returns: type, wrapper: HookCall, body: Callable[..., Any]) -> Callable[..., Any]:
     """Run `body` at the `yield` of `wrapper`, which sees its result or its exception."""
-    hook, plugin = contract.name, wrapper.plugin
-    is_seam = contract.kind == "seam"
-    gives_list = not is_seam and contract.returns is not NoneType
-    returns = contract.returns if is_seam else list if gives_list else object
+    name, plugin = hook.name, wrapper.plugin
+    given = returns if hook.kind == "seam" else object if returns is NoneType else list
 
     def checked(result: Any) -> Any:
-        if not isinstance(result, returns):
+        if not isinstance(result, given):
             raise HookError(
-                f"the plugin {plugin!r} returned {_shown(result)} from its wrapper of the hook {hook!r}, expected "
-                f"{_named(returns)}: return the result of its yield"
+                f"the plugin {plugin!r} returned {_shown(result)} from its wrapper of the hook {name!r}, expected "
+                f"{_named(given)}: return the result of its yield"
             )
         return result
 
@@ -226,7 +250,7 @@ def _surround(contract: Contract, wrapper: HookCall, body: Callable[..., Any]) -
             try:
                 next(around)
             except StopIteration:
-                raise HookError(f"the plugin {plugin!r} wraps the hook {hook!r} and returned without a yield") from None
+                raise HookError(f"the plugin {plugin!r} wraps the hook {name!r} and returned without a yield") from None
             try:
                 result = body(**arguments)
             except BaseException as error:
@@ -238,9 +262,9 @@ def _surround(contract: Contract, wrapper: HookCall, body: Callable[..., Any]) -
             return checked(end.value)
         except Exception as error:
             if error is not thrown:
-                add_note(error, plugin, hook)
+                add_note(error, plugin, name)
             raise
         around.close()
-        raise HookError(f"the plugin {plugin!r} wraps the hook {hook!r} and has a second yield")
+        raise HookError(f"the plugin {plugin!r} wraps the hook {name!r} and has a second yield")
 
     return call

@@ -9,13 +9,14 @@ answer. The method of a plugin takes only the arguments that it uses.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import pluggy
 from attrs import define, evolve, field
 
-from hookdiff.loop.dispatch import HookKind
+from hookdiff.loop.dispatch import Hook, HookKind, Phase, Reach
 from hookdiff.options.fields import about
 
 if TYPE_CHECKING:
@@ -44,48 +45,14 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 K = TypeVar("K", bound=type)
 
-# The part of a run to which a hook belongs.
-Phase = Literal[
-    "config",  # what a config leaves to the machine
-    "model",  # the network
-    "net",  # the module that training calls
-    "restore",
-    "start",
-    "recording",  # of a step that is replayed
-    "epoch",
-    "batch",
-    "passes",  # forward and backward
-    "scale",  # of the gradients
-    "nonfinite",  # loss or gradients
-    "update",
-    "after",  # what follows an update, an epoch or a batch
-    "images",  # and weights, on request
-    "log",
-    "end",
-]
-# Which plugins a moment reaches: `starting`: all, and they count as started; `once`: all, at the first call after that;
-# `started`: those that count as started, each of them also after an error in another.
-Reach = Literal["starting", "once", "started"]
-
-
-@define(frozen=True)
-class Hook:
-    """What the core must know of a hook; all lists of hooks are made from this."""
-
-    name: str
-    kind: HookKind
-    phase: Phase
-    result: str  # the type of the result, as the method names it; "None" for none
-    may_be_absent: bool  # None in place of a result
-    reach: Reach | None = None
-    work: str = ""  # what the core's own implementation does, for tables of time
-    like: tuple[str, ...] = ()  # names of it in other trainers: Lightning, Composer, transformers, Keras, fastai
-
-
 HOOKS: dict[str, Hook] = {}  # by name, in the order of `Hooks`
 
 
-def _declared(kind: HookKind, phase: Phase, like: str, reach: Reach | None = None, work: str = "") -> Callable[[F], F]:
+def _declared(
+    kind: HookKind, phase: Phase, *, reach: Reach | None = None, work: str = "", like: str = ""
+) -> Callable[[F], F]:
+    """Declare a hook; `like` holds its names in other trainers, with spaces between them."""
+
     def declare(method: F) -> F:
         name, returned = method.__name__, method.__annotations__["return"]
         result, may_be_absent = returned.removesuffix(" | None").partition("[")[0], returned.endswith(" | None")
@@ -95,19 +62,9 @@ def _declared(kind: HookKind, phase: Phase, like: str, reach: Reach | None = Non
     return declare
 
 
-def moment(phase: Phase, *, reach: Reach | None = None, work: str = "", like: str = "") -> Callable[[F], F]:
-    """Declare a moment; `like` holds its names in other trainers, with spaces between them."""
-    return _declared("moment", phase, like, reach, work)
-
-
-def seam(phase: Phase, *, work: str = "", like: str = "") -> Callable[[F], F]:
-    """Declare a seam, which needs a default in `defaults.py`."""
-    return _declared("seam", phase, like, work=work)
-
-
-def question(phase: Phase, *, like: str = "") -> Callable[[F], F]:
-    """Declare a question: `loop.plugins.ask(NAME_OF_PLUGIN, NAME_OF_HOOK, ...)` asks it."""
-    return _declared("question", phase, like)
+moment = partial(_declared, "moment")
+seam = partial(_declared, "seam")  # which needs a default in `defaults.py`
+question = partial(_declared, "question")  # which `loop.plugins.ask(NAME_OF_PLUGIN, NAME_OF_HOOK, ...)` asks
 
 
 class Hooks(Protocol):

@@ -250,7 +250,7 @@ class Loop(ReadOnly):
 
     def _loading(self, saved: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Load a saved state: weights and optimizers before the `with` block, the states of plugins after it."""
-        self._state.is_resumed, self._state.first_step = False, self.progress.step
+        self._state.is_resumed, self._state.first_step = bool(saved), self.progress.step
         if not (saved or self.resume):
             return nullcontext()
         from hookdiff.loop.restoring import Restoring  # not needed by a run that starts anew

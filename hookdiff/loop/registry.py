@@ -13,17 +13,8 @@ from attrs import evolve, fields
 
 from hookdiff.errors import PluginError, nearest
 from hookdiff.loop import defaults
-from hookdiff.loop.dispatch import Contract, HookCall, Watch, bind, compile_hook, in_order
-from hookdiff.loop.hookspecs import (
-    ELSEWHERE,
-    HOOK_NAMES,
-    HOOKS,
-    HOOKS_VERSION,
-    Declaration,
-    Hook,
-    Hooks,
-    declaration_of,
-)
+from hookdiff.loop.dispatch import Hook, HookCall, Watch, bind, compile_hook, in_order
+from hookdiff.loop.hookspecs import ELSEWHERE, HOOK_NAMES, HOOKS, HOOKS_VERSION, Declaration, Hooks, declaration_of
 from hookdiff.loop.saved import saved_fields
 
 logger = logging.getLogger("hookdiff")
@@ -47,10 +38,19 @@ class Plugins(Mapping[str, object]):
         self._manager = _Manager("hookdiff")
         self._manager.add_hookspecs(Hooks)
         for name, plugin in self._plugins.items():
-            check_plugin(name, plugin)
+            if name in RESERVED:
+                raise PluginError(f"a plugin cannot be named {name!r}: the core uses that name")
+            if inspect.isclass(plugin):
+                kind = plugin.__name__
+                raise PluginError(f"the plugin {name!r} is the class {kind}; give an instance: {kind}()")
+            check_contract(name, plugin)
         check_distinct(self._plugins)
         for name, plugin in (*self._plugins.items(), ("defaults", defaults.Defaults())):
-            self._register(name, plugin)
+            try:
+                self._manager.register(plugin, name)
+                self._manager.check_pending()
+            except pluggy.PluginValidationError as error:
+                raise PluginError(f"the plugin {name!r} does not fit the contract: {error}") from error
         self._started: set[str] = set()
         self._is_ready = True  # on_ready has been called since on_start
         # Whether a plugin implements or wraps `make_batch`.
@@ -77,10 +77,6 @@ class Plugins(Mapping[str, object]):
     def call(self, hook: str, **arguments: Any) -> Any:
         return getattr(self._calls, hook)(**arguments)
 
-    def declared(self, plugin: str) -> Declaration:
-        """Return what the class of `plugin` declares."""
-        return declaration_of(type(self._plugins[plugin]))
-
     def ask(self, plugin: str, question: str, **arguments: Any) -> Any:
         """Return the answer of `plugin` to a hook that is a question; None if it has no such method."""
         answer = self._answers.get((plugin, question))
@@ -100,15 +96,12 @@ class Plugins(Mapping[str, object]):
         for hook in HOOKS.values():
             calls = [bind(impl, hook.name, watch) for impl in self.order(hook.name)]
             if hook.kind == "question":
-                self._answers |= {(call.plugin, hook.name): compile_hook(_contract(hook), [call]) for call in calls}
+                self._answers |= {(call.plugin, hook.name): _compiled(hook, [call]) for call in calls}
             else:
-                setattr(self._calls, hook.name, self._compiled(hook, calls))
+                reaching = {"starting": self._starting, "once": self._once, "started": self._stopping, None: _compiled}
+                setattr(self._calls, hook.name, reaching[hook.reach](hook, calls))
 
-    def _compiled(self, hook: Hook, calls: list[HookCall]) -> Callable[..., Any]:
-        compiled = {"starting": self._starting, "once": self._once, "started": self._stopping, None: compile_hook}
-        return compiled[hook.reach](_contract(hook), calls)
-
-    def _starting(self, contract: Contract, calls: list[HookCall]) -> Callable[..., Any]:
+    def _starting(self, hook: Hook, calls: list[HookCall]) -> Callable[..., Any]:
         """Return `on_start`, which notes the plugins that have started."""
 
         def noted(call: HookCall) -> HookCall:
@@ -119,7 +112,7 @@ class Plugins(Mapping[str, object]):
 
             return evolve(call, function=start)
 
-        start = compile_hook(contract, [noted(call) for call in calls])
+        start = _compiled(hook, [noted(call) for call in calls])
 
         def on_start(**arguments: Any) -> Any:
             self._started = set(self._plugins) - {call.plugin for call in calls}  # those that have nothing to start
@@ -128,9 +121,9 @@ class Plugins(Mapping[str, object]):
 
         return on_start
 
-    def _once(self, contract: Contract, calls: list[HookCall]) -> Callable[..., Any]:
+    def _once(self, hook: Hook, calls: list[HookCall]) -> Callable[..., Any]:
         """Return `on_ready`, which reaches the plugins at its first call after `on_start`."""
-        ready = compile_hook(contract, calls)
+        ready = _compiled(hook, calls)
 
         def on_ready(**arguments: Any) -> Any:
             if not self._is_ready:
@@ -139,33 +132,25 @@ class Plugins(Mapping[str, object]):
 
         return on_ready
 
-    def _stopping(self, contract: Contract, calls: list[HookCall]) -> Callable[..., Any]:
+    def _stopping(self, hook: Hook, calls: list[HookCall]) -> Callable[..., Any]:
         """Return `on_exception` or `on_stop`, which reach all plugins that have started."""
 
         def stop(**arguments: Any) -> Any:
             started = [call for call in calls if call.plugin in self._started]
             try:
-                return compile_hook(contract, started)(**arguments)
+                return _compiled(hook, started)(**arguments)
             except Exception:
-                has_failed = contract.name == "on_exception" or arguments["reason"] == "error"
+                has_failed = hook.name == "on_exception" or arguments["reason"] == "error"
                 if not has_failed:
                     raise
                 # The error that ended the run must not be hidden.
-                logger.exception("%s failed too, after the error that ended the run", contract.name)
+                logger.exception("%s failed too, after the error that ended the run", hook.name)
 
         return stop
 
-    def _register(self, name: str, plugin: object) -> None:
-        try:
-            self._manager.register(plugin, name)
-            self._manager.check_pending()
-        except pluggy.PluginValidationError as error:
-            raise PluginError(f"the plugin {name!r} does not fit the contract: {error}") from error
 
-
-def _contract(hook: Hook) -> Contract:
-    result = attrgetter(hook.result)(_TYPES)
-    return Contract(hook.name, hook.kind, result, hook.may_be_absent, to_the_end=hook.reach == "started")
+def _compiled(hook: Hook, calls: list[HookCall]) -> Callable[..., Any]:
+    return compile_hook(hook, attrgetter(hook.result)(_TYPES), calls)
 
 
 class _Manager(pluggy.PluginManager):
@@ -175,15 +160,6 @@ class _Manager(pluggy.PluginManager):
         if not callable(_static(plugin, name)):
             return None
         return super().parse_hookimpl_opts(plugin, name)
-
-
-def check_plugin(name: str, plugin: object) -> None:
-    """Raise PluginError for a name of the core, a class in place of an instance, or as `check_contract` does."""
-    if name in RESERVED:
-        raise PluginError(f"a plugin cannot be named {name!r}: the core uses that name")
-    if inspect.isclass(plugin):
-        raise PluginError(f"the plugin {name!r} is the class {plugin.__name__}; give an instance: {plugin.__name__}()")
-    check_contract(name, plugin)
 
 
 def check_contract(name: str, plugin: object) -> None:
@@ -210,7 +186,8 @@ def check_contract(name: str, plugin: object) -> None:
             continue
         hook = options["specname"] or attribute
         if hook not in HOOK_NAMES:
-            raise PluginError(f"the plugin {name!r}: there is no hook {hook!r}{_instead_of(hook)}")
+            way_out = f"; in hookdiff it is {ELSEWHERE[hook]!r}" if hook in ELSEWHERE else nearest(hook, HOOK_NAMES)
+            raise PluginError(f"the plugin {name!r}: there is no hook {hook!r}{way_out}")
         if options["hookwrapper"]:
             raise PluginError(f"the plugin {name!r}: use wrapper=True in place of hookwrapper=True in {attribute}")
         if options["wrapper"] and HOOKS[hook].kind == "question":
@@ -260,10 +237,6 @@ def check_declaration(name: str, kind: type) -> None:
             f"the plugin {name!r}{origin} is made for version {wanted} of the hooks, and this hookdiff has version "
             f"{HOOKS_VERSION}: pip install -U hookdiff"
         )
-
-
-def _instead_of(hook: str) -> str:
-    return f"; in hookdiff it is {ELSEWHERE[hook]!r}" if hook in ELSEWHERE else nearest(hook, HOOK_NAMES)
 
 
 def _static(plugin: object, attribute: str) -> object:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 from attrs import define
@@ -41,17 +40,28 @@ class Restoring:
         (NoCheckpoint) or no plugin reads checkpoints (`is_read`). Raises UserError for a state that does not fit.
         """
         self._check_start(saved, is_read)
+        if not saved:
+            yield
+            return
         self._check(saved, self.run.fresh)
         self._load(saved)
         self.run.first_step = self.run.progress.step
         yield
-        self._load_plugins(saved, self.run.fresh)
+        self._load_plugins(saved["plugins"], self.run.fresh)
 
     def _check_start(self, saved: State, is_read: bool) -> None:
-        if not self.run.place:
+        if (place := self.run.place) is None:
             return
         if not saved:
-            _check_start(self.run.place, self.run.is_required, is_read)
+            if not is_read:
+                raise UserError(
+                    f"{place}: none of the run's plugins reads checkpoints (implements the hook restore); add the "
+                    "plugin that saved it (`hookdiff plugins` lists what is installed)"
+                )
+            if self.run.is_required:
+                raise NoCheckpoint(f"{place} has no checkpoint") if place.exists() else no_such_folder(place)
+            if place.is_dir() and not is_empty(place):
+                logger.info("%s has no checkpoint to go on from: the run starts anew", place)
             return
         with refused_if_unfit("versions"):
             changes = changed(saved.get("versions", {}), self.run.versions)
@@ -77,8 +87,6 @@ class Restoring:
 
     def _check(self, saved: State, fresh: Collection[str]) -> None:
         """Raise UserError unless every part of `saved` fits the run; nothing is loaded before."""
-        if not saved:
-            return
         with refused_if_unfit("model"):
             _check_model(self.run.model, saved["model"], self.run.place is not None)
         with refused_if_unfit("optimizers"):
@@ -142,9 +150,6 @@ class Restoring:
 
         An optimizer without a saved state begins with an empty one.
         """
-        self.run.is_resumed = bool(saved)
-        if not saved:
-            return
         with refused_if_unfit("model"):
             load_state(self.run.model, saved["model"])
         with refused_if_unfit("optimizers"):
@@ -154,19 +159,16 @@ class Restoring:
         self.run.log.load_state_dict(saved["log"])
         self.run.feed.load_state_dict(saved.get("data", {}))
 
-    def _load_plugins(self, saved: State, fresh: Collection[str]) -> None:
-        for name in self._keepers(fresh) if saved else ():
+    def _load_plugins(self, states: State, fresh: Collection[str]) -> None:
+        for name in self._keepers(fresh):
             with _refused_plugin(name):
-                self._load_plugin(name, dict(saved["plugins"][name]))
-
-    def _load_plugin(self, name: str, state: dict[str, Any]) -> None:
-        plugin = self.run.plugins[name]
-        if adopted := self.run.adopted.of(name):
-            saved = state.pop(ADOPTED)
-            for index, trained in enumerate(adopted):
-                trained.load_state_dict(saved[str(index)])
-        if keeps_state(plugin):
-            restore_state(plugin, state)
+                state = dict(states[name])
+                if adopted := self.run.adopted.of(name):
+                    saved = state.pop(ADOPTED)
+                    for index, trained in enumerate(adopted):
+                        trained.load_state_dict(saved[str(index)])
+                if keeps_state(plugin := self.run.plugins[name]):
+                    restore_state(plugin, state)
 
     def roll_back(self, saved: State) -> bool:
         """Load `saved` but keep the position in the data, so that other batches follow; return False if it is empty.
@@ -181,22 +183,10 @@ class Restoring:
             fresh = () if structured(Progress, saved["progress"]).step > self.run.first_step else self.run.fresh
         self._check(saved, fresh)
         self._load(saved)
-        self._load_plugins(saved, fresh)
+        self._load_plugins(saved["plugins"], fresh)
         self.run.progress.load_state_dict({**here, "step": self.run.progress.step})
         self.run.feed.load_state_dict(data)
         return True
-
-
-def _check_start(place: Path, must_exist: bool, is_read: bool) -> None:
-    if not is_read:
-        raise UserError(
-            f"{place}: none of the run's plugins reads checkpoints (implements the hook restore); add the plugin "
-            "that saved it (`hookdiff plugins` lists what is installed)"
-        )
-    if must_exist:
-        raise NoCheckpoint(f"{place} has no checkpoint") if place.exists() else no_such_folder(place)
-    if place.is_dir() and not is_empty(place):
-        logger.info("%s has no checkpoint to go on from: the run starts anew", place)
 
 
 def _moved(before: Sequence[str], now: Sequence[str]) -> str:
@@ -233,9 +223,8 @@ def _check_model(model: nn.Module, saved: State, is_finite: bool, of: str = "mod
     structured(dict[str, Any], saved)
     own = model.state_dict()
     if changed := sorted({plain_name(name) for name in own.keys() ^ saved.keys() if plain_name(name) != name}):
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UserError(
-            f"the checkpoint is of a {of} with other parametrisations of {', '.join(changed[:3])}{more}; the plugin "
+            f"the checkpoint is of a {of} with other parametrisations of {listed(changed, 3)}; the plugin "
             "that makes them has to be in the run, with the same keys as at the checkpoint"
         )
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeGuard, get_origin
+from typing import Any, TypeGuard, get_origin
 
 import attrs
 from torch import Tensor
@@ -48,19 +48,13 @@ def as_saved(key: str = "", validator: Any = None) -> dict[str, _Saved]:
     return {_MARK: _Saved(key, validator)}
 
 
-class Keeper(Protocol):
-    """An object that writes and reads its state itself, as those of torch do."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any, /) -> object: ...
-
-
 def keeps_state(value: object) -> bool:
     """Return whether an object, or those of a class, have a state: saved fields, or a `state_dict` of their own."""
     return _is_keeper(value) or bool(saved_fields(value))
 
 
-def _is_keeper(value: object) -> TypeGuard[Keeper]:
+def _is_keeper(value: object) -> bool:
+    """Return whether an object writes and reads its state itself, as those of torch do."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
@@ -76,7 +70,7 @@ def _fields_of(kind: Any) -> dict[str, attrs.Attribute[Any]]:
     return {field.metadata[_MARK].key or field.name.lstrip("_"): field for field in found}
 
 
-def state_of(owner: object) -> Any:
+def state_of(owner: Any) -> Any:
     """Return the state of `owner`. The tensors are not copied."""
     if _is_keeper(owner):
         return owner.state_dict()
@@ -107,7 +101,7 @@ def restore_state(owner: object, state: Any) -> None:
     _load(owner, checked(type(owner), state))
 
 
-def _load(owner: object, state: Any) -> None:
+def _load(owner: Any, state: Any) -> None:
     if _is_keeper(owner):
         owner.load_state_dict(state)
         return

@@ -1,7 +1,4 @@
-"""The machine, and the processes that train together: ranks, sharded tensors, memory, seeds.
-
-The names are imported on first use. `__init__.pyi` lists them.
-"""
+"""The machine, and the processes that train together: ranks, sharded tensors, memory, seeds."""
 
 import lazy_loader
 

@@ -11,7 +11,7 @@ from .dtensor import (
     total as total,
     whole as whole,
 )
-from .fitting import free_memory as free_memory, memory_in_use as memory_in_use
+from .fitting import fits_in_memory as fits_in_memory, free_memory as free_memory, memory_in_use as memory_in_use
 from .randomness import derive_seed as derive_seed
 from .ranks import (
     agree as agree,

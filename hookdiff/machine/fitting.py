@@ -59,12 +59,20 @@ class Fitting:
 
 def _done(call: Callable[[range], Value], part: range) -> list[Value]:
     """Return what `call` returns, in a list that is empty if there is too little memory."""
+    done: list[Value] = []
+    fits_in_memory(lambda: done.append(call(part)))
+    return done
+
+
+def fits_in_memory(call: Callable[[], object]) -> bool:
+    """Call `call`, and return whether a GPU or a CPU has enough memory for it."""
     try:
-        return [call(part)]
+        call()
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        return []
+        return False
+    return True
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -22,7 +22,7 @@ from torch import distributed
 
 from hookdiff.errors import OnAnotherRank, RankLost, UserError
 from hookdiff.machine import ranks
-from hookdiff.machine.ranks import forget_groups, is_of_ranks, is_set_up, is_standing_in, num_ranks, rank
+from hookdiff.machine.ranks import forget_groups, is_of_ranks, is_set_up, num_ranks, rank
 
 TIMEOUT = timedelta(minutes=10)  # for which a rank waits in a step for the others
 _MOMENT = 3.0  # seconds after which a rank that has not failed too is taken to hang
@@ -137,7 +137,7 @@ def shown_once() -> Iterator[None]:
 
 def is_news(text: str) -> bool:
     """Return whether this is the first rank to say `text`; a text that is said again is news once more."""
-    if num_ranks() == 1 or is_standing_in():
+    if not is_set_up():
         return True
     _said[text] += 1
     key = hashlib.sha256(f"{_said[text]} {text}".encode()).hexdigest()

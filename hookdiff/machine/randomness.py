@@ -52,13 +52,9 @@ def default_generators_kept(device: torch.device | None = None) -> Iterator[None
 
 @functools.lru_cache(maxsize=64)
 def _prefix(seed: int, stream: str, rank: int) -> int:
-    return splitmix64(splitmix64(splitmix64(seed & _MASK) ^ _number(stream)) ^ rank)
-
-
-def _number(stream: str) -> int:
-    if stream in STREAMS:
-        return STREAMS.index(stream)
-    return int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8])
+    other = int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8])
+    number = STREAMS.index(stream) if stream in STREAMS else other
+    return splitmix64(splitmix64(splitmix64(seed & _MASK) ^ number) ^ rank)
 
 
 def uniforms(seed: int, stream: str, position: int, parts: Tensor, count: int) -> Tensor:

@@ -86,11 +86,6 @@ def forget_groups() -> None:
     _patient.clear()
 
 
-def is_standing_in() -> bool:
-    """Return whether this thread stands in for a rank, see `standing_in`."""
-    return _stand_in.world is not None
-
-
 def first_rank_says(value: Value) -> Value:
     """Return the `value` of the first rank; all ranks must call this, and wait for one another.
 

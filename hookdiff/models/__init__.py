@@ -1,7 +1,4 @@
-"""Networks of any library: the loss and the samples that are asked of one, its weights, its optimizers' state.
-
-The names are imported on first use. `__init__.pyi` lists them.
-"""
+"""Networks of any library: the loss and the samples that are asked of one, its weights, its optimizers' state."""
 
 import lazy_loader
 

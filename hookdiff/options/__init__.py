@@ -1,7 +1,4 @@
-"""Options of plugins and parts: their help, ranges and types, parts chosen by name, and "every 2 epochs".
-
-The names are imported on first use. `__init__.pyi` lists them.
-"""
+"""Options of plugins and parts: their help, ranges and types, parts chosen by name, and "every 2 epochs"."""
 
 import lazy_loader
 

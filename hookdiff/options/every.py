@@ -30,7 +30,7 @@ class Every:
         return self.unit == "steps" and self.amount > 0 and step % int(self.amount) == 0
 
     def after_epoch(self, epoch: int) -> bool:
-        """Whether it is due when `epoch` epochs are complete."""
+        """Return whether it is due when `epoch` epochs are complete."""
         return self.unit == "epochs" and self.amount > 0 and epoch % int(self.amount) == 0
 
 
@@ -78,10 +78,6 @@ class Due:
 
 
 def is_time(instance: object, attribute: Attribute[Every], value: Every) -> None:
-    """Check that an `Every` is a time or 0, as an attrs validator.
-
-    Raises:
-        ValueError: if it is not.
-    """
+    """Check that an `Every` is a time or 0, as an attrs validator."""
     if value.amount and value.unit != "seconds":
         raise ValueError(f"{attribute.name} must be a time, as '30 min' or '3 h'")

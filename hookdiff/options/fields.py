@@ -106,11 +106,7 @@ def is_below(instance: object, option: Attribute[Any], value: str) -> None:
 
 
 def is_interval(instance: object, option: Attribute[Any], value: tuple[float, float]) -> None:
-    """Check that `value` is a low and a high number, from 0 to infinity, as an attrs validator.
-
-    Raises:
-        ValueError: if it is not.
-    """
+    """Check that `value` is a low and a high number, from 0 to infinity, as an attrs validator."""
     between(0, math.inf)(instance, option, value)
     if value[0] > value[1]:
         raise ValueError(f"'{option.name}' must be [low, high]: [{value[0]:g}, {value[1]:g}]")

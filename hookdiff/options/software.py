@@ -2,13 +2,15 @@
 
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import Distribution, distribution, packages_distributions, version
 
 import torch
 
 from hookdiff.options.imports import PLUGINS, entries_of
+
+_installed = cache(packages_distributions)  # it reads the records of all distributions, which takes half a second
 
 
 def versions(plugins: Iterable[object]) -> dict[str, str]:
@@ -35,12 +37,6 @@ def _owner(module: str) -> Distribution | None:
         if file in {str(owner.locate_file(path)) for path in owner.files or ()}:  # there are other packages "tests"
             return owner
     return None
-
-
-@cache
-def _installed() -> Mapping[str, list[str]]:
-    """Return the distributions of each package; this reads the records of all of them, which takes half a second."""
-    return packages_distributions()
 
 
 def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:

@@ -1,7 +1,4 @@
-"""The formats of a run directory's files: who writes them, beside who reads them.
-
-The names are imported on first use. `__init__.pyi` lists them.
-"""
+"""The formats of a run directory's files: who writes them, beside who reads them."""
 
 import lazy_loader
 

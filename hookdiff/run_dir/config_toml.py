@@ -7,7 +7,6 @@ from typing import Any
 import tomli
 import tomli_w
 
-from hookdiff.disk.files import new_file, write_file
 from hookdiff.disk.reading import read_file
 from hookdiff.errors import UserError, shown
 
@@ -24,12 +23,6 @@ def config_bytes(hparams: Mapping[str, Any]) -> bytes:
         before, after = error.object[: error.start], error.object[error.start :]
         line = shown(before.rpartition("\n")[2] + after.partition("\n")[0])
         raise UserError(f"{CONFIG} is UTF-8 and cannot hold this line: {line}; choose another name") from None
-
-
-def write_config(run_dir: Path, text: bytes) -> None:
-    """Write the file, whole or not at all; raises OSError and StorageError."""
-    with new_file(run_dir / CONFIG) as partial:
-        write_file(partial, text)
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:

@@ -4,13 +4,12 @@
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from attrs import asdict
 
 from hookdiff.log.distribution import Distribution
-from hookdiff.run_dir.lines import Logged, at_step, number, read_lines, step_and_time
+from hookdiff.run_dir.lines import Logged, at_step, number, step_and_time
 
 DISTRIBUTIONS = "distributions.jsonl"
 
@@ -20,12 +19,8 @@ def distributions_line(step: int, distributions: Mapping[str, Distribution]) -> 
     return {**at_step(step), "distributions": {name: asdict(one) for name, one in distributions.items()}}
 
 
-def read_distributions(path: Path) -> list[Logged[Distribution]]:
-    """Return the lines of the file at `path`, as `read_lines` does."""
-    return read_lines(path, _parse)
-
-
-def _parse(line: dict[str, Any]) -> Logged[Distribution]:
+def parse_distributions(line: dict[str, Any]) -> Logged[Distribution]:
+    """Return the distributions in a line."""
     found = {}
     for name, one in line["distributions"].items():
         counts = [int(number(count)) for count in one["counts"]]

@@ -14,14 +14,14 @@ from attrs import define
 from hookdiff.disk.lock import is_locked
 from hookdiff.log.distribution import Distribution
 from hookdiff.run_dir.config_toml import CONFIG, read_config
-from hookdiff.run_dir.distributions_jsonl import DISTRIBUTIONS, read_distributions
+from hookdiff.run_dir.distributions_jsonl import DISTRIBUTIONS, parse_distributions
 from hookdiff.run_dir.events_jsonl import EVENTS, LoggedEvent, read_events
 from hookdiff.run_dir.layout import MARKS, run_of
-from hookdiff.run_dir.lines import MOST_STEPS, Logged
+from hookdiff.run_dir.lines import MOST_STEPS, Logged, read_lines
 from hookdiff.run_dir.metrics_jsonl import METRICS, read_metrics
 from hookdiff.run_dir.outcome_json import RunOutcome, read_outcome
 from hookdiff.run_dir.pictures_png import find_pictures
-from hookdiff.run_dir.texts_jsonl import TEXTS, read_texts
+from hookdiff.run_dir.texts_jsonl import TEXTS, parse_texts
 
 Status = Literal["running", "done", "stopped", "crashed"]
 Series = tuple[list[int], list[float]]  # steps in order, and the value of each
@@ -71,8 +71,7 @@ class History:
     @cached_property
     def metrics(self) -> list[Logged[float]]:
         """The lines of metrics.jsonl; NaN stands for all that is not finite."""
-        path = self.run_dir / METRICS
-        return read_metrics(path) if path.exists() else []
+        return read_metrics(self.run_dir / METRICS)
 
     @cached_property
     def series(self) -> dict[str, Series]:
@@ -101,20 +100,17 @@ class History:
     @cached_property
     def events(self) -> list[LoggedEvent]:
         """The lines of events.jsonl, oldest first; after a resume the steps go back."""
-        path = self.run_dir / EVENTS
-        return read_events(path) if path.exists() else []
+        return read_events(self.run_dir / EVENTS)
 
     @cached_property
     def texts(self) -> list[Logged[str]]:
         """The lines of texts.jsonl."""
-        path = self.run_dir / TEXTS
-        return read_texts(path) if path.exists() else []
+        return read_lines(self.run_dir / TEXTS, parse_texts)
 
     @cached_property
     def distributions(self) -> list[Logged[Distribution]]:
         """The lines of distributions.jsonl."""
-        path = self.run_dir / DISTRIBUTIONS
-        return read_distributions(path) if path.exists() else []
+        return read_lines(self.run_dir / DISTRIBUTIONS, parse_distributions)
 
     @cached_property
     def pictures(self) -> dict[str, dict[int, Path]]:

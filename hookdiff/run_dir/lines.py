@@ -4,6 +4,8 @@
 trusted.
 """
 
+from __future__ import annotations
+
 import errno
 import json
 import logging
@@ -14,14 +16,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from attrs import define, field, frozen
 
 from hookdiff.disk.files import cannot_write, make_folder, writing
 from hookdiff.disk.lock import check_place
 from hookdiff.disk.reading import open_file, read_file
+from hookdiff.errors import listed
 from hookdiff.log.event import STEP, TIME, as_json
+
+if TYPE_CHECKING:
+    from hookdiff.loop.loop import Loop
 
 logger = logging.getLogger("hookdiff")
 
@@ -78,33 +84,33 @@ def without_times(data: bytes) -> bytes:
 
 @define(eq=False)
 class Lines:
-    """A file of JSON lines, to which whole lines are appended.
+    """A file of JSON lines in the run directory of a Loop, to which its main rank appends whole lines.
 
     Lines are not synced: a crash of the machine may lose lines that a checkpoint counts. A warning reports the lost
     lines, and the file continues after its last whole line. If the disk is full, new lines are kept in memory until
     there is space.
     """
 
+    name: str
     is_cut: bool  # to the length that a checkpoint counts, when a run is resumed; else earlier lines stay
     length: int = field(default=0, init=False)  # bytes of the file that belong to this run
     _file: FileIO | None = field(default=None, init=False)
     _waiting: bytes = field(default=b"", init=False)  # lines that are not written yet because the disk is full
 
-    @property
-    def is_open(self) -> bool:
-        """Whether lines can be appended."""
-        return self._file is not None and not self._file.closed
+    def resume(self, loop: Loop) -> None:
+        """Begin with the lines of the run that is continued."""
+        path = loop.run_dir / self.name if loop.run_dir and loop.is_main else None
+        if path and (self.length or path.exists() or _earlier_file(loop.resume, self.name)):
+            self._open(path, loop)
 
-    def open(self, path: Path, step: int, first_step: int, source: Path | None, is_branch: bool) -> None:
-        """Open the file of a run that is at `step`, and cut it.
-
-        first_step: number of updates before this process began.
-        source: the run directory or checkpoint that is continued. A branch begins with the lines of its file.
-        """
+    def _open(self, path: Path, loop: Loop) -> FileIO:
+        """Open the file and cut it. A branch begins with the lines of the run that it continues."""
+        loop.resources.callback(self.close)
+        step, source = loop.progress.step, loop.resume
         with writing(path):
             make_folder(path.parent)
             check_place(path)
-            if not path.exists() and (earlier := earlier_file(source, path.name)):
+            if not path.exists() and (earlier := _earlier_file(source, path.name)):
                 self._begin_branch(path, read_file(earlier), step)
             existed = path.exists()
             open_file(path, "ab").close()
@@ -113,28 +119,31 @@ class Lines:
                 expected = self.length = self._file.seek(0, 2)
             found, kept = self._cut(self._file)
         lost = expected - len(kept)
-        if found and not expected and not first_step:
+        if found and not expected and not loop.first_step:
             count = len(found.splitlines())
             logger.warning("%s: replaces the %d line%s of an earlier run", path, count, "s" * (count != 1))
         elif source and lost and existed and self.is_cut:
             last = max((_step(line) for line in kept.splitlines()), default=0)
             text = f"{lost:,} bytes shorter than at the checkpoint: it ends at step {last}, the run is at step {step}"
             logger.warning("%s is %s", path, text)
-        elif source and lost and self.is_cut and not is_branch:
+        elif source and lost and self.is_cut and not loop.is_branch:
             logger.warning("%s is missing; a new one begins after step %d", path, step)
+        return self._file
 
-    def append(self, line: Mapping[str, Any]) -> None:
-        """Append a line to the open file; raises StorageError when the disk fails, but not when it is full."""
-        assert self._file
-        path = Path(str(self._file.name))
+    def add(self, loop: Loop, line: Mapping[str, Any]) -> None:
+        """Append a line; raises StorageError when the disk fails, but not when it is full."""
+        if loop.run_dir is None or not loop.is_main:
+            return
+        path = loop.run_dir / self.name
+        file = self._open(path, loop) if self._file is None or self._file.closed else self._file
         with writing(path):
             check_place(path)
         was_full = bool(self._waiting)
         self._waiting += json.dumps(as_json(line), allow_nan=False).encode() + b"\n"
         try:
             while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting) :]
-            self.length = self._file.tell()
+                self._waiting = self._waiting[file.write(self._waiting) :]
+            self.length = file.tell()
         except OSError as error:
             failure = cannot_write(path, error)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -149,7 +158,7 @@ class Lines:
     def load_state_dict(self, length: int) -> None:
         """Take the `length` of a saved state; in a run that is rolled back the file is cut to it."""
         self.length, self._waiting = length, b""
-        if self._file and self.is_open:
+        if self._file and not self._file.closed:
             with writing(Path(str(self._file.name))):
                 self._cut(self._file)
 
@@ -178,7 +187,7 @@ class Lines:
         return found, kept
 
 
-def earlier_file(source: Path | None, name: str) -> Path | None:
+def _earlier_file(source: Path | None, name: str) -> Path | None:
     """Return the file called `name` of the run that is continued; `source` is its directory, or a checkpoint in it."""
     if source is None:
         return None
@@ -194,18 +203,19 @@ def _step(line: bytes) -> int:
 
 
 def read_lines(path: Path, parse: Parse[Line]) -> list[Line]:
-    """Return the lines of the file at `path`.
+    """Return the lines of the file at `path`; a missing file has none.
 
     Lines that a failing disk or an editor has damaged are skipped with a warning, and the last line without one while
     it is not written to its end. Raises OSError if the file cannot be read.
     """
+    if not path.exists():
+        return []
     data = read_file(path)
     records = [_parsed(line, parse) for line in data.splitlines()]
     if records and records[-1] is None and not data.endswith(b"\n"):
         records.pop()
     if damaged := [place for place, record in enumerate(records, 1) if record is None]:
-        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        logger.warning("%s: skipped line %d%s, which cannot be read", path, damaged[0], more)
+        logger.warning("%s: skipped line %s, which cannot be read", path, listed(damaged, 1))
     return [record for record in records if record is not None]
 
 

@@ -1,7 +1,4 @@
-"""Work that takes long and says how far it is, and bars at the bottom of a terminal or in a notebook.
-
-The names are imported on first use. `__init__.pyi` lists them.
-"""
+"""Work that takes long and says how far it is, and bars at the bottom of a terminal or in a notebook."""
 
 import lazy_loader
 

@@ -89,9 +89,8 @@ def paced(
     show and log nothing.
     Close the generator if you keep it in a variable: after an error it would seem to be under way.
     """
-    from hookdiff.machine.ranks import (
-        rank,  # here, since it imports torch, which a terminal view of a run does not need
-    )
+    # Here, since it imports torch, which a terminal view of a run does not need.
+    from hookdiff.machine.ranks import rank
 
     if rank():
         yield from parts

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from hookdiff import Batch, Loop, NonFinite
 from hookdiff.authors import rehearsing
 from hookdiff.disk import flatten, unflatten
 from hookdiff.loop import hooks_of
-from hookdiff.machine import gathered, local, summed, whole
+from hookdiff.machine import fits_in_memory, gathered, local, summed, whole
 from hookdiff_nan.divergence import Update, divergence, size_of
 from hookdiff_nan.watch import Backward, Forward, Watch, describe, is_bad, name_of
 
@@ -79,11 +79,11 @@ def diagnose_step(
     inputs = sorted({row for values in data for row in _bad_rows(values)})
     draws = {name: rows for name, drawn in report.batch.draws.items() if (rows := _bad_rows(drawn))}
     missed = "the step is finite when it runs again: its computation is not deterministic"
-    is_short, loss = _is_short(lambda: _repeat(loop, report.batch, watch)), math.nan
+    is_short, loss = not fits_in_memory(lambda: _repeat(loop, report.batch, watch)), math.nan
     # All ranks make the same passes, whatever each of them finds.
     if not loop.agree(is_short) and loop.agree(bool(watch.bad_loss or watch.backward)) and watch.autocast is not None:
         losses: list[float] = []
-        is_short = loop.agree(_is_short(lambda: losses.append(_loss_without_autocast(loop, report.batch))))
+        is_short = loop.agree(not fits_in_memory(lambda: losses.append(_loss_without_autocast(loop, report.batch))))
         loss = losses[0] if losses else math.nan
     if is_short:
         watch, loss = Watch(loop.model), math.nan
@@ -140,15 +140,6 @@ def _of_backward(backward: Backward) -> str:
     if backward.takers:
         return f"the loss is finite, but the derivative of {' or '.join(map(str, backward.takers))} is not"
     return f"the loss is finite, but the derivative of the modules after {backward.maker} is not"
-
-
-def _is_short(call: Callable[[], object]) -> bool:
-    """Call `call`, and return whether it needs more memory than there is."""
-    try:
-        call()
-    except torch.OutOfMemoryError:
-        return True
-    return False
 
 
 def _repeat(loop: Loop, batch: Batch, watch: Watch) -> None:

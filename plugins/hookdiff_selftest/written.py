@@ -30,7 +30,7 @@ _MACHINE_TEXT = re.compile(
 def logged(path: Path) -> dict[ValueKey, float | None]:
     """Return what was logged to the metrics file at `path`, without the numbers that depend on the machine."""
     found: dict[ValueKey, float | None] = {}
-    for line in read_metrics(path) if path.exists() else ():
+    for line in read_metrics(path):
         for name, value in line.values.items():
             key = ValueKey("logged number", name, line.step)
             while key in found:

@@ -5,7 +5,8 @@ from hypothesis import given, strategies as st
 
 from hookdiff import PASS, HookError, Hooks, UserError, hookimpl
 from hookdiff.authors.testing.toy import toy_loop
-from hookdiff.loop.dispatch import Contract, bind, compile_hook, in_order
+from hookdiff.loop.dispatch import bind, compile_hook, in_order
+from hookdiff.loop.hookspecs import HOOKS
 from hookdiff.loop.registry import Plugins
 from tests.conftest import acting, check_facts, ran, refused
 
@@ -92,8 +93,7 @@ def in_pluggy(hook, plugins):
 
 def compiled(hook, impls):
     """Return our own function for the hook; any result is allowed."""
-    contract = Contract(hook, "seam" if hook == SEAM else "moment", returns=object)
-    return compile_hook(contract, [bind(impl, hook) for impl in impls])
+    return compile_hook(HOOKS[hook], object, [bind(impl, hook) for impl in impls])
 
 
 @given(drawn=st.lists(kinds, max_size=7))
