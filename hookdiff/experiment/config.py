@@ -22,6 +22,7 @@ from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.disk.reading import read_file
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest, why_missing
+from hookdiff.experiment import windows_paths
 from hookdiff.experiment.discovery import LeftOut, is_needed, plugin_class, plugin_name
 from hookdiff.experiment.expected import MODEL, OPTIMIZER, SOURCE, Expected
 from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
@@ -295,12 +296,16 @@ def _make_importable(table: dict[str, Any], path: Path) -> None:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse the file at `path`; raises ConfigError that names the line that is not TOML."""
+    text = ""
     try:
-        return tomli.loads(read_file(path).decode("utf-8-sig"))  # editors of Windows begin a file with a mark
+        table = tomli.loads(text := read_file(path).decode("utf-8-sig"))  # editors of Windows begin a file with a mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
-    except (RecursionError, ValueError) as error:  # of tomli, or of Python for a number that is too long
+    except RecursionError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
+    except ValueError as error:  # of tomli, or of Python for a number that is too long
+        way_out = windows_paths.spelling_remedy(text, error)
+        raise ConfigError(f"{path}: not TOML: {error}" + (way_out and f"; {way_out}")) from None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file: {why_missing(path)}") from None
     except IsADirectoryError:
@@ -308,6 +313,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: expected a TOML file, and this is a directory{inside}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    if wrong := windows_paths.misread(table):
+        raise ConfigError(f"{path}: a backslash was read as an escape: {'; '.join(wrong)}")
+    return table
 
 
 def _set_order(setting: str) -> tuple[bool, int]:

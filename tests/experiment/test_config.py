@@ -462,3 +462,27 @@ def test_a_byte_order_mark_is_no_part_of_the_config(path):
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert load_config(path).resolved() == plain
     assert History(path.rename(path.with_name("config.toml")).parent).config["run"]["steps"] == 20
+
+
+@pytest.mark.parametrize(
+    ("line", "single", "doubled"),
+    [
+        (r'path = "C:\Users\me"', r"'C:\Users\me'", r'"C:\\Users\\me"'),
+        (r'path = "C:\data"', r"'C:\data'", r'"C:\\data"'),
+        (r'path = "C:\temp\new"', r"'C:\temp\new'", r'"C:\\temp\\new"'),  # valid escapes, which nobody means
+        ('path = "D:\\"', "'D:\\'", r'"D:\\"'),
+        (r'path = ["C:\\a", "D:\Users"]', r"'D:\Users'", r'"D:\\Users"'),
+        (r'path = "\\server\share"', r"'\\server\share'", r'"\\\\server\\share"'),
+    ],
+)
+def test_a_path_of_windows_is_shown_in_both_right_spellings(path, line, single, doubled):
+    write(path, f'[data]\nsource = "folder"\n{line}\n')
+    with pytest.raises(ConfigError) as caught:
+        read_toml(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert single in message
+    assert doubled in message
+    for right in (single, doubled):
+        write(path, f"[data]\npath = {right}\n")
+        assert read_toml(path)["data"]["path"] == single[1:-1]
