@@ -144,7 +144,12 @@ def _server() -> socket.socket:
             start_new_session=True,
             pass_fds=[its.fileno()],
         )
-    atexit.register(lambda: (mine.close(), server.wait()))
+
+    def end() -> None:
+        mine.shutdown(socket.SHUT_RDWR)  # and not only closed: a worker of this process may have it, too
+        server.wait()
+
+    atexit.register(end)
     return mine
 
 
