@@ -1,7 +1,6 @@
 """The formats of picture files: all that hookdiff knows of them is derived from one list."""
 
 import re
-from functools import cache
 
 from attrs import define, field
 
@@ -53,12 +52,7 @@ def suffixes() -> frozenset[str]:
 
 def is_picture(head: bytes) -> bool:
     """Return whether a file that begins with `head`, its first `HEAD` bytes, is of a format that can be read here."""
-    return any(_pattern(one).match(head) for one in known())
-
-
-@cache
-def _pattern(one: Format) -> re.Pattern[bytes]:
-    return re.compile(one.begins, re.DOTALL)
+    return any(re.match(one.begins, head, re.DOTALL) for one in known())
 
 
 def usual_suffix(name: str | None) -> str | None:
