@@ -112,13 +112,9 @@ class Buffers:
         }
         self.kept: dict[str, Tensor] = {}  # by their name in the model
 
+    @torch.no_grad()
     def keep(self) -> None:
         """Keep the present values, in place of those kept before."""
-        if self._places:
-            self._keep()
-
-    @torch.no_grad()
-    def _keep(self) -> None:
         found = {name: module._buffers.get(key) for name, (module, key) in self._places.items()}
         values = {name: value for name, value in found.items() if value is not None}
         if {name: value.shape for name, value in values.items()} != {n: kept.shape for n, kept in self.kept.items()}:
