@@ -79,31 +79,12 @@ def _plain(image: Any) -> Loaded:
 
 def _png(image: Any) -> Loaded:
     raw, clear = _raw_mode(image), image.info.get("transparency")
-    if clear is not None and raw in ("I;16B", "RGB;16B"):
-        return _png_of_16_bits(image, raw, clear)
+    if clear is not None and raw in ("I;16B", "RGB;16B"):  # of which Pillow compares one byte
+        raise ValueError("PNG of 16 bits with a transparent colour")
     most = {"L;2": 3, "L;4": 15}.get(raw, 0)
     if isinstance(clear, int) and clear <= most:  # Pillow scales the pixels to 8 bits, but not this value
         image.info["transparency"] = clear * 255 // most
     return _plain(image)
-
-
-def _png_of_16_bits(image: Any, raw: str, clear: Any) -> Loaded:
-    """Load a PNG of 16 bits, where only pixels with all bits of `clear` are transparent."""
-    from PIL import Image
-
-    low = None
-    if raw == "RGB;16B":  # of which Pillow gives one byte at a time
-        low = Image.open(io.BytesIO(_content(image)), formats=["PNG"])
-        _set_raw_mode(low, lambda _: "RGB;16L")
-    image.load()
-    values = numpy.asarray(image)
-    if low is None:
-        found, is_clear = Image.fromarray(_eight_bits(values, 0, 65535)), values == clear
-    else:
-        found, is_clear = image.copy(), ((values.astype(numpy.uint16) << 8 | numpy.asarray(low)) == clear).all(-1)
-    found.info = {name: value for name, value in image.info.items() if name != "transparency"}
-    found.putalpha(Image.fromarray(numpy.where(is_clear, 0, 255).astype(numpy.uint8)))
-    return found, None, None
 
 
 def _tiff(image: Any) -> Loaded:
