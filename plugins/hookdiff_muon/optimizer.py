@@ -87,7 +87,10 @@ class Muon(Optimizer):
     def _update(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """Train `weights`, which are one batch."""
         gradients: list[Any] = [weight.grad for weight in weights]
-        momenta = [self._momentum_of(weight) for weight in weights]
+        for weight in weights:
+            if not self.state[weight]:
+                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
         lr = group["lr"]
         if self.found_inf is not None:
             is_kept = self.found_inf == 0
@@ -103,13 +106,6 @@ class Muon(Optimizer):
         parts = [local(weight) for weight in weights]
         torch._foreach_mul_(parts, 1 - lr * group["weight_decay"])
         torch._foreach_sub_(parts, [_part(*pair) for pair in zip(updates, weights, strict=True)])
-
-    def _momentum_of(self, weight: Tensor) -> Tensor:
-        state = self.state[weight]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
-        momentum: Tensor = state["momentum_buffer"]
-        return momentum
 
 
 def _part(update: Tensor, weight: Tensor) -> Tensor:
