@@ -159,11 +159,6 @@ def _config(
     return load_config(record.path / CONFIG, plugins, settings, trust=trust, without=without)
 
 
-def names_of_plugins(record: Record, trust: bool) -> tuple[str, ...]:
-    """Return the names of the run's plugins. trust: see `load_config`."""
-    return tuple(_config(record, (), (), trust, without=("data", "model", "optimizer")).plugins)
-
-
 def _one(loop: Loop, kind: type[P]) -> P:
     for plugin in loop.plugins.values():
         if isinstance(plugin, kind):

@@ -259,7 +259,7 @@ def test_a_spoilt_condition_is_bad_data_and_belongs_to_the_kept_step(folder: Pat
         (lambda step: shutil.rmtree(step), ["RUN/nan/step-"]),
         (lambda step: (step / "step.json").unlink(), ["step.json"]),
         (lambda step: (step / "step.json").write_text("{"), ["step.json", "JSON", "line 1", "column 2"]),
-        (lambda step: (step / "step.json").write_bytes(b"{\xff"), ["step.json", "UTF-8", "byte 1"]),
+        (lambda step: (step / "step.json").write_bytes(b"{\xff"), ["step.json", "utf-8", "position 1"]),
         (lambda step: (step / "step.json").write_text("{}"), ["step.json", "format"]),
         (lambda step: (step / "step.json").write_text("[]"), ["step.json"]),
         (lambda step: (step / "model.safetensors").unlink(), ["model.safetensors", "No such file"]),
@@ -293,7 +293,7 @@ def test_the_run_of_a_script_has_to_be_repeated_by_the_script(tmp_path: Path, ho
     check_facts(err, step, "config.toml", "script")
 
 
-def test_no_amp_shows_an_overflow(folder: Path, hookdiff: Command) -> None:
+def test_an_overflow_is_finite_without_amp(folder: Path, hookdiff: Command) -> None:
     options = {"amp": {"precision": "fp16", "init_scale": 2.0}}
     path = config(folder, ["amp"], model={"use": "nets:Wide"}, plugins=options)
     assert hookdiff("run", path, "--out", "run")[0] == 3
@@ -302,16 +302,13 @@ def test_no_amp_shows_an_overflow(folder: Path, hookdiff: Command) -> None:
     assert report["cause"] == "overflow"
     check_facts(report["text"], "float16", "Wide")
     assert hookdiff("replay", step)[0] == 0
-    code, out, _ = hookdiff("replay", step, "--no-amp")
+    code, out, _ = hookdiff("replay", step, "--plugins", "no:amp")
     assert code == 0
     assert "nan" not in out.splitlines()[-1]
     assert hookdiff("replay", step, "--set", "plugins.amp.precision=bf16")[0] == 0
 
 
-def test_no_amp_needs_amp(spoilt: Path, hookdiff: Command) -> None:
-    code, _, err = hookdiff("replay", spoilt, "--no-amp")
-    assert code == 2
-    check_facts(err, "--no-amp", "'amp'")
+def test_a_step_is_changed_by_options(spoilt: Path, hookdiff: Command) -> None:
     code, out, _ = hookdiff("replay", spoilt, "--set", "run.micro_batch=16")
     assert code == 1
     check_facts(out.splitlines()[-1], "loss nan")
@@ -432,7 +429,7 @@ def test_a_compiled_step_comes_back_compiled(tmp_path: Path, start: Any) -> None
 def test_help_lists_the_options_and_the_exit_codes(hookdiff: Command) -> None:
     code, out, _ = hookdiff("replay", "--help")
     assert code == 0
-    check_facts(out, 0, 1, 2, "--anomaly", "--no-amp", "--lr", "--plugins", "--set")
+    check_facts(out, 0, 1, 2, "--anomaly", "--lr", "--plugins", "--set")
 
 
 def test_a_missing_folder_is_refused_with_the_nearest(folder: Path, hookdiff: Command) -> None:
