@@ -1,8 +1,7 @@
 """The random stage of the transforms, for a whole batch at once, on the batch's device.
 
-What belongs to the pictures and has their height and width, such as masks, is cropped and flipped with them.
-The random numbers of a sample depend on (seed, epoch, index) alone: batch size, ranks, workers and store change no
-pixel.
+What belongs to the pictures and has their height and width, such as masks, is cropped and flipped with them. The random
+numbers of a sample depend on (seed, epoch, index) alone: batch size, ranks, workers and store change no pixel.
 """
 
 from collections.abc import Callable
