@@ -130,9 +130,8 @@ def _call(
 ) -> Any:
     """Return the output of `model` for zeros, with its graph if it `trains`; it is evaluated unless `mode` is given.
 
-    A large model runs on the meta device, which computes nothing, if it can.
-
-    A small one is faster than the meta device: with its first division, torch imports its compiler.
+    A large model runs on the meta device, which computes nothing, if it can. A small one is faster without it: at the
+    first division there, torch imports its compiler.
     """
 
     def zeros(device: torch.device) -> tuple[Tensor, ...]:

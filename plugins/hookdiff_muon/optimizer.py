@@ -27,15 +27,7 @@ class Muon(Optimizer):
 
     `found_inf`, a tensor of 0 or 1 on the device, holds back a step where it is 1, as in fused optimizers of torch.
 
-    Args:
-        params: weights of two or more dimensions, or groups of them.
-        lr: learning rate.
-        weight_decay: decoupled weight decay.
-        momentum: share of the earlier momentum in the new one, 0 to below 1.
-        nesterov: step along the gradient mixed with the momentum once more.
-        ns_steps: steps of the Newton-Schulz iteration, 1 to 99.
-        adjust_lr_fn: factor for the learning rate by the shape of a matrix: "match_rms_adamw" (updates as large as
-            AdamW's, Liu et al. 2025, arXiv 2502.16982, eq. 4), "original" or "spectral_unclamped", as torch has them.
+    The arguments are those of `muon`; `params` are weights of two or more dimensions, or groups of them.
 
     Raises:
         ValueError: a value out of range, or a weight of fewer dimensions.
@@ -105,10 +97,5 @@ class Muon(Optimizer):
         torch._foreach_mul_(updates, lr)
         parts = [local(weight) for weight in weights]
         torch._foreach_mul_(parts, 1 - lr * group["weight_decay"])
-        torch._foreach_sub_(parts, [_part(*pair) for pair in zip(updates, weights, strict=True)])
-
-
-def _part(update: Tensor, weight: Tensor) -> Tensor:
-    """Return the part of `update`, a matrix, that this rank holds of `weight`."""
-    shaped = update.reshape(weight.shape)
-    return shaped[place(weight)] if is_sharded(weight) else shaped
+        own = [update.reshape(weight.shape)[place(weight)] for update, weight in zip(updates, weights, strict=True)]
+        torch._foreach_sub_(parts, own)
