@@ -1,7 +1,5 @@
 """`hookdiff report`: write one HTML file about a run, or a comparison of several runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """Numbers, times and long texts for people."""
 
-from __future__ import annotations
-
 import math
 from datetime import UTC, datetime
 
