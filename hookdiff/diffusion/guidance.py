@@ -1,7 +1,5 @@
 """Guidance of sampling by the network's outputs with and without label and conditions."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from typing import Any, Protocol

@@ -15,11 +15,13 @@ from typing import IO, Any
 from weakref import finalize
 
 import numpy
+import torch
 from numpy.lib import format as npy
 
 from hookdiff.disk.reading import open_file
 from hookdiff.errors import nearest, shown, why_missing
 from hookdiff.images.opened import reason
+from hookdiff.machine.fitting import memory_in_use
 
 _LARGEST = 1 << 30  # bytes of one image
 
@@ -91,14 +93,10 @@ def _header(file: FileIO, size: int) -> tuple[tuple[int, ...], bool, Any]:
 
 def _whole(file: IO[bytes], size: int) -> Any:
     """Read an array of `size` bytes."""
-    if size > _memory():
+    _, memory = memory_in_use(torch.device("cpu"))
+    if memory is not None and size > memory:
         raise ValueError(f"its {size / 2**30:.1f} GiB do not fit in memory")
     return npy.read_array(file, allow_pickle=False)
-
-
-def _memory() -> float:
-    """Return the bytes of memory of this machine; infinity if the system does not say."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
 
 
 class Rows:

@@ -1,8 +1,7 @@
 """The random stage of the transforms, for a whole batch at once, on the batch's device.
 
-What belongs to the pictures and has their height and width, such as masks, is cropped and flipped with them.
-The random numbers of a sample depend on (seed, epoch, index) alone: batch size, ranks, workers and store change no
-pixel.
+What belongs to the pictures and has their height and width, such as masks, is cropped and flipped with them. The random
+numbers of a sample depend on (seed, epoch, index) alone: batch size, ranks, workers and store change no pixel.
 """
 
 from collections.abc import Callable
@@ -12,8 +11,8 @@ from attrs import evolve
 from torch import Tensor
 
 from hookdiff.data.batch import Batch
-from hookdiff.data.memory import to_device, to_unit_range
-from hookdiff.data.reader import is_paired
+from hookdiff.data.memory import to_device
+from hookdiff.data.reader import in_unit_range, is_paired
 from hookdiff.images.transforms import Transforms
 from hookdiff.machine.randomness import uniforms
 
@@ -24,7 +23,7 @@ _TOP, _LEFT, _FLIP, _FACTORS, _ORDER = 0, 1, 2, slice(3, 7), slice(7, 11)
 def augment(samples: Batch, transforms: Transforms, seed: int, epoch: int) -> Batch:
     """Return first-stage `samples`, which have indices, with images of uint8 as float32 in [-1, 1]."""
     if not transforms.random:
-        return _moved(samples, lambda images: images)
+        return in_unit_range(samples)
     images, indices = samples.inputs, samples.indices
     assert indices is not None
     draws = uniforms(seed, "augment", epoch, indices, 11)
@@ -43,32 +42,29 @@ def augment(samples: Batch, transforms: Transforms, seed: int, epoch: int) -> Ba
         return images
 
     def recolour(images: Tensor) -> Tensor:
-        images = to_unit_range(images).add(1).div_(2)
+        images = images.add(1).div_(2)
         return jitter(images, transforms.color_jitter, draws[:, _FACTORS], draws[:, _ORDER]).mul_(2).sub_(1)
 
-    return _moved(samples, move, recolour if any(transforms.color_jitter) else to_unit_range)
+    moved = _moved(samples, move)
+    return evolve(moved, inputs=recolour(moved.inputs)) if any(transforms.color_jitter) else moved
 
 
 def center_crop(samples: Batch, transforms: Transforms) -> Batch:
     """Return the centre of first-stage `samples`, with images of uint8 as float32 in [-1, 1]."""
     size = transforms.image_size
     if size is None:
-        return _moved(samples, lambda images: images)
+        return in_unit_range(samples)
     start = round((samples.inputs.shape[-1] - size) / 2)
     return _moved(samples, lambda images: images[..., start : start + size, start : start + size])
 
 
-def _moved(
-    samples: Batch, move: Callable[[Tensor], Tensor], recolour: Callable[[Tensor], Tensor] = to_unit_range
-) -> Batch:
-    """Apply `move` (n c h w to n c h w) to the inputs and to images among the conditions, `recolour` to the inputs."""
+def _moved(samples: Batch, move: Callable[[Tensor], Tensor]) -> Batch:
+    """Apply `move` (n c h w to n c h w) to the inputs and to images among the conditions; see `in_unit_range`."""
     conditions = dict(samples.conditions)
     for name, column in conditions.items():
         if is_paired(column.shape[1:], samples.inputs.shape[1:]):
-            moved = move(column if column.dim() == 4 else column.unsqueeze(1))
-            moved = moved if column.dim() == 4 else moved.squeeze(1)
-            conditions[name] = to_unit_range(moved) if moved.dtype == torch.uint8 else moved
-    return evolve(samples, inputs=recolour(move(samples.inputs)), conditions=conditions)
+            conditions[name] = move(column) if column.dim() == 4 else move(column.unsqueeze(1)).squeeze(1)
+    return in_unit_range(evolve(samples, inputs=move(samples.inputs), conditions=conditions))
 
 
 def jitter(images: Tensor, strengths: tuple[float, float, float, float], draws: Tensor, order: Tensor) -> Tensor:

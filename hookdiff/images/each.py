@@ -61,11 +61,10 @@ def _with_images(
 
 
 def _read(source: Images, function: Callable[[Any], Result], indices: Sequence[int]) -> list[Result | Unreadable]:
-    return [_one(source, function, index) for index in indices]
-
-
-def _one(source: Images, function: Callable[[Any], Result], index: int) -> Result | Unreadable:
-    try:
-        return with_image(source, index, function)
-    except Unreadable as error:
-        return error
+    results: list[Result | Unreadable] = []
+    for index in indices:
+        try:
+            results.append(with_image(source, index, function))
+        except Unreadable as error:
+            results.append(error)
+    return results

@@ -52,7 +52,8 @@ class Folder:
                 where = f"{len(alone)} of {len(self.files)} images are in {path} itself, not in a class folder"
                 way_out = "move them, or set labels = 'none' or a file of labels"
                 self.problems.append(f"{where} ({some(alone)}): {way_out}")
-            self.labels, self.classes = encode([] if alone else _first_folders(self.files))
+            folders = [] if alone else [name.partition("/")[0] for name in self.files]
+            self.labels, self.classes = encode(folders if len(set(folders)) > 1 else [])
         elif labels == "none":
             self.labels, self.classes = None, None
         else:
@@ -131,9 +132,3 @@ def _begins_as_picture(path: Path) -> bool:
             return is_picture(file.read(HEAD) or b"")
     except OSError:  # such as a pipe
         return False
-
-
-def _first_folders(files: Sequence[str]) -> list[str]:
-    """Return the first folder of each file, or an empty list if there are fewer than two folders."""
-    names = [name.partition("/")[0] for name in files]
-    return names if len(set(names)) > 1 else []

@@ -1,7 +1,6 @@
 """The formats of picture files: all that hookdiff knows of them is derived from one list."""
 
 import re
-from functools import cache
 
 from attrs import define, field
 
@@ -31,7 +30,6 @@ PICTURE_FORMATS = (
     Format(("JPEG2000",), (".jp2", ".j2k"), rb"\xff\x4f\xff\x51|\0\0\0\x0cjP {2}\r\n\x87\n"),
     Format(("QOI",), (".qoi",), rb"qoif"),
     Format(("DDS",), (".dds",), rb"DDS \x7c\0\0\0"),
-    Format(("ICO",), (".ico",), rb"\0\0\x01\0[^\0]\0"),
     Format(("PCX",), (".pcx",), rb"\n[\0\2\3\5][\0\1][\1\2\4\x08]"),
     Format(("SGI",), (".sgi",), rb"\x01\xda[\0\1][\1\2]"),
     Format(("HEIF",), (".heic", ".heif"), rb".{4}ftyp(hei[cxms]|hev[cx]|mif1|msf1)", is_extra=True),
@@ -53,12 +51,7 @@ def suffixes() -> frozenset[str]:
 
 def is_picture(head: bytes) -> bool:
     """Return whether a file that begins with `head`, its first `HEAD` bytes, is of a format that can be read here."""
-    return any(_pattern(one).match(head) for one in known())
-
-
-@cache
-def _pattern(one: Format) -> re.Pattern[bytes]:
-    return re.compile(one.begins, re.DOTALL)
+    return any(re.match(one.begins, head, re.DOTALL) for one in known())
 
 
 def usual_suffix(name: str | None) -> str | None:

@@ -100,9 +100,8 @@ def _condition(value: Any, picture: Sequence[int], transforms: Transforms) -> Te
     """
     if hasattr(value, "convert"):
         if not is_paired(_sides(value), picture):
-            raise ValueError(
-                f"an image of {size_text(_sides(value))}, expected {size_text(picture[1:])}, as the picture"
-            )
+            got, expected = size_text(_sides(value)), size_text(picture[1:])
+            raise ValueError(f"an image of {got}, expected {expected}, as the picture")
         return evolve(transforms, channels=None).fit(value)
     try:
         found = value if isinstance(value, Tensor) else torch.tensor(value)

@@ -67,8 +67,8 @@ class Loader:
         with _signals_blocked(), _safe_path(), _shared_memory():
             results = iter(self.loader)  # this starts the workers
         for result in results:
-            if isinstance(result, _Failed):
-                raise result.error
+            if isinstance(result, UserError):
+                raise result
             yield result
 
     def close(self) -> None:
@@ -151,13 +151,6 @@ def _as_it_is(result: Any) -> Any:
     return result
 
 
-@define(frozen=True)
-class _Failed:
-    """An error that is returned: torch would add a traceback to the message of one raised in a worker."""
-
-    error: UserError
-
-
 class _Reader(Dataset[Any]):
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self.read = read
@@ -168,7 +161,7 @@ class _Reader(Dataset[Any]):
             if get_worker_info():
                 _share(result)
         except UserError as error:
-            return _Failed(error)
+            return error  # torch would add a traceback to the message of one that is raised in a worker
         return result
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -18,7 +17,7 @@ def remedy(given: object) -> str | None:
             "give `loader.dataset`; the Loop makes the batches, and feed_of(loader.dataset, workers=2) loads them ahead"
         )
     if isinstance(given, numpy.ndarray):
-        return f"give `{_as_tensor(given)}`"
+        return "give `torch.from_numpy(array)`: images n c h w, uint8 or floats in [-1, 1]"
     if isinstance(given, tuple):
         return "give `InMemory(images, labels)` of tensors, or a list of samples"
     if isinstance(given, Mapping):
@@ -43,16 +42,3 @@ def may_be_data(kind: type) -> bool:
     is_source = "__len__" in methods and ("__getitem__" in methods or {"load", "describe"} <= methods)
     is_other = "keys" in methods or issubclass(kind, numpy.ndarray) or kind.__module__ == "torchvision.datasets.lsun"
     return not is_other and (is_source or issubclass(kind, (InMemory, Dataset)))
-
-
-def _as_tensor(array: Any) -> str:
-    """Return code that makes images n c h w, uint8 or in [-1, 1], of `array`."""
-    layout = {3: "[:, None]"}.get(array.ndim, "")
-    if array.ndim == 4 and array.shape[3] <= 4 < array.shape[1]:
-        layout = ".permute(0, 3, 1, 2)"
-    if array.dtype == numpy.uint8:
-        return f"torch.from_numpy(array){layout}"
-    scale = ""
-    if array.ndim > 2 and array.size and array.dtype.kind in "biuf" and array.min() >= 0:
-        scale = " / 127.5 - 1" if array.max() > 1 else " * 2 - 1"
-    return f"torch.from_numpy(array){layout}.float(){scale}"

@@ -3,7 +3,6 @@
 Pillow alone reads some variants otherwise, such as white as black. A variant without a known meaning is refused.
 """
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +10,8 @@ import numpy
 
 _BITS, _PHOTOMETRIC, _PLANES, _SAMPLE_FORMAT, _SUBSAMPLING = 258, 262, 284, 339, 530  # tags of TIFF
 _SIGNED = 2  # a sample format
-_INVERTIBLE = (
-    "I;16",
-    "I;16N",
-    "F;32F",
-    "F;32BF",
-    "F;32NF",
-)  # raw modes that Pillow reads alike, whether black or white is 0
+# Raw modes that Pillow reads alike, whether black or white is 0.
+_INVERTIBLE = ("I;16", "I;16N", "F;32F", "F;32BF", "F;32NF")
 _SIZE = b"\xff\x4f\xff\x51"  # how the code of JPEG 2000 begins
 
 Loaded = tuple[Any, float | None, float | None]  # an image, and its values of black and white, unless usual
@@ -33,7 +27,8 @@ def load(image: Any) -> Any:
 
     # Else Pillow maps some files: one that shrinks kills the process, and a TIFF to be rotated has swapped sides.
     image.filename = ""
-    image, black, white = _read(image)
+    is_lazy = bool(getattr(image, "tile", None))
+    image, black, white = _READERS.get(image.format if is_lazy else None, _plain)(image)
     if orientation(image) != 1:
         ImageOps.exif_transpose(image, in_place=True)
     if image.mode == "F" or image.mode.startswith("I"):
@@ -61,17 +56,6 @@ def _eight_bits(values: Any, black: float, white: float) -> Any:
     return numpy.rint((values.astype(numpy.float32) - black) * (255 / (white - black))).astype(numpy.uint8)
 
 
-def _read(image: Any) -> Loaded:
-    from PIL import Image
-
-    if image.format == "ICO":  # it is loaded when it is opened, without the transparency of a PNG in it
-        entry = image.ico.entry[image.ico.getentryindex(image.size)]
-        if (content := _content(image)[entry.offset :][: entry.size]).startswith(b"\x89PNG"):
-            image = Image.open(io.BytesIO(content), formats=["PNG"])
-    is_lazy = bool(getattr(image, "tile", None))
-    return _READERS.get(image.format if is_lazy else None, _plain)(image)
-
-
 def _plain(image: Any) -> Loaded:
     image.load()
     return image, None, None
@@ -79,31 +63,12 @@ def _plain(image: Any) -> Loaded:
 
 def _png(image: Any) -> Loaded:
     raw, clear = _raw_mode(image), image.info.get("transparency")
-    if clear is not None and raw in ("I;16B", "RGB;16B"):
-        return _png_of_16_bits(image, raw, clear)
+    if clear is not None and raw in ("I;16B", "RGB;16B"):  # of which Pillow compares one byte
+        raise ValueError("PNG of 16 bits with a transparent colour")
     most = {"L;2": 3, "L;4": 15}.get(raw, 0)
     if isinstance(clear, int) and clear <= most:  # Pillow scales the pixels to 8 bits, but not this value
         image.info["transparency"] = clear * 255 // most
     return _plain(image)
-
-
-def _png_of_16_bits(image: Any, raw: str, clear: Any) -> Loaded:
-    """Load a PNG of 16 bits, where only pixels with all bits of `clear` are transparent."""
-    from PIL import Image
-
-    low = None
-    if raw == "RGB;16B":  # of which Pillow gives one byte at a time
-        low = Image.open(io.BytesIO(_content(image)), formats=["PNG"])
-        _set_raw_mode(low, lambda _: "RGB;16L")
-    image.load()
-    values = numpy.asarray(image)
-    if low is None:
-        found, is_clear = Image.fromarray(_eight_bits(values, 0, 65535)), values == clear
-    else:
-        found, is_clear = image.copy(), ((values.astype(numpy.uint16) << 8 | numpy.asarray(low)) == clear).all(-1)
-    found.info = {name: value for name, value in image.info.items() if name != "transparency"}
-    found.putalpha(Image.fromarray(numpy.where(is_clear, 0, 255).astype(numpy.uint8)))
-    return found, None, None
 
 
 def _tiff(image: Any) -> Loaded:

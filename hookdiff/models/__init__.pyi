@@ -1,7 +1,6 @@
 from .adamw import AdamW as AdamW
-from .adapters import adapt as adapt
+from .adapters import adapt as adapt, check_labels as check_labels
 from .attention_forms import Form as Form, attention as attention, use_attention as use_attention
-from .checks import check_labels as check_labels
 from .compiler import compiled as compiled, compiler_errors as compiler_errors, try_compiler as try_compiler
 from .footprint import HeldBytes as HeldBytes, as_fake as as_fake, storages as storages
 from .init import LAYERS as LAYERS, is_zero as is_zero, layers_called as layers_called

@@ -1,7 +1,5 @@
 """AdamW with a shorter step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

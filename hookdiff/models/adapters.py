@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hookdiff.models.checks import check_labels
 from hookdiff.models.weights import Buffers, evaluating
 
 _SMALL = 1 << 30  # weights times pixels: at most a second on a CPU
@@ -131,9 +130,8 @@ def _call(
 ) -> Any:
     """Return the output of `model` for zeros, with its graph if it `trains`; it is evaluated unless `mode` is given.
 
-    A large model runs on the meta device, which computes nothing, if it can.
-
-    A small one is faster than the meta device: with its first division, torch imports its compiler.
+    A large model runs on the meta device, which computes nothing, if it can. A small one is faster without it: at the
+    first division there, torch imports its compiler.
     """
 
     def zeros(device: torch.device) -> tuple[Tensor, ...]:
@@ -176,3 +174,30 @@ def _use_null_row(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if "class_labels" in kwargs:
         return args, {**kwargs, "class_labels": rows}
     return (*args[:2], rows, *args[3:]), kwargs
+
+
+def check_labels(labels: Tensor | None, num: int, num_classes: int) -> None:
+    """Raise ValueError unless there are labels if and only if there are classes, one per image and each in range.
+
+    The range is checked only on the CPU: on a GPU the host would wait for the answer in every step.
+    """
+    if labels is None:
+        if num_classes:
+            raise ValueError(
+                f"the model was built with num_classes={num_classes} and got no labels: call it as "
+                "model(x, timesteps, labels), with -1 where there is no class"
+            )
+        return
+    if not num_classes:
+        raise ValueError("the model got labels and was built without classes: set num_classes, or give no labels")
+    if labels.shape != (num,) or labels.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"labels has shape {tuple(labels.shape)} of {labels.dtype}, expected ({num},) of int64: one per image"
+        )
+    if labels.device.type == "cpu" and num and not torch.compiler.is_compiling():
+        low, high = map(int, labels.aminmax())
+        if low < -1 or high >= num_classes:
+            raise ValueError(
+                f"labels has {low if low < -1 else high}, expected -1 (no class) to {num_classes - 1}: "
+                f"the model was built with num_classes={num_classes}"
+            )

@@ -1,13 +1,12 @@
 """Attention of tokens to each other, by torch's kernel or by plain matrix products, whichever is faster."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Form = Literal["by_layer", "kernel", "product"]
-FORMS = get_args(Form)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, form: Form = "by_layer") -> Tensor:

@@ -25,7 +25,7 @@ def compiler_errors(what: str, remedy: str) -> Iterator[None]:
 
 def try_compiler(device: torch.device, **options: Any) -> None:
     """Compile a small function for `device` with the `options` of torch.compile, to see whether the compiler works."""
-    torch.compile(_probe, **options)(torch.zeros(8, device=device))
+    torch.compile(lambda x: x.sin() + 1, **options)(torch.zeros(8, device=device))
 
 
 def sampling_errors() -> AbstractContextManager[None]:
@@ -56,10 +56,6 @@ def compiled(net: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def _compiled_call() -> Callable[..., Any]:
     return torch.compile(_call)
-
-
-def _probe(x: torch.Tensor) -> torch.Tensor:
-    return x.sin() + 1
 
 
 def _call(net: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

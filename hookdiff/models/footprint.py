@@ -26,25 +26,23 @@ def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
 
     For an optimizer that cannot run on fake tensors, two numbers for each weight are counted, as in Adam.
     """
-    return sum(map(_optimizer_bytes, optimizers))
-
-
-def _optimizer_bytes(optimizer: Optimizer) -> int:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode, total = FakeTensorMode(allow_non_fake_inputs=True), 0
 
     def copied(weight: Tensor) -> Tensor:
         fake = as_fake(weight, mode, weight.device)
         fake.grad = torch.zeros_like(fake) if fake.requires_grad else None
         return fake
 
-    tried = twin(optimizer, optimizer.param_groups, copied)
-    try:
-        with mode:
-            tried.step()
-    except Exception:  # an optimizer may raise anything
-        weights = (weight for group in optimizer.param_groups for weight in group["params"])
-        return sum(2 * weight.nbytes for weight in weights if weight.requires_grad)
-    return sum(storages(value for entry in tried.state.values() for value in entry.values()).values())
+    for optimizer in optimizers:
+        tried = twin(optimizer, optimizer.param_groups, copied)
+        try:
+            with mode:
+                tried.step()
+            total += sum(storages(value for entry in tried.state.values() for value in entry.values()).values())
+        except Exception:  # an optimizer may raise anything
+            weights = (weight for group in optimizer.param_groups for weight in group["params"])
+            total += sum(2 * weight.nbytes for weight in weights if weight.requires_grad)
+    return total
 
 
 def storages(leaves: Iterable[object], device: torch.device | None = None) -> dict[int, int]:

@@ -42,12 +42,23 @@ class Initialisation:
         ),
     )
 
+    @torch.no_grad()
     def apply(self, model: nn.Module, output: str | None) -> None:
         """Change `model` in place; `output` names its last layer. Raises ValueError if that is needed but None."""
-        if self.init != "default":
-            draw_weights(model, self.init)
+        for layer in model.modules() if self.init != "default" else ():
+            if isinstance(layer, LAYERS) and is_zero(layer.weight) is False:
+                # On the CPU, in plain memory order: the same numbers whatever the device and the layout.
+                drawn = torch.empty(layer.weight.shape)
+                _DRAWS[self.init](drawn)
+                layer.weight.copy_(drawn)
+                if layer.bias is not None:
+                    nn.init.zeros_(layer.bias)
         if self.zero_output:
-            zero_layer(model, output)
+            if output is None:
+                raise ValueError("zero_output: no linear layer or convolution was called, so none is the last")
+            for parameter in model.get_submodule(output).parameters():
+                nn.init.zeros_(parameter)
+            logger.info("zero_output: %s starts at zero", output)
 
 
 def is_zero(weight: Tensor) -> bool | None:
@@ -56,28 +67,6 @@ def is_zero(weight: Tensor) -> bool | None:
         return not weight.any()
     except RuntimeError:
         return None
-
-
-@torch.no_grad()
-def draw_weights(model: nn.Module, how: str) -> None:
-    """Draw the weights of the linear layers and convolutions of `model` from torch's default generator."""
-    for layer in model.modules():
-        if isinstance(layer, LAYERS) and is_zero(layer.weight) is False:
-            # On the CPU, in plain memory order: the same numbers whatever the device and the layout.
-            drawn = torch.empty(layer.weight.shape)
-            _DRAWS[how](drawn)
-            layer.weight.copy_(drawn)
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
-
-
-def zero_layer(model: nn.Module, name: str | None) -> None:
-    """Set weight and bias of the layer `name` to zero, and log its name."""
-    if name is None:
-        raise ValueError("zero_output: no linear layer or convolution was called, so none is the last")
-    for parameter in model.get_submodule(name).parameters():
-        nn.init.zeros_(parameter)
-    logger.info("zero_output: %s starts at zero", name)
 
 
 @contextmanager

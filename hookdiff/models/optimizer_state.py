@@ -2,11 +2,11 @@
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -73,12 +73,12 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry, is_fin
         raise ValueError(f"the checkpoint's optimizer is {state.kind}, the run's is {kind}")
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     parameters = {name: parameter for parameter, name in _names(model).items() if parameter in groups}
-    rehearsals, impossible = _Rehearsals(optimizer), list[str]()
+    first_state, impossible = _rehearsals(optimizer), list[str]()
     for name, entry in state.weights.items():
         if name not in parameters:
             raise ValueError(f"the checkpoint has optimizer state of {name!r}, which this optimizer does not hold")
         parameter, group = parameters[name], groups[parameters[name]]
-        made = rehearsals.of(group, parameter)
+        made = first_state(group, parameter)
         _check_entry(name, entry, made, parameter)
         lacking = [key for key in made or () if key not in entry]
         # A hyper-parameter that is new, such as momentum, may need state that the checkpoint has of no weight.
@@ -94,15 +94,13 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry, is_fin
             f"checkpoint in {len(state.groups)}"
         )
     for index, (group, saved_group) in enumerate(zip(optimizer.param_groups, state.groups, strict=False)):
-        own = {key: group[key] for key in counted}
+        own, where = {key: group[key] for key in counted}, f"parameter group {index}"
         if own.keys() != saved_group.keys():
-            raise ValueError(f"parameter group {index} has {', '.join(saved_group)}; expected {', '.join(own)}")
-        _check_entry(f"parameter group {index}", saved_group, own, None)
-        impossible += [
-            f"{key} of parameter group {index}" for key in saved_group if not _is_possible(key, saved_group[key])
-        ]
+            raise ValueError(f"{where} has {', '.join(saved_group)}; expected {', '.join(own)}")
+        _check_entry(where, saved_group, own, None)
+        impossible += [f"{key} of {where}" for key, value in saved_group.items() if not _is_possible(key, value)]
     for name, entry in state.weights.items():
-        made = rehearsals.of(groups[parameters[name]], parameters[name])
+        made = first_state(groups[parameters[name]], parameters[name])
         for key, value in entry.items():
             pattern = _pattern(parameters[name], key, value, made)
             part = value if pattern is None else value[place(pattern)]
@@ -111,19 +109,18 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry, is_fin
         raise ValueError(f"{found[0]} holds values that no step makes: not finite, or a negative square")
 
 
-@define(frozen=True)
-class _Rehearsals:
-    """The state that a first step of `optimizer` makes, by all that decides about it: a network has few shapes."""
+def _rehearsals(optimizer: Optimizer) -> Callable[[dict[str, Any], Tensor], Entry | None]:
+    """Return a function of a group and its weight: the state that a first step makes of it; None if it is not known."""
+    made: dict[Any, Entry | None] = {}
 
-    optimizer: Optimizer
-    _made: dict[Any, Entry | None] = field(factory=dict, init=False)
-
-    def of(self, group: dict[str, Any], parameter: Tensor) -> Entry | None:
-        """Return the state of `parameter`; None if it is not known."""
+    def rehearsed(group: dict[str, Any], parameter: Tensor) -> Entry | None:
+        # By all that decides about the state: a network has few shapes.
         key = id(group), parameter.shape, parameter.dtype, parameter.device, layout(parameter)
-        if key not in self._made:
-            self._made[key] = _rehearsed(self.optimizer, group, parameter, {})
-        return self._made[key]
+        if key not in made:
+            made[key] = _rehearsed(optimizer, group, parameter, {})
+        return made[key]
+
+    return rehearsed
 
 
 def _rehearsed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, entry: Entry) -> Entry | None:
@@ -171,11 +168,11 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry) -> None
     """Restore what `optimizer_state` has returned and `check_optimizer` has checked."""
     parameters = {name: parameter for parameter, name in _names(model).items()}
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    rehearsals = _Rehearsals(optimizer)
+    first_state = _rehearsals(optimizer)
     optimizer.state.clear()  # for a rollback: at the saved step, some parameters may have had no state
     for name, entry in saved["weights"].items():
         parameter = parameters[name]
-        made = rehearsals.of(groups[parameter], parameter) if is_sharded(parameter) else None
+        made = first_state(groups[parameter], parameter) if is_sharded(parameter) else None
         own = {key: _like(parameter, key, value, optimizer, made) for key, value in entry.items()}
         optimizer.state[parameter] = own
     for group, counts in zip(optimizer.param_groups, saved["groups"], strict=False):

@@ -37,14 +37,9 @@ class HeldWeights:
     """The weights that a model holds: its own, or for a while those that a plugin offers (`offer_weights`)."""
 
     def __init__(self, model: nn.Module, offers: Callable[[], Any]) -> None:
-        self._name = "model"
+        self.name = "model"  # of the weights that the model holds now: "model", or the name of an average
         self._model = model
         self._offers = offers
-
-    @property
-    def name(self) -> str:
-        """The weights that the model holds now: "model", or the name of an average."""
-        return self._name
 
     @contextmanager
     def __call__(self, name: str | None) -> Iterator[str]:
@@ -55,14 +50,14 @@ class HeldWeights:
         Raises:
             UnknownWeights: if nobody offers weights called `name`.
         """
-        before = self._name
+        before = self.name
         chosen, values = choose_weights(name, before, self._offers() if before == "model" else ())
         with holding(self._model, values()):
-            self._name = chosen
+            self.name = chosen
             try:
                 yield chosen
             finally:
-                self._name = before
+                self.name = before
 
 
 @contextmanager
@@ -112,13 +107,9 @@ class Buffers:
         }
         self.kept: dict[str, Tensor] = {}  # by their name in the model
 
+    @torch.no_grad()
     def keep(self) -> None:
         """Keep the present values, in place of those kept before."""
-        if self._places:
-            self._keep()
-
-    @torch.no_grad()
-    def _keep(self) -> None:
         found = {name: module._buffers.get(key) for name, (module, key) in self._places.items()}
         values = {name: value for name, value in found.items() if value is not None}
         if {name: value.shape for name, value in values.items()} != {n: kept.shape for n, kept in self.kept.items()}:

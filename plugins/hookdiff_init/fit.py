@@ -6,12 +6,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from attrs import define, evolve
+from attrs import evolve
 
 from hookdiff import InMemory, UserError, build_loop, load_config
 from hookdiff.experiment import pick_device
 from hookdiff_init.look import Pictures
-from hookdiff_init.write import Plan, text
+from hookdiff_init.write import Network, Plan, text
 
 _USUAL = 600.0  # seconds of training, unless given
 # Drawings of 32 x 32 pixels in four classes were recognised after this many steps; twice the side takes twice as many.
@@ -20,16 +20,6 @@ _ENOUGH = 8  # times as many steps: more improve little
 _SIDE = 32  # fewer pixels are hard to recognise, so this side is not reduced to save time
 _TRIED = 4  # steps, of which the fastest counts
 _BATCH = 32
-
-
-@define(frozen=True)
-class Network:
-    """A network for images from this side on."""
-
-    side: int
-    channels: int
-    mults: tuple[int, ...]
-    blocks: int
 
 
 _NETWORKS = (
@@ -49,14 +39,7 @@ def fit(pictures: Pictures, seconds: float | None) -> Plan:
     device = pick_device("auto").type
     fitting = None
     for side in _sides(pictures):
-        network = _network(side)
-        plan = Plan(
-            side=side,
-            channels=network.channels,
-            mults=network.mults,
-            blocks=network.blocks,
-            batch_size=min(pictures.num, _BATCH if device == "cpu" else 2 * _BATCH),
-        )
+        plan = Plan(side, _network(side), min(pictures.num, _BATCH if device == "cpu" else 2 * _BATCH))
         fewest = _STEPS * side / _SIDE
         # The time grows at least with the number of pixels.
         if fitting and fitting.step_seconds * (side / fitting.side) ** 2 * fewest > seconds:

@@ -6,19 +6,28 @@ from pathlib import Path
 import tomli_w
 from attrs import define
 
+from hookdiff import listed
 from hookdiff_init.look import Pictures
 
 _ROWS = 10  # classes that a panel shows
 
 
-@define(frozen=True, kw_only=True)
-class Plan:
-    """The numbers that depend on the machine."""
+@define(frozen=True)
+class Network:
+    """A network for images from this side on."""
 
-    side: int  # of the training images in pixels
+    side: int
     channels: int
     mults: tuple[int, ...]
     blocks: int
+
+
+@define(frozen=True)
+class Plan:
+    """The choices that depend on the machine."""
+
+    side: int  # of the training images in pixels
+    network: Network
     batch_size: int
     steps: int = 1000
     step_seconds: float = 0.0
@@ -52,15 +61,14 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
     yield "", ""
     yield "[model]", ""
     yield 'use = "unet"', ""
-    yield f"channels = {plan.channels}", "a wider network makes better images, and takes longer"
-    yield f"channel_mults = {list(plan.mults)}", "one number for each halving of the image"
-    yield f"num_res_blocks = {plan.blocks}", ""
+    yield f"channels = {plan.network.channels}", "a wider network makes better images, and takes longer"
+    yield f"channel_mults = {list(plan.network.mults)}", "one number for each halving of the image"
+    yield f"num_res_blocks = {plan.network.blocks}", ""
     yield "", ""
     if pictures.classes:
         yield "[diffusion]", ""
-        yield "conditional = true", f"train on the classes: {_named(pictures.classes)}"
+        yield "conditional = true", f"train on the classes: {listed([*map(_plain, pictures.classes)], 5)}"
         yield "", ""
-    if pictures.classes:
         yield "[sampling]", ""
         yield "guidance = { scale = 2.0 }", "1 follows the class less, 4 more"
         yield "", ""
@@ -91,11 +99,6 @@ def _data(pictures: Pictures, plan: Plan) -> Iterator[tuple[str, str]]:
     if pictures.unreadable:
         yield 'unreadable = "skip"', f"{pictures.unreadable} of the files cannot be read"
     yield "flip = false", "true also trains on mirror images"
-
-
-def _named(classes: tuple[str, ...]) -> str:
-    shown = ", ".join(map(_plain, classes[:5]))
-    return shown if len(classes) <= 5 else f"{shown} and {len(classes) - 5} more"
 
 
 def _plain(name: object) -> str:

@@ -27,15 +27,7 @@ class Muon(Optimizer):
 
     `found_inf`, a tensor of 0 or 1 on the device, holds back a step where it is 1, as in fused optimizers of torch.
 
-    Args:
-        params: weights of two or more dimensions, or groups of them.
-        lr: learning rate.
-        weight_decay: decoupled weight decay.
-        momentum: share of the earlier momentum in the new one, 0 to below 1.
-        nesterov: step along the gradient mixed with the momentum once more.
-        ns_steps: steps of the Newton-Schulz iteration, 1 to 99.
-        adjust_lr_fn: factor for the learning rate by the shape of a matrix: "match_rms_adamw" (updates as large as
-            AdamW's, Liu et al. 2025, arXiv 2502.16982, eq. 4), "original" or "spectral_unclamped", as torch has them.
+    The arguments are those of `muon`; `params` are weights of two or more dimensions, or groups of them.
 
     Raises:
         ValueError: a value out of range, or a weight of fewer dimensions.
@@ -87,7 +79,10 @@ class Muon(Optimizer):
     def _update(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """Train `weights`, which are one batch."""
         gradients: list[Any] = [weight.grad for weight in weights]
-        momenta = [self._momentum_of(weight) for weight in weights]
+        for weight in weights:
+            if not self.state[weight]:
+                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
         lr = group["lr"]
         if self.found_inf is not None:
             is_kept = self.found_inf == 0
@@ -102,17 +97,5 @@ class Muon(Optimizer):
         torch._foreach_mul_(updates, lr)
         parts = [local(weight) for weight in weights]
         torch._foreach_mul_(parts, 1 - lr * group["weight_decay"])
-        torch._foreach_sub_(parts, [_part(*pair) for pair in zip(updates, weights, strict=True)])
-
-    def _momentum_of(self, weight: Tensor) -> Tensor:
-        state = self.state[weight]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
-        momentum: Tensor = state["momentum_buffer"]
-        return momentum
-
-
-def _part(update: Tensor, weight: Tensor) -> Tensor:
-    """Return the part of `update`, a matrix, that this rank holds of `weight`."""
-    shaped = update.reshape(weight.shape)
-    return shaped[place(weight)] if is_sharded(weight) else shaped
+        own = [update.reshape(weight.shape)[place(weight)] for update, weight in zip(updates, weights, strict=True)]
+        torch._foreach_sub_(parts, own)

@@ -11,7 +11,6 @@ from hookdiff.cli import override_options
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @override_options
-@click.option("--no-amp", is_flag=True, help="Run the step without mixed precision: short for --plugins no:amp.")
 @click.option(
     "--lr",
     type=click.FloatRange(0, min_open=True),
@@ -23,31 +22,20 @@ from hookdiff.cli import override_options
     help="Name the forward operation whose derivative is NaN, with its line of code (torch's anomaly mode).",
 )
 def command(
-    folder: Path,
-    plugins: tuple[str, ...],
-    settings: tuple[str, ...],
-    no_amp: bool,
-    lr: float | None,
-    anomaly: bool,
-    trust: bool,
+    folder: Path, plugins: tuple[str, ...], settings: tuple[str, ...], lr: float | None, anomaly: bool, trust: bool
 ) -> None:
     """Run again the step kept in DIR, such as RUN/nan/step-00000123-position-00000123.
 
-    Exit code 0 if all its values are the same to the bit, 1 if not. The options --plugins, --set, --no-amp and --lr
-    change the step: then 0 if it is finite, 1 if not. With --anomaly: 0 if an operation of the backward pass that made
-    a NaN is named, 1 if there is none. 2 when DIR cannot be used. The run directory is only read. Only --lr
-    needs the data of the run.
+    Exit code 0 if all its values are the same to the bit, 1 if not. The options --plugins, --set and --lr change
+    the step: then 0 if it is finite, 1 if not. With --anomaly: 0 if an operation of the backward pass that made a NaN
+    is named, 1 if there is none. 2 when DIR cannot be used. The run directory is only read. Only --lr needs the data
+    of the run.
     """
     from hookdiff import UserError
-    from hookdiff_nan.record import read_record
-    from hookdiff_nan.replay import names_of_plugins, replay, retrain
+    from hookdiff_nan.replay import replay, retrain
 
     if lr is not None and anomaly:
         raise UserError("--lr and --anomaly exclude each other")
-    if no_amp:
-        if "amp" not in names_of_plugins(read_record(folder), trust):
-            raise UserError("--no-amp: this run has no plugin 'amp', so it computed in the precision of its weights")
-        plugins = (*plugins, "no:amp")
     if lr is not None:
         good = retrain(folder, lr, plugins, settings, trust, click.echo)
     else:

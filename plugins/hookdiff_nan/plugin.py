@@ -34,8 +34,7 @@ class NaNState:
 class NaN:
     """Finds the cause of a step that is not finite, and keeps the step so that `hookdiff replay` can run it again.
 
-    The report names the cause in one word: weight, data, draw, divergence, overflow, forward, loss or
-    backward.
+    The report names the cause in one word: weight, data, draw, divergence, overflow, forward, loss or backward.
     """
 
     policy: Literal["stop", "skip", "rollback"] = field(
@@ -168,13 +167,10 @@ class NaN:
 
 def _states(loop: Loop) -> dict[str, Any]:
     """Return copies of the state of the data, and of the plugins that take part in a step."""
-    names = [
-        name
-        for name, plugin in loop.plugins.items()
-        if not isinstance(plugin, Sink) and implements(plugin, *STEP_HOOKS)
-    ]
     with loop.log.muted():  # the state of a run includes that of the log, which is sent to the sinks before
         state = loop.state_dict()
-    return copied(
-        {"data": state["data"], "plugins": {name: state["plugins"][name] for name in names if name in state["plugins"]}}
-    )
+    plugins = {}
+    for name, plugin in loop.plugins.items():
+        if name in state["plugins"] and implements(plugin, *STEP_HOOKS) and not isinstance(plugin, Sink):
+            plugins[name] = state["plugins"][name]
+    return copied({"data": state["data"], "plugins": plugins})

@@ -127,7 +127,7 @@ def read_record(path: Path) -> Record:
     try:
         facts = _structured(dict[str, Any], json.loads(data), path / STEP)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path / STEP} is damaged: {_damage(error)}") from None
+        raise UserError(f"{path / STEP} is damaged, and no JSON: {error}") from None
     facts.pop("sha256", None)
     if facts.pop("format", None) != FORMAT:
         raise UserError(f"{path / STEP} has another format than {FORMAT}, which this hookdiff reads")
@@ -142,14 +142,6 @@ def read_record(path: Path) -> Record:
     batch = _structured(KeptBatch, parts.pop("batch"), path / "batch.safetensors")
     parts["plugins"] = _structured(dict[str, dict[str, Any]], parts["plugins"], path / "plugins.safetensors")
     return Record(path, known, parts, batch)
-
-
-def _damage(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"it is not valid JSON from line {error.lineno}, column {error.colno} on"
-    if isinstance(error, UnicodeDecodeError):
-        return f"it is not UTF-8 at byte {error.start}"
-    return "its content is not as it was written"
 
 
 def _structured(kind: type[T], values: Any, path: Path) -> T:

@@ -23,6 +23,7 @@ from hookdiff_nan.record import CONFIG, Record, digest_of, kept_in, read_record,
 P = TypeVar("P")
 Say = Callable[[str], None]
 _TRAIN_HOOKS = (*STEP_HOOKS, *hooks_of("restore", "epoch", "update", "nonfinite"))
+_ERRORS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)  # of a network
 
 
 @define(eq=False)
@@ -89,12 +90,15 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
             batch = record.batch.on(loop.device)
             if anomaly and isinstance(record.facts.results.loss, str):
                 say("the loss itself is not finite: the cause is not in the backward pass")
-            with _refused(record):
+            try:
                 if anomaly:
                     return _find_operation(loop, batch, say)
                 if may_be_compiled() and not record.facts.is_first:
                     _warm_up(loop, batch)
                 step = loop.run_step(batch)
+            except _ERRORS as error:  # the step did run, so its files are others, or the code is
+                wrong = f"the step does not run here: {type(error).__name__}: {error}"
+                raise UserError(f"{record.path}: {wrong}") from error
         found = next(iter(sorted(Path(folder).rglob("step-*-position-*"))), None)
         if found:
             say((found / "report.txt").read_text("utf-8").rstrip())
@@ -117,7 +121,8 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
     if place.step == 0:
         raise UserError("--lr: no update came before the first step, so a learning rate cannot change it")
     config = _config(record, plugins, [*settings, f"optimizer.lr={rate!r}"], trust)
-    config = evolve(config, plugins={name: part for name, part in config.plugins.items() if _trains(part.target)})
+    parts = {name: part for name, part in config.plugins.items() if implements(part.target, *_TRAIN_HOOKS)}
+    config = evolve(config, plugins={name: part for name, part in parts.items() if not _is_sink(part.target)})
     _compute_as_then(record)
     with tempfile.TemporaryDirectory() as folder:
         source = _link_checkpoint(config, path, Path(folder), place)
@@ -135,15 +140,6 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
     return False
 
 
-@contextmanager
-def _refused(record: Record) -> Iterator[None]:
-    """Turn an error of the network into a UserError: the step did run, so its files are others, or the code is."""
-    try:
-        yield
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"{record.path}: the step does not run here: {type(error).__name__}: {error}") from error
-
-
 def _compute_as_then(record: Record) -> None:
     machine = record.facts.machine
     torch.set_num_threads(machine.threads)
@@ -159,11 +155,6 @@ def _config(
     return load_config(record.path / CONFIG, plugins, settings, trust=trust, without=without)
 
 
-def names_of_plugins(record: Record, trust: bool) -> tuple[str, ...]:
-    """Return the names of the run's plugins. trust: see `load_config`."""
-    return tuple(_config(record, (), (), trust, without=("data", "model", "optimizer")).plugins)
-
-
 def _one(loop: Loop, kind: type[P]) -> P:
     for plugin in loop.plugins.values():
         if isinstance(plugin, kind):
@@ -173,11 +164,6 @@ def _one(loop: Loop, kind: type[P]) -> P:
 
 def _is_sink(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Sink)
-
-
-def _trains(kind: Any) -> bool:
-    """Whether the plugins of class `kind` can change weights."""
-    return not _is_sink(kind) and implements(kind, *_TRAIN_HOOKS)
 
 
 @contextmanager

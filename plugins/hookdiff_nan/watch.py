@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from attrs import define, field
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 def is_bad(value: Tensor) -> bool:
@@ -17,11 +18,8 @@ def is_bad(value: Tensor) -> bool:
 
 
 def tensors(node: Any) -> list[Tensor]:
-    """Return the tensors among the arguments or outputs of a module: nested tuples, lists and mappings."""
-    if isinstance(node, Tensor):
-        return [node]
-    parts = node.values() if isinstance(node, Mapping) else node if isinstance(node, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in tensors(part)]
+    """Return the tensors among the arguments or outputs of a module, which may be nested."""
+    return [leaf for leaf in tree_leaves(node) if isinstance(leaf, Tensor)]
 
 
 def describe(values: Tensor) -> str:

@@ -1,8 +1,5 @@
 """`hookdiff report`: write one HTML file about a run, or a comparison of several runs."""
 
-from __future__ import annotations
-
-import os
 from pathlib import Path
 
 import click
@@ -26,7 +23,7 @@ def command(runs: tuple[Path, ...], out: Path | None, is_shown: bool) -> None:
     and equal run directories give equal files. An earlier report is replaced. The run may be under way.
     """
     from hookdiff import shown
-    from hookdiff.disk import check_writable
+    from hookdiff.disk import check_writable, new_file
     from hookdiff.run_dir import History
     from hookdiff_report.page import page
 
@@ -44,22 +41,10 @@ def command(runs: tuple[Path, ...], out: Path | None, is_shown: bool) -> None:
     except OSError as error:  # such as a folder that has the name of a file
         raise UserError(f"{shown(error.filename)}: cannot be read: {error.strerror}") from None
     try:
-        _write(path, data)
+        with new_file(path) as partial:
+            partial.write_bytes(data)
     except OSError as error:
         raise UserError(f"{shown(path)}: cannot be written: {error.strerror or error}") from None
     click.echo(f"{shown(path)}: {len(data) / 1e6:.1f} MB")
     if is_shown:
         click.launch(str(path.resolve()))
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all; raises OSError. `hookdiff.disk.new_file` would import torch."""
-    partial = path.with_name(f".{path.name}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial.unlink(missing_ok=True)
-    try:
-        with partial.open("xb") as file:
-            file.write(data)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

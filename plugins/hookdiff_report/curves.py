@@ -1,7 +1,5 @@
 """The plots of a report as plain data: which curves they have, and what their captions say."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal

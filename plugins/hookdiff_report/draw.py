@@ -1,7 +1,5 @@
 """Draws the plots of a report with Bokeh, as JSON that its script in the page shows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

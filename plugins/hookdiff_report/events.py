@@ -1,7 +1,5 @@
 """The events of a run, for people: a timeline, marks on a plot, and the monitors' diagnoses."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What a report says about a run in numbers and texts: the facts at its top, all logged values, and the network."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -26,8 +24,11 @@ def facts(run: ReportedRun) -> dict[str, tuple[str, str]]:
 def _losses(run: ReportedRun) -> Iterator[Fact]:
     smooth, raw = ("loss/smooth", "Loss, smoothed"), ("loss", "Loss")
     for name, title in (smooth if smooth[0] in run.history.series else raw, ("val/loss", "Loss, held out")):
-        if best := _best(run, name):
-            yield title, (number(run.history.last(name)), f"lowest {best[0]} {best[1]}")
+        steps, values = run.points(name)
+        if numpy.isfinite(values).any():
+            best = int(numpy.nanargmin(values))
+            lowest = f"lowest {number(values[best])} at step {count(steps[best])}"
+            yield title, (number(run.history.last(name)), lowest)
 
 
 def _best_distances(run: ReportedRun) -> Iterator[Fact]:
@@ -39,15 +40,6 @@ def _best_distances(run: ReportedRun) -> Iterator[Fact]:
         if same := [one for one in found if one[2] == found[-1][2]]:
             value, step, num = min(same)
             yield f"Best {title}", (number(value), f"at step {count(step)}{f', n = {count(num)}' if num else ''}")
-
-
-def _best(run: ReportedRun, name: str) -> tuple[str, str] | None:
-    """Return the lowest value of a logged name and its step, in words; None if there is no finite one."""
-    steps, values = run.points(name)
-    if not numpy.isfinite(values).any():
-        return None
-    place = int(numpy.nanargmin(values))
-    return number(values[place]), f"at step {count(steps[place])}"
 
 
 def _times(run: ReportedRun) -> Iterator[Fact]:

@@ -1,7 +1,5 @@
 """Puts the parts of a report together, as one HTML page that loads nothing."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Sequence
@@ -16,13 +14,9 @@ from hookdiff_report.run import named
 from hookdiff_report.words import count
 
 
+@numpy.errstate(all="ignore")  # a damaged file may have numbers as large as floats get
 def page(histories: Sequence[History]) -> str:
     """Return the HTML of the report; raises OSError for a file of a run that cannot be read."""
-    with numpy.errstate(all="ignore"):  # a damaged file may have numbers as large as floats get
-        return _page(histories)
-
-
-def _page(histories: Sequence[History]) -> str:
     runs = named(histories)
     plots = curves.plots(runs)
     groups, films, num_more = gallery.pictures(runs)

@@ -1,6 +1,5 @@
 """The plugin `report`."""
 
-import importlib.util
 import logging
 import os
 import subprocess
@@ -12,7 +11,7 @@ from typing import IO
 from attrs import define, field
 from attrs.validators import gt
 
-from hookdiff import Every, Loop, Periodic, UserError, hookimpl, parse_every, plugin
+from hookdiff import Every, Loop, Periodic, hookimpl, parse_every, plugin
 from hookdiff.options import about
 
 logger = logging.getLogger("hookdiff")
@@ -43,10 +42,7 @@ class Report(Periodic):
 
     @hookimpl
     def on_start(self) -> None:
-        """Refuse a missing package before the run starts."""
         self._process, self._has_warned = None, False
-        if importlib.util.find_spec("bokeh") is None:
-            raise UserError("the plugin 'report' needs the package bokeh: pip install 'hookdiff[report]'")
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:

@@ -1,9 +1,9 @@
 """Numbers, times and long texts for people."""
 
-from __future__ import annotations
-
 import math
 from datetime import UTC, datetime
+
+from hookdiff.terminal import in_words
 
 
 def number(value: float) -> str:
@@ -17,16 +17,8 @@ def count(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time with its two largest units, such as "3 d 4 h" or "5 min 6 s"."""
-    if not 0 <= seconds < 1e12:
-        return "unknown"
-    rest = round(seconds)
-    parts: list[str] = []
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        amount, rest = divmod(rest, size)
-        if amount or parts or unit == "s":
-            parts.append(f"{amount} {unit}")
-    return " ".join(parts[:2])
+    """Return a time, such as "45 s", "3 min" or "2.5 h"."""
+    return in_words(seconds) if 0 <= seconds < 1e12 else "unknown"
 
 
 def moment(time: float) -> str:

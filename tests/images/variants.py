@@ -19,10 +19,7 @@ ALPHA = numpy.kron(_DRAW.integers(1, 255, (4, 4)), numpy.ones((4, 4), int))
 LEVELS = numpy.arange(SIDE * SIDE).reshape(SIDE, SIDE) * 37
 INK = numpy.kron(_DRAW.integers(0, 256, (2, 2, 4)), numpy.ones((8, 8, 1), int))
 CMYK = numpy.rint((255 - INK[..., :3]) * (255 - INK[..., 3:]) / 255)  # as colours
-# A key that is no other value's neighbour in its upper byte alone.
-DEEP, KEY = _DRAW.integers(0, 65536, (SIDE, SIDE, 3)), numpy.array([0x1234, 0x56FE, 0x9A01])
-DEEP[0, 0], DEEP[0, 1] = KEY, KEY ^ 1
-IS_KEY = (DEEP == KEY).all(-1)
+DEEP = _DRAW.integers(0, 65536, (SIDE, SIDE, 3))
 
 Variant = tuple[str, bytes, Any]  # name of the file, its bytes, and h w 3 or h w of the 8-bit twin; None: refused
 
@@ -119,7 +116,7 @@ def of_png() -> Iterator[Variant]:
         stored, is_key = deep(twin, bits), twin == twin[0, 1]
         yield f"grey-{bits}", png(stored, bits, 0), twin
         keyed = png(stored, bits, 0, chunk(b"tRNS", struct.pack(">H", key)))
-        yield f"grey-{bits}-trns", keyed, over_white(twin, 255 * ~is_key)
+        yield f"grey-{bits}-trns", keyed, over_white(twin, 255 * ~is_key) if bits < 16 else None
         if bits < 16:
             colours, alphas = _DRAW.integers(0, 256, (2**bits, 3)), _DRAW.integers(0, 256, 2**bits)
             place = LEVELS % 2**bits
@@ -132,14 +129,7 @@ def of_png() -> Iterator[Variant]:
             yield f"grey-alpha-{bits}", png(numpy.dstack([stored, alpha]), bits, 4), over_white(twin, ALPHA)
             yield f"rgb-{bits}", png(deep(RGB, bits), bits, 2), RGB
             yield f"rgb-alpha-{bits}", png(numpy.dstack([deep(RGB, bits), alpha]), bits, 6), over_white(RGB, ALPHA)
-    for orientation in range(1, 9):
-        tag = struct.pack("<2sHIHHHII", b"II", 42, 8, 1, 274, 3, 1, orientation) + bytes(4)
-        exif, one = chunk(b"eXIf", tag), KEY[:1]
-        clear = chunk(b"tRNS", struct.pack(">H", *one.tolist()))
-        twin = over_white(DEEP[..., 0] / 257, 255 * (DEEP[..., 0] != one[0]))
-        yield f"grey-trns-turned-{orientation}", png(DEEP[..., 0], 16, 0, exif, clear), upright(twin, orientation)
-        clear, twin = chunk(b"tRNS", struct.pack(">HHH", *KEY.tolist())), over_white(DEEP / 257, 255 * ~IS_KEY)
-        yield f"rgb-trns-turned-{orientation}", png(DEEP, 16, 2, exif, clear), upright(twin, orientation)
+    yield "rgb-16-trns", png(DEEP, 16, 2, chunk(b"tRNS", struct.pack(">HHH", *DEEP[0, 0].tolist()))), None
 
 
 def of_tiff() -> Iterator[Variant]:
@@ -215,15 +205,11 @@ def of_others() -> Iterator[Variant]:
         head = struct.pack(">HBBHHHHII", 474, 0, bytes_each, 3, SIDE, SIDE, 4, 0, 255).ljust(512, b"\0")
         four = numpy.dstack([RGB, ALPHA])[::-1].transpose(2, 0, 1) * (257 if bytes_each == 2 else 1)
         yield f"{bytes_each}.sgi", head + four.astype(f">u{bytes_each}").tobytes(), over_white(RGB, ALPHA)
-    (_, deep_png, twin), *_ = [one for one in of_png() if one[0] == "rgb-trns-turned-1"]
-    entry = struct.pack("<HHHBBBBHHII", 0, 1, 1, SIDE, SIDE, 0, 0, 1, 32, len(deep_png), 22)
-    yield "png.ico", entry + deep_png, twin
     colour, see_through = of_bytes(RGB), of_bytes(numpy.dstack([RGB, ALPHA]))
     for kind, suffix, options in (
         ("WEBP", "webp", {"lossless": True, "exact": True}),
         ("QOI", "qoi", {}),
         ("DDS", "dds", {}),
-        ("ICO", "ico", {"sizes": [(SIDE, SIDE)]}),
         ("AVIF", "avif", {"quality": 100, "subsampling": "4:4:4"}),
     ):
         yield f"rgb.{suffix}", saved(colour, kind, **options), RGB

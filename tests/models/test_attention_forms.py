@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from hookdiff.models.attention_forms import FORMS, attention, product_is_faster, use_attention
+from hookdiff.models.attention_forms import Form, attention, product_is_faster, use_attention
 from hookdiff_networks import DiT, UNet
 
 
@@ -27,7 +27,7 @@ def test_all_forms_have_the_same_values_and_gradients(shape: tuple[int, ...], ke
     expected = torch.softmax(parts[0] @ parts[1].transpose(2, 3) / d**0.5, -1) @ parts[2]
     weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     slopes = torch.autograd.grad((expected * weights).sum(), parts)
-    for form in FORMS:
+    for form in get_args(Form):
         out = attention(*parts, form)
         torch.testing.assert_close(out, expected)
         torch.testing.assert_close(torch.autograd.grad((out * weights).sum(), parts), slopes)

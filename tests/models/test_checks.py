@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hookdiff.models.checks import check_labels
+from hookdiff.models import check_labels
 from tests.conftest import refused
 
 

@@ -21,18 +21,15 @@ from attrs import define, field
 from hypothesis import given, strategies as st
 from PIL import Image
 
-from hookdiff import UserError
 from hookdiff.authors.sheets import sheet
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.log.panel import Panel
 from hookdiff.log.picture import Picture
 from hookdiff.run_dir.pictures_png import picture_path
-from tests.conftest import check_facts, check_refused, finish, locked, output, refused, wait_for, warnings, write_small
+from tests.conftest import check_facts, check_refused, finish, locked, output, wait_for, warnings, write_small
 from tests.forked import python
 
 pytest.importorskip("bokeh", reason="the report needs the extra package bokeh")
 
-from hookdiff_report import Report
 from hookdiff_report.cli import command
 from hookdiff_report.curves import thin
 from hookdiff_report.gallery import evenly
@@ -240,7 +237,7 @@ def test_a_run_under_way_and_resumed(run: Path) -> None:
     write_lines(run / "events.jsonl", events)
     with locked(run):
         page = report(run)
-    check_facts(page.text, "running", "step 40 of 10,040", "about 20 min 50 s left")
+    check_facts(page.text, "running", "step 40 of 10,040", "about 21 min left")
     check_facts(page.text, "norm 6 too large", "steps 250 to 300, reported 2 times")
     assert page.text.index("ArithmeticError") < page.text.index("norm 6")  # an error is worse than a warning
     assert "no problem" not in page.text
@@ -521,7 +518,7 @@ def test_the_pace_leaves_out_the_time_between_processes(run: Path) -> None:
     resumed = {**logged(50, "resume", "resumed at step 50"), "time": TIME + 86400 + 50}
     write_lines(run / "events.jsonl", [logged(0, "start", "started"), resumed])
     page = report(run)
-    check_facts(page.text, "10", "samples per second", "1 min 40 s")
+    check_facts(page.text, "10", "samples per second", "2 min")
     assert page.curves("Throughput")["mean 10"] == pytest.approx([10.0] * 98)
 
 
@@ -538,8 +535,6 @@ def test_what_is_refused(run: Path, tmp_path: Path, hookdiff: Command, monkeypat
     check_refused(hookdiff("report", run), "metrics.jsonl")
     monkeypatch.setitem(sys.modules, "bokeh", None)
     check_refused(hookdiff("report", run), "bokeh", "pip install 'hookdiff[report]'")
-    with refused(UserError, "'report'", "bokeh", "pip install 'hookdiff[report]'"):
-        toy_loop({"report": Report()}).run()
 
 
 CURVE = st.lists(st.floats(width=32), min_size=1, max_size=200)
