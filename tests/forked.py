@@ -252,7 +252,7 @@ def python(
         command = [sys.executable, "-c", code, *texts]
         done = subprocess.run(command, cwd=folder, env=variables, text=True, capture_output=True, timeout=PATIENCE)
         return done.returncode, done.stdout, done.stderr
-    with begin(_run_code, code, texts, folder=folder, environment=variables) as process:
+    with begin(run_code, code, texts, folder=folder, environment=variables) as process:
         try:
             out, err = process.communicate()
         finally:
@@ -260,7 +260,8 @@ def python(
     return process.wait(), out, err
 
 
-def _run_code(code: str, words: list[str]) -> None:
+def run_code(code: str, words: list[str]) -> None:
+    """Run Python code, as `python -c CODE WORDS...` does."""
     sys.argv = ["-c", *words]
     exec(compile(code, "<string>", "exec"), vars(sys.modules["__main__"]))
 

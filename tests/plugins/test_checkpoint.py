@@ -335,7 +335,7 @@ def test_an_earlier_run_in_the_folder_is_refused_and_left_unchanged(tmp_path):
 
     plain(tmp_path, extra=writers())
     before = contents(tmp_path)
-    assert tmp_path / "metrics.jsonl" in before
+    assert "metrics.jsonl" in map(str, before)
     for resume in (False, tmp_path / "checkpoints" / names(4)[0]):
         with refused(UserError, tmp_path / "checkpoints", "resume", "run_dir"):
             plain(tmp_path, 20, resume=resume, extra=writers())

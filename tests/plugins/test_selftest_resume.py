@@ -1,8 +1,11 @@
 """`hookdiff selftest resume`: every plugin of hookdiff passes, and a plugin that does not resume is named."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
-from typing import Any
+from subprocess import CompletedProcess
+from typing import IO, Any
 
 import pytest
 import tomli_w
@@ -21,6 +24,7 @@ from hookdiff_selftest.resume import Plan, make_plan
 from hookdiff_selftest.witness import put_back
 from hookdiff_selftest.written import files, inside, logged, number_difference
 from tests.conftest import check_facts
+from tests.forked import begin, run_code
 
 # With these each plugin does something in the half of 12 steps, before the save and after it.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -43,6 +47,17 @@ ALL = [name for name in KINDS if name not in DEAR and name != "fsdp"]  # ddp is 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a selftest, whose runs are forked from a process that has imported torch."""
+
+    def run(command: list[str], stdout: IO[bytes], env: dict[str, str], **streams: Any) -> CompletedProcess[bytes]:
+        _, _, _, code, *words = command
+        with open(os.devnull) as nothing:
+            places = (nothing.fileno(), stdout.fileno(), stdout.fileno())
+            process = begin(run_code, code, words, folder=tmp_path, environment=env, streams=places)
+        return CompletedProcess(command, process.wait())
+
+    if os.name != "nt":
+        monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -71,23 +86,15 @@ def selftest(path: Path, *options: str, code: int = 0) -> Result:
     return result
 
 
-@pytest.mark.parametrize(
-    ("plugins", "before", "after"),
-    [
-        (["checkpoint", "ema", "lr"], 0, "killed later"),
-        pytest.param(ALL, 2, "resumed with 0 workers after 2", marks=pytest.mark.slow),
-    ],
-)
-def test_plugins_together_resume_exactly(plugins: list[str], before: int, after: str, folder: Path) -> None:
-    result = selftest(config(folder, *plugins, "tests.faulty:Saved", workers=before))
-    assert result.exit_code == 0, result.output
+def test_all_plugins_together_resume_exactly(folder: Path) -> None:
+    result = selftest(config(folder, *ALL, "tests.faulty:Saved", workers=2))
     verdict, compared, *more = result.stdout.splitlines()
     assert verdict.startswith("the resumed run equals the run that was never stopped, bit for bit: saved at step ")
-    assert after in verdict
+    assert verdict.endswith("resumed with 0 workers after 2")
     tensors, values, numbers, files = (int(word) for word in compared.split() if word.isdigit())
-    assert min(tensors, values) > 2 * len(plugins)
-    assert numbers > 100 or plugins != ALL
-    assert files >= 5 or plugins != ALL  # pictures and snapshots
+    assert min(tensors, values) > 50
+    assert numbers > 100
+    assert files >= 5  # pictures and snapshots
     assert more == []  # nothing was left untried
     assert "training 12 steps without a stop" in result.stderr
 
