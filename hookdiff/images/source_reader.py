@@ -146,21 +146,28 @@ class SourceReader:
 
     def _load(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
         loader = self._idle.pop() if self._idle else self._loader(self.workers.workers)
-        # Numpy arrays, because sending a tensor to a worker takes a file descriptor.
-        stacks = loader.load((epoch or 0, share.numpy()) for share in shares)
-        for share, (images, labels, indices, conditions) in zip(shares, stacks, strict=True):
-            for index in sorted(set(share[share != indices].tolist()) - self._reported):
-                self._reported.add(index)
-                name, count = self.describe(index), len(self._reported)
-                logger.warning("data: %s cannot be read; another sample replaces it (%d so far)", name, count)
-            if labels is None and self.labels is not None:
-                labels = self.labels[indices]
-            images, labels = to_device(images, self.device), None if labels is None else to_device(labels, self.device)
-            conditions = {name: to_device(column, self.device) for name, column in conditions.items()}
-            made = self._finish(Batch(images, labels, indices, conditions=conditions), epoch)
-            yield made.inputs, labels, indices, made.conditions
-        # If the epoch is left before its end, the loader is not kept: its workers still load batches of that epoch.
+        try:
+            # Numpy arrays, because sending a tensor to a worker takes a file descriptor.
+            stacks = loader.load((epoch or 0, share.numpy()) for share in shares)
+            for share, (images, labels, indices, conditions) in zip(shares, stacks, strict=True):
+                self._report(share[share != indices])
+                if labels is None and self.labels is not None:
+                    labels = self.labels[indices]
+                images = to_device(images, self.device)
+                labels = None if labels is None else to_device(labels, self.device)
+                conditions = {name: to_device(column, self.device) for name, column in conditions.items()}
+                made = self._finish(Batch(images, labels, indices, conditions=conditions), epoch)
+                yield made.inputs, labels, indices, made.conditions
+        except BaseException:  # also when the epoch is left before its end: the workers load more of its batches
+            loader.close()
+            raise
         self._idle.append(loader)
+
+    def _report(self, unreadable: Tensor) -> None:
+        for index in sorted(set(unreadable.tolist()) - self._reported):
+            self._reported.add(index)
+            name, count = self.describe(index), len(self._reported)
+            logger.warning("data: %s cannot be read; another sample replaces it (%d so far)", name, count)
 
     def _loader(self, workers: int) -> Loader:
         if isinstance(self.source, Images):

@@ -587,9 +587,11 @@ def test_a_run_on_an_array_that_shrinks_ends_with_one_message(
     user_module(f"hd_cut_{workers}", CUT)
     data = {"source": "array", "path": "a.npy", "store": "none", "workers": workers}
     run = {"steps": 40, "batch_size": 4, "log_every": 1, "plugins": [f"hd_cut_{workers}:Cut"]}
+    before = multiprocessing.active_children()
     code, _, err = hookdiff("run", write_config(run=run, data=data))
     assert code == 2, err
     assert "a.npy[" in err
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
