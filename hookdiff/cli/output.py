@@ -36,7 +36,7 @@ def log_to_stderr() -> None:
 
 
 def open_streams() -> None:
-    """Open the null device for each standard stream that is closed: a file of the run would get its number."""
+    """Open the null device for each standard stream that is closed, or the next file opened would be taken for it."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 it stays open

@@ -52,7 +52,7 @@ class Prediction(Choice, ABC):
     def error_ratio(self, alpha: Rate, sigma: Rate) -> Rate:
         """Return sigma² r, where r is the squared error of the output over that of the x0 derived from it.
 
-        The factor sigma² keeps it finite at sigma = 0. The squared error of the output is that of x0 with weight r.
+        A loss on the output weighs the squared error of x0 by r. The factor sigma² keeps it finite at sigma = 0.
         """
 
     def check(self, process: Any) -> None:

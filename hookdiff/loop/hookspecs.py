@@ -72,7 +72,7 @@ class Hooks(Protocol):
 
     @question("config")
     def choose(self, device: torch.device) -> Mapping[str, Any]:
-        """Question: once, before the loop is made, of each plugin of a config.
+        """Question: asked once of each plugin of a config, before the loop is made.
 
         Return values for options that are "auto", as `{"precision": "bf16"}`, and for keys of [run], as "run.KEY", by a
         rule and not by timing. They stand in config.toml, so that a resumed run keeps them.
@@ -239,10 +239,10 @@ class Hooks(Protocol):
     def on_nan(self, loop: Loop, report: NonFinite) -> Verdict | None:
         """Moment: the loss or a gradient is not finite, and no weight has changed. Buffers have their earlier values.
 
-        Return a verdict, or None; the strongest wins: "stop" > "rollback" > "skip". Without a verdict the run stops
-        with exit code 3. The noise after a skipped step is different, because it depends on `progress.position`, which
-        counts batches and not updates. A batch that stopped the run is not counted: a resumed run meets it again. A
-        rollback without a checkpoint to go back to stops the run.
+        Return "stop", "rollback" or "skip", or None for no verdict. Of several verdicts "stop" wins, then "rollback".
+        Without a verdict the run stops with exit code 3. The noise after a skipped step is different, because it
+        depends on `progress.position`, which counts batches and not updates. A batch that stopped the run is not
+        counted: a resumed run meets it again. A rollback without a checkpoint to go back to stops the run.
         May change: own state; `report.notes`, text by title, which is logged with the report.
         """
 

@@ -28,8 +28,8 @@ class LRSchedule(Choice, ABC):
     def factor(self, step: int, warmup: int, total: int) -> float:
         """Return the rate after `step` updates as a share of the highest rate, in [0, 1].
 
-        `warmup` is the number of steps of the warm-up, at most `step`. `total` is the step at which the fall ends: at
-        least 1, or 0 unless `needs_end`. `step` may be larger.
+        `warmup` is the number of steps of the warm-up, at most `step`. `total` is the step at which the fall ends, at
+        least 1; a schedule without `needs_end` may also get 0. `step` may be larger than `total`.
         """
 
     def first_fall(self, total: int) -> float:

@@ -45,7 +45,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 @define(frozen=True)
 class NamedModule:
-    """A module, as a report names it."""
+    """The name and the class of a module, for reports."""
 
     name: str  # empty: the whole model
     kind: str  # its class

@@ -224,9 +224,10 @@ class Pair:
         return found + all_differences(self.whole.note(SAVED).state, self.cut.note(SAVED).state)
 
     def compare(self, unlike: Sequence[ValueKey]) -> tuple[list[Difference], list[ValueKey]]:
-        """Return what differs at the end, and the texts that do, as names or times may; `unlike` are some of these.
+        """Return the values that differ at the end of the two runs, and the texts that differ.
 
-        What a tracker keeps is not compared.
+        Texts may hold names and times; `unlike` are texts already known to differ. What a tracker keeps is not
+        compared.
         """
         wrong, texts = [], list(unlike)
         for each in all_differences(self.ended(self.whole), self.ended(self.cut)):
