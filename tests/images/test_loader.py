@@ -26,7 +26,8 @@ def read(epoch, index):
     return torch.tensor([float(os.getpid()), float(heeds)]), None, 0, {}
 
 before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-batches = Loader(partial(read_batch, read), 1, 2, False).load((0, rows.numpy()) for rows in torch.arange(400).split(2))
+loader = Loader(partial(read_batch, read), 1, 2, False)  # kept to the end: torch may raise while it is deleted, too
+batches = loader.load((0, rows.numpy()) for rows in torch.arange(400).split(2))
 worker, heeds = next(batches)[0][0].tolist()
 worker = int(worker)
 assert worker != os.getpid() and not heeds
