@@ -31,3 +31,4 @@ from .pictures_png import (
     read_picture as read_picture,
 )
 from .texts_jsonl import TEXTS as TEXTS
+from .thinned import MOST_LINES as MOST_LINES

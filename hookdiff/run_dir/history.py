@@ -17,11 +17,12 @@ from hookdiff.run_dir.config_toml import CONFIG, read_config
 from hookdiff.run_dir.distributions_jsonl import DISTRIBUTIONS, parse_distributions
 from hookdiff.run_dir.events_jsonl import EVENTS, LoggedEvent, read_events
 from hookdiff.run_dir.layout import MARKS, run_of
-from hookdiff.run_dir.lines import MOST_STEPS, Logged, read_lines
-from hookdiff.run_dir.metrics_jsonl import METRICS, read_metrics
+from hookdiff.run_dir.lines import MOST_STEPS, Logged, read_lines, read_thinned
+from hookdiff.run_dir.metrics_jsonl import METRICS, parse_metrics
 from hookdiff.run_dir.outcome_json import RunOutcome, read_outcome
 from hookdiff.run_dir.pictures_png import find_pictures
 from hookdiff.run_dir.texts_jsonl import TEXTS, parse_texts
+from hookdiff.run_dir.thinned import ReadPart
 
 Status = Literal["running", "done", "stopped", "crashed"]
 Series = tuple[list[int], list[float]]  # steps in order, and the value of each
@@ -35,15 +36,21 @@ class History:
     """
 
     run_dir: Path
+    most_lines: int | None = None  # of a longer metrics.jsonl a part is read, see `read_part`; None: all lines are
 
     @classmethod
-    def of(cls, path: str | Path) -> History:
+    def of(cls, path: str | Path, most_lines: int | None = None) -> History:
         """Return the history of a run directory, or of the run that a checkpoint is in.
+
+        Args:
+            path: of the run directory or the checkpoint.
+            most_lines: if metrics.jsonl has more lines, only a part of them is read, which shows what all show; `part`
+                says what was left out. A million lines take seconds then instead of a minute.
 
         Raises:
             UserError: if there is no run.
         """
-        return cls(run_of(Path(path)))
+        return cls(run_of(Path(path)), most_lines)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -71,7 +78,16 @@ class History:
     @cached_property
     def metrics(self) -> list[Logged[float]]:
         """The lines of metrics.jsonl; NaN stands for all that is not finite."""
-        return read_metrics(self.run_dir / METRICS)
+        return self._read[0]
+
+    @property
+    def part(self) -> ReadPart:
+        """What part of metrics.jsonl was read."""
+        return self._read[1]
+
+    @cached_property
+    def _read(self) -> tuple[list[Logged[float]], ReadPart]:
+        return read_thinned(self.run_dir / METRICS, parse_metrics, self.most_lines)
 
     @cached_property
     def series(self) -> dict[str, Series]:

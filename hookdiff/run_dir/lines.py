@@ -28,6 +28,7 @@ from hookdiff.log.event import STEP, TIME, as_json
 
 if TYPE_CHECKING:
     from hookdiff.loop.loop import Loop
+    from hookdiff.run_dir.thinned import ReadPart
 
 logger = logging.getLogger("hookdiff")
 
@@ -214,9 +215,27 @@ def read_lines(path: Path, parse: Parse[Line]) -> list[Line]:
     records = [_parsed(line, parse) for line in data.splitlines()]
     if records and records[-1] is None and not data.endswith(b"\n"):
         records.pop()
-    if damaged := [place for place, record in enumerate(records, 1) if record is None]:
+    return _undamaged(path, dict(enumerate(records, 1)))
+
+
+def read_thinned(path: Path, parse: Parse[Line], most: int | None) -> tuple[list[Line], ReadPart]:
+    """Return lines as `read_lines` does, of more than `most` a part, and what part that is."""
+    from hookdiff.run_dir.thinned import ReadPart, read_part
+
+    if most is None or not path.exists():
+        return read_lines(path, parse), ReadPart()
+    with open_file(path) as file:
+        part = read_part(file, most)
+    if part.every == 1:  # with the last line, even if it has no end
+        return read_lines(path, parse), part
+    records = {place: _parsed(line, parse) for place, line in zip(part.places, part.lines, strict=True)}
+    return _undamaged(path, records), part
+
+
+def _undamaged(path: Path, records: Mapping[int, Line | None]) -> list[Line]:
+    if damaged := [place for place, record in records.items() if record is None]:
         logger.warning("%s: skipped line %s, which cannot be read", path, listed(damaged, 1))
-    return [record for record in records if record is not None]
+    return [record for record in records.values() if record is not None]
 
 
 def _parsed(line: bytes, parse: Parse[Line]) -> Line | None:
@@ -234,6 +253,7 @@ class Tail(Generic[Line]):
 
     path: Path
     parse: Parse[Line]
+    most: int | None = None  # lines that are parsed at a time; of more a part, see `read_part`
     _place: int = field(default=0, init=False)
     _inode: int = field(default=0, init=False)
     _last: bytes = field(default=b"", init=False)  # the line before the place
@@ -243,24 +263,24 @@ class Tail(Generic[Line]):
 
         It begins anew at the first call, and when the file was replaced, cut or removed, as by a run that was resumed.
         """
+        from hookdiff.run_dir.thinned import read_part
+
         try:
             with open_file(self.path) as file:
-                inode, start = os.fstat(file.fileno()).st_ino, self._place - len(self._last)
-                file.seek(start)
-                data = file.readall()
+                inode = os.fstat(file.fileno()).st_ino
+                file.seek(self._place - len(self._last))
                 # A file that was cut may have grown beyond the place, and a new one may get the number of the old one.
-                anew = inode != self._inode or not data.startswith(self._last)
-                if anew and start:
-                    file.seek(0)
-                    data = file.readall()
+                anew = inode != self._inode or file.read(len(self._last)) != self._last
+                self._place = file.seek(0 if anew else self._place)
+                part = read_part(file, self.most)
         except OSError:
             anew, self._place, self._inode, self._last = self._inode != 0, 0, 0, b""
             return anew, []
-        self._place, self._inode = 0 if anew else self._place, inode
-        whole = data[0 if anew else len(self._last) : data.rfind(b"\n") + 1]
-        self._place += len(whole)
-        self._last = whole[whole.rfind(b"\n", 0, -1) + 1 :] or (b"" if anew else self._last)
-        lines = [_parsed(line, self.parse) for line in whole.splitlines()]
+        self._inode = inode
+        self._place += part.size
+        if part.lines or anew:
+            self._last = part.lines[-1] + b"\n" if part.lines else b""
+        lines = [_parsed(line, self.parse) for line in part.lines]
         return anew, [line for line in lines if line is not None]
 
 

@@ -38,9 +38,9 @@ def read_metrics(path: Path) -> list[Logged[float]]:
     return read_lines(path, parse_metrics)
 
 
-def follow_metrics(run_dir: Path) -> Tail[Logged[float]]:
-    """Return a reader of the lines that a run appends to its file."""
-    return Tail(run_dir / METRICS, parse_metrics)
+def follow_metrics(run_dir: Path, most: int | None = None) -> Tail[Logged[float]]:
+    """Return a reader of the lines that a run appends to its file; of more than `most` at a time it reads a part."""
+    return Tail(run_dir / METRICS, parse_metrics, most)
 
 
 def skim_metrics(run_dir: Path) -> Skim[Logged[float]]:

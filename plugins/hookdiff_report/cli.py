@@ -10,13 +10,17 @@ from hookdiff import UserError
 @click.command()
 @click.argument("runs", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="RUN...")
 @click.option(
+    "-o",
     "--out",
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="HTML file to write.  [default: report.html in RUN; in the current folder for several runs]",
 )
+@click.option(
+    "--goal", "texts", multiple=True, metavar="NAME=VALUE", help="Draw a target, such as fd/digits=0.4; several times."
+)
 @click.option("--open", "is_shown", is_flag=True, help="Show the report in the browser.")
-def command(runs: tuple[Path, ...], out: Path | None, is_shown: bool) -> None:
+def command(runs: tuple[Path, ...], out: Path | None, texts: tuple[str, ...], is_shown: bool) -> None:
     """Write one HTML file about RUN, a run directory. Several runs are compared.
 
     The file has everything in it: plots, pictures, events, config and environment. It loads nothing from the network,
@@ -24,20 +28,26 @@ def command(runs: tuple[Path, ...], out: Path | None, is_shown: bool) -> None:
     """
     from hookdiff import shown
     from hookdiff.disk import check_writable, new_file
-    from hookdiff.run_dir import History
+    from hookdiff.run_dir import MOST_LINES, History
+    from hookdiff_report.goals import Goal
     from hookdiff_report.page import page
 
     try:
         import bokeh  # noqa: F401
     except ImportError:
         raise UserError("hookdiff report needs the package bokeh: pip install 'hookdiff[report]'") from None
-    found = list({history.run_dir.resolve(): history for history in map(History.of, runs)}.values())
+    try:
+        goals = [Goal.of(text) for text in texts]
+    except ValueError as error:
+        raise UserError(f"--goal {error}") from None
+    histories = (History.of(run, MOST_LINES) for run in runs)
+    found = list({history.run_dir.resolve(): history for history in histories}.values())
     path = out or (found[0].run_dir if len(found) == 1 else Path()) / "report.html"
     if path.suffix not in (".html", ".htm"):
         raise UserError(f"--out {shown(path)}: expected a name that ends in .html")
     check_writable(path)
     try:
-        data = page(found).encode("utf-8", "replace")
+        data = page(found, goals).encode("utf-8", "replace")
     except OSError as error:  # such as a folder that has the name of a file
         raise UserError(f"{shown(error.filename)}: cannot be read: {error.strerror}") from None
     try:

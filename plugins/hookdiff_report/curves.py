@@ -1,15 +1,16 @@
 """The plots of a report as plain data: which curves they have, and what their captions say."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from hookdiff.run_dir import is_distance
 from hookdiff_report.events import Mark, marks
-from hookdiff_report.run import Array, ReportedRun
+from hookdiff_report.goals import Goal, in_words
+from hookdiff_report.run import SMOOTHED, Array, ReportedRun
 from hookdiff_report.words import count, number, shortened
 
 MOST_POINTS = 2000
@@ -55,6 +56,8 @@ class Plot:
     log: bool = False  # a logarithmic axis is wanted
     dashed: str = ""  # more of the caption, if there are dashed curves
     marks: Sequence[Mark] = ()
+    goals: Sequence[float] = ()  # values to reach
+    names: Collection[str] = ()  # that are drawn
 
     @property
     def is_log(self) -> bool:
@@ -67,12 +70,28 @@ class Plot:
         return "; ".join(curve.summary for curve in self.curves[:8])
 
 
-def plots(runs: Sequence[ReportedRun]) -> list[Plot]:
-    """Return the plots of the runs; a plot without values is left out."""
+def plots(runs: Sequence[ReportedRun], goals: Sequence[Goal] = ()) -> list[Plot]:
+    """Return the plots of the runs, with the goals; a plot without values is left out."""
     is_alone = len(runs) == 1
     found = [_loss(runs), _by_noise_level(runs), *_distances(runs), *(_variety(runs[0]) if is_alone else ())]
     found += [_rates(runs), _gradients(runs), *_throughput(runs), _memory(runs)]
-    return [plot for plot in found if plot.curves]
+    return [_with_goals(plot, goals, runs) for plot in [*found, *_others(found, goals, runs)] if plot.curves]
+
+
+def _with_goals(plot: Plot, goals: Sequence[Goal], runs: Sequence[ReportedRun]) -> Plot:
+    own = [goal for goal in goals if goal.name in plot.names]
+    texts = [f" The goal {in_words(goal, run)}{f' in {run.label}' * (len(runs) > 1)}." for goal in own for run in runs]
+    return evolve(plot, goals=[goal.value for goal in own], caption="".join([plot.caption, *texts]))
+
+
+def _others(found: Sequence[Plot], goals: Sequence[Goal], runs: Sequence[ReportedRun]) -> Iterator[Plot]:
+    """Yield a plot of each goal that belongs to no other plot."""
+    drawn = {name for plot in found if plot.curves for name in plot.names}
+    for name in dict.fromkeys(goal.name for goal in goals if goal.name not in drawn):
+        lines: Lines = {name: (name, "dots")}
+        yield Plot(
+            f"goal/{name}", shortened(name, 60), "value", "A value with a goal.", _logged(runs, lines), names=lines
+        )
 
 
 def _logged(runs: Sequence[ReportedRun], lines: Lines) -> Iterator[PlottedCurve]:
@@ -105,7 +124,13 @@ def _loss(runs: Sequence[ReportedRun]) -> Plot:
         "val/loss_trained": ("as many training images, same noise", "dots"),
     }
     events = marks(runs[0]) if len(runs) == 1 else ()
-    return Plot("loss", "Loss", "loss", caption, _logged(runs, lines), log=True, marks=events)
+    curves = list(_logged(runs, lines))
+    if not all("loss/smooth" in run.history.series for run in runs):
+        caption += f" A loss that the plugin loss has not smoothed is the mean of {SMOOTHED} lines here."
+        labels = ["smoothed"] if len(runs) == 1 else [run.label for run in runs]
+        smooth = [PlottedCurve(labels[k], *thin(*run.loss), color=k) for k, run in enumerate(runs)]
+        curves = [*smooth, *(curves if len(runs) == 1 else ())]
+    return Plot("loss", "Loss", "loss", caption, curves, log=True, marks=events, names=lines)
 
 
 def _gradients(runs: Sequence[ReportedRun]) -> Plot:
@@ -115,7 +140,9 @@ def _gradients(runs: Sequence[ReportedRun]) -> Plot:
     )
     lines: Lines = {"grad_norm": ("gradient norm", "line"), "clip/threshold": ("clip threshold", "dashed")}
     dashed = " Clipping by the norm scales gradients above the threshold down to it."
-    return Plot("gradients", "Gradient norm", "norm", caption, _logged(runs, lines), log=True, dashed=dashed)
+    return Plot(
+        "gradients", "Gradient norm", "norm", caption, _logged(runs, lines), log=True, dashed=dashed, names=lines
+    )
 
 
 def _memory(runs: Sequence[ReportedRun]) -> Plot:
@@ -128,15 +155,16 @@ def _memory(runs: Sequence[ReportedRun]) -> Plot:
         "memory/allocated": ("in use", "line"),
         "memory/reserved": ("reserved", "line"),
     }
-    return Plot("memory", "Memory", "MiB", caption, _logged(runs, lines))
+    return Plot("memory", "Memory", "MiB", caption, _logged(runs, lines), names=lines)
 
 
 def _rates(runs: Sequence[ReportedRun]) -> Plot:
     names = [name for name in _names(runs) if name == "lr" or name.startswith("lr/")]
     caption = "The learning rate scales every update that the optimizer makes to the weights."
     caption += _more(len(names) - _MOST_GROUPS, "groups of parameters")
-    lines: Lines = {name: (name, "line") for name in names[:_MOST_GROUPS]}
-    return Plot("lr", "Learning rate", "learning rate", caption, _logged(runs, lines))
+    titles = {"lr": "learning rate"}
+    lines: Lines = {n: (titles.get(n, n.removeprefix("lr/")), "line") for n in names[:_MOST_GROUPS]}
+    return Plot("lr", "Learning rate", "learning rate", caption, _logged(runs, lines), names=lines)
 
 
 def distances(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
@@ -160,7 +188,8 @@ def _distances(runs: Sequence[ReportedRun]) -> Iterator[Plot]:
         lines: Lines = {name: ("generated images", "dots"), f"{name}/floor": ("floor", "dashed")}
         dashed = " The floor is what a perfect model would get with as many images."
         title = f"{title}, n = {num}" if num else title
-        yield Plot(name, title, "distance", caption, _logged(runs, lines), log=True, dashed=dashed)
+        curves = _logged(runs, lines)
+        yield Plot(name, title, "distance", caption, curves, log=True, dashed=dashed, names=lines)
 
 
 def _variety(run: ReportedRun) -> Iterator[Plot]:
@@ -175,7 +204,7 @@ def _variety(run: ReportedRun) -> Iterator[Plot]:
         kinds = ("precision", "recall", "density", "coverage")
         lines: Lines = {f"{kind}/{space}": (kind, "dots") for kind in kinds}
         title = f"Fidelity and variety ({shortened(space, 60)})"
-        yield Plot(name, title, "share", caption, _logged([run], lines))
+        yield Plot(name, title, "share", caption, _logged([run], lines), names=lines)
 
 
 def _throughput(runs: Sequence[ReportedRun]) -> Iterator[Plot]:

@@ -1,6 +1,7 @@
 """Draws the plots of a report with Bokeh, as JSON that its script in the page shows."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hookdiff_report.words import shortened
 
 # Each has a contrast of at least 3 on white and on the dark page.
 PALETTE = ("#3d7edb", "#d2691e", "#2a9d6e", "#a765d1", "#c9487b", "#8a8520", "#5f7d8c", "#b5573f")
+GOAL = "#1d8a4e"
 _GREY = "#7a828c"  # of texts until the page sets its own
 _MOST_KINDS = 12
 
@@ -60,7 +62,8 @@ def signs(plot: Plot) -> dict[str, Sign]:
 def draw(plot: Plot) -> Any:
     """Return the JSON of a plot, for `Bokeh.embed.embed_item`."""
     from bokeh.embed import json_item
-    from bokeh.models import BasicTickFormatter, HoverTool, LogTicker, PrintfTickFormatter, SaveTool
+    from bokeh.models import HoverTool, LogTicker, NumeralTickFormatter, PrintfTickFormatter, SaveTool
+    from bokeh.models.annotations import Span
     from bokeh.plotting import figure
 
     shown: Any = figure(
@@ -79,15 +82,18 @@ def draw(plot: Plot) -> Any:
         min_border_right=12,
     )
     shown.toolbar.update(logo=None, autohide=True)
-    shown.xaxis.formatter = BasicTickFormatter(use_scientific=False)
+    is_by_step = plot.x_label == "step"
+    shown.xaxis.formatter = NumeralTickFormatter(format="0,0" if is_by_step else "0.[0]")
     shown.xaxis.ticker.desired_num_ticks = 5
-    shown.yaxis.formatter = BasicTickFormatter(power_limit_low=-4, power_limit_high=7)
     low, high = (end(end(curve.y[numpy.isfinite(curve.y)]) for curve in plot.curves) for end in (min, max))
+    # Plain numbers, with no power of ten: 0.0001 and 12,000.
+    is_large = max(abs(low), abs(high)) >= 10_000
+    shown.yaxis.formatter = NumeralTickFormatter(format="0,0") if is_large else PrintfTickFormatter(format="%.4g")
     if not plot.is_log and low == high:
         shown.y_range.default_span = abs(low) or 1.0
     # In a narrow range Bokeh places ticks as on a linear axis, which below 1000 leaves the low end without any.
     elif plot.is_log and 5 * low < high < 1000 * low:
-        shown.yaxis.update(ticker=LogTicker(base=2), formatter=PrintfTickFormatter(format="%.4g"))
+        shown.yaxis.ticker = LogTicker(base=2)
     for axis in (*shown.xaxis, *shown.yaxis):
         axis.update(axis_line_color=None, major_tick_line_color=None, minor_tick_line_color=None)
         axis.update(axis_label_text_font_style="normal", axis_label_text_color=_GREY, major_label_text_color=_GREY)
@@ -101,7 +107,24 @@ def draw(plot: Plot) -> Any:
     shown.y_range.renderers = renderers  # not the marks, which have a range of their own
     if plot.marks:
         _draw_marks(shown, plot)
+    for goal in plot.goals:
+        shown.add_layout(Span(location=goal, dimension="width", line_color=GOAL, line_width=2, line_dash="dotted"))
+    if plot.goals:
+        shown.y_range = _range([low, high, *plot.goals], plot.is_log)
+    if is_by_step:  # the page moves it with its slider
+        shown.add_layout(Span(name="step", dimension="height", line_color=_GREY, line_width=1.5, visible=False))
     return json_item(shown)
+
+
+def _range(values: Sequence[float], is_log: bool) -> Any:
+    """Return a range with all values in it."""
+    from bokeh.models import Range1d
+
+    low, high = min(values), max(values)
+    if is_log and low > 0:
+        return Range1d(start=low / (high / low) ** 0.05, end=high * (high / low) ** 0.05)
+    room = 0.05 * (high - low) or 1.0
+    return Range1d(start=low - room, end=high + room)
 
 
 def _draw_curve(shown: Any, curve: PlottedCurve) -> Any:
@@ -110,7 +133,7 @@ def _draw_curve(shown: Any, curve: PlottedCurve) -> Any:
 
     points: Any = {"x": "x", "y": "y", "source": ColumnDataSource({"x": curve.x, "y": curve.y}), "name": curve.label}
     is_faint, dash = curve.style == "faint", "dashed" if curve.style == "dashed" else "solid"
-    look: Any = {"line_color": color(curve.color), "line_alpha": 0.7 if is_faint else curve.alpha}
+    look: Any = {"line_color": color(curve.color), "line_alpha": 0.3 if is_faint else curve.alpha}
     level = "underlay" if is_faint else "glyph"  # below the others
     shown.line(**points, **look, line_width=1 if is_faint else 2, line_dash=dash, level=level)
     if curve.style == "dots" or len(curve.x) == 1:

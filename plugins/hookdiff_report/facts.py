@@ -1,11 +1,12 @@
 """What a report says about a run in numbers and texts: the facts at its top, all logged values, and the network."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy
 
 from hookdiff_report.curves import distances
+from hookdiff_report.goals import Goal
 from hookdiff_report.run import ReportedRun
 from hookdiff_report.words import count, duration, number, shortened
 
@@ -16,19 +17,24 @@ _MOST_MODEL = 100_000  # letters of the structure of the network
 Fact = tuple[str, tuple[str, str]]  # name, value, and a note that may be empty
 
 
-def facts(run: ReportedRun) -> dict[str, tuple[str, str]]:
+def facts(run: ReportedRun, goals: Sequence[Goal] = ()) -> dict[str, tuple[str, str]]:
     """Return the facts at the top of a report: by name a value and a note, which may be empty."""
-    return dict([*_losses(run), *_best_distances(run), *_times(run), *_memory(run)])
+    return dict([*_losses(run), *_best_distances(run), *_goals(run, goals), *_times(run), *_memory(run)])
+
+
+def _goals(run: ReportedRun, goals: Sequence[Goal]) -> Iterator[Fact]:
+    titles = dict(distances([run]))
+    for goal in goals:
+        title = titles.get(goal.name, shortened(goal.name, 60))
+        yield f"Goal of {title}", (number(goal.value), goal.outlook(run))
 
 
 def _losses(run: ReportedRun) -> Iterator[Fact]:
-    smooth, raw = ("loss/smooth", "Loss, smoothed"), ("loss", "Loss")
-    for name, title in (smooth if smooth[0] in run.history.series else raw, ("val/loss", "Loss, held out")):
-        steps, values = run.points(name)
+    for title, (steps, values) in (("Loss, smoothed", run.loss), ("Loss, held out", run.points("val/loss"))):
         if numpy.isfinite(values).any():
             best = int(numpy.nanargmin(values))
             lowest = f"lowest {number(values[best])} at step {count(steps[best])}"
-            yield title, (number(run.history.last(name)), lowest)
+            yield title, (number(values[-1]), lowest)
 
 
 def _best_distances(run: ReportedRun) -> Iterator[Fact]:
@@ -67,11 +73,11 @@ def model(run: ReportedRun) -> str:
 
 def values(run: ReportedRun) -> Iterator[tuple[str, ...]]:
     """Yield for each logged name how often it was logged, and its last, lowest and highest value, in words."""
-    names = sorted(run.history.series)
+    names, counts = sorted(run.history.series), run.history.part.counts
     for name in names[:_MOST_VALUES]:
         logged = run.points(name)[1]
         finite = logged[numpy.isfinite(logged)]
         ends = (number(finite.min()), number(finite.max())) if len(finite) else ("", "")
-        yield shortened(name, 100), count(len(logged)), number(run.history.last(name)), *ends
+        yield shortened(name, 100), count(counts.get(name, len(logged))), number(run.history.last(name)), *ends
     if len(names) > _MOST_VALUES:
         yield f"and {count(len(names) - _MOST_VALUES)} more", "", "", "", ""

@@ -31,6 +31,12 @@ _CAPTIONS = {
     "samples/interpolation": "Each row goes from one noise to another; neighbours should look alike.",
     "diversity": "The generated images that are most like a training image, each beside that image.",
 }
+TITLES = {
+    "samples": "Samples",
+    "samples/denoising": "From noise to image",
+    "samples/interpolation": "Between noises",
+    "diversity": "Closest training images",
+}
 _FILMSTRIP = "samples/filmstrip.png"
 _FILMS = {
     _FILMSTRIP: "Each row follows one noise through the training, from the first step to the last.",

@@ -9,16 +9,23 @@ import numpy
 
 from hookdiff.run_dir import History
 from hookdiff_report import curves, events, facts, gallery, settings
-from hookdiff_report.draw import color, draw, script, signs
+from hookdiff_report.draw import GOAL, color, draw, script, signs
+from hookdiff_report.goals import Goal, check_goals, goals_in_config
 from hookdiff_report.run import named
+from hookdiff_report.scrubber import scrubber
 from hookdiff_report.words import count
 
 
 @numpy.errstate(all="ignore")  # a damaged file may have numbers as large as floats get
-def page(histories: Sequence[History]) -> str:
-    """Return the HTML of the report; raises OSError for a file of a run that cannot be read."""
+def page(histories: Sequence[History], goals: Sequence[Goal] = ()) -> str:
+    """Return the HTML of the report, with the goals, or else those of the configs.
+
+    Raises OSError for a file of a run that cannot be read, and UserError for a goal of a name that is not logged.
+    """
     runs = named(histories)
-    plots = curves.plots(runs)
+    check_goals(goals, runs)
+    goals = goals or list(dict.fromkeys(goal for run in runs for goal in goals_in_config(run)))
+    plots = curves.plots(runs, goals)
     groups, films, num_more = gallery.pictures(runs)
     loader = jinja2.PackageLoader("hookdiff_report")
     templates = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -41,7 +48,10 @@ def page(histories: Sequence[History]) -> str:
         num_more=num_more,
         differences=settings.differences(runs),
         environment=settings.environment(runs),
-        facts={run: facts.facts(run) for run in runs},
+        facts={run: facts.facts(run, goals) for run in runs},
+        scrubber=scrubber(runs, [group for group in groups if len(runs) == 1]),
+        titles=gallery.TITLES,
+        goal_color=GOAL,
         values_of=facts.values,
         model_of=facts.model,
         timeline_of=events.timeline,

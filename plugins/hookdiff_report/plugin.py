@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
@@ -36,9 +37,19 @@ class Report(Periodic):
     timeout: float = field(
         default=120.0, validator=gt(0), metadata=about("time that the end of the run waits for the last one", "seconds")
     )
+    goals: tuple[str, ...] = field(
+        default=(), metadata=about('values to reach, such as ["fd/digits=0.4"], which are drawn')
+    )
     _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
     _messages: IO[bytes] = field(init=False)  # of the process
     _has_warned: bool = field(init=False, default=False)
+
+    @goals.validator
+    def _are_goals(self, field: object, value: Sequence[str]) -> None:
+        from hookdiff_report.goals import Goal
+
+        for text in value:
+            Goal.of(text)
 
     @hookimpl
     def on_start(self) -> None:

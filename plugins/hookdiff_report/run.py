@@ -14,6 +14,7 @@ from hookdiff.run_dir import BEGINS, History, asked_number, total_steps
 
 Array = NDArray[numpy.float64]
 _WINDOWS = 200  # of the pace
+SMOOTHED = 100  # values of a loss that no plugin has smoothed, of which the mean is shown
 
 
 @frozen(eq=False)
@@ -65,6 +66,14 @@ class ReportedRun:
         return steps, values
 
     @property
+    def loss(self) -> tuple[Array, Array]:
+        """The smoothed loss by step: loss/smooth, or without the plugin loss a mean of neighbours."""
+        if "loss/smooth" in self.history.series:
+            return self.points("loss/smooth")
+        steps, values = self.points("loss")
+        return steps, _smooth(values)
+
+    @property
     def seconds(self) -> float:
         """Time that the run has taken, from each start or resume to the last thing that was logged after it."""
         times = numpy.array([*self.history.times[1], *(logged.time for logged in self.history.events)], float)
@@ -101,3 +110,13 @@ def named(histories: Sequence[History]) -> list[ReportedRun]:
     """Return the runs with their names, or with their paths where names are equal."""
     names = [history.name for history in histories]
     return [ReportedRun.of(one, one.name if names.count(one.name) == 1 else str(one.run_dir)) for one in histories]
+
+
+def _smooth(values: Array, most: int = SMOOTHED) -> Array:
+    """Return for each value the mean of the finite ones around it, at most `most`, fewer for a short curve."""
+    width = max(1, min(most, len(values) // 10)) // 2
+    finite = numpy.isfinite(values)
+    sums, nums = (numpy.cumsum([0, *part]) for part in (numpy.where(finite, values, 0.0), finite))
+    low, high = (numpy.clip(numpy.arange(len(values)) + end, 0, len(values)) for end in (-width, width + 1))
+    found: Array = (sums[high] - sums[low]) / (nums[high] - nums[low])
+    return found

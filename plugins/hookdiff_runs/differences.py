@@ -22,7 +22,7 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     values = [dict(flat(config)) for config in configs]
     found: list[dict[str, Any]] = [{} for _ in configs]
     for key in dict.fromkeys(key for one in values for key in one):
-        if key in _OWN:
+        if key in _OWN or _is_common([one.get(key, _MISSING) for one in values]):
             continue
         kinds = [_kind(config, key) for config in configs]
         present = {kind for kind, one in zip(kinds, values, strict=True) if key in one}
@@ -31,6 +31,14 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             for n in compared:
                 found[n][key] = values[n].get(key)
     return found
+
+
+def _is_common(values: Sequence[Any]) -> bool:
+    """Return quickly whether all values are surely the same; most keys of many runs are."""
+    first, kind = values[0], type(values[0])
+    if kind in (list, float):  # whose items may differ in kind, and NaN
+        return len(set(map(repr, values))) == 1
+    return all(type(value) is kind and value == first for value in values)
 
 
 def texts(found: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from attrs import define
@@ -21,9 +22,11 @@ from hookdiff.run_dir import (
     skim_metrics,
     total_steps,
 )
+from hookdiff_runs.configs import Configs
 
 STATES = ("running", "done", "stopped", "crashed", "damaged")
-_LOSSES = ("loss/smooth", "loss")  # the newest one counts, of two of a step the first
+_SMOOTH, _RAW = "loss/smooth", "loss"
+_SMOOTHED = 10  # values of a loss that no plugin has smoothed, of which the mean is shown
 
 
 @define(eq=False)
@@ -37,17 +40,20 @@ class Row:
     step: int = 0
     steps: int | None = None  # of the whole run
     begin: LoggedEvent | None = None  # its newest start or resume
-    loss_name: str = ""
-    loss: float = math.nan
+    has_loss: bool = False
+    loss: float = math.nan  # smoothed
     best: Mapping[str, tuple[float, int]] = {}  # lowest value and its step, by metric
     time: float = -math.inf  # of the newest line, in seconds since 1970
 
 
-def read_row(history: History, folder: Path) -> Row:
-    """Return the row of a run below `folder`; it raises no error for a damaged one."""
-    name = str(history.run_dir.relative_to(folder))
-    row = Row(history.name if name == "." else name, history.state, {})
-    for read in (_read_events, _read_metrics, _read_config):  # the config last: its problem is the one to report
+def read_row(history: History, name: str, configs: Configs) -> Row:
+    """Return the row of a run; it raises no error for a damaged one."""
+    row = Row(name, history.state, {})
+    for read in (
+        _read_events,
+        _read_metrics,
+        partial(_read_config, configs=configs),
+    ):  # the config last: its problem is the one to report
         try:
             read(row, history)
         except FileNotFoundError:  # nothing is logged yet
@@ -64,8 +70,8 @@ def read_row(history: History, folder: Path) -> Row:
     return row
 
 
-def _read_config(row: Row, history: History) -> None:
-    row.config = history.config
+def _read_config(row: Row, history: History, configs: Configs) -> None:
+    row.config = configs.read(history)
     row.problem = row.problem if row.config else f"{CONFIG} is empty"
 
 
@@ -75,11 +81,14 @@ def _read_metrics(row: Row, history: History) -> None:
         row.step = line.step
         row.time = max(row.time, line.time)  # as it was, if the line has none (NaN)
         break
-    newest = -1
-    for name in _LOSSES:
-        found = next((line for line in metrics.backwards(name) if name in line.values), None)
-        if found and found.step > newest:
-            row.loss_name, row.loss, newest = name, found.values[name], found.step
+    smooth = next((line for line in metrics.backwards(_SMOOTH) if _SMOOTH in line.values), None)
+    raw = next((line for line in metrics.backwards(_RAW) if _RAW in line.values), None)
+    if smooth and (raw is None or smooth.step >= raw.step):
+        row.has_loss, row.loss = True, smooth.values[_SMOOTH]
+    elif raw:
+        newest = islice((line.values[_RAW] for line in metrics.backwards(_RAW) if _RAW in line.values), _SMOOTHED)
+        values = list(newest)
+        row.has_loss, row.loss = True, sum(values) / len(values)
     best: dict[str, tuple[float, int]] = {}
     for beginning in DISTANCES:
         for line in metrics.having(beginning):

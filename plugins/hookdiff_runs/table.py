@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+import click
 from attrs import define, field
 
 from hookdiff import UserError, nearest, shown
-from hookdiff_runs.differences import as_json, differences, texts
+from hookdiff.run_dir import flat
+from hookdiff_runs.differences import as_json, as_text, differences, texts
 from hookdiff_runs.rows import Row
 
-_STYLES = {"running": "green", "stopped": "yellow", "crashed": "red", "damaged": "red"}
+_COLORS = {"running": "green", "stopped": "yellow", "crashed": "red", "damaged": "red"}
+_NAME, _DIFFERS = "name", "differs"
+_COLUMNS = (_NAME, "state", "step", "loss", "age", _DIFFERS)
+_HEADS = {_NAME: "run", "loss": "smooth loss"}
 _GAP = 2  # columns between two cells
-_LEAST, _MOST_PADDED = 12, 40  # columns of a name; a longer one is wrapped, or in a pipe moves the rest of its line
+_LEAST, _MOST_PADDED = 12, 40  # columns of a name; a longer one is cut, or in a pipe moves the rest of its line
+_NARROWEST = 24  # columns for the differences; with less room they are left out
 _MOST_KEYS, _MOST_TEXT = 12, 100  # of a run, and letters of each
-_NARROWEST = 40  # columns for the differences; with less room they get lines of their own
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
-@define(eq=False)
+@define(eq=False, slots=False)
 class Runs:
     """The rows and what they have in common."""
 
@@ -37,22 +43,35 @@ class Runs:
         self.differing = {**{row: {} for row in self.rows}, **dict(zip(whole, found, strict=True))}
         self._texts = dict(zip(whole, texts(found), strict=True))
 
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the configs that differ."""
+        return list(dict.fromkeys(key for one in self.differing.values() for key in one))
+
+    @property
+    def usual(self) -> list[str]:
+        """The columns of the table unless others are chosen."""
+        return [*_COLUMNS[:4], *self.metrics, *_COLUMNS[4:]]
+
+    @cached_property
+    def _configs(self) -> Mapping[Row, Mapping[str, Any]]:
+        return {row: dict(flat(row.config)) for row in self.rows}
+
+    def check(self, names: Iterable[str], option: str) -> None:
+        """Raise UserError unless each name is a column, a metric or a key of a config."""
+        known = dict.fromkeys([*_COLUMNS, *self.metrics, *self.keys])
+        for name in names:
+            if name not in known and not any(name in config for config in self._configs.values()):
+                every = {**known, **dict.fromkeys(key for config in self._configs.values() for key in config)}
+                text = f"{option} {name}: no such column{nearest(name, every)}; known: {', '.join(known)}"
+                raise UserError(f"{text}, and all keys of the configs")
+
     def sort(self, key: str) -> None:
         """Sort by a column, a metric or a key of the config; runs without a value come last."""
-        columns: dict[str, Callable[[Row], Any]] = {
-            "name": lambda row: row.name,
-            "state": lambda row: row.state,
-            "step": lambda row: row.step,
-            "loss": lambda row: row.loss,
-            "age": lambda row: -row.time,
-        }
-        known = [*columns, *self.metrics, *dict.fromkeys(key for one in self.differing.values() for key in one)]
-        if key not in known:
-            raise UserError(f"--sort {key}: no such column{nearest(key, known)}; known: {', '.join(known)}")
+        self.check([key], "--sort")
 
         def place(row: Row) -> tuple[bool, bool, Any]:
-            others = {**self.differing[row], **{name: best for name, (best, _) in row.best.items()}}
-            value = columns[key](row) if key in columns else others.get(key)
+            value = -row.time if key == "age" else self._value(row, key)
             is_number = isinstance(value, int | float)
             missing = value is None or (is_number and math.isnan(value))
             return missing, not is_number, 0 if missing else value if is_number else str(value)
@@ -69,7 +88,6 @@ class Runs:
                 "step": row.step,
                 "steps": row.steps,
                 "loss": _finite(row.loss),
-                "loss_name": row.loss_name or None,
                 "best": {name: {"value": value, "step": step} for name, (value, step) in row.best.items()},
                 "time": _finite(row.time),
                 "differs": {key: as_json(value) for key, value in self.differing[row].items()},
@@ -77,66 +95,108 @@ class Runs:
             for row in self.rows
         ]
 
-    def as_text(self) -> str:
-        lines = [self._heads, *([*self._cells(row), "  ".join(self._differs(row))] for row in self.rows)]
-        widths = [min(_MOST_PADDED, max(len(line[k]) for line in lines)) for k in range(len(lines[0]) - 1)]
-        padded = ([f"{cell:<{width}}" for cell, width in zip(line, widths, strict=False)] + line[-1:] for line in lines)
-        return "\n".join("  ".join(line).rstrip() for line in padded)
+    def table(self, columns: Sequence[str], width: int | None) -> list[str]:
+        """Return a line with the heads and one for each run, at most `width` wide; a last one names missing columns.
 
-    def print(self) -> None:
-        """Print a table that fits on the terminal."""
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+        Without a width nothing is left out, as in a pipe.
+        """
+        lines = [[shown(_HEADS.get(name, name)) for name in columns]]
+        lines += [[self._text(row, name) for name in columns] for row in self.rows]
+        sizes = [max(_size(line[k]) for line in lines) for k in range(len(columns))]
+        sizes = [min(size, _MOST_PADDED) if name == _NAME else size for name, size in zip(columns, sizes, strict=True)]
+        missing: list[str] = []
+        if width is not None:
+            kept, sizes = _fitted(columns, sizes, width)
+            missing = [name for k, name in enumerate(columns) if k not in kept]
+            columns, lines = [columns[k] for k in kept], [[line[k] for k in kept] for line in lines]
+        states = ["", *(_COLORS.get(row.state, "") for row in self.rows)]
+        found = [
+            _line(columns, line, sizes, state, is_cut=width is not None)
+            for line, state in zip(lines, states, strict=True)
+        ]
+        if missing:
+            note = f"not shown: {', '.join(map(shown, missing))}; choose with --columns, or see --json"
+            found += ["", *click.wrap_text(note, width or 0).split("\n")]
+        return found
 
-        console = Console(highlight=False)
-        *heads, last = self._heads
-        lines = [self._cells(row) for row in self.rows]
-        widths = [max(len(line[k]) for line in [heads, *lines]) + _GAP for k in range(len(heads))]
-        while len(widths) > 2 and _LEAST + sum(widths[1:]) > console.width:
-            widths.pop()  # the last columns do not fit
-        differs = [self._differs(row) for row in self.rows]
-        name, room = max(_LEAST, min(widths[0], _MOST_PADDED)), console.width - sum(widths[1:]) - _NARROWEST
-        is_wide = any(differs) and room >= min(name, _MOST_PADDED // 2)
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, _GAP, 0, 0), show_edge=False)
-        table.add_column(heads[0], overflow="fold", min_width=_LEAST, max_width=min(name, room) if is_wide else name)
-        for head in heads[1 : len(widths)]:
-            table.add_column(head, no_wrap=True)
-        if is_wide:
-            table.add_column(last, overflow="fold")
-        for row, line, found in zip(self.rows, lines, differs, strict=True):
-            styles = ["", _STYLES.get(row.state, ""), *[""] * len(line)]
-            cells = [Text(cell, style) for cell, style in zip(line[: len(widths)], styles, strict=False)]
-            table.add_row(*cells, *[Text("  ".join(found))] * is_wide)
-        console.print(table)
-        if any(differs) and not is_wide:
-            below = Table.grid(padding=(0, _GAP, 0, 0))
-            below.add_column(overflow="fold", max_width=console.width // 3)
-            below.add_column(overflow="fold")
-            for row, found in zip(self.rows, differs, strict=True):
-                below.add_row(Text(shown(row.name)), Text("  ".join(found)))
-            console.print(f"\n{last}:", style="bold")
-            console.print(below)
+    def _value(self, row: Row, name: str) -> Any:
+        if name in row.best:
+            return row.best[name][0]
+        if name in _COLUMNS[:4]:
+            return getattr(row, name)
+        return self.differing[row].get(name, self._configs[row].get(name))
 
-    @property
-    def _heads(self) -> list[str]:
-        return ["run", "state", "step", "loss", *map(shown, self.metrics), "age", "differs"]
-
-    def _cells(self, row: Row) -> list[str]:
-        """Return the cells without the last one."""
-        best = [f"{row.best[name][0]:.4g} @{row.best[name][1]}" if name in row.best else "-" for name in self.metrics]
-        step = str(row.step) if row.steps is None else f"{row.step}/{row.steps}"
-        loss = f"{row.loss:.4g}" if row.loss_name else "-"
-        return [shown(row.name), row.state, step, loss, *best, _age(row.time)]
+    def _text(self, row: Row, name: str) -> str:
+        """Return a cell."""
+        match name:
+            case "name" | "state":
+                return shown(getattr(row, name))
+            case "step":
+                return str(row.step) if row.steps is None else f"{row.step}/{row.steps}"
+            case "loss":
+                return f"{row.loss:.4g}" if row.has_loss else "-"
+            case "age":
+                return _age(row.time)
+            case "differs":
+                return "  ".join(self._differs(row))
+        if name in self.metrics:
+            return f"{row.best[name][0]:.4g} @{row.best[name][1]}" if name in row.best else "-"
+        value = self._value(row, name)
+        return "-" if value is None else shown(_shortened(as_text(value)))
 
     def _differs(self, row: Row) -> list[str]:
         """Return "key=value" for the keys in which the configs differ, or why the run directory cannot be read."""
         if row.problem:
             return [row.problem]
-        found = [shown(text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}...") for text in self._texts[row]]
+        found = [shown(_shortened(text)) for text in self._texts[row]]
         more = len(found) - _MOST_KEYS
         return [*found[:_MOST_KEYS], f"and {more} more"] if more > 0 else found
+
+
+def _fitted(columns: Sequence[str], sizes: Sequence[int], width: int) -> tuple[list[int], list[int]]:
+    """Return the places of the columns that fit, and their sizes; name and differences take less if they have to."""
+    least = [
+        min(size, {_NAME: _LEAST, _DIFFERS: _NARROWEST}.get(n, size)) for n, size in zip(columns, sizes, strict=True)
+    ]
+    kept: list[int] = []
+    for place in range(len(columns)):
+        if sum(least[k] + _GAP for k in kept) + least[place] <= width:
+            kept.append(place)
+    kept = kept or [0]
+    chosen, room = [least[k] for k in kept], width - sum(least[k] + _GAP for k in kept) + _GAP
+    for at, place in enumerate(kept):  # the name first
+        more = min(sizes[place] - least[place], max(0, room))
+        chosen[at], room = chosen[at] + more, room - more
+    return kept, chosen
+
+
+def _line(columns: Sequence[str], cells: Sequence[str], sizes: Sequence[int], color: str, is_cut: bool) -> str:
+    parts = []
+    for name, cell, size in zip(columns, cells, sizes, strict=True):
+        over = _size(cell) - size
+        if over > 0 and is_cut:
+            cell = _begin(cell[::-1], size)[::-1] if name == _NAME else _begin(cell, size)  # names differ at their ends
+        padding = " " * (max(0, size - _size(cell)) + _GAP)
+        parts.append((click.style(cell, color) if name == "state" and color and is_cut else cell) + padding)
+    return "".join(parts).rstrip()
+
+
+def _begin(text: str, size: int) -> str:
+    from rich.cells import set_cell_size
+
+    return set_cell_size(text, max(0, size - 3)) + "..."[:size]
+
+
+def _size(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
 
 
 def _finite(value: float) -> float | None:

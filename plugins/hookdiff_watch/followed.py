@@ -14,6 +14,7 @@ from attrs import define, field
 from hookdiff import UserError
 from hookdiff.run_dir import (
     BEGINS,
+    MOST_LINES,
     History,
     Logged,
     LoggedEvent,
@@ -51,7 +52,7 @@ class Followed:
     _events: Tail[LoggedEvent] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._metrics = follow_metrics(self.run_dir)
+        self._metrics = follow_metrics(self.run_dir, MOST_LINES)
         self._events = follow_events(self.run_dir)
 
     def read(self) -> None:

@@ -24,6 +24,7 @@ from PIL import Image
 from hookdiff.authors.sheets import sheet
 from hookdiff.log.panel import Panel
 from hookdiff.log.picture import Picture
+from hookdiff.run_dir.history import History
 from hookdiff.run_dir.pictures_png import picture_path
 from tests.conftest import check_facts, check_refused, finish, locked, output, wait_for, warnings, write_small
 from tests.forked import python
@@ -33,6 +34,8 @@ pytest.importorskip("bokeh", reason="the report needs the extra package bokeh")
 from hookdiff_report.cli import command
 from hookdiff_report.curves import thin
 from hookdiff_report.gallery import evenly
+from hookdiff_report.goals import Goal
+from hookdiff_report.run import ReportedRun
 
 Command = Callable[..., tuple[int, str, str]]
 TIME = 1_700_000_000.0  # 2023-11-14 22:13 UTC
@@ -216,7 +219,7 @@ def test_what_a_report_says(run: Path, hookdiff: Command) -> None:
     assert page.curves("Fréchet distance (digits), n = 512") == {"generated images": [5.0, 2.5], "floor": [1.5, 1.5]}
     kinds = ("precision", "recall", "density", "coverage")
     assert page.curves("Fidelity and variety (digits)") == {kind: [0.25, 0.5] for kind in kinds}
-    assert page.curves("Learning rate") == {"lr": [0.001] * 40, "lr/head": [0.0001] * 40}
+    assert page.curves("Learning rate") == {"learning rate": [0.001] * 40, "head": [0.0001] * 40}
     assert page.curves("Gradient norm") == {"gradient norm": [3.0 + k for k in steps], "clip threshold": [5.0] * 40}
     assert page.curves("Throughput")["mean 80"] == pytest.approx([80.0] * 39)
     assert page.curves("Memory") == {"peak so far": [512.0] * 40, "in use": [512.0] * 40}
@@ -224,6 +227,38 @@ def test_what_a_report_says(run: Path, hookdiff: Command) -> None:
     # Rounded labels of an axis would not be powers of two, and a flat line at 512 would look like one at 0.
     assert [part["format"] for part in page.parts("Gradient norm", "PrintfTickFormatter")] == ["%.4g"]
     assert [part["default_span"] for part in page.parts("Memory", "DataRange1d") if "default_span" in part] == [512.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "goal", "outlook"),
+    [
+        ({10: 10.0, 20: 5.0, 40: 2.5, 80: 1.25}, 2.5, "reached at step 40"),
+        ({10: 10.0, 20: 5.0, 40: 2.5, 80: 1.25}, 0.5, "expected at about step 200"),  # 100 / step
+        ({10: 10.0, 20: 5.0, 40: 2.5, 80: 1.25}, 0.01, "not in sight"),
+        ({10: 1.0, 20: 2.0, 40: 4.0, 80: 8.0}, 20.0, "expected at about step 200"),  # from below
+        ({10: 5.0, 20: 5.0, 40: 6.0, 80: 7.0}, 1.0, "not in sight"),  # it goes away
+        ({10: 2.0, 20: -1.0, 40: 2.0}, -2.0, "not in sight"),  # without a logarithm
+        ({10: 2.0, 20: 1.9}, 1.0, "not in sight"),
+        ({10: None}, 1.0, "nothing is measured yet"),
+    ],
+)
+def test_when_a_goal_is_reached(run: Path, values: dict[int, float], goal: float, outlook: str) -> None:
+    write_lines(run / "metrics.jsonl", [{"step": step, "time": 1.0, "fd/x": one} for step, one in values.items()])
+    assert Goal("fd/x", goal).outlook(ReportedRun.of(History(run), "")) == outlook
+
+
+def test_goals_are_drawn(run: Path, hookdiff: Command) -> None:
+    output(hookdiff("report", run, "--goal", "fd/digits=2", "--goal", "loss=0.5", "--goal", "time/of_a_plugin = 3"))
+    page = Page.of(run / "report.html")
+    plots = {"Fréchet distance (digits), n = 512": 2.0, "Loss": 0.5, "time/of_a_plugin": 3.0}
+    for plot, goal in plots.items():
+        assert [part["location"] for part in page.parts(plot, "Span") if "dimension" not in part] == [goal]
+    check_facts(page.text, "Goal of Fréchet distance (digits)", "not in sight", "Goal of loss", "reached at step 4")
+    check_refused(hookdiff("report", run, "--goal", "fd/digts=2"), "--goal", "fd/digts", "'fd/digits'")
+    for text in ("fd/digits", "fd/digits=", "=3", "fd/digits=nan"):
+        check_refused(hookdiff("report", run, "--goal", text), "--goal", text, "fd/digits=0.4")
+    (run / "config.toml").write_text('[plugins.report]\ngoals = ["fd/digits=4", "fd/other=1", "damaged"]\n')
+    check_facts(report(run).text, "The goal 4 is reached at step 40.")
 
 
 def test_a_run_under_way_and_resumed(run: Path) -> None:
@@ -285,7 +320,15 @@ def test_samples_by_step_and_weights(run: Path) -> None:
         assert black.min() < 9  # WebP is lossy
         assert white.min() > 246
         assert numpy.median(black) < 9
-    assert [one["max"] for one in page.all("input") if one["type"] == "range"] == ["2"]
+    sliders = [(one["min"], one["max"]) for one in page.all("input") if one["type"] == "range"]
+    assert sliders == [("1", "40")]  # steps
+    scrubbed = json.loads(page.scripts[2])
+    assert scrubbed["stops"] == [*range(1, 41)]
+    assert {label: (texts[0], texts[19]) for label, texts in scrubbed["values"].items()} == {
+        "loss": ("2", "0.1"),
+        "learning rate": ("0.001", "0.001"),
+        "Fréchet distance (digits)": ("", "5"),
+    }
     assert len([one for one in page.all("input") if one["type"] == "radio"]) == 2
     check_facts(page.text, "sampler ddim, 7 steps, seed 3", "ema (moving average)", "model (raw weights)")
 
@@ -364,10 +407,12 @@ def test_several_runs_are_compared(run: Path, tmp_path: Path, monkeypatch: pytes
     assert ["machine and versions", "first"] in page.rows
     assert page.strips == [{"panels": ["ema", "model"], "steps": [20]}, {"panels": ["ema"], "steps": [10]}]
     assert len([one for one in page.all("input") if one["type"] == "radio"]) == 2
-    # A plot has the same quantity of all runs.
-    assert page.curves("Loss")["second: as logged"] == [1 / step for step in range(1, 21)]
-    assert page.curves("Loss").keys() == {"first: as logged", "second: as logged"}
-    assert page.curves("Learning rate").keys() == {"first: lr/head", "second: lr/head"}
+    # A plot has the same quantity of all runs: here the loss is smoothed by the report.
+    raw = [1 / step for step in range(1, 21)]
+    smooth = [numpy.mean(raw[max(0, k - 1) : k + 2]) for k in range(20)]
+    assert page.curves("Loss").keys() == {"first", "second"}
+    assert page.curves("Loss")["second"] == pytest.approx(smooth)
+    assert page.curves("Learning rate").keys() == {"first: head", "second: head"}
     assert page.curves("Gradient norm").keys() == {"first"}
     check_facts(page.text, "What the runs have reported", "The run has reported no problem.")
 
@@ -412,8 +457,8 @@ def test_nothing_in_a_run_becomes_markup(tmp_path: Path) -> None:
     sheet(panels, info={"sampler": ATTACK}).with_info(name="samples").save(picture_path(run, "samples", 1))
     for runs in ([run], [run, make_run(tmp_path / "other")]):
         page = report(*runs, out=tmp_path / "out.html")
-        assert len(page.scripts) == 4
-        assert "<" not in page.scripts[0] + page.scripts[1]
+        assert len(page.scripts) == 5
+        assert "<" not in "".join(page.scripts[:3])
         assert {one.get("type") for one in page.all("script")} == {"application/json", None}
         assert page.strips[0]["panels"] == [ATTACK[:60] + "...", '" onload="alert(3)']
         assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
@@ -431,7 +476,7 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
     page = report(run)
     check_facts(page.text, "bare", "crashed", "step 0", "without a reason")
     assert "Memory" not in page.text  # it has no values
-    assert len(page.scripts) == 3  # without plots there is no Bokeh
+    assert len(page.scripts) == 4  # without plots there is no Bokeh
 
     (run / "config.toml").write_text("[run\n")
     values = [1e308, -1e308, None, 0.0, 5e-324]

@@ -13,6 +13,7 @@ from hookdiff_report.cli import command
 from tests.plugins.test_report import ATTACK, add_samples, logged, make_run, write_lines
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NONE = "\u2013"  # a value that is not logged yet
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
 
@@ -73,24 +74,52 @@ def path(tmp_path: Path) -> Path:
     return report(run, out=tmp_path / "report.html")
 
 
-def test_slider_and_switch_by_keyboard(browser: Any, path: Path) -> None:
-    opened = Opened.of(browser, path)
+@pytest.mark.parametrize("width", [1200, 360])
+def test_one_slider_moves_all(browser: Any, path: Path, width: int) -> None:
+    opened = Opened.of(browser, path, viewport={"width": width, "height": 800})
     page = opened.page
     text, shade = opened.picture()
     assert text == "samples, step 30, ema"
     assert shade < 20
-    slider = page.get_by_role("slider", name="step of samples")
+    slider = page.get_by_role("slider", name="step")
+
+    def state() -> tuple[Any, ...]:
+        """Return the step of the slider, the picture, the progress, the line in all plots, and the values."""
+        lines = page.evaluate("""() => Bokeh.documents.flatMap((one) => one.roots()).flatMap((plot) => plot.center)
+            .filter((part) => part.name === "step").map((part) => [part.visible, part.location])""")
+        assert len(lines) == 7  # of all plots but the loss by noise level
+        ((is_shown, location),) = {tuple(line) for line in lines}
+        shown = page.locator("#scrubber output").inner_text(), opened.picture()[0].split(", ")[1]
+        names, texts = (page.locator(f"#scrubber {tag}").all_inner_texts() for tag in ("dt", "dd"))
+        values = dict(zip(names, texts, strict=True))
+        progress = page.locator("progress").evaluate("bar => bar.value")
+        assert slider.get_attribute("aria-valuetext") == f"step {shown[0]}"
+        return *shown, progress, is_shown and location, values["loss"], values["Fréchet distance (digits)"]
+
+    end = ("40", "step 30", 40, False, "0.05", "2.5")
+    assert state() == end
+    page.keyboard.press("ArrowLeft")  # from anywhere
+    assert state() == ("39", "step 30", 39, 39, "0.05128", "5")
     slider.focus()
-    for key, step in (("ArrowLeft", 20), ("Home", 10), ("ArrowRight", 20), ("End", 30)):
+    for key, found in {
+        "Home": ("1", "step 10", 1, 1, "2", NONE),
+        "PageUp": ("5", "step 10", 5, 5, "0.4", NONE),
+        "ArrowRight": ("6", "step 10", 6, 6, "0.3333", NONE),
+        "End": end,
+    }.items():
         page.keyboard.press(key)
-        assert opened.picture()[0] == f"samples, step {step}, ema"
-        assert page.locator("output").first.inner_text() == f"step {step}"
-        assert slider.get_attribute("aria-valuetext") == f"step {step}"
+        assert state() == found
+    box = slider.bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    step, picture, *_, distance = state()
+    assert (19 <= int(step) <= 22, picture) == (True, f"step {int(step) // 10 * 10}")
+    assert distance == (NONE if int(step) < 20 else "5")
     page.get_by_role("radio", name="ema").focus()
-    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")  # a button keeps its keys
     text, shade = opened.picture()
-    assert text == "samples, step 30, model"
+    assert text == f"samples, {picture}, model"
     assert shade > 235
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert not opened.errors
     assert not opened.left
 

@@ -41,11 +41,11 @@ def rows(hookdiff: Command, folder: Path, *options: object) -> dict[str, dict[st
 
 
 GOLDEN = """\
-run     state    step     loss    fd/digits  age  differs
-b       done     100/100  0.25    2.5 @60    -    optimizer.lr=0.5
-c       stopped  100/100  nan     -          -    optimizer.lr=0.125
-deep/a  crashed  30/100   0.3333  -          -    with ema  optimizer.lr=0.5
-torn    damaged  0        -       -          -    runs/torn/config.toml: cannot be read: No such file or directory
+run     state    step     smooth loss  fd/digits  age  differs
+b       done     100/100  0.25         2.5 @60    -    optimizer.lr=0.5
+c       stopped  100/100  nan          -          -    optimizer.lr=0.125
+deep/a  crashed  30/100   0.3333       -          -    with ema  optimizer.lr=0.5
+torn    damaged  0        -            -          -    runs/torn/config.toml: cannot be read: No such file or directory
 """
 
 
@@ -69,10 +69,10 @@ def test_json_has_all_that_is_known(tmp_path: Path, hookdiff: Command) -> None:
     make(tmp_path / "y", optimizer={"betas": [0.5, 0.8]})
     found = rows(hookdiff, tmp_path)
     best = {"fd/a": {"value": 7.0, "step": 5}, "fid/b/c": {"value": 3.0, "step": 5}}
-    known = {"state": "done", "problem": None, "step": 100, "steps": 100, "loss": 2, "loss_name": "loss"}
+    known = {"state": "done", "problem": None, "step": 100, "steps": 100, "loss": 2}
     differs: dict[str, Any] = {"optimizer.betas": [0.5, 0.9]}
     assert found["x"] == {**known, "best": best, "time": 99.5, "differs": differs}
-    unknown = dict.fromkeys(("problem", "loss", "loss_name", "time"))
+    unknown = dict.fromkeys(("problem", "loss", "time"))
     differs = {"optimizer.betas": [0.5, 0.8]}
     assert found["y"] == {**unknown, "state": "crashed", "step": 0, "steps": 100, "best": {}, "differs": differs}
 
@@ -87,11 +87,40 @@ def test_the_age_is_that_of_the_newest_line_or_event(tmp_path: Path, hookdiff: C
     assert [line.split()[4:6] for line in out.splitlines()[1:]] == [["2", "h"], ["2", "h"], ["0", "s"], ["2", "min"]]
 
 
-@posix
-def test_the_newest_loss_counts(tmp_path: Path, hookdiff: Command) -> None:
-    make(tmp_path / "x", {"step": 1, "loss": 8, "loss/smooth": 9}, {"step": 2, "loss": 0.5})
-    make(tmp_path / "y", {"step": 1, "loss": 8, "loss/smooth": 9})
-    assert [row["loss"] for row in rows(hookdiff, tmp_path).values()] == [0.5, 9]
+def test_the_loss_is_smoothed(tmp_path: Path, hookdiff: Command) -> None:
+    make(tmp_path / "logged", {"step": 1, "loss": 8, "loss/smooth": 9})
+    make(tmp_path / "mean", *({"step": step, "loss": step} for step in range(1, 31)))
+    make(tmp_path / "newer", {"step": 1, "loss": 8, "loss/smooth": 9}, {"step": 2, "loss": 0.5})
+    found = {name: row["loss"] for name, row in rows(hookdiff, tmp_path).items()}
+    assert found == {"logged": 9, "mean": sum(range(21, 31)) / 10, "newer": 4.25}
+
+
+def test_columns_and_patterns_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Command) -> None:
+    monkeypatch.chdir(tmp_path)
+    for k in range(3):
+        tables = {"optimizer": {"lr": k / 4}, "model": {"use": "unet"}}
+        make(Path("runs", "sweep", f"run-{k}"), {"step": k + 1, "loss": 1, "fd/x": 2.0}, **tables)
+    make(Path("runs", "other"), model={"use": "unet"})
+    every = ["other", "sweep/run-0", "sweep/run-1", "sweep/run-2"]
+    patterns = {"run-[12]": every[2:], "sweep/*": every[1:], "o*": every[:1], "x*": []}
+    assert {pattern: [*rows(hookdiff, Path(pattern))] for pattern in patterns} == patterns
+    assert [*rows(hookdiff, Path("runs"), "*-0", "o*")] == every[:2]
+    both = [*rows(hookdiff, Path("runs/sweep"), "runs/other")]  # as a shell expands runs/*
+    assert both == ["runs/other", *(f"runs/{name}" for name in every[1:])]
+    out = output(hookdiff("runs", "sweep/*", "--columns", "name, fd/x,model.use,optimizer.lr"))
+    assert [line.split() for line in out.splitlines()] == [
+        ["run", "fd/x", "model.use", "optimizer.lr"],
+        *([f"sweep/run-{k}", "2", f"@{k + 1}", "unet", str(k / 4)] for k in range(3)),
+    ]
+    out = output(hookdiff("runs", "--diff"))
+    assert [line.split() for line in out.splitlines()] == [
+        ["run", "optimizer.lr"],
+        *([name, lr] for name, lr in zip(every, ("0.5", "0.0", "0.25", "0.5"), strict=True)),
+    ]
+    check_facts(hookdiff("runs", "run-0", "--diff")[2], "run-0")  # no pattern, and no folder
+    check_facts(output(hookdiff("runs", "run-[0]", "--diff")), "The configs are equal")
+    check_refused(hookdiff("runs", "--columns", "name,optimizer.rl"), "--columns", "optimizer.rl", "'optimizer.lr'")
+    check_refused(hookdiff("runs", "--columns", "name", "--json"), "--json", "--columns")
 
 
 def test_a_run_of_epochs_has_the_steps_that_it_expects(tmp_path: Path, hookdiff: Command) -> None:
@@ -212,11 +241,17 @@ def test_the_table_fits_on_a_terminal(tmp_path: Path, columns: int) -> None:
     make(tmp_path / long, *lines, reason="done", optimizer={"lr": 0.25})
     make(tmp_path / "b", *lines, optimizer={"lr": 0.125})
     left, _ = shown(tmp_path, "runs", tmp_path, columns=columns)
-    assert max(map(len, left.splitlines())) <= columns
-    check_facts(left, "done", "crashed", "100000/100", "optimizer.lr=0.25", "optimizer.lr=0.125")
-    assert long in "".join(line.split("  ")[0].strip() for line in left.splitlines())  # no letter is lost
+    lines = [line for line in left.splitlines() if line.strip()]
+    assert max(map(len, lines)) <= columns
+    check_facts(left, "done", "crashed", "100000/100")
+    assert [line.split()[0][-9:] for line in lines[1:3]] == [long[-9:], "b"]  # one line a run; names differ at the end
     if columns >= 80:
         check_facts(left, "12.5 @100000", "3.25 @100000", "1.234")
+    if columns >= 120:
+        check_facts(left, "optimizer.lr=0.25", "optimizer.lr=0.125")
+        assert "not shown" not in left
+    else:
+        check_facts(left, "not shown", "differs", "--columns")
 
 
 def test_a_folder_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Command) -> None:

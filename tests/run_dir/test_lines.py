@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from hookdiff.run_dir.lines import Logged, Tail
+from hookdiff.run_dir.lines import Logged, Tail, read_thinned
 from hookdiff.run_dir.metrics_jsonl import parse_metrics
 
 
@@ -140,3 +140,35 @@ def test_what_was_read_is_always_what_the_file_has(
             anew, lines = tail.read()
             known = lines if anew else known + lines
             assert known == [parse_metrics(json.loads(line)) for line in content.splitlines()]
+
+
+def test_of_a_long_file_all_lines_with_rare_names_are_parsed(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rare, often = {*range(700, 10_000, 1000)}, {*range(50, 10_000, 50)}  # `often` would miss every 20th line
+    damaged = 5555
+    with path.open("w") as file:
+        for step in range(1, 10_001):
+            line = {"step": step, "time": 1.0, "loss": step / 2, **({"lr \\u00e9": 1.0} if step in often else {})}
+            line |= {"fd/x": -1.0} if step in rare else {}
+            file.write(f"{json.dumps(line)[: 9 if step == damaged else None]}\n")
+        file.write('{"step": 10001, "lo')
+    lines, part = read_thinned(path, parse_metrics, 500)
+    found = [line.step for line in lines]
+    assert (part.every, part.num, part.size) == (20, 10_000, path.stat().st_size - len('{"step": 10001, "lo'))
+    assert found == sorted(set(found))
+    assert {1, *rare, *range(9901, 10_001)} <= {*found}  # the first, the rare and the newest ones
+    assert len(found) < 700
+    assert [line.step for line in lines if "fd/x" in line.values] == sorted(rare)
+    assert 8 <= sum("lr \\u00e9" in line.values for line in lines[:-100]) <= 20
+    assert all(line.values["loss"] == line.step / 2 for line in lines)
+    assert {name: part.counts[name] for name in ("loss", "fd/x", "lr \\u00e9")} == {
+        "loss": 9999,
+        "fd/x": 10,
+        "lr \\u00e9": 199,
+    }
+    assert f"line {damaged}," in caplog.text
+    tail = Tail(path, parse_metrics, 500)
+    assert steps(tail) == (True, found)
+    append(path, f'ss": 1}}\n{text([10_002])}')
+    assert steps(tail) == (False, [10_001, 10_002])
+    whole, part = read_thinned(path, parse_metrics, 10_002)
+    assert (len(whole), part.every, part.counts) == (10_001, 1, {})

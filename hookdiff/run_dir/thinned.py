@@ -1,0 +1,89 @@
+"""A part of the lines of a long metrics.jsonl, which shows what all of them show.
+
+Most of the time that a long file takes goes into JSON. So of the lines with the usual names, such as the loss, only one
+in so many is parsed. All lines are parsed that have a rare name, such as an FID value.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from io import FileIO
+
+from attrs import frozen
+
+MOST_LINES = 50_000  # that a command parses to show curves
+_RARE = 4  # a name on fewer lines than one in so many of the most is rare
+_NEWEST = 100  # lines of which none is left out: they show the speed
+_CHUNK = 4 << 20  # bytes
+
+
+@frozen
+class ReadPart:
+    """Whole lines of a file, without their ends."""
+
+    lines: Sequence[bytes] = ()
+    places: Sequence[int] = ()  # of these lines in what was read, from 1
+    every: int = 1  # one in so many of the usual lines is among them; 1: all lines are
+    counts: Mapping[str, int] = {}  # of the lines with a name, by name; empty unless lines were left out
+    num: int = 0  # of all whole lines
+    size: int = 0  # bytes of them
+
+
+def read_part(file: FileIO, most: int | None) -> ReadPart:
+    """Read the whole lines from the place of the file on; of more than `most` lines read a part, in little memory.
+
+    Lines are of one kind if they have the same names. Of each kind the first, the last and every k-th line between are
+    read, with k = the number of all lines / `most`, rounded up. All lines with a rare name are read, and the newest.
+    """
+    begin = file.tell()
+    num = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK), b"")) if most else 0
+    file.seek(begin)
+    if not most or num <= most:
+        *found, rest = file.readall().split(b"\n")
+        return ReadPart(found, range(1, len(found) + 1), num=len(found), size=file.tell() - begin - len(rest))
+    places = array("Q", [begin])  # where lines begin
+    kinds: dict[tuple[bytes, ...], array[int]] = defaultdict(
+        lambda: array("Q")
+    )  # the numbers of lines, from 0, by names
+    for lines in _in_chunks(file):
+        for line in lines:
+            kinds[tuple(line.split(b'"')[1::2])].append(len(places) - 1)
+            places.append(places[-1] + len(line) + 1)
+    counts = Counter[bytes]()
+    for names, numbers in kinds.items():
+        counts.update(dict.fromkeys(names, len(numbers)))
+    every, picked = -(-num // most), {*range(len(places) - 1)[-_NEWEST:]}
+    for names, numbers in kinds.items():
+        is_rare = not names or min(map(counts.__getitem__, names)) * _RARE < most
+        picked |= {*(numbers if is_rare else numbers[::every]), numbers[-1]}
+    chosen = sorted(picked)
+    return ReadPart(
+        [_line(file, places[number], places[number + 1]) for number in chosen],
+        [number + 1 for number in chosen],
+        every,
+        {name: count for text, count in counts.items() if (name := _name(text)) is not None},
+        len(places) - 1,
+        places[-1] - begin,
+    )
+
+
+def _in_chunks(file: FileIO) -> Iterator[list[bytes]]:
+    rest = b""
+    while chunk := file.read(_CHUNK):
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield lines
+
+
+def _line(file: FileIO, begin: int, end: int) -> bytes:
+    file.seek(begin)
+    return file.read(end - begin)[:-1]
+
+
+def _name(text: bytes) -> str | None:
+    try:
+        return str(json.loads(b'"%b"' % text))
+    except ValueError:  # damaged
+        return None
