@@ -42,8 +42,8 @@ class Source(Protocol):
 
     * A picture is a tensor c h w, uint8 or floats in [-1, 1], or a Pillow image. A tensor of another shape, such as a
       vector or tokens, is taken as it is.
-    * A dict has the picture under "image" or "inputs", and may have an integer under "label". All else becomes
-      `Batch.conditions`, under its key.
+    * A dict has the picture under "image" or "inputs", and may have an integer under "label", or under the `image_key`
+      and the `label_key` of `feed_of`. All else becomes `Batch.conditions`, under its key.
     * In a tuple the picture comes first. An integer in the second place is the label; all else becomes a condition,
       named `item1`, `item2`, ... by its place.
 

@@ -6,29 +6,71 @@ from typing import Any
 
 import numpy
 import torch
-from attrs import evolve
+from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff.data.memory import check_range
 from hookdiff.data.reader import Stack, is_paired
 from hookdiff.data.source import Source
-from hookdiff.errors import UserError
+from hookdiff.errors import UserError, nearest
 from hookdiff.images.decoding import upright_size
 from hookdiff.images.opened import reason
 from hookdiff.images.transforms import Transforms, size_text
 from hookdiff.machine.randomness import derive_seed
+from hookdiff.options.fields import about
 
 # After the first stage: pixels, c h w; label; index; conditions by name.
 LoadedSample = tuple[Tensor, int | None, int, dict[str, Tensor]]
 
 
-def read_item(source: Source, transforms: Transforms, seed: int, epoch: int, index: int) -> LoadedSample:
+@define(frozen=True, kw_only=True)
+class ItemKeys:
+    """The keys of the picture and of the label in items that are dicts."""
+
+    image_key: str | None = field(
+        default=None, metadata=about('key of the image in items that are dicts; unless given, "image" or "inputs"')
+    )
+    label_key: str | None = field(
+        default=None, metadata=about('key of the label in items that are dicts; unless given, "label", if it is there')
+    )
+
+    def split(self, item: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """Return the picture, the label, and all else in `item`; raises ValueError if it has no such keys."""
+        image_key = self.image_key or ("image" if "image" in item else "inputs")
+        label_key = self.label_key or "label"
+        if image_key not in item:
+            if self.image_key:
+                raise ValueError(_no_key("image_key", image_key, item))
+            likely = next((key for key, value in item.items() if _is_picture(value)), next(iter(item), "pixels"))
+            way_out = f"feed_of(data, image_key={likely!r}), or image_key in [data], names another"
+            raise ValueError(f"has {_keys(item)}, expected 'image' or 'inputs' among them; {way_out}")
+        if self.label_key and label_key not in item:
+            raise ValueError(_no_key("label_key", label_key, item))
+        others = {key: value for key, value in item.items() if key not in (image_key, label_key)}
+        return item[image_key], item.get(label_key), others
+
+
+def _no_key(name: str, key: str, item: Mapping[str, Any]) -> str:
+    return f"has {_keys(item)}, and no {key!r}, which is the {name}{nearest(key, item)}"
+
+
+def _keys(item: Mapping[str, Any]) -> str:
+    return f"the keys {', '.join(map(repr, item))}" if item else "no keys"
+
+
+def _is_picture(value: Any) -> bool:
+    return hasattr(value, "convert") or getattr(value, "ndim", 0) > 1
+
+
+def read_item(
+    source: Source, keys: ItemKeys, transforms: Transforms, seed: int, epoch: int, index: int
+) -> LoadedSample:
     """Return an item of a map-style data set, after seeding all default generators by (seed, epoch, index).
 
     Raises UserError for an item that cannot be used.
     """
     seed_all(seed, epoch, index)
-    image, label, others = parts_of(source[index], index)
+    image, label, others = parts_of(source[index], index, keys)
     if not isinstance(image, Tensor) and not hasattr(image, "convert"):  # as an image of Pillow has
         kind = type(image).__name__
         raise UserError(f"sample {index} of the data is a {kind}, expected a tensor c h w or a Pillow image")
@@ -52,21 +94,20 @@ def seed_all(seed: int, epoch: int, index: int) -> None:
     torch.default_generator.manual_seed(own_seed)
 
 
-def parts_of(item: Any, index: int) -> tuple[Any, int | None, dict[str, Any]]:
+def parts_of(item: Any, index: int, keys: ItemKeys) -> tuple[Any, int | None, dict[str, Any]]:
     """Return the picture, the label and all else, by name, in the item at `index` of a map-style data set.
 
     Raises:
         UserError: for an item without a picture, and for a label that is no integer.
     """
     if isinstance(item, Mapping):
-        others = dict(item)
-        key = "image" if "image" in others else "inputs"
-        if key not in others:
-            keys = ", ".join(map(repr, others))
-            raise UserError(f"sample {index} of the data has the keys {keys}, expected 'image' or 'inputs' among them")
-        image, label = others.pop(key), others.pop("label", None)
+        try:
+            image, label, others = keys.split(item)
+        except ValueError as error:
+            raise UserError(f"sample {index} of the data {error}") from None
         if label is not None and not _is_integer(label):
-            raise UserError(f"sample {index} of the data: 'label' is {_text(label)}, expected an integer or None")
+            key = keys.label_key or "label"
+            raise UserError(f"sample {index} of the data: {key!r} is {_text(label)}, expected an integer or None")
     elif isinstance(item, (tuple, list)) and item:
         image, *rest = item
         others = {f"item{place}": value for place, value in enumerate(rest, 1)}

@@ -1,7 +1,9 @@
 """Objects that are given as data by mistake, and what to write instead."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -9,13 +11,27 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hookdiff.data.memory import InMemory
 from hookdiff.data.source import Images, Source
 
+logger = logging.getLogger("hookdiff")
+
+
+def without_loader(given: Any) -> Any:
+    """Return the data set of a DataLoader, with a warning, and any other object as it is.
+
+    A run resumes within an epoch and repeats any step, so the Loop must know the order of the samples.
+    """
+    if not isinstance(given, DataLoader) or remedy(given):
+        return given
+    logger.warning(
+        "data: only the data set of the DataLoader is used; its order, batch size, workers and collate_fn are not: the "
+        "Loop makes batches of LoopConfig.batch_size, and feed_of(loader.dataset, workers=2) loads them ahead"
+    )
+    return given.dataset
+
 
 def remedy(given: object) -> str | None:
     """Return what to give in place of an object that is no data set; None for one that may be a data set."""
     if isinstance(given, DataLoader):
-        return (
-            "give `loader.dataset`; the Loop makes the batches, and feed_of(loader.dataset, workers=2) loads them ahead"
-        )
+        return remedy(given.dataset)
     if isinstance(given, numpy.ndarray):
         return "give `torch.from_numpy(array)`: images n c h w, uint8 or floats in [-1, 1]"
     if isinstance(given, tuple):
@@ -28,7 +44,9 @@ def remedy(given: object) -> str | None:
         return None
     if hasattr(given, "__iter__"):
         return (
-            "the samples are read in another order in each epoch: give `list(data)`, or a class with a length and [i]"
+            "the samples are read in another order in each epoch: give `list(data)`, or a class with a length and [i]; "
+            "to train on a stream, give a few samples, `Feed(samples, drop_last=False)`, and call "
+            "`loop.run_step(batch)` for each batch"
         )
     return "give a tensor n c h w, an InMemory, or an object with a length and [i]"
 

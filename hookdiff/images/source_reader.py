@@ -21,8 +21,9 @@ from hookdiff.data.reader import MemoryReader, Parts, Stack, are_pictures, hash_
 from hookdiff.data.source import Images, sample_name
 from hookdiff.errors import UserError
 from hookdiff.images.augment import augment, center_crop
-from hookdiff.images.items import read_item
+from hookdiff.images.items import ItemKeys, read_item
 from hookdiff.images.loader import Loader, Workers, read_batch, read_image
+from hookdiff.images.mistakes import without_loader
 from hookdiff.images.store import Prepared, Store, prepare
 from hookdiff.images.transforms import Transforms, size_text
 from hookdiff.machine.randomness import default_generators_kept
@@ -39,23 +40,29 @@ def feed_of(
     *,
     workers: int = 0,
     prefetch: int = 2,
+    image_key: str | None = None,
+    label_key: str | None = None,
     **options: Any,
 ) -> Feed:
     """Return a Feed of any source: a tensor, an `InMemory` set, `Images` such as a `Folder`, or a `Source`.
 
     Args:
-        source: a tensor n c h w, `InMemory`, `Images`, or any object with a length and `[i]`, such as a list.
+        source: a tensor n c h w, `InMemory`, `Images`, or any object with a length and `[i]`, such as a list. Of a
+            DataLoader its data set is taken.
         transforms: how pictures become samples.
         store: where decoded pictures are kept.
         workers: processes that load samples, if these are not in memory.
         prefetch: batches that each worker loads ahead.
+        image_key: key of the picture in items that are dicts; None: "image" or "inputs".
+        label_key: key of the label in them; None: "label", if it is there.
         options: those of `Feed`, such as `held_out`.
 
     Raises:
         UserError: for an object that is no source, or that cannot be used with these options.
     """
-    loading = Workers(workers=workers, prefetch=prefetch)
-    return Feed(SourceReader(source, transforms or Transforms(), store or Store(), loading), **options)
+    loading, keys = Workers(workers=workers, prefetch=prefetch), ItemKeys(image_key=image_key, label_key=label_key)
+    given = without_loader(source)
+    return Feed(SourceReader(given, transforms or Transforms(), store or Store(), loading, keys), **options)
 
 
 @define(eq=False, slots=False)
@@ -66,6 +73,7 @@ class SourceReader:
     transforms: Transforms
     store: Store
     workers: Workers
+    keys: ItemKeys
     prepared: Prepared = field(init=False)  # the source after the first stage
     labels: Tensor | None = field(init=False)
     classes: Sequence[str] | None = field(init=False)
@@ -179,7 +187,7 @@ class SourceReader:
             fit = partial(self.transforms.fit, shape=self.prepared.survey.shape)
             read: Callable[..., Any] = partial(read_image, self.source, fit, following)
         else:
-            read = partial(read_item, self.source, self.transforms, self.seed)
+            read = partial(read_item, self.source, self.keys, self.transforms, self.seed)
         return Loader(partial(read_batch, read), workers, self.workers.prefetch, self.device.type == "cuda")
 
     def describe(self, index: int) -> str:

@@ -285,10 +285,9 @@ class Hooks(Protocol):
     def between_steps(self, loop: Loop, step: Step | None) -> None:
         """Moment: after each batch, also a void or skipped one, and after each `on_epoch_end`.
 
-        `step` is the outcome of the batch; None after `on_epoch_end`.
-
-        All plugins and the script have seen the step, and the log is flushed: the whole run can be saved here, and
-        resumes exactly.
+        `step` is the outcome of the batch; None after `on_epoch_end`. After a `run_step` of a script it is called once,
+        before the next step or at the end of the `with`: all plugins and the script have seen the step, and the log is
+        flushed, so the whole run can be saved here, and resumes exactly.
         May change: files; no state.
         """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any, Final
 import torch
 from attrs import evolve
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
@@ -31,14 +29,6 @@ from hookdiff.machine.randomness import Randomness
 from hookdiff.models.objective import LossOutput, Objective, as_objective, join
 from hookdiff.models.sampler import Sampler, SampleRequest, Samples
 from hookdiff.models.weights import Buffers, HeldWeights
-
-
-def _feed_of(data: Any) -> Feed:
-    if isinstance(data, Feed | InMemory | Tensor):
-        return Feed.of(data)
-    from hookdiff.images.source_reader import feed_of  # not needed for data in memory
-
-    return feed_of(data)
 
 
 class Loop(ReadOnly):
@@ -75,6 +65,10 @@ class Loop(ReadOnly):
         resume: bool | str | Path = False,
         fresh: Iterable[str] = (),
     ) -> None:
+        if not isinstance(data, Feed | InMemory | Tensor):
+            from hookdiff.images.source_reader import feed_of  # not needed for data in memory
+
+            data = feed_of(data)
         self.config: Final = config or LoopConfig()
         self.plugins: Final = Plugins(plugins or {})
         check_partners({name: type(plugin) for name, plugin in self.plugins.items()})
@@ -82,7 +76,7 @@ class Loop(ReadOnly):
         self.model: Final = model
         self.net: Final = model
         self._make_optimizers: Final = optimizers if callable(optimizers) else lambda _: optimizers
-        self.optimizers: Final[tuple[Optimizer, ...]] = ()
+        self.optimizers: Final[tuple[torch.optim.Optimizer, ...]] = ()
         self.adopted: Final = Adopted(self.plugins, next(model.parameters()))
         self.adopt: Final = self.adopted.add  # takes a module of a plugin, in `prepare_model`
         self.gradients: Final = Gradients(model, ())
@@ -102,13 +96,14 @@ class Loop(ReadOnly):
         self.agree: Final = ranks.agree  # whether a flag is true on any rank
         self.log: Final = Log(lambda: self.progress.step, self.config.log_every, partial(self.plugins.call, loop=self))
         self.output: Final = LossOutput(torch.zeros(()))  # of the newest step
+        self._unseen: Final[Step | None] = None  # the newest step, until `between_steps` is called for it
         self.resources: Final = ExitStack()  # plugins push their clean-up
         self.rank: Final = ranks.rank()
         self.num_ranks: Final = ranks.num_ranks()
         self.is_main: Final = self.rank == 0  # only this rank writes files and calls sinks
         self.device: Final = next(model.parameters()).device
         self.random: Final = Randomness(self.config.seed, self.rank)
-        self.feed: Final = _feed_of(data).bind(self.config.batch_size, self.config.seed, self.device)
+        self.feed: Final = Feed.of(data).bind(self.config.batch_size, self.config.seed, self.device)
         self._state: Final = RunState(
             model=model,
             plugins=self.plugins,
@@ -167,13 +162,20 @@ class Loop(ReadOnly):
         with ExitStack() as on_error:
             on_error.push(self)
             self.prepare()
-            with self._loading(self.hook.restore(loop=self)):
+            saved = self.hook.restore(loop=self)
+            self._state.is_resumed, self._state.first_step = bool(saved), self.progress.step
+            with self._restoring().loading(saved) if saved or self.resume else nullcontext():
                 self.hook.on_start(loop=self)
-            self._set(first_step=self.progress.step)
+            self._set(first_step=self.progress.step, _unseen=None)
             on_error.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if error is None:
+            with ExitStack() as on_error:
+                on_error.push(self)
+                self._between_steps()
+                on_error.pop_all()
         with closing(self.feed), self.resources, self.log.ending(error):  # flushed before the sinks close
             reason = self.end.close(error)
             if error:
@@ -194,8 +196,8 @@ class Loop(ReadOnly):
         if self.end.is_agreed():  # a plugin has stopped the run
             return
         for batch in self.feed.batches(self.progress.epoch, self.progress.samples):
-            yield (step := self.run_step(batch))
-            self.hook.between_steps(loop=self, step=step)
+            yield self.run_step(batch)
+            self._between_steps()
             if self.end.is_reached(self.config, self.progress):
                 break
         if self.feed.exhausted(self.progress.samples):
@@ -205,6 +207,7 @@ class Loop(ReadOnly):
 
     def run_step(self, batch: Batch) -> Step:
         """Train on `batch` and return the outcome; a run that is stopped already trains nothing."""
+        self._between_steps()  # of the step before, if a script has made it
         self.hook.on_ready(loop=self, resumed=self._state.is_resumed)  # the first time only
         progress, total = self.progress, batch.total
         if self.end.begin_step():
@@ -242,26 +245,23 @@ class Loop(ReadOnly):
         self.gradients.begin(output.loss)
         return output
 
-    def _consume(self, samples: int, outcome: Outcome, loss: float = math.nan, grad_norm: float = math.nan) -> Step:
+    def _consume(self, samples: int, outcome: Outcome, *loss_and_norm: float) -> Step:
         """Count a batch, and log what was logged during it if it has made an update."""
-        step = self.progress.consume(samples, outcome, loss, grad_norm)
+        step = self.progress.consume(samples, outcome, *loss_and_norm)
         self.log.end_batch(outcome == "updated")
+        self._set(_unseen=step)
         return step
 
-    def _loading(self, saved: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Load a saved state: weights and optimizers before the `with` block, the states of plugins after it."""
-        self._state.is_resumed, self._state.first_step = bool(saved), self.progress.step
-        if not (saved or self.resume):
-            return nullcontext()
+    def _between_steps(self) -> None:
+        """Call `between_steps` for the newest step, once."""
+        if (step := self._unseen) is not None:
+            self._set(_unseen=None)
+            self.hook.between_steps(loop=self, step=step)
+
+    def _restoring(self) -> Any:
         from hookdiff.loop.restoring import Restoring  # not needed by a run that starts anew
 
-        return Restoring(self._state).loading(saved, self.plugins.implement("restore"))
-
-    def _roll_back(self) -> bool:
-        """Go back to the newest checkpoint; return False if there is none."""
-        from hookdiff.loop.restoring import Restoring
-
-        return Restoring(self._state).roll_back(self.hook.restore(loop=self))
+        return Restoring(self._state, partial(self.hook.restore, loop=self))
 
     def _refused(self, batch: Batch) -> Outcome | None:
         """Return the outcome of a step that must not change the weights, or None."""
@@ -272,4 +272,4 @@ class Loop(ReadOnly):
         if report is None:
             return outcome
         verdicts = self.hook.on_nan(loop=self, report=report)
-        return nonfinite.apply_verdicts(report, verdicts, self._roll_back, self.end)
+        return nonfinite.apply_verdicts(report, verdicts, lambda: self._restoring().roll_back(), self.end)

@@ -22,24 +22,26 @@ from hookdiff.models.names import plain_name
 from hookdiff.models.optimizer_state import check_optimizer, load_optimizer
 from hookdiff.options.software import changed
 from hookdiff.options.structure import structured
+from hookdiff.terminal.notice import notice
 
 logger = logging.getLogger("hookdiff")
 
 
 @define
 class Restoring:
-    """Loads saved states into `run`."""
+    """Loads saved states into `run`; `restore` returns the one to which a rollback goes, empty if there is none."""
 
     run: RunState
+    restore: Callable[[], State]
 
     @contextmanager
-    def loading(self, saved: State, is_read: bool) -> Iterator[None]:
+    def loading(self, saved: State) -> Iterator[None]:
         """Load `saved`: weights and optimizers before the `with` block, and the states of plugins after it.
 
         `saved` is empty if there is no checkpoint. The run then starts anew, unless its place must have one
-        (NoCheckpoint) or no plugin reads checkpoints (`is_read`). Raises UserError for a state that does not fit.
+        (NoCheckpoint) or no plugin reads checkpoints (UserError). Raises UserError for a state that does not fit.
         """
-        self._check_start(saved, is_read)
+        self._check_start(saved)
         if not saved:
             yield
             return
@@ -49,11 +51,12 @@ class Restoring:
         yield
         self._load_plugins(saved["plugins"], self.run.fresh)
 
-    def _check_start(self, saved: State, is_read: bool) -> None:
+    def _check_start(self, saved: State) -> None:
         if (place := self.run.place) is None:
             return
         if not saved:
-            if not is_read:
+            plugins: Any = self.run.plugins
+            if not plugins.implement("restore"):
                 raise UserError(
                     f"{place}: none of the run's plugins reads checkpoints (implements the hook restore); add the "
                     "plugin that saved it (`hookdiff plugins` lists what is installed)"
@@ -61,7 +64,7 @@ class Restoring:
             if self.run.is_required:
                 raise NoCheckpoint(f"{place} has no checkpoint") if place.exists() else no_such_folder(place)
             if place.is_dir() and not is_empty(place):
-                logger.info("%s has no checkpoint to go on from: the run starts anew", place)
+                notice(f"{place} has no checkpoint to go on from: the run starts anew")
             return
         with refused_if_unfit("versions"):
             changes = changed(saved.get("versions", {}), self.run.versions)
@@ -170,12 +173,13 @@ class Restoring:
                 if keeps_state(plugin := self.run.plugins[name]):
                     restore_state(plugin, state)
 
-    def roll_back(self, saved: State) -> bool:
-        """Load `saved` but keep the position in the data, so that other batches follow; return False if it is empty.
+    def roll_back(self) -> bool:
+        """Go back to the newest checkpoint, but keep the position in the data, so that other batches follow.
 
-        A checkpoint made by this process has the state of all plugins, those that began `fresh` too.
+        Returns False if there is none. One that this process made has the state of all plugins, those that began
+        `fresh` too.
         """
-        if not saved:
+        if not (saved := self.restore()):
             logger.error("there is no checkpoint to go back to: the run stops")
             return False
         here, data = self.run.progress.state_dict(), self.run.feed.state_dict()

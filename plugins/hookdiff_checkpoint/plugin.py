@@ -18,6 +18,7 @@ from hookdiff.disk import cannot_write, lock_run_dir, make_folder
 from hookdiff.machine import first_rank_does, first_rank_says, gathered, gathered_or_raised, is_sharded, num_ranks, rank
 from hookdiff.options import about
 from hookdiff.run_dir import CHECKPOINTS, checkpoint_name, step_of
+from hookdiff.terminal import notice
 from hookdiff_checkpoint.folder import MANIFEST, CheckpointInfo, NewerFormat, find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.keep import Logged, choose, finish_interrupted
 from hookdiff_checkpoint.revision import revision
@@ -67,6 +68,7 @@ class Checkpoint:
     _passed_over: set[Path] = field(factory=set, init=False)  # damaged checkpoints
     _saved: tuple[int, ...] | None = field(default=None, init=False)  # place of the newest checkpoint
     _start: tuple[int, ...] | None = field(default=None, init=False)  # place of the checkpoint that the run began from
+    _source: Path | None = field(default=None, init=False)  # the checkpoint that was read last
     _number: int = field(default=0, init=False)  # saves so far, those before a resume included
     _wanted: bool = field(default=False, init=False)
     _is_open: bool = field(default=False, init=False)  # the folder is prepared
@@ -83,7 +85,7 @@ class Checkpoint:
         self._logged, self._alarms, self._passed_over = Logged(self.keep_best), Alarms(), set()
         self._saved, self._number, self._wanted, self._problem = None, 0, False, None
         self._is_open, self._is_storable, self._is_spoiled, self._writer = False, False, False, None
-        self._finite = set()
+        self._finite, self._source = set(), None
 
     @hookimpl
     def restore(self, loop: Loop) -> dict[str, Any]:
@@ -106,10 +108,14 @@ class Checkpoint:
         if state is None and loop.is_branch and loop.resume and (start := self._start):
             source = _run_of(loop.resume)
             state = self._newest(source, lambda one: one.scheduled and one.place <= start[1:])
+        if state and loop.is_main:
+            logger.info("going back to %s", self._source)
         return state or PASS
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
+        if self._source and loop.is_main:
+            notice(f"resuming from {self._source}")
         self._folder(loop)  # refuses a run without a directory
         self._due = Due(self.every)
 
@@ -193,8 +199,10 @@ class Checkpoint:
                 self._writer.reserve(parts)
         if self._writer and self._writer.is_done():
             self._finish(loop, self._writer)
-        # After the last batch of an epoch this hook fires once more, when the epoch is counted.
-        if self._wanted and not loop.feed.exhausted(loop.progress.samples):
+        # After the last batch of an epoch this hook fires once more, when the epoch is counted. A script that trains on
+        # batches of its own, by `run_step`, begins no epoch.
+        is_last = loop.feed.epoch == loop.progress.epoch and loop.feed.exhausted(loop.progress.samples)
+        if self._wanted and not is_last:
             self._save(loop, scheduled=True)
 
     @hookimpl(wrapper=True)
@@ -327,7 +335,7 @@ class Checkpoint:
             if rank() == 0:
                 for problem in problems:
                     logger.warning("skipped a checkpoint: %s", problem)
-                logger.info("resuming from %s", one.path)
+            self._source = one.path
             self._saved, self._number = _place(state["progress"]), one.number
             return state
         if problems:

@@ -132,7 +132,7 @@ def test_a_script_leaves_the_files_of_a_run(folder, hookdiff):
     assert tomli.loads((folder / "not-given" / CONFIG).read_text()) == {"run": run}
     assert not (folder / "bare").exists()
     for words in (("sample",), ("resume",), ("doctor",)):
-        check_refused(hookdiff(*words, "given"), "config.toml", "[data]", "[model]", "script")
+        check_refused(hookdiff(*words, "given"), "config.toml", "data.source", "model.use", "script")
     (warning,) = warned.splitlines()
     check_facts(warning, "bare", "Loop(..., plugins={**builtin_plugins(), ...})", "metrics.jsonl")
 

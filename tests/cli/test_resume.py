@@ -109,9 +109,8 @@ def test_golden_messages_of_a_run_that_is_already_done(hookdiff, folder, caplog)
     assert contents(folder / "runs" / "small") == before
     caplog.clear()
     assert hookdiff("resume", "runs/small", "--epochs", 1, "--set", "run.batch_size=900")[0] == 0
-    assert caplog.messages[1] == (
-        "changed since the checkpoint: run.epochs (not set) -> 1, run.batch_size 16 -> 900, run.steps 2 -> (not set)"
-    )
+    changes = "run.epochs (not set) -> 1, run.batch_size 16 -> 900, run.steps 2 -> (not set)"
+    assert caplog.messages[0] == f"changed since the checkpoint: {changes}"
     check_facts(hookdiff("resume", "runs/small")[1], "1 of 1 epochs", "hookdiff resume runs/small --epochs N")
 
 

@@ -250,3 +250,35 @@ def test_a_run_with_conditions_resumes_exactly_and_in_any_micro_batch(data: Call
     small = toy_run(**options, micro_batch=3)
     for name, value in weights(small).items():
         torch.testing.assert_close(value, weights(whole)[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_keys_of_items_can_be_named(workers: int) -> None:
+    """As the processors of transformers name them; a "label" that is not the label is a condition."""
+    values = torch.linspace(-1, 1, 24).reshape(6, 1, 2, 2)
+    items = [{"pixel_values": values[k], "class": k, "label": 2 * k} for k in range(6)]
+    for batch in batches(items, workers=workers, image_key="pixel_values", label_key="class"):
+        assert batch.labels is not None
+        assert torch.equal(batch.inputs, values[batch.labels])
+        assert_same(batch.conditions, {"label": 2 * batch.labels})
+
+
+@pytest.mark.parametrize(
+    ("item", "keys", "facts"),
+    [
+        (
+            {"id": 3, "pixel_values": torch.zeros(1, 2, 2)},
+            {},
+            ["sample", "'id', 'pixel_values'", "'image' or 'inputs'", "image_key='pixel_values'"],
+        ),
+        ({"pixel_values": torch.zeros(4)}, {"image_key": "pixel_value"}, ["no 'pixel_value'", "'pixel_values'?"]),
+        ({"image": torch.zeros(4)}, {"label_key": "class"}, ["the keys 'image'", "no 'class'", "label_key"]),
+        ({"image": torch.zeros(4), "class": "cat"}, {"label_key": "class"}, ["'class' is a str", "an integer"]),
+        ({}, {}, ["no keys", "'image' or 'inputs'"]),
+    ],
+)
+def test_an_item_without_its_keys_is_refused_with_those_that_it_has(
+    item: dict[str, Any], keys: dict[str, str], facts: list[str]
+) -> None:
+    with refused(UserError, *facts):
+        batches([item] * 6, **keys)

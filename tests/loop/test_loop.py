@@ -1,6 +1,8 @@
 import json
 import logging
 import math
+from contextlib import suppress
+from itertools import islice
 
 import pytest
 import torch
@@ -265,6 +267,90 @@ def test_a_run_that_is_stopped_in_on_ready_trains_nothing(by):
     assert (len(ready.heard), loop.end.reason, loop.end.message) == (1, "plugin", "nothing to do")
     assert recorder.named("before_step") == []
     assert_same(weights(loop), before)
+
+
+class Between:
+    """Notes the step and the outcome at each `between_steps`, and the calls at the end; raises an error at `fails`."""
+
+    def __init__(self, fails=0):
+        self.fails, self.heard = fails, []
+
+    @hookimpl
+    def make_batch(self, loop, batch):
+        return batch[:0] if loop.progress.position == 1 else batch  # the second batch is skipped
+
+    @hookimpl
+    def between_steps(self, loop, step):
+        self.heard.append(step and (step.step, step.outcome))
+        if loop.progress.step == self.fails:
+            raise RuntimeError("between")
+
+    @hookimpl
+    def on_exception(self, error):
+        self.heard.append(str(error))
+
+    @hookimpl
+    def on_stop(self, reason):
+        self.heard.append(reason)
+
+
+def by_steps(loop):
+    for _ in loop.steps():
+        pass
+
+
+def by_steps_and_break(loop):
+    for step in loop.steps():
+        if step.step == 3:
+            break
+
+
+def by_run_step(loop):
+    for batch in islice(loop.feed.batches(0), 4):
+        loop.run_step(batch)
+
+
+def in_turn(loop):
+    batches = loop.feed.batches(0)
+    loop.run_step(next(batches))
+    loop.run_step(next(batches))
+    for _ in loop.steps():
+        pass
+
+
+FOUR = [(1, "updated"), (1, "skipped"), (2, "updated"), (3, "updated")]
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        (by_steps, [*FOUR, "done"]),
+        (by_steps_and_break, [*FOUR, "plugin"]),
+        (by_run_step, [*FOUR, "plugin"]),
+        (in_turn, [*FOUR, "done"]),
+    ],
+)
+def test_between_steps_is_called_once_for_each_step(train, expected):
+    with toy_loop({"between": (between := Between())}, steps=3, batch_size=5) as loop:
+        train(loop)
+    assert between.heard == expected
+
+
+def test_an_error_between_steps_ends_the_run_and_is_not_followed_by_another_call():
+    between = Between(fails=1)
+    loop = toy_loop({"between": between}, batch_size=10)
+    with pytest.raises(RuntimeError, match="between"), loop:
+        loop.run_step(next(loop.feed.batches(0)))  # the error is raised at the end of the `with`
+    assert between.heard == [(1, "updated"), "between", "error"]
+    assert loop.end.message == "RuntimeError: between"
+
+    between.heard, between.fails = [], 0
+    with suppress(ValueError), loop:
+        loop.run_step(next(loop.feed.batches(0)))
+        raise ValueError("of the script")
+    with loop:
+        pass
+    assert between.heard == ["of the script", "error", "plugin"]
 
 
 def test_on_ready_is_not_called_in_a_loop_that_only_samples_or_after_a_rollback():

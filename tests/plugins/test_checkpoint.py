@@ -54,6 +54,38 @@ def test_a_run_killed_in_its_last_save_is_cleaned_up_though_no_step_is_left(tmp_
     assert (folder / "step-00000020" / "manifest.json").read_bytes() == before
 
 
+def test_a_script_that_calls_run_step_saves_at_the_interval(tmp_path):
+    """Also after as many samples as the data has: the batches are its own, and no epoch ends."""
+    loop = toy_loop({"checkpoint": Checkpoint(every=4, keep_last=9)}, run_dir=tmp_path, batch_size=10)
+    (batch, *_) = loop.feed.batches(0)
+    with loop:
+        for _ in range(13):
+            loop.run_step(batch)
+    assert folders(tmp_path) == names(4, 8, 12, 13)
+    resumed = toy_loop({"checkpoint": Checkpoint()}, run_dir=tmp_path, resume=True, batch_size=10)
+    with resumed:
+        assert (resumed.progress.step, resumed.progress.position) == (13, 13)
+
+
+def test_a_script_says_which_checkpoint_it_resumes_from(tmp_path):
+    """Also without any logging set up."""
+    code = """
+import sys
+from pathlib import Path
+from hookdiff.authors import toy_loop
+from hookdiff_checkpoint import Checkpoint
+
+steps, run = int(sys.argv[1]), Path(sys.argv[2])
+run.mkdir(exist_ok=True)
+(run / "kept").touch()
+toy_loop({"checkpoint": Checkpoint()}, steps=steps, run_dir=run, resume=True).run()
+"""
+    run = tmp_path / "run"
+    (_, _, first), (_, _, second) = (python(code, steps, run) for steps in (2, 4))
+    assert first.splitlines()[0] == f"{run} has no checkpoint to go on from: the run starts anew"
+    assert second.splitlines()[0] == f"resuming from {run / 'checkpoints' / 'step-00000002'}"
+
+
 def test_its_files_have_the_models_own_keys(tmp_path):
     loop = plain(tmp_path, 5, extra={"ema": EMA(decay=0.9)})
     folder = tmp_path / "checkpoints" / "step-00000005"

@@ -1,0 +1,13 @@
+"""Lines that people should see, also in a script that sets up no logging."""
+
+import logging
+
+logger = logging.getLogger("hookdiff")
+
+
+def notice(text: str) -> None:
+    """Log `text` at the level INFO; a process without any handler of logs, such as a script, prints it to stderr."""
+    if logger.hasHandlers() or logging.lastResort is None:
+        logger.info("%s", text)
+    else:
+        logging.lastResort.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))
