@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn import functional
 
+from hookdiff.errors import UserError
 from hookdiff.log.picture import Picture
 from hookdiff.log.pixels import as_pictures, as_pillow, to_uint8
 from hookdiff.log.placement import PanelLayout
@@ -53,10 +54,49 @@ def grid(images: Tensor, columns: int | None = None, scale: int | None = None, c
 
 
 def save_grid(
-    images: Tensor, path: Path, columns: int | None = None, scale: int | None = None, captions: Sequence[str] = ()
+    images: Tensor, path: str | Path, columns: int | None = None, scale: int | None = None, captions: Sequence[str] = ()
 ) -> None:
     """Write a `grid` to one PNG file, which appears whole or not at all."""
     grid(images, columns, scale, captions).save(path)
+
+
+def show(
+    images: Tensor | Sequence[Tensor],
+    columns: int | None = None,
+    scale: int | None = None,
+    captions: Sequence[str] = (),
+) -> Picture:
+    """Return images as a `grid`, which a notebook shows if it is the last value of a cell.
+
+    Args:
+        images: n c h w, one image c h w or h w, or a sequence of such of one size; uint8 or floats in [-1, 1].
+        columns: None makes the grid as square as possible.
+        scale: factor by which the images are enlarged; None enlarges small ones.
+        captions: below each image, in order.
+
+    Raises:
+        UserError: for anything else.
+    """
+    try:
+        found = images if isinstance(images, Tensor) else torch.cat([_as_images(one) for one in images])
+        return grid(_as_images(found), columns, scale, captions)
+    except (TypeError, ValueError, RuntimeError):
+        way_out = f": give its images, `show({type(images).__name__.lower()}.images)`" * hasattr(images, "images")
+        what = f"show takes images n c h w, as a tensor, got {_text(images)}{way_out}"
+        raise UserError(what) from None
+
+
+def _as_images(images: Tensor) -> Tensor:
+    """Return images n c h w, or one image c h w or h w, as n c h w; raises ValueError for anything else."""
+    if not isinstance(images, Tensor) or not 2 <= images.dim() <= 4 or not images.numel():
+        raise ValueError("no images")
+    return images[(None,) * (4 - images.dim())]
+
+
+def _text(images: object) -> str:
+    if isinstance(images, Tensor):
+        return f"the shape {tuple(images.shape)}"
+    return f"a {type(images).__name__}"
 
 
 @define(frozen=True, eq=False)

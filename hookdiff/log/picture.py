@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,9 @@ CHUNK = "hookdiff"  # keyword of the text chunk, https://www.w3.org/TR/png-3/#11
 
 @define(frozen=True, eq=False)
 class Picture:
-    """A picture, and `info` about it in values of JSON, such as the sampler and the seed."""
+    """A picture, and `info` about it in values of JSON, such as the sampler and the seed. A notebook shows it."""
 
-    pixels: NDArray[numpy.uint8]  # h w, grey, or h w 3
+    pixels: NDArray[numpy.uint8] = field(repr=lambda pixels: "x".join(map(str, pixels.shape)))  # h w, grey, or h w 3
     info: Mapping[str, Any] = field(factory=dict)
 
     def with_info(self, **info: Any) -> Picture:
@@ -36,19 +37,28 @@ class Picture:
 
         return Image.fromarray(self.pixels)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write a PNG file, which appears whole or not at all. Its text chunk "hookdiff" is `info` as JSON.
 
         NaN and infinities, which JSON lacks, become null.
         """
-        from PIL.PngImagePlugin import PngInfo
-
         from hookdiff.disk.files import new_file  # a run that keeps no pictures does not load it
+
+        with new_file(Path(path)) as partial:
+            self._write(partial)
+
+    def _write(self, file: Path | BytesIO) -> None:
+        from PIL.PngImagePlugin import PngInfo
 
         chunks = PngInfo()
         chunks.add_itxt(CHUNK, json.dumps(as_json(self.info, text=str), allow_nan=False))
-        with new_file(path) as partial:
-            self.as_pillow().save(partial, "PNG", pnginfo=chunks)
+        self.as_pillow().save(file, "PNG", pnginfo=chunks)
+
+    def _repr_png_(self) -> bytes:
+        """Return the PNG file; a notebook calls this."""
+        file = BytesIO()
+        self._write(file)
+        return file.getvalue()
 
 
 def read_info(image: Image) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def as_pillow(image: Tensor) -> Image:
     return Image.fromarray(image.permute(1, 2, 0).squeeze(-1).contiguous().numpy())
 
 
-def save_image(image: Tensor, path: Path) -> None:
+def save_image(image: Tensor, path: str | Path) -> None:
     """Write one image (c h w, uint8, c 1 or 3) to a PNG file, which appears whole or not at all."""
-    with new_file(path) as partial:
+    with new_file(Path(path)) as partial:
         as_pillow(image).save(partial, "PNG")

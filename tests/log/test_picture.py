@@ -1,15 +1,21 @@
+import io
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
+import torch
 from hypothesis import given, strategies as st
 from PIL import Image
 
+from hookdiff import InMemory, UserError
 from hookdiff.authors.animation import ANIMATION_FORMATS, save_animation
+from hookdiff.log.panel import show
 from hookdiff.log.picture import Picture, read_info
 from hookdiff.log.placement import panel_layouts
+from tests.conftest import refused
 
 GREY = numpy.arange(12, dtype=numpy.uint8).reshape(3, 4)
 
@@ -89,3 +95,38 @@ def test_an_animation_of_large_frames_is_made_smaller(tmp_path: Path, kind: str,
         assert image.n_frames == 2  # type: ignore[attr-defined]
         assert max(image.size) == 16_383
         assert min(image.size) == max(1, min(size) * 16_383 // max(size))
+
+
+@pytest.mark.parametrize(
+    ("images", "expected"),
+    [
+        (torch.zeros(4, 1, 70, 70), "152x152"),
+        (torch.zeros(3, 70, 70, dtype=torch.uint8), "70x70x3"),
+        (torch.zeros(70, 70), "70x70"),
+        ([torch.zeros(1, 70, 70), torch.ones(70, 70)], "78x152"),
+    ],
+)
+def test_a_notebook_shows_images_as_a_png_file(images: Any, expected: str, tmp_path: Path) -> None:
+    picture = show(images)
+    shown = Image.open(io.BytesIO(picture._repr_png_()))
+    assert "x".join(map(str, numpy.asarray(shown).shape)) == expected
+    assert read_info(shown) == picture.info
+    assert repr(picture).startswith(f"Picture(pixels={expected}, ")
+    picture.save(str(tmp_path / "x.png"))
+    assert numpy.array_equal(numpy.asarray(Image.open(tmp_path / "x.png")), picture.pixels)
+
+
+@pytest.mark.parametrize(
+    ("given", "facts"),
+    [
+        (torch.zeros(3), ["(3,)", "n c h w"]),
+        (torch.zeros(0, 1, 8, 8), ["(0, 1, 8, 8)"]),
+        ([], ["a list"]),
+        ([torch.zeros(8, 8), torch.zeros(4, 4)], ["a list"]),
+        (InMemory(torch.zeros(4, 1, 8, 8)), ["InMemory", "show(inmemory.images)"]),
+        ("x.png", ["a str"]),
+    ],
+)
+def test_what_is_no_image_is_refused(given: Any, facts: list[str]) -> None:
+    with refused(UserError, *facts):
+        show(given)
