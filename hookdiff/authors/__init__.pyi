@@ -1,4 +1,5 @@
 from .animation import ANIMATION_FORMATS as ANIMATION_FORMATS, save_animation as save_animation
+from .chart import draw_curves as draw_curves
 from .features.collected import ROWS as ROWS, Collected as Collected
 from .features.moments import Gaussian as Gaussian, Moments as Moments
 from .features.neighbours import distances as distances, nearest_neighbours as nearest_neighbours
@@ -12,6 +13,7 @@ from .features.space import (
 from .generation import Generated as Generated, ImageMaker as ImageMaker, ImageMetric as ImageMetric
 from .mirroring import earlier as earlier, mirror as mirror, tracked as tracked
 from .rehearsal import rehearsing as rehearsing
+from .sampler_info import sampler_info as sampler_info, takes_noise as takes_noise
 from .sheets import by_class as by_class, sheet as sheet
 from .sinks import Call as Call
 from .stopwatch import Span as Span, Stopwatch as Stopwatch, is_recording as is_recording, wait_for as wait_for

@@ -1,25 +1,5 @@
 """Sets the learning rate, by schedules that are pure functions of the step."""
 
-from hookdiff_lr.plugin import LR
-from hookdiff_lr.schedules import (
-    ConstantLR,
-    CooldownLR,
-    CosineLR,
-    CosineRestartsLR,
-    InverseSqrtLR,
-    LinearLR,
-    LRSchedule,
-    StepLR,
-)
+import lazy_loader
 
-__all__ = [
-    "LR",
-    "ConstantLR",
-    "CooldownLR",
-    "CosineLR",
-    "CosineRestartsLR",
-    "InverseSqrtLR",
-    "LRSchedule",
-    "LinearLR",
-    "StepLR",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

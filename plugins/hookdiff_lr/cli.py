@@ -1,8 +1,9 @@
-"""`hookdiff lr`: draw the learning rate of a config."""
+"""`hookdiff lr`: draw the learning rate of a config, or find one by a range test."""
 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,63 +11,148 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hookdiff.cli import override_options
+from hookdiff.cli import config_or_run_argument, override_options
 
 if TYPE_CHECKING:
     from hookdiff import Config
-    from hookdiff_lr.plugin import RateCurve
+    from hookdiff_lr.plugin import LR, RateCurve
+
+
+STEPS = 200
+RATES = (1e-5, 10.0)
 
 
 @click.command()
-@click.argument("config", type=click.Path(path_type=Path), metavar="CONFIG|RUN")
+@config_or_run_argument("config", "CONFIG|RUN")
 @override_options
-@click.option("--out", type=click.Path(path_type=Path), help="Picture to write, by default NAME-lr.png.")
+@click.option("--find", "finds", is_flag=True, help="Train at growing rates, and suggest one.")
+@click.option(
+    "--steps", type=click.IntRange(40), metavar="N", help=f"With --find: number of rates, by default {STEPS}."
+)
+@click.option(
+    "--rates",
+    nargs=2,
+    type=click.FloatRange(0, min_open=True),
+    metavar="LOW HIGH",
+    help=f"With --find: lowest and highest rate, by default {RATES[0]:g} {RATES[1]:g}.",
+)
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), help="Picture to write, by default NAME-lr.png or NAME-lr-find.png."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 def command(
-    config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], out: Path | None, as_json: bool, trust: bool
+    config: Path,
+    plugins: tuple[str, ...],
+    settings: tuple[str, ...],
+    finds: bool,
+    steps: int | None,
+    rates: tuple[float, float] | None,
+    out: Path | None,
+    as_json: bool,
+    trust: bool,
 ) -> None:
     """Draw the learning rate of a training with CONFIG, or of the run directory RUN, from step 0 to the last step.
 
     The data is read only for a CONFIG with its length in epochs. Of a RUN, a checkpoint has the length of an epoch.
-    """
-    from hookdiff import UserError, load_config
-    from hookdiff.experiment import run_config, try_optimizers
-    from hookdiff_lr.chart import draw
-    from hookdiff_lr.plugin import LR, distinct_groups
 
-    is_run = config.is_dir()
-    if is_run:
-        checked = run_config(config, plugins, settings, trust=trust, without=("data", "model"))
-    else:
+    With --find, train a copy of the model for one step at each of many growing rates, and draw the loss over the rate
+    (the learning-rate range test, Smith 2015). The suggested rate is a tenth of the one from which the loss rises. The
+    copy is a new model of CONFIG, or that of the newest checkpoint of RUN, which is not changed. All rates of the
+    optimizer keep their ratios, and the schedule is left out.
+    """
+    if not finds and (steps or rates):
+        raise click.UsageError("--steps and --rates belong to --find")
+    from hookdiff import UserError, load_config
+    from hookdiff.experiment import run_config
+    from hookdiff_lr.chart import check_picture
+    from hookdiff_lr.find import growing
+    from hookdiff_lr.plugin import LR
+
+    low, high = rates or RATES
+    if not low < high < math.inf:
+        raise UserError(f"--rates: expected two rising numbers, got {low:g} {high:g}")
+    run = config if config.is_dir() else None
+    if run is None:
         checked = load_config(config, plugins, settings, trust=trust)
+    else:
+        without = () if finds else ("data", "model")
+        checked = run_config(run, plugins, settings, trust=trust, without=without)
+    out = out or Path(f"{checked.run.name}-lr{'-find' if finds else ''}.png")
+    check_picture(out)
     plugin = checked.plugins["lr"].build() if "lr" in checked.plugins else LR("constant", warmup=0)
     if not isinstance(plugin, LR):
-        raise UserError(f"the plugin 'lr' of this config is a {type(plugin).__name__}; only LR of hookdiff_lr is drawn")
-    steps = _steps(checked, config if is_run else None, trust)
+        raise UserError(f"the plugin 'lr' of this config is a {type(plugin).__name__}; only LR of hookdiff_lr is known")
+    if finds:
+        _find(checked, run, plugin, growing(low, high, steps or STEPS), out, as_json)
+    else:
+        _draw(checked, _steps(checked, run, trust), plugin, out, as_json)
+
+
+def _draw(config: Config, steps: int, plugin: LR, out: Path, as_json: bool) -> None:
+    """Draw the rates of a run of `steps`, and print them at the events of the schedule."""
+    from hookdiff.experiment import try_optimizers
+    from hookdiff_lr.chart import draw
+    from hookdiff_lr.plugin import distinct_groups
+
     curve, last = plugin.curve(steps), steps - 1  # a restart after the last step must not be drawn
-    rates = {name: float(group["lr"]) for name, group in distinct_groups(try_optimizers(checked)).items()}
+    rates = {name: float(group["lr"]) for name, group in distinct_groups(try_optimizers(config)).items()}
     remarks = list(plugin.remarks(steps))
     rows = [
         (event, step, {name: rate * curve.factor(step) for name, rate in rates.items()})
         for event, step in sorted(_events(curve, steps), key=lambda row: row[1])
     ]
-    out = out or Path(f"{checked.run.name}-lr.png")
-    try:
-        draw(lambda step: curve.factor(min(step, last)), rates, max(1, last), out)
-    except (OSError, ValueError) as error:  # ValueError: the name ends in no known format
-        raise UserError(f"{out}: cannot be written: {error}") from None
+    draw(lambda step: curve.factor(min(step, last)), rates, max(1, last), out)
     use = curve.schedule.use
     if as_json:
         points = [{"what": event, "step": step, **values} for event, step, values in rows]
-        about = {"run": checked.run.name, "schedule": use, "steps": steps, "picture": str(out), "rates": rates}
+        about = {"run": config.run.name, "schedule": use, "steps": steps, "picture": str(out), "rates": rates}
         click.echo(json.dumps({**about, "points": points, "remarks": remarks}, indent=2))
         return
     warmup = f" after {curve.warmup} step{'s' * (curve.warmup != 1)} of warm-up" if curve.warmup else ""
-    shape = f"{use}{warmup}" if "lr" in checked.plugins else "constant, since the plugin lr is not switched on"
-    click.echo(f"{checked.run.name}: {shape}, {steps} steps")
+    shape = f"{use}{warmup}" if "lr" in config.plugins else "constant, since the plugin lr is not switched on"
+    click.echo(f"{config.run.name}: {shape}, {steps} steps")
     click.echo(f"  {'step':>9}  {'':<20}" + "".join(f"  {name:>12}" for name in rates))
     for event, step, values in rows:
         click.echo(f"  {step:>9}  {event:<20}" + "".join(f"  {value:>12.4g}" for value in values.values()))
+    for line in (*remarks, out):
+        click.echo(f"  {line}")
+
+
+def _find(config: Config, run: Path | None, plugin: LR, rates: list[float], out: Path, as_json: bool) -> None:
+    """Make the range test, draw it, and print the rates at which the loss changes."""
+    from hookdiff_lr.chart import draw_range
+    from hookdiff_lr.find import find, trial_loop
+    from hookdiff_lr.plugin import distinct_groups
+
+    with tempfile.TemporaryDirectory() as folder, trial_loop(config, Path(folder), run) as loop:
+        own = {name: float(group["lr"]) for name, group in distinct_groups(loop.optimizers).items()}
+        test = find(loop, rates, plugin.adopted)
+    names = list(own)
+    draw_range(test, names[0], out)
+
+    def of_all(rate: float) -> dict[str, float]:
+        return {name: float(f"{rate * each / own[names[0]]:.3g}") for name, each in own.items()}
+
+    suggested, remarks = test.suggested, list(test.remarks(rates))
+    if as_json:
+        marks = {"falls": test.falls, "lowest": test.lowest, "rises": test.rises, "diverged": test.has_diverged}
+        lines = {"rates": test.rates, "losses": test.losses, "smooth": test.smooth}
+        about = {"run": config.run.name, "picture": str(out), "suggested": suggested and of_all(suggested)}
+        click.echo(json.dumps({**about, **marks, **lines, "remarks": remarks}, indent=2))
+        return
+    tried = f"{len(test.rates)} of {len(rates)} rates" if test.has_diverged else f"{len(rates)} rates"
+    end = ", then the loss diverged" if test.has_diverged else ""
+    click.echo(f"{config.run.name}: {tried}, from {rates[0]:.3g} to {test.rates[-1]:.3g}{end}")
+    click.echo("".join(f"  {name:>12}" for name in names) + f"  {'loss':>9}")
+    events = (("falls from here on", test.falls), ("is lowest", test.lowest), ("rises from here on", test.rises))
+    for event, rate in events:
+        if rate is not None:
+            columns = "".join(f"  {value:>12.3g}" for value in of_all(rate).values())
+            click.echo(f"{columns}  {test.loss_at(rate):>9.3g}  the loss {event}")
+    if suggested is not None:
+        settings = ", ".join(f"{name} = {value:g}" for name, value in of_all(suggested).items())
+        click.echo(f"suggested: {settings}")
+        click.echo("  a tenth of the rate from which the loss rises, since a rate must hold for a whole run")
     for line in (*remarks, out):
         click.echo(f"  {line}")
 

@@ -1,7 +1,9 @@
 """The plugin `lr`."""
 
+from __future__ import annotations
+
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from attrs import define, field
@@ -41,6 +43,27 @@ class RateCurve:
         yield from self.schedule.landmarks(self.warmup, self.total)
 
 
+@define(frozen=True)
+class OwnRates:
+    """The groups of all optimizers, each with the rate that the config gives it."""
+
+    groups: Sequence[tuple[dict[str, Any], float]]
+
+    @classmethod
+    def of(cls, loop: Loop, adopted: Iterable[str] = ()) -> OwnRates:
+        """Return the rates of the optimizers of `loop`, and of those of the plugins called `adopted`."""
+        optimizers = (*loop.optimizers, *(trained.optimizer for _, _, trained in loop.adopted.named(adopted)))
+        return cls([(group, float(group["lr"])) for each in optimizers for group in each.param_groups])
+
+    def scale(self, factor: float) -> None:
+        """Set each rate to `factor` times that of the config, so that the rates keep their ratios."""
+        for group, rate in self.groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * factor)  # a captured graph reads the rate at this address
+            else:
+                group["lr"] = rate * factor
+
+
 @define(eq=False)
 class LR:
     """Sets the learning rate of each step; the rate of the optimizer is the highest.
@@ -67,8 +90,7 @@ class LR:
         default=(), metadata=about("plugins with optimizers of their own that follow the schedule too")
     )
     _curve: RateCurve = field(init=False)
-    _optimizers: list[Optimizer] = field(init=False)
-    _rates: list[list[float]] = field(init=False)  # highest rate of each group of each optimizer
+    _rates: OwnRates = field(init=False)
     _logged: dict[str, dict[str, Any]] = field(init=False)  # groups of optimizers by the name of their rate
 
     def __attrs_post_init__(self) -> None:
@@ -120,20 +142,12 @@ class LR:
         self._curve = self.curve(steps)
         for remark in self.remarks(steps) if loop.is_main else ():
             logger.warning(remark)
-        adopted = [trained.optimizer for _, _, trained in loop.adopted.named(self.adopted)]
-        self._optimizers = [*loop.optimizers, *adopted]
-        self._rates = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self._optimizers]
+        self._rates = OwnRates.of(loop, self.adopted)
         self._logged = distinct_groups(loop.optimizers)
 
     @hookimpl
     def before_step(self, loop: Loop) -> None:
-        factor = self._curve.factor(loop.progress.step)
-        for optimizer, rates in zip(self._optimizers, self._rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate * factor)  # a captured graph reads the rate at this address
-                else:
-                    group["lr"] = rate * factor
+        self._rates.scale(self._curve.factor(loop.progress.step))
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:

@@ -23,7 +23,6 @@ from hookdiff_lr import (
     LRSchedule,
     StepLR,
 )
-from hookdiff_lr.chart import ticks
 from tests.conftest import Logged, check_facts, records, refused
 
 TOTAL = 1000
@@ -500,16 +499,6 @@ def test_the_table_lists_the_events_of_the_schedule(command):
 def test_each_mistake_gives_one_message(command, arguments, names):
     code, _, err = command("lr", "mine.toml", *arguments)
     assert (code, err.startswith("hookdiff: "), names in err) == (2, True, True), err
-
-
-@given(highest=st.floats(1e-12, 1e12), most=st.integers(1, 10))
-def test_ticks_are_round_and_few(highest, most):
-    marks = ticks(highest, most)
-    assert marks[0] == 0
-    assert len(marks) <= most + 1
-    assert marks[-1] >= highest * (1 - 1e-6)
-    digits = {f"{(marks[1]):.3e}".partition("e")[0]}
-    assert digits <= {"1.000", "2.000", "2.500", "5.000"}
 
 
 class Critic:

@@ -1,0 +1,38 @@
+"""Facts about the sampler that a Loop uses."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion.guidance import ClassifierFree
+from hookdiff.diffusion.sampling import Sampling
+from hookdiff.loop.loop import Loop
+from hookdiff.models.sampler import SampleRequest
+from hookdiff.options.structure import as_toml
+
+
+def sampler_info(loop: Loop, weights: str) -> dict[str, Any]:
+    """Return how `loop` samples with `weights` now, as values of JSON, for the info of a picture or a table.
+
+    The keys are sampler, spacing, clipping, guidance, steps, guidance_scale (of classifier-free guidance), precision
+    (unless float32), and options: those of each part. They are those of the sampler that the plugins leave, such as
+    `autoguidance`. The result is empty if the sampler is not hookdiff's.
+    """
+    sampler, objective = loop.sample(SampleRequest(0, weights=weights)).sampler or loop.sampler, loop.objective
+    if not (isinstance(sampler, Sampling) and isinstance(objective, Diffusion)):
+        return {}
+    fitted = sampler.fit(objective)
+    parts = {name: as_toml(getattr(fitted, name)) for name in ("sampler", "spacing", "clipping", "guidance")}
+    used = {name: part.pop("use") for name, part in parts.items()}
+    scale = {"guidance_scale": parts["guidance"].pop("scale")} if isinstance(fitted.guidance, ClassifierFree) else {}
+    precision = {"precision": fitted.precision} if fitted.precision != "float32" else {}
+    options = {name: part for name, part in parts.items() if part}
+    return {**used, "steps": fitted.steps, **scale, **precision, "options": options}
+
+
+def takes_noise(sampler: Any) -> bool:
+    """Return whether `sampler` has the argument `noise` of the protocol `Sampler`."""
+    known = inspect.signature(sampler.sample).parameters.values()
+    return any(one.name == "noise" or one.kind is one.VAR_KEYWORD for one in known)

@@ -1,0 +1,24 @@
+"""The length of a training in updates."""
+
+import tempfile
+from pathlib import Path
+
+from hookdiff.experiment.build import build_loop
+from hookdiff.experiment.config import Config
+from hookdiff.experiment.trained import load_run
+
+
+def num_steps(config: Config, run: Path | None = None, *, trust: bool = False) -> int:
+    """Return the number of updates of a training with `config`.
+
+    If the config gives epochs, a checkpoint of the directory `run` has the length of one, or else the data, which is
+    then read. `trust` is that of `load_run`.
+    """
+    if config.run.steps is not None:
+        return config.run.steps
+    assert config.run.epochs is not None  # a config has one of them
+    if run is not None:
+        with load_run(run, device="cpu", trust=trust) as opened:
+            return config.run.epochs * opened.loop.feed.num_batches
+    with tempfile.TemporaryDirectory() as folder:
+        return config.run.epochs * build_loop(config, Path(folder), hooks=()).feed.num_batches

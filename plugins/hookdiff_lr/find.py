@@ -1,0 +1,178 @@
+"""The learning-rate range test: trains at growing rates, and finds those at which the loss falls and rises."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from attrs import define, evolve
+
+from hookdiff import Config, Every, Loop, UserError, build_loop
+from hookdiff.experiment import Part
+from hookdiff.loop import hooks_of
+from hookdiff.terminal import paced
+from hookdiff_lr.plugin import OwnRates
+
+# The hooks that decide the effect of a step on the weights; plugins that only look, or save, take no part.
+_IN_A_STEP = hooks_of("model", "net", "restore", "epoch", "batch", "passes", "scale", "update")
+_REPLACED = ("lr", "progress")  # one sets the rate, the other shows a run of a day
+_LONG = Every(86400, "seconds")
+_SHARE = 0.1  # suggested rate over the one from which the loss rises
+_CHANCE = 8  # standard errors of the smoothed loss that are no chance
+_WINDOWS = 20  # the loss is smoothed over this share of the rates
+
+
+@define(frozen=True)
+class RangeTest:
+    """The losses at growing rates, and the rates at which they change. A rate is that of the first group."""
+
+    rates: list[float]  # rising
+    losses: list[float]  # after the update at each of the rates, all finite
+    smooth: list[float]  # running median of the losses
+    has_diverged: bool
+    falls: float | None  # rate from which the loss is below that of the lowest rates; None if it never is
+    lowest: float  # rate with the lowest loss
+    rises: float | None  # rate from which the loss rises for good; None if it never does
+
+    @property
+    def suggested(self) -> float | None:
+        """A tenth of the rate from which the loss rises, with two digits; None if it never does."""
+        return None if self.rises is None else float(f"{_SHARE * self.rises:.1e}")
+
+    @property
+    def limit(self) -> float:
+        """The loss above which the test ends."""
+        return _limit(self.losses, len(self.rates), min(self.smooth))
+
+    def remarks(self, rates: Sequence[float]) -> Iterator[str]:
+        """Yield a sentence on each result that says less than it could, with all `rates` that were to be tried."""
+        low, high = rates[0], rates[-1]
+        if self.falls is None:
+            yield "the loss falls at none of the rates, as in a network that is trained already"
+        if self.rises is None:
+            yield f"the loss does not rise up to the rate {high:g}: go on with --rates {low:g} {100 * high:g}"
+        elif self.suggested is not None and self.suggested < low:
+            yield f"the suggested rate was not tried: begin with --rates {low / 100:g} {high:g}"
+
+    def loss_at(self, rate: float) -> float:
+        """Return the smoothed loss at one of the rates."""
+        return self.smooth[self.rates.index(rate)]
+
+
+def growing(low: float, high: float, num: int) -> list[float]:
+    """Return `num` >= 2 rates from `low` > 0 to `high`, each the same multiple of the one before."""
+    return [low * (high / low) ** (k / (num - 1)) for k in range(num)]
+
+
+def trial_loop(config: Config, folder: Path, resume: Path | None) -> Loop:
+    """Return a Loop for `find` that writes at most in `folder`: of `config`, or with the state of the run `resume`."""
+    idle = {name: Part(part.where, part.use, object) for name, part in config.plugins.items() if name in _REPLACED}
+    run = evolve(config.run, steps=None, epochs=None, max_time=_LONG)
+    config = evolve(config, run=run, plugins={**config.plugins, **idle})
+    keep = ("micro_batch",) if resume else ("micro_batch", "start")
+    return build_loop(config, folder / "run", resume=resume or False, hooks=_IN_A_STEP, keep=keep)
+
+
+def find(loop: Loop, rates: Sequence[float], adopted: Iterable[str] = ()) -> RangeTest:
+    """Train `loop`, which has been entered, for a step at each of the rising `rates`, until the loss diverges.
+
+    The first group gets the rate, and all others, those of the plugins `adopted` too, keep their ratio to it. The
+    weights change, so this is a loop of its own (Smith 2015, arXiv 1506.01186, section 3.3).
+
+    Raises:
+        UserError: the first group has no rate above 0, something else sets the rates, or the loss is not finite at the
+            first of them.
+    """
+    own = OwnRates.of(loop, adopted)
+    group, first = own.groups[0]
+    if not first > 0:
+        raise UserError(f"the optimizer has the rate {first:g}; a range test needs one above 0, to keep the ratios")
+    half, steps, losses = _half(len(rates)), loop.steps(), list[float]()
+    lowest, has_diverged = math.inf, False
+    with loop.log.muted(), _quiet():
+        # A step returns the loss before its update, so the loss after the update at a rate is that of the next step.
+        for rate in paced((*rates, rates[-1]), len(rates) + 1, "learning rates", "steps", size=lambda _: 1):
+            own.scale(rate / first)
+            if (step := next(steps, None)) is None:
+                raise UserError(f"the training ended at the rate {rate:.3g}: {loop.end.reason}")
+            if not math.isclose(float(group["lr"]), rate, rel_tol=1e-4):
+                raise UserError(f"another plugin of the config sets the rate: {group['lr']:g} in place of {rate:g}")
+            losses.append(step.loss)
+            recent = statistics.median(losses[-half - 1 :])
+            lowest = min(lowest, recent)
+            has_diverged = not math.isfinite(step.loss) or recent > _limit(losses, len(rates), lowest)
+            if has_diverged:
+                break
+    if len(losses) < 2 * half + 2:
+        raise UserError(
+            f"the loss is {losses[-1]:.3g} at the rate {rate:.3g} already; begin at a lower rate, or let `hookdiff "
+            "doctor` find another cause"
+        )
+    return judge(rates[: len(losses) - 1], losses[1:], has_diverged)
+
+
+def judge(rates: Sequence[float], losses: Sequence[float], has_diverged: bool) -> RangeTest:
+    """Find the rates at which the loss falls, is lowest, and rises for good; only the last loss may not be finite."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    half = _half(len(losses))
+    smooth = [statistics.median(finite[max(0, k - half) : k + half + 1]) for k in range(len(finite))]
+    start, lowest = smooth[0], min(smooth)
+    at = smooth.index(lowest)
+    noise = _noise(finite[: max(at, 4 * half)], 2 * half + 1)  # before a rise, which is wild
+    margin = max(0.1 * (start - lowest), 3 * noise)
+    falls = rises = None
+    # The smallest of many medians is low by chance, hence the larger factor.
+    if start - lowest > _CHANCE * noise:
+        falls = next((k for k in range(at, 0, -1) if smooth[k - 1] >= start - margin), 0)
+    if has_diverged or smooth[-1] - lowest > _CHANCE * noise:
+        rises = 1 + max(k for k, loss in enumerate(smooth) if loss <= lowest + margin)
+        while rises - 1 > at and smooth[rises - 2] < smooth[rises - 1]:  # there it is beyond doubt; it began before
+            rises -= 1
+    return RangeTest(
+        list(rates[: len(finite)]),
+        finite,
+        smooth,
+        has_diverged,
+        falls=None if falls is None else rates[falls],
+        lowest=rates[at],
+        rises=None if rises is None else rates[min(rises, len(finite) - 1)],
+    )
+
+
+def _noise(losses: Sequence[float], window: int) -> float:
+    """Return the standard error of a median of `window` losses, from the differences of neighbours."""
+    deviation = 1.05 * statistics.median(abs(a - b) for a, b in itertools.pairwise(losses))
+    return 1.25 * deviation / math.sqrt(window)
+
+
+def _limit(losses: Sequence[float], num: int, lowest: float) -> float:
+    """Return the loss from which one of `num` rates has made it diverge: well above the highest one at the start.
+
+    In a trained network the loss falls little, so the distance is a multiple of the `lowest` one.
+    """
+    return max(losses[: 2 * _half(num) + 1]) + 3 * abs(lowest)
+
+
+def _half(num: int) -> int:
+    """Return how many losses before and after one of `num` its smoothed value takes into account."""
+    return max(1, num // _WINDOWS // 2)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide the log: a loss that is not finite is what the test looks for."""
+    log = logging.getLogger("hookdiff")
+
+    def hidden(_: logging.LogRecord) -> bool:
+        return False
+
+    log.addFilter(hidden)
+    try:
+        yield
+    finally:
+        log.removeFilter(hidden)

@@ -1,0 +1,170 @@
+"""The range test: `hookdiff lr CONFIG --find`."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from hookdiff import UserError, build_loop, load_config
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff_lr.find import find, growing
+from tests.conftest import acting, check_facts, check_refused, contents, output, refused
+
+RATES = growing(1e-5, 10, 200)
+CURVATURES = torch.tensor([4.0, 0.5, 0.05])
+
+
+class Bowl(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.place = torch.nn.Parameter(torch.full((3,), 3.0))
+
+    def forward(self, inputs):
+        return self.place - inputs
+
+
+def quadratic(momentum, noise, steps=10_000, rate=0.1, below=0.0):
+    """A loop on a quadratic with known curvatures and noisy gradients; its loss is shifted by `below`."""
+    torch.manual_seed(0)
+    return toy_loop(
+        model=Bowl(),
+        optimizers=lambda model: torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum),
+        objective=lambda net, batch: 0.5 * (CURVATURES * net(batch.inputs).square()).sum(1).mean() - below,
+        data=noise * torch.randn(400, 3),
+        batch_size=16,
+        steps=steps,
+    )
+
+
+@pytest.mark.parametrize("below", [0.0, 20.0])
+@pytest.mark.parametrize("noise", [0.1, 1.0])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_loss_of_a_quadratic_rises_from_its_largest_stable_rate(momentum, noise, below):
+    stable = 2 * (1 + momentum) / CURVATURES.max().item()
+    with quadratic(momentum, noise, below=below) as loop:
+        test = find(loop, RATES)
+    assert test.has_diverged
+    assert 0.6 < test.rises / stable < 1.5
+    assert test.falls < test.lowest < test.rises < test.rates[-1] < 2.5 * stable
+    for rate, converges in ((test.suggested, True), (1.1 * stable, False)):
+        with quadratic(momentum, noise, 300, rate) as loop:
+            losses = [step.loss for step in loop.steps()]
+        assert (losses[-1] < losses[0] / 2) is converges
+
+
+def two_groups(model):
+    groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[3].parameters(), "lr": 0.001}]
+    return torch.optim.SGD(groups)
+
+
+def test_all_rates_keep_their_ratio_and_rise_step_by_step():
+    seen, rates = [], growing(1e-6, 1e-4, 50)
+    look = acting(before_step=lambda loop: seen.append([group["lr"] for group in loop.optimizers[0].param_groups]))
+    with toy_loop({"look": look}, optimizers=two_groups, steps=1000) as loop:
+        test = find(loop, rates)
+    assert [first for first, _ in seen] == pytest.approx([*rates, rates[-1]])  # one more step has the last loss
+    assert [second / first for first, second in seen] == pytest.approx([0.05] * 51)
+    assert (test.has_diverged, test.rises, test.suggested) == (False, None, None)
+    check_facts(list(test.remarks(rates)), "does not rise up to the rate 0.0001", "--rates 1e-06 0.01")
+
+
+def test_the_loss_after_a_rate_is_that_of_the_next_step():
+    losses = []
+    look = acting(after_optimizer_step=lambda loop: losses.append(loop.gradients.loss))
+    with toy_loop({"look": look}, steps=1000) as loop:
+        test = find(loop, growing(1e-4, 1e-2, 40))
+    assert test.losses == losses[1:]
+
+
+def test_what_would_spoil_the_test_is_refused():
+    def fixed(loop):
+        loop.optimizers[0].param_groups[0]["lr"] = 0.5
+
+    def nothing(net, batch):
+        return net(batch.inputs).mean() * math.nan
+
+    for options, facts in (
+        ({"plugins": {"other": acting(before_step=fixed)}}, ("another plugin", "0.5", "1e-05")),
+        ({"objective": nothing}, ("nan at the rate 1e-05", "hookdiff doctor")),
+        ({"optimizers": lambda model: torch.optim.SGD(model.parameters(), lr=0.0)}, ("the rate 0", "above 0")),
+    ):
+        with refused(UserError, *facts), toy_loop(steps=1000, **options) as loop:
+            find(loop, RATES)
+
+
+MUON = {"use": "muon", "lr": 0.02, "adamw_lr": 0.001, "adamw": ["conv*"]}
+
+
+def test_the_command_suggests_a_rate_for_each_optimizer(write_config, tmp_path, monkeypatch, hookdiff):
+    monkeypatch.chdir(tmp_path)
+    config = write_config(optimizer=MUON, run={"steps": 3, "batch_size": 64, "plugins": ["lr", "progress", "nan"]})
+    words = ("--find", "--steps", 80, "--rates", "1e-4", 100, "-o", "sub/find.png")
+    head, columns, *rows, suggested, _, path = output(hookdiff("lr", config.name, *words)).splitlines()
+    check_facts(head, "small", "of 80 rates", "from 0.0001")
+    assert columns.split() == ["lr", "lr/adamw", "loss"]
+    rates = {row.partition("the loss ")[2]: [float(each) for each in row.split()[:3]] for row in rows}
+    assert list(rates) == ["falls from here on", "is lowest", "rises from here on"]
+    assert all(adamw == pytest.approx(0.05 * lr, rel=0.01) for lr, adamw, _ in rates.values())
+    rises = rates["rises from here on"][0]
+    assert rates["falls from here on"][0] < rates["is lowest"][0] < rises
+    tenth = float(f"{0.1 * rises:.2g}")
+    check_facts(suggested, f"lr = {tenth:g}", f"lr/adamw = {0.05 * tenth:.3g}")
+    assert path.strip() == "sub/find.png"
+    with Image.open(tmp_path / "sub" / "find.png") as picture:
+        assert picture.size == (900, 600)
+    assert {path.name for path in contents(tmp_path)} == {"small.toml", "find.png"}
+
+
+def test_a_run_is_tried_from_its_weights_and_stays_as_it_is(write_config, tmp_path, monkeypatch, succeed):
+    monkeypatch.chdir(tmp_path)
+    config = write_config(run={"steps": 60, "plugins": ["lr", "checkpoint", "ema"]}, optimizer={"lr": 0.003})
+    succeed("run", config.name)
+    before = contents(tmp_path)
+    words = ("--find", "--json", "--steps", 40, "--rates", "1e-7", "1e-6")
+    fresh, trained = (json.loads(succeed("lr", path, *words)) for path in (config.name, "runs/small"))
+    after = contents(tmp_path)
+    assert after.pop(Path(fresh["picture"])).startswith(b"\x89PNG")
+    assert (after, trained["picture"], trained["suggested"]) == (before, "small-lr-find.png", None)
+    assert [len(trained[name]) for name in ("rates", "losses", "smooth")] == [40] * 3
+    last = [json.loads(line).get("loss") for line in (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()]
+    assert statistics.median(trained["losses"]) == pytest.approx([loss for loss in last if loss][-1], rel=0.3)
+    assert statistics.median(trained["losses"]) < 0.8 * statistics.median(fresh["losses"])
+
+
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        (["--steps", 50], ["--steps", "--find"]),
+        (["--find", "--rates", 1, 0.1], ["--rates", "1 0.1"]),
+        (["--find", "--rates", 1, "nan"], ["--rates", "1 nan"]),
+        (["--find", "-o", "x.format"], ["x.format", "x.png"]),
+        (["--find", "--set", "optimizer.lr=0"], ["the rate 0"]),
+    ],
+)
+def test_each_mistake_gives_one_message(words, facts, write_config, hookdiff):
+    check_refused(hookdiff("lr", write_config(), *words), *facts)
+
+
+RUN = {"batch_size": 64, "plugins": ["clip"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [{"use": "muon"}, {"use": "adamw"}, {"use": "torch.optim:SGD", "momentum": 0.9}])
+def test_the_suggestion_is_as_good_as_the_best_of_a_sweep(optimizer, write_config, tmp_path, succeed):
+    """Of five rates a factor of 10 apart; the losses are means over steps 200 to 300 of digits."""
+    config = write_config(
+        diffusion={}, optimizer={**optimizer, "lr": 1e-3}, run={"batch_size": 64, "plugins": ["clip"]}
+    )
+    found = json.loads(succeed("lr", config, "--find", "--json", "-o", tmp_path / "find.png"))
+
+    def final(rate):
+        changes = [f"optimizer.lr={rate}", "run.steps=300"]
+        with build_loop(load_config(config, settings=changes), tmp_path / f"{rate}", hooks=("after_backward",)) as loop:
+            return statistics.fmean([step.loss for step in loop.steps()][200:])
+
+    sweep = {rate: final(rate) for rate in (1e-4, 1e-3, 1e-2, 1e-1, 1.0)}
+    assert final(found["suggested"]["lr"]) < 1.05 * min(sweep.values()), (found["suggested"], sweep)
