@@ -33,6 +33,18 @@ class Point:
         """Noise-to-signal ratio sigma / alpha: the sigma of Karras et al. 2022; infinite for pure noise."""
         return self.sigma / self.alpha if self.alpha else math.inf
 
+    @property
+    def log_snr(self) -> float:
+        """ln(alpha² / sigma²): infinite for the image, minus infinite for pure noise."""
+        return -2 * math.log(self.ratio) if self.ratio else math.inf
+
+    @property
+    def label(self) -> str:
+        """The name of the point in pictures: "image", "t 999" for a timestep, else "sigma 0.29"."""
+        if not self.sigma:
+            return "image"
+        return f"t {self.time}" if isinstance(self.time, int) else f"sigma {self.sigma:.2g}"
+
 
 IMAGE = Point(1.0, 0.0)
 

@@ -35,7 +35,7 @@ class Clip:
             models[f"clip/{name}/{index}"] = trained.module, Gradients(trained.module, [trained.optimizer])
         self._clipped = {prefix: (evolve(self.rule), gradients) for prefix, (_, gradients) in models.items()}
         for prefix, (model, gradients) in models.items():
-            self._clipped[prefix][0].start(model, gradients)
+            self._clipped[prefix][0].prepare(model, gradients)
 
     @hookimpl(trylast=True)
     def after_backward(self, loop: Loop) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from attrs import Attribute, define, field
-from attrs.validators import ge, gt, lt
+from attrs.validators import and_, ge, gt, lt, optional
 from torch import Tensor, nn
 
 from hookdiff.loop import DevicePart, Gradients
@@ -36,7 +36,7 @@ class Rule(Choice, ABC):
     kind = "clip_rule"
     default = "norm"
 
-    def start(self, model: nn.Module, gradients: Gradients) -> None:
+    def prepare(self, model: nn.Module, gradients: Gradients) -> None:
         """Prepare for the `gradients` of `model`; called when the loop starts."""
 
     @abstractmethod
@@ -93,24 +93,37 @@ class Norm(Rule):
         """Adapt the threshold to the norm of one step after clipping."""
 
 
-def _below_max(rule: Any, option: Attribute[float], value: float) -> None:
+def _below_max(rule: Any, option: Attribute[Any], value: float) -> None:
     if value > rule.max_norm:
         raise ValueError(f"{option.name} ({value:g}) must not be above max_norm ({rule.max_norm:g})")
 
 
+def _above_min(rule: Any, option: Attribute[Any], value: float) -> None:
+    if value < rule.min_norm:
+        raise ValueError(f"{option.name} ({value:g}) must not be below min_norm ({rule.min_norm:g})")
+
+
 @define
 class Following(Norm):
-    """A rule with a threshold that follows the norms after clipping, so that a spike cannot raise it much."""
+    """A rule with a threshold that follows the norms after clipping, so that a spike cannot raise it much.
+
+    It is `start` for `warmup` updates, and never leaves the range from `min_norm` to `max_norm`.
+    """
 
     min_norm: float = field(default=0.0, validator=[ge(0), _below_max], metadata=about("lowest threshold"))
-    warmup: int = field(default=100, validator=ge(1), metadata=about("updates with `max_norm` as the threshold"))
+    start: float | None = field(
+        default=None,
+        validator=optional(and_(gt(0), _below_max, _above_min)),
+        metadata=about("threshold until enough norms are known; unless given, `max_norm`"),
+    )
+    warmup: int = field(default=100, validator=ge(1), metadata=about("updates with `start` as the threshold"))
     _count: int = field(default=0, init=False, eq=False)  # updates so far
     _past: list[float] = field(factory=list, init=False, eq=False)  # summary of their norms
 
     @property
     def threshold(self) -> float:
         if self._count < self.warmup:
-            return self.max_norm
+            return self.max_norm if self.start is None else self.start
         return min(max(self.usual(self._past), self.min_norm), self.max_norm)
 
     def follow(self, norm: float) -> None:
@@ -210,7 +223,7 @@ class AGC(Rule):
     exclude: tuple[str, ...] = field(default=(), metadata=about("patterns of parameters that are not clipped"))
     _units: Units = field(init=False, eq=False, repr=False)
 
-    def start(self, model: nn.Module, gradients: Gradients) -> None:
+    def prepare(self, model: nn.Module, gradients: Gradients) -> None:
         self._units = Units(model, gradients.names, self.exclude, gradients.dtype)
 
     def clip_(self, gradients: Gradients, is_logged: bool) -> Mapping[str, float | Tensor]:

@@ -1,5 +1,5 @@
 """Finds errors in the data, the network or the optimisation of a training."""
 
-from hookdiff_debug.plugin import Debug
+import lazy_loader
 
-__all__ = ["Debug"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

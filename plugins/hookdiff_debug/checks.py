@@ -21,7 +21,7 @@ from hookdiff.log import (
     warning_if,
 )
 from hookdiff.loop import HOOKS
-from hookdiff_debug.measure import Inputs, Layer, Level, Outputs, measure_inputs
+from hookdiff_debug.measure import DRAWS, Drawn, Inputs, Layer, Level, Outputs, measure_inputs
 from hookdiff_debug.trial import Trial
 
 # Images
@@ -37,6 +37,7 @@ UNEVEN_CLASSES = 20  # the largest class over the smallest
 # Signal to noise of the process
 AT_END, AT_END_BROKEN = 0.01, 0.1  # where sampling begins
 AT_START = 20  # a lower one can be seen
+BURIED = 5.0  # distance of the log-SNR from 0, beyond which noise or image hide the other
 # Network
 LARGE, HUGE = 10.0, 100.0  # mean or deviation of the output, where about 1 is expected
 YOUNG = 0.1  # deviation of an output below which all gradients but those of the last layer are next to nothing
@@ -161,6 +162,25 @@ def check_schedule(log_snr: Sequence[float], std: float) -> Finding:
     )
 
 
+def check_times(levels: Sequence[Drawn], std: float) -> Finding:
+    """Judge which noise levels a training draws, from clean to noisy; `std` is the deviation of the images.
+
+    Almost pure noise and almost clean images may be left out: there is little to learn.
+    """
+    never = [level for level in levels if not level.share]
+    missed = [level.name for level in never if abs(level.log_snr + 2 * math.log(std)) < BURIED]
+    shares = f"of {DRAWS:,} draws, from {levels[0].name} to {levels[-1].name}: "
+    shares += " ".join(percent(level.share) for level in levels)
+    return judge(
+        shares + (f"; never {listed([level.name for level in never], len(never))}" if never else ""),
+        warning_if(
+            missed,
+            f"the training never draws {listed(missed, len(missed))}",
+            "diffusion.times = 'uniform', or options of it that spread the times",
+        ),
+    )
+
+
 def check_loss(trial: Trial) -> Finding:
     """Judge whether the loss is finite, as far as the learning rate has no influence."""
     bad, losses = trial.first_bad, trial.losses
@@ -262,11 +282,16 @@ def check_response(outputs: Outputs | None, settled: bool = True) -> Finding:
     )
 
 
-def check_levels(levels: Sequence[Level], trained: bool) -> Finding:
-    """Judge the errors from clean to noisy, beside predictions from mean and variance of the images alone."""
+def check_levels(levels: Sequence[Level], times: Sequence[Drawn], trained: bool) -> Finding:
+    """Judge the errors from clean to noisy, beside predictions from mean and variance of the images alone.
+
+    A level that is never drawn in training may have any error that is finite.
+    """
+    drawn = {time.name for time in times if time.share}
     ratios = [level.error / level.mean_error if level.mean_error else math.nan for level in levels]
-    worse = [one for one in levels if one.error > OVER_FLOOR * one.floor + FLOOR_SLACK * one.mean_error]
-    new, times = min(ratios) > UNLEARNED, ", ".join(f"{level.time:.4g}" for level in worse)
+    most = {one.name: OVER_FLOOR * one.floor + FLOOR_SLACK * one.mean_error for one in levels}
+    worse = [one.name for one in levels if one.error > most[one.name] and one.name in drawn]
+    new = min(ratios) > UNLEARNED
     shown = "clean to noisy, over that of predicting the mean: " + " ".join(f"{ratio:.2f}" for ratio in ratios)
     return judge(
         shown + ("; the trial is too short to judge them" if new and not trained else ""),
@@ -274,7 +299,7 @@ def check_levels(levels: Sequence[Level], trained: bool) -> Finding:
         error_if(
             trained and new, "the network predicts no better than the mean", "another learning rate; see the output"
         ),
-        (trained and worse, little_learned(f"time {times}", f"mean and variance alone predict better; {shown}")),
+        (trained and worse, little_learned(", ".join(worse), f"mean and variance alone predict better; {shown}")),
     )
 
 

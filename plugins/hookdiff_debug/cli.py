@@ -5,11 +5,11 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli import override_options
+from hookdiff.cli import config_or_run_argument, override_options
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path), metavar="CONFIG|RUN|CHECKPOINT")
+@config_or_run_argument("path", "CONFIG|RUN|CHECKPOINT")
 @override_options
 @click.option(
     "--steps",
@@ -19,7 +19,7 @@ from hookdiff.cli import override_options
     help="Updates of the trial. If the learning rate of a CONFIG is still rising then, more follow: through the"
     " warm-up in growing strides, and 25 at the full rate.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Draw images and predictions in this PNG file.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Draw images and predictions in this PNG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     path: Path,

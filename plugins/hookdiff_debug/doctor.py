@@ -4,7 +4,7 @@ import copy
 import io
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,13 @@ from attrs import define, evolve
 from torch import Generator, Tensor
 
 from hookdiff import Batch, Config, Finding, Loop, SampleRequest, build_loop, evaluating
+from hookdiff.authors import sheet
 from hookdiff.experiment import LeftOut, Part
-from hookdiff.log import save_grid
+from hookdiff.log import Panel
 from hookdiff.loop import HOOKS, hooks_of
 from hookdiff.run_dir import run_of
 from hookdiff_debug import checks, measure
-from hookdiff_debug.measure import LEVELS, SETTLED, Level, Outputs
+from hookdiff_debug.measure import SETTLED, Drawn, Level, Outputs
 from hookdiff_debug.trial import Trial, run_trial
 
 # Plugins that have a part in a step or in sampling; those that write files, or measure now and then, have none.
@@ -51,7 +52,7 @@ class _Portrait:
 
     outputs: Outputs | None
     samples: Tensor
-    strip: Tensor
+    drawn: Panel
     levels: list[Level]
     average: str | None  # its name
     averaged: list[Level]
@@ -88,7 +89,11 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
         trial = run_trial(loop, steps, whole_rate=run is None)
         portrait = portrait or _portray(loop)
     trained = before >= _TRAINED
-    findings, network = _of_data(loop, trial), _of_network(trial, start, portrait, run is not None, trained)
+    times = measure.measure_times(loop.objective)
+    findings, network = (
+        _of_data(loop, trial, times),
+        _of_network(trial, start, portrait, times, run is not None, trained),
+    )
     findings |= checks.following(network, checks.cause(findings | network))
     findings |= {"length": _of_length(loop, tried), "trial": checks.check_trial(trial)}
     parts: defaultdict[str, float] = defaultdict(float)
@@ -107,11 +112,11 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
     if left_out:
         findings["left out"] = Finding("ok", "; ".join(left_out))
     if strip is not None:
-        save_grid(portrait.strip, strip, columns=len(LEVELS) + 1)
+        sheet([portrait.drawn]).save(strip)
     return Report(findings, trial, before, strip)
 
 
-def _of_data(loop: Loop, trial: Trial) -> dict[str, Finding]:
+def _of_data(loop: Loop, trial: Trial, times: Sequence[Drawn]) -> dict[str, Finding]:
     objective: Any = loop.objective
     parts = (objective.prediction, objective.weighting)
     sigma_data = next((part.sigma_data for part in parts if hasattr(part, "sigma_data")), None)
@@ -129,11 +134,12 @@ def _of_data(loop: Loop, trial: Trial) -> dict[str, Finding]:
         "inputs": inputs,
         "labels": checks.check_labels(counts, unknown, bool(objective.conditional)),
         "schedule": checks.check_schedule(log_snr.tolist(), std),
+        "times": checks.check_times(times, std),
     }
 
 
 def _of_network(
-    trial: Trial, start: Outputs | None, portrait: _Portrait, resumed: bool, trained: bool
+    trial: Trial, start: Outputs | None, portrait: _Portrait, times: Sequence[Drawn], resumed: bool, trained: bool
 ) -> dict[str, Finding]:
     # A learning rate that is too high makes the network look broken, so it comes first.
     findings = {"first output": checks.check_outputs(start, settled=False, is_first=True)} if start else {}
@@ -144,7 +150,7 @@ def _of_network(
     findings["output"] = checks.check_outputs(portrait.outputs, settled)
     findings["response"] = checks.check_response(portrait.outputs, settled)
     if portrait.levels:
-        findings["error by time"] = checks.check_levels(portrait.levels, trained)
+        findings["error by time"] = checks.check_levels(portrait.levels, times, trained)
     findings["samples"] = checks.check_samples(portrait.samples, trial.inputs, trained)
     if name := portrait.average:
         findings[name] = checks.check_average(name, portrait.averaged, portrait.levels, trained)
@@ -181,14 +187,15 @@ def _portray(loop: Loop) -> _Portrait:
             with loop.weights(None) as name:
                 averaged = errors()
         average = None if name == "model" else name
-    with loop.weights(None), evaluating(loop.model):
+    with loop.weights(None) as used, evaluating(loop.model):
         few = {name: column[:_DRAWN] for name, column in given.items()}
-        strip = measure.draw_strip(loop.model, objective, batch.inputs[:_DRAWN], few).cpu()
+        title = "the network predicts the image from its noisy version" + (f"; weights: {used}" if average else "")
+        drawn = measure.draw_levels(loop.model, objective, batch.inputs[:_DRAWN], few, title)
     sampler: Any = loop.sampler
     steps = min(sampler.fit(objective).steps, _SAMPLER_STEPS)
     with loop.using(sampler=evolve(sampler, steps=steps)):
         samples = loop.sample(SampleRequest(_MADE, raw=True)).images.float().cpu()
-    return _Portrait(outputs, samples, strip, levels, average, averaged)
+    return _Portrait(outputs, samples, drawn, levels, average, averaged)
 
 
 @contextmanager

@@ -11,10 +11,13 @@ from attrs import define
 from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Loop, evaluating
+from hookdiff.diffusion import Point
+from hookdiff.log import Panel
 from hookdiff.models import Buffers
 
 # Fractions of the way from image to noise at which the network is measured.
 LEVELS = (0.02, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.98)
+DRAWS = 1000  # times that are drawn, to see which noise levels are trained
 SETTLED = 6  # updates, after which a network whose layers start as zero has a gradient everywhere
 
 
@@ -70,10 +73,19 @@ class Layer:
 class Level:
     """The squared errors of predictions at one noise level, mean over pixels and images."""
 
-    time: float  # as the network gets it
+    name: str
     error: float  # of the network
     mean_error: float  # of predicting the mean of each pixel
     floor: float  # of the best prediction from the mean of each pixel and the mean variance
+
+
+@define(frozen=True)
+class Drawn:
+    """How often a training draws one noise level."""
+
+    name: str
+    log_snr: float  # of images of variance 1
+    share: float  # of the draws
 
 
 @contextmanager
@@ -186,8 +198,29 @@ def measure_layers(loop: Loop) -> dict[str, Layer]:
     return {layer: Layer(math.hypot(*found[layer]) if found[layer] else None, size) for layer, size in sizes.items()}
 
 
+def level_points(process: Any) -> list[Point]:
+    """Return the points of a process at `LEVELS`."""
+    times = process.from_fraction(torch.tensor(LEVELS))
+    alpha, sigma, _ = process.rates(times, 1)
+    rows = zip(alpha.tolist(), sigma.tolist(), process.network_time(times).tolist(), strict=True)
+    return [Point(*row) for row in rows]
+
+
+def measure_times(diffusion: Any) -> list[Drawn]:
+    """Return how often the noise levels around each of `LEVELS` are among `DRAWS` times of a training."""
+    process = diffusion.process
+    borders = process.from_fraction((torch.tensor(LEVELS[1:]) + torch.tensor(LEVELS[:-1])) / 2)
+    times = diffusion.times.draw(process, DRAWS, Generator().manual_seed(0))
+    bounds, drawn = (process.rates(each, 1)[2] for each in (borders, times))
+    end = bounds.new_tensor([math.inf])
+    upper, lower = torch.cat((end, bounds))[:, None], torch.cat((bounds, -end))[:, None]
+    # A timestep on a border counts for both levels: with few timesteps, it is all that they have.
+    shares = ((lower <= drawn) & (drawn <= upper)).float().mean(1).tolist()
+    return [Drawn(at.label, at.log_snr, share) for at, share in zip(level_points(process), shares, strict=True)]
+
+
 def _predictions(net: Any, diffusion: Any, images: Tensor, given: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield times, x_t, the network's time, its output, alpha and sigma at each of `LEVELS`, and x0 and noise."""
+    """Yield times, x_t, the network's output, alpha and sigma at each of `LEVELS`, and x0 and noise."""
     x0 = diffusion.normalize(images)
     noise = torch.randn(x0.shape, generator=Generator().manual_seed(0)).to(x0)
     for fraction in LEVELS:
@@ -195,34 +228,38 @@ def _predictions(net: Any, diffusion: Any, images: Tensor, given: Mapping[str, T
         alpha, sigma, _ = diffusion.process.rates(times, x0.ndim)
         x_t, time = alpha * x0 + sigma * noise, diffusion.process.network_time(times)
         output = diffusion.predict(net, x_t, time, given, alpha, sigma).float()
-        yield times, x_t, time, output, alpha, sigma, x0, noise
+        yield times, x_t, output, alpha, sigma, x0, noise
 
 
 def measure_levels(net: Any, diffusion: Any, images: Tensor, given: Mapping[str, Tensor]) -> list[Level]:
     """Return the network's error on `images` (n c h w, n above 1) at `LEVELS`, always with the same noise."""
     rows = []
-    for times, _, time, output, alpha, sigma, x0, noise in _predictions(net, diffusion, images, given):
+    for times, _, output, alpha, sigma, x0, noise in _predictions(net, diffusion, images, given):
         target = diffusion.prediction.target(x0, noise, alpha, sigma)
         error, mean_error = (output - target).square().mean(), target.var(0).mean()
         floor = diffusion.floor(times, x0.var(0).mean()).mean()
-        rows.append(torch.stack((time[0].float(), error, mean_error, floor)))
-    return [Level(*numbers) for numbers in torch.stack(rows).tolist()]
+        rows.append(torch.stack((error, mean_error, floor)))
+    names = [point.label for point in level_points(diffusion.process)]
+    return [Level(name, *numbers) for name, numbers in zip(names, torch.stack(rows).tolist(), strict=True)]
 
 
-def draw_strip(net: Any, diffusion: Any, images: Tensor, given: Mapping[str, Tensor]) -> Tensor:
-    """Return pictures, n c h w in [-1, 1], in rows of `len(LEVELS) + 1`, two rows an image.
-
-    The image and its noisy versions; the image again and, below each noisy version, the network's prediction of it.
-    """
-    upper, lower = [images], [images]
-    for _, x_t, _, output, alpha, sigma, _, _ in _predictions(net, diffusion, images, given):
-        predicted, _ = diffusion.prediction.x0_and_noise(output, x_t, alpha, sigma)
+def draw_levels(net: Any, diffusion: Any, images: Tensor, given: Mapping[str, Tensor], title: str) -> Panel:
+    """Return a panel with two rows for each image: its noisy versions at `LEVELS`, and the predictions of it below."""
+    noisy, predicted = [images], [images]
+    for _, x_t, output, alpha, sigma, _, _ in _predictions(net, diffusion, images, given):
+        x0, _ = diffusion.prediction.x0_and_noise(output, x_t, alpha, sigma)
         # In a process whose noise has no bounds, the noisy image is shown as bright as the others.
-        upper.append(diffusion.denormalize(x_t / (alpha.square() + sigma.square()).sqrt()))
-        lower.append(diffusion.denormalize(predicted))
-    rows = torch.stack((torch.stack(upper, 1), torch.stack(lower, 1)), 1).flatten(0, 2)
+        noisy.append(diffusion.denormalize(x_t / (alpha.square() + sigma.square()).sqrt()))
+        predicted.append(diffusion.denormalize(x0))
+    rows = torch.stack((torch.stack(noisy, 1), torch.stack(predicted, 1)), 1).flatten(0, 2)
     shown = rows if rows.shape[1] in (1, 3) else rows[:, :1]  # of latents, the first channel
-    return shown.nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1)
+    return Panel(
+        shown.nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1).cpu(),
+        len(LEVELS) + 1,
+        title,
+        row_names=["noisy", "predicted"] * len(images),
+        column_names=["image", *(point.label for point in level_points(diffusion.process))],
+    )
 
 
 def merged(looks: Sequence[Mapping[str, Layer]]) -> dict[str, Layer]:

@@ -112,6 +112,11 @@ class EMA:
         self._averages = make_averages(NAME, self.decay, self.half_life, self.std, self.warmup)
 
     @property
+    def averages(self) -> tuple[Average, ...]:
+        """All averages, in the order of their labels."""
+        return tuple(self._averages)
+
+    @property
     def shadow(self) -> dict[str, Tensor]:
         """The first average, by parameter name."""
         return self._settled(self._averages[0])

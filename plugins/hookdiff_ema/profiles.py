@@ -6,7 +6,7 @@ section 3.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from attrs import define, field
@@ -23,6 +23,21 @@ Floats = NDArray[np.float64]
 def half_life_decay(half_life: float) -> float:
     """Return the decay per update for which a weight counts half after `half_life` > 0 updates."""
     return float(0.5 ** (1 / half_life))
+
+
+def step_weights(decay: Callable[[int], float], updates: int) -> Floats:
+    """Return how much the weights of each step count in an average after `updates` >= 1 updates: updates + 1, sum 1.
+
+    The first are the initial weights, with which the average starts. `decay` is that of update n, from 0.
+    """
+    decays = np.array([decay(n) for n in range(updates)])
+    later = np.cumprod(np.append(decays, 1.0)[::-1])[::-1]  # what is left of a step, by all updates after it
+    return np.append(1.0, 1 - decays) * later
+
+
+def newest(weights: Floats, share: float) -> int:
+    """Return the number of newest steps that make up at least this `share` of an average, of its `step_weights`."""
+    return int(np.searchsorted(np.cumsum(weights[::-1]), share * (1 - 1e-12))) + 1
 
 
 class Warmup(Choice, ABC):

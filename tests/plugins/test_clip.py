@@ -163,6 +163,17 @@ class TestFollowing:
         assert logged.of("clip/threshold") == pytest.approx({10: 6, 15: 6})  # the mean of those known, times 2
         assert logged.of("clip/share")[5] == 0
 
+    @pytest.mark.parametrize("kind", [partial(Adaptive, factor=3.0), partial(Percentile, factor=3.0), ZScore])
+    def test_the_warm_up_has_a_threshold_of_its_own(self, kind: Any) -> None:
+        seen = run([8.0] * 20, kind(max_norm=math.inf, start=2.0, warmup=5))
+        assert seen[:5] == [2.0] * 5
+        # It follows the norms after clipping, and its ceiling is not that of the warm-up.
+        assert seen[5] == pytest.approx(2.0 if kind is ZScore else 6.0, rel=1e-5)
+        assert run([0.1] * 20, kind(max_norm=math.inf, min_norm=0.5, start=2.0, warmup=5))[-1] == 0.5
+        for wrong, known in ((4.0, 3.0), (0.5, 1.0)):
+            with pytest.raises(ValueError, match=rf"start \({wrong:g}\) .* \({known:g}\)"):
+                kind(max_norm=3.0, min_norm=1.0, start=wrong)
+
     @pytest.mark.parametrize("kind", [Adaptive, Percentile, ZScore])
     def test_a_second_run_of_the_same_plugin_starts_anew(self, kind: Any) -> None:
         clip, norms = Clip(kind(warmup=2, max_norm=9)), [3.0, 1.0, 2.0, 8.0]

@@ -2,7 +2,7 @@
 
 import json
 import math
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -16,10 +16,21 @@ from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.process import EDM, VP, Flow
 from hookdiff.diffusion.schedules import Linear
+from hookdiff.diffusion.times import LogitNormal, UniformTimes
 from hookdiff_debug import checks
 from hookdiff_debug.checks import cause
 from hookdiff_debug.doctor import as_text, examine
-from hookdiff_debug.measure import Inputs, Layer, Level, Outputs, measure_inputs, measure_levels
+from hookdiff_debug.measure import (
+    LEVELS,
+    Drawn,
+    Inputs,
+    Layer,
+    Level,
+    Outputs,
+    measure_inputs,
+    measure_levels,
+    measure_times,
+)
 from hookdiff_debug.trial import Trial, run_trial
 from hookdiff_lr import LR
 from hookdiff_memory.estimate import estimate_memory
@@ -432,8 +443,9 @@ def test_a_slow_warm_up_is_not_blamed():
     ],
 )
 def test_errors_by_time_are_judged(ratios, trained, severity):
-    levels = [Level(10.0 * k, 2 * ratio, 2.0, 1.0) for k, ratio in enumerate(ratios)]
-    assert checks.check_levels(levels, trained).severity == severity
+    levels = [Level(f"t {k}", 2 * ratio, 2.0, 1.0) for k, ratio in enumerate(ratios)]
+    drawn = [Drawn(level.name, 0.0, 0.1) for level in levels]
+    assert checks.check_levels(levels, drawn, trained).severity == severity
 
 
 def test_a_nan_in_the_first_loss_is_not_blamed_on_the_learning_rate():
@@ -498,6 +510,40 @@ def test_a_process_that_goes_back_and_forth_is_an_error():
 
 
 @pytest.mark.parametrize(
+    ("process", "times", "severity", "never"),
+    [
+        (Flow(), None, "ok", []),
+        (VP(), None, "ok", []),
+        (VP(timesteps=20, schedule=Linear(beta_start=0.1, beta_end=0.5)), None, "ok", []),
+        # Karras et al. 2022 draw neither of the ends, where there is little to learn.
+        (EDM(), None, "ok", ["sigma 0.0025", "sigma 65"]),
+        (Flow(), LogitNormal(mean=0.0, std=0.1), "warning", ["sigma 0.1", "sigma 0.25", "sigma 0.7", "sigma 0.85"]),
+        (VP(), LogitNormal(mean=-2.0, std=0.3), "warning", ["t 400", "t 550", "t 700", "t 850"]),
+    ],
+    ids=str,
+)
+def test_levels_that_are_never_drawn_are_named(process, times, severity, never):
+    found = measure_times(Diffusion(process, times=times or process.default_times))
+    finding = checks.check_times(found, std=0.75)
+    assert finding.severity == severity
+    named = finding.what if severity == "warning" else finding.what.partition("; never ")[2]
+    assert all(name in named for name in never)
+    assert never or not named
+    # What is not trained is not blamed on the training.
+    levels = [Level(one.name, 0.1 if one.share else 5.0, 2.0, 1.0) for one in found]
+    assert checks.check_levels(levels, found, trained=True).severity == "ok"
+
+
+@pytest.mark.parametrize("process", [Flow(), VP(timesteps=4, schedule="cosine"), VP(), EDM()], ids=str)
+def test_the_shares_of_the_draws_are_those_of_the_distribution(process):
+    found = measure_times(Diffusion(process, times=UniformTimes(stratified=True)))
+    borders = [0, *((low + high) / 2 for low, high in pairwise(LEVELS)), 1]
+    if process.use != "vp" or process.timesteps == 1000:
+        assert [one.share for one in found] == pytest.approx([b - a for a, b in pairwise(borders)], abs=0.003)
+    assert all(one.share for one in found)
+
+
+@pytest.mark.parametrize(
     ("counts", "unknown", "severity"),
     [
         ([10, 12, 9], 0, "ok"),
@@ -533,8 +579,8 @@ def test_length_and_time_and_memory_are_judged():
 
 
 def test_averages_and_samples_are_judged():
-    own = [Level(0.0, 1.0, 2.0, 1.0)] * 3
-    lags = [Level(0.0, 1.5, 2.0, 1.0)] * 3
+    own = [Level("t 0", 1.0, 2.0, 1.0)] * 3
+    lags = [Level("t 0", 1.5, 2.0, 1.0)] * 3
     assert checks.check_average("ema", lags, own, trained=True).severity == "warning"
     assert checks.check_average("ema", lags, own, trained=False).severity == "ok"
     assert checks.check_average("ema", own, own, trained=True).severity == "warning"

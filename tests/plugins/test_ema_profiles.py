@@ -4,9 +4,23 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
-from hookdiff_ema.profiles import MAX_STD, Power, Ratio, fit, gamma_of, half_life_decay, overlap, power_decay
+from hookdiff_ema import EMA
+from hookdiff_ema.profiles import (
+    MAX_STD,
+    NoWarmup,
+    Power,
+    Ratio,
+    fit,
+    gamma_of,
+    half_life_decay,
+    newest,
+    overlap,
+    power_decay,
+    step_weights,
+)
 
 stds = st.floats(0.01, MAX_STD)
 
@@ -98,6 +112,27 @@ def test_the_decays_make_the_profile(std, steps):
         shares[step - 1] += 1 - decay
     expected = np.diff((np.arange(steps + 1) / steps) ** (gamma + 1))
     np.testing.assert_allclose(shares, expected, atol=1e-12)
+
+
+@given(
+    start=st.floats(-3, 3),
+    values=st.lists(st.floats(-3, 3), min_size=1, max_size=50),
+    length=st.sampled_from([{"decay": 0.9}, {"half_life": 3.0}, {"std": 0.1}]),
+    warmup=st.sampled_from([Ratio(), NoWarmup()]),
+)
+def test_the_weights_of_the_steps_make_the_average(start, values, length, warmup):
+    (average,) = EMA(**length, warmup=warmup).averages
+    average.start({"w": torch.tensor([start], dtype=torch.float64)})
+    for number, value in enumerate(values):
+        average.update([torch.tensor([value], dtype=torch.float64)], number)
+    shares = step_weights(average.decay, len(values))
+    assert shares.sum() == pytest.approx(1)
+    assert shares @ np.array([start, *values]) == pytest.approx(average.shadow["w"].item(), abs=1e-9)
+
+
+def test_the_newest_steps_of_an_average_are_counted():
+    halving = step_weights(lambda n: 0.5, 10)  # 1/2, 1/4, ... from the end
+    assert [newest(halving, share) for share in (0.5, 0.75, 0.76, 1.0)] == [1, 2, 3, 11]
 
 
 @given(one=stds, other=stds, step=st.integers(1, 50), other_step=st.integers(1, 50))

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -296,9 +297,34 @@ def test_the_command_makes_a_file_that_others_load(hookdiff, write_config, tmp_p
         (["run", "--std", "0.28"], "std 0.28 is outside of the range of the snapshots at step 8: "),
         (["run", "--std", "0.1", "--step", "9"], "step 9 is outside of the range of the snapshots: 1 to 8"),
         (["again", "--std", "0.1"], "again has no snapshots; a run writes them with"),
-        (["nowhere", "--std", "0.1"], "nowhere: no such directory"),
+        (["nowhere", "--std", "0.1"], f"nowhere: {tmp_path} has no 'nowhere'"),
         (["run/config.toml", "--std", "0.1"], "run/config.toml: expected a run directory, got a file"),
         (["run", "--std", "0.1", "--out", "small.toml/x"], "small.toml/x: cannot be written: "),
+    ):
+        code, _, err = hookdiff("ema", *words)
+        assert code == 2
+        assert err.startswith(f"hookdiff: {message}")
+
+
+def test_the_command_draws_how_much_each_step_counts(hookdiff, write_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_config(run={"steps": 100, "plugins": ["ema"]})
+    given = ("plugins.ema.std=[0.1]", "plugins.ema.decay=[0.999]", "plugins.ema.warmup=none")
+    widths = [word for setting in given for word in ("--set", setting)]
+    code, out, _ = hookdiff("ema", "small.toml", "--draw", *widths)
+    assert code == 0
+    first, decay, power, picture = out.splitlines()
+    assert first.endswith("at step 100")
+    assert "90% of all steps and the initial weights; initial weights 90.5%" in decay  # 0.999^100
+    assert "half of it is of the last 9 steps, 90% of the last 26 steps; initial weights 0.0%" in power
+    with Image.open(picture.strip()) as drawn:
+        assert drawn.width > 100
+    for words, message in (
+        (["small.toml", "--draw", "--std", "0.1"], "--std 0.1 is not for --draw"),
+        (["small.toml", "--draw", "--plugins", "no:ema,lr"], "small.toml: the plugin 'ema' is not switched on"),
+        (["small.toml", "--draw", "--out", "x.format"], "x.format: cannot be written"),
+        (["small.toml", "--std", "0.1", "--trust"], "--plugins, --set and --trust are for --draw"),
+        (["small.toml"], "--std is missing"),
     ):
         code, _, err = hookdiff("ema", *words)
         assert code == 2
