@@ -12,10 +12,11 @@ import tomli
 from hookdiff.cli.hooks import contract, example, imports
 from hookdiff.images import PICTURE_FORMATS
 from hookdiff.loop import HOOK_NAMES, Hooks
-from hookdiff.options import Key, import_object, keys, parts, summary
+from hookdiff.options import Key, argument_texts, import_line, import_object, keys, parts, summary
 
 ROOT = Path(__file__).parents[1]
 _KEYS = re.compile(r"(<!-- keys of (\S+?)(?: without ([\w, ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+_SIGNATURE = re.compile(r"(<!-- signature of (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _HOOK = re.compile(r"(<!-- hook (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FORMATS = re.compile(r"(<!-- formats -->\n).*?(<!-- end -->)", re.DOTALL)
 _FACES = re.compile(r"(<!-- faces -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -26,7 +27,7 @@ _IMPORTS = re.compile(r"(<!-- imports -->\n).*?(<!-- end -->)", re.DOTALL)
 def markdown(target: Callable[..., Any], without: frozenset[str] = frozenset()) -> str:
     """Return the table of the keys of `target`, and one of each kind of part among them."""
     shown = [key for key in keys(target) if key.name not in without]
-    lines = ["| key | default | |", "|---|---|---|", *map(_row, shown)]
+    lines = ["| key | default | |", "|---|---|---|", *map(_row, shown)] if shown else []
     for key in shown:
         if not key.kind:
             continue
@@ -39,6 +40,20 @@ def markdown(target: Callable[..., Any], without: frozenset[str] = frozenset()) 
 
 def _row(key: Key) -> str:
     return f"| `{key.name}` | {f'`{key.default}`' if key.default else ''} | {key.help} |"
+
+
+def signature(target: Callable[..., Any]) -> str:
+    """Return the signature of `target`, an argument a line, and the table of its arguments."""
+    name, texts = target.__name__, argument_texts(target)
+    taken = inspect.signature(target).parameters.values()
+    lines, is_keyword = [f"{name}("], False
+    for one in taken:
+        if one.kind is one.KEYWORD_ONLY and not is_keyword:
+            lines, is_keyword = [*lines, "    *,"], True
+        default = "" if one.default is one.empty else f" = {one.default!r}"
+        lines.append(f"    {one.name}: {one.annotation}{default},")
+    rows = [f"| `{one.name}` | {texts[one.name]} |" for one in taken]
+    return "\n".join(["```", *lines, ")", "```", "", "| argument | |", "|---|---|", *rows]) + "\n"
 
 
 def hook(name: str) -> str:
@@ -68,7 +83,7 @@ def packages() -> str:
 
     A kind is followed by the names that the package has of it, unless that is its own name. Plugins come first.
     """
-    groups = tomli.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
+    groups = _entry_points()
     entries = [("plugin", *entry) for entry in groups["hookdiff.plugins"].items()]
     entries += [("command", *entry) for entry in groups["hookdiff.commands"].items()]
     entries += [(*name.split(".", 1), target) for name, target in groups["hookdiff.parts"].items()]
@@ -84,6 +99,12 @@ def packages() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _entry_points() -> dict[str, dict[str, str]]:
+    project = tomli.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    groups: dict[str, dict[str, str]] = project["entry-points"]
+    return groups
+
+
 def _docstring(path: Path) -> str:
     return ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
 
@@ -96,16 +117,23 @@ def refresh(text: str) -> str:
     """Return Markdown `text` with its generated parts made anew.
 
     They stand before `<!-- end -->`: a table of keys after `<!-- keys of module:Name -->`, which may go on with
-    ` without a, b`; a hook after `<!-- hook NAME -->`; the imports of all examples after `<!-- imports -->`; the
-    suffixes of pictures after `<!-- formats -->`; the public modules after `<!-- faces -->`; the packages of plugins/
-    after `<!-- packages -->`.
+    ` without a, b`, and of a plugin also the import of its class; a signature after `<!-- signature of module:Name
+    -->`; a hook after `<!-- hook NAME -->`; the imports of all examples after `<!-- imports -->`; the suffixes of
+    pictures after `<!-- formats -->`; the public modules after `<!-- faces -->`; the packages of plugins/ after
+    `<!-- packages -->`.
     """
 
     def table(path: str, without: str | None) -> str:
         names = frozenset(name.strip() for name in (without or "").split(","))
-        return "\n" + markdown(import_object(path, "the reference"), names) + "\n"
+        made = markdown(import_object(path, "the reference"), names)
+        line = f"In a script: `{import_line(path)}`\n" if path in plugins else ""
+        return "\n" + line + "\n" * (bool(line) and bool(made.strip())) + made.lstrip("\n") + "\n"
 
+    plugins = set(_entry_points()["hookdiff.plugins"].values())
     text = _KEYS.sub(lambda found: found[1] + table(found[2], found[3]) + found[4], text)
+    text = _SIGNATURE.sub(
+        lambda found: f"{found[1]}\n{signature(import_object(found[2], 'the reference'))}\n{found[3]}", text
+    )
     text = _HOOK.sub(lambda found: found[1] + hook(found[2]) + found[3], text)
     text = _FORMATS.sub(lambda found: f"{found[1]}\n{formats()}\n{found[2]}", text)
     text = _FACES.sub(lambda found: f"{found[1]}\n{faces()}\n{found[2]}", text)

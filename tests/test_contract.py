@@ -250,7 +250,12 @@ OWN_USES = {
     "checkpoint": {"hookdiff/builtin/events.py"},  # kinds of events
     "compile": {"hookdiff/experiment/trained.py"},  # a key of [sampling]
     "nan": {"hookdiff/builtin/events.py"},
-    "loss": {"hookdiff/cli/summary.py", "hookdiff/diffusion/losses.py", "hookdiff/loop/loop.py"},
+    "loss": {
+        "hookdiff/cli/summary.py",
+        "hookdiff/experiment/notebook.py",
+        "hookdiff/diffusion/losses.py",
+        "hookdiff/loop/loop.py",
+    },
     "lr": {"hookdiff/models/adamw.py", "hookdiff/models/optimizer_state.py"},  # the rate of a group of weights
     "memory": {"hookdiff/images/loader.py", "hookdiff/images/store.py"},  # a place to keep decoded pictures
     "progress": {"hookdiff/builtin/events.py", "hookdiff/loop/restoring.py", "hookdiff/loop/state.py"},

@@ -1,6 +1,17 @@
 from .arguments import (
+    check_exists as check_exists,
+    chosen_weights as chosen_weights,
     config_argument as config_argument,
+    config_or_run_argument as config_or_run_argument,
+    device_option as device_option,
+    guidance_option as guidance_option,
     override_options as override_options,
+    overwrite_option as overwrite_option,
+    path_argument as path_argument,
+    run_argument as run_argument,
+    seed_option as seed_option,
+    solver_options as solver_options,
     trust_option as trust_option,
+    weights_option as weights_option,
 )
 from .command_line import COMMANDS as COMMANDS, group as group, main as main

@@ -1,11 +1,83 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share. Paths are checked before a command imports torch."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from hookdiff.cli.output import say
+from hookdiff.errors import UnknownWeights, UserError, why_missing
+from hookdiff.experiment.toml_file import read_toml
+from hookdiff.run_dir.layout import run_of
+
+if TYPE_CHECKING:
+    from hookdiff.experiment.trained import Run
+
+
+class WrongPath(click.ClickException):
+    """A path that a command cannot use; torchrun's first process shows it, as it does for other arguments."""
+
+    exit_code = 2
+
+    def show(self, file: Any = None) -> None:
+        say(f"hookdiff: {self.message}", err=True)
+
+
+def check_exists(path: Path) -> None:
+    """Check that there is something at `path`.
+
+    Raises:
+        UserError: if not, with the nearest name.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: {why_missing(path)}")
+
+
+def _config_or_run(path: Path) -> None:
+    if path.is_dir():
+        run_of(path)
+    else:
+        read_toml(path)
+
+
+def checked_by(check: Callable[[Path], object]) -> Callable[..., Path | None]:
+    """Return a callback of click that refuses the paths for which `check` has a UserError."""
+
+    def checked(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+        try:
+            if path is not None:
+                check(path)
+        except UserError as error:
+            raise WrongPath(str(error)) from None
+        return path
+
+    return checked
+
+
+def path_argument(
+    name: str, check: Callable[[Path], object], metavar: str | None = None, required: bool = True
+) -> Callable[[Any], Any]:
+    """Return the decorator of a path argument, which refuses the paths for which `check` has a UserError.
+
+    A `check` that does without torch answers at once: command and package must not import it at their top either.
+    """
+    kind = click.Path(path_type=Path)
+    return click.argument(name, type=kind, metavar=metavar, required=required, callback=checked_by(check))
+
+
+def run_argument(metavar: str = "RUN") -> Callable[[Any], Any]:
+    """Return the decorator of the argument `run`, the directory of a run or a checkpoint in it."""
+    return path_argument("run", run_of, metavar)
+
+
+def config_or_run_argument(name: str, metavar: str) -> Callable[[Any], Any]:
+    """Return the decorator of an argument that is the file of a config, or the directory of a run."""
+    return path_argument(name, _config_or_run, metavar)
 
 
 def _split(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
@@ -17,7 +89,7 @@ def _all(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda function: reduce(lambda made, option: option(made), options, function)
 
 
-config_argument = click.argument("config", type=click.Path(path_type=Path))
+config_argument = path_argument("config", read_toml)
 # For commands that read the config of a run.
 trust_option = click.option(
     "--trust", is_flag=True, help="Trust the config of a run: its code, its URLs, and the folders that it writes to."
@@ -36,3 +108,33 @@ training_options = _all(
     click.option("--lr", metavar="X", help="Set the learning rate: short for --set optimizer.lr=X."),
     override_options,
 )
+# For commands that use the weights of a run.
+weights_option = click.option(
+    "--weights", metavar="NAME|FILE", help="An average, model, or a safetensors file.  [default: average]"
+)
+# For commands that sample: the arguments of `Run.sampling`.
+solver_options = _all(
+    click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps of the sampler."),
+    click.option("--sampler", metavar="NAME", help="ddim, ddpm, euler, heun or dpmpp_2m."),
+)
+guidance_option = click.option("--guidance-scale", type=float, metavar="X", help="Scale of classifier-free guidance.")
+seed_option = click.option("--seed", default=0, metavar="N", help="Seed of the noise.")
+device_option = click.option(
+    "--device", metavar="NAME", help="cpu, cuda, cuda:1 or mps.  [default: that of the run, or a GPU if there is one]"
+)
+# For commands that write files.
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace files that exist.")
+
+
+@contextmanager
+def chosen_weights(run: Run, name: str | None) -> Iterator[str]:
+    """Let `run` hold the weights that `--weights` names during the `with`; see `Run.weights`.
+
+    Raises:
+        UserError: for a name that is unknown, with those that there are.
+    """
+    try:
+        with run.weights(name) as held:
+            yield held
+    except UnknownWeights as error:
+        raise UserError(f"{run.path}: --weights: {error}, or a file that ends in .safetensors") from None

@@ -8,33 +8,42 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli.arguments import override_options
+from hookdiff.cli.arguments import checked_by, override_options
 from hookdiff.cli.code import class_at
+from hookdiff.experiment.toml_file import read_toml
 
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--order", type=click.Path(path_type=Path), metavar="CONFIG", help="Print the call order of each hook.")
+@click.option(
+    "--order",
+    type=click.Path(path_type=Path),
+    metavar="CONFIG",
+    callback=checked_by(read_toml),
+    help="Print the call order of each hook.",
+)
 @override_options
 def command(
     names: tuple[str, ...], order: Path | None, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool
 ) -> None:
     """List the installed plugins.
 
-    With NAME: print a description of these plugins, and the keys of their tables. With --order: print the plugins of
-    CONFIG that each hook calls, in call order.
+    With NAME: print a description of these plugins, the import of their class for a script, and the keys of their
+    tables. With --order: print the plugins of CONFIG that each hook calls, in call order.
     """
-    from hookdiff.options.imports import distribution, installed
+    from hookdiff.options.imports import distribution, import_line, installed
 
     if order is not None:
         _print_order(order, plugins, settings, trust)
     elif names:
-        from hookdiff.experiment.discovery import plugin_class
+        from hookdiff.experiment.discovery import plugin_class, plugin_name
         from hookdiff.options.help import plain_lines
 
         for name in names:
             plugin = plugin_class(name)
-            click.echo("\n".join([f"{name}: {inspect.getdoc(plugin)}\n\n[plugins.{name}]", *plain_lines(plugin), ""]))
+            path = name if ":" in name else installed()[name][0].value
+            table = [f"[plugins.{plugin_name(name)}]", *plain_lines(plugin)]
+            click.echo("\n".join([f"{name}: {inspect.getdoc(plugin)}\n", import_line(path), "", *table, ""]))
     else:
         for name, entries in installed().items():
             try:

@@ -5,15 +5,15 @@ from typing import Any
 
 import click
 
-from hookdiff.cli.arguments import training_options
+from hookdiff.cli.arguments import run_argument, training_options
 from hookdiff.errors import NoCheckpoint, UserError
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@run_argument()
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Change the length of the run to N updates.")
 @click.option("--epochs", type=click.IntRange(1), metavar="N", help="Change the length of the run to N epochs.")
-@click.option("--out", type=click.Path(path_type=Path), help="Continue in another directory; RUN is not changed.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Continue in another directory; RUN is not changed.")
 @training_options
 def command(
     run: Path,
@@ -32,7 +32,7 @@ def command(
     from hookdiff.builtin.changes import check_parts
     from hookdiff.cli.run import train_from_config
     from hookdiff.disk.paths import is_empty
-    from hookdiff.experiment.config import read_toml
+    from hookdiff.experiment.toml_file import read_toml
     from hookdiff.machine.joining import shown_once
     from hookdiff.run_dir.config_toml import CONFIG
     from hookdiff.run_dir.layout import run_of

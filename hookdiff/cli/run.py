@@ -27,7 +27,7 @@ logger = logging.getLogger("hookdiff")
 @click.command()
 @config_argument
 @training_options
-@click.option("--out", type=click.Path(path_type=Path), help="Run directory.  [default: runs/ and the name]")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Run directory.  [default: runs/ and the name]")
 @click.option("--resume", is_flag=True, help="Continue from the newest checkpoint; start anew if there is none.")
 @click.option("--overwrite", is_flag=True, help="Delete an earlier run in the run directory.")
 def command(config: Path, out: Path | None, resume: bool, overwrite: bool, **options: Any) -> None:

@@ -7,6 +7,7 @@ from .build import (
 )
 from .config import Config as Config, load_config as load_config, make_plugin as make_plugin
 from .discovery import LeftOut as LeftOut, installed_that as installed_that
+from .length import num_steps as num_steps
 from .optimizers import Weight as Weight, fastest_kernel as fastest_kernel, groups as groups, matching as matching
 from .part import Part as Part
 from .probe import try_config as try_config, try_optimizers as try_optimizers

@@ -22,6 +22,7 @@ from hookdiff.experiment.discovery import LeftOut, is_needed
 from hookdiff.experiment.optimizers import build_optimizers
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.settle import filled_in, prepare_process, recorded, settle
+from hookdiff.images.items import ItemKeys
 from hookdiff.images.loader import Workers
 from hookdiff.images.mistakes import remedy
 from hookdiff.images.source_reader import feed_of
@@ -155,7 +156,7 @@ def build_feed(config: Config, decode: bool = True) -> Feed:
     if not decode:
         store = evolve(store, store="auto", memory_limit=0)
     with _problems_of("data"), shown_works():
-        shared = {**config.data.shared[Workers], **config.data.shared[Feed]}
+        shared = {name: value for part in (Workers, ItemKeys, Feed) for name, value in config.data.shared[part].items()}
         return feed_of(source, config.data.of(Transforms), store, **shared)
 
 

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import tomli
 from attrs import Attribute, define, evolve, field, fields
 from attrs.validators import ge
 
@@ -20,14 +19,14 @@ from hookdiff.builtin.start import Start
 from hookdiff.data.feed import Feed
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
-from hookdiff.disk.reading import read_file
-from hookdiff.errors import ConfigError, PluginError, UserError, nearest, why_missing
-from hookdiff.experiment import windows_paths
+from hookdiff.errors import ConfigError, PluginError, UserError, nearest
 from hookdiff.experiment.discovery import LeftOut, is_needed, plugin_class, plugin_name
 from hookdiff.experiment.expected import MODEL, OPTIMIZER, SOURCE, Expected
 from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
 from hookdiff.experiment.part import Part
+from hookdiff.experiment.toml_file import read_toml
 from hookdiff.experiment.trust import dangers, is_of_run
+from hookdiff.images.items import ItemKeys
 from hookdiff.images.loader import Workers
 from hookdiff.images.store import Store
 from hookdiff.images.transforms import Transforms
@@ -161,8 +160,9 @@ SOURCES = {
     "fashion-mnist": "hookdiff.data:fashion_mnist",
     "torchvision:NAME": "torchvision:NAME",
 }
+_NAMED = ("data.source", "model.use")  # keys that the config of every run has, unless a script made it
 SECTIONS = (
-    Section("data", SOURCES, (Transforms, Store, Workers, Feed), SOURCE, key="source", find=_import_source),
+    Section("data", SOURCES, (Transforms, Store, Workers, ItemKeys, Feed), SOURCE, key="source", find=_import_source),
     Section("model", {}, (Start, Initialisation), MODEL, adapt=checkpointable),
     Section("optimizer", OPTIMIZERS, (Groups,), OPTIMIZER, default=DEFAULT_OPTIMIZER),
 )
@@ -237,8 +237,12 @@ def load_config(
         ConfigError: lists every problem.
     """
     table, problems, settings = read_toml(path), Problems(), sorted(settings, key=_set_order)
-    if is_run_dir(path.parent) and not table.keys() & {"data", "model"}:
-        raise ConfigError(f"{path} has no [data] and no [model]: a script made the run, and only the script can use it")
+    if is_run_dir(path.parent) and (lacking := [key for key in _NAMED if not _names(table, key)]):
+        raise ConfigError(
+            f"{path} has no {' and no '.join(lacking)}: a script made the run, and only the script can make its network"
+            f"\n  To make images there: with Loop(..., run_dir={str(path.parent)!r}, resume=True) as loop: "
+            "loop.sample(SampleRequest(16)).images"
+        )
     for setting in settings:
         _set(table, setting, problems)
     is_strangers = is_of_run(path) and not trust
@@ -292,30 +296,6 @@ def _make_importable(table: dict[str, Any], path: Path) -> None:
         folder = run["import_from"] = str((path.parent / given).resolve())
         if folder not in sys.path and not (beside_run and folder == str(path.parent.resolve())):
             sys.path.append(folder)
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse the file at `path`; raises ConfigError that names the line that is not TOML."""
-    text = ""
-    try:
-        table = tomli.loads(text := read_file(path).decode("utf-8-sig"))  # editors of Windows begin a file with a mark
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
-    except RecursionError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from None
-    except ValueError as error:  # of tomli, or of Python for a number that is too long
-        way_out = windows_paths.spelling_remedy(text, error)
-        raise ConfigError(f"{path}: not TOML: {error}" + (way_out and f"; {way_out}")) from None
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file: {why_missing(path)}") from None
-    except IsADirectoryError:
-        inside = "".join(f"; did you mean {file}?" for file in sorted(path.glob("*.toml"))[:1])
-        raise ConfigError(f"{path}: expected a TOML file, and this is a directory{inside}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    if wrong := windows_paths.misread(table):
-        raise ConfigError(f"{path}: a backslash was read as an escape: {'; '.join(wrong)}")
-    return table
 
 
 def _set_order(setting: str) -> tuple[bool, int]:
@@ -410,6 +390,11 @@ def _dangers(part: Part, tables: Mapping[str, Any], run_dir: Path | None) -> Ite
     targets: list[tuple[Callable[..., Any], Mapping[str, Any]]] = [(part.target, part.arguments), *part.shared.items()]
     for target, given in targets:
         yield from dangers(target, given, table, part.where, run_dir)
+
+
+def _names(config: Mapping[str, Any], key: str) -> bool:
+    table, _, name = key.partition(".")
+    return isinstance(config.get(table), Mapping) and name in config[table]
 
 
 def _not_read(name: str) -> None:

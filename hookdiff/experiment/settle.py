@@ -15,8 +15,9 @@ import torch
 from attrs import evolve
 
 from hookdiff.errors import ConfigError, UserError
-from hookdiff.experiment.config import Config, RunConfig, read_toml
+from hookdiff.experiment.config import Config, RunConfig
 from hookdiff.experiment.part import Part
+from hookdiff.experiment.toml_file import read_toml
 from hookdiff.loop.counts import AUTO
 from hookdiff.loop.registry import Plugins, implements
 from hookdiff.machine.usage import keep_memory, num_cpus, usual_threads

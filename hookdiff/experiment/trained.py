@@ -16,11 +16,13 @@ from attrs import define, evolve, field
 from torch import Tensor, nn
 
 from hookdiff.authors.generation import ImageMaker
+from hookdiff.authors.sampler_info import takes_noise
 from hookdiff.data.facts import Facts
 from hookdiff.data.remembered import Remembered
 from hookdiff.errors import ConfigError, NoCheckpoint, UserError, nearest
 from hookdiff.experiment.build import build_loop, build_sampling, pick_device
-from hookdiff.experiment.config import Config, load_config, read_toml
+from hookdiff.experiment.config import Config, load_config
+from hookdiff.experiment.toml_file import read_toml
 from hookdiff.images.labels import normal
 from hookdiff.loop.hookspecs import hookimpl, hooks_of
 from hookdiff.loop.loop import Loop
@@ -87,6 +89,7 @@ def load_run(path: str | Path, settings: Iterable[str] = (), *, device: str | No
 class Run:
     """A run, to look at, to sample from and to take weights from; `load_run` opens it.
 
+    As the last value of a cell, a notebook shows its state, its newest picture and its curves; no weights are loaded.
     Memory of the device is free again after `close`, or the end of a `with`.
     """
 
@@ -105,6 +108,12 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The whole config, as in its config.toml: `run.config["optimizer"]["lr"]`."""
         return read_toml(self.run_dir / CONFIG)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows, as the files of the run are now."""
+        from hookdiff.experiment.notebook import run_html
+
+        return run_html(History(self.run_dir))
 
     def metrics(self) -> list[dict[str, float]]:
         """Return the logged values, a dict for each step that has some; `pandas.DataFrame(run.metrics())` is a table.
@@ -184,10 +193,34 @@ class Run:
             finally:
                 self._held = None
 
+    def origin(self, weights: str) -> str:
+        """Return what people call the weights that a `with` yields: "ema weights of step 1500"."""
+        return f"weights in {weights}" if weights.endswith(_SUFFIX) else f"{weights} weights of step {self.step}"
+
     @staticmethod
     def in_loop(weights: str) -> str:
         """Return the name in the loop of the weights that a `with` yields: a file's are in the model itself."""
         return "model" if weights.endswith(_SUFFIX) else weights
+
+    @contextmanager
+    def sampling(
+        self,
+        *,
+        sampler: str | None = None,
+        steps: int | None = None,
+        guidance_scale: float | None = None,
+        precision: str | None = None,
+        compile: bool | None = None,
+    ) -> Iterator[None]:
+        """Let the run sample with other values of [sampling] during the `with`; see `batches`. None changes nothing.
+
+        Raises:
+            UserError: for values that do not fit the run.
+        """
+        changes = {"sampler": sampler, "steps": steps, "guidance.scale": guidance_scale, "precision": precision}
+        changes["compile"] = None if compile is None else str(compile).lower()
+        with self.loop.using(sampler=self._sampler(changes)):
+            yield
 
     @contextmanager
     def _from_file(self, file: str) -> Iterator[str]:
@@ -240,6 +273,7 @@ class Run:
         compile: bool | None = None,
         seed: int = 0,
         weights: str | None = None,
+        noise: Tensor | None = None,
         images: Tensor | None = None,
         mask: Tensor | None = None,
         strength: float | None = None,
@@ -261,6 +295,8 @@ class Run:
             compile: compile the network before its first call, which pays for many images.
             seed: seed of the noise.
             weights: see `Run.weights`.
+            noise: standard normal noise to start from in place of that of the seed, n c h w, one for each image. The
+                seed is still that of samplers that add noise in their steps.
             images: pictures to start from, in turn: n c h w in [-1, 1].
             mask: region of `images` to make anew, in turn: n 1 h w, bool; the rest stays as it is.
             strength: with `images`, the share of the steps to run, in (0, 1]. Unless given, 0.8, and 1 with a mask.
@@ -273,8 +309,13 @@ class Run:
             UserError: for options that do not fit the run, and if not even one image fits in memory.
             ValueError: for tensors of another shape.
         """
-        changes = {"steps": steps, "sampler": sampler, "precision": precision, "guidance.scale": guidance_scale}
-        changes["compile"] = None if compile is None else str(compile).lower()
+        if noise is not None:
+            if noise.shape != (expected := (num, *self.loop.feed.shape)):
+                raise ValueError(f"noise has the shape {tuple(noise.shape)}, expected {expected}")
+            if not takes_noise(self.loop.sampler):
+                raise UserError(f"{self.path}: the sampler of this run cannot start from given noise")
+        changes: Any = {"sampler": sampler, "steps": steps, "guidance_scale": guidance_scale}
+        changes |= {"precision": precision, "compile": compile}
         wanted = self.labels(labels, num)
         if strength is None:
             strength = 0.8 if mask is None else 1.0
@@ -287,6 +328,7 @@ class Run:
                 stream=stream,
                 weights=self.in_loop(name),
                 labels=wanted and wanted[rows.start : rows.stop],
+                noise=None if noise is None else noise[rows.start : rows.stop],
                 images=_in_turn(images, rows),
                 mask=_in_turn(mask, rows),
                 strength=strength,
@@ -294,10 +336,10 @@ class Run:
                 raw=raw,
             )
 
-        with self.weights(weights) as name, self.loop.using(sampler=self._sampling(changes)):
+        with self.weights(weights) as name, self.sampling(**changes):
             yield from ImageMaker(self.loop).make(range(num), request)
 
-    def _sampling(self, changes: Mapping[str, Any]) -> Any:
+    def _sampler(self, changes: Mapping[str, Any]) -> Any:
         """Return the sampler of the run with `changes` of its keys; None are no changes."""
         settings = [f"sampling.{key}={value}" for key, value in changes.items() if value is not None]
         if not settings:

@@ -12,8 +12,8 @@ from .fields import (
     is_served as is_served,
     one_of as one_of,
 )
-from .help import Key as Key, keys as keys, summary as summary
-from .imports import import_object as import_object
+from .help import Key as Key, argument_texts as argument_texts, keys as keys, summary as summary
+from .imports import import_line as import_line, import_object as import_object
 from .software import versions as versions
 from .structure import (
     COUNT as COUNT,

@@ -31,7 +31,7 @@ def keys(target: Callable[..., Any]) -> list[Key]:
 
     Their help is the metadata of an attrs field, or the text of the argument in the docstring.
     """
-    fields, hints, texts = fields_of(target), hints_of(target), _arguments(target)
+    fields, hints, texts = fields_of(target), hints_of(target), argument_texts(target)
     found = []
     for name, parameter in parameters(target).items():
         metadata = fields[name].metadata if name in fields else {}
@@ -86,7 +86,7 @@ def _written(default: Any) -> str:
     return f"[{', '.join(map(_written, default))}]" if isinstance(default, list) else str(default)
 
 
-def _arguments(target: Callable[..., Any]) -> dict[str, str]:
+def argument_texts(target: Callable[..., Any]) -> dict[str, str]:
     """Return the texts of the arguments in a docstring that has a section "Args:"."""
     _, _, section = (inspect.getdoc(target) or "").partition("\nArgs:\n")
     section = re.split(r"\n\n(?=\w+:\n)", section)[0]

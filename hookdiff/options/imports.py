@@ -82,6 +82,12 @@ def import_object(path: str, purpose: str) -> Any:
     return outer
 
 
+def import_line(path: str) -> str:
+    """Return the line of a script that imports `package.module:Name`."""
+    module, _, name = path.partition(":")
+    return f"from {module} import {name.partition('.')[0]}"
+
+
 def _way_to_install(module: str) -> str:
     """Return the command that installs the package of `module`, if that is missing and an extra of hookdiff has it."""
     package = module.partition(".")[0]

@@ -1,6 +1,5 @@
 """Saves checkpoints in safetensors and JSON, in the background."""
 
-from hookdiff_checkpoint.folder import find_checkpoints, read_checkpoint
-from hookdiff_checkpoint.plugin import Checkpoint
+import lazy_loader
 
-__all__ = ["Checkpoint", "find_checkpoints", "read_checkpoint"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

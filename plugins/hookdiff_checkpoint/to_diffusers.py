@@ -97,7 +97,7 @@ def _with_timesteps(objective: Any, sampling: Any) -> Equivalent:
     if timesteps % steps:
         near = min((n for n in range(1, timesteps + 1) if timesteps % n == 0), key=lambda n: abs(n - steps))
         why = f"its schedulers visit other timesteps unless this divides diffusion.process.timesteps = {timesteps}"
-        raise _refusal("sampling.steps", steps, why, f"--set sampling.steps={near}")
+        raise _refusal("sampling.steps", steps, why, f"--steps {near}")
     options = {
         "num_train_timesteps": timesteps,
         # For all schedules: diffusers does not know some, and rescales to zero terminal SNR in another way.
@@ -124,7 +124,7 @@ def _with_timesteps(objective: Any, sampling: Any) -> Equivalent:
     _check("sampling.spacing", spacing, (parts.Trailing,))
     if process.ends_in_noise:
         why = "its DPMSolverMultistepScheduler cannot begin where nothing of the image is left"
-        raise _refusal("diffusion.process.rescale_betas_zero_snr", True, why, "--set sampling.sampler=ddim")
+        raise _refusal("diffusion.process.rescale_betas_zero_snr", True, why, "--sampler ddim")
     if type(clipping) is parts.Clamp:
         options |= {"thresholding": True, "sample_max_value": 1.0}  # a range of at most 1 clamps
     return Equivalent("DPMSolverMultistepScheduler", options, times, pipeline="DDPMPipeline")
@@ -179,6 +179,7 @@ def _check(key: str, part: Choice, known: tuple[type[Choice], ...]) -> None:
     if type(part) not in known:
         names = [name_of(kind) for kind in known]
         way_out = f"--set {key}={names[0]}" if key.startswith("sampling.") else _OTHERWISE
+        way_out = f"--sampler {names[0]}" if key == "sampling.sampler" else way_out
         raise _refusal(key, part.use, f"with the other options its schedulers have only {', '.join(names)}", way_out)
 
 

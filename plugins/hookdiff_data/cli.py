@@ -19,7 +19,7 @@ _SHARD_SIZE = 256.0  # MiB
 @click.command()
 @config_argument
 @override_options
-@click.option("--out", type=click.Path(path_type=Path), help="Draw the first batch in this PNG file.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Draw the first batch in this PNG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--seconds", default=2.0, type=click.FloatRange(0), metavar="X", help="Time to measure the speed.")
 @click.option("--to-shards", type=click.Path(path_type=Path), metavar="DIR", help="Write all samples to tar files.")

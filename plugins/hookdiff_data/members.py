@@ -72,7 +72,7 @@ def _parts(feed: Feed) -> Iterator[tuple[int, Any]]:
             others: Mapping[str, Any] = {name: column[index] for name, column in source.conditions.items()}
         else:
             seed_all(feed.seed, 0, index)
-            image, label, others = parts_of(source[index], index)
+            image, label, others = parts_of(source[index], index, feed.reader.keys)
         yield index, (_written(feed, index, image), label, others)
 
 

@@ -1,6 +1,5 @@
 """Keeps exponential and power-function moving averages of the weights."""
 
-from hookdiff_ema.plugin import EMA
-from hookdiff_ema.profiles import NoWarmup, Power, Ratio, Warmup
+import lazy_loader
 
-__all__ = ["EMA", "NoWarmup", "Power", "Ratio", "Warmup"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -72,7 +72,11 @@ def read_weights(published: Published, path: str | None, sha256: str | None, who
     is_published = digest.startswith(published.sha256)
     if not is_published and digest != sha256:
         expected = sha256 or published.sha256
-        way_out = f"to use it all the same: sha256 = {digest!r}" if path else "remove it, and it is fetched again"
+        way_out = (
+            f"to use it all the same: sha256 = {digest!r} (of hookdiff fid: --feature-sha256)"
+            if path
+            else "remove it, and it is fetched again"
+        )
         raise UserError(f"{who}: {file} has the SHA-256 {digest}, expected {expected}: {way_out}")
     return Weights(_load(file, who), digest, is_published)
 
@@ -88,7 +92,7 @@ def _fetch(published: Published, file: Path, who: str) -> None:
     except (OSError, RuntimeError) as error:
         raise UserError(
             f"{who}: its weights cannot be downloaded ({error}); on a machine with a network fetch {published.url} and "
-            f"put it at {file}, or set weights = FILE"
+            f"put it at {file}, or set weights = FILE (of hookdiff fid: --feature-weights FILE)"
         ) from None
 
 

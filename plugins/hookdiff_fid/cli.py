@@ -11,107 +11,144 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hookdiff import UserError
-from hookdiff.cli import trust_option
+from hookdiff.cli import (
+    check_exists,
+    device_option,
+    guidance_option,
+    overwrite_option,
+    path_argument,
+    seed_option,
+    solver_options,
+    trust_option,
+    weights_option,
+)
 
 if TYPE_CHECKING:
-    from hookdiff.authors import Features
+    from collections.abc import Mapping, Sequence
+
+    from hookdiff.authors import Features, Space
     from hookdiff_fid.sets import ImageSet, Statistics
 
 logger = logging.getLogger("hookdiff")
 
 _ALL = "all"
 _ERRORS = ("/error", "/deviation")  # ends of the names of values that belong to another
+_FLOOR = "/floor"
+_MANY = 2000  # images, below which the bias of the distance is large
+_MADE = ("weights", "step", "seed", "sampler", "steps", "guidance", "guidance_scale")  # of a run, in JSON
 
 
 @click.command()
-@click.argument("samples", type=click.Path(path_type=Path), metavar="A")
-@click.argument("reference", type=click.Path(path_type=Path), metavar="[B]", required=False)
+@path_argument("samples", check_exists, "A")
+@path_argument("reference", check_exists, "[B]", required=False)
 @click.option("--features", metavar="NAME", help="Space of the features.  [default: by the size of the images]")
 @click.option("--recipe", metavar="NAME", help="Package whose resizing to follow; all: a table of them.")
-@click.option("--weights", metavar="FILE", help="Weights of the features.  [default: the published ones]")
-@click.option("--sha256", metavar="HEX", help="SHA-256 of --weights, if they are not the published ones.")
-@click.option("--num", default=10_000, show_default=True, type=click.IntRange(2), help="Images to make of a run.")
-@click.option("--seed", default=0, metavar="N", help="Seed of their noise.")
-@click.option("--device", metavar="NAME", help="cpu, cuda, cuda:1 or mps.  [default: a GPU if there is one]")
+@click.option("--feature-weights", metavar="FILE", help="Weights of the features.  [default: the published ones]")
+@click.option("--feature-sha256", metavar="HEX", help="SHA-256 of --feature-weights, if they are not published.")
+@click.option(
+    "--num", default=10_000, show_default=True, type=click.IntRange(2), metavar="N", help="Images to make of a run."
+)
+@solver_options
+@guidance_option
+@seed_option
+@weights_option
+@device_option
 @click.option("--save", type=click.Path(path_type=Path), help="Write mean and covariance of A to this NPZ file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each recipe.")
+@overwrite_option
 @trust_option
 def command(
     samples: Path,
     reference: Path | None,
     features: str | None,
     recipe: str | None,
-    weights: str | None,
-    sha256: str | None,
+    feature_weights: str | None,
+    feature_sha256: str | None,
     num: int,
     seed: int,
+    weights: str | None,
     device: str | None,
     save: Path | None,
     as_json: bool,
+    overwrite: bool,
     trust: bool,
+    **sampling: Any,
 ) -> None:
     """Compare the images A with B: Fréchet distance, kernel distance, precision, recall, density and coverage.
 
     A and B are each a folder of pictures, a run or a checkpoint (images are made of it), an NPZ file of images (arr_0),
     or an NPZ file of statistics (mu and sigma, such as papers publish). Without B, a run is compared with its training
-    images. In the space "inception" the Fréchet distance is FID. Compare only values of the same space, recipe and
-    number of images.
+    images. --steps, --sampler, --guidance-scale, --seed and --weights are for the images of A and, if it is a run, of
+    B, as in `hookdiff sample`.
+
+    In the space "inception" the Fréchet distance is FID. Compare only values of the same space, recipe and number of
+    images. The floor is the distance that a perfect model would have with as many images as A.
     """
     import json
 
     from hookdiff.authors import Collected
     from hookdiff.disk import check_writable
     from hookdiff.experiment import pick_device
-    from hookdiff_fid.compare import compare, too_few
+    from hookdiff_fid.compare import compare, floor_of, too_few
     from hookdiff_fid.frechet import frechet_distance
-    from hookdiff_fid.sets import ImageSet, Statistics, data_of, open_set
+    from hookdiff_fid.sets import ImageSet, Making, Statistics, data_of, open_set
     from hookdiff_fid.statistics import write_statistics
 
-    if save and save.suffix != ".npz":
-        raise UserError(f"--save {save}: expected a name that ends in .npz")
-    if save and recipe == _ALL:
-        raise UserError("--save with --recipe all: name one recipe, since a file has the statistics of one")
     if save:
+        _check_save(save, recipe, overwrite)
         check_writable(save)
+    making = Making(num, seed, device, trust, weights, sampling)
     others: list[ImageSet | Statistics] = []
     labels = None
     if reference:
-        others = [open_set(reference, num, seed, device, trust)]
+        others = [open_set(reference, making)]
     elif not save:
         data, labels = data_of(samples, trust)
         others = [data]
-    sets = [open_set(samples, num, seed, device, trust, labels), *others]
+    sets = [open_set(samples, making, labels), *others]
+    images = [one for one in sets if isinstance(one, ImageSet)]
+    for name, value in {**sampling, "weights": weights}.items():
+        if value is not None and not any(one.made for one in images):
+            raise UserError(f"--{name.replace('_', '-')}: only for the images of a run, and none is compared")
     if save and isinstance(sets[0], Statistics):
         raise UserError(f"--save: {samples} holds statistics already")
-    given = {key: value for key, value in (("recipe", recipe), ("weights", weights), ("sha256", sha256)) if value}
-    shape = next((one.shape for one in sets if isinstance(one, ImageSet)), ())
+    given = {"recipe": recipe, "weights": feature_weights, "sha256": feature_sha256}
     rows: list[dict[str, Any]] = []
     lacking = ""
     try:
-        if not shape:
+        if not images:
             first, second = (one.gaussian for one in sets if isinstance(one, Statistics))
             rows.append({"space": None, "fd": frechet_distance(first, second)})
-        for choice in _choices(features, given, shape) if shape else ():
-            choice.check(shape)
-            space = choice.open(pick_device(device or "auto"))
-            for one in sets:
-                if isinstance(one, ImageSet):
-                    one.check(space)  # all of them, before images are made of a run
-            found = [one.features(space) if isinstance(one, ImageSet) else one.gaussian for one in sets]
+        choices = _choices(features, given, images[0].shape) if images else []
+        for choice in choices:
+            choice.check(images[0].shape)
+        # All that may be missing or not fit is found before images are made of a run, which takes longest.
+        spaces = [choice.open(pick_device(device or "auto")) for choice in choices]
+        for space in spaces:
+            _check(space, sets)
+        by_set = {id(one): one.features(spaces) for one in sorted(images, key=lambda one: bool(one.made))}
+        for k, space in enumerate(spaces):
+            found = [by_set[id(one)][k] if isinstance(one, ImageSet) else one.gaussian for one in sets]
             if save and isinstance(found[0], Collected):
                 write_statistics(save, found[0].moments)
-                click.echo(f"{save}: mean and covariance of {sets[0].name} in the space {space.name}", err=as_json)
+                what = f"mean and covariance of {found[0].num:,} images of {sets[0].name}"
+                click.echo(f"{save}: {what} in the space {space.name}", err=as_json)
             if len(found) > 1:
-                rows.append({"space": space.name, **compare(space, found[0], found[1])})
+                row = {"space": space.name, **compare(space, found[0], found[1])}
+                if isinstance(found[0], Collected) and isinstance(found[1], Collected):
+                    row[f"{space.distance}{_FLOOR}"] = floor_of(found[1], found[0].num)
+                rows.append(row)
                 lacking = too_few(found[0], found[1])
     except ValueError as error:  # too few images, or statistics of other features
         raise UserError(f"{' and '.join(one.name for one in sets)}: {error}") from None
-    for one in sets:
-        for text in one.left_out if isinstance(one, ImageSet) else ():
+    for one in images:
+        for text in one.left_out:
             logger.warning("%s: %s", one.name, text)
     if as_json:
-        about = {"sets": [one.name for one in sets], "num": [one.num for one in sets]}
+        about: dict[str, Any] = {"sets": [one.name for one in sets], "num": [one.num for one in sets]}
         about["unreadable"] = [len(one.unreadable) if isinstance(one, ImageSet) else 0 for one in sets]
+        made: list[Mapping[str, Any]] = [one.made if isinstance(one, ImageSet) else {} for one in sets]
+        about |= {key: [how.get(key) for how in made] for key in _MADE}
         for row in rows:
             click.echo(json.dumps({**about, **row}))
     elif rows:
@@ -119,13 +156,52 @@ def command(
         click.echo(_table(rows) if recipe == _ALL else _list(rows[0]))
     if lacking:
         click.echo(lacking, err=True)
+    if few := _few(images):
+        click.echo(few, err=True)
+
+
+def _check(space: Space, sets: Sequence[ImageSet | Statistics]) -> None:
+    """Raise UserError unless `space` takes the images of `sets`, and has as many features as their statistics."""
+    import torch
+
+    from hookdiff_fid.sets import ImageSet
+
+    images = [one for one in sets if isinstance(one, ImageSet)]
+    for one in images:
+        one.check(space)
+    features, _ = space(torch.zeros(1, *images[0].shape, dtype=torch.uint8))
+    for other in sets:
+        if not isinstance(other, ImageSet) and len(other.gaussian.mean) != (dim := features.shape[1]):
+            has = f"has statistics of {len(other.gaussian.mean):,} features"
+            raise UserError(f"{other.name} {has}, the space {space.name!r} has {dim:,}; --features names another one")
+
+
+def _check_save(save: Path, recipe: str | None, overwrite: bool) -> None:
+    if save.suffix != ".npz":
+        raise UserError(f"--save {save}: expected a name that ends in .npz")
+    if recipe == _ALL:
+        raise UserError("--save with --recipe all: name one recipe, since a file has the statistics of one")
+    if save.exists() and not overwrite:
+        raise UserError(f"{save} exists; choose another name, or --overwrite to replace it")
+
+
+def _few(images: Sequence[ImageSet]) -> str:
+    """Return a warning of sets with few images; "" if there are none. Nobody can add to the data of a run."""
+    few = [one for one in images if one.num < _MANY and not one.is_data]
+    if not few:
+        return ""
+    way_out = "; --num makes more" if any(one.made for one in few) else ""
+    return (
+        f"fewer than {_MANY:,} images: the Fréchet distance is larger than with many; compare it only with values of "
+        f"the same number{way_out}"
+    )
 
 
 def _count(num: int | None) -> str:
     return "statistics" if num is None else f"{num:,} images"
 
 
-def _choices(use: str | None, options: dict[str, str], shape: tuple[int, ...]) -> list[Features]:
+def _choices(use: str | None, given: Mapping[str, str | None], shape: tuple[int, ...]) -> list[Features]:
     """Return the features that the options name for images of `shape`: one, or one for each recipe."""
     import attrs
 
@@ -134,14 +210,15 @@ def _choices(use: str | None, options: dict[str, str], shape: tuple[int, ...]) -
 
     if ":" in (use or "") and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for a module of your own
+    options = {key: value for key, value in given.items() if value}
     use = use or ("inception" if options else usual_features(shape).use)
     try:
         recipes = [options.pop("recipe", None)]
         if recipes == [_ALL]:
             known: Any = attrs.fields_dict(type(Features.of(use))).get("recipe")
-            if known is None:
+            recipes = list(getattr(known and known.validator, "names", ()))  # of `one_of`
+            if not recipes:
                 raise UserError(f"--recipe all: the features {use!r} have only one recipe")
-            recipes = list(known.validator.options)
         tables = [{"use": use, **options, **({"recipe": recipe} if recipe else {})} for recipe in recipes]
         return [structured(Features, table) for table in tables]  # type: ignore[type-abstract]
     except Problems as problems:
@@ -166,12 +243,12 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 def _texts(row: dict[str, Any]) -> dict[str, str]:
-    """Return the values by name, each with its error beside it."""
+    """Return the values by name, each with its error or its floor beside it."""
     values = {name: value for name, value in row.items() if name != "space"}
-    errors = {name.rpartition("/")[0]: value for name, value in values.items() if name.endswith(_ERRORS)}
-    texts = {}
+    texts: dict[str, str] = {}
     for name, value in values.items():
-        if not name.endswith(_ERRORS):
-            error = f" +- {errors[name]:.2g}" if name in errors else ""
-            texts[name] = f"{value:.6g}{error}" if name == next(iter(values)) else f"{value:.4g}{error}"
+        if not name.endswith((*_ERRORS, _FLOOR)):
+            errors = [f" +- {values[name + end]:.2g}" for end in _ERRORS if name + end in values]
+            floors = [f" (floor {values[name + _FLOOR]:.4g})"] if values.get(name + _FLOOR) is not None else []
+            texts[name] = "".join([f"{value:.{4 if texts else 6}g}", *errors, *floors])
     return texts

@@ -40,6 +40,19 @@ def compare(
     return values
 
 
+def floor_of(target: Collected, num: int) -> float | None:
+    """Return the distance that `num` images of a perfect model would have; None for fewer than 4 images of the data.
+
+    It is measured with images of the data, at most `num` and half of them. They are among those to which they are
+    compared, so the distance is in proportion to 1/part - 1/total, and that of new images is to 1/num + 1/total.
+    """
+    part = min(num, target.num // 2, len(target.rows))
+    if part < 2:
+        return None
+    distance = frechet_distance(Moments.of(target.rows[:part]), target.moments)
+    return distance * (1 / num + 1 / target.num) / (1 / part - 1 / target.num)
+
+
 def too_few(
     samples: Collected | Gaussian, reference: Collected | Gaussian, metrics: Collection[Metric] = METRICS
 ) -> str:

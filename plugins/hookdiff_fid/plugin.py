@@ -10,12 +10,11 @@ from attrs import define, field
 from attrs.validators import deep_iterable, ge, in_, le
 
 from hookdiff import Every, Loop, UserError, hookimpl, parse_every, saved
-from hookdiff.authors import Collected, Gaussian, ImageMetric, Moments, data_features
+from hookdiff.authors import Collected, Gaussian, ImageMetric, data_features
 from hookdiff.machine import first_rank_says, gathered_or_raised
 from hookdiff.options import COUNT, about, is_time
 from hookdiff.terminal import in_words
-from hookdiff_fid.compare import METRICS, Metric, compare, too_few
-from hookdiff_fid.frechet import frechet_distance
+from hookdiff_fid.compare import METRICS, Metric, compare, floor_of, too_few
 from hookdiff_fid.statistics import read_statistics
 
 logger = logging.getLogger("hookdiff")
@@ -128,20 +127,7 @@ class FID(ImageMetric):
         values = compare(self.space, made, self.target, self.metrics)
         values[f"{self.space.distance}/num"] = float(made.num)
         if self.floor is None and isinstance(self.target, Collected):
-            self.floor = _floor(self.target, made.num)
+            self.floor = floor_of(self.target, made.num)
         if self.floor is not None:
             values[f"{self.space.distance}/floor"] = self.floor
         return values
-
-
-def _floor(target: Collected, num: int) -> float | None:
-    """Return the distance that `num` images of a perfect model would have; None for fewer than 4 images of the data.
-
-    It is measured with images of the data, at most `num` and half of them. They are among those to which they are
-    compared, so the distance is in proportion to 1/part - 1/total, and that of new images is to 1/num + 1/total.
-    """
-    part = min(num, target.num // 2, len(target.rows))
-    if part < 2:
-        return None
-    distance = frechet_distance(Moments.of(target.rows[:part]), target.moments)
-    return distance * (1 / num + 1 / target.num) / (1 / part - 1 / target.num)

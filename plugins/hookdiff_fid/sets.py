@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy
 import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff import SampleRequest, UserError, load_config, load_run, why_missing
-from hookdiff.authors import Collected, Gaussian, Space, data_features
+from hookdiff.authors import Collected, Gaussian, Space, data_features, sampler_info
+from hookdiff.cli import chosen_weights
 from hookdiff.experiment import build_feed
 from hookdiff.images import (
     Folder,
@@ -30,7 +33,7 @@ from hookdiff.images import (
 )
 from hookdiff.log import to_uint8
 from hookdiff.run_dir import CHECKPOINTS, CONFIG, run_of
-from hookdiff.terminal import paced
+from hookdiff.terminal import in_words, paced
 from hookdiff_fid.statistics import MU, has_statistics, read_statistics
 
 _BATCH = 64  # images of one shape that are given together
@@ -39,16 +42,30 @@ _ARRAY = "arr_0"  # of the images in an archive, as the evaluators of the field 
 _WAITING = 4 * _BATCH  # pictures of several sizes that wait for others of theirs
 
 
+@define(frozen=True)
+class Making:
+    """How the images of runs are made; None: as the run does."""
+
+    num: int
+    seed: int
+    device: str | None
+    trust: bool
+    weights: str | None
+    sampling: Mapping[str, Any]  # arguments of `Run.sampling`
+
+
 @define(frozen=True, eq=False)
 class ImageSet:
-    """Images of which each recipe makes features, and their name for people."""
+    """Images whose features are computed in any number of spaces at once, and their name for people."""
 
     name: str
     total: int
     shape: tuple[int, ...]  # of the first image, c h w
-    _read: Callable[[Space], Collected]
-    unreadable: dict[int, str] = field(factory=dict)  # by image, the reason; the features show the last of them
+    _read: Callable[[Sequence[Space]], list[Collected]]
+    unreadable: dict[int, str] = field(factory=dict)  # by image, the reason; the features show them
     passed_over: Sequence[str] = ()  # other files, in words
+    made: Mapping[str, Any] = field(factory=dict)  # how its images are made of a run; empty for others
+    is_data: bool = False  # of a run
 
     @property
     def num(self) -> int:
@@ -67,35 +84,32 @@ class ImageSet:
         except UserError as error:
             raise UserError(f"{self.name}: {error}") from None
 
-    def features(self, space: Space) -> Collected:
-        """Return the features of the images. Raises UserError for images that the space does not take."""
+    def features(self, spaces: Sequence[Space]) -> list[Collected]:
+        """Return the features of the images in each space. Raises UserError for images that a space does not take."""
         try:
-            return self._read(space)
+            return self._read(spaces)
         except (UserError, ValueError) as error:
             raise UserError(f"{self.name}: {error}") from None
 
 
 @define(frozen=True, eq=False)
 class Statistics:
-    """Published statistics in place of images."""
+    """Statistics in place of images."""
 
     name: str
     gaussian: Gaussian
 
     @property
     def num(self) -> int | None:
-        """The number of images, which the files do not have."""
+        """The number of images; published files do not have it."""
         return self.gaussian.num
 
 
-def open_set(
-    path: Path, num: int, seed: int, device: str | None, trust: bool, labels: Tensor | None = None
-) -> ImageSet | Statistics:
+def open_set(path: Path, making: Making, labels: Tensor | None = None) -> ImageSet | Statistics:
     """Return the images at `path`, or the statistics.
 
-    * A run, or a checkpoint: `num` images are made of it once their features are wanted, with the first average if it
-      has one, and the noise of the plugin `fid`. With `labels`, those of a data set, each class is as frequent as
-      there; else all are in turn.
+    * A run, or a checkpoint: its images are made once their features are wanted, with the noise of the plugin `fid`.
+      With `labels`, those of a data set, each class is as frequent as there; else all are in turn.
     * A folder: all pictures at any depth that can be read.
     * An .npz: its array arr_0 (uint8, n h w or n h w c), or the statistics mu and sigma.
 
@@ -108,7 +122,7 @@ def open_set(
     if not path.is_dir():
         reason = "no folder, run or .npz" if path.exists() else why_missing(path)
         raise UserError(f"{path}: {reason}")
-    return _made(path, num, seed, device, trust, labels) if _is_run(path) else _folder(path)
+    return _made(path, making, labels) if _is_run(path) else _folder(path)
 
 
 def data_of(path: Path, trust: bool) -> tuple[ImageSet, Tensor | None]:
@@ -123,10 +137,10 @@ def data_of(path: Path, trust: bool) -> tuple[ImageSet, Tensor | None]:
     feed = build_feed(load_config(run_of(path) / CONFIG, trust=trust))
     name = f"the training data of {path}"
 
-    def read(space: Space) -> Collected:
-        return data_features(feed, feed.training, space, f"{space.name}: {name}")
+    def read(spaces: Sequence[Space]) -> list[Collected]:
+        return [data_features(feed, feed.training, space, f"{space.name}: {name}") for space in spaces]
 
-    return ImageSet(name, len(feed.training), tuple(feed.shape), read), feed.labels
+    return ImageSet(name, len(feed.training), tuple(feed.shape), read, is_data=True), feed.labels
 
 
 def _is_run(path: Path) -> bool:
@@ -134,31 +148,60 @@ def _is_run(path: Path) -> bool:
     return (path / CONFIG).is_file() or is_checkpoint
 
 
-def _made(path: Path, num: int, seed: int, device: str | None, trust: bool, known: Tensor | None) -> ImageSet:
-    run = load_run(path, device=device, trust=trust)
-    with run.weights() as weights:
-        name, shape = f"{path} ({weights} weights of step {run.step})", run.loop.feed.shape
+def _made(path: Path, making: Making, known: Tensor | None) -> ImageSet:
+    num, seed, run = making.num, making.seed, load_run(path, device=making.device, trust=making.trust)
+    with chosen_weights(run, making.weights) as weights, run.sampling(**making.sampling):
+        info = sampler_info(run.loop, run.in_loop(weights))
+        name, shape = f"{path} ({run.origin(weights)}{_in_words(info)})", tuple(run.loop.feed.shape)
+        made = {"weights": weights, "step": run.step, "seed": seed, **info}
     classes = len(run.classes)
     labels = SampleRequest(num, seed, stream="evaluate").default_labels(classes, known) if classes else None
+    options: dict[str, Any] = {"seed": seed, "labels": labels, "stream": "evaluate"}
 
-    @cache
-    def made() -> list[Tensor]:
-        with run, closing(paced(run.batches(num, seed=seed, labels=labels, stream="evaluate"), num, "images")) as parts:
-            return [to_uint8(part) for part in parts]
+    def read(spaces: Sequence[Space]) -> list[Collected]:
+        with run, run.weights(making.weights), run.sampling(**making.sampling):
+            _collected(spaces, map(to_uint8, run.batches(1, **options)))  # the first image takes longer
+            with closing(paced(run.batches(num, **options), num, f"images of {name}")) as parts:
+                return _collected(spaces, _announced(map(to_uint8, parts), num, f"images of {name}"))
 
-    return _in_parts(name, num, lambda: iter(made()), tuple(shape))
+    return ImageSet(name, num, shape, read, made=made)
 
 
-def _in_parts(
-    name: str, num: int, parts: Callable[[], Iterator[Tensor]], shape: tuple[int, ...] | None = None
-) -> ImageSet:
+def _in_words(info: Mapping[str, Any]) -> str:
+    """Return the sampler of `info` as a part of the name of a set."""
+    if not info:
+        return ""
+    scale = info.get("guidance_scale", 1)
+    return f", {info['sampler']}, {info['steps']} steps" + (f", guidance {scale:g}" if scale != 1 else "")
+
+
+def _announced(parts: Iterator[Tensor], num: int, what: str) -> Iterator[Tensor]:
+    """Yield `parts`; after the first one, print how many there are and how long they take with their features."""
+    start = time.monotonic()
+    for part in parts:
+        yield part
+        if start:
+            click.echo(f"{num:,} {what}: about {in_words((time.monotonic() - start) / len(part) * num)}", err=True)
+            start = 0.0
+
+
+def _collected(spaces: Sequence[Space], parts: Iterable[Tensor]) -> list[Collected]:
+    """Return the features in each space of the images in `parts`: n c h w each, uint8."""
+    found = [Collected() for _ in spaces]
+    for part in parts:
+        for one, space in zip(found, spaces, strict=True):
+            one.add(*space(part))
+    return found
+
+
+def _in_parts(name: str, num: int, parts: Callable[[], Iterator[Tensor]]) -> ImageSet:
     """Return the set of images that `parts` returns, n c h w each, uint8, anew at each call."""
 
-    def read(space: Space) -> Collected:
-        with closing(paced(parts(), num, f"{space.name}: {name}")) as images:
-            return Collected.of(space, images)
+    def read(spaces: Sequence[Space]) -> list[Collected]:
+        with closing(paced(parts(), num, f"images of {name}")) as images:
+            return _collected(spaces, images)
 
-    return ImageSet(name, num, shape or tuple(next(parts()).shape[1:]), read)
+    return ImageSet(name, num, tuple(next(parts()).shape[1:]), read)
 
 
 def _order(num: int) -> Tensor:

@@ -14,6 +14,7 @@ from hookdiff.disk import new_file, writing
 from hookdiff.images import names_in, open_array
 
 MU, SIGMA = "mu", "sigma"  # as write_statistics names them
+_NUM = "num"  # of the images, which published files do not have
 
 
 def has_statistics(path: Path) -> bool:
@@ -31,20 +32,23 @@ def read_statistics(path: Path) -> Gaussian:
     """
     try:
         mean, covariance = (_numbers(path, name) for name in (MU, SIGMA))
-        return Gaussian(mean, covariance)
+        return Gaussian(mean, covariance, num=_number(path))
     except ValueError as error:
         place = "" if str(error).startswith(str(path)) else f"{path}: "
         raise UserError(f"{place}{error}") from None
 
 
 def write_statistics(path: Path, moments: Moments) -> None:
-    """Write mean and covariance to an .npz, which the tools of the field read. Raises UserError if that fails."""
+    """Write mean, covariance and number of images to an .npz, which the tools of the field read.
+
+    Raises UserError if that fails.
+    """
     gaussian = moments.fit()
     rows, covariance = gaussian.rows, gaussian.covariance
     covariance = rows.T @ rows if rows is not None else covariance
     assert covariance is not None
     with writing(path), new_file(path) as partial, partial.open("wb") as file:
-        numpy.savez(file, mu=gaussian.mean.numpy(), sigma=covariance.numpy())
+        numpy.savez(file, mu=gaussian.mean.numpy(), sigma=covariance.numpy(), num=moments.num)
 
 
 def _numbers(path: Path, name: str) -> Tensor:
@@ -52,3 +56,11 @@ def _numbers(path: Path, name: str) -> Tensor:
     if found.dtype.kind != "f":
         raise ValueError(f"{path}: {name!r} has {found.dtype}, expected floats")
     return torch.from_numpy(found.astype(numpy.float64))
+
+
+def _number(path: Path) -> int | None:
+    """Return the number of images that `write_statistics` has written; None in other files."""
+    if _NUM not in names_in(path):
+        return None
+    found = numpy.asarray(open_array(path, _NUM, whole=True))
+    return int(found) if not found.shape and found.dtype.kind in "iu" else None

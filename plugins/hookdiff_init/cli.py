@@ -4,9 +4,18 @@ from pathlib import Path
 
 import click
 
+from hookdiff import UserError
+from hookdiff.cli import check_exists, path_argument
+
+
+def _check_folder(path: Path) -> None:
+    check_exists(path)
+    if not path.is_dir():
+        raise UserError(f"{path} is no folder")
+
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path), required=False)
+@path_argument("folder", _check_folder, "[FOLDER]", required=False)
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="The config.  [default: the folder's name, .toml]")
 @click.option(
     "--minutes",
@@ -14,16 +23,32 @@ import click
     metavar="X",
     help="Length of the training.  [default: 10, or more for a machine on which that is too short]",
 )
+@click.option(
+    "--image-size",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Side of the training images in pixels; network and steps follow.  [default: by images and time]",
+)
+@click.option(
+    "--model",
+    type=click.Choice(["unet", "diffusers"]),
+    default="unet",
+    show_default=True,
+    help="The network: hookdiff's own, or one of diffusers, which `hookdiff export --to diffusers` can write.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
-def command(folder: Path | None, out: Path | None, minutes: float | None, overwrite: bool) -> None:
+def command(
+    folder: Path | None, out: Path | None, minutes: float | None, image_size: int | None, model: str, overwrite: bool
+) -> None:
     """Write a config that trains on the images in FOLDER, or, without FOLDER, on handwritten digits.
 
     The images are looked at: their sizes, colours and sub-folders, which are the classes. A few steps are tried on this
     machine, to choose a size and a number of steps that take about --minutes. Every line of the config may be changed.
     """
-    from hookdiff import UserError
+    from importlib.util import find_spec
+
     from hookdiff.disk import check_writable, new_file
-    from hookdiff_init.fit import fit
+    from hookdiff_init.fit import check_side, fit
     from hookdiff_init.look import digits, look
     from hookdiff_init.write import text
 
@@ -32,8 +57,12 @@ def command(folder: Path | None, out: Path | None, minutes: float | None, overwr
     if out.exists() and not overwrite:
         raise UserError(f"{out} exists: --overwrite replaces it, -o FILE writes another")
     check_writable(out)
+    if image_size:
+        check_side(image_size)
+    if model == "diffusers" and find_spec("diffusers") is None:
+        raise UserError("--model diffusers needs a package: pip install 'hookdiff[diffusers]'")
     pictures = look(folder) if folder else digits()
-    plan = fit(pictures, 60 * minutes if minutes else None)
+    plan = fit(pictures, 60 * minutes if minutes else None, image_size, model == "diffusers")
     try:
         config = text(pictures, plan, out).encode()
     except UnicodeEncodeError:
@@ -42,3 +71,5 @@ def command(folder: Path | None, out: Path | None, minutes: float | None, overwr
         partial.write_bytes(config)
     click.echo(f"{out}: {pictures.summary} at {plan.side} x {plan.side}, {plan.steps} steps in about {plan.duration}")
     click.echo(f"  hookdiff run {out}\n  hookdiff sample runs/{out.stem}")
+    if plan.diffusers:
+        click.echo(f"  hookdiff export runs/{out.stem} {out.stem} --to diffusers")

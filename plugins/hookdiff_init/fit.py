@@ -30,19 +30,27 @@ _NETWORKS = (
 )
 
 
-def fit(pictures: Pictures, seconds: float | None) -> Plan:
+def check_side(side: int) -> None:
+    """Raise UserError if no network takes images of this side."""
+    if (rest := side % (step := _network(side).divisor)) or side < _NETWORKS[0].side:
+        near = max(side - rest, _NETWORKS[0].side)
+        raise UserError(f"--image-size {side}: expected a multiple of {step} here, such as {near} or {near + step}")
+
+
+def fit(pictures: Pictures, seconds: float | None, side: int | None = None, diffusers: bool = False) -> Plan:
     """Return the plan for `pictures` that this machine trains in about `seconds`, after a few steps on trial.
 
-    None is ten minutes: longer if the images cannot be recognised by then, shorter if more time improves little.
+    None is ten minutes: longer if the images cannot be recognised by then, shorter if more time improves little. A
+    `side` is that of the training images, which is otherwise chosen, too.
     """
     given, seconds = seconds, seconds or _USUAL
     device = pick_device("auto").type
     fitting = None
-    for side in _sides(pictures):
-        plan = Plan(side, _network(side), min(pictures.num, _BATCH if device == "cpu" else 2 * _BATCH))
-        fewest = _STEPS * side / _SIDE
+    for tried in [side] if side else _sides(pictures):
+        plan = Plan(tried, _network(tried), min(pictures.num, _BATCH if device == "cpu" else 2 * _BATCH), diffusers)
+        fewest = _STEPS * tried / _SIDE
         # The time grows at least with the number of pixels.
-        if fitting and fitting.step_seconds * (side / fitting.side) ** 2 * fewest > seconds:
+        if fitting and fitting.step_seconds * (tried / fitting.side) ** 2 * fewest > seconds:
             break
         try:
             plan = evolve(plan, step_seconds=rehearse(pictures, plan))
@@ -53,7 +61,7 @@ def fit(pictures: Pictures, seconds: float | None) -> Plan:
         steps = seconds / plan.step_seconds
         fitting = evolve(plan, steps=_rounded(steps if given else min(max(steps, fewest), _ENOUGH * fewest)))
     if fitting is None:
-        raise UserError("the memory is too short for images of any size")
+        raise UserError(f"the memory is too short for images of {f'{side} x {side}' if side else 'any size'}")
     return fitting
 
 
@@ -61,13 +69,13 @@ def _sides(pictures: Pictures) -> list[int]:
     """Return the sides to choose from, the smallest first: that of the images if they are squares, or powers of two."""
     own = pictures.side
     sides = [side for side in (8, 16, 32, 64, 128) if side <= max(8, own)]
-    if pictures.square and 8 < own < 128 and own % 2 ** (len(_network(own).mults) - 1) == 0:
+    if pictures.square and 8 < own < 128 and own % _network(own).divisor == 0:
         sides = sorted({*sides, own})
     return [side for side in sides if side >= min(_SIDE, sides[-1])]
 
 
 def _network(side: int) -> Network:
-    return [network for network in _NETWORKS if network.side <= side][-1]
+    return [network for network in _NETWORKS if network.side <= max(side, _NETWORKS[0].side)][-1]
 
 
 def _rounded(steps: float) -> int:

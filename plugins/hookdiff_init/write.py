@@ -21,6 +21,11 @@ class Network:
     mults: tuple[int, ...]
     blocks: int
 
+    @property
+    def divisor(self) -> int:
+        """The number by which sides of its images are divisible."""
+        return int(2 ** (len(self.mults) - 1))
+
 
 @define(frozen=True)
 class Plan:
@@ -29,6 +34,7 @@ class Plan:
     side: int  # of the training images in pixels
     network: Network
     batch_size: int
+    diffusers: bool = False  # the network is one of diffusers, and its samples can be made there
     steps: int = 1000
     step_seconds: float = 0.0
 
@@ -59,28 +65,61 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
     yield "", ""
     yield from _data(pictures, plan)
     yield "", ""
-    yield "[model]", ""
-    yield 'use = "unet"', ""
-    yield f"channels = {plan.network.channels}", "a wider network makes better images, and takes longer"
-    yield f"channel_mults = {list(plan.network.mults)}", "one number for each halving of the image"
-    yield f"num_res_blocks = {plan.network.blocks}", ""
+    yield from (_of_diffusers if plan.diffusers else _own)(pictures, plan.network)
     yield "", ""
     if pictures.classes:
         yield "[diffusion]", ""
         yield "conditional = true", f"train on the classes: {listed([*map(_plain, pictures.classes)], 5)}"
         yield "", ""
+    if pictures.classes or plan.diffusers:
         yield "[sampling]", ""
-        yield "guidance = { scale = 2.0 }", "1 follows the class less, 4 more"
+        if plan.diffusers:
+            yield 'sampler = "euler"', "the sampler that diffusers has for a flow, too"
+        if pictures.classes:
+            yield "guidance = { scale = 2.0 }", "1 follows the class less, 4 more"
         yield "", ""
     yield "[plugins.samples]", ""
     yield f"every = {max(1, plan.steps // 5)}", f"steps; the grids are in runs/{name}/samples"
     yield f"num = {min(len(pictures.classes), _ROWS) * 4 or 16}", "in each panel; classes have rows of their own"
 
 
+def _own(_: Pictures, network: Network) -> Iterator[tuple[str, str]]:
+    yield "", "This network is hookdiff's own, and no class of diffusers: `hookdiff export` writes its weights to"
+    yield "", "safetensors. `hookdiff init --model diffusers` writes a config with a network that diffusers loads."
+    yield "[model]", ""
+    yield 'use = "unet"', ""
+    yield f"channels = {network.channels}", "a wider network makes better images, and takes longer"
+    yield f"channel_mults = {list(network.mults)}", "one number for each halving of the image"
+    yield f"num_res_blocks = {network.blocks}", ""
+
+
+def _of_diffusers(pictures: Pictures, network: Network) -> Iterator[tuple[str, str]]:
+    widths = [network.channels * mult for mult in network.mults]
+    # Attention at the coarsest size, as in the own network.
+    down = [*["DownBlock2D"] * (len(widths) - 1), "AttnDownBlock2D"]
+    up = ["AttnUpBlock2D", *["UpBlock2D"] * (len(widths) - 1)]
+    yield "", "A network of diffusers: `hookdiff export RUN FOLDER --to diffusers` writes what diffusers loads."
+    yield "[model]", ""
+    yield 'use = "diffusers:UNet2DModel"', "the keys are its arguments"
+    yield f"block_out_channels = {widths}", "wider makes better images, and takes longer; one for each halving"
+    yield f"layers_per_block = {network.blocks}", ""
+    yield f"down_block_types = {_toml(down)}", ""
+    yield f"up_block_types = {_toml(up)}", ""
+    if pictures.classes:
+        yield f"num_class_embeds = {len(pictures.classes) + 1}", "the classes, and one for no class"
+
+
+def _toml(names: list[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"
+
+
 def _data(pictures: Pictures, plan: Plan) -> Iterator[tuple[str, str]]:
     yield "[data]", ""
     if pictures.path is None:
         yield 'source = "digits"', "8 x 8 pixels, from scikit-learn"
+        if pictures.side != plan.side:
+            yield f"image_size = {plan.side}", ""
+            yield "upscale = true", "larger than the images are"
         return
     yield 'source = "folder"', ""
     others = f"{pictures.others:,} other file{'s are no images' if pictures.others > 1 else ' is no image'}"

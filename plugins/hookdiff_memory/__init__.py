@@ -1,5 +1,5 @@
 """Logs the memory in use, and estimates the memory of a config: `hookdiff memory`."""
 
-from hookdiff_memory.plugin import Memory
+import lazy_loader
 
-__all__ = ["Memory"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import click
 
+from hookdiff.cli import run_argument
+
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@run_argument()
 @click.option("--to", "name", required=True, metavar="NAME", help="aim, tensorboard, wandb, or another sink.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Option of the sink; may be repeated.")
 def command(run: Path, name: str, settings: tuple[str, ...]) -> None:

@@ -1,5 +1,5 @@
 """Finds the cause of a NaN, and keeps the step so that `hookdiff replay` can run it again."""
 
-from hookdiff_nan.plugin import NaN
+import lazy_loader
 
-__all__ = ["NaN"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

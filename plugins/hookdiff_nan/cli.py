@@ -5,11 +5,12 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli import override_options
+from hookdiff.cli import override_options, path_argument
+from hookdiff_nan.kept import check_kept
 
 
 @click.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@path_argument("folder", check_kept, "DIR")
 @override_options
 @click.option(
     "--lr",

@@ -26,19 +26,20 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from hookdiff import Batch, Feed, Loop, NonFinite, UserError, nearest
+from hookdiff import Batch, Feed, Loop, NonFinite, UserError
 from hookdiff.disk import flatten, is_intact, new_folder, read_file, stamped, unflatten, write_file, write_tensors
 from hookdiff.machine import gathered, num_ranks, whole
 from hookdiff.options import Problems, structured, versions
 from hookdiff_nan.diagnose import Diagnosis
 from hookdiff_nan.facts import KeptBatch, StepFacts
+from hookdiff_nan.kept import STEP, check_kept
 
 T = TypeVar("T")
 # Errors from tensors and values that do not belong together.
 _UNFIT = (AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
 
 FORMAT = 2
-STEP, CONFIG, REPORT = "step.json", "config.toml", "report.txt"
+CONFIG, REPORT = "config.toml", "report.txt"
 PARTS = ("model", "data", "plugins", "buffers", "batch")
 
 
@@ -50,11 +51,6 @@ class Record:
     facts: StepFacts
     parts: dict[str, dict[str, Any]]  # the `PARTS` but "batch", tensors on the CPU
     batch: KeptBatch
-
-
-def kept_in(root: Path) -> set[str]:
-    """Return the names of the steps that the folder `root` holds."""
-    return {path.name for path in root.glob("step-*-position-*") if path.is_dir()}
 
 
 def write_record(
@@ -113,14 +109,7 @@ def read_record(path: Path) -> Record:
 
     Raises UserError if it is not a kept step, if a file is missing or damaged, or if a later version wrote it.
     """
-    if not path.is_dir():
-        beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        wrong = "is not a folder" if path.exists() else f"no such folder{nearest(path.name, beside)}"
-        raise UserError(f"{path}: {wrong}; expected one such as RUN/nan/step-00000123-position-00000123")
-    if not (path / STEP).is_file():
-        near = sorted(kept_in(path) or kept_in(path / "nan"))
-        others = f"; it holds {', '.join(near)}" if near else ""
-        raise UserError(f"{path} is not a step kept for replay: it has no {STEP}{others}")
+    check_kept(path)
     data = _read(path / STEP)
     if is_intact(data) is False:
         raise UserError(f"{path / STEP} is damaged: its SHA-256 differs")

@@ -17,8 +17,9 @@ from hookdiff.data import Facts, Remembered
 from hookdiff.experiment import Part
 from hookdiff.loop import Progress, hooks_of, implements
 from hookdiff_nan.diagnose import STEP_HOOKS, eagerly, may_be_compiled
+from hookdiff_nan.kept import kept_in
 from hookdiff_nan.plugin import NaN
-from hookdiff_nan.record import CONFIG, Record, digest_of, kept_in, read_record, surroundings
+from hookdiff_nan.record import CONFIG, Record, digest_of, read_record, surroundings
 
 P = TypeVar("P")
 Say = Callable[[str], None]

@@ -1,5 +1,5 @@
 """Shows where the time of a training step goes, and measures what would make it faster: `hookdiff profile`."""
 
-from hookdiff_profile.steps import Profile, measure
+import lazy_loader
 
-__all__ = ["Profile", "measure"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

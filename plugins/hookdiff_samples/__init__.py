@@ -1,5 +1,5 @@
 """Shows grids of images that are always generated from the same noise."""
 
-from hookdiff_samples.plugin import SampleGrid
+import lazy_loader
 
-__all__ = ["SampleGrid"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

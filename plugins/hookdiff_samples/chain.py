@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from attrs import define, field
 from torch import Tensor
 
-from hookdiff import Loop, SampleRequest
-from hookdiff.diffusion import Chain, ClassifierFree, Diffusion, Point, Sampling, Solver
+from hookdiff.diffusion import Chain, Point, Solver
 from hookdiff.log import Panel, to_uint8
-from hookdiff.options import as_toml
 
-
-def about(loop: Loop, weights: str) -> dict[str, Any]:
-    """Return what a picture of `weights` says about the sampler that plugins leave, with the options of each part.
-
-    It is nothing if the sampler is not hookdiff's.
-    """
-    sampler, objective = loop.sample(SampleRequest(0, weights=weights)).sampler or loop.sampler, loop.objective
-    if not (isinstance(sampler, Sampling) and isinstance(objective, Diffusion)):
-        return {}
-    fitted = sampler.fit(objective)
-    parts = {name: as_toml(getattr(fitted, name)) for name in ("sampler", "spacing", "clipping", "guidance")}
-    used = {name: part.pop("use") for name, part in parts.items()}
-    scale = {"guidance_scale": parts["guidance"].pop("scale")} if isinstance(fitted.guidance, ClassifierFree) else {}
-    precision = {"precision": fitted.precision} if fitted.precision != "float32" else {}
-    options = {name: part for name, part in parts.items() if part}
-    return {**used, "steps": fitted.steps, **scale, **precision, "options": options}
+_VISIBLE = 5.0  # log-SNR beyond which x_t looks like noise (below minus this) or like the image (above it)
 
 
 @define(eq=False)
@@ -63,17 +44,15 @@ class Recorded(Solver):
         self.points.append(at)
         self.frames.append(to_uint8(chain.diffusion.denormalize(shown)))
 
-    def strip(self, shares: Sequence[float], num: int) -> Panel:
-        """Return a row for each of `num` images; its columns show x_t after these shares of the steps, 0 to 1.
+    def strip(self, columns: int, num: int) -> Panel:
+        """Return a row for each of `num` images; its columns show the noise, x_t at even log-SNR, and the image.
 
-        Shares that lead to the same step have one column.
+        Equal shares of the steps would not do: most samplers make most of their steps where the noise hides the image.
+        Levels that lead to the same step have one column.
         """
-        chosen = list(dict.fromkeys(round(share * (len(self.frames) - 1)) for share in shares))
+        levels = torch.linspace(-_VISIBLE, _VISIBLE, columns).tolist()[1:-1]
+        inner = range(1, len(self.points) - 1)
+        near = [min(inner, key=lambda k: abs(self.points[k].log_snr - level)) for level in levels if inner]
+        chosen = list(dict.fromkeys((0, *near, len(self.points) - 1)))
         images = torch.stack([self.frames[k][:num] for k in chosen], dim=1).flatten(0, 1)
-        return Panel(images, len(chosen), column_names=[_name(self.points[k]) for k in chosen])
-
-
-def _name(at: Point) -> str:
-    if not at.sigma:
-        return "image"
-    return f"t {at.time}" if isinstance(at.time, int) else f"sigma {at.sigma:.2g}"
+        return Panel(images, len(chosen), column_names=[self.points[k].label for k in chosen])

@@ -6,19 +6,30 @@ from typing import Any
 import click
 
 from hookdiff import UserError
-from hookdiff.cli import trust_option
+from hookdiff.cli import (
+    device_option,
+    guidance_option,
+    overwrite_option,
+    run_argument,
+    seed_option,
+    solver_options,
+    trust_option,
+    weights_option,
+)
 
 _SHARE = click.FloatRange(0, 1, min_open=True)
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path), metavar="RUN|CHECKPOINT")
-@click.option("--num", type=click.IntRange(1), metavar="N", help="Number of images.  [default: 64, or one per picture]")
-@click.option("--steps", type=int, metavar="N", help="Steps of the sampler.")
-@click.option("--sampler", metavar="NAME", help="ddim, ddpm, euler, heun or dpmpp_2m.")
+@run_argument("RUN|CHECKPOINT")
+@click.option(
+    "--num", type=click.IntRange(1), metavar="N", help="Number of images, or of strips.  [default: 64, 4 strips]"
+)
+@click.option("--interpolate", type=click.IntRange(2), metavar="N", help="Strips of N images, from one to another.")
+@solver_options
 @click.option("--precision", type=click.Choice(["float32", "bf16"]), help="Precision of the network.")
 @click.option("--compile/--no-compile", default=None, help="Compile the network first: pays for many images.")
-@click.option("--guidance-scale", type=float, metavar="X", help="Scale of classifier-free guidance.")
+@guidance_option
 @click.option("--labels", metavar="A,B,...", help="Classes by name or number, in turn; -1: none.  [default: all]")
 @click.option(
     "--images",
@@ -32,21 +43,23 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
     "--strength", type=_SHARE, metavar="X", help="With --images: share of steps.  [default: 0.8, 1 for masks]"
 )
 @click.option("--columns", type=click.IntRange(1), metavar="N", help="Columns of the grid.  [default: nearly square]")
-@click.option("--seed", default=0, metavar="N", help="Seed of the noise.")
-@click.option("--weights", metavar="NAME|FILE", help="An average, model, or a safetensors file.  [default: average]")
+@seed_option
+@weights_option
 @click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Images at a time.  [default: as many as fit]")
-@click.option("--device", metavar="NAME", help="cpu, cuda, cuda:1 or mps.  [default: that of the run, if it is here]")
+@device_option
 @click.option(
+    "-o",
     "--out",
     type=click.Path(path_type=Path),
     help="PNG file of a grid, or NPZ file.  [default: RUN/samples/seed-SEED.png]",
 )
 @click.option("--each", type=click.Path(path_type=Path), metavar="DIR", help="Write each image to a PNG file in DIR.")
-@click.option("--overwrite", is_flag=True, help="Replace pictures that exist.")
+@overwrite_option
 @trust_option
 def command(
     run: Path,
     num: int | None,
+    interpolate: int | None,
     labels: str | None,
     images: tuple[Path, ...],
     mask: Path | None,
@@ -68,45 +81,73 @@ def command(
     evaluators of the field read them. --steps, --sampler, --precision, --compile and --guidance-scale replace the
     values of the config. With --images, a higher --strength leaves less of the picture; with --mask, the black part
     stays as it is.
+
+    --interpolate makes strips whose noise goes from that of one image to that of the next one, on the sphere; with two
+    --labels, strips of one noise each that go from one class to the other. They are written as a PNG and as a GIF file.
+    Unless --sampler says otherwise, the sampler is ddim, which adds no noise.
     """
-    from hookdiff import UnknownWeights, load_run
+    from hookdiff import load_run
+    from hookdiff.authors import sampler_info
+    from hookdiff.cli import chosen_weights
+    from hookdiff.diffusion import Sampling
     from hookdiff.log import to_uint8
     from hookdiff.run_dir import run_of
     from hookdiff.terminal import paced
-    from hookdiff_samples.chain import about
-    from hookdiff_samples.pictures import Output, free_name, picture_files, read_mask, read_pictures
+    from hookdiff_samples.between import between_classes, between_noises
+    from hookdiff_samples.pictures import Output, class_name, free_name, picture_files, read_mask, read_pictures
 
     if mask is not None and not images:
         raise UserError("--mask needs --images, the pictures to paint in")
+    if interpolate and (images or columns):
+        raise UserError(f"--interpolate with {'--images' if images else '--columns'}: only one of them is possible")
     words = None if labels is None else [label.strip() for label in labels.split(",")]
+    if interpolate and words and len(words) > 2:
+        raise UserError("--interpolate: name one class in --labels to go between noises, or two to go between them")
     files = picture_files(images)
-    num = num or len(files) or 64
-    usual = None if each else free_name(run_of(run) / "samples", seed, overwrite)
-    output = Output(out or usual, each, num, overwrite)
+    num = (num or 4) * interpolate if interpolate else num or len(files) or 64
+    stem = f"{'interpolation-' if interpolate else ''}seed-{seed}"
+    usual = None if each else free_name(run_of(run) / "samples", stem, overwrite)
+    output = Output(out or usual, each, num, overwrite, interpolate or 0)
     output.check()
     settings = [f"sampling.batch_size={batch_size}"] if batch_size else []
     with load_run(run, settings, device=device, trust=trust) as opened:
         shape = opened.loop.feed.shape
         output.check_shape(shape)
-        numbers = opened.labels(words, num)
         options["images"] = read_pictures(files, shape) if files else None
         options["mask"] = None if mask is None else read_mask(mask, shape)
         options["strength"] = options["strength"] or (0.8 if mask is None else 1.0)
-        try:
-            with opened.weights(weights) as name:
-                for part in paced(opened.batches(num, labels=numbers, seed=seed, **options), num, "images"):
-                    output.add(to_uint8(part))
-                    info = about(opened.loop, opened.in_loop(name))  # while the loop has the sampler that is used
-        except UnknownWeights as error:
-            raise UserError(f"--weights: {error}, or a file that ends in .safetensors") from None
-        info |= {"step": opened.step, "weights": name, "seed": seed}
-        if files:
-            info |= {"images": [file.name for file in files[:num]], "strength": options["strength"]}
-        if mask:
-            info["mask"] = mask.name
-        paths = output.finish(numbers, opened.classes, columns, info)
-        origin = f"weights in {name}" if name.endswith(".safetensors") else f"{name} weights of step {opened.step}"
+        sampling = {key: options.pop(key) for key in ("steps", "sampler", "precision", "compile", "guidance_scale")}
+        rows = num // (interpolate or 1)
+        numbers = opened.labels(words, rows)
+        is_between_classes = interpolate and words and len(words) == 2
+        ends = (opened.labels(words, 2) or ()) if is_between_classes else ()
+        if interpolate and isinstance(opened.loop.sampler, Sampling):
+            sampling["sampler"] = sampling["sampler"] or "ddim"  # fresh noise would hide how the images change
+        with chosen_weights(opened, weights) as name, opened.sampling(**sampling):
+            info = sampler_info(opened.loop, opened.in_loop(name))
+            info |= {"step": opened.step, "weights": name, "seed": seed}
+            if files:
+                info |= {"images": [file.name for file in files[:num]], "strength": options["strength"]}
+            if mask:
+                info["mask"] = mask.name
+            if interpolate:
+                info["interpolate"] = interpolate
+            if ends:
+                parts, numbers = between_classes(opened, ends, seed, rows, interpolate or 0), None
+            elif interpolate:
+                parts = between_noises(opened, numbers, seed, rows, interpolate)
+                numbers = numbers and tuple(label for label in numbers for _ in range(interpolate))
+            else:
+                parts = paced(opened.batches(num, labels=numbers, seed=seed, **options), num, "images")
+            classes = [class_name(label, opened.classes) for label in numbers or ()]
+            done = 0
+            for part in parts:
+                output.add(to_uint8(part), info, classes[done : done + len(part)])
+                done += len(part)
+        named = [class_name(label, opened.classes) for label in ends]
+        paths = output.finish(numbers, opened.classes, columns, info, named)
+        origin = opened.origin(name)
     images_of = "1 image" if num == 1 else f"{num:,} images"
     click.echo(f"{', '.join(map(str, paths))}: {images_of} from the {origin}")
-    if older := output.num_older():
-        click.echo(f"  {each} still has {older:,} of an earlier call, from {num:06d}.png on")
+    if older := output.older():
+        click.echo(f"  {each} still has {len(older):,} of an earlier call, such as {older[0].name}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from attrs import define, field
 from torch import Tensor
 
 from hookdiff import UserError
-from hookdiff.authors import by_class, sheet
+from hookdiff.authors import by_class, save_animation, sheet
 from hookdiff.data import to_unit_range
 from hookdiff.disk import check_writable, new_file, writing
 from hookdiff.images import (
@@ -29,7 +30,7 @@ from hookdiff.images import (
     unreadable_problems,
     with_images,
 )
-from hookdiff.log import Panel, save_image
+from hookdiff.log import Panel, Picture, as_pictures, as_pillow, grid
 
 logger = logging.getLogger("hookdiff")
 
@@ -87,9 +88,9 @@ def _fitted(path: Path, channels: int, side: int) -> Tensor:
         raise UserError(f"{path}: cannot be read as a picture: {reason(error)}") from None
 
 
-def free_name(folder: Path, seed: int, overwrite: bool) -> Path:
-    """Return a file in `folder` that does not exist: seed-0.png, seed-0-2.png, ...; with `overwrite`, the first."""
-    names = (f"seed-{seed}{'' if number == 1 else f'-{number}'}.png" for number in count(1))
+def free_name(folder: Path, stem: str, overwrite: bool) -> Path:
+    """Return a file in `folder` that does not exist: STEM.png, STEM-2.png, ...; with `overwrite`, the first."""
+    names = (f"{stem}{'' if number == 1 else f'-{number}'}.png" for number in count(1))
     return next(path for path in map(folder.joinpath, names) if overwrite or not path.exists())
 
 
@@ -101,24 +102,29 @@ class Output:
     each: Path | None
     num: int
     overwrite: bool
+    between: int = 0  # images of a strip; 0: there are no strips
     _pixels: list[Tensor] = field(factory=list, init=False)  # uint8, n c h w
-    _singles: list[Path] = field(init=False)
-    _written: int = field(default=0, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._singles = [self.each / f"{number:06d}.png" for number in range(self.num)] if self.each else []
+    _singles: list[Path] = field(factory=list, init=False)  # that are written
 
     @property
     def is_archive(self) -> bool:
         return self.out is not None and self.out.suffix == ".npz"
 
+    @property
+    def animation(self) -> Path | None:
+        """The animation of the strips."""
+        return self.out.with_suffix(".gif") if self.out and self.between else None
+
     def check(self) -> None:
         """Raise UserError if a file cannot be written, or exists and may not be replaced."""
-        if self.out and self.out.suffix not in (".png", ".npz"):
-            raise UserError(f"--out {self.out}: expected a name that ends in .png or .npz")
-        for path in [*([self.out] if self.out else []), *self._singles[:1]]:
+        suffixes = (".png",) if self.between else (".png", ".npz")
+        if self.out and self.out.suffix not in suffixes:
+            raise UserError(f"--out {self.out}: expected a name that ends in {' or '.join(suffixes)}")
+        paths = [path for path in (self.out, self.animation) if path]
+        for path in [*paths, *([self.each / single_name(0)] if self.each else [])]:
             check_writable(path)
-        for path in [*([self.out] if self.out else []), *self._singles]:
+        singles = [path for number, path in self._existing() if number < self.num]
+        for path in [*paths, *singles]:
             if path.exists() and not self.overwrite:
                 raise UserError(f"{path} exists; choose another name, or --overwrite to replace it")
 
@@ -132,40 +138,84 @@ class Output:
         if (self.each or self.is_archive) and shape[0] not in (1, 3):
             raise UserError(f"--each and .npz files are for grey or RGB images; this model makes {made}")
 
-    def num_older(self) -> int:
-        """Return how many pictures of an earlier call follow those of this one in the folder `each`."""
-        if self.each is None:
-            return 0
-        numbers = (int(path.stem) for path in self.each.glob("[0-9]*.png") if path.stem.isdecimal())
-        return sum(number >= self.num for number in numbers)
+    def _existing(self) -> Iterator[tuple[int, Path]]:
+        """Yield the pictures that are in the folder `each`, by name, and their numbers."""
+        for path in sorted(self.each.glob("[0-9]*.png")) if self.each else []:
+            number = path.stem.partition("-")[0]
+            if number.isdecimal() and len(number) >= len(single_name(0).partition(".")[0]):
+                yield int(number), path
 
-    def add(self, pixels: Tensor) -> None:
-        """Take the next images: uint8, n c h w."""
+    def older(self) -> list[Path]:
+        """Return the pictures of earlier calls that are still in the folder `each`."""
+        written = set(self._singles)
+        return [path for _, path in self._existing() if path not in written]
+
+    def add(self, pixels: Tensor, info: Mapping[str, Any], names: Sequence[str] = ()) -> None:
+        """Take the next images, uint8, n c h w; `info` says how they were made, `names` are their classes, if any."""
         if self.out:
             self._pixels.append(pixels)
         if self.each:
-            for image, path in zip(pixels, self._singles[self._written :], strict=False):
+            for row, image in enumerate(pixels):
+                number, name = len(self._singles), names[row] if names else ""
+                path = self.each / single_name(number, name)
+                more = {"classes": [name]} if name else {}
                 with writing(path):
-                    save_image(image, path)
-            self._written += len(pixels)
+                    Picture(numpy.asarray(as_pillow(image)), {**info, **more, "number": number}).save(path)
+                self._singles.append(path)
 
     def finish(
-        self, labels: Sequence[int] | None, names: Sequence[str], columns: int | None, info: Mapping[str, Any]
+        self,
+        labels: Sequence[int] | None,
+        names: Sequence[str],
+        columns: int | None,
+        info: Mapping[str, Any],
+        ends: Sequence[str] = (),
     ) -> list[Path]:
-        """Write `out`; return it and the folder of single pictures.
+        """Write `out`, and its animation; return the files and the folder of single pictures.
 
-        `labels` are those of all images, `names` those of the classes; `info` goes into the PNG file of the grid.
+        `labels` are those of all images, `names` those of the classes, `ends` those of the classes at both ends of a
+        strip; `info` goes into the PNG file of the grid.
         """
         if self.out:
             pixels = torch.cat(self._pixels)
-            with writing(self.out):
-                if self.is_archive:
+            if self.is_archive:
+                with writing(self.out):
                     _write_archive(self.out, pixels, labels)
+            else:
+                if self.between:
+                    panel = self._strips(pixels, labels, names, ends)
                 else:
                     panel = by_class(pixels, labels, names, columns) if labels else Panel(pixels, columns)
-                    classes = {"classes": [name for name in panel.row_names if name]} if labels else {}
-                    sheet([panel], info={**info, **classes}).save(self.out)
-        return [path for path in (self.out, self.each) if path]
+                rows = list(ends) or [name for name in panel.row_names if name]
+                with writing(self.out):
+                    sheet([panel], info={**info, **({"classes": rows} if rows else {})}).save(self.out)
+        if self.animation:
+            with writing(self.animation):
+                _animate(pixels, self.between, self.animation)
+        return [path for path in (self.out, self.animation, self.each) if path]
+
+    def _strips(self, pixels: Tensor, labels: Sequence[int] | None, names: Sequence[str], ends: Sequence[str]) -> Panel:
+        """Return a panel with a strip in each row."""
+        columns = [ends[0], *[""] * (self.between - 2), ends[1]] if ends else []
+        rows = [class_name(label, names) for label in labels[:: self.between]] if labels and not ends else []
+        return Panel(as_pictures(pixels), self.between, column_names=columns, row_names=rows)
+
+
+def class_name(label: int, names: Sequence[str]) -> str:
+    """Return the name of a class, "-" for none."""
+    return names[label] if label >= 0 else "-"
+
+
+def single_name(number: int, name: str = "") -> str:
+    """Return the name of the file of one image, with the part of its class that any file system takes."""
+    plain = re.sub(r"[^\w.]+", "_", name)[:60].strip("._")
+    return f"{number:06d}{f'-{plain}' if plain else ''}.png"
+
+
+def _animate(pixels: Tensor, between: int, path: Path) -> None:
+    """Write an animation of all strips, n c h w, side by side, from one end to the other and back."""
+    frames = [grid(pixels[k::between]).as_pillow() for k in range(between)]
+    save_animation([*frames, *frames[-2:0:-1]], path, last=120)
 
 
 def _write_archive(path: Path, pixels: Tensor, labels: Sequence[int] | None) -> None:

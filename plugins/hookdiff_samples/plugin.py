@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,14 @@ from attrs import Attribute, converters, define, evolve, field
 from attrs.validators import ge, le, optional
 from torch import Tensor
 
-from hookdiff import Every, Loop, Periodic, SampleRequest, UserError, hookimpl, nearest, parse_every
-from hookdiff.authors import ANIMATION_FORMATS, ImageMaker, by_class, save_animation, sheet
+from hookdiff import Every, Loop, Periodic, SampleRequest, UserError, hookimpl, listed, nearest, parse_every
+from hookdiff.authors import ANIMATION_FORMATS, ImageMaker, by_class, sampler_info, save_animation, sheet, takes_noise
 from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling, Solver
 from hookdiff.log import Panel, Picture, grid
 from hookdiff.options import about, between, chosen, one_of
 from hookdiff.run_dir import picture_files
-from hookdiff_samples.chain import Recorded, about as about_sampler
+from hookdiff_samples.between import noise_between
+from hookdiff_samples.chain import Recorded
 from hookdiff_samples.film import filmstrip, growing_up, spread_out
 
 logger = logging.getLogger("hookdiff")
@@ -90,12 +89,12 @@ class SampleGrid(Periodic):
         validator=optional([ge(1), le(1000)]),
         metadata=about("factor of enlargement; without it, to about 64 pixels"),
     )
-    denoising: tuple[float, ...] = field(
-        default=(0.0, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0),
-        converter=tuple,
-        validator=between(0, 1),
+    denoising: int = field(
+        default=7,
+        validator=[ge(0), le(1000), _has_both_ends],
         metadata=about(
-            "shares of the sampler's steps after which a strip shows the denoising; []: no strip, only the animation"
+            "columns of a strip that shows the denoising, from noise to image at even log signal-to-noise ratios, both "
+            "ends among them; 0: no strip, only the animation"
         ),
     )
     interpolation: int = field(
@@ -121,7 +120,7 @@ class SampleGrid(Periodic):
         if len(shape := loop.feed.shape) != 3:
             shown = " x ".join(map(str, shape))
             raise UserError(f"plugins.samples: shows images, channels x height x width; those of this run are {shown}")
-        if self.interpolation and loop.sampler and not _takes_noise(loop.sampler):
+        if self.interpolation and loop.sampler and not takes_noise(loop.sampler):
             raise UserError("plugins.samples.interpolation: the sampler of this run cannot start from given `noise`")
         self._labels, self._names = (), ()
         if getattr(loop.objective, "conditional", False):
@@ -174,7 +173,8 @@ class SampleGrid(Periodic):
                 used = evolve(sampler.fit(loop.objective), sampler=recorded) if is_recorded else sampler
                 shown = "model, not averaged" if name == "model" and len(names) > 1 else name
                 title = f"{shown}{text}" if len(names) * len(samplers) > 1 else ""
-                panels.append(self._panel(self._made(loop, used, name), title))
+                titles = [title, *([] if panels else self._left_out())]
+                panels.append(self._panel(self._made(loop, used, name), "; ".join(filter(None, titles))))
         between = self._between(loop, first, names[0]) if self.interpolation else None
         if not loop.is_main:
             return
@@ -193,11 +193,18 @@ class SampleGrid(Periodic):
         loop.log.images(pictures)
         self._film(loop, recorded, self._info(loop, first, names[0], rows))
 
+    def _left_out(self) -> list[str]:
+        """Return the text of a sheet that names the classes without rows; none if the config chose the classes."""
+        without = [name for label, name in enumerate(self._names) if label not in self._labels]
+        if self.classes or not without:
+            return []
+        return [f"{len(without)} of {len(self._names)} classes are not shown: {listed(without, 3)}"]
+
     def _info(self, loop: Loop, sampler: Any, weights: str, rows: Sequence[int]) -> dict[str, Any]:
         """Return how the images of a picture were made; `rows` are the labels of its rows, if there are any."""
         classes = {"classes": [self._names[label] if label >= 0 else "-" for label in rows]} if rows else {}
         with loop.using(sampler=sampler):
-            about = about_sampler(loop, weights)
+            about = sampler_info(loop, weights)
         return {"weights": [weights], "seed": self.seed, **about, **classes}
 
     def _recorded(self, loop: Loop, sampler: object) -> Recorded | None:
@@ -264,22 +271,6 @@ class SampleGrid(Periodic):
         frames = growing_up(picture_files(loop.run_dir, NAME))
         if len(frames) > 1:
             _write(loop.run_dir / NAME / f"training.{self.animation}", lambda path: save_animation(frames, path))
-
-
-def noise_between(shape: Sequence[int], seed: int, rows: int, num: int) -> Tensor:
-    """Return `rows` times `num` noises of `shape`: each row leads from the noise of one image to that of the next.
-
-    It is cos(a) z0 + sin(a) z1 for angles a from 0 to pi / 2, so that the noise has the variance 1 at each of them.
-    """
-    ends = torch.stack([torch.randn(*shape, generator=one) for one in SampleRequest(2 * rows, seed).generators()])
-    angles = torch.linspace(0, math.pi / 2, num).view(-1, *[1] * len(shape))
-    return torch.cat([angles.cos() * ends[k] + angles.sin() * ends[k + 1] for k in range(0, 2 * rows, 2)])
-
-
-def _takes_noise(sampler: Any) -> bool:
-    """Return whether `sampler` has the argument `noise` of the protocol `Sampler`."""
-    known = inspect.signature(sampler.sample).parameters.values()
-    return any(one.name == "noise" or one.kind is one.VAR_KEYWORD for one in known)
 
 
 def _write(path: Path, save: Callable[[Path], object]) -> None:

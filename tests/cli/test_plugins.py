@@ -17,6 +17,12 @@ def test_all_plugins_are_listed_with_their_first_line(hookdiff, folder):
     assert found["ema"] == EMA.__doc__.splitlines()[0]
 
 
+def test_a_plugin_is_described_with_the_import_of_its_class_and_its_keys(hookdiff, folder):
+    check_facts(output(hookdiff("plugins", "gradients")), "from hookdiff_gradients import GradientMonitor", "window =")
+    by_path = output(hookdiff("plugins", "hookdiff_ema:EMA"))
+    check_facts(by_path, "\nfrom hookdiff_ema import EMA\n", "[plugins.ema]", "half_life")
+
+
 def test_one_broken_plugin_does_not_hide_the_others(hookdiff, folder, install):
     install("broken", {"abroken": "hd_cli_broken:X"}, hd_cli_broken="1 / 0\n")
     found = rows(output(hookdiff("plugins")))

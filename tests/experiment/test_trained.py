@@ -13,13 +13,25 @@ import torch
 from torch import Tensor
 
 import hookdiff
-from hookdiff import ConfigError, InMemory, SampleRequest, UnknownWeights, UserError, build_loop, load_config, load_run
+from hookdiff import (
+    ConfigError,
+    InMemory,
+    SampleRequest,
+    UnknownWeights,
+    UserError,
+    build_loop,
+    builtin_plugins,
+    load_config,
+    load_run,
+)
 from hookdiff.authors.testing.compare import assert_same
+from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.data.facts import Facts
 from hookdiff.data.remembered import Remembered
 from hookdiff.experiment.trained import Run
 from hookdiff.images import feed_of
 from hookdiff.log.pixels import to_uint8
+from hookdiff_samples.between import between_noises, noise_between
 from tests.conftest import SMALL, check_facts, finish, records, refused
 from tests.forked import python
 
@@ -153,6 +165,8 @@ def test_a_notebook_has_model_images_metrics_and_config(moved: Path) -> None:
     assert images.abs().max() <= 1
     assert not torch.equal(images, run.sample(5, labels=["cat", 0], steps=3, seed=1))
     assert not torch.equal(run.sample(2), run.sample(2, sampler="ddpm"))
+    noise = torch.stack([torch.randn(1, 8, 8, generator=one) for one in SampleRequest(3, 7).generators()])
+    assert torch.equal(run.sample(3, noise=noise, labels=["bee"]), run.sample(3, seed=7, labels=["bee"]))
     own, average = run.model("model").state_dict(), run.model(weights="ema/std=0.1").state_dict()
     assert any(not torch.equal(own[name], average[name]) for name in own)
     assert_same(dict(run.model("model").state_dict()), dict(own))
@@ -163,12 +177,17 @@ def test_a_notebook_has_model_images_metrics_and_config(moved: Path) -> None:
         ({"labels": [3]}, (3, "2 cat")),
         ({"steps": 0}, ("sampling.steps", 0)),
         ({"sampler": "dim"}, ("sampling.sampler", "'ddim'")),
+        ({"noise": noise}, ("noise", "(3, 1, 8, 8)", "(2, 1, 8, 8)")),
         ({"mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)}, ("mask", "images")),
     ):
         with refused((UserError, ValueError), *facts):  # type: ignore[arg-type]
             run.sample(2, **wrong)
     with refused(UnknownWeights, "emma", "ema"):
         run.model("emma")
+    with run.sampling(steps=1, sampler="ddim"):
+        images = run.sample(2)
+    assert torch.equal(images, run.sample(2, steps=1, sampler="ddim"))
+    assert not torch.equal(images, run.sample(2))
 
 
 def test_what_cannot_be_loaded_gives_one_message(tmp_path: Path, moved: Path) -> None:
@@ -213,6 +232,9 @@ def test_a_model_with_conditions_samples_with_the_examples_that_are_kept(
     assert torch.equal(run.sample(18), run.sample(18, conditions={"level": kept[[k % 16 for k in range(18)]]}))
     with refused(ValueError, "level", 2):
         run.sample(3, conditions={"level": kept[:2]})
+    strips = torch.cat(list(between_noises(run, None, seed=0, rows=2, num=3)))
+    noise = noise_between((1, 8, 8), 0, rows=2, num=3)
+    assert torch.equal(strips, run.sample(6, noise=noise, conditions={"level": kept[[0, 0, 0, 1, 1, 1]]}))
 
 
 def test_a_kept_step_is_replayed_without_data(tmp_path: Path, start: Any) -> None:
@@ -280,3 +302,15 @@ def test_a_batch_that_is_too_large_is_halved(moved: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(net, "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
     with refused(UserError, "image", "memory"):
         run.sample(2)
+
+
+@pytest.mark.parametrize("hparams", [None, {"model": {"channels": 32}, "data": {"name": "mine"}}])
+def test_a_run_of_a_script_is_refused_with_the_way_to_make_its_images(
+    hparams: dict[str, Any] | None, tmp_path: Path, hookdiff: Any
+) -> None:
+    run = tmp_path / "run"
+    toy_loop(builtin_plugins(), run_dir=run, hparams=hparams, steps=1).run()
+    code, _, err = hookdiff("sample", run)
+    assert code == 2
+    check_facts(err, run / "config.toml", "data.source", "model.use", "script", f"run_dir='{run}'", "resume=True")
+    check_facts(err, "loop.sample(SampleRequest(16))")

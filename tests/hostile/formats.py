@@ -24,7 +24,7 @@ from hookdiff.authors.testing.toy import toy_loop, toy_model
 from hookdiff.data.memory import fashion_mnist
 from hookdiff.disk.files import new_file, write_file, writing
 from hookdiff.disk.lock import is_locked
-from hookdiff.experiment.config import read_toml
+from hookdiff.experiment.toml_file import read_toml
 from hookdiff.images import feed_of
 from hookdiff.images.folder import Folder
 from hookdiff.images.store import Store

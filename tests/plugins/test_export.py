@@ -217,7 +217,9 @@ def test_an_export_that_cannot_be_made_is_refused(trained: Any, command: Any, tm
         ((run, blocked / "out.safetensors"), (blocked / "out.safetensors", "File exists")),
         ((run, file, "--weights", "hlaf"), ("--weights", "'hlaf'", "'half'", "ema/decay=0.1")),
         ((run, file, "--weights", "no.safetensors"), ("weights", "no.safetensors")),
-        ((run, file, "--set", "sampling.steps=2"), ("sampling.steps=2", "--to diffusers")),
+        ((run, file, "--set", "sampling.spacing=karras"), ("sampling.spacing=karras", "--to diffusers")),
+        ((run, file, "--steps", 2), ("--steps", "--to diffusers")),
+        ((run, file, "--sampler", "ddim"), ("--sampler", "--to diffusers")),
         ((run, folder, "--to", "diffusers", "--set", "model.channels=4"), ("model.channels=4", "[sampling]")),
         ((run, folder, "--to", "diffusers"), ("model.use", "UNet", "--to safetensors")),
     ):
@@ -255,8 +257,8 @@ WEIGHTS, NO_CLIPPING = "--to safetensors", "--set sampling.clipping=none"
         ({"data_std": [1.0, 0.5]}, {}, "diffusion.data_std", "(1.0, 0.5)", WEIGHTS),
         ({"prediction": "edm"}, {}, "diffusion.prediction", "'edm'", WEIGHTS),
         ({}, {"spacing": "karras"}, "sampling.spacing", "'karras'", "--set sampling.spacing=trailing"),
-        ({}, {"steps": 30}, "sampling.steps", "30", "--set sampling.steps=25"),
-        ({}, {"sampler": "heun"}, "sampling.sampler", "'heun'", "--set sampling.sampler=ddim"),
+        ({}, {"steps": 30}, "sampling.steps", "30", "--steps 25"),
+        ({}, {"sampler": "heun"}, "sampling.sampler", "'heun'", "--sampler ddim"),
         ({}, {"sampler": Euler(1.0)}, "sampling.sampler.churn", "1.0", "--set sampling.sampler.churn=0"),
         (
             {},
@@ -271,21 +273,21 @@ WEIGHTS, NO_CLIPPING = "--to safetensors", "--set sampling.clipping=none"
         (
             {"process": VP(rescale_betas_zero_snr=True), "prediction": "v_prediction"},
             {"sampler": "dpmpp_2m"},
-            *("diffusion.process.rescale_betas_zero_snr", "true", "--set sampling.sampler=ddim"),
+            *("diffusion.process.rescale_betas_zero_snr", "true", "--sampler ddim"),
         ),
-        (FLOW, {}, "sampling.sampler", "'dpmpp_2m'", "--set sampling.sampler=euler"),
+        (FLOW, {}, "sampling.sampler", "'dpmpp_2m'", "--sampler euler"),
         (FLOW, {"sampler": "euler", "clipping": "clamp"}, "sampling.clipping", "'clamp'", NO_CLIPPING),
         (FLOW, {"sampler": "euler", "clipping": "dynamic"}, "sampling.clipping", "'dynamic'", NO_CLIPPING),
         (FLOW, {"sampler": DDIM(0.5)}, "sampling.sampler.eta", "0.5", "--set sampling.sampler.eta=0"),
         (FLOW, {"sampler": Euler(1.0)}, "sampling.sampler.churn", "1.0", "--set sampling.sampler.churn=0"),
-        (FLOW, {"sampler": "heun"}, "sampling.sampler", "'heun'", "--set sampling.sampler=euler"),
+        (FLOW, {"sampler": "heun"}, "sampling.sampler", "'heun'", "--sampler euler"),
         ({**FLOW, "prediction": "v_prediction"}, {}, "diffusion.prediction", "'v_prediction'", WEIGHTS),
         ({"process": Flow(time_scale=0.5)}, {"sampler": "euler"}, SCALE, "0.5", WEIGHTS),
-        ({"process": "edm"}, {}, "sampling.sampler", "'heun'", "--set sampling.sampler=euler"),
+        ({"process": "edm"}, {}, "sampling.sampler", "'heun'", "--sampler euler"),
         ({"process": "edm"}, {"sampler": "euler"}, SCALE, "1000.0", WEIGHTS),
         ({"process": "edm", "prediction": "epsilon"}, {}, "diffusion.prediction", "'epsilon'", WEIGHTS),
         # Another class may do otherwise than the one that it is derived from.
-        ({}, {"sampler": ODD[0]()}, "sampling.sampler", "Odd'", "--set sampling.sampler=ddim"),
+        ({}, {"sampler": ODD[0]()}, "sampling.sampler", "Odd'", "--sampler ddim"),
         ({}, {"spacing": ODD[1]()}, "sampling.spacing", "Odd'", "--set sampling.spacing=trailing"),
         ({}, {"clipping": ODD[2]()}, "sampling.clipping", "Odd'", NO_CLIPPING),
         ({"process": ODD[3]()}, {}, "diffusion.process", "Odd'", WEIGHTS),
@@ -364,6 +366,13 @@ OWN_LOOPS = [
 USUAL = ("ddim", "ddim, 50 steps", "ddpm")
 
 
+def words(setting: str) -> tuple[str, str]:
+    """Return the option of `hookdiff export` that makes a setting."""
+    key, _, value = setting.partition("=")
+    options = {"sampling.sampler": "--sampler", "sampling.steps": "--steps"}
+    return (options[key], value) if key in options else ("--set", setting)
+
+
 class TestWithDiffusers:
     pytestmark = slow
 
@@ -376,7 +385,7 @@ class TestWithDiffusers:
     ) -> None:
         name = re.sub(r"\W+", "-", process)
         run, settings = trained(name, THEIRS, "run.steps=40", *PROCESSES[process]), SAMPLERS[sampler]
-        asked = [part for setting in settings for part in ("--set", setting)]
+        asked = [word for setting in settings for word in words(setting)]
         code, out, error = command("export", run, tmp_path / "out", "--to", "diffusers", "--weights", "ema", *asked)
         if sampler.startswith("dpmpp_2m") and "zero SNR" in process:
             assert (code, "rescale_betas_zero_snr" in error) == (2, True)

@@ -23,7 +23,7 @@ from hookdiff_diversity import Diversity
 from hookdiff_ema import EMA
 from hookdiff_features import Digits
 from hookdiff_fid import FID, frechet_distance
-from hookdiff_fid.plugin import _floor
+from hookdiff_fid.compare import floor_of
 from hookdiff_fid.statistics import write_statistics
 from tests.conftest import Logged, check_facts, records, refused, two_ranks
 
@@ -179,13 +179,13 @@ def test_the_floor_is_what_a_perfect_model_would_have() -> None:
     for num in (100, 300, 1000, 1797, 5000):
         perfect = [Moments.of(torch.randn(num, 32, generator=draw)) for _ in range(9)]
         expected = sum(frechet_distance(moments, target.moments) for moments in perfect) / 9
-        assert _floor(target, num) == pytest.approx(expected, rel=0.1)
+        assert floor_of(target, num) == pytest.approx(expected, rel=0.1)
     few = Collected()
     few.add(data[:3])
-    assert _floor(few, 100) is None
+    assert floor_of(few, 100) is None
 
     loop, recorder = trained(FID(every=0, num_samples=300), steps=1)
-    assert recorder.of("fd/digits/floor") == {1: pytest.approx(_floor(loop.plugins["p0"].target, 300))}
+    assert recorder.of("fd/digits/floor") == {1: pytest.approx(floor_of(loop.plugins["p0"].target, 300))}
 
 
 def test_measuring_again_gives_the_same_number_for_any_part_of_the_images() -> None:

@@ -9,13 +9,15 @@ import numpy
 import pytest
 import torch
 
+from hookdiff import SampleRequest, load_run
 from hookdiff.authors.features.collected import Collected
+from hookdiff.authors.features.moments import Moments
 from hookdiff.data.memory import digits
 from hookdiff.experiment.trained import Run
-from hookdiff.log.pixels import save_image
+from hookdiff.log.pixels import save_image, to_uint8
 from hookdiff_features import Digits
 from hookdiff_fid import frechet_distance
-from tests.conftest import SMALL, check_facts, records
+from tests.conftest import SMALL, check_facts, check_refused, records
 
 Command = Callable[..., tuple[int, str, str]]
 Row = Callable[..., dict[str, Any]]
@@ -68,6 +70,13 @@ def expected(a: slice, b: slice) -> float:
     return frechet_distance(one, other)
 
 
+def perfect(b: slice) -> float:
+    """Return the distance that 40 images of a perfect model have to 40 of the digits, as half of these show it."""
+    images = digits().images[:80][b]
+    rows = Digits().open(torch.device("cpu"))(images[torch.randperm(40, generator=torch.Generator().manual_seed(0))])[0]
+    return frechet_distance(Moments.of(rows[:20]), Moments.of(rows)) * (1 / 40 + 1 / 40) / (1 / 20 - 1 / 40)
+
+
 ODD, EVEN = slice(1, None, 2), slice(0, None, 2)
 
 
@@ -85,7 +94,7 @@ def test_golden_text(sets: Path, hookdiff: Command) -> None:
     assert code == 0
     first, second, distance, kid, *others = out.splitlines()
     assert (first, second) == ("40 images of odd", "against 40 images of even")
-    assert distance.split() == ["fd/digits", f"{expected(ODD, EVEN):.6g}"]
+    assert distance.split() == ["fd/digits", f"{expected(ODD, EVEN):.6g}", "(floor", f"{perfect(EVEN):.4g})"]
     assert (kid.split()[0], kid.split()[2]) == ("kid/digits", "+-")
     assert [line.split("/")[0].strip() for line in others] == ["precision", "recall", "density", "coverage", "is"]
 
@@ -93,9 +102,13 @@ def test_golden_text(sets: Path, hookdiff: Command) -> None:
 def test_statistics_are_written_and_read(sets: Path, hookdiff: Command, compare: Row) -> None:
     code, out, _ = hookdiff("fid", "odd", "--save", "odd-stats.npz")
     assert code == 0
-    check_facts(out, "odd-stats.npz", "digits")
+    check_facts(out, "odd-stats.npz", "40 images of odd", "digits")
     with numpy.load("odd-stats.npz") as file:
-        assert (file["mu"].shape, file["sigma"].shape) == ((64,), (64, 64))
+        assert (file["mu"].shape, file["sigma"].shape, file["num"]) == ((64,), (64, 64), 40)
+    before = Path("odd-stats.npz").read_bytes()
+    check_refused(hookdiff("fid", "even", "--save", "odd-stats.npz"), "odd-stats.npz", "--overwrite")
+    assert Path("odd-stats.npz").read_bytes() == before
+    assert hookdiff("fid", "odd", "--save", "odd-stats.npz", "--overwrite")[0] == 0
     for a, b in (("even", "odd-stats.npz"), ("odd-stats.npz", "even")):
         row = compare(a, b)
         assert row["fd/digits"] == pytest.approx(expected(ODD, EVEN), rel=1e-6)
@@ -103,7 +116,11 @@ def test_statistics_are_written_and_read(sets: Path, hookdiff: Command, compare:
     both = ["odd-stats.npz"] * 2
     code, out, _ = hookdiff("fid", *both)
     assert (code, out.split()[-2:]) == (0, ["fd", "0"])
-    assert compare(*both) == {"sets": both, "num": [None, None], "unreadable": [0, 0], "space": None, "fd": 0}
+    row = compare(*both)
+    assert (row["sets"], row["num"], row["space"], row["fd"]) == (both, [40, 40], None, 0)
+    with numpy.load("odd-stats.npz") as file:
+        numpy.savez("published.npz", mu=file["mu"], sigma=file["sigma"])
+    assert compare("published.npz", "published.npz")["num"] == [None, None]
 
 
 def test_what_is_left_out_for_too_few_images_is_said(sets: Path, hookdiff: Command) -> None:
@@ -114,8 +131,15 @@ def test_what_is_left_out_for_too_few_images_is_said(sets: Path, hookdiff: Comma
         names = ["kid", "precision", "is"] if words[0] == "few" else ["kid", "precision"]
         assert code == 0
         assert not any(name.startswith(tuple(names)) for name in json.loads(out))
-        assert err.splitlines()[-1] == f"without {', '.join(names)}, for which 10 images are needed"
-    assert hookdiff("fid", "odd", "even")[2] == ""
+        assert f"without {', '.join(names)}, for which 10 images are needed" in err.splitlines()
+
+
+def test_few_images_are_warned_of(sets: Path, hookdiff: Command) -> None:
+    for name, num in (("few.npz", 1999), ("many.npz", 2000)):
+        numpy.savez(name, arr_0=digits().images[torch.arange(num) % 1797, 0].numpy())
+    for name, warned in (("few.npz", True), ("many.npz", False)):
+        code, _, err = hookdiff("fid", name, "many.npz")
+        assert (code, "2,000" in err) == (0, warned), name
 
 
 def test_a_run_is_compared_with_its_training_images(train: Row, compare: Row) -> None:
@@ -131,12 +155,41 @@ def test_a_run_is_compared_with_its_training_images(train: Row, compare: Row) ->
         assert rows[0][name] == pytest.approx(values[name], rel=1e-3)
 
 
+RECIPES = """
+from attrs import define, field
+from hookdiff import UserError
+from hookdiff.authors import Features, Space
+from hookdiff.options import one_of
+
+@define(frozen=True)
+class Both(Features):
+    recipe: str = field(default="mean", validator=one_of(("mean", "max")))
+
+    def open(self, device):
+        def embed(images):
+            return getattr(images.float().flatten(2), {"mean": "mean", "max": "amax"}[self.recipe])(2), None
+        return Space(f"both/{self.recipe}", None, embed, device=device)
+
+@define(frozen=True)
+class Half(Both):
+    def open(self, device):
+        if self.recipe == "max":
+            raise UserError("no weights here")
+        return super().open(device)
+
+def flat(images):
+    return images.flatten()
+"""
+
+
 def test_no_image_is_made_of_a_run_before_all_is_known_to_fit(
     sets: Path, write_config: Callable[..., Path], hookdiff: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, _, err = hookdiff("run", write_config(run={"steps": 1, "plugins": ["checkpoint"]}))
     assert code == 0, err
     save_image(torch.zeros(3, 28, 28, dtype=torch.uint8), sets / "colour" / "0.png")
+    numpy.savez("three.npz", mu=numpy.zeros(3), sigma=numpy.eye(3))
+    Path("recipes_here.py").write_text(RECIPES)
     (run,) = Path("runs").iterdir()
     made: list[int] = []
     make = Run.batches
@@ -144,14 +197,45 @@ def test_no_image_is_made_of_a_run_before_all_is_known_to_fit(
     for words, fact in (
         (["even", "--features", "fashion-mnist"], "1 x 8 x 8"),
         (["colour", "--features", "digits"], "3 x 28 x 28"),
-        (["even", "--features", "inception", "--weights", "nowhere.pth"], "nowhere.pth"),
+        (["even", "--features", "inception", "--feature-weights", "nowhere.pth"], "nowhere.pth"),
+        (["three.npz"], "three.npz"),
+        (["even", "--features", "recipes_here:Half", "--recipe", "all"], "no weights here"),
+        (["even", "--features", "recipes_here:flat"], "recipes_here.flat"),
     ):
         code, _, err = hookdiff("fid", run, *words, "--num", 20)
         assert code == 2
         check_facts(err, fact)
     assert made == []
     assert hookdiff("fid", run, "even", "--num", 20)[0] == 0
-    assert made == [20]
+    assert made == [1, 20]  # the first one takes longer, and would spoil the estimate of the time
+    code, out, _ = hookdiff("fid", run, "even", "--num", 20, "--features", "recipes_here:Both", "--recipe", "all")
+    assert (code, made) == (0, [1, 20, 1, 20])  # once for both recipes
+    assert [line.split()[0] for line in out.splitlines()[-2:]] == ["both/mean", "both/max"]
+
+
+def test_the_images_of_runs_are_made_as_the_options_say(train: Row, hookdiff: Command, compare: Row) -> None:
+    train(num_classes=10)
+    options = {"weights": "model", "sampler": "ddim", "steps": 3, "guidance_scale": 2.0, "seed": 5}
+    words = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
+    labels = SampleRequest(40, 5, stream="evaluate").default_labels(10, digits().labels)
+    with load_run("run") as run:
+        parts = list(run.batches(40, stream="evaluate", labels=labels, **options))
+    made = Collected.of(Digits().open(torch.device("cpu")), map(to_uint8, parts)).moments
+    data = Collected.of(Digits().open(torch.device("cpu")), [digits().images]).moments
+    row = compare("run", *words, "--num", 40)
+    assert row["fd/digits"] == pytest.approx(frechet_distance(made, data), rel=1e-5)
+    assert {name: row[name] for name in options} == {name: [value, None] for name, value in options.items()}
+    assert (row["step"], 0 < row["fd/digits/floor"] < row["fd/digits"]) == ([2, None], True)
+    both = compare("run", "run", *words, "--num", 40)
+    assert (both["fd/digits"], both["steps"], both["weights"]) == (0, [3, 3], ["model", "model"])
+    code, out, err = hookdiff("fid", "run", *words, "--num", 40)
+    assert code == 0
+    check_facts(err, "40 images of run", "ddim", "3 steps", "guidance 2", "about")
+    check_facts(out, "model weights of step 2", "ddim", "3 steps")
+    numpy.savez("data.npz", arr_0=digits().images[:, 0].numpy())
+    check_refused(hookdiff("fid", "data.npz", "data.npz", "--guidance-scale", 2), "--guidance-scale")
+    check_refused(hookdiff("fid", "run", "--weights", "emma"), "run", "--weights", "emma", "model")
+    check_refused(hookdiff("fid", "run", "--sampler", "dim"), "sampling.sampler", "dim", "ddim")
 
 
 def test_classes_are_as_frequent_as_in_the_data(train: Row, compare: Row) -> None:

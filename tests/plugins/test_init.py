@@ -126,6 +126,51 @@ def test_squares_keep_their_size_if_a_network_takes_it(hookdiff: Say, side: int,
     assert build_feed(load_config(Path("mine.toml"))).shape == (3, trained, trained)
 
 
+@pytest.mark.parametrize("side", [8, 20, 40])
+def test_the_image_size_can_be_given(hookdiff: Say, side: int) -> None:
+    save("0.png", size=(30, 26))
+    assert hookdiff("init", "mine", "--image-size", side, "--minutes", "0.02")[0] == 0
+    table = tomli.loads(Path("mine.toml").read_text())
+    assert (table["data"]["image_size"], table["data"].get("upscale", False)) == (side, side > 26)
+    assert side % 2 ** (len(table["model"]["channel_mults"]) - 1) == 0
+    config = load_config(Path("mine.toml"))
+    assert build_feed(config).shape == (3, side, side)
+    assert hookdiff("init", "--image-size", side, "--minutes", "0.02")[0] == 0
+    assert build_feed(load_config(Path("digits.toml"))).shape == (1, side, side)
+
+
+@pytest.mark.parametrize(("side", "near"), [(18, "16 or 20"), (3, "8 or 10"), (50, "48 or 56")])
+def test_a_size_that_no_network_takes_is_refused(hookdiff: Say, side: int, near: str) -> None:
+    save("0.png")
+    code, _, err = hookdiff("init", "mine", "--image-size", side)
+    assert (code, Path("mine.toml").exists()) == (2, False)
+    check_facts(err, f"--image-size {side}", near)
+
+
+def test_the_config_says_which_network_diffusers_loads(hookdiff: Say) -> None:
+    save("0.png")
+    assert hookdiff("init", "mine", "--minutes", "0.02")[0] == 0
+    check_facts(Path("mine.toml").read_text(), "no class of diffusers", "--model diffusers")
+
+
+@pytest.mark.parametrize("images", [classes, partial(several, 6, "{k}.png", mode="L")], ids=["classes", "grey"])
+def test_a_network_of_diffusers_is_exported_to_it(hookdiff: Say, images: Callable[[], None]) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    images()
+    code, out, err = hookdiff("init", "mine", "--model", "diffusers", "--minutes", "0.02")
+    assert code == 0, err
+    check_facts(out, "hookdiff export runs/mine mine --to diffusers")
+    few = ("--set", "run.steps=2", "--set", "sampling.steps=2", "--plugins", "no:samples")
+    code, _, err = hookdiff("run", "mine.toml", *few)
+    assert code == 0, err
+    code, _, err = hookdiff("export", "runs/mine", "there", "--to", "diffusers")
+    assert code == 0, err
+    model = diffusers.UNet2DModel.from_pretrained("there", subfolder="unet")
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained("there", subfolder="scheduler")
+    assert (model.config.num_class_embeds, model.config.in_channels) == ((3, 3) if images is classes else (None, 1))
+    assert scheduler.config.shift == 3
+
+
 def test_three_commands_make_samples_of_each_class(hookdiff: Say) -> None:
     classes()
     assert hookdiff("init", "mine", "--minutes", "0.02")[0] == 0

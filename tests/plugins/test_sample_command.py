@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from hookdiff import build_loop, load_config, load_run
 from hookdiff.authors.testing.compare import assert_same
 from hookdiff.log.picture import read_info
+from hookdiff_samples.pictures import single_name
 from tests.conftest import check_facts, check_refused, output, write_small
 
 NEWEST = "run/checkpoints/step-00000002"
@@ -94,7 +95,7 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder, run):
         (["--weights", "no.safetensors"], ("weights", "no.safetensors")),
         (["--weights", f"{NEWEST}/optimizers.safetensors"], (f"{NEWEST}/optimizers.safetensors",)),
         (["--steps", 21], ("steps", 21, "timesteps", 20)),
-        (["--steps", 0], ("sampling.steps", 1, 0)),
+        (["--steps", 0], ("--steps", 1, 0)),
         (["--sampler", "dim"], ("sampling.sampler", "ddim", "ddpm", "euler", "heun", "dpmpp_2m", "'dim'", "'ddim'")),
         (["--out", "run/config.toml/x.png"], ("run/config.toml/x.png",)),
         (["--out", "run.png"], ("run.png", "directory")),
@@ -113,7 +114,7 @@ def test_golden_message_of_unknown_weights(hookdiff, made, monkeypatch):
     monkeypatch.chdir(made)
     assert hookdiff("sample", "run", "--weights", "emma")[::2] == (
         2,
-        "hookdiff: --weights: no weights of this run are named 'emma'; did you mean 'ema'?; known: ema, "
+        "hookdiff: run: --weights: no weights of this run are named 'emma'; did you mean 'ema'?; known: ema, "
         "ema/std=0.1, model, or a file that ends in .safetensors\n",
     )
 
@@ -143,6 +144,85 @@ def test_samples_have_classes_and_guidance(hookdiff, folder):
         (["--guidance-scale", -1], ("sampling.guidance", "scale", 0, -1.0)),
     ):
         check_refused(hookdiff("sample", "run", "--num", 20, *words), *facts)
+
+
+def array(path):
+    """Return the pixels of a picture."""
+    with Image.open(path) as image:
+        return numpy.asarray(image.convert("L")).astype(int)
+
+
+def singles(folder):
+    """Return the pixels of the pictures in a folder, in the order of their names."""
+    return [array(path) for path in sorted(folder.iterdir())]
+
+
+def test_strips_lead_from_one_noise_to_the_next(hookdiff, folder, run):
+    words = ("sample", "run", "--steps", 5)
+    out = output(hookdiff(*words, "--interpolate", 3, "--num", 2, "--out", "x.png", "--each", "strips"))
+    check_facts(out, "x.png", "x.gif", "strips", "6 images")
+    output(hookdiff(*words, "--num", 4, "--sampler", "ddim", "--each", "ends"))
+    strips, ends = singles(folder / "strips"), singles(folder / "ends")
+    for strip, end in ((0, 0), (2, 1), (3, 2), (5, 3)):
+        assert abs(strips[strip] - ends[end]).max() <= 1
+    assert not numpy.array_equal(strips[1], strips[0])
+    info = info_of(folder / "x.png")
+    assert (info["sampler"], info["interpolate"]) == ("ddim", 3)
+    ((columns, num),) = ((place["columns"], place["num"]) for place in info["panels"])
+    assert (columns, num) == (3, 6)
+    with Image.open(folder / "x.gif") as animation:
+        assert animation.n_frames == 4  # there and back
+    before = (folder / "x.gif").read_bytes()
+    (folder / "x.png").unlink()
+    check_refused(hookdiff(*words, "--interpolate", 3, "--out", "x.png"), "x.gif", "--overwrite")
+    assert (folder / "x.gif").read_bytes() == before
+    check_facts(hookdiff(*words, "--interpolate", 2, "--num", 1)[1], "run/samples/interpolation-seed-0.gif")
+    for more, facts in (
+        (["--columns", 2], ("--interpolate", "--columns")),
+        (["--images", "x.gif"], ("--interpolate", "--images")),
+        (["--out", "x.npz"], ("--out", "x.npz", ".png")),
+        (["--labels", "1,2"], ("labels",)),
+    ):
+        check_refused(hookdiff(*words, "--interpolate", 3, *more), *facts)
+
+
+def test_strips_lead_from_one_class_to_another(hookdiff, folder):
+    conditional = ("--set", "model.num_classes=10", "--set", "optimizer.lr=0.1", "--set", "run.steps=3")
+    assert hookdiff("run", "small.toml", "--out", "run", *conditional)[0] == 0
+    words = ("sample", "run", "--guidance-scale", 3, "--num", 2)
+    output(hookdiff(*words, "--interpolate", 4, "--labels", "7,2", "--out", "x.png", "--each", "strips"))
+    strips = singles(folder / "strips")
+    for column, label in ((0, 7), (3, 2)):
+        output(hookdiff(*words, "--labels", label, "--sampler", "ddim", "--each", f"only{label}"))
+        for row, image in enumerate(singles(folder / f"only{label}")):
+            assert abs(strips[4 * row + column] - image).max() <= 1
+    assert not any(numpy.array_equal(strips[k], strips[k + 1]) for k in (0, 1, 2))
+    info = info_of(folder / "x.png")
+    assert (info["classes"], info["guidance_scale"]) == (["7", "2"], 3)
+    output(hookdiff(*words, "--interpolate", 2, "--labels", "5", "--out", "y.png"))
+    assert info_of(folder / "y.png")["classes"] == ["5", "5"]
+    check_refused(hookdiff(*words, "--interpolate", 2, "--labels", "1,2,3"), "--interpolate", "--labels")
+
+
+def test_single_pictures_have_class_and_description(hookdiff, folder):
+    conditional = ("--set", "model.num_classes=10", "--set", "run.steps=3")
+    assert hookdiff("run", "small.toml", "--out", "run", *conditional)[0] == 0
+    words = ("sample", "run", "--steps", 3, "--num", 3)
+    output(hookdiff(*words, "--labels", "7,-1,2", "--each", "singles", "--seed", 5))
+    names = [path.name for path in sorted((folder / "singles").iterdir())]
+    assert names == ["000000-7.png", "000001.png", "000002-2.png"]
+    for number, (name, label) in enumerate(zip(names, ("7", "-", "2"), strict=True)):
+        made = {"classes": [label], "number": number, "seed": 5, "steps": 3, "step": 3, "weights": "ema"}
+        assert made.items() <= info_of(folder / "singles" / name).items()
+    # A picture of the same number is refused, though its class has another name, and is still there after --overwrite.
+    check_refused(hookdiff(*words, "--labels", "3", "--each", "singles"), "000000-7.png", "--overwrite")
+    out = output(hookdiff(*words, "--labels", "3", "--each", "singles", "--overwrite"))
+    check_facts(out, "singles still has 3 of an earlier call", "000000-7.png")
+
+
+def test_a_name_of_a_class_is_made_fit_for_a_file():
+    for name, file in (("a/b: c", "000007-a_b_c.png"), ("..", "000007.png"), ("é" * 99, f"000007-{'é' * 60}.png")):
+        assert single_name(7, name) == file
 
 
 def test_samples_start_from_a_picture(hookdiff, folder, run):

@@ -6,6 +6,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from attrs import evolve
 from PIL import Image
 from torch import Generator, Tensor, nn
 
@@ -25,7 +26,9 @@ from hookdiff.authors.testing.toy import ToySampler
 from hookdiff.builtin.pictures import Pictures
 from hookdiff.data.memory import digits
 from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion.process import Process
 from hookdiff.diffusion.sampling import Sampling
+from hookdiff.diffusion.solvers import DDIM, Solver
 from hookdiff.log.panel import grid
 from hookdiff.log.picture import Picture, read_info
 from hookdiff.log.placement import panel_layouts
@@ -33,8 +36,9 @@ from hookdiff.options.structure import Problems, arguments
 from hookdiff.run_dir.pictures_png import find_pictures, picture_files, picture_path
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_samples import SampleGrid
+from hookdiff_samples.between import TowardsClass, noise_between
+from hookdiff_samples.chain import Recorded
 from hookdiff_samples.film import frames, growing_up
-from hookdiff_samples.plugin import noise_between
 from tests.conftest import SMALL, check_facts, refused, warnings
 
 
@@ -255,6 +259,15 @@ def trained(write: Callable[..., Path], folder: Path, options: dict[str, Any], *
 CLASSES: dict[str, Any] = {"model": {**SMALL["model"], "num_classes": 10}, "optimizer": {"lr": 0.1}}
 
 
+def test_classes_without_a_row_are_named_in_the_sheet(write_config: Callable[..., Path], tmp_path: Path) -> None:
+    tables = {**CLASSES, "model": {**CLASSES["model"], "num_classes": 12}}
+    ((title, _),) = panels(trained(write_config, tmp_path / "all", {"num": 10, "scale": 1}, **tables)["samples"])
+    check_facts(title, "2 of 12 classes are not shown", "10, 11")
+    chosen = {"num": 10, "scale": 1, "classes": [11, 3]}
+    ((title, _),) = panels(trained(write_config, tmp_path / "some", chosen, **tables)["samples"])
+    assert title == ""
+
+
 def test_each_class_has_rows_beside_its_name(write_config: Callable[..., Path], tmp_path: Path) -> None:
     made = trained(write_config, tmp_path / "all", {"num": 20, "scale": 1}, **CLASSES)
     (place,) = panel_layouts(made["samples"].info)
@@ -348,7 +361,7 @@ def test_each_file_says_how_its_own_images_were_made(write_config: Callable[...,
 def test_the_denoising_leads_from_noise_to_the_image(
     write_config: Callable[..., Path], tmp_path: Path, process: str
 ) -> None:
-    options = {"num": 5, "scale": 1, "steps": 4, "denoising": [0.0, 0.5, 1.0]}
+    options = {"num": 5, "scale": 1, "steps": 4, "denoising": 3}
     table = {"use": process, **({"schedule": "cosine", "timesteps": 20} if process == "vp" else {})}
     tables = {"diffusion": {"process": table}, "optimizer": {"lr": 0.01}}
     made = trained(write_config, tmp_path / "run", options, **tables)
@@ -361,13 +374,37 @@ def test_the_denoising_leads_from_noise_to_the_image(
         assert torch.corrcoef(torch.stack([start, noise.clamp(-1, 1).flatten()]))[0, 1] > 0.9
     with Image.open(tmp_path / "run" / "samples" / "denoising.webp") as animation:
         assert 1 < animation.n_frames <= 5  # equal frames are one
-    assert "samples/denoising" not in trained(write_config, tmp_path / "none", {"num": 1, "denoising": []})
+    assert "samples/denoising" not in trained(write_config, tmp_path / "none", {"num": 1, "denoising": 0})
 
 
 def test_few_steps_have_a_column_each_in_the_strip(write_config: Callable[..., Path], tmp_path: Path) -> None:
-    options = {"num": 1, "scale": 1, "steps": 2, "denoising": [0.0, 0.1, 0.6, 0.9, 1.0]}
+    options = {"num": 1, "scale": 1, "steps": 2, "denoising": 5}
     (place,) = panel_layouts(trained(write_config, tmp_path / "run", options)["samples/denoising"].info)
     assert (place.columns, place.num) == (3, 3)
+
+
+@pytest.mark.parametrize("process", ["flow", "vp", "ddpm", "edm"])
+def test_the_columns_of_the_denoising_are_at_even_signal_to_noise(process: str) -> None:
+    diffusion = Diffusion(Process.of(process))
+    sampling = Sampling(sampler="ddim", steps=100, clipping="none").fit(diffusion)
+    image = torch.randn(1, 3, 32, 32, generator=Generator().manual_seed(1))
+
+    def knows_the_image(x: Tensor, time: Tensor) -> Tensor:
+        at = min(points, key=lambda point: abs(point.time - time[0].item()))
+        if not at.alpha:  # a flow starts at pure noise, where the output is noise - image
+            return x - image
+        noise = (x - at.alpha * image) / at.sigma
+        alpha, sigma = torch.tensor(at.alpha), torch.tensor(at.sigma)
+        return diffusion.prediction.target(image, noise, alpha, sigma)
+
+    points, recorded = sampling.points(diffusion), Recorded(sampling.sampler or DDIM(), 1)
+    evolve(sampling, sampler=recorded).sample(knows_the_image, diffusion, (3, 32, 32), [Generator()], "cpu")
+    shown = recorded.strip(7, 1).images.float()
+    likeness = [float(torch.corrcoef(torch.stack((one.flatten(), shown[-1].flatten())))[0, 1]) for one in shown]
+    # Of an image with variance 1 the noisy one has the correlation sqrt(snr / (1 + snr)).
+    even = torch.linspace(-5, 5, 7).sigmoid().sqrt().tolist()
+    assert likeness[1:-1] == pytest.approx(even[1:-1], abs=0.06)
+    assert abs(likeness[0]) < 0.06
 
 
 def test_images_between_two_noises_begin_and_end_with_the_images_of_both(
@@ -390,6 +427,27 @@ def test_noise_between_two_noises_has_their_variance() -> None:
     first, second = (torch.randn(3, 64, 64, generator=one) for one in SampleRequest(2, 1).generators())
     assert torch.equal(noise[0], first)
     torch.testing.assert_close(noise[6], second, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_on_the_way_to_a_class_the_outputs_for_both_classes_are_mixed(scale: float, share: float) -> None:
+    def net(x: Tensor, _: Tensor, labels: Tensor) -> Tensor:
+        return x * 0.1 + (labels + 2).view(-1, 1, 1, 1).float() ** 2  # 1 without a class
+
+    def mixed(x: Tensor, _: Tensor) -> Tensor:
+        one, other = (1 + scale * ((label + 2) ** 2 - 1) for label in (3, 7))
+        return x * 0.1 + (1 - share) * one + share * other
+
+    def made(net: Any, solver: Any, diffusion: Diffusion, **options: Any) -> Tensor:
+        sampling = Sampling(sampler=solver, steps=4, clipping="none", **options)
+        labels = torch.tensor([3, 3]) if diffusion.conditional else None
+        return sampling.sample(net, diffusion, (1, 4, 4), SampleRequest(2).generators(), "cpu", labels=labels)
+
+    for solver in (Solver.of("dpmpp_2m"), Solver.of("heun")):
+        towards = TowardsClass(solver, label=7, share=share)
+        found = made(net, towards, Diffusion(conditional=True), guidance={"use": "cfg", "scale": scale})
+        torch.testing.assert_close(found, made(mixed, solver, Diffusion()), rtol=1e-4, atol=1e-4)
 
 
 def test_the_filmstrip_has_a_column_for_each_sheet_and_the_animation_a_frame(tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""Reads the TOML file of a config. A command checks its path by it before torch is imported."""
+
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from hookdiff.disk.reading import read_file
+from hookdiff.errors import ConfigError, why_missing
+from hookdiff.experiment import windows_paths
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse the file at `path`; raises ConfigError that names the line that is not TOML."""
+    text = ""
+    try:
+        table = tomli.loads(text := read_file(path).decode("utf-8-sig"))  # editors of Windows begin a file with a mark
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except RecursionError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    except ValueError as error:  # of tomli, or of Python for a number that is too long
+        way_out = windows_paths.spelling_remedy(text, error)
+        raise ConfigError(f"{path}: not TOML: {error}" + (way_out and f"; {way_out}")) from None
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file: {why_missing(path)}") from None
+    except IsADirectoryError:
+        inside = "".join(f"; did you mean {file}?" for file in sorted(path.glob("*.toml"))[:1])
+        raise ConfigError(f"{path}: expected a TOML file, and this is a directory{inside}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    if wrong := windows_paths.misread(table):
+        raise ConfigError(f"{path}: a backslash was read as an escape: {'; '.join(wrong)}")
+    return table

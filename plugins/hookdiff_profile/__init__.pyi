@@ -1,0 +1,1 @@
+from .steps import Profile as Profile, measure as measure
