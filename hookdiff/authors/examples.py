@@ -122,6 +122,18 @@ class MixUp:
         return evolve(batch, inputs=batch.inputs.lerp(batch.inputs[order], 0.2))
 
 
+@define(eq=False)
+class OffsetNoise:
+    """Shifts the noise of each sample a little, so that the network learns dark and bright images (Guttenberg 2023)."""
+
+    @hookimpl(wrapper=True)
+    def draw(self, loop: Loop, batch: Batch) -> Generator[None, Batch, Batch]:
+        drawn, generator = (yield), loop.random.generator("offset", loop.progress.position, loop.device)
+        shift = drawn.own(torch.randn(drawn.total, generator=generator, device=loop.device))
+        noise = drawn.draws["noise"]
+        return drawn.with_draws({"noise": noise + 0.1 * shift.view(-1, *[1] * (noise.dim() - 1))})
+
+
 class LessDecay:
     """Lowers the weight decay to 0 over the first 1000 updates."""
 
@@ -343,6 +355,21 @@ class Mirror:
     @hookimpl
     def on_checkpoint(self, path: Path) -> None:
         shutil.copytree(path, Path(self.folder) / path.name, dirs_exist_ok=True)
+
+
+@define(eq=False)
+class Sparse:
+    """Offers the final weights, with those close to 0 set to 0, as "sparse"."""
+
+    final: dict[str, Tensor] = saved(factory=dict)
+
+    @hookimpl
+    def on_done(self, loop: Loop) -> None:
+        self.final = {name: p.detach() * (p.abs() > 0.01) for name, p in loop.model.named_parameters()}
+
+    @hookimpl
+    def offer_weights(self) -> Mapping[str, Callable[[], Mapping[str, Tensor]]]:
+        return {"sparse": lambda: self.final}
 
 
 class ErrorFile:

@@ -39,7 +39,7 @@ class FitMicroBatch:
             )
         rows = loop.feed.training[: -(-loop.config.batch_size // loop.num_ranks)]
         (batch,) = loop.feed.unaugmented(rows, len(rows))
-        batch = loop.objective.draw(batch, loop.random.generator("noise", 0, loop.device))
+        batch = loop.hook.draw(loop=loop, batch=batch)
         with rehearsing(loop) as passes:
             size = _largest(loop, batch, passes)
         size = min(gathered(size))

@@ -77,6 +77,13 @@ class Sampling:
         default=False,
         metadata=about("compile the network before its first call: a minute or more, which pays for many images"),
     )
+    weights: str | None = field(
+        default=None,
+        metadata=about(
+            'weights to sample, export and measure with, where neither a command nor a plugin names others: "model", '
+            "or the name of an average; unless given, the first average, if there is one"
+        ),
+    )
     batch_size: int = field(
         default=256, validator=ge(1), metadata=about("images in one call of the network, at most; a CPU makes fewer")
     )

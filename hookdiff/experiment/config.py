@@ -32,11 +32,11 @@ from hookdiff.images.store import Store
 from hookdiff.images.transforms import Transforms
 from hookdiff.images.vision import vision
 from hookdiff.loop.counts import AUTO, LoopConfig
-from hookdiff.loop.registry import check_partners
+from hookdiff.loop.registry import check_partners, partner_problem
 from hookdiff.models.adapters import checkpointable
 from hookdiff.models.attention_forms import Form
 from hookdiff.models.init import Initialisation
-from hookdiff.options.choices import path_of
+from hookdiff.options.choices import Choice, path_of
 from hookdiff.options.default_names import DEFAULT_OPTIMIZER, DEFAULT_PLUGINS
 from hookdiff.options.fields import Fixed, about, is_below
 from hookdiff.options.imports import TRUST, import_object, importing, installed
@@ -372,6 +372,9 @@ def _check(
     for name, target in {"diffusion": Diffusion, "sampling": Sampling}.items():
         parts[name] = Part(name, "", target, arguments(target, tables.get(name, {}), name, problems))
     plugins = _plugins(run.get("plugins", ()), tables.get("plugins", {}), problems, hooks)
+    for place, use, kind in _used(filter(None, (*parts.values(), *plugins.values()))):
+        if problem := partner_problem(kind, plugins):
+            problems.add(place, f"{use!r} {problem}")
     found = [
         danger for part in (*parts.values(), *plugins.values()) if part for danger in _dangers(part, tables, strangers)
     ]
@@ -380,6 +383,21 @@ def _check(
     problems.refuse(path)
     needs = tuple(place for place, _ in found)
     return Config(path=path, run=RunConfig(**run), plugins=plugins, needs_trust=needs, **parts)
+
+
+def _used(parts: Iterable[Part]) -> Iterator[tuple[str, str, object]]:
+    """Yield the place, the name and the class of what tables name beside plugins: by `use`, or as an option."""
+    waiting: list[tuple[str, Any]] = []
+    for part in parts:
+        if part.key:
+            yield f"{part.where}.{part.key}", part.use, part.target
+        waiting += [(f"{part.where}.{key}", value) for key, value in part.arguments.items()]
+    for place, value in waiting:  # it grows
+        if isinstance(value, Choice):
+            yield place, value.use, type(value)
+            waiting += [(f"{place}.{name}", getattr(value, name, None)) for name in parameters(type(value))]
+        elif isinstance(value, list | tuple):
+            waiting += [(place, each) for each in value]
 
 
 def _dangers(part: Part, tables: Mapping[str, Any], run_dir: Path | None) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from hookdiff.data.batch import Batch
-from hookdiff.errors import HookError, UserError, listed
+from hookdiff.errors import HookError, UnknownWeights, UserError, listed
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.models.objective import LossOutput
 from hookdiff.models.sampler import SampleRequest, Samples
@@ -37,6 +37,10 @@ class Defaults:
 
     @hookimpl(trylast=True)
     def on_ready(self, loop: Loop) -> None:
+        try:
+            loop.weights.check()
+        except UnknownWeights as error:
+            raise UserError(f"sampling.weights: {error}") from None
         loop.log.open()
         if loop.run_dir and loop.is_main and loop.plugins.keys().isdisjoint(("run_dir", "metrics")):
             logger.warning(
@@ -48,6 +52,10 @@ class Defaults:
     @hookimpl(trylast=True)
     def make_batch(self, batch: Batch) -> Batch:
         return batch
+
+    @hookimpl(trylast=True)
+    def draw(self, loop: Loop, batch: Batch) -> Batch:
+        return loop.objective.draw(batch, loop.random.generator("noise", loop.progress.position, loop.device))
 
     @hookimpl(trylast=True)
     def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:

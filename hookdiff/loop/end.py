@@ -11,6 +11,7 @@ from hookdiff.loop.readonly import ReadOnly
 from hookdiff.machine.ranks import gathered, num_ranks, rank
 
 Reason = Literal["done", "time", "signal", "plugin", "on_nan", "error"]  # why a run is over
+FOR_GOOD = ("done", "plugin")  # after another reason, a run is to be resumed
 
 
 class End(ReadOnly):

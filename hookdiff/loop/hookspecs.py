@@ -165,6 +165,18 @@ class Hooks(Protocol):
         May change: nothing. Wrap it to change the batch that other plugins return.
         """
 
+    @seam("batch", work="draw of noise and times")
+    def draw(self, loop: Loop, batch: Batch) -> Batch:
+        """Seam: each step, after `make_batch`. Return `batch` with the randomness of the step in its `draws`.
+
+        The objective draws noise and times, with a generator of `loop.random` that is the same on all ranks. Draw so
+        too: for the `batch.total` samples of the step, and keep those of `batch.own`. What a plugin draws by, such as
+        the losses so far, is saved, and equal on all ranks. Whatever repeats a step calls this hook again: the replay
+        of a step that was not finite, `micro_batch = "auto"`, and the estimate of memory. An evaluation does not: it
+        calls `loop.objective.draw`.
+        May change: nothing. Wrap it to replace some draws: `drawn.with_draws({"timesteps": times})`.
+        """
+
     @moment("batch", like="on_train_batch_start on_train_batch_begin on_step_begin batch_start before_batch")
     def before_step(self, loop: Loop, batch: Batch) -> None:
         """Moment: each step, before any forward; `batch.draws` holds the noise of the step.
@@ -362,6 +374,17 @@ class Hooks(Protocol):
         May change: files; no state.
         """
 
+    @moment("end")
+    def on_done(self, loop: Loop) -> None:
+        """Moment: once, when the run is done or `loop.stop` has ended it for good, with the reason "done" or "plugin".
+
+        It is called before the last evaluations, pictures and checkpoint; not at a limit of time, a signal, `on_nan` or
+        an error, after which a run is resumed. It is called again if the run is, even with no step left. The weights of
+        the training stay as they are, so that a run can be made longer: offer others by `offer_weights`, which the key
+        `sampling.weights` may name.
+        May change: own state that no later step reads, files.
+        """
+
     @moment("end", reach="started")
     def on_exception(self, loop: Loop, error: BaseException) -> None:
         """Moment: an error ends the run; before `on_stop`, in the same plugins.
@@ -402,7 +425,9 @@ def hooks_of(*phases: Phase) -> tuple[str, ...]:
 class Declaration:
     """What the core must know of a class of plugins."""
 
-    requires: tuple[str, ...] = field(default=(), metadata=about("names of plugins that the run must have"))
+    requires: tuple[str, ...] = field(
+        default=(), metadata=about("names of plugins that the run must have; a part may require some, too")
+    )
     conflicts: tuple[str, ...] = field(default=(), metadata=about("names of plugins that the run must not have"))
     needs: Mapping[str, str] = field(
         factory=dict,

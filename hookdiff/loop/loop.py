@@ -19,7 +19,7 @@ from hookdiff.log.log import Log
 from hookdiff.loop import nonfinite
 from hookdiff.loop.adopted import Adopted
 from hookdiff.loop.counts import LoopConfig, Outcome, Progress, Step
-from hookdiff.loop.end import End, Reason
+from hookdiff.loop.end import FOR_GOOD, End, Reason
 from hookdiff.loop.gradients import Gradients
 from hookdiff.loop.readonly import ReadOnly
 from hookdiff.loop.registry import Plugins, check_partners
@@ -81,7 +81,9 @@ class Loop(ReadOnly):
         self.adopt: Final = self.adopted.add  # takes a module of a plugin, in `prepare_model`
         self.gradients: Final = Gradients(model, ())
         self.buffers: Final = Buffers(model)  # as they were before the step
-        self.weights: Final = HeldWeights(model, lambda: self.hook.offer_weights(loop=self))
+        self.weights: Final = HeldWeights(
+            model, lambda: self.hook.offer_weights(loop=self), lambda: getattr(self.sampler, "weights", None)
+        )
         self.objective: Final = as_objective(objective)
         self.sampler: Final = sampler
         self.hparams: Final = dict(hparams or {})
@@ -175,6 +177,8 @@ class Loop(ReadOnly):
             with ExitStack() as on_error:
                 on_error.push(self)
                 self._between_steps()
+                if self.end.reason in FOR_GOOD:
+                    self.hook.on_done(loop=self)
                 on_error.pop_all()
         with closing(self.feed), self.resources, self.log.ending(error):  # flushed before the sinks close
             reason = self.end.close(error)
@@ -216,7 +220,7 @@ class Loop(ReadOnly):
         batch = self.hook.make_batch(loop=self, batch=batch).in_place_of(batch, self.plugins.make_batches)
         if not batch.total:
             return self._consume(total, "skipped")
-        batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
+        batch = self.hook.draw(loop=self, batch=batch)
         self.hook.before_step(loop=self, batch=batch)
         self.buffers.keep()
         self.gradients.reset(batch.weight)

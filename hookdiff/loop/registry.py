@@ -3,7 +3,7 @@
 import builtins
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import attrgetter
 from types import NoneType, SimpleNamespace
 from typing import Any, cast
@@ -266,10 +266,15 @@ def check_distinct(plugins: Mapping[str, object]) -> None:
 def check_partners(classes: Mapping[str, type]) -> None:
     """Raise PluginError if the plugins that a class requires, or conflicts with, are not met."""
     for name, kind in classes.items():
-        declared = declaration_of(kind)
-        if missing := [other for other in declared.requires if other not in classes]:
-            raise PluginError(
-                f"the plugin {name!r} requires {', '.join(map(repr, missing))}, which this run does not have"
-            )
-        if present := [other for other in declared.conflicts if other in classes]:
-            raise PluginError(f"the plugin {name!r} cannot be used together with {', '.join(map(repr, present))}")
+        if problem := partner_problem(kind, classes):
+            raise PluginError(f"the plugin {name!r} {problem}")
+
+
+def partner_problem(kind: object, plugins: Collection[str]) -> str | None:
+    """Return what is wrong if a run has `plugins` and uses `kind`, a class or function that may require some."""
+    declared = declaration_of(kind)
+    if missing := [other for other in declared.requires if other not in plugins]:
+        return f"requires {', '.join(map(repr, missing))}, which this run does not have"
+    if present := [other for other in declared.conflicts if other in plugins]:
+        return f"cannot be used together with {', '.join(map(repr, present))}"
+    return None

@@ -36,22 +36,31 @@ def choose_weights(name: str | None, held: str, offers: Any) -> tuple[str, Tenso
 class HeldWeights:
     """The weights that a model holds: its own, or for a while those that a plugin offers (`offer_weights`)."""
 
-    def __init__(self, model: nn.Module, offers: Callable[[], Any]) -> None:
+    def __init__(self, model: nn.Module, offers: Callable[[], Any], usual: Callable[[], str | None]) -> None:
         self.name = "model"  # of the weights that the model holds now: "model", or the name of an average
         self._model = model
         self._offers = offers
+        self._usual = usual  # the name that None stands for, unless it is the first average
+
+    def check(self) -> None:
+        """Raise UnknownWeights if nobody offers those that the sampler names."""
+        choose_weights(self._usual(), self.name, self._offers())
 
     @contextmanager
     def __call__(self, name: str | None) -> Iterator[str]:
         """Let the model hold the weights called `name` during the `with`, which yields their name.
 
-        None asks for the first average that a plugin offers, or else for the model's own.
+        None asks for those that the sampler names (`[sampling] weights`), or else for the first average that a plugin
+        offers, or else for the model's own; inside of another such `with`, for its weights.
 
         Raises:
             UnknownWeights: if nobody offers weights called `name`.
         """
         before = self.name
-        chosen, values = choose_weights(name, before, self._offers() if before == "model" else ())
+        if before == "model":
+            chosen, values = choose_weights(name or self._usual(), before, self._offers())
+        else:
+            chosen, values = choose_weights(name, before, ())
         with holding(self._model, values()):
             self.name = chosen
             try:

@@ -24,6 +24,7 @@ from .metrics_jsonl import (
     read_metrics as read_metrics,
     skim_metrics as skim_metrics,
 )
+from .outcome_json import OUTCOME as OUTCOME
 from .pictures_png import (
     newest_picture as newest_picture,
     picture_files as picture_files,

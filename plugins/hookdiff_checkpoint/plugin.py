@@ -15,9 +15,10 @@ from torch import Tensor
 
 from hookdiff import PASS, Alarms, Due, Every, Loop, Reason, StorageError, UserError, Verdict, hookimpl, parse_every
 from hookdiff.disk import cannot_write, lock_run_dir, make_folder
+from hookdiff.loop import implements
 from hookdiff.machine import first_rank_does, first_rank_says, gathered, gathered_or_raised, is_sharded, num_ranks, rank
 from hookdiff.options import about
-from hookdiff.run_dir import CHECKPOINTS, checkpoint_name, step_of
+from hookdiff.run_dir import CHECKPOINTS, OUTCOME, checkpoint_name, step_of
 from hookdiff.terminal import notice
 from hookdiff_checkpoint.folder import MANIFEST, CheckpointInfo, NewerFormat, find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.keep import Logged, choose, finish_interrupted
@@ -71,6 +72,8 @@ class Checkpoint:
     _source: Path | None = field(default=None, init=False)  # the checkpoint that was read last
     _number: int = field(default=0, init=False)  # saves so far, those before a resume included
     _wanted: bool = field(default=False, init=False)
+    _is_scheduled: bool = field(default=False, init=False)  # the newest checkpoint is
+    _is_changed: bool = field(default=False, init=False)  # since then, by plugins in `on_done`
     _is_open: bool = field(default=False, init=False)  # the folder is prepared
     _is_storable: bool = field(default=False, init=False)  # a file can hold the whole state
     _rates: str = field(default="", init=False)  # at the newest save
@@ -85,7 +88,7 @@ class Checkpoint:
         self._logged, self._alarms, self._passed_over = Logged(self.keep_best), Alarms(), set()
         self._saved, self._number, self._wanted, self._problem = None, 0, False, None
         self._is_open, self._is_storable, self._is_spoiled, self._writer = False, False, False, None
-        self._finite, self._source = set(), None
+        self._finite, self._source, self._is_changed = set(), None, False
 
     @hookimpl
     def restore(self, loop: Loop) -> dict[str, Any]:
@@ -205,6 +208,12 @@ class Checkpoint:
         if self._wanted and not is_last:
             self._save(loop, scheduled=True)
 
+    @hookimpl(trylast=True)
+    def on_done(self, loop: Loop) -> None:
+        """Note that the newest checkpoint lacks what a plugin keeps at the end, unless an earlier process saved it."""
+        if any(plugin is not self and implements(plugin, "on_done") for plugin in loop.plugins.values()):
+            self._is_changed = self._is_open or not first_rank_does((self._folder(loop).parent / OUTCOME).exists)
+
     @hookimpl(wrapper=True)
     def on_stop(self, loop: Loop, reason: Reason) -> Generator[None, Any, Any]:
         """Save the end of the run after all other plugins, even if one of them raises."""
@@ -231,13 +240,21 @@ class Checkpoint:
             self.open(loop)  # no step was left, but a killed process may not have completed its last save
             if self._writer:
                 first_rank_does(self._writer.prune)
+                if self._is_changed:
+                    self._save(loop, scheduled=self._is_scheduled)
+                    self._wait(loop, self._writer)
         else:
-            if self._is_open and self._saved != _place(loop.progress.state_dict()):
-                self._save(loop, scheduled=self._wanted)
+            is_saved = self._saved == _place(loop.progress.state_dict())
+            if self._is_open and (self._is_changed or not is_saved):
+                self._save(loop, scheduled=self._is_scheduled if is_saved else self._wanted)
             if writer:
-                if writer.job and not self._finish(loop, writer) and loop.end.reason != "on_nan":
-                    raise StorageError(f"the end of the run is not saved: {self._problem}\n  {writer.last_good()}")
+                self._wait(loop, writer)
                 self._report_best(loop, is_over=True)
+
+    def _wait(self, loop: Loop, writer: Writer) -> None:
+        """Wait for the last save; raises StorageError if it fails."""
+        if writer.job and not self._finish(loop, writer) and loop.end.reason != "on_nan":
+            raise StorageError(f"the end of the run is not saved: {self._problem}\n  {writer.last_good()}")
 
     def _kept(self, found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
         return choose(found, self.keep_last, self.keep_every, self.keep_best, self.best == "highest")
@@ -252,7 +269,8 @@ class Checkpoint:
             self._finish(loop, self._writer)
         step = loop.progress.step
         self._number += self._saved is None or self._saved[0] != step  # a second save of a step replaces the first
-        self._wanted, self._saved = False, _place(loop.progress.state_dict())
+        self._wanted, self._is_scheduled = False, scheduled
+        self._saved, self._is_changed = _place(loop.progress.state_dict()), False
         self._rates, state = _rates(loop), loop.state_dict()
         versions = state.pop("versions")  # the manifest has them at its top, where any hookdiff can read them
         parts = split(state)
@@ -336,7 +354,7 @@ class Checkpoint:
                 for problem in problems:
                     logger.warning("skipped a checkpoint: %s", problem)
             self._source = one.path
-            self._saved, self._number = _place(state["progress"]), one.number
+            self._saved, self._number, self._is_scheduled = _place(state["progress"]), one.number, one.scheduled
             return state
         if problems:
             raise UserError("\n  ".join([f"{source}: none of its checkpoints can be used:", *map(str, problems)]))

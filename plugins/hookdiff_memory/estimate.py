@@ -28,7 +28,7 @@ from hookdiff.loop import hooks_of, implements, keeps_state, state_of
 from hookdiff.models import HeldBytes, as_fake, storages
 
 # Plugins without any of these, and without a state, only write files or make images.
-_MEASURED_HOOKS = hooks_of("model", "net", "passes")
+_MEASURED_HOOKS = (*hooks_of("model", "net", "passes"), "draw")
 
 
 @define(frozen=True, kw_only=True)
@@ -200,7 +200,7 @@ def _make_fake(module: nn.Module, optimizer: Optimizer, mode: FakeTensorMode, de
 
 def _batch(loop: Loop, size: int) -> Batch:
     """Return a batch of zeros. Its tensors are real, because a network may read times and labels."""
-    return loop.objective.draw(loop.feed.blank(size), loop.random.generator("noise", 0, loop.device))
+    return loop.hook.draw(loop=loop, batch=loop.feed.blank(size))
 
 
 def _tensors(batch: Batch) -> dict[int, int]:

@@ -232,7 +232,7 @@ def _warm_up(loop: Loop, batch: Batch) -> None:
     """Compile for all batch sizes of the step: a second size changes the code for the first one too."""
     with rehearsing(loop) as passes:
         made = loop.hook.make_batch(loop=loop, batch=batch)
-        passes(loop.objective.draw(made, loop.random.generator("noise", loop.progress.position, loop.device)))
+        passes(loop.hook.draw(loop=loop, batch=made))
 
 
 def _find_operation(loop: Loop, batch: Batch, say: Say) -> bool:

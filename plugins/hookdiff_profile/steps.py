@@ -23,7 +23,7 @@ _TRACED = 3  # steps
 _SPARE = 20  # steps that a run needs for its warm-up, beside those that settle and those that are counted
 _LONG = Every(86400, "seconds")
 # What the loop itself does between two hooks, by the hook before or the hook after.
-_AFTER = {"make_batch": "draw of noise and times", "unscale": "finite check"}
+_AFTER = {"unscale": "finite check"}
 _BEFORE = {"make_batch": "data"}
 _LOOP = "loop"  # all that is left
 

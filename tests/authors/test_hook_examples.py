@@ -48,7 +48,8 @@ def test_every_hook_has_a_short_example_and_a_test() -> None:
     for hook, kind in BY_HOOK.items():
         code = example(hook)
         assert code == inspect.getsource(kind).rstrip()
-        most = 15 if HOOKS[hook].kind == "question" else 10  # the hooks about which a question is are in its example
+        # The hooks about which a question is are in its example, and what a plugin offers that has worked at the end.
+        most = 15 if HOOKS[hook].kind == "question" or hook == "on_done" else 10
         assert 3 <= len(code.splitlines()) <= most, hook
         assert f"test_{hook}" in globals(), hook
 
@@ -155,6 +156,15 @@ def test_before_epoch() -> None:
     labels = [batch.labels.tolist() for batch in batches.seen if batch.labels is not None]
     for epoch in range(4):
         assert set().union(*labels[5 * epoch : 5 * epoch + 5]) == set(range(epoch + 1))
+
+
+def test_draw() -> None:
+    shifted, plain = Batches(), Batches()
+    toy_loop({"offset": examples.OffsetNoise(), "batches": shifted}, steps=2).run()
+    toy_loop({"batches": plain}, steps=2).run()
+    offsets = [a.draws["noise"] - b.draws["noise"] for a, b in zip(shifted.seen, plain.seen, strict=True)]
+    assert all(offset.std(1).max() < 1e-6 for offset in offsets)  # one number for a sample
+    assert 0.05 < torch.cat(offsets).mean(1).std() < 0.15
 
 
 def test_make_batch() -> None:
@@ -380,6 +390,14 @@ def test_on_checkpoint(tmp_path: Path) -> None:
     )
     assert own == copies
     assert len(copies) == 2
+
+
+def test_on_done() -> None:
+    loop = ran(toy_loop({"sparse": examples.Sparse()}))
+    before = weights(loop)
+    with loop.weights("sparse"):
+        assert_same(weights(loop), {name: value * (value.abs() > 0.01) for name, value in before.items()})
+        assert any((value == 0).any() for value in weights(loop).values())
 
 
 def test_on_exception(tmp_path: Path) -> None:

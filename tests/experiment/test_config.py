@@ -240,6 +240,21 @@ def test_conflicts_and_requirements_are_refused(tmp_path, monkeypatch):
     ):
         (line,) = problems(path, plugins=[plugin])
         check_facts(line, *facts)
+    (tmp_path / "hd_needy_parts.py").write_text(
+        "from attrs import define\nfrom hookdiff import plugin\nfrom hookdiff.diffusion import Huber\n"
+        "from hookdiff_clip.rules import Norm\nfrom hookdiff_networks import UNet\nneeds = plugin(requires=('fid',))\n"
+        "@needs\n@define(frozen=True)\nclass Loss(Huber): ...\n"
+        "@needs\n@define\nclass Rule(Norm): ...\n"
+        "@needs\nclass Net(UNet): ...\n"
+    )
+    for place, use in (
+        ("model.use", "hd_needy_parts:Net"),
+        ("diffusion.loss", "hd_needy_parts:Loss"),
+        ("plugins.clip.rule", "hd_needy_parts:Rule"),
+    ):
+        (line,) = problems(path, ["clip"], [f"{place}={use}"])
+        check_facts(line, place, f"'{use}'", "'fid'")
+        load_config(path, ["clip", "fid"], [f"{place}={use}"])
     greedy = load_config(path, ["hd_partners:Greedy"], ["plugins.greedy.must=3"]).plugins["greedy"]
     assert greedy.arguments == {"must": 3}
 

@@ -170,6 +170,10 @@ def test_a_notebook_has_model_images_metrics_and_config(moved: Path) -> None:
     own, average = run.model("model").state_dict(), run.model(weights="ema/std=0.1").state_dict()
     assert any(not torch.equal(own[name], average[name]) for name in own)
     assert_same(dict(run.model("model").state_dict()), dict(own))
+    for name, weights in (("model", own), ("ema/std=0.1", average)):
+        usual = load_run(moved, [f"sampling.weights={name}"])
+        assert_same(dict(usual.model().state_dict()), dict(weights))
+        assert torch.equal(usual.sample(2), run.sample(2, weights=name))
     checkpoint = next(iter(sorted((moved / "checkpoints").iterdir())))
     assert load_run(checkpoint).step == int(checkpoint.name.removeprefix("step-"))
     for wrong, facts in (

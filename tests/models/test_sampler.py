@@ -16,6 +16,7 @@ from hookdiff.authors.testing.toy import ToySampler, toy_loop
 from hookdiff.data.remembered import Remembered
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
+from tests.authors.test_evaluation import Measure
 from tests.conftest import refused
 
 counts = st.integers(1, 40)
@@ -185,6 +186,11 @@ def test_a_sampler_is_borrowed_and_given_back() -> None:
         assert loop.sampler is sampler
 
 
+class Named(ToySampler):
+    def __init__(self, weights: str) -> None:
+        self.weights = weights
+
+
 class Holds:
     """Offers two averages: the weights times two, and times three."""
 
@@ -216,3 +222,23 @@ def test_weights_are_lent_by_name_and_come_back() -> None:
             pass
         assert caught.value.name == "tree"
         assert set(caught.value.known) == {"model", "two", "three", "other/two", "other/three"}
+
+
+@pytest.mark.parametrize("name", ["model", "three"])
+def test_the_sampler_names_the_weights_where_nobody_else_does(name: str) -> None:
+    used: list[str] = []
+    measure = Measure(every=1, read=lambda loop: used.append(loop.weights.name) or {})
+    loop = toy_loop({"holds": Holds(), "measure": measure}, steps=1)
+    with loop, loop.using(sampler=Named(name)):
+        list(loop.steps())
+        assert loop.sample(SampleRequest(1)).weights == name
+        with loop.weights("two"):
+            assert loop.sample(SampleRequest(1)).weights == "two"
+    assert used == [name]
+
+
+def test_a_name_of_the_sampler_that_nobody_offers_is_refused_before_the_training() -> None:
+    with toy_loop({"holds": Holds()}) as loop, loop.using(sampler=Named("tree")):
+        with refused(UserError, "sampling.weights", "'tree'", "'three'"):
+            next(loop.steps())
+        assert loop.progress.position == 0

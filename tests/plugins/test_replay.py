@@ -97,11 +97,22 @@ def levelled() -> InMemory:
 MIXED = """
 import torch
 from attrs import define, evolve
-from hookdiff import hookimpl
+from hookdiff import hookimpl, saved
 
 @define(eq=False)
 class Mixed:
-    "Draws early samples rarely, and mixes each sample with another one."
+    "Draws early samples rarely, mixes each sample with another one, and makes the noise stronger in each step."
+
+    scale: float = saved(1.0)
+
+    @hookimpl(wrapper=True)
+    def draw(self, batch):
+        drawn = yield
+        return drawn.with_draws({"noise": drawn.draws["noise"] * self.scale})
+
+    @hookimpl
+    def after_optimizer_step(self):
+        self.scale *= 1.1
 
     @hookimpl
     def before_epoch(self, loop):
