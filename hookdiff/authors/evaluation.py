@@ -72,6 +72,14 @@ class Evaluation(Periodic):
         if not isinstance(values, Mapping):
             kind = type(self).__name__
             raise HookError(f"{kind}.evaluate returned a {type(values).__name__}, expected values by name, as a dict")
+        for name, value in values.items():
+            parts = value if isinstance(value, tuple) else (value,)
+            for shape in [tuple(one.shape) for one in parts if isinstance(one, torch.Tensor) and one.dim()]:
+                kind = type(self).__name__
+                raise HookError(
+                    f"{kind}.evaluate returned {name!r} as a tensor of shape {shape}, expected a scalar, or a pair "
+                    "(sum, count) of scalars"
+                )
         loop.log({f"val/{name}": value for name, value in loop.reduce(values).items()})
 
 

@@ -13,7 +13,7 @@ import click
 from hookdiff.cli.code import file_of
 from hookdiff.cli.garbage import collect_rarely
 from hookdiff.cli.output import drop_unwritten, log_to_stderr, open_streams, say
-from hookdiff.errors import OnAnotherRank, UserError
+from hookdiff.errors import HookError, OnAnotherRank, PluginError, UserError
 from hookdiff.terminal.bars import shown_works
 
 COMMANDS = ("run", "resume", "check", "plugins", "hooks")  # packages of plugins add others
@@ -83,6 +83,9 @@ def main() -> None:
         message = str(error)
         if isinstance(error, OSError) and error.errno in _DISK:  # from a plugin that does not handle its own files
             message = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+        elif isinstance(error, HookError | PluginError):  # a traceback would only have frames of the core
+            notes = (note.removeprefix("hookdiff: ") for note in getattr(error, "__notes__", ()))
+            message = "\n  ".join([message, *notes])
         elif not isinstance(error, UserError):
             raise
         if not isinstance(error, OnAnotherRank):

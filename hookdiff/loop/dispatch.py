@@ -6,6 +6,7 @@ marker is pluggy's, but an implementation of a seam leaves the answer to the nex
 """
 
 import logging
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import itemgetter
@@ -21,6 +22,8 @@ Arguments = Mapping[str, Any]
 Watch = Callable[[str, str], AbstractContextManager[object]]  # takes the names of a plugin and of a hook
 
 logger = logging.getLogger("hookdiff")
+
+_ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 
 
 class _Pass:
@@ -78,7 +81,8 @@ class HookCall:
 
     plugin: str
     is_wrapper: bool
-    function: Callable[..., Any]
+    method: Callable[..., Any]  # of the plugin
+    function: Callable[..., Any]  # the method, or what runs it inside of a watch
     take: Callable[[Arguments], Any]
     takes_one: bool  # `take` returns the argument itself, and not a tuple
 
@@ -99,13 +103,32 @@ def bind(impl: HookImpl, hook: str, watch: Watch | None = None) -> HookCall:
     if watch is not None:
         function = (_watched_wrapper if impl.wrapper else _watched)(function, plugin, hook, watch)
     take = itemgetter(*names) if names else lambda _: ()
-    return HookCall(plugin, impl.wrapper, function, take, len(names) == 1)
+    return HookCall(plugin, impl.wrapper, impl.function, function, take, len(names) == 1)
 
 
-def add_note(error: BaseException, plugin: str, hook: str) -> None:
-    """Note on `error` that it left the implementation of `hook` in `plugin`; the core itself is not named."""
-    if plugin != "defaults":
-        error.add_note(f"hookdiff: in the hook {hook!r} of the plugin {plugin!r}")
+def _add_note(error: BaseException, call: HookCall, hook: str) -> None:
+    """Note on `error` that it left the `call` of `hook`; the core itself is not named."""
+    if call.plugin == "defaults":
+        return
+    error.add_note(f"hookdiff: in the hook {hook!r} of the plugin {call.plugin!r}")
+    found = _ATTRIBUTE.search(str(error)) if isinstance(error, AttributeError) else None
+    kind = type(getattr(call.method, "__self__", None))
+    if found and found[1] == kind.__name__ and hasattr(kind, "__slots__") and not hasattr(kind, found[2]):
+        error.add_note(
+            f"hookdiff: {found[1]} has slots: declare `{found[2]} = field(init=False)` in it, or `saved(...)` if a "
+            "checkpoint needs it"
+        )
+
+
+def leave_out_core(error: BaseException) -> None:
+    """Cut the traceback of `error` where the code of the user called the core, if it came from there."""
+    before, entry = None, error.__traceback__
+    while entry and not str(entry.tb_frame.f_globals.get("__name__")).startswith("hookdiff."):
+        before, entry = entry, entry.tb_next
+    if before is None:
+        error.__traceback__ = None
+    else:
+        before.tb_next = None
 
 
 def compile_hook(hook: Hook, returns: type, calls: Sequence[HookCall]) -> Callable[..., Any]:
@@ -116,73 +139,78 @@ def compile_hook(hook: Hook, returns: type, calls: Sequence[HookCall]) -> Callab
     plugin and hook. HookError, with both names, is raised for a result of another type than `returns`; where no result
     is expected, a warning is logged.
     """
-    plain = [(call.plugin, call.function, call.take, call.takes_one) for call in calls if not call.is_wrapper]
+    plain = [(call, call.function, call.take, call.takes_one) for call in calls if not call.is_wrapper]
     allowed: Any = returns | None if hook.may_be_absent else returns
     useless: set[str] = set()  # plugins with a result that nothing takes
 
     # Each loop calls the functions itself: one more frame for each call is felt in a step of a small network.
     def moment(**arguments: Any) -> list[Any]:
         results = []
-        for plugin, function, take, takes_one in plain:
+        for call, function, take, takes_one in plain:
             try:
                 result = function(take(arguments)) if takes_one else function(*take(arguments))
             except Exception as error:
-                add_note(error, plugin, hook.name)
+                _add_note(error, call, hook.name)
                 raise
             if result is None:
                 continue
             if returns is NoneType:
-                if plugin not in useless:
-                    useless.add(plugin)
-                    logger.warning("%s", _refusal(hook, returns, plugin, result))
+                if call.plugin not in useless:
+                    useless.add(call.plugin)
+                    logger.warning("%s", _refusal(hook, returns, call, result))
             elif not isinstance(result, allowed):
-                raise HookError(_refusal(hook, returns, plugin, result))
+                raise HookError(_refusal(hook, returns, call, result))
             results.append(result)
         return results
 
     def seam(**arguments: Any) -> Any:
-        for plugin, function, take, takes_one in plain:
+        for call, function, take, takes_one in plain:
             try:
                 result = function(take(arguments)) if takes_one else function(*take(arguments))
             except Exception as error:
-                add_note(error, plugin, hook.name)
+                _add_note(error, call, hook.name)
                 raise
             if result is not PASS:
                 if not isinstance(result, allowed):
-                    raise HookError(_refusal(hook, returns, plugin, result))
+                    raise HookError(_refusal(hook, returns, call, result))
                 return result
         raise HookError(f"every implementation of the hook {hook.name!r} returned PASS")
 
     def to_the_end(**arguments: Any) -> list[Any]:
         errors: list[Exception] = []
-        for plugin, function, take, takes_one in plain:
+        for call, function, take, takes_one in plain:
             try:
                 function(take(arguments)) if takes_one else function(*take(arguments))
             except Exception as error:
-                add_note(error, plugin, hook.name)
+                _add_note(error, call, hook.name)
                 if errors:
-                    logger.exception("the plugin %r failed in the hook %r too", plugin, hook.name)
+                    logger.exception("the plugin %r failed in the hook %r too", call.plugin, hook.name)
                 errors.append(error)
         if errors:
             raise errors[0]
         return []
 
     body: Callable[..., Any] = seam if hook.kind != "moment" else to_the_end if hook.reach == "started" else moment
-    for call in reversed([call for call in calls if call.is_wrapper]):
-        body = _surround(hook, returns, call, body)
+    for wrapper in reversed([call for call in calls if call.is_wrapper]):
+        body = _surround(hook, returns, wrapper, body)
     return body
 
 
-def _refusal(hook: Hook, returns: type, plugin: str, result: object) -> str:
-    where = f"the plugin {plugin!r} returned {_shown(result)} from the hook {hook.name!r}"
-    if returns is NoneType:
-        return f"{where}, which ignores results"
+def _refusal(hook: Hook, returns: type, call: HookCall, result: object) -> str:
+    what = f"the plugin {call.plugin!r} returned {_shown(result)} from the hook {hook.name!r}"
     expected = f"expected {_named(returns)}"
-    if hook.kind == "question":
-        return f"{where}, {expected}"
-    if result is None:
-        return f"{where}, {expected}; a plugin that leaves it to the next returns hookdiff.PASS"
-    return f"{where}, {expected}{', or PASS to leave it to the next' if hook.kind == 'seam' else ''}"
+    if returns is NoneType:
+        expected = "which ignores results"
+    elif hook.kind == "seam":
+        pass_on = "; a plugin that leaves it to the next returns hookdiff.PASS"
+        expected += pass_on if result is None else ", or PASS to leave it to the next"
+    return f"{what}, {expected}{_place(call.method)}"
+
+
+def _place(method: Callable[..., Any]) -> str:
+    """Return a line with the file and the line of a method, if it is written in Python."""
+    code = getattr(method, "__code__", None)
+    return f"\n  {code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
 def _shown(result: object) -> str:
@@ -238,7 +266,7 @@ def _surround(hook: Hook, returns: type, wrapper: HookCall, body: Callable[..., 
         if not isinstance(result, given):
             raise HookError(
                 f"the plugin {plugin!r} returned {_shown(result)} from its wrapper of the hook {name!r}, expected "
-                f"{_named(given)}: return the result of its yield"
+                f"{_named(given)}: return the result of its yield{_place(wrapper.method)}"
             )
         return result
 
@@ -250,7 +278,8 @@ def _surround(hook: Hook, returns: type, wrapper: HookCall, body: Callable[..., 
             try:
                 next(around)
             except StopIteration:
-                raise HookError(f"the plugin {plugin!r} wraps the hook {name!r} and returned without a yield") from None
+                place = _place(wrapper.method)
+                raise HookError(f"the plugin {plugin!r} wraps the hook {name!r} and has no yield{place}") from None
             try:
                 result = body(**arguments)
             except BaseException as error:
@@ -262,9 +291,9 @@ def _surround(hook: Hook, returns: type, wrapper: HookCall, body: Callable[..., 
             return checked(end.value)
         except Exception as error:
             if error is not thrown:
-                add_note(error, plugin, name)
+                _add_note(error, wrapper, name)
             raise
         around.close()
-        raise HookError(f"the plugin {plugin!r} wraps the hook {name!r} and has a second yield")
+        raise HookError(f"the plugin {plugin!r} wraps the hook {name!r} and has a second yield{_place(wrapper.method)}")
 
     return call

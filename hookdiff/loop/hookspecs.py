@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import pluggy
-from attrs import define, evolve, field
+from attrs import define, evolve, field, fields
 
+from hookdiff.errors import nearest
 from hookdiff.loop.dispatch import Hook, HookKind, Phase, Reach
 from hookdiff.options.fields import about
 
@@ -460,6 +461,9 @@ def plugin(**declared: Any) -> Callable[[K], K]:
     Raises:
         TypeError: for a keyword that does not exist.
     """
+    known = [keyword.name for keyword in fields(Declaration)]
+    for name in declared.keys() - known:
+        raise TypeError(f"@plugin has no keyword {name!r}{nearest(name, known)}; it has {', '.join(known)}")
 
     def declare(kind: K) -> K:
         kind.hookdiff_plugin = evolve(declaration_of(kind), **declared)  # type: ignore[attr-defined]

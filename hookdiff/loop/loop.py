@@ -15,15 +15,17 @@ from torch import Tensor, nn
 from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
 from hookdiff.data.memory import InMemory
+from hookdiff.errors import HookError
 from hookdiff.log.log import Log
 from hookdiff.loop import nonfinite
 from hookdiff.loop.adopted import Adopted
 from hookdiff.loop.counts import LoopConfig, Outcome, Progress, Step
+from hookdiff.loop.dispatch import leave_out_core
 from hookdiff.loop.end import FOR_GOOD, End, Reason
 from hookdiff.loop.gradients import Gradients
 from hookdiff.loop.readonly import ReadOnly
 from hookdiff.loop.registry import Plugins, check_partners
-from hookdiff.loop.state import Optimizers, RunState
+from hookdiff.loop.state import NotMade, Optimizers, RunState
 from hookdiff.machine import ranks
 from hookdiff.machine.randomness import Randomness
 from hookdiff.models.objective import LossOutput, Objective, as_objective, join
@@ -76,7 +78,7 @@ class Loop(ReadOnly):
         self.model: Final = model
         self.net: Final = model
         self._make_optimizers: Final = optimizers if callable(optimizers) else lambda _: optimizers
-        self.optimizers: Final[tuple[torch.optim.Optimizer, ...]] = ()
+        self.optimizers: Final[tuple[torch.optim.Optimizer, ...]] = NotMade()
         self.adopted: Final = Adopted(self.plugins, next(model.parameters()))
         self.adopt: Final = self.adopted.add  # takes a module of a plugin, in `prepare_model`
         self.gradients: Final = Gradients(model, ())
@@ -173,6 +175,8 @@ class Loop(ReadOnly):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, HookError):
+            leave_out_core(error)  # the message names the method
         if error is None:
             with ExitStack() as on_error:
                 on_error.push(self)

@@ -192,6 +192,12 @@ def check_contract(name: str, plugin: object) -> None:
             raise PluginError(f"the plugin {name!r}: use wrapper=True in place of hookwrapper=True in {attribute}")
         if options["wrapper"] and HOOKS[hook].kind == "question":
             raise PluginError(f"the plugin {name!r}: {attribute} answers for this plugin alone, so it wraps nothing")
+        known = _arguments(hook)
+        if unknown := [one for one in _taken(plugin, attribute) if one not in known]:
+            raise PluginError(
+                f"the plugin {name!r}: {attribute} takes {unknown[0]!r}, which the hook {hook!r} does not give"
+                f"{nearest(unknown[0], known)}; it gives: {', '.join(known)}"
+            )
         if inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member):
             raise PluginError(f"the plugin {name!r}: {attribute} is `async`, so it would never run; write `def`")
         if inspect.isgeneratorfunction(member) and not options["wrapper"]:
@@ -199,6 +205,18 @@ def check_contract(name: str, plugin: object) -> None:
                 f"the plugin {name!r}: {attribute} has a `yield`, so it would never run; write "
                 "@hookimpl(wrapper=True) to surround the hook, or return instead"
             )
+
+
+def _arguments(hook: str) -> list[str]:
+    return list(inspect.signature(getattr(Hooks, hook)).parameters)[1:]
+
+
+def _taken(plugin: object, attribute: str) -> list[str]:
+    """Return the names of the arguments that a method takes from its hook: those without a default."""
+    given = inspect.signature(_static(plugin, attribute)).parameters.values()  # type: ignore[arg-type]
+    names = [one.name for one in given if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    is_static = isinstance(inspect.getattr_static(plugin, attribute), staticmethod)
+    return names if is_static else names[1:]
 
 
 def implements(plugin: object, *hooks: str) -> bool:
@@ -226,6 +244,11 @@ def check_declaration(name: str, kind: type) -> None:
     for key, names in {"requires": declared.requires, "conflicts": declared.conflicts}.items():
         if isinstance(names, str):
             raise PluginError(f"the plugin {name!r}: {key} is the string {names!r}; write {key}=({names!r},)")
+    if not isinstance(declared.needs, Mapping):
+        raise PluginError(
+            f"the plugin {name!r}: needs is {declared.needs!r}; write needs={{'pandas': 'pandas>=2'}}: modules, and "
+            "what pip installs for them"
+        )
     wanted = declared.hooks_version
     if not isinstance(wanted, int):
         raise PluginError(f"the plugin {name!r}: hooks_version is {wanted!r}; write hooks_version={HOOKS_VERSION}")

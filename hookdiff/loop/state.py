@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookdiff.data.feed import Feed
-from hookdiff.errors import UserError
+from hookdiff.errors import PluginError, UserError
 from hookdiff.log.log import Log
 from hookdiff.loop.adopted import ADOPTED, Adopted
 from hookdiff.loop.counts import Progress
@@ -23,6 +23,13 @@ Optimizers = Optimizer | Sequence[Optimizer]
 def as_tuple(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     """Return one or several optimizers as a tuple."""
     return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+
+
+class NotMade(tuple[Optimizer, ...]):
+    """The optimizers of a run before they are made."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise PluginError("loop.optimizers is empty before on_start: they are made of the prepared model")
 
 
 @define(eq=False)

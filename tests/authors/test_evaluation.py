@@ -140,6 +140,13 @@ def test_a_result_of_another_type_is_refused_by_its_name(result: Any) -> None:
         toy_loop({"measure": Measure(every=1, read=lambda loop: result)}).run()
 
 
+@pytest.mark.parametrize("values", [{"bad": torch.zeros(3)}, {"good": torch.ones(()), "bad": (torch.zeros(3), 2)}])
+def test_a_value_that_is_no_scalar_is_refused_by_its_name(values: Any) -> None:
+    with refused(HookError, "Measure.evaluate", "'bad'", "(3,)", "scalar") as caught:
+        toy_loop({"measure": Measure(every=1, read=lambda loop: values)}).run()
+    assert caught.value.__notes__ == ["hookdiff: in the hook 'after_optimizer_step' of the plugin 'measure'"]
+
+
 def test_a_measurement_adds_one_transfer_which_is_that_of_the_log() -> None:
     counts = []
     several = Measure(every=5, read=lambda loop: {name: value.sum() for name, value in loop.model.named_parameters()})

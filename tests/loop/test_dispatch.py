@@ -1,3 +1,5 @@
+import traceback
+
 import pluggy
 import pytest
 import torch
@@ -181,6 +183,10 @@ def test_a_wrapper_with_a_second_yield_is_an_error_and_is_closed(broken):
     assert closed == [True]
 
 
+def line_of(function):
+    return function.__code__.co_firstlineno
+
+
 def test_golden_message_of_a_wrapper_that_forgets_to_return():
     class Forgetful:
         @hookimpl(wrapper=True)
@@ -191,18 +197,23 @@ def test_golden_message_of_a_wrapper_that_forgets_to_return():
         toy_loop({"forgetful": Forgetful()}).run()
     assert str(caught.value) == (
         "the plugin 'forgetful' returned None from its wrapper of the hook 'optimizer_step', expected True or False: "
-        "return the result of its yield"
+        f"return the result of its yield\n  {__file__}:{line_of(Forgetful.optimizer_step)}"
     )
+    assert all(entry.filename == __file__ for entry in traceback.extract_tb(caught.tb))
 
 
 def test_golden_message_of_a_seam_that_forgets_to_return():
-    loop = toy_loop({"forgetful": acting(optimizer_step=lambda: None)})
+    def forgets():
+        pass
+
+    loop = toy_loop({"forgetful": acting(optimizer_step=forgets)})
     with pytest.raises(HookError) as caught:
         loop.run()
     assert str(caught.value) == (
         "the plugin 'forgetful' returned None from the hook 'optimizer_step', expected True or False; a plugin that "
-        "leaves it to the next returns hookdiff.PASS"
+        f"leaves it to the next returns hookdiff.PASS\n  {__file__}:{line_of(forgets)}"
     )
+    assert all(entry.filename == __file__ for entry in traceback.extract_tb(caught.tb))
     assert loop.progress.step == 0
 
 
@@ -280,3 +291,22 @@ def test_an_error_of_a_plugin_is_raised_unchanged():
     with pytest.raises(UserError) as caught:
         getattr(Plugins(make(MOMENT, drawn, [])).hook, MOMENT)(**ARGUMENTS[MOMENT])
     assert caught.value is error
+
+
+class Slots:
+    __slots__ = ("declared",)
+
+    @hookimpl
+    def after_backward(self):
+        self.count = 1
+
+
+def test_an_attribute_that_is_not_declared_is_named_with_the_remedy():
+    with pytest.raises(AttributeError) as caught:
+        toy_loop({"slots": Slots()}, steps=1).run()
+    *_, note = caught.value.__notes__
+    check_facts(note, "Slots", "count = field(init=False)", "saved(...)")
+    Slots.after_backward = hookimpl(lambda self: self.declared)
+    with pytest.raises(AttributeError) as caught:
+        toy_loop({"slots": Slots()}, steps=1).run()
+    assert len(caught.value.__notes__) == 1  # it was read before it was set

@@ -80,7 +80,8 @@ REFUSED = {
     "an unmarked static method": (type("S", (), {"on_start": staticmethod(print)})(), ["on_start", "@hookimpl"]),
     "an unmarked class method": (type("C", (), {"on_start": classmethod(print)})(), ["on_start", "@hookimpl"]),
     "an unknown specname": (marked(lambda: None, specname="before_stepp"), ["'before_stepp'", "'before_step'"]),
-    "an unknown argument": (acting(on_start=lambda loop, batch: None), ["on_start", "batch"]),
+    "an unknown argument": (acting(on_start=lambda loop, batch: None), ["on_start", "'batch'", "gives: loop"]),
+    "a misspelt argument": (acting(before_step=lambda batches: None), ["before_step", "'batches'", "'batch'", "loop"]),
     "an old wrapper": (marked(lambda: (yield), hookwrapper=True), ["sample", "wrapper=True", "hookwrapper=True"]),
     "a wrapper that is no generator": (marked(lambda: None, wrapper=True), ["sample"]),
     "a generator that is no wrapper": (acting(sample=lambda: (yield)), ["sample", "@hookimpl(wrapper=True)"]),
@@ -96,6 +97,7 @@ REFUSED = {
     "a contract that is no number": (declaring(hooks_version="2"), ["hooks_version=1"]),
     "a contract that would be a key": (KeyOfTheConfig(), ["@plugin(hooks_version=...)"]),
     "requires as a string": (declaring(requires="ema"), ["requires=('ema',)"]),
+    "needs without requirements": (declaring(needs=("aim",)), ["('aim',)", "needs={'pandas': 'pandas>=2'}"]),
     "conflicts as a string": (declaring(conflicts="ema"), ["conflicts=('ema',)"]),
     **{
         f"{key.name} as an attribute": (type("A", (Good,), {key.name: ()})(), [f"@plugin({key.name}=...)"])
@@ -148,8 +150,13 @@ def test_a_class_declares_what_the_core_must_know_and_inherits_it(order):
 
 
 def test_a_misspelt_keyword_is_a_type_error():
-    with pytest.raises(TypeError, match="requirs"):
-        plugin(requirs=("ema",))(Good)  # type: ignore[call-arg]
+    with refused(TypeError, "'require'", "'requires'", "conflicts"):
+        plugin(require=("ema",))  # type: ignore[call-arg]
+
+
+def test_the_optimizers_are_not_there_before_they_are_made():
+    with refused(PluginError, "loop.optimizers", "on_start"):
+        toy_loop({"early": acting(prepare_model=lambda loop: loop.optimizers[0] and None)}).run()
 
 
 class Answering:
