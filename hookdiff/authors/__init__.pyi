@@ -49,3 +49,4 @@ from .testing.toy import (
     toy_model as toy_model,
 )
 from .testing.transfers import CountTransfers as CountTransfers
+from .thinning import thin_curve as thin_curve
