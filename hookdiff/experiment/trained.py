@@ -16,7 +16,7 @@ from attrs import define, evolve, field
 from torch import Tensor, nn
 
 from hookdiff.authors.generation import ImageMaker
-from hookdiff.authors.sampler_info import takes_noise
+from hookdiff.authors.sampler_info import sampler_info, takes_noise
 from hookdiff.data.facts import Facts
 from hookdiff.data.remembered import Remembered
 from hookdiff.errors import ConfigError, NoCheckpoint, UserError, nearest
@@ -202,6 +202,18 @@ class Run:
         """Return the name in the loop of the weights that a `with` yields: a file's are in the model itself."""
         return "model" if weights.endswith(_SUFFIX) else weights
 
+    def info(self, weights: str, seed: int) -> dict[str, Any]:
+        """Return how the run makes images now, for the info of a picture: `sampler_info`, step, weights and seed.
+
+        `weights` are those that a `with` yields.
+        """
+        return {**sampler_info(self.loop, self.in_loop(weights)), "step": self.step, "weights": weights, "seed": seed}
+
+    @staticmethod
+    def usual_strength(mask: Tensor | None) -> float:
+        """Return the share of the steps that images start with, unless another is given; see `batches`."""
+        return 0.8 if mask is None else 1.0
+
     @contextmanager
     def sampling(
         self,
@@ -318,7 +330,7 @@ class Run:
         changes |= {"precision": precision, "compile": compile}
         wanted = self.labels(labels, num)
         if strength is None:
-            strength = 0.8 if mask is None else 1.0
+            strength = self.usual_strength(mask)
 
         def request(rows: range) -> SampleRequest:
             return SampleRequest(

@@ -16,7 +16,7 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff import SampleRequest, UserError, load_config, load_run, why_missing
-from hookdiff.authors import Collected, Gaussian, Space, data_features, sampler_info
+from hookdiff.authors import Collected, Gaussian, Space, data_features
 from hookdiff.cli import chosen_weights
 from hookdiff.experiment import build_feed
 from hookdiff.images import (
@@ -151,9 +151,8 @@ def _is_run(path: Path) -> bool:
 def _made(path: Path, making: Making, known: Tensor | None) -> ImageSet:
     num, seed, run = making.num, making.seed, load_run(path, device=making.device, trust=making.trust)
     with chosen_weights(run, making.weights) as weights, run.sampling(**making.sampling):
-        info = sampler_info(run.loop, run.in_loop(weights))
-        name, shape = f"{path} ({run.origin(weights)}{_in_words(info)})", tuple(run.loop.feed.shape)
-        made = {"weights": weights, "step": run.step, "seed": seed, **info}
+        made = run.info(weights, seed)
+        name, shape = f"{path} ({run.origin(weights)}{_in_words(made)})", tuple(run.loop.feed.shape)
     classes = len(run.classes)
     labels = SampleRequest(num, seed, stream="evaluate").default_labels(classes, known) if classes else None
     options: dict[str, Any] = {"seed": seed, "labels": labels, "stream": "evaluate"}
@@ -168,8 +167,8 @@ def _made(path: Path, making: Making, known: Tensor | None) -> ImageSet:
 
 
 def _in_words(info: Mapping[str, Any]) -> str:
-    """Return the sampler of `info` as a part of the name of a set."""
-    if not info:
+    """Return the sampler of `info` as a part of the name of a set; "" if it is not hookdiff's."""
+    if "sampler" not in info:
         return ""
     scale = info.get("guidance_scale", 1)
     return f", {info['sampler']}, {info['steps']} steps" + (f", guidance {scale:g}" if scale != 1 else "")
