@@ -90,7 +90,7 @@ def check_picture(path: Path) -> None:
 
 
 @frozen
-class _Axis:
+class Axis:
     """The numbers that a side of a chart shows, from `low` to `high`, which is larger."""
 
     low: float
@@ -103,27 +103,28 @@ class _Axis:
         return (at - low) / (high - low)
 
     def marks(self, most: int) -> list[float]:
-        """Return round numbers on the axis: on a linear one at most `most` + 1."""
-        found = _log_ticks(self.low, self.high) if self.is_log else []
-        if len(found) < 2:  # a logarithmic axis without two of them is nearly linear
-            found = ticks(self.low, self.high, most)
-        return [mark for mark in found if -1e-9 < self.share(mark) < 1 + 1e-9]
+        """Return round numbers on the axis: two or more, and on a linear one at most `most` + 1."""
+        found = self._inside(_log_ticks(self.low, self.high)) if self.is_log else []
+        return found if len(found) > 1 else self._inside(ticks(self.low, self.high, most))
+
+    def _inside(self, marks: list[float]) -> list[float]:
+        return [mark for mark in marks if -1e-9 < self.share(mark) < 1 + 1e-9]
 
 
-def _vertical(chart: Chart) -> _Axis:
+def _vertical(chart: Chart) -> Axis:
     heights = [min(y, chart.highest) for _, y in (*chart.curve, *chart.dots)]
     low, high = min(heights), max(heights)
     if chart.log_y:
-        return _Axis(low / 1.03, high * 1.03, is_log=True)  # some room, also if all are equal
+        return Axis(low / 1.03, high * 1.03, is_log=True)  # some room, also if all are equal
     low = min(0.0, low)
     ends = ticks(low, high if high > low else low + 1)
-    return _Axis(ends[0], ends[-1], is_log=False)
+    return Axis(ends[0], ends[-1], is_log=False)
 
 
 def _draw(chart: Chart, canvas: ImageDraw.ImageDraw, top: int) -> None:
     """Draw a chart on `canvas`, which is _SCALE times as large as the picture, from the row `top` of the picture on."""
     font = ImageFont.load_default(13 * _SCALE)
-    across = _Axis(chart.curve[0][0], chart.curve[-1][0], chart.log_x)
+    across = Axis(chart.curve[0][0], chart.curve[-1][0], chart.log_x)
     up = _vertical(chart)
     left, right = _LEFT * _SCALE, (WIDTH - _RIGHT) * _SCALE
     upper, lower = (top + _TOP) * _SCALE, (top + chart.height - _BOTTOM) * _SCALE
@@ -181,7 +182,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
     """Return powers of ten around `low` > 0 and `high`, with round multiples of them if there are few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 1.5, 2, 3, 5, 7) if high < 20 * low else (1, 2, 5) if len(powers) <= 4 else (1,)
-    return [float(f"{factor}e{power}") for power in powers for factor in factors]
+    return [float(f"{factor}e{power}") for power in powers[:: len(powers) // 14 + 1] for factor in factors]
 
 
 def tick_label(value: float) -> str:

@@ -7,7 +7,7 @@ from PIL import Image
 
 from hookdiff import UserError
 from hookdiff.authors import Chart, draw_charts, draw_curves
-from hookdiff.authors.chart import HEIGHT, WIDTH, tick_label, ticks
+from hookdiff.authors.chart import HEIGHT, WIDTH, Axis, tick_label, ticks
 
 NUMBERS = st.floats(1e-12, 1e12)
 
@@ -19,6 +19,14 @@ def test_ticks_are_round_and_few(low, high, most):
     slack = 1e-6 * (high - low)
     assert (marks[0] <= low + slack, marks[-1] >= high - slack) == (True, True)
     assert f"{marks[-1] - marks[-2]:.3e}".partition("e")[0] in {"1.000", "2.000", "2.500", "5.000"}
+
+
+@given(low=NUMBERS, times=st.floats(1.01, 1e20))
+def test_any_logarithmic_axis_has_a_few_round_numbers(low, times):
+    marks = Axis(low, low * times, is_log=True).marks(8)
+    assert 2 <= len(marks) <= 14
+    assert sorted(set(marks)) == marks
+    assert (low * (1 - 1e-6) <= marks[0], marks[-1] <= low * times * (1 + 1e-6)) == (True, True)
 
 
 @pytest.mark.parametrize(
