@@ -82,6 +82,7 @@ def load_run(path: str | Path, settings: Iterable[str] = (), *, device: str | No
     Raises:
         UserError: for a path that is no run.
     """
+    run_of(Path(path))
     return Run(Path(path), tuple(settings), device, trust)
 
 
@@ -108,6 +109,12 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The whole config, as in its config.toml: `run.config["optimizer"]["lr"]`."""
         return read_toml(self.run_dir / CONFIG)
+
+    def __repr__(self) -> str:
+        """Return the path, the state of the run, and the step at which it has ended."""
+        history = History(self.run_dir)
+        end = f" at step {history.outcome.step}" if history.outcome.reason else ""
+        return f"<Run {self.path}: {history.state}{end}>"
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows, as the files of the run are now."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -33,7 +32,7 @@ from hookdiff.images import (
 )
 from hookdiff.log import to_uint8
 from hookdiff.run_dir import CHECKPOINTS, CONFIG, run_of
-from hookdiff.terminal import in_words, paced
+from hookdiff.terminal import paced
 from hookdiff_fid.statistics import MU, has_statistics, read_statistics
 
 _BATCH = 64  # images of one shape that are given together
@@ -158,10 +157,10 @@ def _made(path: Path, making: Making, known: Tensor | None) -> ImageSet:
     options: dict[str, Any] = {"seed": seed, "labels": labels, "stream": "evaluate"}
 
     def read(spaces: Sequence[Space]) -> list[Collected]:
-        with run, run.weights(making.weights), run.sampling(**making.sampling):
-            _collected(spaces, map(to_uint8, run.batches(1, **options)))  # the first image takes longer
-            with closing(paced(run.batches(num, **options), num, f"images of {name}")) as parts:
-                return _collected(spaces, _announced(map(to_uint8, parts), num, f"images of {name}"))
+        click.echo(f"making {num:,} images of {name}", err=True)  # `paced` tells the time, from the first batches on
+        parts = paced(run.batches(num, **options), num, f"images of {name}")
+        with run, run.weights(making.weights), run.sampling(**making.sampling), closing(parts):
+            return _collected(spaces, map(to_uint8, parts))
 
     return ImageSet(name, num, shape, read, made=made)
 
@@ -172,16 +171,6 @@ def _in_words(info: Mapping[str, Any]) -> str:
         return ""
     scale = info.get("guidance_scale", 1)
     return f", {info['sampler']}, {info['steps']} steps" + (f", guidance {scale:g}" if scale != 1 else "")
-
-
-def _announced(parts: Iterator[Tensor], num: int, what: str) -> Iterator[Tensor]:
-    """Yield `parts`; after the first one, print how many there are and how long they take with their features."""
-    start = time.monotonic()
-    for part in parts:
-        yield part
-        if start:
-            click.echo(f"{num:,} {what}: about {in_words((time.monotonic() - start) / len(part) * num)}", err=True)
-            start = 0.0
 
 
 def _collected(spaces: Sequence[Space], parts: Iterable[Tensor]) -> list[Collected]:
