@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor
 from hookdiff import SampleRequest, UserError, load_config, load_run, why_missing
 from hookdiff.authors import Collected, Gaussian, Space, data_features
 from hookdiff.cli import chosen_weights
-from hookdiff.experiment import build_feed
+from hookdiff.experiment import Run, build_feed
 from hookdiff.images import (
     Folder,
     Transforms,
@@ -32,12 +33,13 @@ from hookdiff.images import (
 )
 from hookdiff.log import to_uint8
 from hookdiff.run_dir import CHECKPOINTS, CONFIG, run_of
-from hookdiff.terminal import paced
+from hookdiff.terminal import in_words, paced
 from hookdiff_fid.statistics import MU, has_statistics, read_statistics
 
 _BATCH = 64  # images of one shape that are given together
 _ARRAY = "arr_0"  # of the images in an archive, as the evaluators of the field name it
 
+_TRIED = 256  # images of the trial that tells the time
 _WAITING = 4 * _BATCH  # pictures of several sizes that wait for others of theirs
 
 
@@ -157,12 +159,28 @@ def _made(path: Path, making: Making, known: Tensor | None) -> ImageSet:
     options: dict[str, Any] = {"seed": seed, "labels": labels, "stream": "evaluate"}
 
     def read(spaces: Sequence[Space]) -> list[Collected]:
-        click.echo(f"making {num:,} images of {name}", err=True)  # `paced` tells the time, from the first batches on
+        with run, run.weights(making.weights):
+            seconds = _seconds(run, num, made, {**options, **making.sampling})
+        about = "" if seconds is None else f": about {in_words(seconds)}"
+        click.echo(f"making {num:,} images of {name}{about}", err=True)
         parts = paced(run.batches(num, **options), num, f"images of {name}")
         with run, run.weights(making.weights), run.sampling(**making.sampling), closing(parts):
             return _collected(spaces, map(to_uint8, parts))
 
     return ImageSet(name, num, shape, read, made=made)
+
+
+def _seconds(run: Run, num: int, info: Mapping[str, Any], options: Mapping[str, Any]) -> float | None:
+    """Return how long `num` images take, by two steps of the first of them; None for a sampler without steps."""
+    if "steps" not in info:
+        return None
+    few, seconds = min(num, _TRIED), 0.0
+    labels = options["labels"] and options["labels"][:few]
+    for _ in range(2):  # the first time is longer
+        begin = time.perf_counter()
+        run.sample(few, **{**options, "labels": labels, "steps": 2})
+        seconds = time.perf_counter() - begin
+    return seconds * float(info["steps"]) / 2 * num / few
 
 
 def _in_words(info: Mapping[str, Any]) -> str:
