@@ -1,4 +1,4 @@
-"""What plugins share: base classes, generated images and their features, sheets of pictures, and helpers for tests."""
+"""What plugins share: base classes, generated images, their features, charts, sheets of pictures, helpers for tests."""
 
 import lazy_loader
 

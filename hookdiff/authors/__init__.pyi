@@ -1,5 +1,10 @@
 from .animation import ANIMATION_FORMATS as ANIMATION_FORMATS, save_animation as save_animation
-from .chart import draw_curves as draw_curves
+from .chart import (
+    Chart as Chart,
+    check_picture as check_picture,
+    draw_charts as draw_charts,
+    draw_curves as draw_curves,
+)
 from .features.collected import ROWS as ROWS, Collected as Collected
 from .features.moments import Gaussian as Gaussian, Moments as Moments
 from .features.neighbours import distances as distances, nearest_neighbours as nearest_neighbours
@@ -44,3 +49,4 @@ from .testing.toy import (
     toy_model as toy_model,
 )
 from .testing.transfers import CountTransfers as CountTransfers
+from .thinning import thin_curve as thin_curve

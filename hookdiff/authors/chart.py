@@ -1,74 +1,192 @@
-"""Draws curves over steps with Pillow: axes with round numbers, and a panel for each curve."""
+"""Draws charts with Pillow: curves and points on axes with round numbers, linear or logarithmic."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from attrs import frozen
 from PIL import Image, ImageDraw, ImageFont
 
+from hookdiff.disk.paths import check_writable
 from hookdiff.errors import UserError
 
 WIDTH, HEIGHT = 900, 300  # of a panel, in pixels
-_LEFT, _RIGHT, _TOP, _BOTTOM = 90, 24, 40, 44  # margins
-_SCALE = 2  # the picture is drawn larger and then shrunk, so that lines are smooth
-_INK, _FAINT, _PAPER = "#222222", "#dddddd", "white"
-_COLOURS = ("#1f5fa8", "#b5471b", "#2b7f3f", "#7a3e9d")
+_LEFT, _RIGHT, _TOP, _BOTTOM = 90, 24, 44, 44  # margins
+_SCALE = 4  # the picture is drawn larger and then shrunk, so that lines are smooth
+_INK, _FAINT, _DOT, _PAPER = "#222222", "#dddddd", "#9db8d6", "white"
+_COLOURS = ("#1f5fa8", "#2b7f3f", "#b5471b", "#7a3e9d")  # of the curve, then of the marks
+
+Points = Sequence[tuple[float, float]]
 
 
-def draw_curves(curves: Mapping[str, Callable[[int], float]], last: int, path: Path) -> None:
-    """Write a picture of functions of the step, at least 0 each, from step 0 to `last` >= 1, in a panel each.
+@frozen(kw_only=True)
+class Chart:
+    """A curve on its axes, with a title, and with a legend if there is more than the curve."""
+
+    title: str
+    x_label: str
+    curve: Points  # x rises
+    name: str = ""  # of the curve, in the legend
+    dots: Points = ()  # behind the curve, between its ends
+    dots_name: str = ""
+    marks: Mapping[str, float] = {}  # up to 3 vertical lines: their x, by their names
+    highest: float = math.inf  # y above which all is drawn at the upper end
+    log_x: bool = False  # x is above 0
+    log_y: bool = False  # y is above 0
+    height: int = HEIGHT
+
+
+def draw_charts(charts: Sequence[Chart], path: Path) -> None:
+    """Write a picture of charts, one below the other.
 
     Args:
-        curves: the functions, by the name above their panel.
-        last: the last step.
+        charts: at least one.
         path: file to write; its suffix gives the format.
 
     Raises:
         UserError: if the file cannot be written, or its name ends in no known format.
     """
-    picture = Image.new("RGB", (WIDTH * _SCALE, HEIGHT * len(curves) * _SCALE), _PAPER)
-    # Every step, or four steps for each pixel.
-    shown = sorted({round(k * last / (4 * WIDTH)) for k in range(4 * WIDTH + 1)})
-    for row, (name, curve) in enumerate(curves.items()):
-        values = [(step, curve(step)) for step in shown]
-        _panel(ImageDraw.Draw(picture), row * HEIGHT, name, values, _COLOURS[row % len(_COLOURS)])
+    check_picture(path)
+    height, top = sum(chart.height for chart in charts), 0
+    picture = Image.new("RGB", (WIDTH * _SCALE, height * _SCALE), _PAPER)
+    for chart in charts:
+        _draw(chart, ImageDraw.Draw(picture), top)
+        top += chart.height
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture.resize((WIDTH, HEIGHT * len(curves)), Image.Resampling.LANCZOS).save(path)
-    except (OSError, ValueError) as error:  # ValueError: the name ends in no known format
+        picture.resize((WIDTH, height), Image.Resampling.LANCZOS).save(path)
+    except OSError as error:
         raise UserError(f"{path}: cannot be written: {error}") from None
 
 
-def _panel(canvas: ImageDraw.ImageDraw, top: int, name: str, values: Sequence[tuple[int, float]], colour: str) -> None:
-    width, height, steps = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM, values[-1][0]
-    marks = ticks(max(value for _, value in values) or 1.0)
-    highest = marks[-1]
+def draw_curves(curves: Mapping[str, Callable[[int], float]], last: int, path: Path) -> None:
+    """Write a picture of functions of the step, at least 0 each, from step 0 to `last` >= 1, in a chart each.
 
-    def at(step: float, value: float) -> tuple[float, float]:
-        x = _LEFT + width * step / steps
-        y = top + _TOP + height * (1 - value / highest)
-        return x * _SCALE, y * _SCALE
+    Args:
+        curves: the functions, by the title of their chart.
+        last: the last step.
+        path: file to write; its suffix gives the format.
 
+    Raises:
+        UserError: see `draw_charts`.
+    """
+    # Every step, or four steps for each pixel.
+    shown = sorted({round(k * last / (4 * WIDTH)) for k in range(4 * WIDTH + 1)})
+    values = {title: [(step, curve(step)) for step in shown] for title, curve in curves.items()}
+    draw_charts([Chart(title=title, x_label="step", curve=curve) for title, curve in values.items()], path)
+
+
+def check_picture(path: Path) -> None:
+    """Check that a picture can be written at `path`; the check writes nothing.
+
+    Raises:
+        UserError: if not.
+    """
+    check_writable(path)
+    if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
+        raise UserError(f"{path}: cannot be written; expected the name of a picture, such as {path.stem}.png")
+
+
+@frozen
+class Axis:
+    """The numbers that a side of a chart shows, from `low` to `high`, which is larger."""
+
+    low: float
+    high: float
+    is_log: bool
+
+    def share(self, value: float) -> float:
+        """Return the place of a number: 0 is the low end, 1 the high one."""
+        low, high, at = map(math.log if self.is_log else float, (self.low, self.high, value))
+        return (at - low) / (high - low)
+
+    def marks(self, most: int) -> list[float]:
+        """Return round numbers on the axis: two or more, and on a linear one at most `most` + 1."""
+        found = self._inside(_log_ticks(self.low, self.high)) if self.is_log else []
+        return found if len(found) > 1 else self._inside(ticks(self.low, self.high, most))
+
+    def _inside(self, marks: list[float]) -> list[float]:
+        return [mark for mark in marks if -1e-9 < self.share(mark) < 1 + 1e-9]
+
+
+def _vertical(chart: Chart) -> Axis:
+    heights = [min(y, chart.highest) for _, y in (*chart.curve, *chart.dots)]
+    low, high = min(heights), max(heights)
+    if chart.log_y:
+        return Axis(low / 1.03, high * 1.03, is_log=True)  # some room, also if all are equal
+    low = min(0.0, low)
+    ends = ticks(low, high if high > low else low + 1)
+    return Axis(ends[0], ends[-1], is_log=False)
+
+
+def _draw(chart: Chart, canvas: ImageDraw.ImageDraw, top: int) -> None:
+    """Draw a chart on `canvas`, which is _SCALE times as large as the picture, from the row `top` of the picture on."""
     font = ImageFont.load_default(13 * _SCALE)
-    for value in marks:
-        canvas.line([at(0, value), at(steps, value)], fill=_FAINT if value else _INK, width=_SCALE)
-        x, y = at(0, value)
-        canvas.text((x - 8 * _SCALE, y), f"{value:g}", fill=_INK, font=font, anchor="rm")
-    for step in ticks(steps, most=8):
-        if step <= steps:
-            x, y = at(step, 0)
-            canvas.line([(x, y), (x, y + 5 * _SCALE)], fill=_INK, width=_SCALE)
-            canvas.text((x, y + 9 * _SCALE), f"{step:,.10g}", fill=_INK, font=font, anchor="ma")
-    canvas.text((_LEFT * _SCALE, (top + 12) * _SCALE), name, fill=colour, font=font, anchor="la")
-    canvas.text(((WIDTH - _RIGHT) * _SCALE, (top + HEIGHT - 16) * _SCALE), "step", fill=_INK, font=font, anchor="ra")
-    canvas.line([at(*point) for point in values], fill=colour, width=2 * _SCALE, joint="curve")
+    across = Axis(chart.curve[0][0], chart.curve[-1][0], chart.log_x)
+    up = _vertical(chart)
+    left, right = _LEFT * _SCALE, (WIDTH - _RIGHT) * _SCALE
+    upper, lower = (top + _TOP) * _SCALE, (top + chart.height - _BOTTOM) * _SCALE
+
+    def place(x: float) -> float:
+        return left + (right - left) * across.share(x)
+
+    def height(y: float) -> float:
+        return lower - (lower - upper) * up.share(min(y, up.high))
+
+    def text(at: tuple[float, float], words: str, anchor: str) -> None:
+        canvas.text(at, words, fill=_INK, font=font, anchor=anchor)
+
+    for y in up.marks(6):
+        canvas.line([(left, height(y)), (right, height(y))], fill=_FAINT, width=_SCALE)
+        text((left - 8 * _SCALE, height(y)), tick_label(y), "rm")
+    for x in across.marks(8):
+        canvas.line([(place(x), upper), (place(x), lower)], fill=_FAINT, width=_SCALE)
+        text((place(x), lower + 9 * _SCALE), tick_label(x), "ma")
+    canvas.line([(left, lower), (right, lower)], fill=_INK, width=_SCALE)
+    for x, y in chart.dots:
+        canvas.circle((place(x), height(y)), 2 * _SCALE, fill=_DOT)
+    curve = [(place(x), height(y)) for x, y in chart.curve]
+    canvas.line(curve, fill=_COLOURS[0], width=2 * _SCALE, joint="curve")
+    legend = [(chart.dots_name, _DOT, (4, 4)), (chart.name, _COLOURS[0], (16, 2))]
+    for (name, x), colour in zip(chart.marks.items(), _COLOURS[1:], strict=False):
+        canvas.line([(place(x), upper), (place(x), lower)], fill=colour, width=2 * _SCALE)
+        legend.append((name, colour, (2, 14)))
+    text((left, upper - 24 * _SCALE), chart.title, "lm")
+    text((right, lower + 28 * _SCALE), chart.x_label, "ra")
+    end, middle = float(right), upper - 24 * _SCALE
+    for name, colour, (wide, high) in reversed(legend):
+        if name:
+            text((end, middle), name, "rm")
+            end -= font.getlength(name) + (8 + wide) * _SCALE
+            box = (end, middle - high * _SCALE / 2, end + wide * _SCALE, middle + high * _SCALE / 2)
+            canvas.rectangle(box, fill=colour)
+            end -= 20 * _SCALE
 
 
-def ticks(highest: float, most: int = 6) -> list[float]:
-    """Return at most `most` + 1 round numbers at equal distances, from 0 to `highest` > 0 or just above it."""
-    rough = highest / most
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Return round numbers at equal distances from `low`, or just below, to `high`, or just above.
+
+    They are at most `most` + 1 from 0, and one more from elsewhere; `high` is above `low`.
+    """
+    rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     # 20 is for a quotient that is rounded to just above 10.
     apart = next(nice * power for nice in (1, 2, 2.5, 5, 10, 20) if nice * power >= rough * (1 - 1e-9))
-    count = math.ceil(highest / apart - 1e-9)
-    return [float(f"{k * apart:.12g}") for k in range(count + 1)]
+    first, last = math.floor(low / apart + 1e-9), math.ceil(high / apart - 1e-9)
+    return [float(f"{k * apart:.12g}") for k in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Return powers of ten around `low` > 0 and `high`, with round multiples of them if there are few."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1, 1.5, 2, 3, 5, 7) if high < 20 * low else (1, 2, 5) if len(powers) <= 4 else (1,)
+    return [float(f"{factor}e{power}") for power in powers[:: len(powers) // 14 + 1] for factor in factors]
+
+
+def tick_label(value: float) -> str:
+    """Return a round number in digits; one that has very many of them as a power of ten."""
+    if value and not 1e-7 <= abs(value) < 1e9:
+        return f"{value:g}"
+    return f"{value:,.10f}".rstrip("0").rstrip(".")

@@ -1,5 +1,6 @@
 from .arguments import (
     check_exists as check_exists,
+    check_free as check_free,
     chosen_weights as chosen_weights,
     config_argument as config_argument,
     config_or_run_argument as config_or_run_argument,

@@ -38,6 +38,16 @@ def check_exists(path: Path) -> None:
         raise UserError(f"{path}: {why_missing(path)}")
 
 
+def check_free(path: Path, overwrite: bool) -> None:
+    """Check that a command may write to `path`: nothing is there, or `--overwrite` is given.
+
+    Raises:
+        UserError: if not.
+    """
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} exists; choose another name, or --overwrite to replace it")
+
+
 def _config_or_run(path: Path) -> None:
     if path.is_dir():
         run_of(path)

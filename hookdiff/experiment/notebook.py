@@ -1,10 +1,12 @@
 """A run as a notebook shows it: its state, its newest picture and its curves, all from its files."""
 
-import math
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from html import escape
 
+import numpy
+
+from hookdiff.authors.thinning import thin_curve
 from hookdiff.run_dir.history import History, asked_number
 from hookdiff.run_dir.metrics_jsonl import is_distance
 
@@ -42,10 +44,11 @@ def _curves(run: History) -> Iterator[str]:
     ranks = [(_rank(name), name) for name in run.series]
     names = [name for rank, name in sorted(ranks, key=lambda pair: pair[0]) if rank < 4]
     for name in names[:_MOST]:
-        steps, values = run.series[name]
-        points = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
-        if points:
-            yield _svg(name, points)
+        steps, values = map(numpy.array, run.series[name])
+        if (finite := numpy.isfinite(values)).any():
+            # Two points for each pixel.
+            x, y = thin_curve(steps[finite], values[finite], 2 * _WIDTH)
+            yield _svg(name, list(zip(x.tolist(), y.tolist(), strict=True)))
 
 
 def _rank(name: str) -> int:
@@ -62,7 +65,7 @@ def _svg(name: str, points: Sequence[tuple[int, float]]) -> str:
     else:
         bottom, top = low, high
     across, up = _WIDTH / ((last - first) or 1), _HEIGHT / (top - bottom)
-    places = [f"{(step - first) * across:.1f},{(top - value) * up:.1f}" for step, value in _thinned(points)]
+    places = [f"{(step - first) * across:.1f},{(top - value) * up:.1f}" for step, value in points]
     title = escape(f"{name}: {newest:.4g}")
     texts = [
         f'<text x="0" y="-8" font-weight="bold">{title}</text>',
@@ -79,15 +82,3 @@ def _svg(name: str, points: Sequence[tuple[int, float]]) -> str:
         f'<polyline points="{" ".join(places)}" fill="none" stroke="{_INK}" stroke-width="1.5" '
         f'stroke-linejoin="round"/>{_DOT * (first == last)}{"".join(texts)}</svg>'
     )
-
-
-def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return at most two points for each pixel across, the lowest and the highest, so that no spike is lost."""
-    size = -(-len(points) // _WIDTH)
-    if size < 3:
-        return list(points)
-    kept: set[tuple[int, float]] = {points[-1]}
-    for start in range(0, len(points), size):
-        part = points[start : start + size]
-        kept |= {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
-    return sorted(kept)

@@ -16,7 +16,7 @@ from attrs import define, evolve, field
 from torch import Tensor, nn
 
 from hookdiff.authors.generation import ImageMaker
-from hookdiff.authors.sampler_info import takes_noise
+from hookdiff.authors.sampler_info import sampler_info, takes_noise
 from hookdiff.data.facts import Facts
 from hookdiff.data.remembered import Remembered
 from hookdiff.errors import ConfigError, NoCheckpoint, UserError, nearest
@@ -82,6 +82,7 @@ def load_run(path: str | Path, settings: Iterable[str] = (), *, device: str | No
     Raises:
         UserError: for a path that is no run.
     """
+    run_of(Path(path))
     return Run(Path(path), tuple(settings), device, trust)
 
 
@@ -108,6 +109,12 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The whole config, as in its config.toml: `run.config["optimizer"]["lr"]`."""
         return read_toml(self.run_dir / CONFIG)
+
+    def __repr__(self) -> str:
+        """Return the path, the state of the run, and the step at which it has ended."""
+        history = History(self.run_dir)
+        end = f" at step {history.outcome.step}" if history.outcome.reason else ""
+        return f"<Run {self.path}: {history.state}{end}>"
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows, as the files of the run are now."""
@@ -201,6 +208,18 @@ class Run:
     def in_loop(weights: str) -> str:
         """Return the name in the loop of the weights that a `with` yields: a file's are in the model itself."""
         return "model" if weights.endswith(_SUFFIX) else weights
+
+    def info(self, weights: str, seed: int) -> dict[str, Any]:
+        """Return how the run makes images now, for the info of a picture: `sampler_info`, step, weights and seed.
+
+        `weights` are those that a `with` yields.
+        """
+        return {**sampler_info(self.loop, self.in_loop(weights)), "step": self.step, "weights": weights, "seed": seed}
+
+    @staticmethod
+    def usual_strength(mask: Tensor | None) -> float:
+        """Return the share of the steps that images start with, unless another is given; see `batches`."""
+        return 0.8 if mask is None else 1.0
 
     @contextmanager
     def sampling(
@@ -318,7 +337,7 @@ class Run:
         changes |= {"precision": precision, "compile": compile}
         wanted = self.labels(labels, num)
         if strength is None:
-            strength = 0.8 if mask is None else 1.0
+            strength = self.usual_strength(mask)
 
         def request(rows: range) -> SampleRequest:
             return SampleRequest(

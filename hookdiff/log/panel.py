@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -60,8 +60,13 @@ def save_grid(
     grid(images, columns, scale, captions).save(path)
 
 
+class _HasImages(Protocol):
+    @property
+    def images(self) -> Tensor: ...
+
+
 def show(
-    images: Tensor | Sequence[Tensor],
+    images: Tensor | Sequence[Tensor] | _HasImages,
     columns: int | None = None,
     scale: int | None = None,
     captions: Sequence[str] = (),
@@ -69,7 +74,8 @@ def show(
     """Return images as a `grid`, which a notebook shows if it is the last value of a cell.
 
     Args:
-        images: n c h w, one image c h w or h w, or a sequence of such of one size; uint8 or floats in [-1, 1].
+        images: n c h w, one image c h w or h w, or a sequence of such of one size; uint8 or floats in [-1, 1]. Or what
+            `Loop.sample` returns.
         columns: None makes the grid as square as possible.
         scale: factor by which the images are enlarged; None enlarges small ones.
         captions: below each image, in order.
@@ -77,13 +83,12 @@ def show(
     Raises:
         UserError: for anything else.
     """
+    given: Any = getattr(images, "images", images)
     try:
-        found = images if isinstance(images, Tensor) else torch.cat([_as_images(one) for one in images])
+        found = given if isinstance(given, Tensor) else torch.cat([_as_images(one) for one in given])
         return grid(_as_images(found), columns, scale, captions)
     except (TypeError, ValueError, RuntimeError):
-        way_out = f": give its images, `show({type(images).__name__.lower()}.images)`" * hasattr(images, "images")
-        what = f"show takes images n c h w, as a tensor, got {_text(images)}{way_out}"
-        raise UserError(what) from None
+        raise UserError(f"show takes images n c h w, as a tensor, got {_text(images)}") from None
 
 
 def _as_images(images: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The formats of a run directory's files: who writes them, beside who reads them."""
+"""The files of a run directory: a module for each, which writes and reads it."""
 
 import lazy_loader
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hookdiff import UserError, listed
+from hookdiff.cli import check_free
 from hookdiff.disk import new_file, write_tensors
 
 SUFFIX = ".safetensors"
@@ -18,12 +19,9 @@ def check_place(out: Path, to: str, overwrite: bool) -> None:
     """Raise UserError unless an export may be written to `out`; only an earlier export is ever replaced."""
     if to == "safetensors" and out.suffix != SUFFIX:
         raise UserError(f"{out}: expected a file name that ends in {SUFFIX}; nearest: {out.name}{SUFFIX}")
-    if not out.exists():
-        return
-    if not overwrite:
-        raise UserError(f"{out} exists already; choose another name, or --overwrite to replace it")
+    check_free(out, overwrite)
     earlier = out.is_file() if to == "safetensors" else (out / "scheduler" / "scheduler_config.json").is_file()
-    if not earlier:
+    if out.exists() and not earlier:
         raise UserError(f"{out} is not an export to {to}, so --overwrite does not replace it; choose another name")
 
 

@@ -74,6 +74,7 @@ class Checkpoint:
     _wanted: bool = field(default=False, init=False)
     _is_scheduled: bool = field(default=False, init=False)  # the newest checkpoint is
     _is_changed: bool = field(default=False, init=False)  # since then, by plugins in `on_done`
+    _is_used_up: bool = field(default=False, init=False)  # the epoch has no further batch
     _is_open: bool = field(default=False, init=False)  # the folder is prepared
     _is_storable: bool = field(default=False, init=False)  # a file can hold the whole state
     _rates: str = field(default="", init=False)  # at the newest save
@@ -88,7 +89,7 @@ class Checkpoint:
         self._logged, self._alarms, self._passed_over = Logged(self.keep_best), Alarms(), set()
         self._saved, self._number, self._wanted, self._problem = None, 0, False, None
         self._is_open, self._is_storable, self._is_spoiled, self._writer = False, False, False, None
-        self._finite, self._source, self._is_changed = set(), None, False
+        self._finite, self._source, self._is_used_up, self._is_changed = set(), None, False, False
 
     @hookimpl
     def restore(self, loop: Loop) -> dict[str, Any]:
@@ -203,8 +204,9 @@ class Checkpoint:
         if self._writer and self._writer.is_done():
             self._finish(loop, self._writer)
         # After the last batch of an epoch this hook fires once more, when the epoch is counted. A script that trains on
-        # batches of its own, by `run_step`, begins no epoch.
-        is_last = loop.feed.epoch == loop.progress.epoch and loop.feed.exhausted(loop.progress.samples)
+        # batches of its own, by `run_step`, begins no epoch, or goes on in one without ending it.
+        was_used_up, self._is_used_up = self._is_used_up, loop.feed.exhausted(loop.progress.samples)
+        is_last = loop.feed.epoch == loop.progress.epoch and self._is_used_up and not was_used_up
         if self._wanted and not is_last:
             self._save(loop, scheduled=True)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 import hookdiff.diffusion as parts
 from hookdiff import Loop, UserError
@@ -31,6 +31,7 @@ class Equivalent:
     step: Mapping[str, Any] = field(factory=dict)  # arguments of each step
     pipeline: str | None = None  # class that makes these calls, for a UNet2DModel without classes
     scales: bool = False  # the scheduler scales the noise, and what the network gets
+    guidance: Any = None  # of the run
 
 
 def equivalent_of(loop: Loop) -> Equivalent:
@@ -51,7 +52,7 @@ def equivalent_of(loop: Loop) -> Equivalent:
         parts.Flow: _flow,
         parts.EDM: _edm,
     }
-    return kinds[type(objective.process)](objective, sampling.fit(objective))
+    return evolve(kinds[type(objective.process)](objective, sampling.fit(objective)), guidance=sampling.guidance)
 
 
 def write_folder(out: Path, model: Any, sampling: Equivalent, shape: Sequence[int], about: Mapping[str, str]) -> str:
@@ -76,6 +77,7 @@ def write_folder(out: Path, model: Any, sampling: Equivalent, shape: Sequence[in
     why = "models with classes" if has_classes else f"{kind} with {sampling.scheduler}"
     start, seen = "noise * scheduler.init_noise_sigma", "scheduler.scale_model_input(x, t)"
     given = "t.expand(len(x))" + ", class_labels=labels" * has_classes
+    output = f"model({seen if sampling.scales else 'x'}, {given}).sample"
     return (
         f"diffusers has no pipeline for {why}; in a loop of your own:\n"
         f"  model = {kind}.from_pretrained({str(out)!r}, subfolder={name!r})\n"
@@ -83,9 +85,21 @@ def write_folder(out: Path, model: Any, sampling: Equivalent, shape: Sequence[in
         f"  scheduler.set_timesteps({sampling.times})\n"
         f"  x = {start if sampling.scales else 'noise'}\n"
         f"  for t in scheduler.timesteps:\n"
-        f"      output = model({seen if sampling.scales else 'x'}, {given}).sample\n"
+        f"      output = {output}\n"
+        f"{_guided(output, sampling.guidance, model.num_classes) if has_classes else ''}"
         f"      x = scheduler.step(output, t, x{step}).prev_sample"
     )
+
+
+def _guided(output: str, guidance: Any, num_classes: int) -> str:
+    """Return the lines of code that guide what the call `output` has returned; a comment for another guidance."""
+    is_free = type(guidance) is parts.ClassifierFree
+    if is_free and guidance.scale == 1:
+        return ""
+    if not is_free or guidance.interval != parts.ClassifierFree().interval:
+        return f"      # left out: sampling.guidance, {guidance}\n"
+    none = output.replace("=labels", f"=torch.full_like(labels, {num_classes})")
+    return f"      without = {none}\n      output = without + {guidance.scale} * (output - without)\n"
 
 
 def _with_timesteps(objective: Any, sampling: Any) -> Equivalent:

@@ -75,7 +75,7 @@ def _draw(
     path: Path, step: int | None, out: Path | None, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool
 ) -> None:
     from hookdiff import UserError, load_config
-    from hookdiff.authors import draw_curves
+    from hookdiff.authors import check_picture, draw_curves
     from hookdiff.experiment import num_steps, run_config
     from hookdiff_ema.plugin import EMA
     from hookdiff_ema.profiles import newest, step_weights
@@ -89,9 +89,10 @@ def _draw(
     if not isinstance(plugin, EMA):
         other = "is not that of hookdiff_ema" if plugin else "is not switched on: --plugins ema"
         raise UserError(f"{path}: the plugin 'ema' {other}")
+    out = out or Path(f"{config.run.name}-ema.png")
+    check_picture(out)
     steps = step or num_steps(config, run, trust=trust)
     profiles = {average.label: step_weights(average.decay, steps) for average in plugin.averages}
-    out = out or Path(f"{config.run.name}-ema.png")
     # A young average may consist of the initial weights, beside which no step would be seen.
     curves = {
         f"{label}: weight of each step in the average at step {steps:,}, and {weights[0]:.1%} of the initial weights": (

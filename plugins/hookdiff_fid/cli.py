@@ -13,6 +13,7 @@ import click
 from hookdiff import UserError
 from hookdiff.cli import (
     check_exists,
+    check_free,
     device_option,
     guidance_option,
     overwrite_option,
@@ -87,7 +88,6 @@ def command(
     import json
 
     from hookdiff.authors import Collected
-    from hookdiff.disk import check_writable
     from hookdiff.experiment import pick_device
     from hookdiff_fid.compare import compare, floor_of, too_few
     from hookdiff_fid.frechet import frechet_distance
@@ -96,7 +96,6 @@ def command(
 
     if save:
         _check_save(save, recipe, overwrite)
-        check_writable(save)
     making = Making(num, seed, device, trust, weights, sampling)
     others: list[ImageSet | Statistics] = []
     labels = None
@@ -177,12 +176,14 @@ def _check(space: Space, sets: Sequence[ImageSet | Statistics]) -> None:
 
 
 def _check_save(save: Path, recipe: str | None, overwrite: bool) -> None:
+    from hookdiff.disk import check_writable
+
     if save.suffix != ".npz":
         raise UserError(f"--save {save}: expected a name that ends in .npz")
     if recipe == _ALL:
         raise UserError("--save with --recipe all: name one recipe, since a file has the statistics of one")
-    if save.exists() and not overwrite:
-        raise UserError(f"{save} exists; choose another name, or --overwrite to replace it")
+    check_free(save, overwrite)
+    check_writable(save)
 
 
 def _few(images: Sequence[ImageSet]) -> str:

@@ -77,37 +77,47 @@ class FID(ImageMetric):
         self._is_ready = True
         if not self.reference:
             self.target = data_features(loop.feed, loop.feed.training, self.space, "fid: the training images")
-        before, limit = self.num, self.time_budget.amount
-        self.generated.features(loop.num_ranks, "fid: images")  # the first image takes longer
-        start = time.monotonic()
-        first = min(self.num_samples, self.generated.at_a_time)
-        made = self.generated.features(first, "fid: images")
+        made = self.generated.features(loop.num_ranks, "fid: images")  # the first image takes longer than others
         if isinstance(self.target, Gaussian) and made.moments.dim != len(self.target.mean):
             counts = f"{len(self.target.mean)} features, the space {self.space.name!r} has {made.moments.dim}"
             raise UserError(f"[plugins.fid] reference = {self.reference!r} has {counts}")
-        each = (time.monotonic() - start) / first
-        if limit and before is None:
-            self.num = max(min(_FEWEST, self.num_samples), min(self.num_samples, int(limit / each)))
+        before, limit, most = self.num, self.time_budget.amount, self.num_samples
+        self.num = (before and min(before, most)) if limit else most
+        if self.num is None:
+            count, cost = f"at most {most:,}", f"about {in_words(limit)}"
         else:
-            self.num = min(before, self.num_samples) if limit and before is not None else self.num_samples
-        self.num = first_rank_says(self.num)
-        assert self.num is not None
+            # Plugins such as autoguidance may make samples slower, but only during the training.
+            is_lower_bound = any(one.plugin_name in loop.plugins for one in loop.plugins.order("sample"))
+            count = f"{self.num:,}"
+            cost = f"{'at least' if is_lower_bound else 'about'} {in_words(self.num * self._seconds())}"
         if loop.is_main:
             unit = " steps" if self.every.unit == "steps" else ""
             when = f"every {self.every}{unit}" if self.every.amount else "at the end"
-            cost = in_words(self.num * each)
-            logger.info("fid: %s samples in the space %s, about %s, %s", f"{self.num:,}", self.space.name, cost, when)
-            if limit and self.num * each > 1.2 * limit:
-                longer = f"so a measurement takes longer than {in_words(limit)}"
-                logger.warning("fid: fewer than %d samples say nothing, %s", self.num, longer)
+            logger.info("fid: %s samples in the space %s, %s, %s", count, self.space.name, cost, when)
             if before not in (None, self.num):
                 counts = f"{self.num:,} samples from now on, {before:,} before"
                 logger.warning("fid: %s: do not compare the values (a checkpoint is best among equal numbers)", counts)
 
+    def _seconds(self) -> float:
+        """Return the seconds that a sample takes now, by a batch of them."""
+        start, first = time.monotonic(), min(self.num_samples, self.generated.at_a_time)
+        self.generated.features(first, "fid: images")
+        return (time.monotonic() - start) / first
+
+    def _fitting(self, loop: Loop) -> int:
+        """Return the number of samples for the time budget."""
+        each, limit, most = self._seconds(), self.time_budget.amount, self.num_samples
+        num = first_rank_says(max(min(_FEWEST, most), min(most, int(limit / each))))
+        if loop.is_main and num * each > 1.2 * limit:
+            longer = f"so a measurement takes longer than {in_words(limit)}"
+            logger.warning("fid: fewer than %d samples say nothing, %s", num, longer)
+        return num
+
     def measure(self, loop: Loop) -> dict[str, float]:
         if not self._is_ready:  # a run that has no step left
             self.on_ready(loop)
-        assert self.num is not None
+        if self.num is None:
+            self.num = self._fitting(loop)
         start = time.monotonic()
         made, weights = self.generated.features(self.num, "fid: images"), self.generated.used()
         values = gathered_or_raised(lambda: self._compare(made) if loop.is_main else {})[0]

@@ -16,9 +16,9 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff import SampleRequest, UserError, load_config, load_run, why_missing
-from hookdiff.authors import Collected, Gaussian, Space, data_features, sampler_info
+from hookdiff.authors import Collected, Gaussian, Space, data_features
 from hookdiff.cli import chosen_weights
-from hookdiff.experiment import build_feed
+from hookdiff.experiment import Run, build_feed
 from hookdiff.images import (
     Folder,
     Transforms,
@@ -39,6 +39,7 @@ from hookdiff_fid.statistics import MU, has_statistics, read_statistics
 _BATCH = 64  # images of one shape that are given together
 _ARRAY = "arr_0"  # of the images in an archive, as the evaluators of the field name it
 
+_TRIED = 256  # images of the trial that tells the time
 _WAITING = 4 * _BATCH  # pictures of several sizes that wait for others of theirs
 
 
@@ -151,38 +152,43 @@ def _is_run(path: Path) -> bool:
 def _made(path: Path, making: Making, known: Tensor | None) -> ImageSet:
     num, seed, run = making.num, making.seed, load_run(path, device=making.device, trust=making.trust)
     with chosen_weights(run, making.weights) as weights, run.sampling(**making.sampling):
-        info = sampler_info(run.loop, run.in_loop(weights))
-        name, shape = f"{path} ({run.origin(weights)}{_in_words(info)})", tuple(run.loop.feed.shape)
-        made = {"weights": weights, "step": run.step, "seed": seed, **info}
+        made = run.info(weights, seed)
+        name, shape = f"{path} ({run.origin(weights)}{_in_words(made)})", tuple(run.loop.feed.shape)
     classes = len(run.classes)
     labels = SampleRequest(num, seed, stream="evaluate").default_labels(classes, known) if classes else None
     options: dict[str, Any] = {"seed": seed, "labels": labels, "stream": "evaluate"}
 
     def read(spaces: Sequence[Space]) -> list[Collected]:
-        with run, run.weights(making.weights), run.sampling(**making.sampling):
-            _collected(spaces, map(to_uint8, run.batches(1, **options)))  # the first image takes longer
-            with closing(paced(run.batches(num, **options), num, f"images of {name}")) as parts:
-                return _collected(spaces, _announced(map(to_uint8, parts), num, f"images of {name}"))
+        with run, run.weights(making.weights):
+            seconds = _seconds(run, num, made, {**options, **making.sampling})
+        about = "" if seconds is None else f": about {in_words(seconds)}"
+        click.echo(f"making {num:,} images of {name}{about}", err=True)
+        parts = paced(run.batches(num, **options), num, f"images of {name}")
+        with run, run.weights(making.weights), run.sampling(**making.sampling), closing(parts):
+            return _collected(spaces, map(to_uint8, parts))
 
     return ImageSet(name, num, shape, read, made=made)
 
 
+def _seconds(run: Run, num: int, info: Mapping[str, Any], options: Mapping[str, Any]) -> float | None:
+    """Return how long `num` images take, by two steps of the first of them; None for a sampler without steps."""
+    if "steps" not in info:
+        return None
+    few, seconds = min(num, _TRIED), 0.0
+    labels = options["labels"] and options["labels"][:few]
+    for _ in range(2):  # the first time is longer
+        begin = time.perf_counter()
+        run.sample(few, **{**options, "labels": labels, "steps": 2})
+        seconds = time.perf_counter() - begin
+    return seconds * float(info["steps"]) / 2 * num / few
+
+
 def _in_words(info: Mapping[str, Any]) -> str:
-    """Return the sampler of `info` as a part of the name of a set."""
-    if not info:
+    """Return the sampler of `info` as a part of the name of a set; "" if it is not hookdiff's."""
+    if "sampler" not in info:
         return ""
     scale = info.get("guidance_scale", 1)
     return f", {info['sampler']}, {info['steps']} steps" + (f", guidance {scale:g}" if scale != 1 else "")
-
-
-def _announced(parts: Iterator[Tensor], num: int, what: str) -> Iterator[Tensor]:
-    """Yield `parts`; after the first one, print how many there are and how long they take with their features."""
-    start = time.monotonic()
-    for part in parts:
-        yield part
-        if start:
-            click.echo(f"{num:,} {what}: about {in_words((time.monotonic() - start) / len(part) * num)}", err=True)
-            start = 0.0
 
 
 def _collected(spaces: Sequence[Space], parts: Iterable[Tensor]) -> list[Collected]:

@@ -6,6 +6,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from hookdiff.cli import config_or_run_argument, override_options
 
 if TYPE_CHECKING:
     from hookdiff import Config
+    from hookdiff.authors import Chart
+    from hookdiff_lr.find import RangeTest
     from hookdiff_lr.plugin import LR, RateCurve
 
 
@@ -63,8 +66,8 @@ def command(
     if not finds and (steps or rates):
         raise click.UsageError("--steps and --rates belong to --find")
     from hookdiff import UserError, load_config
-    from hookdiff.experiment import run_config
-    from hookdiff_lr.chart import check_picture
+    from hookdiff.authors import check_picture
+    from hookdiff.experiment import num_steps, run_config
     from hookdiff_lr.find import growing
     from hookdiff_lr.plugin import LR
 
@@ -85,23 +88,27 @@ def command(
     if finds:
         _find(checked, run, plugin, growing(low, high, steps or STEPS), out, as_json)
     else:
-        _draw(checked, _steps(checked, run, trust), plugin, out, as_json)
+        _draw(checked, num_steps(checked, run, trust=trust), plugin, out, as_json)
 
 
 def _draw(config: Config, steps: int, plugin: LR, out: Path, as_json: bool) -> None:
     """Draw the rates of a run of `steps`, and print them at the events of the schedule."""
+    from hookdiff.authors import draw_curves
     from hookdiff.experiment import try_optimizers
-    from hookdiff_lr.chart import draw
     from hookdiff_lr.plugin import distinct_groups
 
     curve, last = plugin.curve(steps), steps - 1  # a restart after the last step must not be drawn
     rates = {name: float(group["lr"]) for name, group in distinct_groups(try_optimizers(config)).items()}
     remarks = list(plugin.remarks(steps))
+
+    def rate_at(name: str, step: int) -> float:
+        return rates[name] * curve.factor(min(step, last))
+
     rows = [
-        (event, step, {name: rate * curve.factor(step) for name, rate in rates.items()})
+        (event, step, {name: rate_at(name, step) for name in rates})
         for event, step in sorted(_events(curve, steps), key=lambda row: row[1])
     ]
-    draw(lambda step: curve.factor(min(step, last)), rates, max(1, last), out)
+    draw_curves({name: partial(rate_at, name) for name in rates}, max(1, last), out)
     use = curve.schedule.use
     if as_json:
         points = [{"what": event, "step": step, **values} for event, step, values in rows]
@@ -120,7 +127,7 @@ def _draw(config: Config, steps: int, plugin: LR, out: Path, as_json: bool) -> N
 
 def _find(config: Config, run: Path | None, plugin: LR, rates: list[float], out: Path, as_json: bool) -> None:
     """Make the range test, draw it, and print the rates at which the loss changes."""
-    from hookdiff_lr.chart import draw_range
+    from hookdiff.authors import draw_charts
     from hookdiff_lr.find import find, trial_loop
     from hookdiff_lr.plugin import distinct_groups
 
@@ -128,7 +135,7 @@ def _find(config: Config, run: Path | None, plugin: LR, rates: list[float], out:
         own = {name: float(group["lr"]) for name, group in distinct_groups(loop.optimizers).items()}
         test = find(loop, rates, plugin.adopted)
     names = list(own)
-    draw_range(test, names[0], out)
+    draw_charts([_chart(test, names[0])], out)
 
     def of_all(rate: float) -> dict[str, float]:
         return {name: float(f"{rate * each / own[names[0]]:.3g}") for name, each in own.items()}
@@ -157,18 +164,25 @@ def _find(config: Config, run: Path | None, plugin: LR, rates: list[float], out:
         click.echo(f"  {line}")
 
 
-def _steps(config: Config, run: Path | None, trust: bool) -> int:
-    """Return the number of updates; if it is given in epochs, the checkpoint of the `run` or the data has the rest."""
-    from hookdiff import build_loop, load_run
+def _chart(test: RangeTest, name: str) -> Chart:
+    """Return the chart of the losses of `test` over its rates; the rate is called `name`."""
+    from hookdiff.authors import Chart
 
-    if config.run.steps is not None:
-        return config.run.steps
-    assert config.run.epochs is not None
-    if run is not None:
-        with load_run(run, device="cpu", trust=trust) as opened:
-            return config.run.epochs * opened.loop.feed.num_batches
-    with tempfile.TemporaryDirectory() as folder:
-        return config.run.epochs * build_loop(config, Path(folder), hooks=()).feed.num_batches
+    marks = {"suggested": test.suggested, "the loss rises": test.rises}
+    shown = {f"{text}: {rate:.2g}": rate for text, rate in marks.items() if rate and test.rates[0] <= rate}
+    return Chart(
+        title="loss after a step at each rate",
+        x_label=name,
+        curve=list(zip(test.rates, test.smooth, strict=True)),
+        name="running median",
+        dots=list(zip(test.rates, test.losses, strict=True)),
+        dots_name="loss",
+        marks=shown,
+        highest=test.limit,
+        log_x=True,
+        log_y=min(test.losses) > 0,
+        height=600,
+    )
 
 
 def _events(curve: RateCurve, steps: int) -> Iterator[tuple[str, int]]:

@@ -82,7 +82,9 @@ def find(loop: Loop, rates: Sequence[float], adopted: Iterable[str] = ()) -> Ran
     """Train `loop`, which has been entered, for a step at each of the rising `rates`, until the loss diverges.
 
     The first group gets the rate, and all others, those of the plugins `adopted` too, keep their ratio to it. The
-    weights change, so this is a loop of its own (Smith 2015, arXiv 1506.01186, section 3.3).
+    weights change, so this is a loop of its own (Smith 2015, arXiv 1506.01186, section 3.3). Gradients need noise, as
+    those of a diffusion have: without, a direction that converged at lower rates must grow from nothing before the loss
+    shows that it diverges.
 
     Raises:
         UserError: the first group has no rate above 0, something else sets the rates, or the loss is not finite at the

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy
 from attrs import evolve, field, frozen
 
+from hookdiff.authors import thin_curve
 from hookdiff.run_dir import is_distance
 from hookdiff_report.events import Mark, marks
 from hookdiff_report.goals import Goal, in_words
@@ -103,7 +104,7 @@ def _logged(runs: Sequence[ReportedRun], lines: Lines) -> Iterator[PlottedCurve]
     for place, run in enumerate(runs):
         for name in shown:
             label, style = lines[name]
-            points = thin(*run.points(name))
+            points = thin_curve(*run.points(name), MOST_POINTS)
             if len(runs) > 1:
                 label = run.label if name == next(iter(lines)) else f"{run.label}: {label}"
                 yield PlottedCurve(label, *points, "dots" if style == "dots" else "line", place)
@@ -128,7 +129,7 @@ def _loss(runs: Sequence[ReportedRun]) -> Plot:
     if not all("loss/smooth" in run.history.series for run in runs):
         caption += f" A loss that the plugin loss has not smoothed is the mean of {SMOOTHED} lines here."
         labels = ["smoothed"] if len(runs) == 1 else [run.label for run in runs]
-        smooth = [PlottedCurve(labels[k], *thin(*run.loss), color=k) for k, run in enumerate(runs)]
+        smooth = [PlottedCurve(labels[k], *thin_curve(*run.loss, MOST_POINTS), color=k) for k, run in enumerate(runs)]
         curves = [*smooth, *(curves if len(runs) == 1 else ())]
     return Plot("loss", "Loss", "loss", caption, curves, log=True, marks=events, names=lines)
 
@@ -282,18 +283,3 @@ def _more(num: int, things: str) -> str:
 
 def _names(runs: Sequence[ReportedRun]) -> list[str]:
     return sorted({name for run in runs for name in run.history.series})
-
-
-def thin(x: Array, y: Array, most: int = MOST_POINTS) -> tuple[Array, Array]:
-    """Return at most `most` points of a curve: of each of equally long parts its lowest and its highest one.
-
-    The first and the last point are kept. A part without a finite value keeps one point, which is a gap.
-    """
-    if len(x) <= most:
-        return x, y
-    kept = {0, len(x) - 1}
-    for part in numpy.array_split(numpy.arange(1, len(x) - 1), most // 2 - 1):
-        finite = part[numpy.isfinite(y[part])]
-        kept |= {finite[y[finite].argmin()], finite[y[finite].argmax()]} if len(finite) else {part[0]}
-    chosen = sorted(kept)
-    return x[chosen], y[chosen]

@@ -44,15 +44,19 @@ class Recorded(Solver):
         self.points.append(at)
         self.frames.append(to_uint8(chain.diffusion.denormalize(shown)))
 
-    def strip(self, columns: int, num: int) -> Panel:
-        """Return a row for each of `num` images; its columns show the noise, x_t at even log-SNR, and the image.
+    def evenly(self, most: int) -> list[int]:
+        """Return the numbers of at most `most` points: the noise, x_t at even log-SNR, and the image.
 
         Equal shares of the steps would not do: most samplers make most of their steps where the noise hides the image.
-        Levels that lead to the same step have one column.
+        Levels may lead to the same point, which then repeats.
         """
-        levels = torch.linspace(-_VISIBLE, _VISIBLE, columns).tolist()[1:-1]
+        levels = torch.linspace(-_VISIBLE, _VISIBLE, most).tolist()[1:-1]
         inner = range(1, len(self.points) - 1)
         near = [min(inner, key=lambda k: abs(self.points[k].log_snr - level)) for level in levels if inner]
-        chosen = list(dict.fromkeys((0, *near, len(self.points) - 1)))
+        return [0, *near, len(self.points) - 1]
+
+    def strip(self, columns: int, num: int) -> Panel:
+        """Return a row for each of `num` images; its columns show each of the points `evenly(columns)` once."""
+        chosen = list(dict.fromkeys(self.evenly(columns)))
         images = torch.stack([self.frames[k][:num] for k in chosen], dim=1).flatten(0, 1)
         return Panel(images, len(chosen), column_names=[self.points[k].label for k in chosen])

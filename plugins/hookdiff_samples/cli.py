@@ -63,6 +63,7 @@ def command(
     labels: str | None,
     images: tuple[Path, ...],
     mask: Path | None,
+    strength: float | None,
     columns: int | None,
     seed: int,
     weights: str | None,
@@ -72,7 +73,7 @@ def command(
     each: Path | None,
     overwrite: bool,
     trust: bool,
-    **options: Any,
+    **sampling: Any,
 ) -> None:
     """Make images from RUN, a run directory, or from one CHECKPOINT in it. The data of the run is not needed.
 
@@ -87,7 +88,6 @@ def command(
     Unless --sampler says otherwise, the sampler is ddim, which adds no noise.
     """
     from hookdiff import load_run
-    from hookdiff.authors import sampler_info
     from hookdiff.cli import chosen_weights
     from hookdiff.diffusion import Sampling
     from hookdiff.log import to_uint8
@@ -113,10 +113,9 @@ def command(
     with load_run(run, settings, device=device, trust=trust) as opened:
         shape = opened.loop.feed.shape
         output.check_shape(shape)
-        options["images"] = read_pictures(files, shape) if files else None
-        options["mask"] = None if mask is None else read_mask(mask, shape)
-        options["strength"] = options["strength"] or (0.8 if mask is None else 1.0)
-        sampling = {key: options.pop(key) for key in ("steps", "sampler", "precision", "compile", "guidance_scale")}
+        pictures = read_pictures(files, shape) if files else None
+        region = None if mask is None else read_mask(mask, shape)
+        strength = strength or opened.usual_strength(region)
         rows = num // (interpolate or 1)
         numbers = opened.labels(words, rows)
         is_between_classes = interpolate and words and len(words) == 2
@@ -124,10 +123,9 @@ def command(
         if interpolate and isinstance(opened.loop.sampler, Sampling):
             sampling["sampler"] = sampling["sampler"] or "ddim"  # fresh noise would hide how the images change
         with chosen_weights(opened, weights) as name, opened.sampling(**sampling):
-            info = sampler_info(opened.loop, opened.in_loop(name))
-            info |= {"step": opened.step, "weights": name, "seed": seed}
+            info = opened.info(name, seed)
             if files:
-                info |= {"images": [file.name for file in files[:num]], "strength": options["strength"]}
+                info |= {"images": [file.name for file in files[:num]], "strength": strength}
             if mask:
                 info["mask"] = mask.name
             if interpolate:
@@ -138,7 +136,8 @@ def command(
                 parts = between_noises(opened, numbers, seed, rows, interpolate)
                 numbers = numbers and tuple(label for label in numbers for _ in range(interpolate))
             else:
-                parts = paced(opened.batches(num, labels=numbers, seed=seed, **options), num, "images")
+                starts: dict[str, Any] = {"images": pictures, "mask": region, "strength": strength}
+                parts = paced(opened.batches(num, labels=numbers, seed=seed, **starts), num, "images")
             classes = [class_name(label, opened.classes) for label in numbers or ()]
             done = 0
             for part in parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hookdiff import UserError
 from hookdiff.authors import by_class, save_animation, sheet
+from hookdiff.cli import check_free
 from hookdiff.data import to_unit_range
 from hookdiff.disk import check_writable, new_file, writing
 from hookdiff.images import (
@@ -105,6 +106,7 @@ class Output:
     between: int = 0  # images of a strip; 0: there are no strips
     _pixels: list[Tensor] = field(factory=list, init=False)  # uint8, n c h w
     _singles: list[Path] = field(factory=list, init=False)  # that are written
+    _replaced: dict[int, list[Path]] = field(factory=dict, init=False)  # pictures of earlier calls, by number
 
     @property
     def is_archive(self) -> bool:
@@ -123,10 +125,11 @@ class Output:
         paths = [path for path in (self.out, self.animation) if path]
         for path in [*paths, *([self.each / single_name(0)] if self.each else [])]:
             check_writable(path)
-        singles = [path for number, path in self._existing() if number < self.num]
-        for path in [*paths, *singles]:
-            if path.exists() and not self.overwrite:
-                raise UserError(f"{path} exists; choose another name, or --overwrite to replace it")
+        for number, path in self._existing():
+            if number < self.num:
+                self._replaced.setdefault(number, []).append(path)
+        for path in [*paths, *chain.from_iterable(self._replaced.values())]:
+            check_free(path, self.overwrite)
 
     def check_shape(self, shape: Sequence[int]) -> None:
         """Raise UserError if images of `shape` (c h w) are no pictures; a grid may have any number of channels."""
@@ -160,6 +163,9 @@ class Output:
                 path = self.each / single_name(number, name)
                 more = {"classes": [name]} if name else {}
                 with writing(path):
+                    for earlier in self._replaced.get(number, ()):  # of another class
+                        if earlier != path:
+                            earlier.unlink(missing_ok=True)
                     Picture(numpy.asarray(as_pillow(image)), {**info, **more, "number": number}).save(path)
                 self._singles.append(path)
 

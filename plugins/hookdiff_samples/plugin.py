@@ -20,7 +20,7 @@ from hookdiff.options import about, between, chosen, one_of
 from hookdiff.run_dir import picture_files
 from hookdiff_samples.between import noise_between
 from hookdiff_samples.chain import Recorded
-from hookdiff_samples.film import filmstrip, growing_up, spread_out
+from hookdiff_samples.film import filmstrip, growing_up
 
 logger = logging.getLogger("hookdiff")
 
@@ -259,7 +259,8 @@ class SampleGrid(Periodic):
         if film := filmstrip(picture_files(loop.run_dir, NAME), _FILMED, info.get("classes", ())):
             _write(loop.run_dir / NAME / "filmstrip.png", evolve(film, info={**info, **film.info}).save)
         if recorded and recorded.is_complete and self.animation != "none":
-            frames = [grid(frame, scale=self.scale).as_pillow() for frame in spread_out(recorded.frames, _FRAMES)]
+            shown = (recorded.frames[k] for k in recorded.evenly(_FRAMES))
+            frames = [grid(frame, scale=self.scale).as_pillow() for frame in shown]
             path = loop.run_dir / NAME / f"denoising.{self.animation}"
             _write(path, lambda path: save_animation(frames, path, frame=80))
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from PIL import Image
 
-from hookdiff import InMemory, UserError
+from hookdiff import Samples, UserError
 from hookdiff.authors.animation import ANIMATION_FORMATS, save_animation
 from hookdiff.log.panel import show
 from hookdiff.log.picture import Picture, read_info
@@ -104,6 +104,7 @@ def test_an_animation_of_large_frames_is_made_smaller(tmp_path: Path, kind: str,
         (torch.zeros(3, 70, 70, dtype=torch.uint8), "70x70x3"),
         (torch.zeros(70, 70), "70x70"),
         ([torch.zeros(1, 70, 70), torch.ones(70, 70)], "78x152"),
+        (Samples(torch.zeros(4, 1, 70, 70), "ema"), "152x152"),
     ],
 )
 def test_a_notebook_shows_images_as_a_png_file(images: Any, expected: str, tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_a_notebook_shows_images_as_a_png_file(images: Any, expected: str, tmp_p
         (torch.zeros(0, 1, 8, 8), ["(0, 1, 8, 8)"]),
         ([], ["a list"]),
         ([torch.zeros(8, 8), torch.zeros(4, 4)], ["a list"]),
-        (InMemory(torch.zeros(4, 1, 8, 8)), ["InMemory", "show(inmemory.images)"]),
+        (Samples(torch.zeros(0, 1, 8, 8), "ema"), ["a Samples"]),
         ("x.png", ["a str"]),
     ],
 )

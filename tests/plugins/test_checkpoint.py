@@ -54,14 +54,17 @@ def test_a_run_killed_in_its_last_save_is_cleaned_up_though_no_step_is_left(tmp_
     assert (folder / "step-00000020" / "manifest.json").read_bytes() == before
 
 
-def test_a_script_that_calls_run_step_saves_at_the_interval(tmp_path):
+@pytest.mark.parametrize("begun", [0, 1])
+def test_a_script_that_calls_run_step_saves_at_the_interval(tmp_path, begun):
     """Also after as many samples as the data has: the batches are its own, and no epoch ends."""
-    loop = toy_loop({"checkpoint": Checkpoint(every=4, keep_last=9)}, run_dir=tmp_path, batch_size=10)
+    loop = toy_loop({"checkpoint": Checkpoint(every=3, keep_last=9)}, run_dir=tmp_path, steps=99, batch_size=10)
     (batch, *_) = loop.feed.batches(0)
     with loop:
-        for _ in range(13):
+        for _ in zip(range(begun), loop.steps(), strict=False):
+            pass  # steps of an epoch that the script leaves
+        for _ in range(13 - begun):
             loop.run_step(batch)
-    assert folders(tmp_path) == names(4, 8, 12, 13)
+    assert folders(tmp_path) == names(3, 6, 9, 12, 13)
     resumed = toy_loop({"checkpoint": Checkpoint()}, run_dir=tmp_path, resume=True, batch_size=10)
     with resumed:
         assert (resumed.progress.step, resumed.progress.position) == (13, 13)

@@ -356,9 +356,11 @@ SAMPLERS = {
     "dpmpp_2m": ("sampling.sampler=dpmpp_2m", "sampling.steps=20"),
     "dpmpp_2m, free": ("sampling.sampler=dpmpp_2m", "sampling.steps=20", "sampling.clipping=none"),
 }
+GUIDED = "sampling.guidance.scale=2.5"
 OWN_LOOPS = [
-    ("classes", THEIRS + "num_class_embeds = 11", ("diffusion.process=vp", "sampling.sampler=ddim")),
+    ("classes", THEIRS + "num_class_embeds = 11", ("diffusion.process=vp", "sampling.sampler=ddim", GUIDED)),
     ("dit", DIT, ("diffusion.process=vp", "sampling.sampler=ddim")),
+    ("dit-guided", DIT, ("diffusion.process=vp", "sampling.sampler=ddim", GUIDED)),
     ("flow", THEIRS, ("diffusion.process=flow", "diffusion.process.shift=3", "sampling.sampler=ddim")),
     ("flow-shifted", THEIRS, ("sampling.sampler=euler", "sampling.spacing={use = 'shifted', shift = 2}")),
     ("edm", THEIRS, ("diffusion.process=edm", "diffusion.process.time_scale=1", "sampling.sampler=euler")),
@@ -424,10 +426,14 @@ class TestWithDiffusers:
         labels = (3, 7, -1) if "embed" in model else None
         noise = torch.stack([torch.randn(1, 8, 8, generator=g) for g in SampleRequest(3).generators()])
         names = {kind: getattr(diffusers, kind) for kind in re.findall(r"(\w+)\.from_pre", out)}
-        names |= {"noise": noise, "labels": torch.tensor([3, 7, 10])}
+        names |= {"noise": noise, "labels": torch.tensor([3, 7, 10]), "torch": torch}
         with torch.no_grad():
             exec(printed, names)
         ours = images(run, 3, "ema", labels=labels)
         assert ours.std() > 0.1
         # EDM's begins with sqrt(sigma_max² + 1)
         torch.testing.assert_close(names["x"], ours, rtol=0, atol=1e-3 if name == "edm" else 5e-5)
+        if GUIDED in settings:
+            words = ("--overwrite", "--set", "sampling.guidance.interval=[0, 2]")
+            code, out, _ = command("export", run, folder, "--to", "diffusers", *words)
+            check_facts(out, "left out: sampling.guidance", "scale=2.5")

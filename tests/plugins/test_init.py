@@ -1,5 +1,6 @@
 """`hookdiff init` writes a config that fits a folder of images, and trains on it."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -147,10 +148,14 @@ def test_a_size_that_no_network_takes_is_refused(hookdiff: Say, side: int, near:
     check_facts(err, f"--image-size {side}", near)
 
 
-def test_the_config_says_which_network_diffusers_loads(hookdiff: Say) -> None:
+def test_the_config_says_which_network_diffusers_loads_and_how_long_it_trains(hookdiff: Say) -> None:
     save("0.png")
-    assert hookdiff("init", "mine", "--minutes", "0.02")[0] == 0
-    check_facts(Path("mine.toml").read_text(), "no class of diffusers", "--model diffusers")
+    code, out, _ = hookdiff("init", "mine", "--minutes", "0.5")
+    config = Path("mine.toml").read_text()
+    assert code == 0
+    check_facts(config, "no class of diffusers", "--model diffusers")
+    for text in (out, config):
+        assert re.search(r"about (29|30|31) s\b", text), text  # the number of steps is rounded
 
 
 @pytest.mark.parametrize("images", [classes, partial(several, 6, "{k}.png", mode="L")], ids=["classes", "grey"])

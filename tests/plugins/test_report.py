@@ -32,7 +32,6 @@ from tests.forked import python
 pytest.importorskip("bokeh", reason="the report needs the extra package bokeh")
 
 from hookdiff_report.cli import command
-from hookdiff_report.curves import thin
 from hookdiff_report.gallery import evenly
 from hookdiff_report.goals import Goal
 from hookdiff_report.run import ReportedRun
@@ -580,22 +579,6 @@ def test_what_is_refused(run: Path, tmp_path: Path, hookdiff: Command, monkeypat
     check_refused(hookdiff("report", run), "metrics.jsonl")
     monkeypatch.setitem(sys.modules, "bokeh", None)
     check_refused(hookdiff("report", run), "bokeh", "pip install 'hookdiff[report]'")
-
-
-CURVE = st.lists(st.floats(width=32), min_size=1, max_size=200)
-
-
-@given(CURVE, st.integers(4, 50))
-def test_thinning_keeps_the_lowest_the_highest_and_both_ends(values: list[float], most: int) -> None:
-    y = numpy.array(values)
-    steps, kept = thin(numpy.arange(len(y), dtype=float), y, most)
-    assert len(steps) <= max(most, 4)
-    assert (numpy.diff(steps) > 0).all()
-    numpy.testing.assert_array_equal(y[steps.astype(int)], kept)
-    assert (steps[0], steps[-1]) == (0, len(y) - 1)
-    finite = y[numpy.isfinite(y)]
-    if len(finite):
-        assert (finite.min(), finite.max()) == (kept[numpy.isfinite(kept)].min(), kept[numpy.isfinite(kept)].max())
 
 
 @given(st.integers(1, 300), st.integers(1, 100))

@@ -214,10 +214,11 @@ def test_single_pictures_have_class_and_description(hookdiff, folder):
     for number, (name, label) in enumerate(zip(names, ("7", "-", "2"), strict=True)):
         made = {"classes": [label], "number": number, "seed": 5, "steps": 3, "step": 3, "weights": "ema"}
         assert made.items() <= info_of(folder / "singles" / name).items()
-    # A picture of the same number is refused, though its class has another name, and is still there after --overwrite.
+    # A picture of the same number is refused and replaced, though its class has another name.
     check_refused(hookdiff(*words, "--labels", "3", "--each", "singles"), "000000-7.png", "--overwrite")
-    out = output(hookdiff(*words, "--labels", "3", "--each", "singles", "--overwrite"))
-    check_facts(out, "singles still has 3 of an earlier call", "000000-7.png")
+    output(hookdiff(*words, "--labels", "3,-1", "--num", 2, "--each", "singles", "--overwrite"))
+    names = [path.name for path in sorted((folder / "singles").iterdir())]
+    assert names == ["000000-3.png", "000001.png", "000002-2.png"]
 
 
 def test_a_name_of_a_class_is_made_fit_for_a_file():

@@ -384,7 +384,7 @@ def test_few_steps_have_a_column_each_in_the_strip(write_config: Callable[..., P
 
 
 @pytest.mark.parametrize("process", ["flow", "vp", "ddpm", "edm"])
-def test_the_columns_of_the_denoising_are_at_even_signal_to_noise(process: str) -> None:
+def test_strip_and_animation_of_the_denoising_are_at_even_signal_to_noise(process: str) -> None:
     diffusion = Diffusion(Process.of(process))
     sampling = Sampling(sampler="ddim", steps=100, clipping="none").fit(diffusion)
     image = torch.randn(1, 3, 32, 32, generator=Generator().manual_seed(1))
@@ -399,12 +399,13 @@ def test_the_columns_of_the_denoising_are_at_even_signal_to_noise(process: str) 
 
     points, recorded = sampling.points(diffusion), Recorded(sampling.sampler or DDIM(), 1)
     evolve(sampling, sampler=recorded).sample(knows_the_image, diffusion, (3, 32, 32), [Generator()], "cpu")
-    shown = recorded.strip(7, 1).images.float()
-    likeness = [float(torch.corrcoef(torch.stack((one.flatten(), shown[-1].flatten())))[0, 1]) for one in shown]
-    # Of an image with variance 1 the noisy one has the correlation sqrt(snr / (1 + snr)).
-    even = torch.linspace(-5, 5, 7).sigmoid().sqrt().tolist()
-    assert likeness[1:-1] == pytest.approx(even[1:-1], abs=0.06)
-    assert abs(likeness[0]) < 0.06
+    for shown in (recorded.strip(7, 1).images, torch.cat([recorded.frames[k] for k in recorded.evenly(32)])):
+        rows = shown.flatten(1).float()
+        likeness = [float(torch.corrcoef(torch.stack((one, rows[-1])))[0, 1]) for one in rows]
+        # Of an image with variance 1 the noisy one has the correlation sqrt(snr / (1 + snr)).
+        even = torch.linspace(-5, 5, len(rows)).sigmoid().sqrt().tolist()
+        assert likeness[1:-1] == pytest.approx(even[1:-1], abs=0.06)
+        assert abs(likeness[0]) < 0.06
 
 
 def test_images_between_two_noises_begin_and_end_with_the_images_of_both(

@@ -1,0 +1,26 @@
+"""Thins curves for drawing, so that no spike is lost."""
+
+import numpy
+from numpy.typing import NDArray
+
+Array = NDArray[numpy.float64]
+
+
+def thin_curve(x: Array, y: Array, most: int) -> tuple[Array, Array]:
+    """Return at most `most` points of a curve: of each of equally long parts its lowest and its highest one.
+
+    The first and the last point are kept. A part without a finite value keeps one point, which is a gap.
+
+    Args:
+        x: places of the points.
+        y: heights of as many points.
+        most: number of points to keep, at least 4.
+    """
+    if len(x) <= most:
+        return x, y
+    kept = {0, len(x) - 1}
+    for part in numpy.array_split(numpy.arange(1, len(x) - 1), most // 2 - 1):
+        finite = part[numpy.isfinite(y[part])]
+        kept |= {finite[y[finite].argmin()], finite[y[finite].argmax()]} if len(finite) else {part[0]}
+    chosen = sorted(kept)
+    return x[chosen], y[chosen]
