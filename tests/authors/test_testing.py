@@ -68,14 +68,14 @@ class Pictures:
 
 
 class Draws:
-    """Logs a number that `draw` returns."""
+    """Logs a number that `random` returns."""
 
-    def __init__(self, draw: Callable[[], float]) -> None:
-        self.draw = draw
+    def __init__(self, random: Callable[[], float]) -> None:
+        self.random = random
 
     @hookimpl
     def before_step(self, loop: Loop) -> None:
-        loop.log({"drawn": self.draw()})
+        loop.log({"drawn": self.random()})
 
 
 @pytest.mark.parametrize(
