@@ -102,7 +102,7 @@ def test_each_public_name_is_installed() -> None:
 
 
 def test_each_template_of_a_package_is_installed_whole() -> None:
-    from hookdiff_new_plugin.templates import KINDS
+    from hookdiff_new_plugin.kinds import KINDS
 
     assert len(KINDS) == 10
     for kind, template in KINDS.items():

@@ -98,11 +98,12 @@ def _print_order(path: Path, names: tuple[str, ...], settings: tuple[str, ...], 
 def _print_markdown(names: tuple[str, ...]) -> None:
     from hookdiff.experiment.discovery import plugin_class
     from hookdiff.options.help import markdown
-    from hookdiff.options.imports import PARTS, installed
+    from hookdiff.options.imports import PARTS, import_object, installed
 
     if not names:
         raise click.UsageError("--markdown needs the NAME of a plugin or part")
     for name in names:
         entries = installed(PARTS).get(name)
         given = frozenset({"params"}) if name.startswith("optimizer.") else frozenset()  # by hookdiff
-        click.echo(markdown(entries[0].load() if entries else plugin_class(name), given), nl=False)
+        found = import_object(entries[0].value, f"the part {name!r}") if entries else plugin_class(name)
+        click.echo(markdown(found, given), nl=False)

@@ -1,12 +1,12 @@
-"""`hookdiff new-plugin`: write a package with a plugin or a part, ready to install, test and change."""
+"""`hookdiff new-plugin`: write a package for a plugin or a part, to begin with."""
 
 from pathlib import Path
 
 import click
 
 from hookdiff import UserError
+from hookdiff_new_plugin.kinds import KINDS, classes_in, write
 from hookdiff_new_plugin.names import check_name
-from hookdiff_new_plugin.templates import KINDS, write
 
 
 @click.command()
@@ -21,10 +21,10 @@ def command(name: str, folder: Path | None, kind: str) -> None:
     The package has a small plugin of the --kind, or a part, with its entry point, tests, README, the workflow of its
     tests, and a config in which it acts. All of it works as it is: change it to what you need.
     """
-    check_name(name)
+    check_name(name, classes=classes_in(kind))
     folder = folder or Path(f"hookdiff-{name.replace('_', '-')}")
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{folder} exists: hookdiff new-plugin {name} DIR writes another folder")
     write(kind, name, folder)
-    click.echo(f"{folder}: the {kind} {name!r}\n  pip install -e '{folder}[test]'\n  cd {folder}\n  pytest")
-    click.echo("  hookdiff run example.toml")
+    click.echo(f"{folder}: the {kind} {name!r}")
+    click.echo(f"  cd {folder}\n  pip install -e '.[test]'\n  pytest\n  hookdiff run example.toml")

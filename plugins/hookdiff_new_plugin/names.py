@@ -4,7 +4,7 @@ import keyword
 import re
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,21 +17,26 @@ _PART = re.compile(r'"([\w-]+)":')
 _CLASS = re.compile(r" as ([A-Z]\w+)")  # that torch.optim imports
 
 
-def check_name(name: str) -> None:
-    """Check that a package may have the name of a plugin or part.
+def check_name(name: str, classes: Collection[str] = ()) -> None:
+    """Check that a package may have the name of a plugin or part. It uses `classes`, and needs one of its own.
 
     Raises:
         UserError: with the nearest good name: it is no identifier in lower case, begins with hookdiff, is a keyword or
-            a module of Python, or that of a plugin, a part or a package that is installed.
+            a module of Python, or that of a plugin, a part or a package that is installed, or its class is taken.
     """
-    if wrong := _why_wrong(name):
+    if wrong := _why_wrong(name, classes):
         good = _spelled(name)
-        while _why_wrong(good):
+        while _why_wrong(good, classes):
             good = f"my_{good}"
         raise UserError(f"{name!r} {wrong}; did you mean {good!r}?")
 
 
-def _why_wrong(name: str) -> str:
+def class_of(name: str) -> str:
+    """Return the name of the class of a plugin or part: "GradNorm" of "grad_norm"."""
+    return "".join(word.capitalize() for word in name.split("_"))
+
+
+def _why_wrong(name: str, classes: Collection[str]) -> str:
     if re.match("hookdiff([_-]|$)", name):
         return "begins with hookdiff, which the name of the package does anyway"
     if keyword.iskeyword(name):
@@ -44,6 +49,8 @@ def _why_wrong(name: str) -> str:
         return "is the name of an installed plugin"
     if name in _parts():
         return "is the name of an installed part"
+    if class_of(name) in classes:
+        return f"needs a class {class_of(name)}, and the package uses another of that name"
     taken = next((one for one in (name, f"hookdiff_{name}") if _is_installed(one)), None)
     return f"is taken: the package {taken} is installed" if taken else ""
 

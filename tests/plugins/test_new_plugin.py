@@ -18,8 +18,8 @@ from hookdiff.experiment.optimizers import OPTIMIZERS
 from hookdiff.options import Choice, import_object
 from hookdiff.options.help import markdown
 from hookdiff_lr import LRSchedule
+from hookdiff_new_plugin.kinds import KINDS
 from hookdiff_new_plugin.names import check_name
-from hookdiff_new_plugin.templates import KINDS
 from tests.conftest import PATIENCE, check_facts, check_refused, contents, output, records, refused
 from tests.forked import python
 
@@ -85,6 +85,8 @@ def test_a_wrong_name_is_refused_with_a_good_one_and_torch_is_not_imported(tmp_p
         "numpy": "my_numpy",
         "networks": "my_networks",  # the package hookdiff_networks
         "wanted": "my_wanted",
+        "loop": "my_loop",  # the package imports a class Loop
+        "value_error": "my_value_error",
         "other": "my_other",
         "named": "my_named",
     }

@@ -23,9 +23,9 @@ class ExampleSampler(Solver):
     def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
         x0, _ = chain.predict(x, start)
         if start.alpha and end.sigma:  # at pure noise and at the image the log-SNR is infinite: a step of first order
-            between = chain.diffusion.process.at(start.ratio ** (1 - self.middle) * end.ratio**self.middle)
-            x0_between, _ = chain.predict(_moved(x, x0, start, between), between)
-            x0 = x0 + (x0_between - x0) / (2 * self.middle)
+            inner = chain.diffusion.process.at(start.ratio ** (1 - self.middle) * end.ratio**self.middle)
+            x0_inner, _ = chain.predict(_moved(x, x0, start, inner), inner)
+            x0 = x0 + (x0_inner - x0) / (2 * self.middle)
         return _moved(x, x0, start, end)
 
 

@@ -8,6 +8,7 @@ from attrs import define, field
 
 from hookdiff import Loop, Sink, TrackedRun, UserError, plugin
 from hookdiff.authors import Call, earlier
+from hookdiff.disk import check_place
 from hookdiff.options import Writes, about
 
 
@@ -34,11 +35,14 @@ class ExampleSink(Sink):
         self.place(run).unlink(missing_ok=True)
 
     def open(self, run: TrackedRun) -> Sequence[Call]:
-        self._file = self.place(run).open("w", encoding="utf-8")
+        path = self.place(run)
+        check_place(path)  # a link must not lead out of the run directory
+        self._file = path.open("w", encoding="utf-8")
         return earlier(run, self)  # the numbers of earlier steps are written again, from the run directory
 
     def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
         if self._file:
+            check_place(Path(self._file.name))
             self._file.write("".join(f"{step} {name} {value!r}\n" for name, value in values.items()))
             self._file.flush()
 

@@ -1,8 +1,11 @@
 """The packages to begin with, and the copy of one under other names."""
 
+import ast
+import builtins
 from pathlib import Path
 
 from hookdiff.disk import new_folder, writing
+from hookdiff_new_plugin.names import class_of
 
 _FOLDER = Path(__file__).with_name("templates")
 _PREFIX = "hookdiff-example-"
@@ -13,10 +16,17 @@ KINDS = {
 }
 
 
+def classes_in(kind: str) -> set[str]:
+    """Return the names of the classes, and of all else, that the template of `kind` imports or Python has."""
+    modules = [ast.parse(path.read_bytes()) for path in KINDS[kind].rglob("*.py")]
+    imports = (node for module in modules for node in ast.walk(module) if isinstance(node, ast.ImportFrom))
+    return {alias.name for node in imports for alias in node.names} | {*vars(builtins)}
+
+
 def write(kind: str, name: str, folder: Path) -> None:
     """Copy the template of `kind` to the new `folder`, with `name`, such as "grad_norm", in place of the example's."""
     template, example = KINDS[kind], f"example_{kind}"
-    names = {example: name, example.replace("_", "-"): name.replace("_", "-"), _class(example): _class(name)}
+    names = {example: name, example.replace("_", "-"): name.replace("_", "-"), class_of(example): class_of(name)}
 
     def renamed(text: str) -> str:
         for old, new in names.items():
@@ -29,7 +39,3 @@ def write(kind: str, name: str, folder: Path) -> None:
                 place = made / renamed(str(path.relative_to(template)))
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_text(renamed(path.read_text("utf-8")), "utf-8")
-
-
-def _class(name: str) -> str:
-    return "".join(word.capitalize() for word in name.split("_"))
