@@ -84,7 +84,7 @@ def _parts() -> set[str]:
     optimizers = {name.lower() for text in of_torch for name in _CLASS.findall(text)}
     packages = {"hookdiff", *(entry.module.partition(".")[0] for entry in entry_points(group="hookdiff.plugins"))}
     files = [file for package in packages for folder in _folders(package) for file in folder.rglob("*.py")]
-    tables = [table for file in files for table in _TABLE.findall(file.read_text("utf-8"))]
+    tables = [table for file in files for table in _TABLE.findall(file.read_text("utf-8", errors="replace"))]
     return published | optimizers | {name for table in tables for name in _PART.findall(table)}
 
 
