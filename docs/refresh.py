@@ -12,7 +12,8 @@ import tomli
 from hookdiff.cli.hooks import contract, example, imports
 from hookdiff.images import PICTURE_FORMATS
 from hookdiff.loop import HOOK_NAMES, Hooks
-from hookdiff.options import Key, argument_texts, import_line, import_object, keys, parts, summary
+from hookdiff.options import argument_texts, import_line, import_object
+from hookdiff.options.help import markdown
 
 ROOT = Path(__file__).parents[1]
 _KEYS = re.compile(r"(<!-- keys of (\S+?)(?: without ([\w, ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -22,24 +23,6 @@ _FORMATS = re.compile(r"(<!-- formats -->\n).*?(<!-- end -->)", re.DOTALL)
 _FACES = re.compile(r"(<!-- faces -->\n).*?(<!-- end -->)", re.DOTALL)
 _PACKAGES = re.compile(r"(<!-- packages -->\n).*?(<!-- end -->)", re.DOTALL)
 _IMPORTS = re.compile(r"(<!-- imports -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def markdown(target: Callable[..., Any], without: frozenset[str] = frozenset()) -> str:
-    """Return the table of the keys of `target`, and one of each kind of part among them."""
-    shown = [key for key in keys(target) if key.name not in without]
-    lines = ["| key | default | |", "|---|---|---|", *map(_row, shown)] if shown else []
-    for key in shown:
-        if not key.kind:
-            continue
-        lines += ["", f"`{key.name}` is one of these, or `module:Name`:", "", "| use | option | default | |"]
-        lines.append("|---|---|---|---|")
-        for use, part in parts(key.kind).items():
-            lines += [f"| `{use}` | | | {summary(part)} |", *(f"| {_row(option)}" for option in keys(part))]
-    return "\n".join(lines) + "\n"
-
-
-def _row(key: Key) -> str:
-    return f"| `{key.name}` | {f'`{key.default}`' if key.default else ''} | {key.help} |"
 
 
 def signature(target: Callable[..., Any]) -> str:

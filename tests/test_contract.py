@@ -36,7 +36,10 @@ SCRIPTS = {ROOT / "plugins" / "hookdiff_features" / "train_classifiers.py"}  # r
 
 MODULES = import_graph.files(ROOT)
 CORE_FILES = sorted(CORE.rglob("*.py"))
-PLUGIN_FILES = sorted(path for package in PACKAGES for path in (ROOT / "plugins" / package).rglob("*.py"))
+TEMPLATES = sorted((ROOT / "plugins" / "hookdiff_new_plugin" / "templates").rglob("*.py"))  # packages of their own
+PLUGIN_FILES = sorted(
+    {path for package in PACKAGES for path in (ROOT / "plugins" / package).rglob("*.py")} - {*TEMPLATES}
+)
 
 
 def name(path: Path) -> str:
@@ -368,7 +371,7 @@ def test_attributes_of_a_loop_are_read_only() -> None:
 # The modules of the core that are promised: `hookdiff` itself, and the faces of its rooms, which have a stub.
 PUBLIC = {"hookdiff", *(f"hookdiff.{stub.parent.name}" for stub in CORE.glob("*/__init__.pyi"))}
 PAGES = sorted(path for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
-EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
+EXAMPLES = [*sorted((ROOT / "examples").rglob("*.py")), *TEMPLATES]
 
 
 def test_no_two_public_names_are_equal() -> None:

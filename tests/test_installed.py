@@ -101,6 +101,17 @@ def test_each_public_name_is_installed() -> None:
         assert getattr(hookdiff, name) is not None
 
 
+def test_each_template_of_a_package_is_installed_whole() -> None:
+    from hookdiff_new_plugin.kinds import KINDS
+
+    assert len(KINDS) == 10
+    for kind, template in KINDS.items():
+        found = {path.relative_to(template).as_posix() for path in template.rglob("*") if path.is_file()}
+        package, test = f"hookdiff_example_{kind}", f"tests/test_example_{kind}.py"
+        wanted = {"pyproject.toml", "README.md", "example.toml", ".github/workflows/test.yml", test}
+        assert found >= {*wanted, f"{package}/__init__.py", f"{package}/py.typed"}, kind
+
+
 def test_each_entry_point_loads() -> None:
     for entry in ENTRIES:
         found = entry.load()

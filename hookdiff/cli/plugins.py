@@ -22,19 +22,28 @@ from hookdiff.experiment.toml_file import read_toml
     callback=checked_by(read_toml),
     help="Print the call order of each hook.",
 )
+@click.option("--markdown", is_flag=True, help="Print only the keys of NAME, as tables in Markdown.")
 @override_options
 def command(
-    names: tuple[str, ...], order: Path | None, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool
+    names: tuple[str, ...],
+    order: Path | None,
+    markdown: bool,
+    plugins: tuple[str, ...],
+    settings: tuple[str, ...],
+    trust: bool,
 ) -> None:
     """List the installed plugins.
 
     With NAME: print a description of these plugins, the import of their class for a script, and the keys of their
-    tables. With --order: print the plugins of CONFIG that each hook calls, in call order.
+    tables. With --markdown, NAME may also be a part of a package, as KIND.NAME. With --order: print the plugins of
+    CONFIG that each hook calls, in call order.
     """
     from hookdiff.options.imports import distribution, import_line, installed
 
     if order is not None:
         _print_order(order, plugins, settings, trust)
+    elif markdown:
+        _print_markdown(names)
     elif names:
         from hookdiff.experiment.discovery import plugin_class, plugin_name
         from hookdiff.options.help import plain_lines
@@ -84,3 +93,17 @@ def _print_order(path: Path, names: tuple[str, ...], settings: tuple[str, ...], 
             place = " (around)" if impl.wrapper else " (first)" if impl.tryfirst else " (last)" * impl.trylast
             called += [impl.plugin_name + place] * (impl.plugin_name != "defaults")
         click.echo(f"{hook:<22} {' > '.join(called) or '-'}")
+
+
+def _print_markdown(names: tuple[str, ...]) -> None:
+    from hookdiff.experiment.discovery import plugin_class
+    from hookdiff.options.help import markdown
+    from hookdiff.options.imports import PARTS, import_object, installed
+
+    if not names:
+        raise click.UsageError("--markdown needs the NAME of a plugin or part")
+    for name in names:
+        entries = installed(PARTS).get(name)
+        given = frozenset({"params"}) if name.startswith("optimizer.") else frozenset()  # by hookdiff
+        found = import_object(entries[0].value, f"the part {name!r}") if entries else plugin_class(name)
+        click.echo(markdown(found, given), nl=False)

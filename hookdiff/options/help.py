@@ -65,6 +65,24 @@ def plain_lines(target: Callable[..., Any]) -> Iterator[str]:
             yield f"    {use:<24}  {summary(part)}{f' ({options})' if options else ''}"
 
 
+def markdown(target: Callable[..., Any], without: frozenset[str] = frozenset()) -> str:
+    """Return the table of the keys of `target`, and one of each kind of part among them."""
+    shown = [key for key in keys(target) if key.name not in without]
+    lines = ["| key | default | |", "|---|---|---|", *map(_row, shown)] if shown else []
+    for key in shown:
+        if not key.kind:
+            continue
+        lines += ["", f"`{key.name}` is one of these, or `module:Name`:", "", "| use | option | default | |"]
+        lines.append("|---|---|---|---|")
+        for use, part in parts(key.kind).items():
+            lines += [f"| `{use}` | | | {summary(part)} |", *(f"| {_row(option)}" for option in keys(part))]
+    return "\n".join(lines) + "\n"
+
+
+def _row(key: Key) -> str:
+    return f"| `{key.name}` | {f'`{key.default}`' if key.default else ''} | {key.help} |"
+
+
 def summary(target: object) -> str:
     """Return the first sentence of the docstring, without its full stop."""
     return (inspect.getdoc(target) or "").partition("\n")[0].removesuffix(".")

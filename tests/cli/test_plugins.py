@@ -1,8 +1,10 @@
 import pytest
 
 from hookdiff.loop.hookspecs import HOOK_NAMES
+from hookdiff.options.help import markdown
 from hookdiff_ema import EMA
-from tests.conftest import check_facts, output
+from hookdiff_muon import muon
+from tests.conftest import check_facts, check_refused, output
 from tests.forked import python
 
 
@@ -21,6 +23,15 @@ def test_a_plugin_is_described_with_the_import_of_its_class_and_its_keys(hookdif
     check_facts(output(hookdiff("plugins", "gradients")), "from hookdiff_gradients import GradientMonitor", "window =")
     by_path = output(hookdiff("plugins", "hookdiff_ema:EMA"))
     check_facts(by_path, "\nfrom hookdiff_ema import EMA\n", "[plugins.ema]", "half_life")
+
+
+def test_the_keys_of_plugins_and_parts_are_printed_as_tables(hookdiff, folder, install):
+    printed = output(hookdiff("plugins", "--markdown", "ema", "optimizer.muon"))
+    assert printed == markdown(EMA) + markdown(muon, frozenset({"params"}))
+    check_facts(printed, "| `ns_steps` | `5` |")
+    install("broken", {"model.abroken": "hd_cli_part:X"}, "hookdiff.parts", hd_cli_part="import hd_nowhere\n")
+    check_refused(hookdiff("plugins", "--markdown", "model.abroken"), "model.abroken", "hd_nowhere")
+    check_refused(hookdiff("plugins", "--markdown"), "NAME")
 
 
 def test_one_broken_plugin_does_not_hide_the_others(hookdiff, folder, install):

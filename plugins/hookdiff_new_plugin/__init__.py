@@ -1,0 +1,1 @@
+"""Writes a package with a plugin or a part to begin with: `hookdiff new-plugin`."""

@@ -1,0 +1,35 @@
+"""Tests of the tracker."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hookdiff import UserError, builtin_plugins
+from hookdiff.authors import assert_any_order, assert_removable, assert_resumes, toy_loop
+from hookdiff.run_dir import METRICS, read_metrics
+from hookdiff_example_sink import ExampleSink
+
+
+def read(path: Path) -> dict[tuple[int, str], float]:
+    """Return the numbers of the file by step and name."""
+    rows = [line.split(" ") for line in path.read_text().splitlines()]
+    return {(int(step), name): float(value) for step, name, value in rows}
+
+
+@pytest.mark.parametrize("promise", [assert_resumes, assert_any_order, assert_removable])
+def test_it_keeps_what_each_plugin_promises(promise: Callable[..., None], tmp_path: Path) -> None:
+    promise(lambda: ExampleSink(path=str(tmp_path / "numbers.txt")))
+
+
+def test_the_file_has_all_numbers_of_the_run(tmp_path: Path) -> None:
+    toy_loop({**builtin_plugins(), "example_sink": ExampleSink()}, run_dir=tmp_path).run()
+    lines = read_metrics(tmp_path / METRICS)
+    assert read(tmp_path / "numbers.txt") == {
+        (line.step, name): value for line in lines for name, value in line.values.items()
+    }
+
+
+def test_a_file_without_a_folder_is_refused() -> None:
+    with pytest.raises(UserError, match="path"):
+        toy_loop({"example_sink": ExampleSink()}).run()

@@ -1,0 +1,191 @@
+"""`hookdiff new-plugin`: its templates work as they are, and so do the packages that are made of them."""
+
+import os
+import re
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+
+from hookdiff import UserError
+from hookdiff.experiment.config import SOURCES
+from hookdiff.experiment.optimizers import OPTIMIZERS
+from hookdiff.options import Choice, import_object
+from hookdiff.options.help import markdown
+from hookdiff_lr import LRSchedule
+from hookdiff_new_plugin.kinds import KINDS
+from hookdiff_new_plugin.names import check_name
+from tests.conftest import PATIENCE, check_facts, check_refused, contents, output, records, refused
+from tests.forked import python
+
+ROOT = Path(__file__).parents[2]
+OLD = ("example_plugin", "example-plugin", "ExamplePlugin")
+
+
+def call(*words: object, folder: Path, paths: tuple[Path, ...] = ()) -> str:
+    """Run Python, with `paths` first among those that it imports from; it must succeed. Return its stdout."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_docs_list_the_kinds() -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text("utf-8")
+    section = page.partition("## Start from a template")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", section, re.M)) == sorted(KINDS)
+    assert next(iter(KINDS)) == "plugin"
+
+
+def test_the_tests_of_the_templates_pass_as_they_are() -> None:
+    files = [file for template in KINDS.values() for file in template.glob("tests/test_*.py")]
+    assert len(files) == len(KINDS)
+    call("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, folder=Path(), paths=tuple(KINDS.values()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_is_small_and_its_readme_has_its_keys(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = KINDS[kind]
+    ((_, entries),) = tomli.loads((template / "pyproject.toml").read_text())["project"]["entry-points"].items()
+    ((_, path),) = entries.items()
+    monkeypatch.syspath_prepend(template)
+    table = markdown(import_object(path, "the template"), frozenset({"params"}))
+    assert f"\n\n{table}\n" in (template / "README.md").read_text()
+    (module,) = template.glob("hookdiff_*/*.py")
+    assert len(module.read_text().splitlines()) <= 60
+
+
+# Names
+
+
+def test_a_wrong_name_is_refused_with_a_good_one_and_torch_is_not_imported(tmp_path: Path, install: Any) -> None:
+    install("wanted", {"wanted": "hd_wanted:X"}, hd_wanted="")
+    install("hookdiff-named", hookdiff_other="")
+    good = {
+        "grad-norm": "grad_norm",
+        "GradNorm": "grad_norm",
+        "2nd": "my_2nd",
+        "größe": "groe",
+        "": "plugin",
+        "hookdiff-mine": "mine",
+        "hookdiff_hookdiff_mine": "mine",
+        "class": "my_class",
+        "None": "my_none",  # a clipping is named so
+        "json": "my_json",
+        "ema": "my_ema",
+        "heun": "my_heun",
+        "adamw": "my_adamw",
+        "unet": "my_unet",
+        "numpy": "my_numpy",
+        "networks": "my_networks",  # the package hookdiff_networks
+        "wanted": "my_wanted",
+        "loop": "my_loop",  # the package imports a class Loop
+        "value_error": "my_value_error",
+        "other": "my_other",
+        "named": "my_named",
+    }
+    code = f"""
+import sys
+from hookdiff import UserError
+from hookdiff.cli import group
+for name in {[*good]}:
+    try:
+        group.main(["new-plugin", name], standalone_mode=False)
+    except UserError as error:
+        print(error)
+print("torch" in sys.modules)
+"""
+    *messages, is_imported = output(python(code, folder=tmp_path, fresh=True)).splitlines()
+    assert is_imported == "False"
+    for (name, better), message in zip(good.items(), messages, strict=True):
+        assert message.startswith(repr(name))
+        assert message.endswith(f"did you mean {better!r}?"), message
+
+
+def all_kinds(kind: type[Choice] = Choice) -> Iterator[type[Choice]]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from all_kinds(one)
+
+
+def test_the_name_of_any_part_is_taken() -> None:
+    ours = [kind for kind in all_kinds() if kind.__module__.startswith("hookdiff")]
+    assert LRSchedule in ours
+    known = {name for kind in ours for name in kind.known} | {*OPTIMIZERS, *SOURCES}
+    for name in known:
+        with refused(UserError, name):
+            check_name(name)
+
+
+def test_what_exists_is_not_overwritten_and_a_kind_without_a_template_is_refused(
+    hookdiff: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a file").write_text("kept")
+    (tmp_path / "hookdiff-mine").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    before = contents(tmp_path)
+    check_refused(hookdiff("new-plugin", "mine"), "hookdiff-mine", "exists", "DIR")
+    for name in ("a file", "link", "."):
+        check_refused(hookdiff("new-plugin", "mine", name), name, "exists")
+    check_refused(hookdiff("new-plugin", "mine", "a file/in it"), "a file")
+    check_refused(hookdiff("new-plugin", "other", "--kind", "weighting"), "weighting", *KINDS)
+    assert contents(tmp_path) == before
+
+
+# Packages
+
+
+def test_a_new_package_is_installed_listed_tested_and_acts_in_its_run(
+    succeed: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    project, site = tmp_path / "hookdiff-path-length", tmp_path / "site"
+    check_facts(succeed("new-plugin", "path_length"), project.name, "pytest")
+    files = contents(project)
+    for path, content in files.items():
+        assert not any(old in f"{path}\n{content.decode()}" for old in OLD), path
+    assert {Path(".github/workflows/test.yml"), Path("hookdiff_path_length/py.typed")} < files.keys()
+
+    options = "--quiet", "--no-deps", "--no-build-isolation", "--target", site
+    call("-m", "pip", "install", *options, project, folder=tmp_path)
+    monkeypatch.syspath_prepend(site)
+    rows = {line.split()[0]: line for line in succeed("plugins").splitlines()}
+    check_facts(rows["path_length"], "hookdiff-path-length 0.1.0")
+    assert succeed("plugins", "path_length", "--markdown") in files[Path("README.md")].decode()
+    call("-m", "pytest", "-q", "-p", "no:cacheprovider", folder=project, paths=(site,))
+    succeed("run", project / "example.toml", "--out", tmp_path / "run")
+    assert all("path_length" in line for line in records(tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_packages_of_all_kinds_work_in_one_fresh_environment(tmp_path: Path) -> None:
+    projects = {kind: tmp_path / f"hookdiff-{kind.replace('_', '-')}-of-mine" for kind in KINDS}
+    for kind, project in projects.items():
+        call("-m", "hookdiff", "new-plugin", f"{kind}_of_mine", project, "--kind", kind, folder=tmp_path)
+    wheels = tmp_path / "wheels"
+    call("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, *projects.values(), folder=tmp_path)
+    venv.create(tmp_path / "env", with_pip=False)
+    fresh = tmp_path / "env" / ("Scripts" if os.name == "nt" else "bin") / "python"
+    (site,) = (tmp_path / "env").rglob("site-packages")
+    (site / "others.pth").write_text("\n".join(path for path in sys.path if path))
+    call("-m", "pip", "--python", fresh, "install", "--no-deps", *wheels.iterdir(), folder=tmp_path)
+
+    def fresh_call(*words: object, folder: Path = tmp_path) -> str:
+        done = subprocess.run(
+            [fresh, *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=2 * PATIENCE
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    sources = [path for project in projects.values() for path in (project / "tests", *project.glob("hookdiff_*"))]
+    fresh_call("-m", "mypy", "--strict", *sources)
+    fresh_call("-m", "pytest", "-q", *(project / "tests" for project in projects.values()))
+    for project in projects.values():
+        fresh_call("-m", "hookdiff", "selftest", "resume", "example.toml", "--steps", 20, folder=project)
