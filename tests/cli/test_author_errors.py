@@ -25,7 +25,7 @@ class Early:
 @pytest.mark.parametrize(
     ("name", "exit_code", "facts"),
     [
-        ("Forgets", 1, ("'forgets'", "'optimizer_step'", "mine.py:7")),
+        ("Forgets", 1, ("'forgets'", "'optimizer_step'", "of_an_author.py:7")),
         ("Early", 2, ("loop.optimizers", "on_start", "'early'", "'prepare_model'")),
     ],
 )
@@ -33,8 +33,8 @@ def test_a_mistake_of_the_author_is_told_with_plugin_and_hook(
     hookdiff, write_config, user_module, tmp_path, monkeypatch, name, exit_code, facts
 ):
     monkeypatch.chdir(tmp_path)
-    user_module("mine", MINE)
+    user_module("of_an_author", MINE)
     write_config()
-    code, _, err = hookdiff("run", "small.toml", "--plugins", f"mine:{name}")  # the fixture refuses a traceback
+    code, _, err = hookdiff("run", "small.toml", "--plugins", f"of_an_author:{name}")  # the fixture refuses a traceback
     assert code == exit_code
     check_facts(err, *facts)
