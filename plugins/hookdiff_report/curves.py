@@ -11,7 +11,7 @@ from hookdiff.authors import thin_curve
 from hookdiff.run_dir import is_distance
 from hookdiff_report.events import Mark, marks
 from hookdiff_report.goals import Goal, in_words
-from hookdiff_report.run import SMOOTHED, Array, ReportedRun
+from hookdiff_report.run import NEIGHBOURS, Array, ReportedRun
 from hookdiff_report.words import count, number, shortened
 
 MOST_POINTS = 2000
@@ -127,7 +127,7 @@ def _loss(runs: Sequence[ReportedRun]) -> Plot:
     events = marks(runs[0]) if len(runs) == 1 else ()
     curves = list(_logged(runs, lines))
     if not all("loss/smooth" in run.history.series for run in runs):
-        caption += f" A loss that the plugin loss has not smoothed is the mean of {SMOOTHED} lines here."
+        caption += f" A loss that the plugin loss has not smoothed is the mean of {NEIGHBOURS} lines here."
         labels = ["smoothed"] if len(runs) == 1 else [run.label for run in runs]
         smooth = [PlottedCurve(labels[k], *thin_curve(*run.loss, MOST_POINTS), color=k) for k, run in enumerate(runs)]
         curves = [*smooth, *(curves if len(runs) == 1 else ())]

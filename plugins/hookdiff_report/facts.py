@@ -34,7 +34,7 @@ def _losses(run: ReportedRun) -> Iterator[Fact]:
         if numpy.isfinite(values).any():
             best = int(numpy.nanargmin(values))
             lowest = f"lowest {number(values[best])} at step {count(steps[best])}"
-            yield title, (number(values[-1]), lowest)
+            yield title, (number(run.newest_loss if title == "Loss, smoothed" else values[-1]), lowest)
 
 
 def _best_distances(run: ReportedRun) -> Iterator[Fact]:
