@@ -42,11 +42,12 @@ def _describe(path: Path, details: Container[str]) -> str:
 
 
 def _measured(path: Path, details: Container[str], most: int = 5, names: int = 4) -> list[str]:
-    """Return the number of lines, the last loss, and the last values of metrics that are logged less often than it."""
-    records = [line.values for line in read_metrics(path)]
+    """Return the number of lines, the last loss with its step, and the last values of what is logged less often."""
+    lines = read_metrics(path)
+    records = [line.values for line in lines]
     counts = Counter(name for record in records for name in record if name not in details)
     found = [f"{len(records)} line" + "s" * (len(records) != 1)]
-    found += [f"loss {record['loss']:.3g}" for record in records if "loss" in record][-1:]
+    found += [f"loss {line.values['loss']:.3g} at step {line.step:,}" for line in lines if "loss" in line.values][-1:]
     usual = counts.get("loss", len(records))  # a plugin may log at other steps, which gives lines without a loss
     rare = sorted((name for name, count in counts.items() if count < usual / 2), key=counts.__getitem__)
     for name in rare[:names]:
