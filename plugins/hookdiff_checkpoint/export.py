@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hookdiff import UserError, listed
+from hookdiff.cli import check_free
 from hookdiff.disk import new_file, write_tensors
 
 SUFFIX = ".safetensors"
@@ -20,11 +21,11 @@ def check_place(out: Path, to: str, overwrite: bool) -> None:
         raise UserError(f"{out}: expected a file name that ends in {SUFFIX}; nearest: {out.name}{SUFFIX}")
     if not out.exists():
         return
-    if not overwrite:
-        raise UserError(f"{out} exists already; choose another name, or --overwrite to replace it")
     earlier = out.is_file() if to == "safetensors" else (out / "scheduler" / "scheduler_config.json").is_file()
     if not earlier:
-        raise UserError(f"{out} is not an export to {to}, so --overwrite does not replace it; choose another name")
+        about = f"is no export to {to}, so not even --overwrite replaces it"
+        raise UserError(f"{out} exists and {about}; choose another name")
+    check_free(out, overwrite)
 
 
 def write_weights(out: Path, net: nn.Module, about: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from hookdiff import listed
-from hookdiff.cli import config_argument, override_options
+from hookdiff.cli import check_output, config_argument, json_option, override_options, overwrite_option
 
 _LISTED = 10  # the most classes, sizes or files in a list
 _DRAWN = 64  # the most images in the picture
@@ -19,15 +19,18 @@ _SHARD_SIZE = 256.0  # MiB
 @click.command()
 @config_argument
 @override_options
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Draw the first batch in this PNG file.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), metavar="FILE", help="Draw the first batch in this PNG file."
+)
+@overwrite_option
+@json_option
 @click.option("--seconds", default=2.0, type=click.FloatRange(0), metavar="X", help="Time to measure the speed.")
 @click.option("--to-shards", type=click.Path(path_type=Path), metavar="DIR", help="Write all samples to tar files.")
 @click.option(
     "--shard-size",
     type=click.FloatRange(0, min_open=True),
-    metavar="MIB",
-    help=f"Size of a tar file.  [default: {_SHARD_SIZE:g}]",
+    metavar="X",
+    help=f"Size of a tar file in MiB.  [default: {_SHARD_SIZE:g}]",
 )
 def command(
     config: Path,
@@ -35,6 +38,7 @@ def command(
     settings: tuple[str, ...],
     trust: bool,
     out: Path | None,
+    overwrite: bool,
     as_json: bool,
     seconds: float,
     to_shards: Path | None,
@@ -46,7 +50,7 @@ def command(
     picture shows the first batch as the model sees it, augmentation included.
 
     With --to-shards there is no report: the samples, as they are before any resizing, are written in their order into
-    tar files in a new folder DIR. The table [data] that trains on them is printed.
+    tar files in the folder DIR. The table [data] that trains on them is printed.
     """
     from hookdiff import load_config
     from hookdiff.disk import writing
@@ -54,11 +58,13 @@ def command(
     from hookdiff.log import save_grid
     from hookdiff_data.report import report
 
+    if out is not None:
+        check_output(out, overwrite)
     checked = load_config(config, plugins, settings, trust=trust)
     if to_shards is not None:
         if out is not None:
             raise click.UsageError("--to-shards makes no report and draws no batch: leave out --out")
-        written = _to_shards(checked, to_shards, shard_size or _SHARD_SIZE)
+        written = _to_shards(checked, to_shards, shard_size or _SHARD_SIZE, overwrite)
         click.echo(json.dumps(written) if as_json else _text(written))
         return
     if shard_size is not None:
@@ -78,13 +84,13 @@ def command(
     click.echo(json.dumps(found) if as_json else "\n".join(f"{name:<12} {text}" for name, text in _rows(found)))
 
 
-def _to_shards(config: Any, folder: Path, size: float) -> dict[str, Any]:
+def _to_shards(config: Any, folder: Path, size: float, overwrite: bool) -> dict[str, Any]:
     """Write the shards, and return what `write_shards` does, with all keys of [data] that the config sets."""
     from hookdiff.experiment import build_feed
     from hookdiff.options import as_toml
-    from hookdiff_data.shards import check_free, write_shards
+    from hookdiff_data.shards import check_place, write_shards
 
-    check_free(folder)  # before the data is looked at
+    check_place(folder, overwrite)  # before the data is looked at
     feed = build_feed(config, decode=False).bind(1, config.run.seed)
     written = write_shards(feed, folder, int(size * 2**20))
     shared = {name: value for keys in config.data.shared.values() for name, value in keys.items()}

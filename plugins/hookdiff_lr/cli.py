@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hookdiff.cli import config_or_run_argument, override_options
+from hookdiff.cli import check_free, config_or_run_argument, json_option, override_options, overwrite_option
 
 if TYPE_CHECKING:
     from hookdiff import Config
@@ -27,19 +27,24 @@ RATES = (1e-5, 10.0)
 @override_options
 @click.option("--find", "finds", is_flag=True, help="Train at growing rates, and suggest one.")
 @click.option(
-    "--steps", type=click.IntRange(40), metavar="N", help=f"With --find: number of rates, by default {STEPS}."
+    "--steps", type=click.IntRange(40), metavar="N", help=f"With --find: number of rates.  [default: {STEPS}]"
 )
 @click.option(
     "--rates",
     nargs=2,
     type=click.FloatRange(0, min_open=True),
-    metavar="LOW HIGH",
-    help=f"With --find: lowest and highest rate, by default {RATES[0]:g} {RATES[1]:g}.",
+    metavar="X X",
+    help=f"With --find: lowest and highest rate.  [default: {RATES[0]:g} {RATES[1]:g}]",
 )
 @click.option(
-    "-o", "--out", type=click.Path(path_type=Path), help="Picture to write, by default NAME-lr.png or NAME-lr-find.png."
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Picture to write.  [default: NAME-lr.png or NAME-lr-find.png, made anew]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
+@overwrite_option
+@json_option
 def command(
     config: Path,
     plugins: tuple[str, ...],
@@ -48,6 +53,7 @@ def command(
     steps: int | None,
     rates: tuple[float, float] | None,
     out: Path | None,
+    overwrite: bool,
     as_json: bool,
     trust: bool,
 ) -> None:
@@ -62,6 +68,8 @@ def command(
     """
     if not finds and (steps or rates):
         raise click.UsageError("--steps and --rates belong to --find")
+    if out is not None:
+        check_free(out, overwrite)
     from hookdiff import UserError, load_config
     from hookdiff.experiment import run_config
     from hookdiff_lr.chart import check_picture

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hookdiff.cli import config_argument, override_options
+from hookdiff.cli import check_output, config_argument, json_option, override_options, overwrite_option
 
 if TYPE_CHECKING:
     from hookdiff_profile.steps import Profile
@@ -22,10 +22,15 @@ _SMALL = 0.001  # share of a step from which on a part has a row of its own
 @click.command()
 @config_argument
 @override_options
-@click.option("--steps", default=20, show_default=True, type=click.IntRange(2), help="Steps of each measurement.")
-@click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace, FILE.json or FILE.json.gz.")
+@click.option(
+    "--steps", default=20, show_default=True, type=click.IntRange(2), metavar="N", help="Steps of each measurement."
+)
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Write a Chrome trace, .json or .json.gz."
+)
+@overwrite_option
 @click.option("--try/--no-try", "tries", default=True, help="Measure changes too; compiling takes a minute or more.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def command(
     config: Path,
     plugins: tuple[str, ...],
@@ -33,6 +38,7 @@ def command(
     trust: bool,
     steps: int,
     trace: Path | None,
+    overwrite: bool,
     tries: bool,
     as_json: bool,
 ) -> None:
@@ -46,12 +52,11 @@ def command(
     from attrs import asdict
 
     from hookdiff import UserError, load_config
-    from hookdiff.disk import check_writable
     from hookdiff_profile.steps import measure
     from hookdiff_profile.trials import tried
 
     if trace is not None:
-        check_writable(trace)
+        check_output(trace, overwrite)
     checked = load_config(config, plugins, settings, trust=trust)
     try:
         found = measure(checked, steps, trace)

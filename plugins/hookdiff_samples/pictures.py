@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hookdiff import UserError
 from hookdiff.authors import by_class, save_animation, sheet
+from hookdiff.cli import check_free
 from hookdiff.data import to_unit_range
 from hookdiff.disk import check_writable, new_file, writing
 from hookdiff.images import (
@@ -125,8 +126,7 @@ class Output:
             check_writable(path)
         singles = [path for number, path in self._existing() if number < self.num]
         for path in [*paths, *singles]:
-            if path.exists() and not self.overwrite:
-                raise UserError(f"{path} exists; choose another name, or --overwrite to replace it")
+            check_free(path, self.overwrite)
 
     def check_shape(self, shape: Sequence[int]) -> None:
         """Raise UserError if images of `shape` (c h w) are no pictures; a grid may have any number of channels."""

@@ -350,7 +350,7 @@ def test_a_run_directory_is_read_and_never_changed(doctor, hookdiff, folder):
     assert not any(name.startswith("logged") for name in names)  # such as that the state of debug is not used
 
     one = next((run / "checkpoints").iterdir())
-    code, out, _ = doctor(one, "--steps", 8, "--json", "--out", folder / "strip.png")
+    code, out, _ = doctor(one, "--steps", 8, "--json", "--out", folder / "strip.png", "--overwrite")
     assert (code, json.loads(out)["losses"]) == (0, found["losses"])
 
 

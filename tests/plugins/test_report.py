@@ -456,7 +456,7 @@ def test_nothing_in_a_run_becomes_markup(tmp_path: Path) -> None:
     panels = [Panel(torch.zeros(1, 1, 8, 8), title=title) for title in (ATTACK, '" onload="alert(3)')]
     sheet(panels, info={"sampler": ATTACK}).with_info(name="samples").save(picture_path(run, "samples", 1))
     for runs in ([run], [run, make_run(tmp_path / "other")]):
-        page = report(*runs, out=tmp_path / "out.html")
+        page = report(*runs, out=tmp_path / f"{len(runs)}.html")
         assert len(page.scripts) == 5
         assert "<" not in "".join(page.scripts[:3])
         assert {one.get("type") for one in page.all("script")} == {"application/json", None}
