@@ -10,6 +10,7 @@ import click
 
 from hookdiff import listed
 from hookdiff.cli import check_output, config_argument, json_option, override_options, overwrite_option
+from hookdiff.terminal import byte_size, rate
 
 _LISTED = 10  # the most classes, sizes or files in a list
 _DRAWN = 64  # the most images in the picture
@@ -100,7 +101,7 @@ def _to_shards(config: Any, folder: Path, size: float, overwrite: bool) -> dict[
 def _text(written: dict[str, Any]) -> str:
     import tomli_w
 
-    counts = f"{written['samples']:,} samples, {written['shards']:,} shards, {written['bytes'] / 2**20:,.1f} MiB"
+    counts = f"{written['samples']:,} samples, {written['shards']:,} shards, {byte_size(written['bytes'])}"
     return f"{counts}; to train on them:\n\n{tomli_w.dumps({'data': written['data']})}"
 
 
@@ -126,7 +127,7 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     workers = f"{store['workers']} workers" if store["workers"] else "the training process"
     text = f"decoded in every epoch by {workers}"
     if store["place"] != "none":
-        text = f"{store['bytes'] / 2**20:,.1f} MiB in {store['path'] or store['device']}"
+        text = f"{byte_size(store['bytes'])} in {store['path'] or store['device']}"
     yield "store", f"{store['place']}: {text}"
     for name, key, note in (("unreadable", "unreadable", ""), ("not finite", "not_finite", " with NaN or infinity")):
         if found[key]["count"] or name == "unreadable":
@@ -138,7 +139,7 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "duplicates", f"{duplicates['count']:,} with the same pixels as another" if duplicates["count"] else "0"
     for group in duplicates["groups"]:
         yield "", " = ".join(group[:3]) + (", ..." if len(group) > 3 else "")
-    yield "speed", f"{found['images_per_second']:,.0f} images/s"
+    yield "speed", rate(found["images_per_second"])
     if picture := found["picture"]:
         yield "picture", f"{picture['path']}: the first {picture['images']} images of epoch 0"
         yield from (("", " ".join(row)) for row in picture["labels"])

@@ -74,7 +74,7 @@ def _make(run: Path, std: float, step: int | None, out: Path | None) -> None:
     with writing(out), new_file(out) as path:
         write_tensors(path, reconstruct(planned))
     count = f"{len(planned.parts)} snapshot" + ("s" if len(planned.parts) > 1 else "")
-    click.echo(f"{out}: std {std:g} at step {planned.step}, of {count}; profile error {planned.error:.2g}")
+    click.echo(f"{out}: std {std:g} at step {planned.step:,}, of {count}; profile error {planned.error:.2g}")
 
 
 def _draw(

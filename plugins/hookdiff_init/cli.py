@@ -73,7 +73,7 @@ def command(
         raise UserError(f"{folder}: the name is not UTF-8, as a config has to be; rename it") from None
     with new_file(out) as partial:
         partial.write_bytes(config)
-    click.echo(f"{out}: {pictures.summary} at {plan.side} x {plan.side}, {plan.steps} steps in about {plan.duration}")
+    click.echo(f"{out}: {pictures.summary} at {plan.side} x {plan.side}, {plan.steps:,} steps in about {plan.duration}")
     click.echo(f"  hookdiff run {out}\n  hookdiff sample runs/{out.stem}")
     if plan.diffusers:
         click.echo(f"  hookdiff export runs/{out.stem} {out.stem} --to diffusers")

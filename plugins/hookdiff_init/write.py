@@ -7,6 +7,7 @@ import tomli_w
 from attrs import define
 
 from hookdiff import listed
+from hookdiff.terminal import in_words
 from hookdiff_init.look import Pictures
 
 _ROWS = 10  # classes that a panel shows
@@ -41,8 +42,7 @@ class Plan:
     @property
     def duration(self) -> str:
         """The time of the training, in words."""
-        minutes = round(self.steps * self.step_seconds / 60)
-        return f"{minutes} minutes" if minutes > 1 else "a minute"
+        return in_words(self.steps * self.step_seconds)
 
 
 def text(pictures: Pictures, plan: Plan, path: Path) -> str:

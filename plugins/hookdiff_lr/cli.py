@@ -116,12 +116,12 @@ def _draw(config: Config, steps: int, plugin: LR, out: Path, as_json: bool) -> N
         about = {"run": config.run.name, "schedule": use, "steps": steps, "picture": str(out), "rates": rates}
         click.echo(json.dumps({**about, "points": points, "remarks": remarks}, indent=2))
         return
-    warmup = f" after {curve.warmup} step{'s' * (curve.warmup != 1)} of warm-up" if curve.warmup else ""
+    warmup = f" after {curve.warmup:,} step{'s' * (curve.warmup != 1)} of warm-up" if curve.warmup else ""
     shape = f"{use}{warmup}" if "lr" in config.plugins else "constant, since the plugin lr is not switched on"
-    click.echo(f"{config.run.name}: {shape}, {steps} steps")
+    click.echo(f"{config.run.name}: {shape}, {steps:,} steps")
     click.echo(f"  {'step':>9}  {'':<20}" + "".join(f"  {name:>12}" for name in rates))
     for event, step, values in rows:
-        click.echo(f"  {step:>9}  {event:<20}" + "".join(f"  {value:>12.4g}" for value in values.values()))
+        click.echo(f"  {step:>9,}  {event:<20}" + "".join(f"  {value:>12.4g}" for value in values.values()))
     for line in (*remarks, out):
         click.echo(f"  {line}")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hookdiff.cli import check_output, config_argument, json_option, override_options, overwrite_option
+from hookdiff.terminal import rate
 
 if TYPE_CHECKING:
     from hookdiff_profile.steps import Profile
@@ -75,8 +76,8 @@ def command(
 
 def table(found: Profile) -> str:
     """Return the parts of a step as lines of text."""
-    rate = found.images / found.seconds
-    lines = [f"{found.seconds * 1000:.1f} ms a step of {found.images} images on {found.device}, {rate:,.0f} images/s"]
+    speed = rate(found.images / found.seconds)
+    lines = [f"{found.seconds * 1000:.1f} ms a step of {found.images:,} images on {found.device}, {speed}"]
     length = "" if found.length is None else f" of {found.length:,}"
     longer = ", since the config has too few for the measurement" if found.is_longer else ""
     lines.append(f"  counted from step {found.first + 1:,}{length}, after the warm-up of the rate{longer}")
@@ -100,7 +101,7 @@ def advice(outcomes: list[Outcome]) -> str:
 
     measured = sorted((each for each in outcomes if each.ratio), key=lambda each: -(each.ratio or 0))
     best = [each for each in measured if (each.ratio or 0) >= WORTH][:_SHOWN]
-    lines = ["try first, with images/s over those of now:" if best else "nothing that was tried is faster:"]
+    lines = ["try first, with img/s over those of now:" if best else "nothing that was tried is faster:"]
     lines += [f"  {each.ratio:.2f}  {each.change}" for each in best or measured]
     if best and (rest := [f"{each.change} {each.ratio:.2f}" for each in measured if each not in best]):
         lines.append(f"  also measured: {', '.join(rest)}")

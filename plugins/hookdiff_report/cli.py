@@ -31,6 +31,7 @@ def command(runs: tuple[Path, ...], out: Path | None, texts: tuple[str, ...], ov
     from hookdiff import shown
     from hookdiff.disk import new_file
     from hookdiff.run_dir import MOST_LINES, History
+    from hookdiff.terminal import byte_size
     from hookdiff_report.goals import Goal
     from hookdiff_report.page import page
 
@@ -57,6 +58,6 @@ def command(runs: tuple[Path, ...], out: Path | None, texts: tuple[str, ...], ov
             partial.write_bytes(data)
     except OSError as error:
         raise UserError(f"{shown(path)}: cannot be written: {error.strerror or error}") from None
-    click.echo(f"{shown(path)}: {len(data) / 1e6:.1f} MB")
+    click.echo(f"{shown(path)}: {byte_size(len(data))}")
     if is_shown:
         click.launch(str(path.resolve()))
