@@ -211,11 +211,10 @@ def _variety(run: ReportedRun) -> Iterator[Plot]:
 def _throughput(runs: Sequence[ReportedRun]) -> Iterator[Plot]:
     paces = [run.pace() for run in runs]
     units = {pace.unit for pace in paces if pace}
-    if len(units) != 1:  # samples and steps cannot share an axis
+    if len(units) != 1:  # images and steps cannot share an axis
         return
-    unit = units.pop()
     caption = (
-        f"Training {unit} per second, from the times of the logged lines. Samples, evaluations and checkpoints between "
+        "The speed of the training, from the times of the logged lines. Samples, evaluations and checkpoints between "
         "two lines slow it down. The time before the first line of each process is left out."
     )
     curves = [
@@ -223,7 +222,7 @@ def _throughput(runs: Sequence[ReportedRun]) -> Iterator[Plot]:
         for place, (run, pace) in enumerate(zip(runs, paces, strict=True))
         if pace
     ]
-    yield Plot("pace", "Throughput", f"{unit} per second", caption, curves)
+    yield Plot("pace", "Throughput", units.pop(), caption, curves)
 
 
 def _by_noise_level(runs: Sequence[ReportedRun]) -> Plot:

@@ -24,7 +24,7 @@ class Pace:
     steps: Array
     rates: Array
     mean: float
-    unit: str  # "samples" or "steps"
+    unit: str  # "img/s" or "steps/s"
     size: float  # of these in a step
 
 
@@ -104,7 +104,7 @@ class ReportedRun:
             return None
         size = asked_number(self.config, "batch_size")
         step, time = step[good] * (size or 1), time[good]
-        unit = "samples" if size else "steps"
+        unit = "img/s" if size else "steps/s"
         return Pace(steps[picked][1:][good], step / time, float(step.sum() / time.sum()), unit, size or 1)
 
     def _process_at(self, times: Array) -> NDArray[numpy.intp]:
