@@ -152,7 +152,9 @@ def _report(config: Config, loop: Loop, reason: str, resume: bool | Path, run_di
         length, made = getattr(config.run, unit), getattr(loop.progress, unit.removesuffix("s"))
         known = f"is already done, with {made:,} of {length:,} {unit}"
         if made > length:
-            known = f"already has {made:,} {unit}, and --{unit} {length} is the length of the run: nothing was trained"
+            known = (
+                f"already has {made:,} {unit}, and --{unit} {length} is the length of the whole run: no step was made"
+            )
         return f"{source} {known}; to train longer: hookdiff resume {source} --{unit} N{out}{and_trust}"
     report = run_summary(loop, reason, config.run.name, time.monotonic() - loop.end.start_time)
     if reason in ("signal", "time") and loop.progress.step and loop.plugins.implement("restore"):

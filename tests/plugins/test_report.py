@@ -404,7 +404,7 @@ def test_several_runs_are_compared(run: Path, tmp_path: Path, monkeypatch: pytes
     check_facts(page.text, "2 runs compared", "first", "second", "optimizer.lr", "0.001", "0.01")
     assert "run.batch_size" not in page.text  # it does not differ
     assert ["machine and versions", "first"] in page.rows
-    assert page.strips == [{"panels": ["ema", "model"], "steps": [20]}, {"panels": ["ema"], "steps": [10]}]
+    assert page.strips == [{"panels": ["ema", "model"], "steps": [10, 20]}, {"panels": ["ema"], "steps": [10]}]
     assert len([one for one in page.all("input") if one["type"] == "radio"]) == 2
     # A plot has the same quantity of all runs: here the loss is smoothed by the report.
     raw = [1 / step for step in range(1, 21)]
@@ -440,6 +440,21 @@ def test_configs_differ_in_types_and_in_ends_of_long_values(tmp_path: Path) -> N
 def test_runs_of_one_name_are_told_apart(run: Path, tmp_path: Path) -> None:
     other = make_run(tmp_path / "other" / "first")
     check_facts(report(run, other, out=tmp_path / "both.html").text, run, other)
+
+
+def test_a_long_loss_is_a_line_of_means_in_a_band(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "long")
+    lines = [
+        {"step": k, "time": 1.0 + k, "loss": 3.0 + (-1) ** k * (1 + (k == 2501)), "loss/smooth": 3.0 + (-1) ** k}
+        for k in range(1, 5001)
+    ]
+    write_lines(run / "metrics.jsonl", lines)
+    page = report(run)
+    low, high = (page.curves("Loss", axis)["as logged"] for axis in ("low", "y"))
+    assert (min(low), set(high)) == (1.0, {4.0})
+    smooth = page.curves("Loss")["smoothed"]
+    assert (smooth[0], smooth[-1]) == (2.0, 4.0)
+    assert set(smooth[1:-1]) == {3.0}
 
 
 def test_nothing_in_a_run_becomes_markup(tmp_path: Path) -> None:
@@ -537,9 +552,9 @@ def test_thousands_of_events_and_steps(run: Path) -> None:
     check_facts(page.text, "5,000 checkpoints", "5,000 void", "norm 500 too large", "reported 500 times")
     check_facts(page.text, "302 rows are left out")  # of two routines and 500 findings
     assert len(page.rows) < 300
-    values = page.curves("Loss")["as logged"]
-    assert len(values) <= 2000
-    assert (min(values), max(values)) == (1e-9, 77.0)
+    low, high = (page.curves("Loss", axis)["as logged"] for axis in ("low", "y"))
+    assert len(low) <= 2000
+    assert (min(low), max(high)) == (1e-9, 77.0)
     assert (run / "report.html").stat().st_size < 3e6
 
 
