@@ -129,7 +129,7 @@ def measure(files: Files, images: int, rounds: int, workers: list[int], folder: 
                 seconds[name].append(time.perf_counter() - began)
     count = images // BATCH * BATCH
     for name, times in seconds.items():
-        rates = [f"{count / statistics.median(times):10,.0f} images/s"]
+        rates = [f"{count / statistics.median(times):10,.0f} img/s"]
         for number in workers:
             base = seconds[f"ImageFolder, {number} workers"]
             ratios = [other / mine for mine, other in zip(times, base, strict=True)]

@@ -165,7 +165,7 @@ def measure_features(rounds: int) -> None:
     }
     in_turns(calls, 1)  # the first call of each allocates
     seconds, _ = in_turns(calls, rounds)
-    speeds = {name: f"{len(images) / statistics.median(times):.1f} images/s" for name, times in seconds.items()}
+    speeds = {name: f"{len(images) / statistics.median(times):.1f} img/s" for name, times in seconds.items()}
     report(f"features of {len(images)} images", seconds, "pytorch-fid", speeds)
 
 

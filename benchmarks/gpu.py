@@ -285,7 +285,7 @@ def train(given: argparse.Namespace) -> Iterator[str]:
         for first in range(0, len(given.contestants), given.together):
             speeds |= race(given, network, given.contestants[first : first + given.together])
         title = f"{network}, batch {NETWORKS[network].batch_size}"
-        yield f"\n| {title} | images/s | to the bare graph | to diffusers, bf16 |"
+        yield f"\n| {title} | img/s | to the bare graph | to diffusers, bf16 |"
         yield "|---|---|---|---|"
         for name, found in speeds.items():
             bare = "bare graph, compiled" if "compile" in name else "bare graph"

@@ -109,7 +109,7 @@ def main() -> None:
         to_bare = seconds[name.replace("hookdiff", "bare").removesuffix(", compiled")]
         cells = [_quartiles(times, to_bare), _quartiles(seconds["pipeline"], times)]
         speed = num / statistics.median(times)
-        print(f"{name:<28}{speed:>7.1f} images/s   to bare calls {cells[0]}   as fast as the pipeline {cells[1]}")
+        print(f"{name:<28}{speed:>7.1f} img/s   to bare calls {cells[0]}   as fast as the pipeline {cells[1]}")
 
 
 def _quartiles(times: list[float], others: list[float]) -> str:

@@ -339,7 +339,7 @@ def report(workloads: dict[str, Workload], device: torch.device, options: argpar
             else:
                 seconds = compare(work, device, extras, options.builds, options.rounds)
                 if is_first:
-                    lines += ["", "| | | a step | images/s | ratio | half within | 95 % of the median |"]
+                    lines += ["", "| | | a step | img/s | ratio | half within | 95 % of the median |"]
                     lines += ["|---|---|---|---|---|---|---|"]
                     is_first = False
                 lines += rows(title, work, seconds)

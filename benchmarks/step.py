@@ -143,7 +143,7 @@ def compare_networks(rounds: int, threads: int) -> None:
                 speeds[keeps].append([float(speed) for speed in child.stdout.readline().split()])
         print(f"\n{name}: ratio to float32, contiguous, kernel, memory returned")
         base = [speed[0] for speed in speeds[False]]
-        print(f"{'':<36}{'returned':<24}kept ({statistics.median(base):.0f} images/s is 1)")
+        print(f"{'':<36}{'returned':<24}kept ({statistics.median(base):.0f} img/s is 1)")
         for at, form in enumerate(FORMS):
             cells = []
             for keeps in (False, True):

@@ -128,7 +128,7 @@ class RunDir:
 
 def _is_used(path: Path) -> UserError:
     return UserError(
-        f"{path} holds an earlier run; continue it with --resume, replace it with --overwrite, or choose another "
+        f"{path} holds an earlier run; add --overwrite to replace it, --resume to continue it, or choose another "
         "directory (in a script: Loop(..., resume=True), builtin_plugins(overwrite=True) or another run_dir)"
     )
 

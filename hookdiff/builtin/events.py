@@ -44,7 +44,7 @@ class Events:
         if resumed:
             self._lines.resume(loop)
         self._step = loop.progress.step
-        text = f"resumed at step {loop.progress.step}" if resumed else "started"
+        text = f"resumed at step {loop.progress.step:,}" if resumed else "started"
         steps = loop.config.expected_steps(loop.progress, loop.feed.num_batches)
         details = {**environment(loop), "steps": steps}
         loop.log.event(Event("resume" if resumed else "start", text, details=details))
@@ -59,7 +59,7 @@ class Events:
     def between_steps(self, loop: Loop, step: Step | None) -> None:
         now, before, self._step = loop.progress.step, self._step, loop.progress.step
         if now < before:
-            loop.log.event(Event("rollback", f"from step {before} back to step {now}", "warning", {"from": before}))
+            loop.log.event(Event("rollback", f"from step {before:,} back to step {now:,}", "warning", {"from": before}))
         if step and step.outcome in _WHY:
             batch = loop.progress.position - 1
             text = f"batch {batch} changed no weight: {_WHY[step.outcome]}"

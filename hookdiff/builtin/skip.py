@@ -30,4 +30,6 @@ class SkipBatches:
                 progress.end_epoch()
             left = len(feed.training) - progress.samples
             progress.consume(min(feed.batch_size, left), "skipped")
-        logger.info("skipped batches: training begins at batch %d instead of %d", progress.position, first)
+        logger.info(
+            "skipped batches: training begins at batch %s instead of %s", f"{progress.position:,}", f"{first:,}"
+        )

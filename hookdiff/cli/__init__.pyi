@@ -1,11 +1,13 @@
 from .arguments import (
     check_exists as check_exists,
     check_free as check_free,
+    check_output as check_output,
     chosen_weights as chosen_weights,
     config_argument as config_argument,
     config_or_run_argument as config_or_run_argument,
     device_option as device_option,
     guidance_option as guidance_option,
+    json_option as json_option,
     override_options as override_options,
     overwrite_option as overwrite_option,
     path_argument as path_argument,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hookdiff.cli.output import say
+from hookdiff.disk.paths import check_writable
 from hookdiff.errors import UnknownWeights, UserError, why_missing
 from hookdiff.experiment.toml_file import read_toml
 from hookdiff.run_dir.layout import run_of
@@ -36,16 +38,6 @@ def check_exists(path: Path) -> None:
     """
     if not path.exists():
         raise UserError(f"{path}: {why_missing(path)}")
-
-
-def check_free(path: Path, overwrite: bool) -> None:
-    """Check that a command may write to `path`: nothing is there, or `--overwrite` is given.
-
-    Raises:
-        UserError: if not.
-    """
-    if path.exists() and not overwrite:
-        raise UserError(f"{path} exists; choose another name, or --overwrite to replace it")
 
 
 def _config_or_run(path: Path) -> None:
@@ -133,7 +125,21 @@ device_option = click.option(
     "--device", metavar="NAME", help="cpu, cuda, cuda:1 or mps.  [default: that of the run, or a GPU if there is one]"
 )
 # For commands that write files.
-overwrite_option = click.option("--overwrite", is_flag=True, help="Replace files that exist.")
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace a file, folder or run that exists.")
+# For commands that print text.
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """Raise UserError if there is something at `path` that may not be replaced."""
+    if not overwrite and os.path.lexists(path):
+        raise UserError(f"{path} exists; add --overwrite to replace it, or choose another name")
+
+
+def check_output(path: Path, overwrite: bool) -> None:
+    """Raise UserError if no file can be written at `path`, or there is one that may not be replaced."""
+    check_writable(path)
+    check_free(path, overwrite)
 
 
 @contextmanager

@@ -13,7 +13,13 @@ from hookdiff.errors import NoCheckpoint, UserError
 @run_argument()
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Change the length of the run to N updates.")
 @click.option("--epochs", type=click.IntRange(1), metavar="N", help="Change the length of the run to N epochs.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Continue in another directory; RUN is not changed.")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Continue in a new directory; RUN is not changed, and no other run replaced.",
+)
 @training_options
 def command(
     run: Path,

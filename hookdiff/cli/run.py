@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hookdiff.cli.arguments import config_argument, training_options
+from hookdiff.cli.arguments import config_argument, overwrite_option, training_options
 from hookdiff.cli.garbage import freeze_modules
 from hookdiff.cli.output import say
 from hookdiff.errors import NoCheckpoint, UserError, nearest
@@ -27,9 +27,11 @@ logger = logging.getLogger("hookdiff")
 @click.command()
 @config_argument
 @training_options
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Run directory.  [default: runs/ and the name]")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), metavar="DIR", help="Run directory.  [default: runs/ and the name]"
+)
 @click.option("--resume", is_flag=True, help="Continue from the newest checkpoint; start anew if there is none.")
-@click.option("--overwrite", is_flag=True, help="Delete an earlier run in the run directory.")
+@overwrite_option
 def command(config: Path, out: Path | None, resume: bool, overwrite: bool, **options: Any) -> None:
     """Train a model from CONFIG, a TOML file."""
     if resume and overwrite:
@@ -148,10 +150,10 @@ def _report(config: Config, loop: Loop, reason: str, resume: bool | Path, run_di
         unit = "steps" if config.run.epochs is None else "epochs"
         source, out = (run_dir, "") if resume is True else (resume, f" --out {run_dir}" * (resume != run_dir))
         length, made = getattr(config.run, unit), getattr(loop.progress, unit.removesuffix("s"))
-        known = f"is already done, with {made} of {length} {unit}"
+        known = f"is already done, with {made:,} of {length:,} {unit}"
         if made > length:
             known = (
-                f"already has {made} {unit}, and --{unit} {length} is the length of the whole run: nothing was trained"
+                f"already has {made:,} {unit}, and --{unit} {length} is the length of the whole run: no step was made"
             )
         return f"{source} {known}; to train longer: hookdiff resume {source} --{unit} N{out}{and_trust}"
     report = run_summary(loop, reason, config.run.name, time.monotonic() - loop.end.start_time)

@@ -9,6 +9,7 @@ from hookdiff.loop.loop import Loop
 from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.run_dir.metrics_jsonl import METRICS, read_metrics
 from hookdiff.run_dir.outcome_json import OUTCOME
+from hookdiff.terminal.words import duration
 
 _VISIBLE = "[!.]*"  # files that are not hidden; there are none if the run stopped before it made its directory
 _ENDS = {"plugin": "stopped by a plugin", "on_nan": "stopped by on_nan", "signal": "stopped by a signal"}
@@ -20,9 +21,8 @@ def run_summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
     end = "out of time" if reason == "time" else _ENDS.get(reason, reason)
     if loop.end.message:
         end = f"{end} ({loop.end.message})"
-    took = f"{int(seconds) // 60}:{int(seconds) % 60:02} min"
     step, epoch = loop.progress.step, loop.progress.epoch
-    done = f"{end} after {step} step{'s' * (step != 1)}, {epoch} epoch{'s' * (epoch != 1)}, in {took}"
+    done = f"{end} after {step:,} step{'s' * (step != 1)}, {epoch:,} epoch{'s' * (epoch != 1)}, in {duration(seconds)}"
     files = [path for path in sorted(loop.run_dir.glob(_VISIBLE)) if path.name != OUTCOME]  # `done` says the same
     rows = [(shown(path), _describe(path, loop.log.details)) for path in files]
     width = max((len(path) for path, _ in rows), default=0)
@@ -32,7 +32,7 @@ def run_summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
 def _describe(path: Path, details: Container[str]) -> str:
     if path.is_dir():
         inside = sorted(path.glob(_VISIBLE), key=lambda one: (one.lstat().st_mtime, one.name))
-        return f"{len(inside)}, newest {shown(inside[-1].name)}" if inside else "empty"
+        return f"{len(inside):,}, newest {shown(inside[-1].name)}" if inside else "empty"
     if path.name == CONFIG:
         return "the whole config; running it again gives the same run"
     try:
@@ -42,11 +42,12 @@ def _describe(path: Path, details: Container[str]) -> str:
 
 
 def _measured(path: Path, details: Container[str], most: int = 5, names: int = 4) -> list[str]:
-    """Return the number of lines, the last loss, and the last values of metrics that are logged less often than it."""
-    records = [line.values for line in read_metrics(path)]
+    """Return the number of lines, the last loss with its step, and the last values of what is logged less often."""
+    lines = read_metrics(path)
+    records = [line.values for line in lines]
     counts = Counter(name for record in records for name in record if name not in details)
-    found = [f"{len(records)} line" + "s" * (len(records) != 1)]
-    found += [f"loss {record['loss']:.3g}" for record in records if "loss" in record][-1:]
+    found = [f"{len(records):,} line" + "s" * (len(records) != 1)]
+    found += [f"loss {line.values['loss']:.3g} at step {line.step:,}" for line in lines if "loss" in line.values][-1:]
     usual = counts.get("loss", len(records))  # a plugin may log at other steps, which gives lines without a loss
     rare = sorted((name for name, count in counts.items() if count < usual / 2), key=counts.__getitem__)
     for name in rare[:names]:

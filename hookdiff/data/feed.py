@@ -110,11 +110,11 @@ class Feed:
         self.epoch = self.weights = None
         self._bind_reader()
         if batch_size < num_ranks:
-            raise UserError(f"batch_size is {batch_size}: too small for {num_ranks} ranks")
+            raise UserError(f"batch_size is {batch_size:,}: too small for {num_ranks} ranks")
         self._check_same()
         if self.exhausted(0):
             way_out = "lower batch_size or set drop_last = false" if len(self.training) else "nothing to train on"
-            raise UserError(f"the data has {len(self.training)} samples, batch_size is {batch_size}: {way_out}")
+            raise UserError(f"the data has {len(self.training):,} samples, batch_size is {batch_size:,}: {way_out}")
         self.reader.check()
         return self
 
@@ -257,7 +257,7 @@ class Feed:
     def _usable_weights(self, weights: Tensor) -> Tensor:
         weights = weights.detach().double().cpu()
         if weights.shape != (len(self.reader),):
-            raise ValueError(f"weights of the shape {tuple(weights.shape)} for {len(self.reader)} samples")
+            raise ValueError(f"weights of the shape {tuple(weights.shape)} for {len(self.reader):,} samples")
         if not (weights.isfinite() & (weights >= 0)).all() or not weights[self.training].any():
             raise ValueError("weights of samples must be finite, at least 0, and not all 0")
         if self.balanced:

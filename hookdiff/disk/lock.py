@@ -107,7 +107,7 @@ def _lock(file: FileIO) -> None:
 
 def is_locked(run_dir: Path) -> bool:
     """Return whether a process, this one or another, holds the lock of `run_dir`."""
-    if run_dir.resolve() in _held:
+    if _held and run_dir.resolve() in _held:
         return True  # and the file is not opened: to close it would release the lock
     try:
         check_kind(run_dir / LOCK)

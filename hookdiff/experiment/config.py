@@ -210,7 +210,7 @@ class Config:
 
 
 def load_config(
-    path: Path,
+    path: str | Path,
     plugins: Iterable[str] = (),
     settings: Iterable[str] = (),
     *,
@@ -236,6 +236,7 @@ def load_config(
     Raises:
         ConfigError: lists every problem.
     """
+    path = Path(path)
     table, problems, settings = read_toml(path), Problems(), sorted(settings, key=_set_order)
     if is_run_dir(path.parent) and (lacking := [key for key in _NAMED if not _names(table, key)]):
         raise ConfigError(

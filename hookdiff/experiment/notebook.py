@@ -9,6 +9,7 @@ import numpy
 from hookdiff.authors.thinning import thin_curve
 from hookdiff.run_dir.history import History, asked_number
 from hookdiff.run_dir.metrics_jsonl import is_distance
+from hookdiff.terminal.words import step_label
 
 _MOST = 8  # curves
 _WIDTH, _HEIGHT = 210, 90  # pixels of a curve
@@ -18,8 +19,7 @@ _DOT = f'<circle cy="{_HEIGHT / 2}" r="3" fill="{_INK}"/>'
 
 def run_html(run: History) -> str:
     """Return a run as HTML; values that are not finite are left out of the curves."""
-    steps, total = f"{run.step:,}", asked_number(run.config, "steps")
-    about = f"{run.state}, step {steps}" + (f" of {total:,}" if total else "")
+    about = f"{run.state}, {step_label(run.step, asked_number(run.config, 'steps'))}"
     if run.outcome.message:
         about += f": {run.outcome.message}"
     parts = [f"<div><b>{escape(run.name)}</b>: {escape(about)}</div>", *_picture(run), *_curves(run)]

@@ -202,7 +202,7 @@ class Run:
 
     def origin(self, weights: str) -> str:
         """Return what people call the weights that a `with` yields: "ema weights of step 1500"."""
-        return f"weights in {weights}" if weights.endswith(_SUFFIX) else f"{weights} weights of step {self.step}"
+        return f"weights in {weights}" if weights.endswith(_SUFFIX) else f"{weights} weights of step {self.step:,}"
 
     @staticmethod
     def in_loop(weights: str) -> str:

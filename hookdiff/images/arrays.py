@@ -22,6 +22,7 @@ from hookdiff.disk.reading import open_file
 from hookdiff.errors import nearest, shown, why_missing
 from hookdiff.images.opened import reason
 from hookdiff.machine.fitting import memory_in_use
+from hookdiff.terminal.words import byte_size
 
 _LARGEST = 1 << 30  # bytes of one image
 
@@ -95,7 +96,7 @@ def _whole(file: IO[bytes], size: int) -> Any:
     """Read an array of `size` bytes."""
     _, memory = memory_in_use(torch.device("cpu"))
     if memory is not None and size > memory:
-        raise ValueError(f"its {size / 2**30:.1f} GiB do not fit in memory")
+        raise ValueError(f"its {byte_size(size)} do not fit in memory")
     return npy.read_array(file, allow_pickle=False)
 
 

@@ -27,6 +27,7 @@ from hookdiff.images.opened import reason
 from hookdiff.images.survey import Kind, Survey, survey
 from hookdiff.images.transforms import Transforms
 from hookdiff.options.structure import structured
+from hookdiff.terminal.words import byte_size
 
 logger = logging.getLogger("hookdiff")
 
@@ -77,7 +78,7 @@ def load_or_make(path: Path, source: Images, transforms: Transforms, skip: bool,
             with locked(path, shared=False):
                 kept = _load(path, len(source), transforms, report=True)
                 if kept is None:
-                    logger.info("data: decoding %d images into %s", len(source), path)
+                    logger.info("data: decoding %s images into %s", f"{len(source):,}", path)
                     _write(path, len(source), survey(source, transforms, skip), fill)
                     kept = _load(path, len(source), transforms)
     except OSError as error:
@@ -136,7 +137,7 @@ def _write(path: Path, num: int, found: Survey, fill: Fill) -> None:
     shape = (num, *found.shape)
     size, free = math.prod(shape), shutil.disk_usage(path.parent).free
     if free < size:  # a mapped file that outgrows its disk kills the process without a message
-        raise UserError(f"{path.parent}: needs {size / 2**30:.2f} GiB, {free / 2**30:.2f} are free")
+        raise UserError(f"{path.parent}: needs {byte_size(size)}, {byte_size(free)} are free")
     with new_folder(path) as folder:
         rows = numpy.memmap(folder / _PIXELS, numpy.uint8, "w+", shape=shape)
         fill(rows, found)

@@ -49,7 +49,7 @@ class Folder:
         if labels == "folder":
             alone = [name for name in self.files if "/" not in name]
             if 0 < len(alone) < len(self.files):
-                where = f"{len(alone)} of {len(self.files)} images are in {path} itself, not in a class folder"
+                where = f"{len(alone):,} of {len(self.files):,} images are in {path} itself, not in a class folder"
                 way_out = "move them, or set labels = 'none' or a file of labels"
                 self.problems.append(f"{where} ({some(alone)}): {way_out}")
             folders = [] if alone else [name.partition("/")[0] for name in self.files]

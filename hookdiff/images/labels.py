@@ -87,12 +87,12 @@ def read_labels(
         for one, other in alike
     ]
     if wrong:
-        problems.append(wrong[0] if len(wrong) == 1 else f"{len(wrong)} lines are wrong:{as_lines(wrong)}")
+        problems.append(wrong[0] if len(wrong) == 1 else f"{len(wrong):,} lines are wrong:{as_lines(wrong)}")
     if strange := sorted(named.difference(files)):
         near = nearest(strange[0], files)
-        problems.append(f"{len(strange)} of its files are not in {root}: {some(strange)}{near}")
+        problems.append(f"{len(strange):,} of its files are not in {root}: {some(strange)}{near}")
     if lacking := [name for name in files if name not in named]:
-        problems.append(f"{len(lacking)} of {len(files)} images have no label: {some(lacking)}")
+        problems.append(f"{len(lacking):,} of {len(files):,} images have no label: {some(lacking)}")
     try:
         numbers, classes = encode([] if problems else [found[name] for name in files])
     except ValueError as error:

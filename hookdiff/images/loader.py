@@ -23,6 +23,7 @@ from hookdiff.images.decoding import Unreadable
 from hookdiff.images.items import LoadedSample, collate
 from hookdiff.images.opened import with_image
 from hookdiff.options.fields import about, between
+from hookdiff.terminal.words import byte_size
 
 _SHM = "/dev/shm"
 
@@ -183,7 +184,7 @@ def _shared_memory() -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOSPC:
             raise
-        size = f" ({_SHM} has {shutil.disk_usage(_SHM).total / 2**20:.0f} MiB)" if os.path.isdir(_SHM) else ""
+        size = f" ({_SHM} has {byte_size(shutil.disk_usage(_SHM).total)})" if os.path.isdir(_SHM) else ""
         raise StorageError(
             f"data.workers: the workers cannot share their samples{size}: {str(error).splitlines()[0]}; give the "
             "container more shared memory (docker run --shm-size=8g), set data.workers = 0, or keep decoded pictures "

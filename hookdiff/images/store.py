@@ -33,6 +33,7 @@ from hookdiff.images.survey import (
 )
 from hookdiff.images.transforms import Transforms, size_text
 from hookdiff.options.fields import Writes, about
+from hookdiff.terminal.words import byte_size
 
 logger = logging.getLogger("hookdiff")
 
@@ -166,13 +167,13 @@ def _fit_condition(name: str, column: Tensor, images: Tensor, transforms: Transf
 
 def _decode_to_memory(source: Images, found: Survey, transforms: Transforms) -> Tensor:
     shape = (len(source), *found.shape)
-    size = torch.Size(shape).numel() / _GIB
-    if size > 1 / 8:
-        logger.info("data: decoding %d images into %.2f GiB of memory", len(source), size)
+    size = torch.Size(shape).numel()
+    if size > _GIB / 8:
+        logger.info("data: decoding %s images into %s of memory", f"{len(source):,}", byte_size(size))
     try:
         pixels = torch.zeros(shape, dtype=torch.uint8)
     except RuntimeError:
-        raise UserError(f"store = 'memory': {size:.2f} GiB of pixels do not fit") from None
+        raise UserError(f"store = 'memory': {byte_size(size)} of pixels do not fit") from None
     _fill(pixels.numpy(), found, source, transforms)
     return pixels
 

@@ -62,7 +62,7 @@ def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
         return Survey(first_stage_shape(kinds, transforms), kinds)
     known, unknown = source.known_kinds() if hasattr(source, "known_kinds") else ([], range(len(source)))
     if len(unknown) > _MANY:
-        logger.info("data: reading the headers of %d images", len(unknown))
+        logger.info("data: reading the headers of %s images", f"{len(unknown):,}")
     found = {(kind.mode, kind.width, kind.height): kind for kind in known}
     unreadable = {}
     for index, kind in with_images(source, unknown, _kind_of, "data: headers"):
@@ -115,16 +115,16 @@ def problems_of(source: Images) -> list[str]:
 def unreadable_problems(unreadable: Collection[str], total: int, skip: bool) -> list[str]:
     """Return a problem if all of the `total` samples are unreadable, or, unless `skip`, if any is."""
     if len(unreadable) == total:
-        return [f"none of the {total} images can be read:{as_lines(unreadable)}"]
+        return [f"none of the {total:,} images can be read:{as_lines(unreadable)}"]
     if unreadable and not skip:
         way_out = "unreadable = 'skip' leaves them out"
-        return [f"{len(unreadable)} of {total} images cannot be read ({way_out}):{as_lines(unreadable)}"]
+        return [f"{len(unreadable):,} of {total:,} images cannot be read ({way_out}):{as_lines(unreadable)}"]
     return []
 
 
 def left_out_text(unreadable: Sequence[str], total: int) -> list[str]:
     """Return the number of unreadable samples and the first one, in words; nothing if there are none."""
-    counts = f"{len(unreadable)} of {total} images cannot be read and are left out"
+    counts = f"{len(unreadable):,} of {total:,} images cannot be read and are left out"
     return [f"{counts}; the first is {unreadable[0]}"] if unreadable else []
 
 
@@ -174,8 +174,8 @@ def _misfits(kinds: list[Kind], transforms: Transforms) -> list[str]:
     for kind in kinds:
         sizes[f"{kind.width} x {kind.height}"] += kind.count
     if len(sizes) > 1:
-        counts = some([f"{count} of {size}" for size, count in sizes.most_common()])
-        problems.append(f"the images have {len(sizes)} sizes ({counts}): set image_size, the side to train on")
+        counts = some([f"{count:,} of {size}" for size, count in sizes.most_common()])
+        problems.append(f"the images have {len(sizes):,} sizes ({counts}): set image_size, the side to train on")
     return problems
 
 

@@ -7,6 +7,7 @@ from attrs import define, evolve, field
 
 from hookdiff.errors import listed
 from hookdiff.log.event import Finding, Severity
+from hookdiff.terminal.words import byte_size
 
 Rule = tuple[object, Finding]  # a condition, and the finding if it is true
 
@@ -131,7 +132,7 @@ def little_learned(where: str, why: str) -> Finding:
 
 def memory_short(used: float, available: float, why: str = "") -> Finding:
     """Return the finding that `used` of the `available` bytes are in use at the peak."""
-    what = f"memory nearly full: {used / 2**20:.0f} of {available / 2**20:.0f} MiB"
+    what = f"memory nearly full: {byte_size(used)} of {byte_size(available)}"
     remedy = "a smaller run.micro_batch, model.gradient_checkpointing, or mixed precision (see `hookdiff plugins`)"
     return Finding("warning", what, why, remedy)
 

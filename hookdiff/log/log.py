@@ -176,7 +176,7 @@ class Log:
         step = self._step if step is None else step
         if self._is_main:
             level = logging.INFO if finding.severity == "info" else logging.WARNING
-            logger.log(level, "step %d: %s", step, finding)
+            logger.log(level, "step %s: %s", f"{step:,}", finding)
         self.event(Event.of(finding), step)
 
     def open(self) -> None:

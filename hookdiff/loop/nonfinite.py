@@ -42,7 +42,7 @@ class NonFinite:
     notes: dict[str, str] = field(factory=dict)  # texts that plugins add in on_nan, by title
 
     def __str__(self) -> str:
-        lines = [f"step {self.step + 1} (batch {self.position}) is not finite: loss {self.loss}"]
+        lines = [f"step {self.step + 1:,} (batch {self.position:,}) is not finite: loss {self.loss}"]
         if self.parameters:
             lines.append(f"gradients not finite: {listed(self.parameters, 3)}")
         if self.names:

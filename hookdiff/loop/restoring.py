@@ -76,13 +76,14 @@ class Restoring:
         with refused_if_unfit("data"):
             facts = saved.get("data", {}).get("facts", {})
             before = facts.get("num_samples", num_samples)
+            counts = f"{num_samples:,} samples to train on; the checkpoint was made with {before:,}"
             moved = _moved(facts.get("classes") or (), tuple(map(str, self.run.feed.classes or ())))
         if seed != own:
             raise UserError(
                 f"the checkpoint was made with the seed {seed}, from which all randomness follows; this run has {own}"
             )
         if before != num_samples:
-            logger.warning("the data has %s samples to train on; the checkpoint was made with %s", num_samples, before)
+            logger.warning("the data has %s", counts)
         if moved and getattr(self.run.objective, "conditional", False):
             raise UserError(f"{moved}; the network has learnt the numbers, so the classes must keep their order")
         if moved:

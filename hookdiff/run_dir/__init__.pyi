@@ -19,6 +19,7 @@ from .lines import Logged as Logged, Tail as Tail, without_times as without_time
 from .metrics_jsonl import (
     DISTANCES as DISTANCES,
     METRICS as METRICS,
+    SMOOTHED as SMOOTHED,
     follow_metrics as follow_metrics,
     is_distance as is_distance,
     read_metrics as read_metrics,

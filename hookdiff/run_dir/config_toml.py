@@ -41,7 +41,7 @@ def flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     waiting = [*config.items()][::-1]  # no recursion: a damaged file may nest tables without end
     while waiting:
         key, value = waiting.pop()
-        if isinstance(value, dict | Mapping):  # the test for a dict is fast
+        if isinstance(value, dict) or isinstance(value, Mapping):  # noqa: SIM101 the test for a dict is fast
             waiting += [(f"{key}.{name}", inner) for name, inner in value.items()][::-1]
         else:
             yield key, value

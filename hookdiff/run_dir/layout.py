@@ -30,7 +30,7 @@ def check_run_dir(path: Path, resume: bool = False, overwrite: bool = False) -> 
     if resume or not path.exists() or (path.is_dir() and is_empty(path)):
         return
     if not overwrite:
-        raise UserError(f"{path} exists; continue it with --resume, replace it with --overwrite, or choose --out DIR")
+        raise UserError(f"{path} exists; add --overwrite to replace it, --resume to continue it, or choose --out DIR")
     if path.is_symlink():
         raise UserError(f"{path} is a symbolic link and is not overwritten")
     if not (path / CONFIG).is_file():

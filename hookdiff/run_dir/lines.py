@@ -122,13 +122,13 @@ class Lines:
         lost = expected - len(kept)
         if found and not expected and not loop.first_step:
             count = len(found.splitlines())
-            logger.warning("%s: replaces the %d line%s of an earlier run", path, count, "s" * (count != 1))
+            logger.warning("%s: replaces the %s line%s of an earlier run", path, f"{count:,}", "s" * (count != 1))
         elif source and lost and existed and self.is_cut:
             last = max((_step(line) for line in kept.splitlines()), default=0)
-            text = f"{lost:,} bytes shorter than at the checkpoint: it ends at step {last}, the run is at step {step}"
+            text = f"{lost:,} bytes shorter than at the checkpoint: it ends at step {last:,}, the run at step {step:,}"
             logger.warning("%s is %s", path, text)
         elif source and lost and self.is_cut and not loop.is_branch:
-            logger.warning("%s is missing; a new one begins after step %d", path, step)
+            logger.warning("%s is missing; a new one begins after step %s", path, f"{step:,}")
         return self._file
 
     def add(self, loop: Loop, line: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Work that takes long and says how far it is, and bars at the bottom of a terminal or in a notebook."""
+"""Work that says how far it is, bars in a terminal or a notebook, and the spelling of times, speeds and sizes."""
 
 import lazy_loader
 

@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from hookdiff.errors import shown
-from hookdiff.terminal.pace import Work, clock, is_shown, shown_by
+from hookdiff.terminal.pace import Work, is_shown, shown_by
+from hookdiff.terminal.words import duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -204,12 +205,12 @@ def long_works(works: Sequence[Work]) -> list[Work]:
 
 
 def work_lines(works: Sequence[Work], width: int) -> list[Table]:
-    """Return a line with a bar for each work that takes long, such as "fid: images  ━━━━━  64/100  0:12 left"."""
+    """Return a line with a bar for each work that takes long, such as "fid: images  ━━━━━  64/100  12 s left"."""
     lines = []
     for work in long_works(works):
         left = work.left()
         parts = [shown(work.what), f"{work.done:,}/{work.total:,} {work.unit}"]
-        parts += [] if left is None else [f"{clock(left)} left"]
+        parts += [] if left is None else [f"{duration(left)} left"]
         lines.append(bar_line(parts, 1, work.done, work.total, width))
     return lines
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from attrs import define, field
 
+from hookdiff.terminal.words import in_words
+
 logger = logging.getLogger("hookdiff.terminal.pace")  # of its own, since every command shows it
 
 _LONG = 20.0  # seconds that are worth a message
@@ -122,19 +124,3 @@ def paced(
 def _show() -> None:
     if _here.shows:
         _here.shows[-1](tuple(_here.works))
-
-
-def in_words(seconds: float) -> str:
-    """Return a time for people: "45 s", "3 min", "2.5 h"."""
-    if seconds < 100:
-        return f"{max(1, round(seconds))} s"
-    return f"{round(seconds / 60)} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def clock(seconds: float) -> str:
-    """Return a time for a bar: "0:12", "3:02:01", "12 d"."""
-    minutes, second = divmod(round(min(seconds, 1e15)), 60)
-    hours, minute = divmod(minutes, 60)
-    if hours >= 100:
-        return f"{hours // 24:,} d"
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -57,7 +57,7 @@ class Arrays:
             low, high = min(float(array[k].min()) for k in some), max(float(array[k].max()) for k in some)
             raise ValueError(
                 f"{path}: holds {array.dtype}: set value_range = [LOW, HIGH], the values of black and white; the first "
-                f"{len(some)} images hold {low} to {high}"
+                f"{len(some):,} images hold {low} to {high}"
             )
         if value_range is not None and not 1e-300 < value_range[1] - value_range[0] < math.inf:  # false for NaN
             raise ValueError(f"value_range must be a low and a high value, both finite, not {list(value_range)}")

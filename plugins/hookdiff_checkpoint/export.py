@@ -19,10 +19,13 @@ def check_place(out: Path, to: str, overwrite: bool) -> None:
     """Raise UserError unless an export may be written to `out`; only an earlier export is ever replaced."""
     if to == "safetensors" and out.suffix != SUFFIX:
         raise UserError(f"{out}: expected a file name that ends in {SUFFIX}; nearest: {out.name}{SUFFIX}")
-    check_free(out, overwrite)
+    if not out.exists():
+        return
     earlier = out.is_file() if to == "safetensors" else (out / "scheduler" / "scheduler_config.json").is_file()
-    if out.exists() and not earlier:
-        raise UserError(f"{out} is not an export to {to}, so --overwrite does not replace it; choose another name")
+    if not earlier:
+        about = f"is no export to {to}, so not even --overwrite replaces it"
+        raise UserError(f"{out} exists and {about}; choose another name")
+    check_free(out, overwrite)
 
 
 def write_weights(out: Path, net: nn.Module, about: Mapping[str, str]) -> str:

@@ -71,7 +71,9 @@ class Logged:
             return None
         near, so_far = nearest(self.best, self._names), "" if is_over else "so far "
         if self._elsewhere:
-            what = f"keep_best: {self.best!r} was logged at step {self._elsewhere}, but {so_far}at no step with a save"
+            step = f"{self._elsewhere:,}"
+            step = f"{self._elsewhere:,}"
+            what = f"keep_best: {self.best!r} was logged at step {step}, but {so_far}at no step with a save"
             remedy = "to save at the steps at which it is logged (plugins.checkpoint.every)"
             return Finding("warning", what, "no checkpoint is kept for it", remedy)
         if not (is_over or near):

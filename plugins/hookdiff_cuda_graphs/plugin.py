@@ -131,7 +131,9 @@ class CudaGraphs:
                 "  the network, the objective or a plugin needs the host: train without it, --plugins no:cuda_graphs"
             ) from error
         what = "passes" if self._parts is None else "passes and update"
-        logger.info("cuda_graphs: %s are recorded at step %d, and replayed from now on", what, loop.progress.step + 1)
+        logger.info(
+            "cuda_graphs: %s are recorded at step %s, and replayed from now on", what, f"{loop.progress.step + 1:,}"
+        )
         if sometimes := [*self._in_passes, *self._in_between]:
             logger.info("cuda_graphs: some steps need the host, because of %s", ", ".join(sometimes))
         return step

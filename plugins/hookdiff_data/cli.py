@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from hookdiff import listed
-from hookdiff.cli import config_argument, override_options
+from hookdiff.cli import check_output, config_argument, json_option, override_options, overwrite_option
+from hookdiff.terminal import byte_size, rate
 
 _LISTED = 10  # the most classes, sizes or files in a list
 _DRAWN = 64  # the most images in the picture
@@ -19,15 +20,18 @@ _SHARD_SIZE = 256.0  # MiB
 @click.command()
 @config_argument
 @override_options
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Draw the first batch in this PNG file.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), metavar="FILE", help="Draw the first batch in this PNG file."
+)
+@overwrite_option
+@json_option
 @click.option("--seconds", default=2.0, type=click.FloatRange(0), metavar="X", help="Time to measure the speed.")
 @click.option("--to-shards", type=click.Path(path_type=Path), metavar="DIR", help="Write all samples to tar files.")
 @click.option(
     "--shard-size",
     type=click.FloatRange(0, min_open=True),
-    metavar="MIB",
-    help=f"Size of a tar file.  [default: {_SHARD_SIZE:g}]",
+    metavar="X",
+    help=f"Size of a tar file in MiB.  [default: {_SHARD_SIZE:g}]",
 )
 def command(
     config: Path,
@@ -35,6 +39,7 @@ def command(
     settings: tuple[str, ...],
     trust: bool,
     out: Path | None,
+    overwrite: bool,
     as_json: bool,
     seconds: float,
     to_shards: Path | None,
@@ -46,7 +51,7 @@ def command(
     picture shows the first batch as the model sees it, augmentation included.
 
     With --to-shards there is no report: the samples, as they are before any resizing, are written in their order into
-    tar files in a new folder DIR. The table [data] that trains on them is printed.
+    tar files in the folder DIR. The table [data] that trains on them is printed.
     """
     from hookdiff import load_config
     from hookdiff.disk import writing
@@ -54,11 +59,13 @@ def command(
     from hookdiff.log import save_grid
     from hookdiff_data.report import report
 
+    if out is not None:
+        check_output(out, overwrite)
     checked = load_config(config, plugins, settings, trust=trust)
     if to_shards is not None:
         if out is not None:
             raise click.UsageError("--to-shards makes no report and draws no batch: leave out --out")
-        written = _to_shards(checked, to_shards, shard_size or _SHARD_SIZE)
+        written = _to_shards(checked, to_shards, shard_size or _SHARD_SIZE, overwrite)
         click.echo(json.dumps(written) if as_json else _text(written))
         return
     if shard_size is not None:
@@ -78,13 +85,13 @@ def command(
     click.echo(json.dumps(found) if as_json else "\n".join(f"{name:<12} {text}" for name, text in _rows(found)))
 
 
-def _to_shards(config: Any, folder: Path, size: float) -> dict[str, Any]:
+def _to_shards(config: Any, folder: Path, size: float, overwrite: bool) -> dict[str, Any]:
     """Write the shards, and return what `write_shards` does, with all keys of [data] that the config sets."""
     from hookdiff.experiment import build_feed
     from hookdiff.options import as_toml
-    from hookdiff_data.shards import check_free, write_shards
+    from hookdiff_data.shards import check_place, write_shards
 
-    check_free(folder)  # before the data is looked at
+    check_place(folder, overwrite)  # before the data is looked at
     feed = build_feed(config, decode=False).bind(1, config.run.seed)
     written = write_shards(feed, folder, int(size * 2**20))
     shared = {name: value for keys in config.data.shared.values() for name, value in keys.items()}
@@ -94,7 +101,7 @@ def _to_shards(config: Any, folder: Path, size: float) -> dict[str, Any]:
 def _text(written: dict[str, Any]) -> str:
     import tomli_w
 
-    counts = f"{written['samples']:,} samples, {written['shards']:,} shards, {written['bytes'] / 2**20:,.1f} MiB"
+    counts = f"{written['samples']:,} samples, {written['shards']:,} shards, {byte_size(written['bytes'])}"
     return f"{counts}; to train on them:\n\n{tomli_w.dumps({'data': written['data']})}"
 
 
@@ -120,7 +127,7 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     workers = f"{store['workers']} workers" if store["workers"] else "the training process"
     text = f"decoded in every epoch by {workers}"
     if store["place"] != "none":
-        text = f"{store['bytes'] / 2**20:,.1f} MiB in {store['path'] or store['device']}"
+        text = f"{byte_size(store['bytes'])} in {store['path'] or store['device']}"
     yield "store", f"{store['place']}: {text}"
     for name, key, note in (("unreadable", "unreadable", ""), ("not finite", "not_finite", " with NaN or infinity")):
         if found[key]["count"] or name == "unreadable":
@@ -132,7 +139,7 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "duplicates", f"{duplicates['count']:,} with the same pixels as another" if duplicates["count"] else "0"
     for group in duplicates["groups"]:
         yield "", " = ".join(group[:3]) + (", ..." if len(group) > 3 else "")
-    yield "speed", f"{found['images_per_second']:,.0f} images/s"
+    yield "speed", rate(found["images_per_second"])
     if picture := found["picture"]:
         yield "picture", f"{picture['path']}: the first {picture['images']} images of epoch 0"
         yield from (("", " ".join(row)) for row in picture["labels"])

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import tarfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,27 +13,33 @@ from typing import Any, BinaryIO
 from attrs import define, field
 
 from hookdiff import Feed, UserError, shown
+from hookdiff.cli import check_free
 from hookdiff.disk import new_folder, write_file, writing
 from hookdiff.terminal import paced
 from hookdiff_data.members import Members, conditions_of, members
 
 _BLOCK = tarfile.BLOCKSIZE
+_CLASSES = "classes.json"
+_SHARD = re.compile(rf"shard-\d+\.tar|{re.escape(_CLASSES)}")  # what is in a folder of shards
 
 
-def check_free(folder: Path) -> None:
-    """Raise UserError if there is something at `folder`, other than an empty folder."""
-    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} exists, and is not overwritten; choose another folder")
+def check_place(folder: Path, overwrite: bool) -> None:
+    """Raise UserError if there is something at `folder`, other than an empty folder; shards may be replaced."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else [""]
+    if os.path.lexists(folder) and not all(map(_SHARD.fullmatch, names)):
+        about = "is no folder of shards, so not even --overwrite replaces it"
+        raise UserError(f"{folder} exists and {about}; choose another name")
+    if names:
+        check_free(folder, overwrite)
 
 
 def write_shards(feed: Feed, folder: Path, most: int) -> dict[str, Any]:
     """Write all usable samples of `feed` into shards of at most `most` bytes, and the names of the classes beside them.
 
-    The folder is there when all of it is written, or not at all. Returns the numbers of "samples", "shards" and
-    "bytes", and as "data" the keys of [data] that read them. Raises UserError for samples that cannot be written, or
-    not alike, and if the folder cannot be written.
+    The folder is there when all of it is written, or not at all, and replaces an earlier one. Returns the numbers of
+    "samples", "shards" and "bytes", and as "data" the keys of [data] that read them. Raises UserError for samples that
+    cannot be written, or not alike, and if the folder cannot be written.
     """
-    check_free(folder)
     data: dict[str, Any] = {"source": "shards", "path": str(folder)}
     with writing(folder), new_folder(folder) as partial:
         with closing(_Writer(partial, most)) as writer:
@@ -43,7 +50,7 @@ def write_shards(feed: Feed, folder: Path, most: int) -> dict[str, Any]:
         if not writer.samples:
             raise UserError("no sample can be read: there is nothing to write")
         if feed.classes:
-            write_file(partial / "classes.json", json.dumps(list(feed.classes)).encode())
+            write_file(partial / _CLASSES, json.dumps(list(feed.classes)).encode())
     if "npy" in sample:
         data["image"] = "npy"
     if conditions := conditions_of(feed, sample):

@@ -21,6 +21,7 @@ from hookdiff.log import (
     warning_if,
 )
 from hookdiff.loop import HOOKS
+from hookdiff.terminal import byte_size
 from hookdiff_debug.measure import DRAWS, Drawn, Inputs, Layer, Level, Outputs, measure_inputs
 from hookdiff_debug.trial import Trial
 
@@ -136,7 +137,7 @@ def check_labels(counts: Sequence[int] | None, unknown: int, conditional: bool) 
     absent, total = [label for label, count in enumerate(counts) if not count], sum(counts)
     least, most = min(counts, default=0), max(counts, default=0)
     return judge(
-        f"{len(counts)} classes of {least} to {most} samples, {unknown} without a label",
+        f"{len(counts):,} classes of {least:,} to {most:,} samples, {unknown:,} without a label",
         error_if(not total, "no sample has a label, and the network uses classes", "labels in the data"),
         warning_if(len(counts) - len(absent) == 1, "all samples are of one class", "to leave out model.num_classes"),
         warning_if(
@@ -184,7 +185,7 @@ def check_times(levels: Sequence[Drawn], std: float) -> Finding:
 def check_loss(trial: Trial) -> Finding:
     """Judge whether the loss is finite, as far as the learning rate has no influence."""
     bad, losses = trial.first_bad, trial.losses
-    nan = f"the loss is not finite at step {bad}"
+    nan = f"the loss is not finite at step {bad or 0:,}"
     return judge(
         f"{losses[0]:.3g} at first, {losses[-1]:.3g} at last",
         error_if(bad and trial.inputs.nonfinite, f"{nan}, nor are the inputs", "data without these samples"),
@@ -203,8 +204,8 @@ def check_learning(trial: Trial, trained: bool = False, resumed: bool = False) -
     first, peak, end = trial.mean_loss(slice(4)) if trained else losses[0], max(losses), means[-1]
     # At first, and at the end of a warm-up: later on the weights are larger, and the ratio is smaller.
     change = max(statistics.median(part or [math.nan]) for part in (trial.changes[:8], trial.changes[-8:]))
-    numbers = f"loss {first:.3g} to {end:.3g} in {len(losses)} steps, with a peak of {peak:.3g} at step "
-    numbers += f"{losses.index(peak) + 1}; learning rate {rate:.3g}; an update changes the weights by {percent(change)}"
+    numbers = f"loss {first:.3g} to {end:.3g} in {len(losses):,} steps, with a peak of {peak:.3g} at step "
+    numbers += f"{losses.index(peak) + 1:,}; learning rate {rate:.3g}; an update changes weights by {percent(change)}"
     # Batches of a trained network differ by more than what it still learns.
     back = not trained and end > BACK * first and (peak > PEAK * first or change > LARGE_CHANGE)
     wild = not trained and end > STILL_HIGH * first and change > WILD_CHANGE
@@ -213,7 +214,7 @@ def check_learning(trial: Trial, trained: bool = False, resumed: bool = False) -
     flat = not trained and end > FLAT * first
     other = f"a longer trial (--steps) or a {'higher' if change < SMALL_CHANGE else 'lower'} rate; a warm-up is slow"
     too_high = rate_too_high(numbers, rate, "error")
-    stopped = evolve(too_high, why=f"loss or gradient not finite at step {bad or len(losses)}, with lr {rate:.3g}")
+    stopped = evolve(too_high, why=f"loss or gradient not finite at step {bad or len(losses):,}, with lr {rate:.3g}")
     return judge(
         numbers,
         (check_loss(trial).severity == "error", Finding("ok", "not judged, because the loss is not finite")),
@@ -339,11 +340,11 @@ def check_length(parameters: int, images: int, values: int, batch_size: int, ste
     epochs = steps * batch_size / images
     by_heart = epochs > MANY_EPOCHS and parameters > images * values
     return judge(
-        f"{steps:.0f} steps of {batch_size} are {epochs:.3g} epochs of {images} images; {parameters} parameters, "
-        f"{parameters / images:.3g} an image",
+        f"{steps:,.0f} steps of {batch_size:,} are {epochs:.3g} epochs of {images:,} images; "
+        f"{parameters:,} parameters, {parameters / images:.3g} an image",
         warning_if(batch_size < SMALL_BATCH, "small batch", "a larger batch_size: gradients are noisy"),
         warning_if(batch_size > LARGE_BATCH * images, "batch above a quarter of the data", "a smaller batch_size"),
-        warning_if(steps * batch_size < FEW_IMAGES, "short training", "some 50000 images or more, over all steps"),
+        warning_if(steps * batch_size < FEW_IMAGES, "short training", "some 50,000 images or more, over all steps"),
         warning_if(by_heart, "the network can learn the images by heart", "more data, flips, dropout, or fewer steps"),
     )
 
@@ -375,6 +376,6 @@ def check_time(parts: Mapping[str, float], per_step: float) -> Finding:
 
 def check_memory(peak: float, available: float | None) -> Finding:
     """Judge the peak bytes of a step beside the `available` ones, if the device has memory of its own."""
-    numbers, limit = f"{peak / 2**20:.0f} MiB at the peak of a step", available or math.inf
-    numbers += f", of {limit / 2**20:.0f}" if available else ""
+    numbers, limit = f"{byte_size(peak)} at the peak of a step", available or math.inf
+    numbers += f", of {byte_size(limit)}" if available else ""
     return judge(numbers, (peak > FULL * limit, memory_short(peak, limit)))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli import config_or_run_argument, override_options
+from hookdiff.cli import check_output, config_or_run_argument, json_option, override_options, overwrite_option
 
 
 @click.command()
@@ -16,17 +16,22 @@ from hookdiff.cli import config_or_run_argument, override_options
     default=50,
     show_default=True,
     type=click.IntRange(2),
+    metavar="N",
     help="Updates of the trial. If the learning rate of a CONFIG is still rising then, more follow: through the"
     " warm-up in growing strides, and 25 at the full rate.",
 )
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Draw images and predictions in this PNG file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), metavar="FILE", help="Draw images and predictions in this PNG file."
+)
+@overwrite_option
+@json_option
 def command(
     path: Path,
     plugins: tuple[str, ...],
     settings: tuple[str, ...],
     steps: int,
     out: Path | None,
+    overwrite: bool,
     as_json: bool,
     trust: bool,
 ) -> None:
@@ -44,16 +49,15 @@ def command(
     from attrs import asdict
 
     from hookdiff import UserError, load_config
-    from hookdiff.disk import check_writable
     from hookdiff.run_dir import CONFIG, run_of
     from hookdiff_debug.checks import cause
     from hookdiff_debug.doctor import as_text, examine
 
     run = path if path.is_dir() else None
     place = run_of(run) / CONFIG if run else path
-    config = load_config(place, plugins, settings, trust=trust)
     if out is not None:
-        check_writable(out)
+        check_output(out, overwrite)
+    config = load_config(place, plugins, settings, trust=trust)
     with tempfile.TemporaryDirectory() as folder:
         try:
             report = examine(config, run, steps, Path(folder), out)

@@ -14,6 +14,7 @@ from hookdiff.authors import ROWS, Collected, ImageMetric, data_features
 from hookdiff.log import grid
 from hookdiff.machine import gathered_or_raised
 from hookdiff.options import about
+from hookdiff.terminal import duration
 from hookdiff_diversity.copies import Copies, copies
 from hookdiff_diversity.diagnosis import KINDS, Diagnosis, diagnose_samples
 from hookdiff_diversity.modes import modes
@@ -83,7 +84,7 @@ class Diversity(ImageMetric):
         step = loop.progress.step
         alarms = [self._alarms.news(step, kind, finding if kind == found.kind else None) for kind in KINDS]
         news = next(filter(None, alarms), None)
-        loop.log.report(news or Finding("info", f"{what}: {found.why} ({seconds:.1f} s)"))
+        loop.log.report(news or Finding("info", f"{what}: {found.why} ({duration(seconds)})"))
 
     def _compare(self, loop: Loop, samples: Tensor) -> tuple[dict[str, float], Diagnosis, Copies]:
         assert self._training is not None

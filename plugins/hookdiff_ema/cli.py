@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hookdiff import UserError
-from hookdiff.cli import check_exists, override_options, path_argument
+from hookdiff.cli import check_exists, check_output, override_options, overwrite_option, path_argument
 
 if TYPE_CHECKING:
     from hookdiff_ema.profiles import Floats
@@ -15,19 +15,22 @@ if TYPE_CHECKING:
 
 @click.command()
 @path_argument("path", check_exists, "RUN|CONFIG")
-@click.option("--std", type=float, help="Width of the average to make, as a share of the training time.")
+@click.option("--std", type=float, metavar="X", help="Width of the average to make, as a share of the training time.")
 @click.option("--draw", is_flag=True, help="Draw how much each past step weighs in the averages of a CONFIG or RUN.")
 @click.option(
     "--step",
     type=click.IntRange(1),
-    help="Last step of the average, by default that of the last snapshot; with --draw that of the training.",
+    metavar="N",
+    help="Last step of the average.  [default: that of the last snapshot; with --draw that of the training]",
 )
 @click.option(
     "-o",
     "--out",
     type=click.Path(path_type=Path),
-    help="File to write, by default RUN/ema-step-STEP-std=STD.safetensors; with --draw NAME-ema.png.",
+    metavar="FILE",
+    help="File to write.  [default: RUN/ema-step-STEP-std=STD.safetensors, with --draw NAME-ema.png; made anew]",
 )
+@overwrite_option
 @override_options
 def command(
     path: Path,
@@ -35,6 +38,7 @@ def command(
     draw: bool,
     step: int | None,
     out: Path | None,
+    overwrite: bool,
     plugins: tuple[str, ...],
     settings: tuple[str, ...],
     trust: bool,
@@ -46,6 +50,8 @@ def command(
     """
     if draw and std is not None:
         raise UserError(f"--std {std:g} is not for --draw: --set plugins.ema.std={std:g} draws this width")
+    if out is not None:
+        check_output(out, overwrite)
     if draw:
         _draw(path, step, out, plugins, settings, trust)
         return
@@ -68,7 +74,7 @@ def _make(run: Path, std: float, step: int | None, out: Path | None) -> None:
     with writing(out), new_file(out) as path:
         write_tensors(path, reconstruct(planned))
     count = f"{len(planned.parts)} snapshot" + ("s" if len(planned.parts) > 1 else "")
-    click.echo(f"{out}: std {std:g} at step {planned.step}, of {count}; profile error {planned.error:.2g}")
+    click.echo(f"{out}: std {std:g} at step {planned.step:,}, of {count}; profile error {planned.error:.2g}")
 
 
 def _draw(

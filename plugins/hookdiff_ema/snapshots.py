@@ -120,7 +120,7 @@ def plan(snapshots: Sequence[Snapshot], std: float, step: int | None = None) -> 
     newest, start = snapshots[-1].step, snapshots[-1].start
     step = newest if step is None else step
     if not start < step <= newest:
-        raise UserError(f"step {step} is outside of the range of the snapshots: {snapshots[0].step} to {newest}")
+        raise UserError(f"step {step:,} is outside of the range of the snapshots: {snapshots[0].step:,} to {newest:,}")
     times, stds = [s.updates for s in snapshots], [s.std for s in snapshots]
     unit = max(_UNIT[snapshot.dtype] for snapshot in snapshots)
 
@@ -138,9 +138,11 @@ def plan(snapshots: Sequence[Snapshot], std: float, step: int | None = None) -> 
             if fine
         ]
         if ranges := ", ".join(f"{run[0]:.3g} to {run[-1]:.3g}" for run in runs):
-            raise UserError(f"std {std:g} is outside of the range of the snapshots at step {step}: {ranges}")
+            raise UserError(f"std {std:g} is outside of the range of the snapshots at step {step:,}: {ranges}")
         near = min((snapshot.step for snapshot in snapshots), key=lambda other: abs(other - step))
-        raise UserError(f"the snapshots determine no average at step {step}; the nearest snapshot is at step {near}")
+        raise UserError(
+            f"the snapshots determine no average at step {step:,}; the nearest snapshot is at step {near:,}"
+        )
     weights = found.weights[:, 0].tolist()
     # A snapshot of weight 0 is not read: an average that was saved comes from its own snapshot alone.
     parts = [(snapshot, weight) for snapshot, weight in zip(snapshots, weights, strict=True) if abs(weight) > 1e-12]
@@ -174,7 +176,7 @@ def reconstruct(planned: Reconstruction) -> dict[str, Tensor]:
 def _about(file: Any) -> _About:
     about = structured(_About, json.loads((file.metadata() or {}).get(_ABOUT, "{}")))
     if not about.start < about.step:
-        raise ValueError(f"step {about.step} is not after start {about.start}")
+        raise ValueError(f"step {about.step:,} is not after start {about.start:,}")
     return about
 
 

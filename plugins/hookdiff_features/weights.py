@@ -93,6 +93,7 @@ def _fetch(published: Published, file: Path, who: str) -> None:
         raise UserError(
             f"{who}: its weights cannot be downloaded ({error}); on a machine with a network fetch {published.url} and "
             f"put it at {file}, or set weights = FILE (of hookdiff fid: --feature-weights FILE)"
+            "\n  Without a download: 'digits' for grey images of 8 x 8, 'fashion-mnist' for those of 28 x 28."
         ) from None
 
 

@@ -13,9 +13,10 @@ import click
 from hookdiff import UserError
 from hookdiff.cli import (
     check_exists,
-    check_free,
+    check_output,
     device_option,
     guidance_option,
+    json_option,
     overwrite_option,
     path_argument,
     seed_option,
@@ -54,8 +55,10 @@ _MADE = ("weights", "step", "seed", "sampler", "steps", "guidance", "guidance_sc
 @seed_option
 @weights_option
 @device_option
-@click.option("--save", type=click.Path(path_type=Path), help="Write mean and covariance of A to this NPZ file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each recipe.")
+@click.option(
+    "--save", type=click.Path(path_type=Path), metavar="FILE", help="Write mean and covariance of A to this NPZ file."
+)
+@json_option
 @overwrite_option
 @trust_option
 def command(
@@ -83,7 +86,8 @@ def command(
     B, as in `hookdiff sample`.
 
     In the space "inception" the Fréchet distance is FID. Compare only values of the same space, recipe and number of
-    images. The floor is the distance that a perfect model would have with as many images as A.
+    images. The floor is the distance that a perfect model would have with as many images as A. With --json, each recipe
+    has a line with an object of its own.
     """
     import json
 
@@ -176,14 +180,12 @@ def _check(space: Space, sets: Sequence[ImageSet | Statistics]) -> None:
 
 
 def _check_save(save: Path, recipe: str | None, overwrite: bool) -> None:
-    from hookdiff.disk import check_writable
 
     if save.suffix != ".npz":
         raise UserError(f"--save {save}: expected a name that ends in .npz")
     if recipe == _ALL:
         raise UserError("--save with --recipe all: name one recipe, since a file has the statistics of one")
-    check_free(save, overwrite)
-    check_writable(save)
+    check_output(save, overwrite)
 
 
 def _few(images: Sequence[ImageSet]) -> str:

@@ -13,7 +13,7 @@ from hookdiff import Every, Loop, UserError, hookimpl, parse_every, saved
 from hookdiff.authors import Collected, Gaussian, ImageMetric, data_features
 from hookdiff.machine import first_rank_says, gathered_or_raised
 from hookdiff.options import COUNT, about, is_time
-from hookdiff.terminal import in_words
+from hookdiff.terminal import duration, in_words
 from hookdiff_fid.compare import METRICS, Metric, compare, floor_of, too_few
 from hookdiff_fid.statistics import read_statistics
 
@@ -79,7 +79,7 @@ class FID(ImageMetric):
             self.target = data_features(loop.feed, loop.feed.training, self.space, "fid: the training images")
         made = self.generated.features(loop.num_ranks, "fid: images")  # the first image takes longer than others
         if isinstance(self.target, Gaussian) and made.moments.dim != len(self.target.mean):
-            counts = f"{len(self.target.mean)} features, the space {self.space.name!r} has {made.moments.dim}"
+            counts = f"{len(self.target.mean):,} features, the space {self.space.name!r} has {made.moments.dim:,}"
             raise UserError(f"[plugins.fid] reference = {self.reference!r} has {counts}")
         before, limit, most = self.num, self.time_budget.amount, self.num_samples
         self.num = (before and min(before, most)) if limit else most
@@ -128,8 +128,9 @@ class FID(ImageMetric):
             against = f"{self.target.num:,} of the data" if isinstance(self.target, Collected) else self.reference
             floor = f", about {self.floor:.4g} for a perfect model" if self.floor is not None else ""
             floor += f", {lacking}" if (lacking := too_few(made, self.target, self.metrics)) else ""
-            message = "%s %.4g at step %d: %s images of %s against %s%s, %.1f s"
-            counts = (loop.progress.step, f"{self.num:,}", weights, against, floor, time.monotonic() - start)
+            message = "%s %.4g at step %s: %s images of %s against %s%s, %s"
+            took = duration(time.monotonic() - start)
+            counts = (f"{loop.progress.step:,}", f"{self.num:,}", weights, against, floor, took)
             logger.info(message, distance, values[distance], *counts)
         return values
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from hookdiff import UserError
-from hookdiff.cli import check_exists, path_argument
+from hookdiff.cli import check_exists, check_output, overwrite_option, path_argument
 
 
 def _check_folder(path: Path) -> None:
@@ -15,8 +15,14 @@ def _check_folder(path: Path) -> None:
 
 
 @click.command()
-@path_argument("folder", _check_folder, "[FOLDER]", required=False)
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="The config.  [default: the folder's name, .toml]")
+@path_argument("folder", _check_folder, "[DIR]", required=False)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The config.  [default: the folder's name, .toml]",
+)
 @click.option(
     "--minutes",
     type=click.FloatRange(0, min_open=True),
@@ -36,27 +42,25 @@ def _check_folder(path: Path) -> None:
     show_default=True,
     help="The network: hookdiff's own, or one of diffusers, which `hookdiff export --to diffusers` can write.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+@overwrite_option
 def command(
     folder: Path | None, out: Path | None, minutes: float | None, image_size: int | None, model: str, overwrite: bool
 ) -> None:
-    """Write a config that trains on the images in FOLDER, or, without FOLDER, on handwritten digits.
+    """Write a config that trains on the images in DIR, or, without DIR, on handwritten digits.
 
     The images are looked at: their sizes, colours and sub-folders, which are the classes. A few steps are tried on this
     machine, to choose a size and a number of steps that take about --minutes. Every line of the config may be changed.
     """
     from importlib.util import find_spec
 
-    from hookdiff.disk import check_writable, new_file
+    from hookdiff.disk import new_file
     from hookdiff_init.fit import check_side, fit
     from hookdiff_init.look import digits, look
     from hookdiff_init.write import text
 
     name = folder.resolve().name if folder else "digits"
     out = out or Path(f"{name or 'mine'}.toml")
-    if out.exists() and not overwrite:
-        raise UserError(f"{out} exists: --overwrite replaces it, -o FILE writes another")
-    check_writable(out)
+    check_output(out, overwrite)
     if image_size:
         check_side(image_size)
     if model == "diffusers" and find_spec("diffusers") is None:
@@ -69,7 +73,7 @@ def command(
         raise UserError(f"{folder}: the name is not UTF-8, as a config has to be; rename it") from None
     with new_file(out) as partial:
         partial.write_bytes(config)
-    click.echo(f"{out}: {pictures.summary} at {plan.side} x {plan.side}, {plan.steps} steps in about {plan.duration}")
+    click.echo(f"{out}: {pictures.summary} at {plan.side} x {plan.side}, {plan.steps:,} steps in about {plan.duration}")
     click.echo(f"  hookdiff run {out}\n  hookdiff sample runs/{out.stem}")
     if plan.diffusers:
         click.echo(f"  hookdiff export runs/{out.stem} {out.stem} --to diffusers")

@@ -32,7 +32,7 @@ class Pictures:
     @property
     def summary(self) -> str:
         """Number, colour and classes, in words."""
-        classes = f" in {len(self.classes)} classes" if self.classes else ""
+        classes = f" in {len(self.classes):,} classes" if self.classes else ""
         return f"{self.num:,} {'grey' if self.channels == 1 else 'colour'} image{'s' * (self.num != 1)}{classes}"
 
     @property

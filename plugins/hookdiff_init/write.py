@@ -98,7 +98,7 @@ def _of_diffusers(pictures: Pictures, network: Network) -> Iterator[tuple[str, s
     # Attention at the coarsest size, as in the own network.
     down = [*["DownBlock2D"] * (len(widths) - 1), "AttnDownBlock2D"]
     up = ["AttnUpBlock2D", *["UpBlock2D"] * (len(widths) - 1)]
-    yield "", "A network of diffusers: `hookdiff export RUN FOLDER --to diffusers` writes what diffusers loads."
+    yield "", "A network of diffusers: `hookdiff export RUN DIR --to diffusers` writes what diffusers loads."
     yield "[model]", ""
     yield 'use = "diffusers:UNet2DModel"', "the keys are its arguments"
     yield f"block_out_channels = {widths}", "wider makes better images, and takes longer; one for each halving"

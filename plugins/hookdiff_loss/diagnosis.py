@@ -193,7 +193,7 @@ class LossTrends:
             f"{(peak - self._level) / self._spread:.0f} deviations above it, for {updates}; spike {self.num_spikes} of "
             "this run, from odd samples or a learning rate near its limit"
         )
-        what = f"the loss spikes at step {self._event_from} and comes back"
+        what = f"the loss spikes at step {self._event_from:,} and comes back"
         return {"spike": Finding("warning", what, why, "the plugin clip, which makes spikes smaller")}
 
     def _event_stays(self) -> Findings:
@@ -204,7 +204,7 @@ class LossTrends:
             return {}  # the levels show it
         if event[0] - before > 0.7 * (now - before):
             return {}  # it did not fall at once: the network learns fast
-        what = f"the loss drops at step {self._event_from} and stays"
+        what = f"the loss drops at step {self._event_from:,} and stays"
         why = f"{math.exp(now):.3g}, {math.exp(before):.3g} before; learning is seldom so abrupt"
         return {"drop": Finding("warning", what, why, "a look at the data from that step on: repeated, or blank?")}
 
@@ -230,7 +230,7 @@ class LossTrends:
         if "divergence" in self.alarms and by_long == self._by_long and calm:
             self.alarms.news(step, "divergence", None)
             self._long.risen = 0
-            return {"recovery": Finding("info", "the loss has come back", f"{math.exp(level):.3g} at step {step}")}
+            return {"recovery": Finding("info", "the loss has come back", f"{math.exp(level):.3g} at step {step:,}")}
         return {}
 
     def _ruined(self, step: int, worse_than_nothing: bool) -> Findings:
@@ -258,8 +258,8 @@ class LossTrends:
     ) -> Findings:
         now, ratio = math.exp(level), math.exp(level - before)
         finding = rate_too_high(
-            f"the loss diverges: {now:.3g} at step {step}, {ratio:.3g} times the {math.exp(before):.3g} of step "
-            f"{before_at}, which was still good"
+            f"the loss diverges: {now:.3g} at step {step:,}, {ratio:.3g} times the {math.exp(before):.3g} of step "
+            f"{before_at:,}, which was still good"
         )
         if not self.alarms.news(step, "divergence", finding, size=now, growth=MUCH_WORSE):
             return {}
@@ -271,7 +271,7 @@ class LossTrends:
         may_rest = self.plateau and "divergence" not in self.alarms and len(levels) >= num
         change, spread = trend(levels[-num:]) if may_rest else (math.inf, 0.0)
         level, over = median(levels[-num:]), levels[-1] < self._flat - FLAT
-        what = f"the loss has been flat since step {step - num * self.window}"
+        what = f"the loss has been flat since step {step - num * self.window:,}"
         why = f"{math.exp(level):.3g}, {change:+.1%} ± {2 * spread:.1%} in all: converged at this learning rate"
         finding = Finding("info", what, why, "to judge by samples or a distance, which get better long after")
         is_flat = abs(change) + 2 * spread <= FLAT
@@ -284,7 +284,7 @@ class LossTrends:
         found = period(group)
         updates, self._swing = found or (0, 0.0)
         why = f"by ±{self._swing:.0%}, once in {updates} updates: at the edge of stability, or data that repeats"
-        what = f"the loss has oscillated since step {step - len(group)}"
+        what = f"the loss has oscillated since step {step - len(group):,}"
         finding = Finding("warning", what, why, "a third of the learning rate")
         return {"oscillation": finding} if self.alarms.news(step, "oscillation", finding if found else None) else {}
 

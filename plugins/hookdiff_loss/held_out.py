@@ -56,7 +56,7 @@ class Overfitting:
         self._worse = self._worse + 1 if worse else 0
         finding = Finding(
             "warning",
-            f"the network has overfitted since step {self._step}",
+            f"the network has overfitted since step {self._step:,}",
             f"the held-out loss rose from {self._best:.4g} to {held_out:.4g}, that of trained samples fell from "
             f"{self._trained:.4g} to {trained_on:.4g}",
             "to stop there, more data, augmentation, dropout, or a smaller network",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hookdiff.cli import config_or_run_argument, override_options
+from hookdiff.cli import check_free, config_or_run_argument, json_option, override_options, overwrite_option
 
 if TYPE_CHECKING:
     from hookdiff import Config
@@ -30,19 +30,24 @@ RATES = (1e-5, 10.0)
 @override_options
 @click.option("--find", "finds", is_flag=True, help="Train at growing rates, and suggest one.")
 @click.option(
-    "--steps", type=click.IntRange(40), metavar="N", help=f"With --find: number of rates, by default {STEPS}."
+    "--steps", type=click.IntRange(40), metavar="N", help=f"With --find: number of rates.  [default: {STEPS}]"
 )
 @click.option(
     "--rates",
     nargs=2,
     type=click.FloatRange(0, min_open=True),
-    metavar="LOW HIGH",
-    help=f"With --find: lowest and highest rate, by default {RATES[0]:g} {RATES[1]:g}.",
+    metavar="X X",
+    help=f"With --find: lowest and highest rate.  [default: {RATES[0]:g} {RATES[1]:g}]",
 )
 @click.option(
-    "-o", "--out", type=click.Path(path_type=Path), help="Picture to write, by default NAME-lr.png or NAME-lr-find.png."
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Picture to write.  [default: NAME-lr.png or NAME-lr-find.png, made anew]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
+@overwrite_option
+@json_option
 def command(
     config: Path,
     plugins: tuple[str, ...],
@@ -51,6 +56,7 @@ def command(
     steps: int | None,
     rates: tuple[float, float] | None,
     out: Path | None,
+    overwrite: bool,
     as_json: bool,
     trust: bool,
 ) -> None:
@@ -65,6 +71,8 @@ def command(
     """
     if not finds and (steps or rates):
         raise click.UsageError("--steps and --rates belong to --find")
+    if out is not None:
+        check_free(out, overwrite)
     from hookdiff import UserError, load_config
     from hookdiff.authors import check_picture
     from hookdiff.experiment import num_steps, run_config
@@ -115,12 +123,12 @@ def _draw(config: Config, steps: int, plugin: LR, out: Path, as_json: bool) -> N
         about = {"run": config.run.name, "schedule": use, "steps": steps, "picture": str(out), "rates": rates}
         click.echo(json.dumps({**about, "points": points, "remarks": remarks}, indent=2))
         return
-    warmup = f" after {curve.warmup} step{'s' * (curve.warmup != 1)} of warm-up" if curve.warmup else ""
+    warmup = f" after {curve.warmup:,} step{'s' * (curve.warmup != 1)} of warm-up" if curve.warmup else ""
     shape = f"{use}{warmup}" if "lr" in config.plugins else "constant, since the plugin lr is not switched on"
-    click.echo(f"{config.run.name}: {shape}, {steps} steps")
+    click.echo(f"{config.run.name}: {shape}, {steps:,} steps")
     click.echo(f"  {'step':>9}  {'':<20}" + "".join(f"  {name:>12}" for name in rates))
     for event, step, values in rows:
-        click.echo(f"  {step:>9}  {event:<20}" + "".join(f"  {value:>12.4g}" for value in values.values()))
+        click.echo(f"  {step:>9,}  {event:<20}" + "".join(f"  {value:>12.4g}" for value in values.values()))
     for line in (*remarks, out):
         click.echo(f"  {line}")
 

@@ -126,15 +126,15 @@ class LR:
         """Yield a sentence on each option that a run of `steps` cuts short or never reaches."""
         curve, use = self.curve(steps), self.schedule.use
         if self.schedule.first_fall(curve.total) < 0:
-            yield f"lr: the fall of the schedule {use!r} is longer than {curve.total} steps, and is cut to them"
+            yield f"lr: the fall of the schedule {use!r} is longer than {curve.total:,} steps, and is cut to them"
         if curve.warmup < (wanted := self._warmup(steps)):
             yield (
-                f"lr: the warm-up of {wanted} steps is cut to {curve.warmup}: the rate of the schedule {use!r} "
-                f"falls from step {curve.warmup} on"
+                f"lr: the warm-up of {wanted:,} steps is cut to {curve.warmup:,}: the rate of the schedule {use!r} "
+                f"falls from step {curve.warmup:,} on"
             )
         marks = curve.landmarks() if steps and not self.schedule.repeats else ()
-        if late := [f"{event} (step {at})" for event, at in marks if steps and at >= steps]:
-            yield f"lr: the run ends at step {steps}, so these events never come: {', '.join(late)}"
+        if late := [f"{event} (step {at:,})" for event, at in marks if steps and at >= steps]:
+            yield f"lr: the run ends at step {steps:,}, so these events never come: {', '.join(late)}"
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli import config_argument, override_options
+from hookdiff.cli import config_argument, json_option, override_options
 
 
 @click.command()
 @config_argument
 @override_options
-@click.option("--json", "as_json", is_flag=True, help="Print the bytes as JSON.")
+@json_option
 def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool, as_json: bool) -> None:
     """Print the memory that training CONFIG takes.
 

@@ -15,6 +15,7 @@ from hookdiff_nan.kept import check_kept
 @click.option(
     "--lr",
     type=click.FloatRange(0, min_open=True),
+    metavar="X",
     help="Train at this learning rate from the checkpoint before the step, up to and including the step.",
 )
 @click.option(

@@ -78,7 +78,7 @@ def divergence(loop: Loop, updates: Sequence[Update], sizes: Sequence[float], si
     why = f"loss {numbers}" if seen else f"the norm of the weights grew from {_short(before)} to {_short(size)}"
     calm = [one for one in updates[begin:end] if one.loss < _CALM * losses[begin]] if seen else updates[:1]
     sound = calm[-1].step - 1  # an update has the loss of the weights before it
-    start = f"from a checkpoint of step {sound} or earlier" if sound else "from the start"
+    start = f"from a checkpoint of step {sound:,} or earlier" if sound else "from the start"
     lower = f"try {min(rate / 100, _HIGHEST):.1g} {start}"
     return f"the learning rate {rate:g} is too high: {why}; {lower}, as later weights are ruined"
 

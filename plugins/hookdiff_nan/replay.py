@@ -130,7 +130,7 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
         loop = build_loop(config, Path(folder), resume=True)
         with _quietly(logging.WARNING), loop:
             begun, position = loop.progress.step, loop.progress.position
-            say(f"training batches {position} to {place.position} at lr {rate:g}, from {source} (step {begun})")
+            say(f"training batches {position:,} to {place.position:,} at lr {rate:g}, from {source} (step {begun:,})")
             for step in loop.steps():
                 if position == place.position:
                     good = step.outcome not in ("stopped", "skipped")

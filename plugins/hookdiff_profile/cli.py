@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hookdiff.cli import config_argument, override_options
+from hookdiff.cli import check_output, config_argument, json_option, override_options, overwrite_option
+from hookdiff.terminal import rate
 
 if TYPE_CHECKING:
     from hookdiff_profile.steps import Profile
@@ -22,10 +23,15 @@ _SMALL = 0.001  # share of a step from which on a part has a row of its own
 @click.command()
 @config_argument
 @override_options
-@click.option("--steps", default=20, show_default=True, type=click.IntRange(2), help="Steps of each measurement.")
-@click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace, FILE.json or FILE.json.gz.")
+@click.option(
+    "--steps", default=20, show_default=True, type=click.IntRange(2), metavar="N", help="Steps of each measurement."
+)
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Write a Chrome trace, .json or .json.gz."
+)
+@overwrite_option
 @click.option("--try/--no-try", "tries", default=True, help="Measure changes too; compiling takes a minute or more.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def command(
     config: Path,
     plugins: tuple[str, ...],
@@ -33,6 +39,7 @@ def command(
     trust: bool,
     steps: int,
     trace: Path | None,
+    overwrite: bool,
     tries: bool,
     as_json: bool,
 ) -> None:
@@ -46,12 +53,11 @@ def command(
     from attrs import asdict
 
     from hookdiff import UserError, load_config
-    from hookdiff.disk import check_writable
     from hookdiff_profile.steps import measure
     from hookdiff_profile.trials import tried
 
     if trace is not None:
-        check_writable(trace)
+        check_output(trace, overwrite)
     checked = load_config(config, plugins, settings, trust=trust)
     try:
         found = measure(checked, steps, trace)
@@ -70,8 +76,8 @@ def command(
 
 def table(found: Profile) -> str:
     """Return the parts of a step as lines of text."""
-    rate = found.images / found.seconds
-    lines = [f"{found.seconds * 1000:.1f} ms a step of {found.images} images on {found.device}, {rate:,.0f} images/s"]
+    speed = rate(found.images / found.seconds)
+    lines = [f"{found.seconds * 1000:.1f} ms a step of {found.images:,} images on {found.device}, {speed}"]
     length = "" if found.length is None else f" of {found.length:,}"
     longer = ", since the config has too few for the measurement" if found.is_longer else ""
     lines.append(f"  counted from step {found.first + 1:,}{length}, after the warm-up of the rate{longer}")
@@ -95,7 +101,7 @@ def advice(outcomes: list[Outcome]) -> str:
 
     measured = sorted((each for each in outcomes if each.ratio), key=lambda each: -(each.ratio or 0))
     best = [each for each in measured if (each.ratio or 0) >= WORTH][:_SHOWN]
-    lines = ["try first, with images/s over those of now:" if best else "nothing that was tried is faster:"]
+    lines = ["try first, with img/s over those of now:" if best else "nothing that was tried is faster:"]
     lines += [f"  {each.ratio:.2f}  {each.change}" for each in best or measured]
     if best and (rest := [f"{each.change} {each.ratio:.2f}" for each in measured if each not in best]):
         lines.append(f"  also measured: {', '.join(rest)}")

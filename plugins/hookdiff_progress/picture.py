@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attrs import define
 
 from hookdiff import shown
-from hookdiff.terminal import Work, bar_line, flow, work_lines
+from hookdiff.terminal import Work, bar_line, flow, step_label, work_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,16 +26,11 @@ class Facts:
 
     step: int
     total: int | None
-    pace: Sequence[str]  # such as "12 img/s" and "ETA 0:12"
+    pace: Sequence[str]  # such as "12 img/s" and "ETA 12 s"
     values: Mapping[str, str]  # as texts, those to show first at the beginning
     losses: Sequence[float]  # the newest ones
     notes: Sequence[str]  # on memory and checkpoints
     works: Sequence[Work] = ()
-
-
-def label(step: int, total: int | None) -> str:
-    """Return "step 500/2000"."""
-    return f"step {step}" if total is None else f"step {step}/{total}"
 
 
 def picture(facts: Facts, width: int, has_blocks: bool) -> list[RenderableType]:
@@ -44,10 +39,12 @@ def picture(facts: Facts, width: int, has_blocks: bool) -> list[RenderableType]:
 
     *others, eta = facts.pace or [""]
     if facts.total is None:
-        head: list[RenderableType] = [*flow([Text(text) for text in (label(facts.step, None), *facts.pace)], width, 1)]
+        head: list[RenderableType] = [
+            *flow([Text(text) for text in (step_label(facts.step, None), *facts.pace)], width, 1)
+        ]
     else:
         share = f"{facts.step / facts.total:.0%}" if facts.total else "100%"
-        parts = [label(facts.step, facts.total), share, *([eta] if eta else []), *others]
+        parts = [step_label(facts.step, facts.total), share, *([eta] if eta else []), *others]
         head = [bar_line(parts, 1, facts.step, facts.total, width)]
     usual = [value(name, facts.values[name]) for name in FIRST if name in facts.values]
     if "loss" in facts.values and has_blocks:

@@ -15,9 +15,9 @@ from attrs import define, evolve, field
 
 from hookdiff import Loop, hookimpl
 from hookdiff.machine import memory_in_use
-from hookdiff.terminal import Display, Work, clock, find_display, shown_by
+from hookdiff.terminal import Display, Work, byte_size, duration, find_display, rate, shown_by, step_label
 from hookdiff_progress.pace import Pace
-from hookdiff_progress.picture import FIRST, Facts, label, picture
+from hookdiff_progress.picture import FIRST, Facts, picture
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 WIDTH = 120  # columns of a line in a pipe; further values are left out
 LOSSES = 24  # in the sparkline
 SOONEST, LATEST = 10.0, 60.0  # seconds between two lines in a pipe: a tenth of the time so far, between these
-MIB, GIB = 1 << 20, 1 << 30
 
 logger = logging.getLogger("hookdiff")
 
@@ -60,26 +59,26 @@ class _Run:
             step, value = values[name]
             is_old = step < newest and (name not in FIRST or values is not self.values)
             is_said = name in usual[:-1] and values[usual[-1]][0] == step  # by the last one of them
-            texts[name] = f"{value:.4g} (step {step})" if is_old and not is_said else f"{value:.4g}"
+            texts[name] = f"{value:.4g} (step {step:,})" if is_old and not is_said else f"{value:.4g}"
         return Facts(loop.progress.step, self.total, list(self._pace()), texts, (), list(self._notes()))
 
     def _pace(self) -> Iterator[str]:
-        """Yield "1234 img/s" and "ETA 0:12" as far as they are known."""
+        """Yield "1,234 img/s" and "ETA 12 s" as far as they are known."""
         config, total, left = self.loop.config, self.total, []
         speed = self.pace.images_per_second(config.batch_size)
         if speed is not None:
-            yield f"{speed:.0f} img/s" if speed >= 10 else f"{speed:.2g} img/s"
+            yield rate(speed)
         if total is not None and (time_left := self.pace.left(total)) is not None:
             left.append(time_left)
         if config.max_time.amount:
             left.append(max(0.0, config.max_time.amount - (time.monotonic() - self.loop.end.start_time)))
         if left:
-            yield f"ETA {clock(min(left))}"
+            yield f"ETA {duration(min(left))}"
 
     def _notes(self) -> Iterator[str]:
         sizes, _ = memory_in_use(self.loop.device)
         if size := sizes.get("peak") or sizes.get("reserved"):
-            yield f"memory {size / GIB:.1f} GiB" if size >= GIB else f"memory {size / MIB:.0f} MiB"
+            yield f"memory {byte_size(size)}"
         if self.saved:
             before = self.saved[0] if len(self.saved) > 1 else 0  # the first interval of a new run begins with it
             following = 2 * self.saved[-1] - before
@@ -87,7 +86,7 @@ class _Run:
             is_known &= len(self.saved) > 1 or self.loop.first_step == 0
             is_of_stop = self.loop.end.reason and self.saved[-1] == self.loop.progress.step
             is_known &= not is_of_stop  # such a save comes at no interval
-            yield f"saved at {self.saved[-1]}" + (f", next about {following}" if is_known else "")
+            yield f"saved at {self.saved[-1]:,}" + (f", next about {following:,}" if is_known else "")
 
 
 @define(eq=False)
@@ -163,7 +162,7 @@ class ProgressBar:
         facts = run.line(values, step)
         texts = {name: f"{name} {text}" for name, text in facts.values.items()}
         known = [texts.pop(name) for name in FIRST if name in texts]
-        line = "  ".join([label(step, facts.total), *known, *facts.pace])
+        line = "  ".join([step_label(step, facts.total), *known, *facts.pace])
         for other in [*texts.values(), *facts.notes]:
             if len(line) + 2 + len(other) > WIDTH:
                 break

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from hookdiff import UserError
+from hookdiff.cli import check_output, overwrite_option
 
 
 @click.command()
@@ -14,21 +15,23 @@ from hookdiff import UserError
     "--out",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="HTML file to write.  [default: report.html in RUN; in the current folder for several runs]",
+    help="HTML file to write.  [default: report.html in RUN, in the current folder for several runs; made anew]",
 )
 @click.option(
-    "--goal", "texts", multiple=True, metavar="NAME=VALUE", help="Draw a target, such as fd/digits=0.4; several times."
+    "--goal", "texts", multiple=True, metavar="NAME=X", help="Draw a target, such as fd/digits=0.4; may be repeated."
 )
+@overwrite_option
 @click.option("--open", "is_shown", is_flag=True, help="Show the report in the browser.")
-def command(runs: tuple[Path, ...], out: Path | None, texts: tuple[str, ...], is_shown: bool) -> None:
+def command(runs: tuple[Path, ...], out: Path | None, texts: tuple[str, ...], overwrite: bool, is_shown: bool) -> None:
     """Write one HTML file about RUN, a run directory. Several runs are compared.
 
     The file has everything in it: plots, pictures, events, config and environment. It loads nothing from the network,
-    and equal run directories give equal files. An earlier report is replaced. The run may be under way.
+    and equal run directories give equal files. The run may be under way.
     """
     from hookdiff import shown
-    from hookdiff.disk import check_writable, new_file
+    from hookdiff.disk import new_file
     from hookdiff.run_dir import MOST_LINES, History
+    from hookdiff.terminal import byte_size
     from hookdiff_report.goals import Goal
     from hookdiff_report.page import page
 
@@ -45,7 +48,7 @@ def command(runs: tuple[Path, ...], out: Path | None, texts: tuple[str, ...], is
     path = out or (found[0].run_dir if len(found) == 1 else Path()) / "report.html"
     if path.suffix not in (".html", ".htm"):
         raise UserError(f"--out {shown(path)}: expected a name that ends in .html")
-    check_writable(path)
+    check_output(path, overwrite or out is None)
     try:
         data = page(found, goals).encode("utf-8", "replace")
     except OSError as error:  # such as a folder that has the name of a file
@@ -55,6 +58,6 @@ def command(runs: tuple[Path, ...], out: Path | None, texts: tuple[str, ...], is
             partial.write_bytes(data)
     except OSError as error:
         raise UserError(f"{shown(path)}: cannot be written: {error.strerror or error}") from None
-    click.echo(f"{shown(path)}: {len(data) / 1e6:.1f} MB")
+    click.echo(f"{shown(path)}: {byte_size(len(data))}")
     if is_shown:
         click.launch(str(path.resolve()))

@@ -11,10 +11,11 @@ from hookdiff.authors import thin_curve
 from hookdiff.run_dir import is_distance
 from hookdiff_report.events import Mark, marks
 from hookdiff_report.goals import Goal, in_words
-from hookdiff_report.run import SMOOTHED, Array, ReportedRun
+from hookdiff_report.run import NEIGHBOURS, Array, ReportedRun
 from hookdiff_report.words import count, number, shortened
 
 MOST_POINTS = 2000
+_PARTS = 500  # of a long loss, each about as wide as two pixels
 _MOST_SPACES = 8  # feature spaces
 _MOST_GROUPS = 8  # of parameters
 Style = Literal["line", "faint", "dashed", "dots"]
@@ -31,12 +32,15 @@ class PlottedCurve:
     style: Style = "line"
     color: int = 0  # in the palette
     alpha: float = 1.0
+    low: Array | None = None  # lower end of a band, whose upper end is y
 
     @property
     def summary(self) -> str:
         """The curve in words."""
         finite = numpy.isfinite(self.y)
         x, y = self.x[finite], self.y[finite]
+        if self.low is not None:
+            return f"{self.label}: {number(numpy.nanmin(self.low))} to {number(y.max())}"
         return f"{self.label}: last {number(y[-1])}, lowest {number(y.min())} at {x[y.argmin()]:,.6g}"
 
 
@@ -63,7 +67,14 @@ class Plot:
     @property
     def is_log(self) -> bool:
         """Whether the vertical axis is logarithmic; values that a logarithm does not have would leave it empty."""
-        return self.log and not any((curve.y <= 0).any() for curve in self.curves)
+        return self.log and self.range[0] > 0
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The lowest and the highest finite value."""
+        values = [part for curve in self.curves for part in (curve.y, curve.low) if part is not None]
+        finite = numpy.concatenate([part[numpy.isfinite(part)] for part in values])
+        return float(finite.min()), float(finite.max())
 
     @property
     def summary(self) -> str:
@@ -104,10 +115,13 @@ def _logged(runs: Sequence[ReportedRun], lines: Lines) -> Iterator[PlottedCurve]
     for place, run in enumerate(runs):
         for name in shown:
             label, style = lines[name]
-            points = thin_curve(*run.points(name), MOST_POINTS)
+            points = run.points(name)
+            points = _means(*points) if name == "loss/smooth" else thin_curve(*points, MOST_POINTS)
             if len(runs) > 1:
                 label = run.label if name == next(iter(lines)) else f"{run.label}: {label}"
                 yield PlottedCurve(label, *points, "dots" if style == "dots" else "line", place)
+            elif style == "faint" and len(points[0]) < len(run.points(name)[0]):
+                yield _band(label, *run.points(name))
             else:
                 yield PlottedCurve(label, *points, style, 0 if style == "faint" else shown.index(name))
 
@@ -127,10 +141,13 @@ def _loss(runs: Sequence[ReportedRun]) -> Plot:
     events = marks(runs[0]) if len(runs) == 1 else ()
     curves = list(_logged(runs, lines))
     if not all("loss/smooth" in run.history.series for run in runs):
-        caption += f" A loss that the plugin loss has not smoothed is the mean of {SMOOTHED} lines here."
+        caption += f" A loss that the plugin loss has not smoothed is the mean of {NEIGHBOURS} lines here."
         labels = ["smoothed"] if len(runs) == 1 else [run.label for run in runs]
-        smooth = [PlottedCurve(labels[k], *thin_curve(*run.loss, MOST_POINTS), color=k) for k, run in enumerate(runs)]
+        smooth = [PlottedCurve(labels[k], *_means(*run.loss), color=k) for k, run in enumerate(runs)]
         curves = [*smooth, *(curves if len(runs) == 1 else ())]
+    if any(len(run.loss[0]) > MOST_POINTS for run in runs):
+        band = ", the band goes from their lowest to their highest loss" * (len(runs) == 1)
+        caption += f" A long run has {_PARTS} parts here: the line has their means{band}."
     return Plot("loss", "Loss", "loss", caption, curves, log=True, marks=events, names=lines)
 
 
@@ -211,11 +228,10 @@ def _variety(run: ReportedRun) -> Iterator[Plot]:
 def _throughput(runs: Sequence[ReportedRun]) -> Iterator[Plot]:
     paces = [run.pace() for run in runs]
     units = {pace.unit for pace in paces if pace}
-    if len(units) != 1:  # samples and steps cannot share an axis
+    if len(units) != 1:  # images and steps cannot share an axis
         return
-    unit = units.pop()
     caption = (
-        f"Training {unit} per second, from the times of the logged lines. Samples, evaluations and checkpoints between "
+        "The speed of the training, from the times of the logged lines. Samples, evaluations and checkpoints between "
         "two lines slow it down. The time before the first line of each process is left out."
     )
     curves = [
@@ -223,7 +239,7 @@ def _throughput(runs: Sequence[ReportedRun]) -> Iterator[Plot]:
         for place, (run, pace) in enumerate(zip(runs, paces, strict=True))
         if pace
     ]
-    yield Plot("pace", "Throughput", f"{unit} per second", caption, curves)
+    yield Plot("pace", "Throughput", units.pop(), caption, curves)
 
 
 def _by_noise_level(runs: Sequence[ReportedRun]) -> Plot:
@@ -283,3 +299,27 @@ def _more(num: int, things: str) -> str:
 
 def _names(runs: Sequence[ReportedRun]) -> list[str]:
     return sorted({name for run in runs for name in run.history.series})
+
+
+def _parts(x: Array, y: Array) -> Iterator[tuple[float, Array]]:
+    """Yield the middle and the finite values of each of equally long parts of a curve; NaN for a part without any."""
+    for steps, values in zip(numpy.array_split(x, _PARTS), numpy.array_split(y, _PARTS), strict=True):
+        finite = values[numpy.isfinite(values)]
+        yield steps[len(steps) // 2], finite if len(finite) else numpy.array([math.nan])
+
+
+def _means(x: Array, y: Array) -> tuple[Array, Array]:
+    """Return a long curve as the means of its parts, between its first and its last point; a short one as it is.
+
+    The lowest and the highest points of noise would fill the space between them.
+    """
+    if len(x) <= MOST_POINTS:
+        return x, y
+    middles, means = numpy.array([(middle, values.mean()) for middle, values in _parts(x, y)]).T
+    return numpy.array([x[0], *middles, x[-1]]), numpy.array([y[0], *means, y[-1]])
+
+
+def _band(label: str, x: Array, y: Array) -> PlottedCurve:
+    """Return the band from the lowest to the highest value of each part of a curve."""
+    middles, low, high = numpy.array([(middle, values.min(), values.max()) for middle, values in _parts(x, y)]).T
+    return PlottedCurve(label, middles, high, "faint", low=low)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
 from attrs import frozen
 
 from hookdiff_report.curves import Plot, PlottedCurve
@@ -85,7 +84,7 @@ def draw(plot: Plot) -> Any:
     is_by_step = plot.x_label == "step"
     shown.xaxis.formatter = NumeralTickFormatter(format="0,0" if is_by_step else "0.[0]")
     shown.xaxis.ticker.desired_num_ticks = 5
-    low, high = (end(end(curve.y[numpy.isfinite(curve.y)]) for curve in plot.curves) for end in (min, max))
+    low, high = plot.range
     # Plain numbers, with no power of ten: 0.0001 and 12,000.
     is_large = max(abs(low), abs(high)) >= 10_000
     shown.yaxis.formatter = NumeralTickFormatter(format="0,0") if is_large else PrintfTickFormatter(format="%.4g")
@@ -131,9 +130,13 @@ def _draw_curve(shown: Any, curve: PlottedCurve) -> Any:
     """Draw the curve; return the part of it that answers to the pointer."""
     from bokeh.models import ColumnDataSource
 
+    if curve.low is not None:
+        columns: Any = {"x": curve.x, "y": curve.y, "low": curve.low}
+        look: Any = {"fill_color": color(curve.color), "fill_alpha": 0.22, "level": "underlay"}
+        return shown.varea("x", "low", "y", source=ColumnDataSource(columns), name=curve.label, **look)
     points: Any = {"x": "x", "y": "y", "source": ColumnDataSource({"x": curve.x, "y": curve.y}), "name": curve.label}
     is_faint, dash = curve.style == "faint", "dashed" if curve.style == "dashed" else "solid"
-    look: Any = {"line_color": color(curve.color), "line_alpha": 0.3 if is_faint else curve.alpha}
+    look = {"line_color": color(curve.color), "line_alpha": 0.45 if is_faint else curve.alpha}
     level = "underlay" if is_faint else "glyph"  # below the others
     shown.line(**points, **look, line_width=1 if is_faint else 2, line_dash=dash, level=level)
     if curve.style == "dots" or len(curve.x) == 1:

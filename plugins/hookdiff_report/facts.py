@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy
 
+from hookdiff.terminal import byte_size, duration, in_words, rate
 from hookdiff_report.curves import distances
 from hookdiff_report.goals import Goal
 from hookdiff_report.run import ReportedRun
-from hookdiff_report.words import count, duration, number, shortened
+from hookdiff_report.words import count, number, shortened
 
 _MOST_DISTANCES = 4
 _MOST_VALUES = 400  # rows of the table of logged values
@@ -34,7 +35,7 @@ def _losses(run: ReportedRun) -> Iterator[Fact]:
         if numpy.isfinite(values).any():
             best = int(numpy.nanargmin(values))
             lowest = f"lowest {number(values[best])} at step {count(steps[best])}"
-            yield title, (number(values[-1]), lowest)
+            yield title, (number(run.newest_loss if title == "Loss, smoothed" else values[-1]), lowest)
 
 
 def _best_distances(run: ReportedRun) -> Iterator[Fact]:
@@ -51,10 +52,10 @@ def _best_distances(run: ReportedRun) -> Iterator[Fact]:
 def _times(run: ReportedRun) -> Iterator[Fact]:
     pace, note = run.pace(), ""
     if pace:
-        yield "Throughput", (f"{pace.mean:,.0f}" if pace.mean >= 10 else f"{pace.mean:.2g}", f"{pace.unit} per second")
+        yield "Throughput", (rate(pace.mean, pace.unit), "")
         left = (run.total or 0) - run.history.step
         if run.state == "running" and left > 0:
-            note = f"about {duration(left * pace.size / pace.mean)} left"
+            note = f"about {in_words(left * pace.size / pace.mean)} left"
     if run.seconds:
         yield "Time", (duration(run.seconds), note)
 
@@ -62,7 +63,7 @@ def _times(run: ReportedRun) -> Iterator[Fact]:
 def _memory(run: ReportedRun) -> Iterator[Fact]:
     peak = run.history.last("memory/peak")
     if not math.isnan(peak):
-        yield "Peak memory", (f"{peak:,.0f} MiB" if peak < 10_000 else f"{peak / 1024:,.1f} GiB", "")
+        yield "Peak memory", (byte_size(peak * 2**20), "")
 
 
 def model(run: ReportedRun) -> str:

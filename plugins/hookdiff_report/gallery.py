@@ -86,7 +86,7 @@ class Film:
 
 
 def pictures(runs: Sequence[ReportedRun]) -> tuple[list[Group], list[Film], int]:
-    """Return the pictures of the runs: all steps of one run, and its films; of several runs the last ones.
+    """Return the pictures of the runs by step, and of one run its films; each of several runs has fewer steps.
 
     The number is of the names of pictures that were left out.
     """
@@ -97,10 +97,9 @@ def pictures(runs: Sequence[ReportedRun]) -> tuple[list[Group], list[Film], int]
     strips: dict[str, list[Strip]] = {}
     for place, (name, run) in enumerate(wanted):
         weights = [4 if other == "samples" else 1 for other, _ in wanted[place:]]
-        title, files = name, run.history.pictures[name]
-        if len(runs) > 1:
-            title, files = run.label, dict(list(files.items())[-1:])
-        if strip := _strip(title, files, left * weights[0] // sum(weights)):
+        title, files = name if len(runs) == 1 else run.label, run.history.pictures[name]
+        most = max(1, _MOST_STEPS // len(runs))
+        if strip := _strip(title, files, most, left * weights[0] // sum(weights)):
             left -= sum(len(source) for sources in strip.sources for source in sources)
             strips.setdefault(name, []).append(strip)
     groups = [Group(name, _CAPTIONS.get(name, ""), found) for name, found in strips.items()]
@@ -134,9 +133,9 @@ def _animation(path: Path, most: int) -> str | None:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def _strip(title: str, files: Mapping[int, Path], share: int) -> Strip | None:
-    """Return as many of the pictures as fit into `share` letters, the last and the first before the others."""
-    steps = evenly(list(files), _MOST_STEPS)
+def _strip(title: str, files: Mapping[int, Path], most: int, share: int) -> Strip | None:
+    """Return at most `most` pictures, as many as fit into `share` letters: the last, the first, and then the others."""
+    steps = evenly(list(files), most)
     for quality, side in _LEVELS:
         probes = [_length(_panels(files[step], quality, side)) for step in evenly(steps, 5)]
         if share * len(probes) >= sum(probes) * min(len(steps), _ENOUGH):

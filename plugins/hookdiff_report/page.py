@@ -49,7 +49,7 @@ def page(histories: Sequence[History], goals: Sequence[Goal] = ()) -> str:
         differences=settings.differences(runs),
         environment=settings.environment(runs),
         facts={run: facts.facts(run, goals) for run in runs},
-        scrubber=scrubber(runs, [group for group in groups if len(runs) == 1]),
+        scrubber=scrubber(runs, groups),
         titles=gallery.TITLES,
         goal_color=GOAL,
         values_of=facts.values,

@@ -10,11 +10,11 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from hookdiff import UserError, shown
-from hookdiff.run_dir import BEGINS, History, asked_number, total_steps
+from hookdiff.run_dir import BEGINS, SMOOTHED, History, asked_number, total_steps
 
 Array = NDArray[numpy.float64]
 _WINDOWS = 200  # of the pace
-SMOOTHED = 100  # values of a loss that no plugin has smoothed, of which the mean is shown
+NEIGHBOURS = 100  # values of a loss that no plugin has smoothed, whose mean is drawn
 
 
 @frozen(eq=False)
@@ -24,7 +24,7 @@ class Pace:
     steps: Array
     rates: Array
     mean: float
-    unit: str  # "samples" or "steps"
+    unit: str  # "img/s" or "steps/s"
     size: float  # of these in a step
 
 
@@ -74,6 +74,13 @@ class ReportedRun:
         return steps, _smooth(values)
 
     @property
+    def newest_loss(self) -> float:
+        """The smoothed loss at the end, as `hookdiff runs` shows it."""
+        if "loss/smooth" in self.history.series:
+            return float(self.points("loss/smooth")[1][-1])
+        return float(self.points("loss")[1][-SMOOTHED:].mean())
+
+    @property
     def seconds(self) -> float:
         """Time that the run has taken, from each start or resume to the last thing that was logged after it."""
         times = numpy.array([*self.history.times[1], *(logged.time for logged in self.history.events)], float)
@@ -97,7 +104,7 @@ class ReportedRun:
             return None
         size = asked_number(self.config, "batch_size")
         step, time = step[good] * (size or 1), time[good]
-        unit = "samples" if size else "steps"
+        unit = "img/s" if size else "steps/s"
         return Pace(steps[picked][1:][good], step / time, float(step.sum() / time.sum()), unit, size or 1)
 
     def _process_at(self, times: Array) -> NDArray[numpy.intp]:
@@ -112,7 +119,7 @@ def named(histories: Sequence[History]) -> list[ReportedRun]:
     return [ReportedRun.of(one, one.name if names.count(one.name) == 1 else str(one.run_dir)) for one in histories]
 
 
-def _smooth(values: Array, most: int = SMOOTHED) -> Array:
+def _smooth(values: Array, most: int = NEIGHBOURS) -> Array:
     """Return for each value the mean of the finite ones around it, at most `most`, fewer for a short curve."""
     width = max(1, min(most, len(values) // 10)) // 2
     finite = numpy.isfinite(values)

@@ -1,9 +1,7 @@
-"""Numbers, times and long texts for people."""
+"""Numbers, moments and long texts for people."""
 
 import math
 from datetime import UTC, datetime
-
-from hookdiff.terminal import in_words
 
 
 def number(value: float) -> str:
@@ -14,11 +12,6 @@ def number(value: float) -> str:
 def count(value: float) -> str:
     """Return a count with its thousands."""
     return f"{value:,.0f}" if abs(value) < 1e15 else "very many"
-
-
-def duration(seconds: float) -> str:
-    """Return a time, such as "45 s", "3 min" or "2.5 h"."""
-    return in_words(seconds) if 0 <= seconds < 1e12 else "unknown"
 
 
 def moment(time: float) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hookdiff import UserError
+from hookdiff.cli import json_option
 from hookdiff_runs.rows import STATES
 
 if TYPE_CHECKING:
@@ -23,14 +24,14 @@ _RUNS = "runs"  # the folder unless one is given
 @click.command()
 @click.argument("places", nargs=-1, metavar="[DIR...] [NAME...]")
 @click.option(
-    "--sort", default="name", metavar="KEY", help="name, state, step, loss, age, a metric or a key of the configs."
+    "--sort", default="name", metavar="NAME", help="name, state, step, loss, age, a metric or a key of the configs."
 )
 @click.option("--state", type=click.Choice(STATES), help="List only the runs in this state.")
-@click.option("--columns", metavar="KEY,...", help="Show these columns: as for --sort, and differs.")
+@click.option("--columns", metavar="A,B,...", help="Show these columns: as for --sort, and differs.")
 @click.option("--diff", "is_diff", is_flag=True, help="Show only the keys of the configs that differ, a column each.")
-@click.option("--json", "is_json", is_flag=True, help="Print JSON, with all keys that differ.")
+@json_option
 def command(
-    places: tuple[str, ...], sort: str, state: str | None, columns: str | None, is_diff: bool, is_json: bool
+    places: tuple[str, ...], sort: str, state: str | None, columns: str | None, is_diff: bool, as_json: bool
 ) -> None:
     """List the runs in DIR and the folders in it, three levels deep. The runs may be under way.
 
@@ -48,14 +49,14 @@ def command(
     from hookdiff_runs.rows import read_row
     from hookdiff_runs.table import Runs
 
-    if is_json and (columns or is_diff):
+    if as_json and (columns or is_diff):
         raise UserError("--json prints all columns and all keys that differ; leave out --columns and --diff")
     configs = Configs()
     rows = [read_row(history, name, configs) for name, history in _found(places)]
     runs = Runs([row for row in rows if state in (None, row.state)])
     if runs.rows:
         runs.sort(sort)
-    if is_json:
+    if as_json:
         click.echo(json.dumps(runs.as_values(), indent=1))
     elif not runs.rows:
         click.echo(f"{shown(' '.join(places) or _RUNS)}: no {f'{state} ' if state else ''}runs")

@@ -15,6 +15,7 @@ from hookdiff.run_dir import (
     BEGINS,
     CONFIG,
     DISTANCES,
+    SMOOTHED,
     History,
     LoggedEvent,
     is_distance,
@@ -26,7 +27,6 @@ from hookdiff_runs.configs import Configs
 
 STATES = ("running", "done", "stopped", "crashed", "damaged")
 _SMOOTH, _RAW = "loss/smooth", "loss"
-_SMOOTHED = 10  # values of a loss that no plugin has smoothed, of which the mean is shown
 
 
 @define(eq=False)
@@ -86,7 +86,7 @@ def _read_metrics(row: Row, history: History) -> None:
     if smooth and (raw is None or smooth.step >= raw.step):
         row.has_loss, row.loss = True, smooth.values[_SMOOTH]
     elif raw:
-        newest = islice((line.values[_RAW] for line in metrics.backwards(_RAW) if _RAW in line.values), _SMOOTHED)
+        newest = islice((line.values[_RAW] for line in metrics.backwards(_RAW) if _RAW in line.values), SMOOTHED)
         values = list(newest)
         row.has_loss, row.loss = True, sum(values) / len(values)
     best: dict[str, tuple[float, int]] = {}

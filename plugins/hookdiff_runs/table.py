@@ -13,6 +13,7 @@ from attrs import define, field
 
 from hookdiff import UserError, nearest, shown
 from hookdiff.run_dir import flat
+from hookdiff.terminal import in_words
 from hookdiff_runs.differences import as_json, as_text, differences, texts
 from hookdiff_runs.rows import Row
 
@@ -24,7 +25,6 @@ _GAP = 2  # columns between two cells
 _LEAST, _MOST_PADDED = 12, 40  # columns of a name; a longer one is cut, or in a pipe moves the rest of its line
 _NARROWEST = 24  # columns for the differences; with less room they are left out
 _MOST_KEYS, _MOST_TEXT = 12, 100  # of a run, and letters of each
-_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 @define(eq=False, slots=False)
@@ -132,7 +132,7 @@ class Runs:
             case "name" | "state":
                 return shown(getattr(row, name))
             case "step":
-                return str(row.step) if row.steps is None else f"{row.step}/{row.steps}"
+                return f"{row.step:,}" if row.steps is None else f"{row.step:,}/{row.steps:,}"
             case "loss":
                 return f"{row.loss:.4g}" if row.has_loss else "-"
             case "age":
@@ -140,7 +140,7 @@ class Runs:
             case "differs":
                 return "  ".join(self._differs(row))
         if name in self.metrics:
-            return f"{row.best[name][0]:.4g} @{row.best[name][1]}" if name in row.best else "-"
+            return f"{row.best[name][0]:.4g} @{row.best[name][1]:,}" if name in row.best else "-"
         value = self._value(row, name)
         return "-" if value is None else shown(_shortened(as_text(value)))
 
@@ -204,9 +204,6 @@ def _finite(value: float) -> float | None:
 
 
 def _age(moment: float) -> str:
-    """Return the time since `moment` in its largest unit: "12 s", "5 min", "3 h" or "12 d"."""
-    seconds = max(0.0, time.time() - moment)  # clocks of machines differ
-    if not seconds < 1e12:
-        return "-"
-    size, unit = next((one for one in _UNITS if seconds >= one[0]), _UNITS[-1])
-    return f"{int(seconds // size)} {unit}"
+    """Return the time since `moment`, roughly; "-" if it is not known."""
+    seconds = time.time() - moment
+    return in_words(max(0.0, seconds)) if seconds < 1e12 else "-"  # clocks of machines differ

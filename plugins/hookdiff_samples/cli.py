@@ -38,7 +38,12 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
     metavar="FILE|DIR",
     help="Picture to start from, or a folder of them, in turn; may be repeated.",
 )
-@click.option("--mask", type=click.Path(path_type=Path), help="With --images: picture that is white where to paint.")
+@click.option(
+    "--mask",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --images: picture that is white where to paint.",
+)
 @click.option(
     "--strength", type=_SHARE, metavar="X", help="With --images: share of steps.  [default: 0.8, 1 for masks]"
 )
@@ -51,7 +56,8 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
     "-o",
     "--out",
     type=click.Path(path_type=Path),
-    help="PNG file of a grid, or NPZ file.  [default: RUN/samples/seed-SEED.png]",
+    metavar="FILE",
+    help="PNG file of a grid, or NPZ file.  [default: a new one, RUN/samples/seed-SEED.png]",
 )
 @click.option("--each", type=click.Path(path_type=Path), metavar="DIR", help="Write each image to a PNG file in DIR.")
 @overwrite_option

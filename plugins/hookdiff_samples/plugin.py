@@ -232,7 +232,7 @@ class SampleGrid(Periodic):
         if broken := int((~images.isfinite()).flatten(1).any(1).sum()):
             step = loop.progress.step
             logger.warning(
-                "samples at step %d: %d of %d images are not finite (NaN is black)", step, broken, len(images)
+                "samples at step %s: %d of %d images are not finite (NaN is black)", f"{step:,}", broken, len(images)
             )
         return images
 

@@ -16,7 +16,7 @@ def command() -> None:
 
 
 @command.command()
-@click.option("--prediction-type", "names", multiple=True, help="Test only this type; may be given several times.")
+@click.option("--prediction-type", "names", multiple=True, metavar="NAME", help="Test only this type; may be repeated.")
 def gaussian(names: tuple[str, ...]) -> None:
     """Train and sample where the optimum is known in closed form.
 

@@ -66,7 +66,7 @@ class Plan:
     def __str__(self) -> str:
         lengths = {"an epoch": self.num_batches, "a log window": self.log_every}
         middle = " and of ".join(what for what, length in lengths.items() if self.save_at % length)
-        return f"step {self.save_at} of {self.steps}" + (f", in the middle of {middle}" if middle else "")
+        return f"step {self.save_at:,} of {self.steps:,}" + (f", in the middle of {middle}" if middle else "")
 
 
 def prove(config: Config, steps: int, workers: int, say: Callable[[str], object]) -> tuple[list[str], bool]:
@@ -257,8 +257,8 @@ class Pair:
         lines = [
             "the resumed run equals the run that was never stopped, bit for bit: "
             f"saved at {plan}; killed later{workers}",
-            f"compared: {num_tensors} tensors, {counts['saved value'] - num_tensors} other values of the state, "
-            f"{counts['logged number']} logged numbers, {counts['file']} files",
+            f"compared: {num_tensors:,} tensors, {counts['saved value'] - num_tensors:,} other values of the state, "
+            f"{counts['logged number']:,} logged numbers, {counts['file']:,} files",
         ]
         if texts:
             lines.append(f"texts that differ, as names or times may: {listed(texts, _MOST)}")

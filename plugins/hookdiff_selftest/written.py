@@ -22,8 +22,9 @@ _NUMBER = re.compile(r"(?<![\w.-])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\
 # Dates, times of day, and numbers with a unit of time, speed or memory.
 _MACHINE_TEXT = re.compile(
     r"\d{4}-\d\d-\d\d|\d+:\d\d(?::\d\d)?(?:\.\d+)?"
-    r"|(?<![\w.])\d+(?:\.\d+)?(?:[eE][-+]?\d+)? ?(?:[num]?s|µs|sec|min|h|d|seconds?|minutes?|hours?|days?|[KMGT]i?B)\b"
-    r"|(?<![\w.])\d+(?:\.\d+)? ?\w*/(?:s|min|h)\b"
+    r"|(?<![\w.])[\d,]+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+    r" ?(?:[num]?s|µs|sec|min|h|d|seconds?|minutes?|hours?|days?|[KMGT]i?B)\b"
+    r"|(?<![\w.])[\d,]+(?:\.\d+)? ?\w*/(?:s|min|h)\b"
 )
 
 

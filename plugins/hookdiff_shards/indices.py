@@ -70,7 +70,10 @@ def _with_others(files: Files, paths: Sequence[Path], found: list[Index | None])
     if lacking:
         folder = paths[0].parent
         logger.info(
-            "data: reading the headers of %d of %d shards for an index in %s", len(lacking), len(shards), folder
+            "data: reading the headers of %s of %s shards for an index in %s",
+            f"{len(lacking):,}",
+            f"{len(shards):,}",
+            folder,
         )
     pool = ThreadPoolExecutor(THREADS)
     try:
@@ -86,7 +89,7 @@ def _with_others(files: Files, paths: Sequence[Path], found: list[Index | None])
     finally:
         pool.shutdown(cancel_futures=True)
     if problems:
-        count = f"{len(problems)} of {len(shards)} shards cannot be read:{as_lines(problems)}"
+        count = f"{len(problems):,} of {len(shards):,} shards cannot be read:{as_lines(problems)}"
         raise ValueError(problems[0] if len(problems) == 1 else count)
     return [made[number] for number in range(len(shards))]
 

@@ -131,4 +131,4 @@ def missing(paths: Sequence[str]) -> ValueError:
     why = "no such file" if is_url(first) else why_missing(Path(first))
     if len(paths) == 1:
         return ValueError(f"{first}: {why}")
-    return ValueError(f"{len(paths)} shards are missing ({some(paths)}): {why}")
+    return ValueError(f"{len(paths):,} shards are missing ({some(paths)}): {why}")

@@ -94,7 +94,7 @@ class Samples:
         """Add a problem for the samples that have no member in `column`; `what` is its name."""
         if lacking := column.is_lacking.nonzero()[0].tolist():
             names = some([self.name(index) for index in lacking])
-            self.problems.append(f"{len(lacking)} of {len(self)} samples have no {shown(what)}: {names}")
+            self.problems.append(f"{len(lacking):,} of {len(self):,} samples have no {shown(what)}: {names}")
 
     def _read_labels(self, indices: Sequence[Index], extension: str, classes: tuple[str, ...] | None) -> None:
         before = len(self.problems)

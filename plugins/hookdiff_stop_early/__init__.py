@@ -73,7 +73,7 @@ class StopEarly:
     def _stop_if_due(self, loop: Loop) -> None:
         # Not in on_log: a value may be logged on the first rank alone, or differ between ranks.
         if first_rank_says(self._stale >= self.patience):
-            best = f"its best is {self._sign * self._best:.4g}, of step {self._best_at}"
+            best = f"its best is {self._sign * self._best:.4g}, of step {self._best_at:,}"
             if self._best == math.inf:
                 best = "it was never finite"
             loop.stop("plugin", f"{self.metric} has not improved for {self._stale} measurements; {best}")

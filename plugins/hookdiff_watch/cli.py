@@ -23,7 +23,7 @@ _TICK = 0.2  # seconds between two looks at the size of the terminal
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--every", default=2.0, type=click.FloatRange(min=0.1), metavar="S", help="Seconds between two readings.")
+@click.option("--every", default=2.0, type=click.FloatRange(min=0.1), metavar="X", help="Seconds between two readings.")
 @click.option("--once", is_flag=True, help="Print one snapshot, as in a pipe.")
 def command(run: Path, every: float, once: bool) -> None:
     """Show RUN, a run directory, until the run ends or Ctrl-C is pressed. Nothing is written to it.

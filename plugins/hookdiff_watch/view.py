@@ -10,7 +10,7 @@ from attrs import define
 
 from hookdiff import shown
 from hookdiff.run_dir import LoggedEvent
-from hookdiff.terminal import clock, flow
+from hookdiff.terminal import duration, flow, rate, step_label
 from hookdiff_watch.canvas import DottedCurve, chart
 from hookdiff_watch.followed import Followed
 from hookdiff_watch.picture import half_blocks
@@ -61,8 +61,7 @@ def _head(run: Followed, screen: Screen) -> list[Text]:
 
     name = Text(shown(run.run_dir.resolve().name), "bold")
     parts = [name, Text(run.state, _STYLES.get(run.state, "bold"))]
-    steps = f"step {run.step:,}" if run.total is None else f"step {run.step:,}/{run.total:,}"
-    parts.append(Text(steps))
+    parts.append(Text(step_label(run.step, run.total)))
     if run.state == "running":
         parts += map(Text, _pace(run))
     if run.message:
@@ -77,13 +76,13 @@ def _head(run: Followed, screen: Screen) -> list[Text]:
 def _pace(run: Followed) -> list[str]:
     parts = []
     if run.speed is not None:
-        parts.append(f"{run.speed:,.0f} steps/s" if run.speed >= 1000 else f"{run.speed:.3g} steps/s")
+        parts.append(rate(run.speed, "steps/s"))
         if run.batch_size is not None:
-            parts.append(f"{run.speed * run.batch_size:,.0f} images/s")
+            parts.append(rate(run.speed * run.batch_size))
     if run.left is not None:
-        parts.append(f"ETA {clock(run.left)}")
+        parts.append(f"ETA {duration(run.left)}")
     if run.age is not None:
-        parts.append(f"last line {clock(run.age)} ago")
+        parts.append(f"last line {duration(run.age)} ago")
     return parts
 
 
@@ -98,7 +97,7 @@ def _values(run: Followed) -> list[Text]:
         finite = [(value, step) for step, value in values.items() if math.isfinite(value)]
         if "/" in name and not name.startswith("loss/") and len(finite) > 1:
             lowest, step = min(finite)
-            text = f"{text} (best {lowest:.4g} at {step:,})"
+            text = f"{text} (best {lowest:.4g} at step {step:,})"
         parts.append(Text(shown(text)))
     return parts
 

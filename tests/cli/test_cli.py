@@ -67,7 +67,7 @@ def test_hooks_prints_every_hook_with_its_signature(hookdiff, folder):
         ("run small.toml --resume --fresh emma", ("--fresh emma", "'ema'")),
         ("run small.toml --out . --overwrite", ("directory",)),
         ("run small.toml --out small.toml/x", ("small.toml/x",)),
-        ("run small.toml --set run.batch_size=2000", (1797, "batch_size", 2000)),
+        ("run small.toml --set run.batch_size=2000", ("1,797", "batch_size", "2,000")),
         ("run small.toml --lr fast", ("optimizer.lr", "'fast'")),
         ("check small.toml --set model.image_size=7", ("small.toml", 1, "model", "image_size=7")),
         ("check small.toml --set sampling.steps=21", ("sampling", 21, 20)),

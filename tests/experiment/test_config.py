@@ -63,7 +63,7 @@ def place(line):
 
 
 def test_a_good_config_is_read_with_its_types(path):
-    config = load_config(path)
+    config = load_config(str(path))
     assert (config.run.steps, config.run.epochs, config.run.name) == (20, None, "mine")
     assert config.run.plugins == ("ema", "lr")
     assert list(config.plugins) == ["ema", "lr"]

@@ -42,7 +42,7 @@ def test_it_shows_the_state_and_the_curves_without_what_is_not_finite(tmp_path: 
     shown = make_run(
         tmp_path / "a<b", [4.0, math.nan, 2.0, 1.0, 0.0], **{"lr": 0.5, "fd/x": 3.0, "fd/x/num": 9.0, "val/loss": 2.0}
     )
-    assert "".join(shown[0].itertext()).startswith("a<b: crashed, step 5 of 9,000")
+    assert "".join(shown[0].itertext()).startswith("a<b: crashed, step 5/9,000")
     loss, *others = curves(shown).items()
     assert loss == ("loss: 0", [(0.0, 0.0), (105.0, 45.0), (157.5, 67.5), (210.0, 90.0)])
     assert [title for title, _ in others] == ["val/loss: 2", "fd/x: 3", "lr: 0.5"]

@@ -102,5 +102,7 @@ def test_a_full_shared_memory_ends_in_one_message(tmp_path):
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"mounting is not allowed here: {done.stderr}")
     assert done.returncode == 1
-    check_facts(done.stderr.splitlines()[-1], "StorageError", "/dev/shm", 8, "--shm-size", "data.workers", "data.store")
+    check_facts(
+        done.stderr.splitlines()[-1], "StorageError", "/dev/shm", "8.0 MiB", "--shm-size", "data.workers", "data.store"
+    )
     assert done.stderr.count("Traceback") == 1  # that of the error itself

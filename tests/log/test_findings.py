@@ -131,7 +131,7 @@ def test_the_texts_have_the_numbers():
     assert places.why.endswith(" a, b, c, d and 2 more")
     assert dead_layers("side").why == little_learned("time 3", "side").why == memory_short(1, 2, "side").why == "side"
     assert "time 3" in little_learned("time 3", "").what
-    assert " 3 of 4 MiB" in memory_short(3 * 2**20, 4 * 2**20).what
+    assert " 3.0 MiB of 4.0 MiB" in memory_short(3 * 2**20, 4 * 2**20).what
 
 
 def test_shares_are_percentages_and_long_lists_are_shortened():

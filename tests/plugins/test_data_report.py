@@ -40,7 +40,7 @@ def test_golden_report_of_a_data_set(hookdiff: Any, folder: Path) -> None:
     assert report["unreadable"] == ["0"]
     assert report["duplicates"][0] == "4 with the same pixels as another"
     assert report["duplicates"][1] == "pictures/ant/00.png = pictures/ant/20.png"
-    assert re.fullmatch(r"[\d,]+ images/s", report["speed"][0])
+    assert re.fullmatch(r"[\d,]+ img/s", report["speed"][0])
     assert report["picture"][0] == "pictures/first.png: the first 8 images of epoch 0"
     assert [len(row.split()) for row in report["picture"][1:]] == [3, 3, 2]
     with Image.open("pictures/first.png") as picture:

@@ -67,6 +67,9 @@ def test_shards_of_shards_are_the_same(hookdiff: Any, folder: Path) -> None:
     text = PICTURES.replace('"folder"', '"shards"').replace('"pictures"', '"a"')
     (folder / "shards.toml").write_text(text)
     assert hookdiff("data", "shards.toml", "--to-shards", "b")[0] == 0
+    Path("b/shard-000001.tar").write_bytes(b"of an earlier call")
+    assert hookdiff("data", "shards.toml", "--to-shards", "b", "--overwrite")[0] == 0
+    assert sorted(path.name for path in Path("b").iterdir()) == ["classes.json", "shard-000000.tar"]
     for name in ("shard-000000.tar", "classes.json"):
         assert Path("a", name).read_bytes() == Path("b", name).read_bytes()
 
@@ -75,9 +78,9 @@ def test_shards_of_shards_are_the_same(hookdiff: Any, folder: Path) -> None:
 def test_nothing_is_overwritten(hookdiff: Any, folder: Path, where: str) -> None:
     (folder / "out" / "inner").mkdir(parents=True)
     (folder / "out" / "inner" / "mine").write_text("precious")
-    code, out, err = hookdiff("data", "config.toml", "--to-shards", where)
+    code, out, err = hookdiff("data", "config.toml", "--to-shards", where, "--overwrite")
     assert (code, out) == (2, "")
-    check_facts(err, where, "exists")
+    check_facts(err, where, "exists", "--overwrite")
     assert (folder / "out" / "inner" / "mine").read_text() == "precious"
 
 

@@ -17,6 +17,7 @@ from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.process import EDM, VP, Flow
 from hookdiff.diffusion.schedules import Linear
 from hookdiff.diffusion.times import LogitNormal, UniformTimes
+from hookdiff.terminal import byte_size
 from hookdiff_debug import checks
 from hookdiff_debug.checks import cause
 from hookdiff_debug.doctor import as_text, examine
@@ -263,7 +264,7 @@ def test_the_peak_of_a_step_lies_near_the_estimate(device, folder):
     config = load_config(folder / "small.toml", settings=given)
     report = examine(config, None, 4, folder / "trial", None)
     measured = report.trial.peak_memory
-    check_facts(report.findings["memory"].what, f"{measured / 2**20:.0f} MiB")
+    check_facts(report.findings["memory"].what, byte_size(measured))
     assert measured == pytest.approx(estimate_memory(config).peak, rel=0.15)
 
 
@@ -350,7 +351,7 @@ def test_a_run_directory_is_read_and_never_changed(doctor, hookdiff, folder):
     assert not any(name.startswith("logged") for name in names)  # such as that the state of debug is not used
 
     one = next((run / "checkpoints").iterdir())
-    code, out, _ = doctor(one, "--steps", 8, "--json", "--out", folder / "strip.png")
+    code, out, _ = doctor(one, "--steps", 8, "--json", "--out", folder / "strip.png", "--overwrite")
     assert (code, json.loads(out)["losses"]) == (0, found["losses"])
 
 
@@ -568,13 +569,13 @@ def test_length_and_time_and_memory_are_judged():
     warnings = [length(4, 10_000), length(4_000, 10_000), length(64, 100), length(64, 100_000, parameters=10**6)]
     assert [found.severity for found in warnings] == ["warning"] * 4
     assert len({found.what for found in warnings}) == 4
-    assert "640 epochs of 10000 images" in warnings[3].why
+    assert "640 epochs of 10,000 images" in warnings[3].why
     assert checks.check_time({"backward": 0.4, "data": 0.6}, 1.0).severity == "warning"
     assert checks.check_time({"backward": 0.4, "mine": 0.6}, 1.0).what.startswith("mine ")
     healthy = checks.check_time({"forward and loss": 0.4, "backward": 0.6}, 0.5)
     assert healthy == Finding("ok", "500 ms a step: backward 60%, forward and loss 40%")
     assert checks.check_memory(2**29, None) == Finding("ok", "512 MiB at the peak of a step")
-    assert checks.check_memory(2**29, 2**31) == Finding("ok", "512 MiB at the peak of a step, of 2048")
+    assert checks.check_memory(2**29, 2**31) == Finding("ok", "512 MiB at the peak of a step, of 2.0 GiB")
     assert checks.check_memory(2**31, 2**31).severity == "warning"
 
 

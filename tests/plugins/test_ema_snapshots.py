@@ -299,7 +299,7 @@ def test_the_command_makes_a_file_that_others_load(hookdiff, write_config, tmp_p
         (["again", "--std", "0.1"], "again has no snapshots; a run writes them with"),
         (["nowhere", "--std", "0.1"], f"nowhere: {tmp_path} has no 'nowhere'"),
         (["run/config.toml", "--std", "0.1"], "run/config.toml: expected a run directory, got a file"),
-        (["run", "--std", "0.1", "--out", "small.toml/x"], "small.toml/x: cannot be written: "),
+        (["run", "--std", "0.1", "--out", "small.toml/x"], "small.toml/x: cannot be written; "),
     ):
         code, _, err = hookdiff("ema", *words)
         assert code == 2

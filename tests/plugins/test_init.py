@@ -199,7 +199,7 @@ def test_a_file_is_replaced_only_when_asked(hookdiff: Say) -> None:
     Path("mine.toml").write_text("precious")
     code, _, err = hookdiff("init", "mine")
     assert (code, Path("mine.toml").read_text()) == (2, "precious")
-    check_facts(err, "mine.toml", "--overwrite", "-o")
+    check_facts(err, "mine.toml", "--overwrite")
     assert hookdiff("init", "mine", "--overwrite")[0] == 0
     assert hookdiff("check", "mine.toml")[0] == 0
 

@@ -45,7 +45,7 @@ def kinds(losses: Iterable[float], diagnosis: LossTrends | None = None) -> list[
 
 def began(finding: Finding) -> int:
     """Return the last update that the finding names: the one at which it began."""
-    return int(re.findall(r" step (\d+)", f"{finding.what} {finding.why}")[-1])
+    return int(re.findall(r" step (\d[\d,]*)", f"{finding.what} {finding.why}")[-1].replace(",", ""))
 
 
 # False alarms

@@ -409,13 +409,13 @@ def test_the_command_draws_and_lists(command, tmp_path):
 
 def test_the_command_reports_what_does_not_fit(command):
     drops = {"lr": {"schedule": {"use": "step", "milestones": [200, 60000]}, "warmup": 0}}
-    assert "drop 2 (step 60000)" in command("lr", "mine.toml", plugins=drops)[1].splitlines()[-2]
+    assert "drop 2 (step 60,000)" in command("lr", "mine.toml", plugins=drops)[1].splitlines()[-2]
     (remark,) = json.loads(command("lr", "mine.toml", "--json", plugins=drops)[1])["remarks"]
-    assert "drop 2 (step 60000)" in remark
+    assert "drop 2 (step 60,000)" in remark
     code, out, _ = command("lr", "mine.toml", "--set", "plugins.lr.warmup=1000")
     assert code == 0
     assert out.startswith("mine: cosine after 399 steps of warm-up")
-    assert "1000 steps is cut to 399" in out
+    assert "1,000 steps is cut to 399" in out
 
 
 def test_a_warm_up_that_is_longer_than_the_run_is_only_a_warning(command, tmp_path, caplog):

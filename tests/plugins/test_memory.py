@@ -12,6 +12,7 @@ from hookdiff import PASS, hookimpl
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.authors.testing.transfers import CountTransfers
 from hookdiff.machine.fitting import free_memory, memory_in_use
+from hookdiff.terminal import byte_size
 from hookdiff_memory import Memory
 from hookdiff_memory.plugin import MIB
 from tests.conftest import Logged
@@ -71,7 +72,7 @@ def test_short_memory_is_reported_once(caplog):
     assert record.levelno == logging.WARNING
     what, why, remedy = record.getMessage().splitlines()
     assert what.startswith("step 5: ")
-    assert f" {logged.of('memory/peak')[5]:.0f} of " in what
+    assert f" {byte_size(logged.of('memory/peak')[5] * 2**20)} of " in what
     assert "cpu" in why
     assert "run.micro_batch" in remedy
 

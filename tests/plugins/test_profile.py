@@ -135,7 +135,7 @@ def test_a_run_keeps_its_length_and_is_measured_at_its_whole_rate(
 def test_the_table_and_the_trace_are_for_reading(small: Callable[..., Path], hookdiff: Any, tmp_path: Path) -> None:
     done = hookdiff("profile", small("clip"), "--steps", 2, "--no-try", "--trace", "new/step.json.gz")
     first, place, columns, *rows, last = output(done).splitlines()
-    check_facts(first, "small", "ms a step", 16, "cpu", "images/s")
+    check_facts(first, "small", "ms a step", 16, "cpu", "img/s")
     check_facts(place, "step 5 of 30", "warm-up", "config")
     assert columns.split() == ["part", "ms", "share"]
     assert sum(float(row.rsplit(maxsplit=1)[1].rstrip("%")) for row in rows) == pytest.approx(100, abs=1)
@@ -188,7 +188,7 @@ def test_the_three_best_changes_come_first() -> None:
         Outcome(Change(settings=("data.workers=1",)), 1.05),
     ]
     assert advice(outcomes).splitlines() == [
-        "try first, with images/s over those of now:",
+        "try first, with img/s over those of now:",
         "  1.50  --plugins amp",
         "  1.20  --set run.batch_size=8",
         "  1.10  --set run.batch_size=32",
@@ -204,7 +204,7 @@ def test_the_three_best_changes_come_first() -> None:
         (("missing.toml",), ("missing.toml", "no such file")),
         ((".",), ("directory", "small.toml")),
         (("small.toml", "--trace", "small.toml/step.json"), ("small.toml/step.json",)),
-        (("small.toml", "--set", "run.batch_size=2000"), ("batch_size", 2000, 1797)),
+        (("small.toml", "--set", "run.batch_size=2000"), ("batch_size", "2,000", "1,797")),
         (("small.toml", "--set", "model.chanels=8"), ("chanels", "channels")),
     ],
 )

@@ -188,12 +188,12 @@ def run(tmp_path: Path) -> Path:
 
 def test_what_a_report_says(run: Path, hookdiff: Command) -> None:
     path = run / "report.html"
-    assert output(hookdiff("report", run)) == f"{path}: {path.stat().st_size / 1e6:.1f} MB\n"
+    assert output(hookdiff("report", run)) == f"{path}: {path.stat().st_size / 2**20:.1f} MiB\n"
     page = Page.of(path)
-    check_facts(page.text, "first", "stopped", "step 40 of 50", "out of time")
+    check_facts(page.text, "first", "stopped", "step 40/50", "out of time")
     check_facts(page.text, "0.05", "lowest 0.05 at step 40")  # the smoothed loss
     check_facts(page.text, "Fréchet distance (digits), n = 512", "2.5", "at step 40, n = 512")
-    check_facts(page.text, "80", "samples per second", "512 MiB")
+    check_facts(page.text, "80 img/s", "512 MiB")
     check_facts(page.text, "the loss spikes at step 31", "9 times its median", "Try the plugin clip.")
     check_facts(page.text, "10 to 30", "3 checkpoints", "2023-11-14 22:13", "lr = 0.001", "torch", "2.11.0")
     check_facts(page.text, "finding, such as a spike")  # in the legend
@@ -271,7 +271,7 @@ def test_a_run_under_way_and_resumed(run: Path) -> None:
     write_lines(run / "events.jsonl", events)
     with locked(run):
         page = report(run)
-    check_facts(page.text, "running", "step 40 of 10,040", "about 21 min left")
+    check_facts(page.text, "running", "step 40/10,040", "about 21 min left")
     check_facts(page.text, "norm 6 too large", "steps 250 to 300, reported 2 times")
     assert page.text.index("ArithmeticError") < page.text.index("norm 6")  # an error is worse than a warning
     assert "no problem" not in page.text
@@ -404,7 +404,7 @@ def test_several_runs_are_compared(run: Path, tmp_path: Path, monkeypatch: pytes
     check_facts(page.text, "2 runs compared", "first", "second", "optimizer.lr", "0.001", "0.01")
     assert "run.batch_size" not in page.text  # it does not differ
     assert ["machine and versions", "first"] in page.rows
-    assert page.strips == [{"panels": ["ema", "model"], "steps": [20]}, {"panels": ["ema"], "steps": [10]}]
+    assert page.strips == [{"panels": ["ema", "model"], "steps": [10, 20]}, {"panels": ["ema"], "steps": [10]}]
     assert len([one for one in page.all("input") if one["type"] == "radio"]) == 2
     # A plot has the same quantity of all runs: here the loss is smoothed by the report.
     raw = [1 / step for step in range(1, 21)]
@@ -442,6 +442,21 @@ def test_runs_of_one_name_are_told_apart(run: Path, tmp_path: Path) -> None:
     check_facts(report(run, other, out=tmp_path / "both.html").text, run, other)
 
 
+def test_a_long_loss_is_a_line_of_means_in_a_band(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "long")
+    lines = [
+        {"step": k, "time": 1.0 + k, "loss": 3.0 + (-1) ** k * (1 + (k == 2501)), "loss/smooth": 3.0 + (-1) ** k}
+        for k in range(1, 5001)
+    ]
+    write_lines(run / "metrics.jsonl", lines)
+    page = report(run)
+    low, high = (page.curves("Loss", axis)["as logged"] for axis in ("low", "y"))
+    assert (min(low), set(high)) == (1.0, {4.0})
+    smooth = page.curves("Loss")["smoothed"]
+    assert (smooth[0], smooth[-1]) == (2.0, 4.0)
+    assert set(smooth[1:-1]) == {3.0}
+
+
 def test_nothing_in_a_run_becomes_markup(tmp_path: Path) -> None:
     run = make_run(tmp_path / "<b>&amp;")
     config = {"run": {"name": ATTACK, "steps": 50}, "model": {ATTACK: [ATTACK]}}
@@ -455,7 +470,7 @@ def test_nothing_in_a_run_becomes_markup(tmp_path: Path) -> None:
     panels = [Panel(torch.zeros(1, 1, 8, 8), title=title) for title in (ATTACK, '" onload="alert(3)')]
     sheet(panels, info={"sampler": ATTACK}).with_info(name="samples").save(picture_path(run, "samples", 1))
     for runs in ([run], [run, make_run(tmp_path / "other")]):
-        page = report(*runs, out=tmp_path / "out.html")
+        page = report(*runs, out=tmp_path / f"{len(runs)}.html")
         assert len(page.scripts) == 5
         assert "<" not in "".join(page.scripts[:3])
         assert {one.get("type") for one in page.all("script")} == {"application/json", None}
@@ -514,7 +529,7 @@ def test_numbers_that_no_run_reaches(run: Path, hookdiff: Command) -> None:
     code, _, err = hookdiff("report", run)
     assert (code, err) == (0, "")
     page = Page.of(run / "report.html")
-    check_facts(page.text, "1e+308", "2 of 50")
+    check_facts(page.text, "1e+308", "2/50")
     assert page.curves("Loss", "x")["as logged"] == [1, 2]
 
 
@@ -537,9 +552,9 @@ def test_thousands_of_events_and_steps(run: Path) -> None:
     check_facts(page.text, "5,000 checkpoints", "5,000 void", "norm 500 too large", "reported 500 times")
     check_facts(page.text, "302 rows are left out")  # of two routines and 500 findings
     assert len(page.rows) < 300
-    values = page.curves("Loss")["as logged"]
-    assert len(values) <= 2000
-    assert (min(values), max(values)) == (1e-9, 77.0)
+    low, high = (page.curves("Loss", axis)["as logged"] for axis in ("low", "y"))
+    assert len(low) <= 2000
+    assert (min(low), max(high)) == (1e-9, 77.0)
     assert (run / "report.html").stat().st_size < 3e6
 
 
@@ -562,7 +577,7 @@ def test_the_pace_leaves_out_the_time_between_processes(run: Path) -> None:
     resumed = {**logged(50, "resume", "resumed at step 50"), "time": TIME + 86400 + 50}
     write_lines(run / "events.jsonl", [logged(0, "start", "started"), resumed])
     page = report(run)
-    check_facts(page.text, "10", "samples per second", "2 min")
+    check_facts(page.text, "10 img/s", "1:40")
     assert page.curves("Throughput")["mean 10"] == pytest.approx([10.0] * 98)
 
 
@@ -603,7 +618,7 @@ def small(tmp_path: Path) -> Path:
 def test_a_run_ends_with_its_report(small: Path, tmp_path: Path, hookdiff: Command) -> None:
     run = tmp_path / "run"
     check_facts(output(hookdiff("run", small, "--plugins", "report", "--out", run)), "report.html")
-    check_facts(Page.of(run / "report.html").text, "done", "step 6 of 6", "started", "stop")
+    check_facts(Page.of(run / "report.html").text, "done", "step 6/6", "started", "stop")
 
 
 FAILING = """
@@ -633,7 +648,7 @@ def test_a_run_that_fails_has_a_report_too(small: Path, tmp_path: Path, start: A
     run = tmp_path / "run"
     process = start(tmp_path, "run", small, "--plugins", "report,failing:Failing", "--out", run)
     assert finish(process)[0] == 1
-    check_facts(Page.of(run / "report.html").text, "crashed", "step 3 of 6", "ArithmeticError: out of numbers")
+    check_facts(Page.of(run / "report.html").text, "crashed", "step 3/6", "ArithmeticError: out of numbers")
 
 
 def test_a_report_during_the_run_and_after_a_signal(small: Path, tmp_path: Path, start: Any) -> None:

@@ -124,6 +124,21 @@ def test_one_slider_moves_all(browser: Any, path: Path, width: int) -> None:
     assert not opened.left
 
 
+def test_the_slider_moves_the_pictures_of_all_runs(browser: Any, tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name) for name in "ab"]
+    for run, steps in zip(runs, ([10, 20, 30], [15, 25]), strict=True):
+        add_samples(run, steps)
+    page = Opened.of(browser, report(*runs, out=tmp_path / "both.html")).page
+    page.get_by_role("slider").focus()
+    shown = {}
+    for key in ["End"] + ["ArrowLeft"] * 25:
+        page.keyboard.press(key)
+        step = page.locator("#scrubber output").inner_text()
+        shown[int(step)] = page.locator(".slide output").all_inner_texts()
+    expected = {40: (30, 25), 29: (20, 25), 24: (20, 15), 19: (10, 15)}
+    assert {step: shown[step] for step in expected} == {k: [f"step {one}" for one in v] for k, v in expected.items()}
+
+
 def test_no_picture_of_other_weights_or_steps(browser: Any, tmp_path: Path) -> None:
     run, lone = make_run(tmp_path / "first"), make_run(tmp_path / "lone")
     titles = ("model", "odd\rname")

@@ -84,7 +84,7 @@ def test_the_age_is_that_of_the_newest_line_or_event(tmp_path: Path, hookdiff: C
         event = {"step": 1, "time": now - event_age, "kind": "stop", "severity": "info", "text": "done"}
         (path / "events.jsonl").write_text(f"{json.dumps(event)}\n")
     out = hookdiff("runs", tmp_path)[1]
-    assert [line.split()[4:6] for line in out.splitlines()[1:]] == [["2", "h"], ["2", "h"], ["0", "s"], ["2", "min"]]
+    assert [line.split()[4:6] for line in out.splitlines()[1:]] == [["2", "h"], ["2.2", "h"], ["1", "s"], ["2", "min"]]
 
 
 def test_the_loss_is_smoothed(tmp_path: Path, hookdiff: Command) -> None:
@@ -243,10 +243,10 @@ def test_the_table_fits_on_a_terminal(tmp_path: Path, columns: int) -> None:
     left, _ = shown(tmp_path, "runs", tmp_path, columns=columns)
     lines = [line for line in left.splitlines() if line.strip()]
     assert max(map(len, lines)) <= columns
-    check_facts(left, "done", "crashed", "100000/100")
+    check_facts(left, "done", "crashed", "100,000/100")
     assert [line.split()[0][-9:] for line in lines[1:3]] == [long[-9:], "b"]  # one line a run; names differ at the end
     if columns >= 80:
-        check_facts(left, "12.5 @100000", "3.25 @100000", "1.234")
+        check_facts(left, "12.5 @100,000", "3.25 @100,000", "1.234")
     if columns >= 120:
         check_facts(left, "optimizer.lr=0.25", "optimizer.lr=0.125")
         assert "not shown" not in left

@@ -63,7 +63,7 @@ def save(path: Path, step: int, pixels: Any, **info: Any) -> Path:
 GOLDEN = """\
 run  done  step 100/100
 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
-loss 0.01  grad_norm 0.5  lr 0.001  fd/digits 3 (best 2 at 60)
+loss 0.01  grad_norm 0.5  lr 0.001  fd/digits 3 (best 2 at step 60)
 
 loss
        1 ⠉⠒⠢⠤⣀
@@ -117,9 +117,9 @@ def test_a_run_is_followed_to_its_end(run: Path) -> None:
             now = time.time()
             happen(run, 0, "start", "started", when=now - 20)
             log(run, 10, now - 15, loss=0.75)
-            terminal.wait_for("step 10/100", "2 steps/s", "16 images/s")
+            terminal.wait_for("step 10/100", "2 steps/s", "16 img/s")
             log(run, 20, now - 5, loss=0.5)
-            terminal.wait_for("step 20/100", "loss 0.5", "started", "  1 steps/s", "  8 images/s", "ETA")
+            terminal.wait_for("step 20/100", "loss 0.5", "started", "  1 steps/s", "  8 img/s", "ETA")
             happen(run, 30, "nan", "step 30 is not finite", "error")
             terminal.wait_for("nan: step 30 is not finite")
             save(run, 30, [[0, 255]])
@@ -185,11 +185,11 @@ def test_the_speed_is_that_of_the_last_process(run: Path, hookdiff: Callable[...
         log(run, step, now - 180 + 2 * (step - 40))
     with locked(run):
         out = hookdiff("watch", run)[1]
-    check_facts(out, "running", "step 70/100", "0.5 steps/s", "4 images/s")
+    check_facts(out, "running", "step 70/100", "0.5 steps/s", "4 img/s")
     (run / "config.toml").write_text("[run]\nsteps = 1000\n")
     with locked(run):
         out = hookdiff("watch", run)[1]
-    assert "images/s" not in out
+    assert "img/s" not in out
     found = re.search(r"ETA (\d+):(\d\d)  last line (\d+):(\d\d) ago", out)
     assert found
     minutes, seconds, *age = map(int, found.groups())
@@ -201,10 +201,10 @@ def test_a_run_that_is_cut_and_replaced(run: Path) -> None:
     for step in range(10, 60, 10):
         log(run, step, loss=step, fd__x=step)
     with locked(run), Terminal(run.parent, "watch", run, *FAST) as terminal:
-        terminal.wait_for("step 50/100", "loss 50", "best 10 at 10")
+        terminal.wait_for("step 50/100", "loss 50", "best 10 at step 10")
         lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
         (run / "metrics.jsonl").write_text("".join(lines[1:3]))
-        terminal.wait_for("step 30/100", "loss 30", "best 20 at 20")
+        terminal.wait_for("step 30/100", "loss 30", "best 20 at step 20")
         (run / "new").write_text(lines[0])
         (run / "new").replace(run / "metrics.jsonl")
         (run / "config.toml").write_text("[run]\nsteps = 7000\n")

@@ -94,7 +94,7 @@ def assert_removable(
             record, run_dir = Record(what, until=at), runs.new_folder()
             runs.train(record, place=first, run_dir=run_dir)
             if record.saved is None:
-                raise ValueError(f"{what}, ended before it could be saved at step {at}")
+                raise ValueError(f"{what}, ended before it could be saved at step {at:,}")
             try:
                 runs.train(record, place=then, run_dir=run_dir, process=1, fresh=True)
             except UserError as error:

@@ -69,6 +69,10 @@
       event.preventDefault();
       move(Math.min(stops.length - 1, Math.max(0, place() + own[event.key])));
     });
+    // A link to a section leads below the bar with the values, whose height depends on them and on the width.
+    const bar = document.querySelector("nav");
+    const root = document.documentElement.style;
+    new ResizeObserver(() => (root.scrollPaddingTop = `${bar.offsetHeight + 8}px`)).observe(bar);
     move(stops.length - 1);
   } else {
     strips.forEach(show); // a browser may have kept the state of a button
