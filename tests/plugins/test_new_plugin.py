@@ -73,8 +73,8 @@ def test_a_wrong_name_is_refused_with_a_good_one_and_torch_is_not_imported(tmp_p
         "2nd": "my_2nd",
         "größe": "groe",
         "": "plugin",
-        "hookdiff-mine": "mine",
-        "hookdiff_hookdiff_mine": "mine",
+        "hookdiff-dimmer": "dimmer",
+        "hookdiff_hookdiff_dimmer": "dimmer",
         "class": "my_class",
         "None": "my_none",  # a clipping is named so
         "json": "my_json",
@@ -128,13 +128,13 @@ def test_what_exists_is_not_overwritten_and_a_kind_without_a_template_is_refused
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a file").write_text("kept")
-    (tmp_path / "hookdiff-mine").mkdir()
+    (tmp_path / "hookdiff-dimmer").mkdir()
     (tmp_path / "link").symlink_to("nowhere")
     before = contents(tmp_path)
-    check_refused(hookdiff("new-plugin", "mine"), "hookdiff-mine", "exists", "DIR")
+    check_refused(hookdiff("new-plugin", "dimmer"), "hookdiff-dimmer", "exists", "DIR")
     for name in ("a file", "link", "."):
-        check_refused(hookdiff("new-plugin", "mine", name), name, "exists")
-    check_refused(hookdiff("new-plugin", "mine", "a file/in it"), "a file")
+        check_refused(hookdiff("new-plugin", "dimmer", name), name, "exists")
+    check_refused(hookdiff("new-plugin", "dimmer", "a file/in it"), "a file")
     check_refused(hookdiff("new-plugin", "other", "--kind", "weighting"), "weighting", *KINDS)
     assert contents(tmp_path) == before
 
