@@ -113,7 +113,7 @@ class Run:
     def __repr__(self) -> str:
         """Return the path, the state of the run, and the step at which it has ended."""
         history = History(self.run_dir)
-        end = f" at step {history.outcome.step}" if history.outcome.reason else ""
+        end = f" at step {history.outcome.step:,}" if history.outcome.reason else ""
         return f"<Run {self.path}: {history.state}{end}>"
 
     def _repr_html_(self) -> str:

@@ -155,7 +155,7 @@ def test_the_images_are_those_that_the_run_makes_with_its_data(tmp_path: Path, u
 
 def test_a_notebook_has_model_images_metrics_and_config(moved: Path) -> None:
     run = load_run(str(moved))
-    assert repr(run) == f"<Run {moved}: done at step {run.metrics()[-1]['step']}>"
+    assert repr(run) == f"<Run {moved}: done at step {run.metrics()[-1]['step']:,}>"
     assert "loop" not in vars(run)  # no weights are loaded for that
     assert run.config["run"]["epochs"] == 2
     assert [line["step"] for line in run.metrics()] == sorted({line["step"] for line in records(moved)})
