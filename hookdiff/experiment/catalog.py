@@ -61,6 +61,7 @@ class PartKind:
     name: str  # as entry points write it before the dot
     find: Callable[[str], Any]  # imports a member by its name, or raises PluginError
     known: Mapping[str, str] = field(factory=dict)  # paths of those built in, by name
+    choice: type[Choice] | None = None  # the class of the kind, if a key of another table chooses it
 
     def names(self) -> list[str]:
         """Return the names of all members; nothing is imported."""
@@ -92,7 +93,7 @@ def kinds() -> dict[str, PartKind]:
         for choice in choices_of(target) if target is not None else ():
             if choice.kind not in found:
                 known = {name: _shortest(part) for name, part in choice.known.items()}
-                found[choice.kind] = PartKind(choice.kind, partial(find, choice), known)
+                found[choice.kind] = PartKind(choice.kind, partial(find, choice), known, choice)
                 targets += [member.target for member in found[choice.kind].members()]
     return found
 
