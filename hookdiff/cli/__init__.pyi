@@ -5,6 +5,7 @@ from .arguments import (
     config_or_run_argument as config_or_run_argument,
     device_option as device_option,
     guidance_option as guidance_option,
+    json_option as json_option,
     override_options as override_options,
     overwrite_option as overwrite_option,
     path_argument as path_argument,

@@ -122,6 +122,8 @@ seed_option = click.option("--seed", default=0, metavar="N", help="Seed of the n
 device_option = click.option(
     "--device", metavar="NAME", help="cpu, cuda, cuda:1 or mps.  [default: that of the run, or a GPU if there is one]"
 )
+# For commands of which scripts and editors read the result.
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 # For commands that write files.
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace files that exist.")
 
