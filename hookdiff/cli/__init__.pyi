@@ -18,3 +18,4 @@ from .arguments import (
     weights_option as weights_option,
 )
 from .command_line import COMMANDS as COMMANDS, group as group, main as main
+from .schema import add_schema as add_schema

@@ -1,21 +1,24 @@
 """`hookdiff check`: check a config, and print it with every default."""
 
+import json
 from contextlib import suppress
 from pathlib import Path
 
 import click
 
-from hookdiff.cli.arguments import config_argument, override_options
+from hookdiff.cli.arguments import config_argument, json_option, override_options
 
 
 @click.command()
 @config_argument
 @override_options
-def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool) -> None:
+@json_option
+def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool, as_json: bool) -> None:
     """Check CONFIG, and print it with every default.
 
     Of the data, only the names in a folder are read, so the arguments of the model that the data gives are left out. No
-    file is written.
+    file is written. With --json: an object with the config, the keys that the data gives, and warnings; NaN and
+    infinity are null.
     """
     import tomli_w
 
@@ -24,18 +27,26 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], t
     from hookdiff.experiment.config import load_config
     from hookdiff.experiment.probe import try_config
     from hookdiff.images.folder import Folder
+    from hookdiff.log.event import as_json as as_strict
 
     checked = load_config(config, plugins, settings, trust=trust)
     try_config(checked)
+    warnings = []
     if checked.data.target is Folder:
         with suppress(ConfigError):  # the folder may be on another machine
             classes = checked.data.build().classes
             if warning := unused_classes(checked, len(classes or ())):
-                click.echo(warning, err=True)
+                warnings.append(warning)
     table = checked.resolved()
     left_out = set_by_data(checked)
     for name in left_out:
         table["model"].pop(name, None)
+    if as_json:
+        found = {"config": table, "set_by_data": left_out, "warnings": warnings}
+        click.echo(json.dumps(as_strict(found), indent=1))
+        return
+    for warning in warnings:
+        click.echo(warning, err=True)
     text = tomli_w.dumps(table)
     if left_out:  # tomli_w writes no comments
         text = text.replace("\n[model]\n", f"\n[model] # the data gives {', '.join(left_out)}\n", 1)

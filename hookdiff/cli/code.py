@@ -21,8 +21,8 @@ def file_of(module: str) -> Path | None:
     return None
 
 
-def class_at(path: str) -> ast.ClassDef | None:
-    """Return the class `module:Name` as its source defines it, also if the module imports it from another.
+def definition_at(path: str) -> ast.ClassDef | ast.FunctionDef | None:
+    """Return the class or function `module:Name` as its source defines it, also if the module imports it from another.
 
     The stub of a package (`__init__.pyi`), which lazy_loader reads, counts as its source.
 
@@ -36,7 +36,7 @@ def class_at(path: str) -> ast.ClassDef | None:
         stub = file.with_suffix(".pyi")
         body = ast.parse((stub if stub.is_file() else file).read_bytes()).body
         for node in body:
-            if isinstance(node, ast.ClassDef) and node.name == name:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
                 return node
         origin = next((found for node in body if (found := _imported(node, name, module))), None)
         if origin is None:

@@ -16,7 +16,7 @@ from hookdiff.cli.output import drop_unwritten, log_to_stderr, open_streams, say
 from hookdiff.errors import HookError, OnAnotherRank, PluginError, UserError
 from hookdiff.terminal.bars import shown_works
 
-COMMANDS = ("run", "resume", "check", "plugins", "hooks")  # packages of plugins add others
+COMMANDS = ("run", "resume", "check", "plugins", "hooks", "schema")  # packages of plugins add others
 GROUP = "hookdiff.commands"
 _MOMENT = 3.0  # seconds
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)

@@ -3,32 +3,41 @@
 import ast
 import functools
 import inspect
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
+from hookdiff.cli.arguments import json_option
 from hookdiff.errors import UserError, nearest
 
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-def command(names: tuple[str, ...]) -> None:
+@json_option
+def command(names: tuple[str, ...], as_json: bool) -> None:
     """Print the hooks called NAME, or all hooks.
 
     For each hook: its arguments, when it is called, what plugins may change, what it returns, and an example.
     """
-    from hookdiff.loop.hookspecs import HOOK_NAMES, Hooks
+    from hookdiff.loop.hookspecs import HOOK_NAMES, HOOKS, Hooks
 
     for name in names:
         if name not in HOOK_NAMES:
             raise UserError(f"there is no hook {name!r}{nearest(name, HOOK_NAMES)}")
+    found = []
     for name in names or HOOK_NAMES:
         signature = str(inspect.signature(getattr(Hooks, name))).replace("(self, ", "(").replace("'", "")
         code = example(name)
-        click.echo(click.style(f"{name}{signature}", bold=True))
-        for text in (contract(name), "\n".join(imports([code])), code):
-            click.echo("".join(f"    {line}".rstrip() + "\n" for line in text.splitlines()))
+        texts = {"contract": contract(name), "imports": "\n".join(imports([code])), "example": code}
+        found.append({"name": name, "signature": signature, "kind": HOOKS[name].kind, **texts})
+        if not as_json:
+            click.echo(click.style(f"{name}{signature}", bold=True))
+            for text in texts.values():
+                click.echo("".join(f"    {line}".rstrip() + "\n" for line in text.splitlines()))
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
 
 
 def contract(hook: str) -> str:

@@ -1,16 +1,23 @@
-"""`hookdiff plugins`: list the installed plugins, their keys, or the order of their calls."""
+"""`hookdiff plugins`: list the installed plugins and parts, their keys, or the order of the calls."""
+
+from __future__ import annotations
 
 import ast
 import inspect
+import json
 from contextlib import suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from hookdiff.cli.arguments import checked_by, override_options
-from hookdiff.cli.code import class_at
+from hookdiff.cli.arguments import checked_by, json_option, override_options
+from hookdiff.cli.code import definition_at
 from hookdiff.experiment.toml_file import read_toml
+
+if TYPE_CHECKING:
+    from hookdiff.experiment.catalog import Member
 
 
 @click.command()
@@ -22,57 +29,86 @@ from hookdiff.experiment.toml_file import read_toml
     callback=checked_by(read_toml),
     help="Print the call order of each hook.",
 )
-@click.option("--markdown", is_flag=True, help="Print only the keys of NAME, as tables in Markdown.")
+@click.option("--markdown", is_flag=True, help="Print only the keys of NAME, a plugin or part, as tables in Markdown.")
+@json_option
 @override_options
 def command(
     names: tuple[str, ...],
     order: Path | None,
     markdown: bool,
+    as_json: bool,
     plugins: tuple[str, ...],
     settings: tuple[str, ...],
     trust: bool,
 ) -> None:
-    """List the installed plugins.
+    """List the installed plugins, and the parts that packages publish.
 
-    With NAME: print a description of these plugins, the import of their class for a script, and the keys of their
-    tables. With --markdown, NAME may also be a part of a package, as KIND.NAME. With --order: print the plugins of
-    CONFIG that each hook calls, in call order.
+    NAME is a plugin, a kind of part, such as sampler, or one part, such as sampler.ddim or only ddim. A kind is listed,
+    with the parts of the core. Of a plugin or part, print a description, the import for a script, and the keys of its
+    table. With --order: print the plugins of CONFIG that each hook calls, in call order.
     """
-    from hookdiff.options.imports import distribution, import_line, installed
-
     if order is not None:
-        _print_order(order, plugins, settings, trust)
+        calls = _order(order, plugins, settings, trust)
+        lines = (f"{hook:<22} {' > '.join(called) or '-'}" for hook, called in calls.items())
+        click.echo(json.dumps(calls, indent=1) if as_json else "\n".join(lines))
     elif markdown:
         _print_markdown(names)
-    elif names:
-        from hookdiff.experiment.discovery import plugin_class, plugin_name
-        from hookdiff.options.help import plain_lines
+    elif names or as_json:
+        from hookdiff.experiment.catalog import kinds, named
 
-        for name in names:
-            plugin = plugin_class(name)
-            path = name if ":" in name else installed()[name][0].value
-            table = [f"[plugins.{plugin_name(name)}]", *plain_lines(plugin)]
-            click.echo("\n".join([f"{name}: {inspect.getdoc(plugin)}\n", import_line(path), "", *table, ""]))
+        found = [named(name) for name in names] or [kind.members() for kind in kinds().values()]
+        if as_json:
+            click.echo(json.dumps([member.facts() for members in found for member in members], indent=1))
+            return
+        for members, name in zip(found, names, strict=True):
+            is_kind = name == members[0].kind if members else True
+            for member in members:
+                title = f"{member.kind}.{member.name}" if member.kind != "plugin" else member.name
+                if is_kind:
+                    click.echo(f"{title:<28} {member.summary}  ({', '.join(member.distributions)})")
+                else:
+                    click.echo("\n".join(_description(member, title)))
     else:
-        for name, entries in installed().items():
-            try:
-                summary = _summary(name, entries)
-            except Exception as error:  # a broken plugin must not hide the others
-                summary = f"cannot be used: {error}"
-            others = [distribution(entry) for entry in entries if not entry.dist or entry.dist.name != "hookdiff"]
-            click.echo(f"{name:<12} {summary}" + f"  ({', '.join(others)})" * bool(others))
+        from hookdiff.options.imports import PARTS, distribution, installed
+
+        for group in (installed(), installed(PARTS)):
+            for name, entries in group.items():
+                try:
+                    summary = _summary(name, entries)
+                except Exception as error:  # a broken package must not hide the others
+                    summary = f"cannot be used: {error}"
+                others = [distribution(entry) for entry in entries if not entry.dist or entry.dist.name != "hookdiff"]
+                click.echo(f"{name:<12} {summary}" + f"  ({', '.join(others)})" * bool(others))
+
+
+def _description(member: Member, title: str) -> list[str]:
+    from hookdiff.experiment.discovery import plugin_name
+    from hookdiff.options.help import plain_lines
+    from hookdiff.options.imports import import_line
+
+    if member.error:
+        return [f"{title}: {member.summary}", ""]
+    table = f"[plugins.{plugin_name(member.name)}]" if member.kind == "plugin" else f'use = "{member.name}"'
+    owners = f"  ({', '.join(member.distributions)})" * bool(member.distributions)
+    lines = [f"{title}: {inspect.getdoc(member.target)}\n", import_line(member.path) + owners, ""]
+    return [
+        *lines,
+        table.replace("use", "source") if member.kind == "source" else table,
+        *plain_lines(member.target),
+        "",
+    ]
 
 
 def _summary(name: str, entries: list[EntryPoint]) -> str:
     """Return the first line of the docstring, from the source where possible: the import of torch takes long."""
     from hookdiff.options.imports import check_needs
 
-    found = class_at(entries[0].value) if len(entries) == 1 else None
+    found = definition_at(entries[0].value) if len(entries) == 1 else None
     docstring = found and ast.get_docstring(found)
     if found is None or not docstring:
-        from hookdiff.experiment.discovery import plugin_class
+        from hookdiff.experiment.catalog import named
 
-        return (inspect.getdoc(plugin_class(name)) or "").partition("\n")[0]
+        return named(name)[0].summary
     keywords = [each for call in found.decorator_list if isinstance(call, ast.Call) for each in call.keywords]
     for needs in (each.value for each in keywords if each.arg == "needs"):
         with suppress(ValueError):  # no literal
@@ -80,30 +116,27 @@ def _summary(name: str, entries: list[EntryPoint]) -> str:
     return docstring.partition("\n")[0]
 
 
-def _print_order(path: Path, names: tuple[str, ...], settings: tuple[str, ...], trust: bool) -> None:
+def _order(path: Path, names: tuple[str, ...], settings: tuple[str, ...], trust: bool) -> dict[str, list[str]]:
     from hookdiff.experiment.config import load_config
     from hookdiff.loop.hookspecs import HOOK_NAMES
     from hookdiff.loop.registry import Plugins
 
     config = load_config(path, names, settings, trust=trust)
     plugins = Plugins({name: part.build() for name, part in config.plugins.items()})
-    for hook in HOOK_NAMES:
-        called = []
+    calls: dict[str, list[str]] = {hook: [] for hook in HOOK_NAMES}
+    for hook, called in calls.items():
         for impl in plugins.order(hook):
             place = " (around)" if impl.wrapper else " (first)" if impl.tryfirst else " (last)" * impl.trylast
             called += [impl.plugin_name + place] * (impl.plugin_name != "defaults")
-        click.echo(f"{hook:<22} {' > '.join(called) or '-'}")
+    return calls
 
 
 def _print_markdown(names: tuple[str, ...]) -> None:
-    from hookdiff.experiment.discovery import plugin_class
+    from hookdiff.experiment.catalog import named
     from hookdiff.options.help import markdown
-    from hookdiff.options.imports import PARTS, import_object, installed
 
     if not names:
         raise click.UsageError("--markdown needs the NAME of a plugin or part")
-    for name in names:
-        entries = installed(PARTS).get(name)
-        given = frozenset({"params"}) if name.startswith("optimizer.") else frozenset()  # by hookdiff
-        found = import_object(entries[0].value, f"the part {name!r}") if entries else plugin_class(name)
-        click.echo(markdown(found, given), nl=False)
+    for member in (member for name in names for member in named(name)):
+        given = frozenset({"params"}) if member.kind == "optimizer" else frozenset()  # by hookdiff
+        click.echo(markdown(member.target, given), nl=False)

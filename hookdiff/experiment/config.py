@@ -36,7 +36,7 @@ from hookdiff.loop.registry import check_partners, partner_problem
 from hookdiff.models.adapters import checkpointable
 from hookdiff.models.attention_forms import Form
 from hookdiff.models.init import Initialisation
-from hookdiff.options.choices import Choice, path_of
+from hookdiff.options.choices import Choice, check_claims, path_of
 from hookdiff.options.default_names import DEFAULT_OPTIMIZER, DEFAULT_PLUGINS
 from hookdiff.options.fields import Fixed, about, is_below
 from hookdiff.options.imports import TRUST, import_object, importing, installed
@@ -122,11 +122,16 @@ class Section:
     find: Callable[[str, str], Any] = import_object
     adapt: Callable[[Any], Any] = lambda target: target
 
+    @property
+    def kind(self) -> str:
+        """The kind of part that it names, as entry points write it: "source", "model" or "optimizer"."""
+        return self.table if self.key == "use" else self.key
+
     def read(self, table: Mapping[str, Any], problems: Problems) -> Part | None:
         """Return the part that `table` names; if there is none, add the reason to `problems` and return None."""
         use, target = table.get(self.key, self.default), None
         try:
-            target = self._target(use)
+            target = self.target(use)
         except UserError as error:
             problems.add(f"{self.table}.{self.key}", error)
         own = parameters(target) if target else {}
@@ -141,9 +146,10 @@ class Section:
         given = arguments(target, rest, self.table, problems, beside)
         return Part(self.table, str(use), target, given, self.key, shared)
 
-    def _target(self, use: Any) -> Any:
-        kind = self.table if self.key == "use" else self.key  # "model", "optimizer", "source"
-        path = self.known.get(str(use)) or path_of(kind, self.known, use, self.key)
+    def target(self, use: Any) -> Any:
+        """Import and return what the name `use`, or `module:Name`, stands for; raises UserError if it does not fit."""
+        check_claims(self.kind, self.known, use)
+        path = self.known.get(str(use)) or path_of(self.kind, self.known, use, self.key)
         target = self.find(path, str(use))
         self.expected.check(path, target)
         return self.adapt(target)

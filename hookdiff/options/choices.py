@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from operator import attrgetter
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from hookdiff.errors import PluginError, nearest
-from hookdiff.options.imports import PARTS, entries_of, import_object, installed
+from hookdiff.options.imports import PARTS, distribution, import_object, installed
 
 Chosen = TypeVar("Chosen", bound="Choice")
 
@@ -69,6 +69,7 @@ def find(kind: type[Chosen], use: object) -> type[Chosen]:
 
     Raises PluginError if no class or several have this name, or if the class is of another kind.
     """
+    check_claims(kind.kind, kind.known, use)
     found = kind.known.get(str(use)) or import_object(path_of(kind.kind, kind.known, use), f"the {kind.kind} {use!r}")
     if isinstance(found, type) and issubclass(found, kind):
         return found
@@ -80,7 +81,7 @@ def find(kind: type[Chosen], use: object) -> type[Chosen]:
 def parts(kind: type[Chosen]) -> dict[str, type[Chosen]]:
     """Return the classes of `kind` by name: those built in, and those of entry points that can be imported."""
     found = dict(kind.known)
-    for name in _published(kind.kind):
+    for name in published(kind.kind):
         with suppress(PluginError):  # one broken package does not hide the others
             found[name] = find(kind, name)
     return found
@@ -91,30 +92,37 @@ def path_of(kind: str, known: Iterable[str], use: object, key: str = "use") -> s
 
     Raises PluginError if it is neither, with the `known` names, or if several entry points claim the name.
     """
-    name, published = str(use), _published(kind)
-    if name not in published and ":" not in name:
-        names = [*known, *published]
+    name, offered = str(use), published(kind)
+    if name not in offered and ":" not in name:
+        names = [*known, *offered]
         unknown = f"needs a `{key}`" if use is None else f"unknown {use!r}{nearest(name, names)}"
         other = f"; {name} is a plugin: --plugins {name}" if name in installed() else ""
         raise PluginError(f"{unknown}{other}; known: {', '.join(names)}, or module:Name")
-    path, *others = published.get(name, [name])
-    if others:
-        claims = " and ".join((path, *others))
-        raise PluginError(f"the {kind} {name!r} is claimed by {claims}; uninstall one, or use module:Name")
-    return path
+    check_claims(kind, (), name)
+    return offered[name][0].value if name in offered else name
 
 
-def _published(kind: str) -> dict[str, list[str]]:
-    """Return the paths of the objects that entry points offer for `kind`, by name; a name may have several.
+def check_claims(kind: str, known: Iterable[str], use: object) -> None:
+    """Raise PluginError if several entry points claim the name `use`, or one claims a `known` name, which is built in.
+
+    The message has all distributions.
+    """
+    claims = [f"{entry.value} of {distribution(entry)}" for entry in published(kind).get(str(use), ())]
+    if claims and str(use) in known:
+        raise PluginError(
+            f"the {kind} {use!r} is built in, and claimed by {' and '.join(claims)}; uninstall it, or use module:Name"
+        )
+    if len(claims) > 1:
+        raise PluginError(f"the {kind} {use!r} is claimed by {' and '.join(claims)}; uninstall one, or use module:Name")
+
+
+def published(kind: str) -> dict[str, list[EntryPoint]]:
+    """Return the entry points that offer objects for `kind`, by name; a name may have several.
 
     The entry point "weighting.mine" offers the weighting `mine`.
     """
-    found: dict[str, list[str]] = {}
-    for entry in sorted(entries_of(PARTS), key=attrgetter("name")):
-        group, _, name = entry.name.partition(".")
-        if group == kind and entry.value not in found.setdefault(name, []):
-            found[name].append(entry.value)
-    return found
+    start = f"{kind}."
+    return {name.removeprefix(start): found for name, found in installed(PARTS).items() if name.startswith(start)}
 
 
 def name_of(chosen: type[Choice]) -> str:
@@ -123,4 +131,6 @@ def name_of(chosen: type[Choice]) -> str:
         if known is chosen:
             return name
     path = f"{chosen.__module__}:{chosen.__qualname__}"
-    return next((name for name, paths in _published(chosen.kind).items() if paths == [path]), path)
+    offered = published(chosen.kind).items()
+    free = (name for name, entries in offered if [entry.value for entry in entries] == [path])
+    return next((name for name in free if name not in chosen.known), path)

@@ -10,7 +10,7 @@ from attrs import Attribute, define, field
 
 from hookdiff.machine.ranks import first_rank_says
 
-_UNITS = {"step": 1, "steps": 1, "epoch": 1, "epochs": 1, "s": 1, "sec": 1, "min": 60, "h": 3600}
+UNITS = {"step": 1, "steps": 1, "epoch": 1, "epochs": 1, "s": 1, "sec": 1, "min": 60, "h": 3600}
 _SUFFIXES = {"steps": "", "epochs": " epochs", "seconds": " s"}
 
 
@@ -44,7 +44,7 @@ def parse_every(value: int | str | Every) -> Every:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e[-+]?\d+)?)\s*([a-z]*)\s*", str(value))
     unit = (match[2] or "steps") if match else ""
-    amount = float(match[1]) * _UNITS.get(unit, math.inf) if match else math.inf
+    amount = float(match[1]) * UNITS.get(unit, math.inf) if match else math.inf
     if not match or isinstance(value, (bool, float)) or not math.isfinite(amount):
         raise ValueError(f"expected steps (500), epochs ('2 epochs') or time ('15 min'), got {value!r:.200}")
     kind = "steps" if unit.startswith("step") else "epochs" if unit.startswith("epoch") else "seconds"

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _REFUSED = (ValueError, TypeError, OverflowError, PluginError, CattrsError)  # raised for a value that does not fit
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Tensor: "a tensor"}
-_COLLECTIONS = (tuple, list, set, frozenset, Sequence, Collection, Iterable)
+COLLECTIONS = (tuple, list, set, frozenset, Sequence, Collection, Iterable)
 
 
 REST = {"rest": True}  # metadata of a field that takes all keys that no other field has
@@ -473,7 +473,7 @@ for _kind in (bool, int, float, str):
 _converter.register_structure_hook(Tensor, _tensor)
 _converter.register_structure_hook(Every, lambda value, _: parse_every(value))
 _converter.register_structure_hook_func(_is(*_UNION), _union)
-_converter.register_structure_hook_func(_is(*_COLLECTIONS), _sequence)
+_converter.register_structure_hook_func(_is(*COLLECTIONS), _sequence)
 _converter.register_structure_hook_func(_is(dict, Mapping, MutableMapping), _mapping)
 _converter.register_structure_hook_func(lambda kind: bool(fields_of(kind)), _attrs_class)
 _converter.register_structure_hook_func(lambda kind: isinstance(kind, type) and issubclass(kind, Choice), _choice)

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from hookdiff import UserError
-from hookdiff.cli import check_exists, check_output, overwrite_option, path_argument
+from hookdiff.cli import add_schema, check_exists, check_output, overwrite_option, path_argument
 
 
 def _check_folder(path: Path) -> None:
@@ -42,9 +42,16 @@ def _check_folder(path: Path) -> None:
     show_default=True,
     help="The network: hookdiff's own, or one of diffusers, which `hookdiff export --to diffusers` can write.",
 )
+@click.option("--schema", is_flag=True, help="Also write the schema with which an editor completes the config.")
 @overwrite_option
 def command(
-    folder: Path | None, out: Path | None, minutes: float | None, image_size: int | None, model: str, overwrite: bool
+    folder: Path | None,
+    out: Path | None,
+    minutes: float | None,
+    image_size: int | None,
+    model: str,
+    schema: bool,
+    overwrite: bool,
 ) -> None:
     """Write a config that trains on the images in DIR, or, without DIR, on handwritten digits.
 
@@ -73,6 +80,8 @@ def command(
         raise UserError(f"{folder}: the name is not UTF-8, as a config has to be; rename it") from None
     with new_file(out) as partial:
         partial.write_bytes(config)
+    if schema:
+        add_schema(out)
     click.echo(f"{out}: {pictures.summary} at {plan.side} x {plan.side}, {plan.steps:,} steps in about {plan.duration}")
     click.echo(f"  hookdiff run {out}\n  hookdiff sample runs/{out.stem}")
     if plan.diffusers:

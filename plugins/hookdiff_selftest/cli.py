@@ -1,13 +1,15 @@
 """`hookdiff selftest`: prove on this machine that what hookdiff computes is right."""
 
+import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import click
 
-from hookdiff.cli import config_argument, override_options
+from hookdiff.cli import config_argument, json_option, override_options
 
 
 @click.group()
@@ -17,7 +19,8 @@ def command() -> None:
 
 @command.command()
 @click.option("--prediction-type", "names", multiple=True, metavar="NAME", help="Test only this type; may be repeated.")
-def gaussian(names: tuple[str, ...]) -> None:
+@json_option
+def gaussian(names: tuple[str, ...], as_json: bool) -> None:
     """Train and sample where the optimum is known in closed form.
 
     The data is N(1, 0.5²) in every pixel. Each prediction type is trained with each loss weighting. The command prints
@@ -25,32 +28,43 @@ def gaussian(names: tuple[str, ...]) -> None:
     beside exact values from independent formulas. Takes about half a minute; exit code 1 if a number is off.
     """
     from hookdiff import UserError, nearest
-    from hookdiff_selftest.gaussian import CASES, SAMPLERS, STEPS, TOLERANCE, WEIGHTINGS, check
+    from hookdiff_selftest.gaussian import CASES, SAMPLERS, STEPS, TOLERANCE, WEIGHTINGS, Check, check
 
     known = sorted({case.prediction_type for case in CASES})
     for name in names:
         if name not in known:
             raise UserError(f"--prediction-type {name}: unknown{nearest(name, known)}; known: {', '.join(known)}")
     shown = ["mean", "std", *(f"{sampler} std" for sampler in SAMPLERS)]
+    say: Callable[[str], object] = click.echo if not as_json else lambda text: None
+    done: list[Check] = []
     failed = []
     for case in CASES:
         if names and case.prediction_type not in names:
             continue
-        click.echo(f"{case}; samples in {STEPS} steps")
-        click.echo(_row("", ["loss", "exact", "mean", "std", *SAMPLERS]))
+        say(f"{case}; samples in {STEPS} steps")
+        say(_row("", ["loss", "exact", "mean", "std", *SAMPLERS]))
         for weighting in WEIGHTINGS:
             checks = check(case, weighting)
+            done += checks.values()
             if weighting == WEIGHTINGS[0]:  # the exact numbers but for the loss are the same for all weightings
-                click.echo(_row("exact", ["", "", *(checks[name].exact for name in shown)]))
+                say(_row("exact", ["", "", *(checks[name].exact for name in shown)]))
             numbers = [checks["loss"].measured, checks["loss"].exact, *(checks[name].measured for name in shown)]
             wrong = [each for each in checks.values() if not each.passed]
-            click.echo(_row(weighting, numbers) + ("  FAILED" if wrong else ""))
+            say(_row(weighting, numbers) + ("  FAILED" if wrong else ""))
             failed += wrong
-        click.echo()
+        say("")
+    if as_json:
+        facts = [
+            {"case": str(one.case), "weighting": one.weighting, "name": one.name}
+            | {"measured": one.measured if math.isfinite(one.measured) else None}  # JSON has no NaN
+            | {"exact": one.exact, "passed": one.passed}
+            for one in done
+        ]
+        click.echo(json.dumps({"passed": not failed, "checks": facts}, indent=1))
     if failed:
-        click.echo("\n".join(f"FAILED  {each}" for each in failed))
+        say("\n".join(f"FAILED  {each}" for each in failed))
         sys.exit(1)
-    click.echo(f"all within {TOLERANCE:.0%} of the exact value (means: of the standard deviation)")
+    say(f"all within {TOLERANCE:.0%} of the exact value (means: of the standard deviation)")
 
 
 @command.command()
@@ -65,8 +79,15 @@ def gaussian(names: tuple[str, ...]) -> None:
     metavar="N",
     help="Data workers after the resume; before it, as in CONFIG.",
 )
+@json_option
 def resume(
-    config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool, steps: int, workers: int
+    config: Path,
+    plugins: tuple[str, ...],
+    settings: tuple[str, ...],
+    trust: bool,
+    steps: int,
+    workers: int,
+    as_json: bool,
 ) -> None:
     """Kill a run of CONFIG, resume it, and compare it with one that was never stopped.
 
@@ -83,7 +104,7 @@ def resume(
     checked = load_config(config, plugins, settings, trust=trust)
     try_config(checked)
     lines, passed = prove(checked, steps, workers, partial(click.echo, err=True))
-    click.echo("\n".join(lines))
+    click.echo(json.dumps({"passed": passed, "lines": lines}, indent=1) if as_json else "\n".join(lines))
     if not passed:
         sys.exit(1)
 

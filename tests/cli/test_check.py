@@ -1,9 +1,12 @@
 """`hookdiff check`."""
 
+import json
+
 import pytest
 import tomli
 from PIL import Image
 
+from hookdiff.log.event import as_json
 from tests.conftest import check_facts, output, pixels
 
 DIT = {"use": "dit", "num_classes": 10}
@@ -80,3 +83,10 @@ def test_golden_message_of_a_network_that_does_not_fit_its_images(check):
     assert (code, err) == (2, f"hookdiff: small.toml: 1 problem\n  {problem}\n")
     code, _, err = check("model.patch_size=3", command="run")
     assert (code, err) == (2, f"hookdiff: {problem}\n")
+
+
+def test_json_has_the_config_of_the_text(hookdiff, check):
+    found = json.loads(output(hookdiff("check", "small.toml", "--json")))
+    assert found["config"] == as_json(tomli.loads(check()[1]))
+    assert found["warnings"] == []
+    assert found["set_by_data"]

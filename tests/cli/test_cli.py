@@ -1,3 +1,4 @@
+import json
 import re
 import subprocess
 import sys
@@ -112,3 +113,12 @@ def test_a_bug_in_a_plugin_ends_in_its_traceback(folder, start):
     assert error == "KeyError: 'a bug of its own'"
     check_facts(note, "'on_start'", "'bug'")
     assert not (folder / "runs").exists()
+
+
+def test_hooks_as_json_have_the_texts(hookdiff, folder):
+    text = output(hookdiff("hooks"))
+    found = json.loads(output(hookdiff("hooks", "--json")))
+    assert [one["name"] for one in found] == list(HOOK_NAMES)
+    for one in found:
+        assert f"{one['name']}{one['signature']}\n" in text
+        assert all(f"    {line}".rstrip() in text for line in one["example"].splitlines())

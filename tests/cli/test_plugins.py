@@ -1,7 +1,10 @@
+import json
+
 import pytest
 
 from hookdiff.loop.hookspecs import HOOK_NAMES
 from hookdiff.options.help import markdown
+from hookdiff.options.imports import installed
 from hookdiff_ema import EMA
 from hookdiff_muon import muon
 from tests.conftest import check_facts, check_refused, output
@@ -68,3 +71,49 @@ def test_a_package_that_is_missing_is_listed(hookdiff, folder, install, written)
     source = f"@{written}(needs={{'hd_nowhere': 'nowhere[all]>=2'}})\nclass Mine:\n    'Works.'\n"
     install("needy", {"needy": "hd_needy:Mine"}, hd_needy=source)
     check_facts(rows(output(hookdiff("plugins")))["needy"], "hd_nowhere", "pip install 'nowhere[all]>=2'")
+
+
+def test_parts_are_listed_by_kind_and_described_alone(hookdiff, folder):
+    listed = rows(output(hookdiff("plugins", "sampler")))
+    assert list(listed) == [f"sampler.{name}" for name in ("ddim", "ddpm", "euler", "heun", "dpmpp_2m")]
+    one = output(hookdiff("plugins", "sampler.ddim"))
+    check_facts(one, "sampler.ddim", "from hookdiff.diffusion import DDIM  (hookdiff 0.1.0)", 'use = "ddim"', "eta =")
+    both = output(hookdiff("plugins", "linear"))
+    check_facts(both, "schedule.linear", "beta_end = 0.02", "lr_schedule.linear", "min_ratio = 0.0")
+    check_facts(output(hookdiff("plugins", "array")), "source.array", 'source = "array"', "from hookdiff_array import")
+    check_refused(hookdiff("plugins", "sampler.heum"), "'sampler.heum'", "'sampler.heun'", "lr_schedule")
+
+
+PART = "from hookdiff.diffusion import Weighting\nclass Mine(Weighting):\n    'Mine.'\n"
+
+
+def test_parts_that_cannot_be_used_are_listed_with_the_reason_and_refused(hookdiff, folder, install):
+    names = {"weighting.mine": "hd_mine:Mine", "weighting.uniform": "hd_mine:Mine", "weighting.gone": "hd_gone:Mine"}
+    install("hookdiff-one", names, group="hookdiff.parts", hd_mine=PART, hd_gone="import hd_nowhere\n")
+    install("hookdiff-two", {"weighting.mine": "hd_two:Mine"}, group="hookdiff.parts", hd_two=PART)
+    found = rows(output(hookdiff("plugins", "weighting")))
+    reasons = {
+        "mine": ("hookdiff-one 1.0", "hookdiff-two 1.0"),
+        "uniform": ("built in", "hd_mine:Mine of hookdiff-one 1.0"),
+        "gone": ("hd_nowhere", "hookdiff-one 1.0"),
+    }
+    for name, facts in reasons.items():
+        check_facts(found[f"weighting.{name}"], "cannot be used", *facts)
+        check_refused(hookdiff("plugins", f"weighting.{name}"), *facts[:1])
+    assert found["weighting.min_snr"].startswith("min(SNR, gamma)")
+    check_facts(rows(output(hookdiff("plugins")))["weighting.gone"], "hd_nowhere")
+
+
+def test_json_has_what_the_text_has(hookdiff, folder):
+    every = json.loads(output(hookdiff("plugins", "--json")))
+    names = {(one["kind"], one["name"]) for one in every}
+    assert {("plugin", name) for name in installed()} <= names
+    assert {("sampler", "ddim"), ("optimizer", "adamw"), ("lr_schedule", "linear"), ("model", "unet")} <= names
+    (ema,) = json.loads(output(hookdiff("plugins", "ema", "--json")))
+    assert ema == next(one for one in every if (one["kind"], one["name"]) == ("plugin", "ema"))
+    text = output(hookdiff("plugins", "ema"))
+    check_facts(text, ema["help"], *(key["name"] for key in ema["keys"]), *ema["distributions"])
+    order = json.loads(output(hookdiff("plugins", "--order", "small.toml", "--json")))
+    assert {hook: " > ".join(called) or "-" for hook, called in order.items()} == rows(
+        output(hookdiff("plugins", "--order", "small.toml"))
+    )

@@ -154,14 +154,19 @@ def test_finding_a_class_imports_no_other(install: Callable[..., None]) -> None:
 def test_two_classes_published_under_one_name_are_both_reported(install: Callable[..., None]) -> None:
     install("hookdiff-one", {"shape.mine": "hd_mine:Mine"}, group="hookdiff.parts", hd_mine=MINE)
     install("hookdiff-two", {"shape.mine": "hd_other:Mine"}, group="hookdiff.parts", hd_other=MINE)
-    with refused(PluginError, "shape", "'mine'", "hd_mine:Mine", "hd_other:Mine"):
+    with refused(
+        PluginError, "shape", "'mine'", "hd_mine:Mine", "hookdiff-one 1.0", "hd_other:Mine", "hookdiff-two 1.0"
+    ):
         find(Shape, "mine")
     assert Shape.of("hd_other:Mine").use == "hd_other:Mine"  # module:Name still finds the class
 
 
-def test_built_in_names_come_before_published_ones(install: Callable[..., None]) -> None:
+def test_a_built_in_name_that_a_package_claims_is_refused(install: Callable[..., None]) -> None:
     install("hookdiff-mine", {"shape.square": "hd_mine:Mine"}, group="hookdiff.parts", hd_mine=MINE)
-    assert find(Shape, "square") is Square
+    with refused(PluginError, "shape", "'square'", "built in", "hookdiff-mine 1.0", "hd_mine:Mine"):
+        find(Shape, "square")
+    assert Shape.of("circle").use == "circle"
+    assert Shape.of("hd_mine:Mine").use == "hd_mine:Mine"  # not the name of another
 
 
 @pytest.mark.parametrize("part", PARTS, ids=name_of)

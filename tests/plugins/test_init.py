@@ -112,7 +112,9 @@ def test_the_config_fits_the_folder(hookdiff: Say, kind: str) -> None:
 
 def test_larger_images_become_squares_of_a_power_of_two(hookdiff: Say) -> None:
     save("0.png", size=(61, 40))
-    assert hookdiff("init", "mine", "-o", "other.toml", "--minutes", "0.1")[0] == 0
+    assert hookdiff("init", "mine", "-o", "other.toml", "--minutes", "0.1", "--schema")[0] == 0
+    assert Path("other.toml").read_text().startswith("#:schema ./hookdiff.schema.json\n")
+    assert Path("hookdiff.schema.json").exists()
     table = tomli.loads(Path("other.toml").read_text())
     assert table["data"]["image_size"] == 32
     assert not Path("mine.toml").exists()

@@ -1,0 +1,62 @@
+"""`hookdiff schema`: write the JSON Schema of a config, with which editors complete and check it."""
+
+import json
+from pathlib import Path
+
+import click
+
+from hookdiff.cli.arguments import checked_by
+from hookdiff.disk.files import new_file
+from hookdiff.disk.paths import check_writable
+from hookdiff.errors import UserError
+from hookdiff.experiment.toml_file import read_toml
+
+FILE = "hookdiff.schema.json"
+_LINE = f"#:schema ./{FILE}\n"
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--into",
+    type=click.Path(path_type=Path),
+    metavar="CONFIG",
+    callback=checked_by(read_toml),
+    help=f"Write {FILE} beside CONFIG, and the line into CONFIG that names it.",
+)
+def command(file: Path | None, into: Path | None) -> None:
+    """Write the JSON Schema (draft-07) of a config to FILE, or print it.
+
+    It has all installed plugins and parts, with the help and the limits of their keys: write it again after an
+    installation. It is checked by the editor, without running anything.
+    """
+    if file and into:
+        raise UserError("FILE and --into exclude each other")
+    if into:
+        add_schema(into)
+        click.echo(f"{into}: has the schema {FILE}")
+    elif file:
+        _write(file, _text())
+        click.echo(f"{file}: the schema of a config")
+    else:
+        click.echo(_text(), nl=False)
+
+
+def add_schema(config: Path) -> None:
+    """Write the schema beside `config`, and the line that names it at the top of `config`, unless it is there."""
+    _write(config.with_name(FILE), _text())
+    text = config.read_text("utf-8")
+    if not any(line.startswith("#:schema") for line in text.splitlines()):
+        _write(config, _LINE + text)
+
+
+def _text() -> str:
+    from hookdiff.experiment.json_schema import config_schema
+
+    return json.dumps(config_schema(), indent=1) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    check_writable(path)
+    with new_file(path) as partial:
+        partial.write_bytes(text.encode())

@@ -1,0 +1,151 @@
+"""All that a config can name on this machine: plugins, and parts of every kind, those of the core included."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
+from typing import Any
+
+from attrs import define, field
+
+from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion.sampling import Sampling
+from hookdiff.errors import PluginError, nearest
+from hookdiff.experiment.config import SECTIONS
+from hookdiff.experiment.discovery import plugin_class
+from hookdiff.options.choices import Choice, find, published
+from hookdiff.options.help import keys
+from hookdiff.options.imports import PARTS, PLUGINS, distribution, installed
+from hookdiff.options.structure import hints_of
+
+_OF_PLUGINS = "plugin"  # the kind of a plugin
+
+
+@define(frozen=True, eq=False)
+class Member:
+    """A plugin or a part by its name, or the reason why it cannot be used."""
+
+    kind: str
+    name: str
+    path: str  # module:Name
+    distributions: tuple[str, ...]  # those that claim the name, with their versions
+    target: Any = None  # the class or function; None if there is an error
+    error: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The first line of its documentation, or why it cannot be used."""
+        return f"cannot be used: {self.error}" if self.error else (inspect.getdoc(self.target) or "").partition("\n")[0]
+
+    def facts(self) -> dict[str, Any]:
+        """Return all that is known about it as JSON has it, with its keys."""
+        known = {"kind": self.kind, "name": self.name, "path": self.path, "distributions": self.distributions}
+        if self.error:
+            return {**known, "error": self.error}
+        options = [
+            {"name": key.name, "default": key.default, "help": key.help, "part": key.kind.kind if key.kind else None}
+            for key in keys(self.target)
+        ]
+        return {**known, "help": inspect.getdoc(self.target) or "", "keys": options}
+
+
+@define(frozen=True, eq=False)
+class PartKind:
+    """The plugins, or a kind of part."""
+
+    name: str  # as entry points write it before the dot
+    find: Callable[[str], Any]  # imports a member by its name, or raises PluginError
+    known: Mapping[str, str] = field(factory=dict)  # paths of those built in, by name
+    choice: type[Choice] | None = None  # the class of the kind, if a key of another table chooses it
+
+    def names(self) -> list[str]:
+        """Return the names of all members; nothing is imported."""
+        offered = installed() if self.name == _OF_PLUGINS else published(self.name)
+        return list(dict.fromkeys([*self.known, *offered]))
+
+    def member(self, name: str) -> Member:
+        """Import and return the member called `name`, which may also be `module:Name`."""
+        offered = (installed() if self.name == _OF_PLUGINS else published(self.name)).get(name, [])
+        path = self.known.get(name) or (offered[0].value if offered else name)
+        own = [_owner(path)] if name in self.known else []
+        make = partial(Member, self.name, name, path, (*own, *map(distribution, offered)))
+        try:
+            return make(self.find(name))
+        except Exception as error:  # a broken package must not hide the others
+            return make(error=str(error) or type(error).__name__)
+
+    def members(self) -> list[Member]:
+        """Import and return all members, also those that cannot be imported."""
+        return [self.member(name) for name in self.names() if ":" not in name]  # "torchvision:NAME" has any name
+
+
+def kinds() -> dict[str, PartKind]:
+    """Return the plugins and all kinds of parts by their names, as what they configure declares them."""
+    found = {_OF_PLUGINS: PartKind(_OF_PLUGINS, plugin_class)}
+    found |= {one.kind: PartKind(one.kind, one.target, one.known) for one in SECTIONS}
+    targets = [Diffusion, Sampling, *(member.target for kind in found.values() for member in kind.members())]
+    for target in targets:  # which grows
+        for choice in choices_of(target) if target is not None else ():
+            if choice.kind not in found:
+                known = {name: _shortest(part) for name, part in choice.known.items()}
+                found[choice.kind] = PartKind(choice.kind, partial(find, choice), known, choice)
+                targets += [member.target for member in found[choice.kind].members()]
+    return found
+
+
+def choices_of(target: Callable[..., Any]) -> Iterator[type[Choice]]:
+    """Yield the kinds of parts that the keys of `target` choose."""
+    types = list(hints_of(target).values())
+    for hint in types:  # which grows
+        types += typing.get_args(hint)
+        if isinstance(hint, type) and issubclass(hint, Choice):
+            yield hint
+
+
+def named(name: str) -> list[Member]:
+    """Return what `name` stands for: a kind, a member as `kind.name`, a plugin as `module:Class`, or a bare name.
+
+    A kind gives all its members, and a bare name the member of each kind that has one.
+
+    Raises:
+        PluginError: for an unknown name, and for a member that is meant alone and cannot be used.
+    """
+    known = kinds()
+    if name in known:
+        return known[name].members()
+    group, _, inner = name.partition(".")
+    if ":" in name:
+        found = [known[_OF_PLUGINS].member(name)]
+    elif group in known and inner in known[group].names():
+        found = [known[group].member(inner)]
+    else:
+        found = [kind.member(name) for kind in known.values() if name in kind.names()]
+    if not found:
+        names = [*known, *(f"{kind.name}.{one}" for kind in known.values() for one in kind.names())]
+        names += [one for kind in known.values() for one in kind.names()]
+        raise PluginError(f"no plugin, part or kind named {name!r}{nearest(name, names)}; kinds: {', '.join(known)}")
+    if len(found) == 1 and found[0].error:
+        raise PluginError(found[0].error)
+    return found
+
+
+def _shortest(part: type) -> str:
+    """Return the path `module:Name` of the outermost package that has the class: a script imports it from there."""
+    *outer, _ = packages = list(accumulate(part.__module__.split("."), "{}.{}".format))
+    found = (package for package in outer if getattr(sys.modules.get(package), part.__name__, None) is part)
+    return f"{next(found, packages[-1])}:{part.__qualname__}"
+
+
+def _owner(path: str) -> str:
+    """Return the distribution with the module of `path`, and its version; an empty string if it is not known."""
+    package = path.partition(":")[0].partition(".")[0]
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        entries = (entry for group in (PLUGINS, PARTS) for found in installed(group).values() for entry in found)
+        return next((distribution(entry) for entry in entries if entry.module.partition(".")[0] == package), "")
