@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import tomli
 
@@ -16,9 +17,9 @@ from hookdiff.options.structure import hints_of
 from tests.conftest import check_refused, output
 from tests.experiment.test_refusals import BASE, OWN, TABLES, Table, beside_limits, every_table, misspelt, of_wrong_type
 
-jsonschema = pytest.importorskip("jsonschema")
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
-PLACES = [*BASE, "diffusion", "optimizer", "sampling", *{table.place for table in TABLES if "plugins" in table.place}]
+PLUGINS = sorted({table.place for table in TABLES if "plugins" in table.place})
+PLACES = [*BASE, "diffusion", "optimizer", "sampling", *PLUGINS]
 
 
 @pytest.fixture(scope="module")
