@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli.arguments import checked_by
+from hookdiff.cli.arguments import check_free, checked_by, overwrite_option
 from hookdiff.disk.files import new_file
 from hookdiff.disk.paths import check_writable
 from hookdiff.errors import UserError
@@ -16,15 +16,16 @@ _LINE = f"#:schema ./{FILE}\n"
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.argument("file", type=click.Path(path_type=Path), required=False, metavar="[FILE]")
 @click.option(
     "--into",
     type=click.Path(path_type=Path),
     metavar="CONFIG",
     callback=checked_by(read_toml),
-    help=f"Write {FILE} beside CONFIG, and the line into CONFIG that names it.",
+    help=f"Write {FILE} beside CONFIG, anew if it exists, and the line into CONFIG that names it.",
 )
-def command(file: Path | None, into: Path | None) -> None:
+@overwrite_option
+def command(file: Path | None, into: Path | None, overwrite: bool) -> None:
     """Write the JSON Schema (draft-07) of a config to FILE, or print it.
 
     It has all installed plugins and parts, with the help and the limits of their keys: write it again after an
@@ -36,6 +37,7 @@ def command(file: Path | None, into: Path | None) -> None:
         add_schema(into)
         click.echo(f"{into}: has the schema {FILE}")
     elif file:
+        check_free(file, overwrite)
         _write(file, _text())
         click.echo(f"{file}: the schema of a config")
     else:

@@ -31,7 +31,7 @@ def with_a_path() -> dict[str, list[str]]:
     found = {"plugins": ["plugins", "--order", "wrong.xyz"]}
     for words, command in commands():
         arguments = [each for each in command.params if isinstance(each, click.Argument)]
-        if arguments and isinstance(arguments[0].type, click.Path):
+        if arguments and isinstance(arguments[0].type, click.Path) and arguments[0].metavar != "[FILE]":
             found[" ".join(words)] = [*words, "wrong.xyz"]
     return found
 
@@ -87,6 +87,7 @@ WRITTEN = {
     "init --out": "init --out there.toml",
     "data --out": "data c.toml --out there.png",
     "data --to-shards": "data c.toml --to-shards shards",
+    "schema file": "schema there.json",
     "profile --trace": "profile c.toml --trace there.json",
 }
 

@@ -33,7 +33,7 @@ def test_the_keys_of_plugins_and_parts_are_printed_as_tables(hookdiff, folder, i
     assert printed == markdown(EMA) + markdown(muon, frozenset({"params"}))
     check_facts(printed, "| `ns_steps` | `5` |")
     install("broken", {"model.abroken": "hd_cli_part:X"}, "hookdiff.parts", hd_cli_part="import hd_nowhere\n")
-    check_refused(hookdiff("plugins", "--markdown", "model.abroken"), "model.abroken", "hd_nowhere")
+    check_refused(hookdiff("plugins", "--markdown", "model.abroken"), "abroken", "hd_nowhere")
     check_refused(hookdiff("plugins", "--markdown"), "NAME")
 
 
