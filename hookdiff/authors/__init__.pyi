@@ -29,6 +29,7 @@ from .testing.compare import (
     unescaped as unescaped,
     weights as weights,
 )
+from .testing.contract import assert_keeps_contract as assert_keeps_contract
 from .testing.on_ranks import assert_trains_on_ranks as assert_trains_on_ranks
 from .testing.promises import (
     assert_any_order as assert_any_order,
