@@ -14,6 +14,7 @@ from .generation import Generated as Generated, ImageMaker as ImageMaker, ImageM
 from .mirroring import earlier as earlier, mirror as mirror, tracked as tracked
 from .rehearsal import rehearsing as rehearsing
 from .sampler_info import sampler_info as sampler_info, takes_noise as takes_noise
+from .seeding import seeded as seeded
 from .sheets import by_class as by_class, sheet as sheet
 from .sinks import Call as Call
 from .stopwatch import Span as Span, Stopwatch as Stopwatch, is_recording as is_recording, wait_for as wait_for

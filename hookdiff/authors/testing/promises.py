@@ -83,7 +83,8 @@ def assert_removable(
         drew = runs.train(present, is_watched=True).drew.get(PLUGIN, {})
         runs.train(after, place=None)
         facts = [f"from the global generator of {' and '.join(sorted(own))} in {hook}" for hook, own in drew.items()]
-        assert not facts, f"the plugin draws where no seed is saved: {'; '.join(facts)}"
+        remedy = "take a generator of its own, with derive_seed(loop.config.seed, ...), or make a module in seeded(...)"
+        assert not facts, f"the plugin draws where no seed is saved: {'; '.join(facts)}; {remedy}"
         _compare("a run without the plugin differs once the plugin was used in the same process", alone, after)
         if changes == "nothing":
             _compare_training(alone, present)
