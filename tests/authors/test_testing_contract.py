@@ -85,6 +85,7 @@ def in_hook(hook: str, work: Callable[..., Any]) -> Callable[[], object]:
         (in_hook("after_backward", shrinks), ("weights in after_backward", "optimizer_step")),
         (in_hook("on_stop", shrinks), ("weights in on_stop", "offer_weights")),
         (in_hook("before_step", doubles), ("gradients in before_step", "after_backward")),
+        (in_hook("on_start", lambda: int("x")), ("ValueError", "on_start", "UserError", "plugins.NAME.KEY")),
         (KeepsGraph, ("a graph of compute_loss", "detach()")),
         (in_hook("after_optimizer_step", doubles), ("gradients in after_optimizer_step", "after_backward")),
         (in_hook("after_backward", doubles), ("after_backward", "loop.gradients.clear()", "scale_()")),

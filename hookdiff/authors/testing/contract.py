@@ -22,6 +22,7 @@ from hookdiff.authors.testing.compare import fail
 from hookdiff.authors.testing.graphs import Graphs
 from hookdiff.authors.testing.record import PLUGIN, Record, Runs
 from hookdiff.authors.testing.transfers import CountTransfers
+from hookdiff.errors import UserError
 from hookdiff.loop import gradients as shared
 from hookdiff.loop.hookspecs import HOOKS, hookimpl, hooks_of
 from hookdiff.loop.loop import Loop
@@ -56,7 +57,15 @@ def assert_keeps_contract(
         printed = io.StringIO()
         seen.printed = printed
         with redirect_stdout(printed), seen.transfers, _no_collection():
-            runs.train(Record("the run"))
+            try:
+                runs.train(Record("the run"))
+            except ValueError as error:
+                if not isinstance(error, UserError) and f"{'on_start'!r} of the plugin {PLUGIN!r}" in str(
+                    _notes(error)
+                ):
+                    remedy = "for a mistake of the user raise UserError, and begin with plugins.NAME.KEY"
+                    raise AssertionError(f"{kind.__name__}: {error!r} in on_start: {remedy}") from error
+                raise
     after = _of_all_instances(kind)
     facts = [
         f"{name} belongs to the class and changed in the run: {name} = field(factory={before[name][0]}, init=False)"
@@ -64,6 +73,10 @@ def assert_keeps_contract(
         if before[name] != after[name]
     ]
     fail(f"the plugin {kind.__name__} breaks the contract", [*facts, *seen.facts()])
+
+
+def _notes(error: Exception) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
 
 
 @contextmanager

@@ -116,7 +116,8 @@ def _whole_run(runs: Runs) -> tuple[Record, set[ValueKey]]:
     runs.train(whole)
     runs.train(again, process=1)
     texts = {each.key for each in all_differences(whole.values, again.values) if each.is_text}
-    _compare("two equal runs differ; does the plugin draw from a generator without a seed?", whole, again, texts)
+    problem = "two equal runs differ; does the plugin draw without a seed, or share a value with all of its class"
+    _compare(f"{problem} (assert_keeps_contract)?", whole, again, texts)
     return whole, texts
 
 
