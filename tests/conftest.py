@@ -25,12 +25,12 @@ from PIL import Image
 from torch import distributed
 
 from hookdiff import PASS, Batch, Loop, hookimpl
+from hookdiff.authors.testing.graphs import Graphs
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.disk.lock import lock_run_dir
 from hookdiff.disk.tree import flatten, unflatten
 from hookdiff.machine.joining import leave
 from tests.forked import PATIENCE, begin, command, forked, run_main
-from tests.graphs import Graphs
 
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("deep", max_examples=1000, deadline=None)

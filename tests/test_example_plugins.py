@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LossOutput, TrackedRun, UserError, hookimpl
 from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.contract import assert_keeps_contract
+from hookdiff.authors.testing.promises import assert_removable
 from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
 from tests.conftest import PATIENCE, Batches, check_facts, finish, ran, records, refused
 
@@ -357,6 +359,13 @@ def test_the_learned_weight_does_not_depend_on_micro_batch(
     first, plain = records(tmp_path / "16"), records(tmp_path / "plain")
     assert first[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)  # u starts at zero
     assert first[1]["loss"] != plain[1]["loss"]
+
+
+def test_a_module_is_made_without_a_draw_from_a_global_generator(installed: None) -> None:
+    from hookdiff_uncertainty import Uncertainty
+
+    assert_removable(Uncertainty, changes="training")
+    assert_keeps_contract(Uncertainty)
 
 
 def test_an_objective_without_a_log_snr_is_refused(installed: None) -> None:

@@ -19,6 +19,7 @@ from .generation import Generated as Generated, ImageMaker as ImageMaker, ImageM
 from .mirroring import earlier as earlier, mirror as mirror, tracked as tracked
 from .rehearsal import rehearsing as rehearsing
 from .sampler_info import sampler_info as sampler_info, takes_noise as takes_noise
+from .seeding import seeded as seeded
 from .sheets import by_class as by_class, sheet as sheet
 from .sinks import Call as Call
 from .stopwatch import Span as Span, Stopwatch as Stopwatch, is_recording as is_recording, wait_for as wait_for
@@ -34,6 +35,7 @@ from .testing.compare import (
     unescaped as unescaped,
     weights as weights,
 )
+from .testing.contract import assert_keeps_contract as assert_keeps_contract
 from .testing.on_ranks import assert_trains_on_ranks as assert_trains_on_ranks
 from .testing.promises import (
     assert_any_order as assert_any_order,

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy
-import torch
 from attrs import define, field
 
 from hookdiff.authors.periodic import Periodic
+from hookdiff.authors.seeding import seeded
 from hookdiff.errors import HookError
 from hookdiff.log.log import Mean, Value
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.saved import as_saved
-from hookdiff.machine.randomness import default_generators_kept, derive_seed
+from hookdiff.machine.randomness import derive_seed
 from hookdiff.models.weights import evaluating
 from hookdiff.options.fields import about
 from hookdiff.options.structure import COUNT
@@ -67,7 +64,7 @@ class Evaluation(Periodic):
             HookError: for a result of another type.
         """
         seed = derive_seed(loop.config.seed, "evaluate", -1, loop.rank)  # no batch has this position
-        with loop.weights(self.weights), evaluating(loop.model), _seeded(seed, loop.device):
+        with loop.weights(self.weights), evaluating(loop.model), seeded(seed, loop.device):
             values = self.evaluate(loop)
         if not isinstance(values, Mapping):
             kind = type(self).__name__
@@ -81,15 +78,3 @@ class Evaluation(Periodic):
                     "(sum, count) of scalars"
                 )
         loop.log({f"val/{name}": value for name, value in loop.reduce(values).items()})
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the global generators during the `with`; then restore them."""
-    with default_generators_kept(device):
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-        random.seed(seed)
-        numpy.random.seed(seed % 2**32)
-        yield

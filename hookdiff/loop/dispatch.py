@@ -59,6 +59,7 @@ Phase = Literal[
 # Which plugins a moment reaches: `starting`: all, and they count as started; `once`: all, at the first call after that;
 # `started`: those that count as started, each of them also after an error in another.
 Reach = Literal["starting", "once", "started"]
+Changed = Literal["the weights", "the gradients"]  # what few hooks may leave otherwise than they found it
 
 
 @define(frozen=True)
@@ -73,6 +74,7 @@ class Hook:
     reach: Reach | None = None
     work: str = ""  # what the core's own implementation does, for tables of time
     like: tuple[str, ...] = ()  # names of it in other trainers: Lightning, Composer, transformers, Keras, fastai
+    may_change: tuple[Changed, ...] = ()
 
 
 @define(frozen=True)

@@ -17,7 +17,7 @@ import pluggy
 from attrs import define, evolve, field, fields
 
 from hookdiff.errors import nearest
-from hookdiff.loop.dispatch import Hook, HookKind, Phase, Reach
+from hookdiff.loop.dispatch import Changed, Hook, HookKind, Phase, Reach
 from hookdiff.options.fields import about
 
 if TYPE_CHECKING:
@@ -50,14 +50,20 @@ HOOKS: dict[str, Hook] = {}  # by name, in the order of `Hooks`
 
 
 def _declared(
-    kind: HookKind, phase: Phase, *, reach: Reach | None = None, work: str = "", like: str = ""
+    kind: HookKind,
+    phase: Phase,
+    *,
+    reach: Reach | None = None,
+    work: str = "",
+    like: str = "",
+    may_change: tuple[Changed, ...] = (),
 ) -> Callable[[F], F]:
     """Declare a hook; `like` holds its names in other trainers, with spaces between them."""
 
     def declare(method: F) -> F:
         name, returned = method.__name__, method.__annotations__["return"]
         result, may_be_absent = returned.removesuffix(" | None").partition("[")[0], returned.endswith(" | None")
-        HOOKS[name] = Hook(name, kind, phase, result, may_be_absent, reach, work, tuple(like.split()))
+        HOOKS[name] = Hook(name, kind, phase, result, may_be_absent, reach, work, tuple(like.split()), may_change)
         return _hookspec(firstresult=kind == "seam")(method)
 
     return declare
@@ -80,7 +86,7 @@ class Hooks(Protocol):
         May change: nothing.
         """
 
-    @moment("model", like="configure_model")
+    @moment("model", like="configure_model", may_change=("the weights",))
     def prepare_model(self, loop: Loop) -> None:
         """Moment: once, before the optimizers are made. `loop.adopt` takes a module of the plugin's own here.
 
@@ -193,7 +199,7 @@ class Hooks(Protocol):
         May change: nothing.
         """
 
-    @seam("passes", like="before_train_batch after_train_batch")
+    @seam("passes", like="before_train_batch after_train_batch", may_change=("the gradients",))
     def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:
         """Seam: each step, all forward and backward passes of `batch`. Return the loss of the step, detached.
 
@@ -207,7 +213,7 @@ class Hooks(Protocol):
         `hookdiff.models`, which takes some or all parameters by name and restores them after any error.
         """
 
-    @seam("passes", like="on_substep_end")
+    @seam("passes", like="on_substep_end", may_change=("the gradients",))
     def micro_step(self, loop: Loop, batch: Batch, index: int, count: int) -> LossOutput:
         """Seam: inside `run_pass`. Forward and backward of micro-batch `index` of `count`. Return its loss, detached.
 
@@ -232,14 +238,14 @@ class Hooks(Protocol):
         May change: nothing.
         """
 
-    @seam("passes", work="backward", like="on_before_backward before_backward")
+    @seam("passes", work="backward", like="on_before_backward before_backward", may_change=("the gradients",))
     def backward(self, loop: Loop, loss: Tensor) -> bool:
         """Seam: inside `micro_step`. `loss` is multiplied by the micro-batch's share of the step. Return True.
 
         May change: adds to the gradients.
         """
 
-    @seam("scale")
+    @seam("scale", may_change=("the gradients",))
     def unscale(self, loop: Loop) -> bool:
         """Seam: each step, after the last micro-batch. Return True once the gradients are at true scale.
 
@@ -259,7 +265,9 @@ class Hooks(Protocol):
         May change: own state; `report.notes`, text by title, which is logged with the report.
         """
 
-    @moment("update", like="on_after_backward on_before_optimizer_step on_pre_optimizer_step")
+    @moment(
+        "update", like="on_after_backward on_before_optimizer_step on_pre_optimizer_step", may_change=("the gradients",)
+    )
     def after_backward(self, loop: Loop) -> None:
         """Moment: once a step; the gradients are complete, at true scale, and finite.
 
@@ -267,7 +275,7 @@ class Hooks(Protocol):
         May change: the gradients in place.
         """
 
-    @seam("update", work="optimizer")
+    @seam("update", work="optimizer", may_change=("the weights",))
     def optimizer_step(self, loop: Loop) -> bool:
         """Seam: update the weights. Return True when they changed.
 

@@ -8,6 +8,7 @@ from attrs.validators import ge, gt
 from torch import Tensor, nn
 
 from hookdiff import Loop, LossOutput, UserError, hookimpl
+from hookdiff.authors import seeded
 from hookdiff.machine import derive_seed
 from hookdiff.options import about
 
@@ -15,10 +16,10 @@ from hookdiff.options import about
 class LogVariance(nn.Module):
     """u, a linear map of Fourier features of the noise level, ln(sigma / alpha) / 4. It starts at zero."""
 
-    def __init__(self, features: int, generator: torch.Generator) -> None:
+    def __init__(self, features: int) -> None:
         super().__init__()
-        self.register_buffer("frequencies", 2 * math.pi * torch.randn(features, generator=generator))
-        self.register_buffer("phases", 2 * math.pi * torch.rand(features, generator=generator))
+        self.register_buffer("frequencies", 2 * math.pi * torch.randn(features))
+        self.register_buffer("phases", 2 * math.pi * torch.rand(features))
         self.linear = nn.Linear(features, 1, bias=False)
         nn.init.zeros_(self.linear.weight)
 
@@ -43,7 +44,8 @@ class Uncertainty:
     @hookimpl
     def prepare_model(self, loop: Loop) -> None:
         seed = derive_seed(loop.config.seed, "uncertainty", 0)
-        self.log_variance = LogVariance(self.features, torch.Generator().manual_seed(seed))
+        with seeded(seed, loop.device):
+            self.log_variance = LogVariance(self.features)
         loop.adopt(self, self.log_variance, torch.optim.Adam(self.log_variance.parameters(), lr=self.lr))
 
     @hookimpl

@@ -83,7 +83,8 @@ def assert_removable(
         drew = runs.train(present, is_watched=True).drew.get(PLUGIN, {})
         runs.train(after, place=None)
         facts = [f"from the global generator of {' and '.join(sorted(own))} in {hook}" for hook, own in drew.items()]
-        assert not facts, f"the plugin draws where no seed is saved: {'; '.join(facts)}"
+        remedy = "take a generator of its own, with derive_seed(loop.config.seed, ...), or make a module in seeded(...)"
+        assert not facts, f"the plugin draws where no seed is saved: {'; '.join(facts)}; {remedy}"
         _compare("a run without the plugin differs once the plugin was used in the same process", alone, after)
         if changes == "nothing":
             _compare_training(alone, present)
@@ -115,7 +116,8 @@ def _whole_run(runs: Runs) -> tuple[Record, set[ValueKey]]:
     runs.train(whole)
     runs.train(again, process=1)
     texts = {each.key for each in all_differences(whole.values, again.values) if each.is_text}
-    _compare("two equal runs differ; does the plugin draw from a generator without a seed?", whole, again, texts)
+    problem = "two equal runs differ; does the plugin draw without a seed, or share a value with all of its class"
+    _compare(f"{problem} (assert_keeps_contract)?", whole, again, texts)
     return whole, texts
 
 

@@ -1,0 +1,215 @@
+"""The promise of a plugin to keep the rules of its hooks, also those that no value of a run shows."""
+
+from __future__ import annotations
+
+import gc
+import io
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from attrs import define, field
+from torch import Tensor
+from torch._C import DisableTorchFunction
+
+from hookdiff.authors.testing.companions import COMPANIONS
+from hookdiff.authors.testing.compare import fail
+from hookdiff.authors.testing.graphs import Graphs
+from hookdiff.authors.testing.record import PLUGIN, Record, Runs
+from hookdiff.authors.testing.transfers import CountTransfers
+from hookdiff.errors import UserError
+from hookdiff.loop import gradients as shared
+from hookdiff.loop.hookspecs import HOOKS, hookimpl, hooks_of
+from hookdiff.loop.loop import Loop
+from hookdiff.machine.dtensor import local
+
+_OF_STEPS = {*hooks_of("batch", "passes", "scale", "update", "after")} - {"on_epoch_end"}
+_MUTABLE = (list, dict, set, deque)
+_INSTEAD = {
+    "the weights": "change weights in optimizer_step, or offer others, made in on_done, by offer_weights",
+    "the gradients": "change gradients in after_backward",
+}
+
+
+def assert_keeps_contract(
+    make_plugin: Callable[[], object], *, others: Mapping[str, Callable[[], object]] = COMPANIONS, **loop: Any
+) -> None:
+    """Raise AssertionError, with the hook and the remedy, unless the plugin keeps the rules of the hooks.
+
+    It compares by identity, its options have types, and no two instances share a value that a run changes. It changes
+    weights and gradients only in the hooks that may, and says so of gradients. In the hooks of a step it prints
+    nothing, and does not wait for the device in all steps that are not logged. No graph outlives its step.
+
+    Args:
+        make_plugin: returns a new plugin.
+        others: functions that make the other plugins of the run, by name.
+        loop: further arguments of `toy_loop`.
+    """
+    kind = type(make_plugin())
+    fail(f"the plugin {kind.__name__} breaks the contract", _of_class(kind))
+    seen, before = _Watch(), _of_all_instances(kind)
+    with Runs(make_plugin, {**others, "watch": lambda: seen}, loop) as runs:
+        printed = io.StringIO()
+        seen.printed = printed
+        with redirect_stdout(printed), seen.transfers, _no_collection():
+            try:
+                runs.train(Record("the run"))
+            except ValueError as error:
+                if not isinstance(error, UserError) and f"{'on_start'!r} of the plugin {PLUGIN!r}" in str(
+                    _notes(error)
+                ):
+                    remedy = "for a mistake of the user raise UserError, and begin with plugins.NAME.KEY"
+                    raise AssertionError(f"{kind.__name__}: {error!r} in on_start: {remedy}") from error
+                raise
+    after = _of_all_instances(kind)
+    facts = [
+        f"{name} belongs to the class and changed in the run: {name} = field(factory={before[name][0]}, init=False)"
+        for name in before
+        if before[name] != after[name]
+    ]
+    fail(f"the plugin {kind.__name__} breaks the contract", [*facts, *seen.facts()])
+
+
+def _notes(error: Exception) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Look for no garbage during the `with`: a graph in a cycle would be gone sooner or later, by chance."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _of_class(kind: Any) -> Iterator[str]:
+    if kind.__eq__ is not object.__eq__:
+        yield f"{kind.__name__} compares by value: write @define(eq=False) above the class"
+    for each in attrs.fields(kind) if attrs.has(kind) else ():
+        if each.init and each.type is None:
+            yield f"the option {each.name} has no type: write {each.name}: TYPE = ..."
+        if isinstance(each.default, _MUTABLE):
+            made = type(each.default).__name__
+            yield f"{each.name} has one {made} for all instances: write field(factory={made})"
+
+
+def _of_all_instances(kind: type) -> dict[str, tuple[str, str]]:
+    """Return type and text of the plain values in the bodies of a class and its bases, by name."""
+    bodies = [vars(base) for base in kind.__mro__[:-1]]
+    plain = (*_MUTABLE, bool, int, float, str)
+    found = {name: value for body in reversed(bodies) for name, value in body.items() if not name.startswith("__")}
+    return {name: (type(one).__name__, repr(one)) for name, one in found.items() if isinstance(one, plain)}
+
+
+class _Transfers(CountTransfers):
+    """Counts those that the plugin makes; the norms of a step, which all plugins share, belong to none."""
+
+    is_own = False  # whether a hook of the plugin runs
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.count
+        result = super().__torch_function__(func, types, args, kwargs)
+        frame = sys._getframe(1)
+        while frame.f_back and Path(torch.__file__).parent in Path(frame.f_code.co_filename).parents:
+            frame = frame.f_back
+        if not self.is_own or frame.f_code.co_filename == shared.__file__:
+            self.count = before
+        return result
+
+
+@define(eq=False)
+class _Watch:
+    """Sees what the calls of the plugin do; it is a plugin of the run itself."""
+
+    printed: io.StringIO = field(factory=io.StringIO)
+    transfers: _Transfers = field(factory=_Transfers)
+    _loop: Loop = field(init=False)
+    _graphs: Graphs = field(factory=Graphs, init=False)
+    _found: dict[str, None] = field(factory=dict, init=False)  # facts, each once
+    _reading: set[str] = field(factory=set, init=False)  # hooks that have waited for the device
+    _quiet: list[bool] = field(factory=list, init=False)  # of each step that is not logged: whether none has waited
+
+    @hookimpl(tryfirst=True)
+    def on_start(self, loop: Loop) -> None:
+        self._loop = loop
+        self._graphs.watch(loop.model)
+        loop.plugins.instrument(self._call)
+        loop.resources.callback(loop.plugins.instrument, None)
+
+    @hookimpl(tryfirst=True)
+    def before_step(self) -> None:
+        self.transfers.count = 0
+
+    @hookimpl(trylast=True)
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if not loop.log.due:
+            self._quiet.append(not self.transfers.count)
+
+    @hookimpl(trylast=True)
+    def between_steps(self) -> None:
+        if self._graphs.num_alive:
+            self._note("a graph of compute_loss outlives its step: detach() what the plugin keeps")
+
+    @contextmanager
+    def _call(self, plugin: str, hook: str) -> Iterator[None]:
+        if plugin != PLUGIN:
+            outer, self.transfers.is_own = self.transfers.is_own, False
+            yield
+            self.transfers.is_own = outer
+            return
+        before, place, count = self._held(), self.printed.tell(), self.transfers.count
+        outer, self.transfers.is_own = self.transfers.is_own, hook in _OF_STEPS
+        yield
+        self.transfers.is_own = outer
+        if self.printed.tell() > place and hook in _OF_STEPS:
+            self._note(f'it prints in {hook}: use logging.getLogger("hookdiff")')
+        if self.transfers.count > count:
+            self._reading.add(hook)
+        self._compare(hook, before)
+
+    def _compare(self, hook: str, before: dict[str, dict[str, Tensor]]) -> None:
+        after, may = self._held(), HOOKS[hook].may_change
+        for what, values in before.items():
+            same = values.keys() == after[what].keys() and all(
+                torch.equal(values[name].nan_to_num(), after[what][name].nan_to_num()) for name in values
+            )
+            if same:
+                continue
+            if what not in may:
+                self._note(f"it changes {what} in {hook}, which may not: {_INSTEAD[what]}")
+            elif what == "the gradients" and self._is_stale():
+                self._note(
+                    f"it changes the gradients in {hook}, and not their norms: call loop.gradients.clear(), or scale_()"
+                )
+
+    def _held(self) -> dict[str, dict[str, Tensor]]:
+        with DisableTorchFunction():
+            named = dict(self._loop.model.named_parameters()) if self._loop.weights.name == "model" else {}
+            gradients = {name: local(p.grad).clone() for name, p in named.items() if p.grad is not None}
+            return {
+                "the weights": {name: local(p.detach()).clone() for name, p in named.items()},
+                "the gradients": gradients,
+            }
+
+    def _is_stale(self) -> bool:
+        known = self._loop.gradients._norms
+        with DisableTorchFunction():
+            return known is not None and not torch.allclose(
+                known, self._loop.gradients.measure(), rtol=1e-3, equal_nan=True
+            )
+
+    def _note(self, fact: str) -> None:
+        self._found[fact] = None
+
+    def facts(self) -> list[str]:
+        waits = [f"it waits for the device in every step, in {hook}: loop.log takes tensors" for hook in self._reading]
+        return [*self._found, *(waits if self._quiet and not any(self._quiet) else ())]
