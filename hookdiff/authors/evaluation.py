@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from attrs import define, field
+from torch import Tensor
 
 from hookdiff.authors.periodic import Periodic
 from hookdiff.authors.seeding import seeded
@@ -71,7 +72,7 @@ class Evaluation(Periodic):
             raise HookError(f"{kind}.evaluate returned a {type(values).__name__}, expected values by name, as a dict")
         for name, value in values.items():
             parts = value if isinstance(value, tuple) else (value,)
-            for shape in [tuple(one.shape) for one in parts if isinstance(one, torch.Tensor) and one.dim()]:
+            for shape in [tuple(one.shape) for one in parts if isinstance(one, Tensor) and one.dim()]:
                 kind = type(self).__name__
                 raise HookError(
                     f"{kind}.evaluate returned {name!r} as a tensor of shape {shape}, expected a scalar, or a pair "
