@@ -100,7 +100,7 @@ class Loop(ReadOnly):
         self.agree: Final = ranks.agree  # whether a flag is true on any rank
         self.log: Final = Log(lambda: self.progress.step, self.config.log_every, partial(self.plugins.call, loop=self))
         self.output: Final = LossOutput(torch.zeros(()))  # of the newest step
-        self._unseen: Final[Step | None] = None  # the newest step, until `between_steps` is called for it
+        self._unseen: Final[list[Step]] = []  # the newest step, until `between_steps` is called for it
         self.resources: Final = ExitStack()  # plugins push their clean-up
         self.rank: Final = ranks.rank()
         self.num_ranks: Final = ranks.num_ranks()
@@ -170,7 +170,8 @@ class Loop(ReadOnly):
             self._state.is_resumed, self._state.first_step = bool(saved), self.progress.step
             with self._restoring().loading(saved) if saved or self.resume else nullcontext():
                 self.hook.on_start(loop=self)
-            self._set(first_step=self.progress.step, _unseen=None)
+            self._set(first_step=self.progress.step)
+            self._unseen.clear()
             on_error.pop_all()
         return self
 
@@ -257,14 +258,13 @@ class Loop(ReadOnly):
         """Count a batch, and log what was logged during it if it has made an update."""
         step = self.progress.consume(samples, outcome, *loss_and_norm)
         self.log.end_batch(outcome == "updated")
-        self._set(_unseen=step)
+        self._unseen.append(step)
         return step
 
     def _between_steps(self) -> None:
         """Call `between_steps` for the newest step, once."""
-        if (step := self._unseen) is not None:
-            self._set(_unseen=None)
-            self.hook.between_steps(loop=self, step=step)
+        if self._unseen:
+            self.hook.between_steps(loop=self, step=self._unseen.pop())
 
     def _restoring(self) -> Any:
         from hookdiff.loop.restoring import Restoring  # not needed by a run that starts anew
