@@ -32,6 +32,8 @@ from hookdiff.disk.tree import flatten, unflatten
 from hookdiff.machine.joining import leave
 from tests.forked import PATIENCE, begin, command, forked, run_main
 
+pytest_plugins = ["hookdiff.cli.fixtures"]
+
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("deep", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -307,19 +309,9 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 
 
 @pytest.fixture
-def hookdiff(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def hookdiff(hookdiff_command: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, str, str]]:
     """Return a function that runs the command line in this process and returns its exit code, stdout and stderr."""
-    from hookdiff.cli import main
-
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hookdiff", *map(str, words)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        out, err = capfd.readouterr()
-        assert "Traceback" not in err
-        return int(caught.value.code or 0), out, err
-
-    return call
+    return hookdiff_command
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def test_each_template_of_a_package_is_installed_whole() -> None:
     for kind, template in KINDS.items():
         found = {path.relative_to(template).as_posix() for path in template.rglob("*") if path.is_file()}
         package, test = f"hookdiff_example_{kind}", f"tests/test_example_{kind}.py"
-        wanted = {"pyproject.toml", "README.md", "example.toml", ".github/workflows/test.yml", test}
+        wanted = {"pyproject.toml", "README.md", "example.toml", "conftest.py", ".github/workflows/test.yml", test}
         assert found >= {*wanted, f"{package}/__init__.py", f"{package}/py.typed"}, kind
 
 

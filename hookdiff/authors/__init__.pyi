@@ -15,6 +15,11 @@ from .features.space import (
     Space as Space,
     usual_features as usual_features,
 )
+from .gaussian import (
+    gaussian_flow as gaussian_flow,
+    gaussian_prediction as gaussian_prediction,
+    normal_quantiles as normal_quantiles,
+)
 from .generation import Generated as Generated, ImageMaker as ImageMaker, ImageMetric as ImageMetric
 from .mirroring import earlier as earlier, mirror as mirror, tracked as tracked
 from .rehearsal import rehearsing as rehearsing
@@ -36,6 +41,7 @@ from .testing.compare import (
     weights as weights,
 )
 from .testing.contract import assert_keeps_contract as assert_keeps_contract
+from .testing.convergence import assert_converges as assert_converges
 from .testing.on_ranks import assert_trains_on_ranks as assert_trains_on_ranks
 from .testing.promises import (
     assert_any_order as assert_any_order,

@@ -16,6 +16,7 @@ from attrs import define
 from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, InMemory, Loop, LoopConfig, hookimpl
+from hookdiff.authors import gaussian_prediction, normal_quantiles
 from hookdiff.diffusion import Diffusion, Process, Sampling, Solver, Times
 
 MEAN, STD = 1.0, 0.5  # of the data
@@ -112,7 +113,7 @@ class GaussianNet(nn.Module):
         x = shown.double()
         if self.case.prediction_type == "edm":
             x = x * (sigma**2 + 0.25).sqrt()  # 1 / c_in
-        x0, noise = seen(x, (alpha, sigma), self.mean, self.log_std.exp())
+        x0, noise = gaussian_prediction(x, alpha, sigma, self.mean, self.log_std.exp())
         of_x0, of_noise = parts_of_output(self.case.prediction_type, alpha, sigma)
         out: Tensor = of_x0 * x0 + of_noise * noise
         return out.to(shown.dtype)
@@ -172,17 +173,6 @@ def measured_samples(net: GaussianNet, diffusion: Diffusion, sampler: str) -> tu
 # Exact: all in float64.
 
 
-def middles(num: int) -> Tensor:
-    """Return the middles of `num` equal parts of [0, 1]."""
-    return (torch.arange(num, dtype=torch.float64) + 0.5) / num
-
-
-def normal_quantiles(num: int) -> Tensor:
-    """Return `num` equally likely values of N(0, 1), in rising order."""
-    quantiles: Tensor = torch.special.ndtri(middles(num))
-    return quantiles
-
-
 def levels(case: Case, where: Tensor) -> tuple[Tensor, Tensor]:
     """Return alpha and sigma at timesteps of the linear schedule, times of the flow, or sigmas of EDM."""
     if case.schedule != "linear":
@@ -206,14 +196,13 @@ def training_levels(case: Case) -> tuple[Tensor, Tensor]:
     if case.schedule == "linear":
         return levels(case, torch.arange(1000))
     num = 200_000
-    return levels(case, middles(num) if case.schedule == "flow" else (-1.2 + 1.2 * normal_quantiles(num)).exp())
+    times = (torch.arange(num, dtype=torch.float64) + 0.5) / num
+    return levels(case, times if case.schedule == "flow" else (-1.2 + 1.2 * normal_quantiles(num)).exp())
 
 
-def seen(x: Any, level: tuple[Any, Any], mean: Any = MEAN, std: Any = STD) -> tuple[Any, Any]:
-    """Return the image and the noise that the best network for N(mean, std²) predicts from `x`."""
-    alpha, sigma = level
-    y = (x - alpha * mean) / (alpha**2 * std**2 + sigma**2)
-    return mean + alpha * std**2 * y, sigma * y
+def seen(x: Any, level: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return the image and the noise that the best network for the data predicts from `x`."""
+    return gaussian_prediction(x, *level, MEAN, STD)
 
 
 def parts_of_output(prediction_type: str, alpha: Any, sigma: Any) -> tuple[Any, Any]:

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from hookdiff import Feed, UserError
-from hookdiff.authors import assert_any_order, assert_removable, assert_resumes, toy_loop
+from hookdiff.authors import assert_any_order, assert_keeps_contract, assert_removable, assert_resumes, toy_loop
 from hookdiff_example_evaluation import ExampleEvaluation
 
 DATA = Feed(torch.linspace(-1, 1, 160).reshape(40, 4), held_out=8)
 
 
-@pytest.mark.parametrize("promise", [assert_resumes, assert_any_order, assert_removable])
+@pytest.mark.parametrize("promise", [assert_keeps_contract, assert_resumes, assert_any_order, assert_removable])
 def test_it_keeps_what_each_plugin_promises(promise: Callable[..., None]) -> None:
     promise(lambda: ExampleEvaluation(every=4), data=DATA)
 

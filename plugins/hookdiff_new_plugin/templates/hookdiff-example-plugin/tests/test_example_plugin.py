@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from hookdiff.authors import assert_any_order, assert_removable, assert_resumes, toy_loop
+from hookdiff.authors import assert_any_order, assert_keeps_contract, assert_removable, assert_resumes, toy_loop
 from hookdiff_example_plugin import ExamplePlugin
 
 
-@pytest.mark.parametrize("promise", [assert_resumes, assert_any_order, assert_removable])
+@pytest.mark.parametrize("promise", [assert_keeps_contract, assert_resumes, assert_any_order, assert_removable])
 def test_it_keeps_what_each_plugin_promises(promise: Callable[..., None]) -> None:
     promise(ExamplePlugin)
 

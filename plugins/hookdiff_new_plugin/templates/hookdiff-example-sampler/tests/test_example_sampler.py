@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
+from hookdiff.authors import assert_converges
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff_example_sampler import ExampleSampler
 
@@ -18,3 +19,7 @@ def test_it_reaches_an_image_that_the_network_always_predicts(process: str) -> N
     sampling = Sampling(sampler=ExampleSampler(middle=0.3), steps=3)
     made = sampling.sample(net, Diffusion(process, prediction="sample"), (1, 4, 4), [Generator(), Generator()], "cpu")
     torch.testing.assert_close(made, image.expand(2, 1, 4, 4))
+
+
+def test_its_error_falls_as_that_of_a_method_of_second_order() -> None:
+    assert_converges(ExampleSampler(), order=2)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hookdiff import UserError, builtin_plugins
-from hookdiff.authors import assert_any_order, assert_removable, assert_resumes, toy_loop
+from hookdiff import Loop, UserError
+from hookdiff.authors import assert_any_order, assert_keeps_contract, assert_removable, assert_resumes, toy_loop
 from hookdiff.run_dir import METRICS, read_metrics
 from hookdiff_example_sink import ExampleSink
 
@@ -17,15 +17,15 @@ def read(path: Path) -> dict[tuple[int, str], float]:
     return {(int(step), name): float(value) for step, name, value in rows}
 
 
-@pytest.mark.parametrize("promise", [assert_resumes, assert_any_order, assert_removable])
+@pytest.mark.parametrize("promise", [assert_keeps_contract, assert_resumes, assert_any_order, assert_removable])
 def test_it_keeps_what_each_plugin_promises(promise: Callable[..., None], tmp_path: Path) -> None:
     promise(lambda: ExampleSink(path=str(tmp_path / "numbers.txt")))
 
 
-def test_the_file_has_all_numbers_of_the_run(tmp_path: Path) -> None:
-    toy_loop({**builtin_plugins(), "example_sink": ExampleSink()}, run_dir=tmp_path).run()
-    lines = read_metrics(tmp_path / METRICS)
-    assert read(tmp_path / "numbers.txt") == {
+def test_the_file_has_all_numbers_of_the_run(recorded_loop: Callable[..., Loop], tmp_path: Path) -> None:
+    recorded_loop({"example_sink": ExampleSink()}).run()
+    lines = read_metrics(tmp_path / "run" / METRICS)
+    assert read(tmp_path / "run" / "numbers.txt") == {
         (line.step, name): value for line in lines for name, value in line.values.items()
     }
 

@@ -1,0 +1,44 @@
+"""Fixtures of pytest for the tests of a package: `pytest_plugins = ["hookdiff.cli.fixtures"]` in its conftest.py."""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.builtin import builtin_plugins
+from hookdiff.loop.loop import Loop
+
+
+@pytest.fixture
+def recorded_loop(tmp_path: Path) -> Callable[..., Loop]:
+    """Return a function like `toy_loop`, of which each run has its files in `tmp_path / "run"`."""
+
+    def make(plugins: Mapping[str, object] | None = None, **options: Any) -> Loop:
+        options.setdefault("run_dir", tmp_path / "run")
+        return toy_loop({**builtin_plugins(), **(plugins or {})}, **options)
+
+    return make
+
+
+@pytest.fixture
+def hookdiff_command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs the command line in this process and returns its exit code, stdout and stderr.
+
+    It fails for a traceback: what the user can mend is told by a message.
+    """
+    from hookdiff.cli.command_line import main
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hookdiff", *map(str, words)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        out, err = capfd.readouterr()
+        assert "Traceback" not in err
+        return int(caught.value.code or 0), out, err
+
+    return call
