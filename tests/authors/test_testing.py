@@ -81,7 +81,7 @@ class Draws:
 @pytest.mark.parametrize(
     ("make", "facts"),
     [
-        (faulty.Counts, ("step 2", "updates", 2.0, 1.0)),
+        (faulty.Counts, ("step 2", "updates", 2.0, 1.0, "fields seen", "saved(...)")),
         (faulty.Forgets, ("step 2", "0.weight")),
         (faulty.Mirrors, ("step 2", "0.weight")),
         (ForgetsGenerator, ("step 2", "drawn")),

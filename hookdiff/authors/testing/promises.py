@@ -38,7 +38,15 @@ def assert_resumes(
             steps = max((key.step for key in whole.steps), default=0)
             raise ValueError(f"the run ended after {steps} steps, and was never saved: at={cuts}")
         problem = f"a run that was saved and resumed after the steps {cuts} differs from a whole one"
-        _compare(problem, whole, resumed, texts)
+        _compare(problem + _lost_fields(whole, resumed), whole, resumed, texts)
+
+
+def _lost_fields(whole: Record, resumed: Record) -> str:
+    """Return a text on fields of the plugin that a resume may have lost; "" if there are none."""
+    names = [name for name in whole.fields if whole.fields[name] != resumed.fields.get(name)]
+    if not names:
+        return ""
+    return f"; its fields {', '.join(names)} differ at the end, and are not saved: declare by saved(...) what is needed"
 
 
 def assert_any_order(make_plugin: Make, *, others: Mapping[str, Make] = COMPANIONS, **loop: Any) -> None:

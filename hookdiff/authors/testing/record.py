@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -31,7 +33,7 @@ from hookdiff.log.picture import Picture
 from hookdiff.loop.dispatch import PASS
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
-from hookdiff.loop.saved import keeps_state, state_of
+from hookdiff.loop.saved import keeps_state, saved_fields, state_of
 from hookdiff.machine.randomness import default_generators_kept
 
 _MOST = 10_000  # larger mappings and lists, and longer strings, are not recorded
@@ -53,6 +55,7 @@ class Record:
     until: int | None = None  # the update after which the run is saved and stopped
     saved: State | None = field(default=None, init=False)
     values: dict[ValueKey, Any] = field(factory=dict, init=False)  # of each step, and the state at the end
+    fields: dict[str, Any] = field(factory=dict, init=False)  # of the tested plugin at the end, if not saved
 
     @hookimpl
     def restore(self) -> State:
@@ -185,9 +188,34 @@ class Runs:
             )
             calls = Calls(loop)
             loop.plugins.instrument(calls if is_watched else None)
-            loop.run()
+            with _quiet():
+                loop.run()
         state = of_state(loop.state_dict()).items()
         # Copies, because a plugin may share a tensor with the next run.
         end = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state}
         record.values = record.steps | end
+        record.fields = _unsaved(loop.plugins[PLUGIN]) if PLUGIN in loop.plugins else {}
         return calls
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Log nothing: a promise says what it has found, and nothing else."""
+    logger = logging.getLogger("hookdiff")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _unsaved(plugin: object) -> dict[str, Any]:
+    """Return digests of the plain fields of a plugin, by name, without those made by `saved`."""
+    saved = {each.name for each in saved_fields(plugin).values()}
+    fields = {name: value for name, value in _fields(plugin).items() if name not in saved}
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        parts = {path: digest(part) if isinstance(part, Tensor) else part for path, part in _plain(value, name)}
+        if parts:
+            found[name] = parts
+    return found
