@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 from hookdiff import Batch, Loop, LossOutput, TrackedRun, UserError, hookimpl
 from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.authors.testing.contract import assert_keeps_contract
-from hookdiff.authors.testing.promises import assert_removable
+from hookdiff.authors.testing.promises import assert_any_order, assert_removable, assert_resumes
 from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
+from hookdiff.experiment.discovery import plugin_class
 from tests.conftest import PATIENCE, Batches, check_facts, finish, ran, records, refused
 
 PLUGINS = Path(__file__).parents[1] / "examples" / "plugins"
@@ -82,6 +84,16 @@ def test_a_package_is_small_and_its_plugin_is_listed_with_its_keys(name: str, in
     rows = {line.split()[0]: line for line in succeed("plugins").splitlines()}
     check_facts(rows[name], f"hookdiff-{name} 0.1.0")
     check_facts(succeed("plugins", name), f"[plugins.{name}]", *OPTIONS[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plugin_keeps_every_promise(name: str, installed: None) -> None:
+    own = {"freeze": {"weights": ["0.*"], "until": 7}}.get(name, OPTIONS[name])
+    make = partial(plugin_class(name), **own)
+    assert_keeps_contract(make)
+    assert_resumes(make)
+    assert_any_order(make)
+    assert_removable(make, changes="nothing" if name in ("csv", "target") else "training")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -359,13 +371,6 @@ def test_the_learned_weight_does_not_depend_on_micro_batch(
     first, plain = records(tmp_path / "16"), records(tmp_path / "plain")
     assert first[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)  # u starts at zero
     assert first[1]["loss"] != plain[1]["loss"]
-
-
-def test_a_module_is_made_without_a_draw_from_a_global_generator(installed: None) -> None:
-    from hookdiff_uncertainty import Uncertainty
-
-    assert_removable(Uncertainty, changes="training")
-    assert_keeps_contract(Uncertainty)
 
 
 def test_an_objective_without_a_log_snr_is_refused(installed: None) -> None:
