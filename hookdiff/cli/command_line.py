@@ -38,7 +38,7 @@ class _Lazy(click.Group):
         command: click.Command | None = found.load() if found else None
         return command
 
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> "list[CompletionItem[str]]":
         """Complete commands; click would import all of them."""
         found = [entry for entry in _entries() if entry.name.startswith(incomplete)]
         options = click.Command.shell_complete(self, ctx, incomplete)
