@@ -18,4 +18,5 @@ from .arguments import (
     weights_option as weights_option,
 )
 from .command_line import COMMANDS as COMMANDS, group as group, main as main
+from .completion import complete_trackers as complete_trackers
 from .schema import add_schema as add_schema

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hookdiff.cli.completion import complete_plugins, complete_settings, complete_values
 from hookdiff.cli.output import say
 from hookdiff.disk.paths import check_writable
 from hookdiff.errors import UnknownWeights, UserError, why_missing
@@ -99,8 +100,22 @@ trust_option = click.option(
 # For commands that change a config.
 override_options = _all(
     trust_option,
-    click.option("--set", "settings", multiple=True, metavar="TABLE.KEY=VALUE", help="Set a key; may be repeated."),
-    click.option("--plugins", multiple=True, callback=_split, metavar="NAME,no:NAME", help="Add or remove plugins."),
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="TABLE.KEY=VALUE",
+        help="Set a key; may be repeated.",
+        shell_complete=complete_settings,
+    ),
+    click.option(
+        "--plugins",
+        multiple=True,
+        callback=_split,
+        metavar="NAME,no:NAME",
+        help="Add or remove plugins.",
+        shell_complete=complete_plugins,
+    ),
 )
 # For commands that train.
 training_options = _all(
@@ -117,7 +132,12 @@ weights_option = click.option(
 # For commands that sample: the arguments of `Run.sampling`.
 solver_options = _all(
     click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps of the sampler."),
-    click.option("--sampler", metavar="NAME", help="ddim, ddpm, euler, heun or dpmpp_2m."),
+    click.option(
+        "--sampler",
+        metavar="NAME",
+        help="ddim, ddpm, euler, heun or dpmpp_2m.",
+        shell_complete=complete_values("sampling.sampler"),
+    ),
 )
 guidance_option = click.option("--guidance-scale", type=float, metavar="X", help="Scale of classifier-free guidance.")
 seed_option = click.option("--seed", default=0, metavar="N", help="Seed of the noise.")

@@ -9,6 +9,7 @@ from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points, version
 
 import click
+from click.shell_completion import CompletionItem
 
 from hookdiff.cli.code import file_of
 from hookdiff.cli.garbage import collect_rarely
@@ -18,6 +19,7 @@ from hookdiff.terminal.bars import shown_works
 
 COMMANDS = ("run", "resume", "check", "plugins", "hooks", "schema")  # packages of plugins add others
 GROUP = "hookdiff.commands"
+VARIABLE = "_HOOKDIFF_COMPLETE"  # click reads from it what a shell asks
 _MOMENT = 3.0  # seconds
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -35,6 +37,12 @@ class _Lazy(click.Group):
         found = next((entry for entry in _entries() if entry.name == name), None)
         command: click.Command | None = found.load() if found else None
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> "list[CompletionItem[str]]":
+        """Complete commands; click would import all of them."""
+        found = [entry for entry in _entries() if entry.name.startswith(incomplete)]
+        options = click.Command.shell_complete(self, ctx, incomplete)
+        return [*(CompletionItem(entry.name, help=_summary(entry)) for entry in found), *options]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -69,6 +77,10 @@ def main() -> None:
     open_streams()
     log_to_stderr()
     try:
+        if asked := os.environ.get(VARIABLE):
+            from hookdiff.cli.completion import prepare_completion
+
+            prepare_completion(asked)
         with shown_works():
             sys.exit(group.main(standalone_mode=False) or 0)
     except click.ClickException as error:

@@ -54,8 +54,10 @@ def command(
     elif markdown:
         _print_markdown(names)
     elif names or as_json:
+        from hookdiff.cli.completion import write_table
         from hookdiff.experiment.catalog import kinds, named
 
+        write_table()
         found = [named(name) for name in names] or [kind.members() for kind in kinds().values()]
         if as_json:
             click.echo(json.dumps([member.facts() for members in found for member in members], indent=1))

@@ -14,6 +14,7 @@ from .paths import (
     folder_in as folder_in,
     no_such_folder as no_such_folder,
     partial_of as partial_of,
+    user_cache as user_cache,
 )
 from .reading import check_kind as check_kind, open_file as open_file, read_file as read_file
 from .stamp import is_intact as is_intact, stamped as stamped

@@ -7,6 +7,11 @@ from hookdiff.disk.lock import LOCK
 from hookdiff.errors import UserError, why_missing
 
 
+def user_cache() -> Path:
+    """Return the folder `hookdiff` in the user's cache; it need not exist."""
+    return Path(os.path.expanduser(os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "hookdiff")))
+
+
 def partial_of(path: Path) -> Path:
     """Return the path at which `new_file` and `new_folder` make what becomes `path`."""
     return path.with_name(f".{path.name}.partial")

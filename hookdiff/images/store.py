@@ -15,6 +15,7 @@ from torch import Tensor
 from hookdiff.data.memory import InMemory
 from hookdiff.data.reader import is_paired
 from hookdiff.data.source import Images, Source
+from hookdiff.disk.paths import user_cache
 from hookdiff.errors import UserError
 from hookdiff.images.cache import load_or_make, place_of
 from hookdiff.images.decoding import Unreadable
@@ -66,8 +67,7 @@ class Store:
 
     @property
     def folder(self) -> Path:
-        user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "hookdiff")
-        return Path(os.path.expanduser(self.cache_dir or user))
+        return Path(os.path.expanduser(self.cache_dir)) if self.cache_dir else user_cache()
 
     def place(self, num_bytes: int) -> str:
         """Return where this number of bytes is kept: "memory", "disk" or "none"."""

@@ -4,12 +4,19 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli import run_argument
+from hookdiff.cli import complete_trackers, run_argument
 
 
 @click.command()
 @run_argument()
-@click.option("--to", "name", required=True, metavar="NAME", help="aim, tensorboard, wandb, or another sink.")
+@click.option(
+    "--to",
+    "name",
+    required=True,
+    metavar="NAME",
+    help="aim, tensorboard, wandb, or another sink.",
+    shell_complete=complete_trackers,
+)
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Option of the sink; may be repeated.")
 def command(run: Path, name: str, settings: tuple[str, ...]) -> None:
     """Send RUN, a run directory, to a tracker. Only the files of the run directory are read.

@@ -1,0 +1,137 @@
+"""Completion in a shell: plugins, keys of a config and names of parts, from a table in the user's cache.
+
+A TAB imports neither torch nor a plugin. The table is written by commands that import all plugins anyway.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import BashComplete, CompletionItem, add_completion_class
+
+from hookdiff.disk.files import new_file
+from hookdiff.disk.paths import user_cache
+from hookdiff.options.imports import PARTS, PLUGINS, entries_of, installed
+
+
+def prepare_completion(asked: str) -> None:
+    """Prepare for what a shell asks, such as "bash_source"; who asks for the script gets the table with it."""
+    add_completion_class(_Bash)
+    if asked.endswith("_source"):
+        write_table()
+
+
+def write_table(anew: bool = False) -> None:
+    """Write the table, unless it is there for what is installed now, if the cache can be written."""
+    if _table() and not anew:
+        return
+    with suppress(Exception):  # a plugin that is in the way stops no command; `hookdiff schema` says what it has
+        from hookdiff.authors.sinks import Sink
+        from hookdiff.experiment.catalog import kinds
+        from hookdiff.experiment.json_schema import config_schema
+
+        schema = config_schema()
+        keys: dict[str, list[str]] = {}
+        for key, values in _keys(schema, schema["definitions"]):
+            keys[key] = list(dict.fromkeys([*keys.get(key, ()), *values]))
+        plugins = kinds()["plugin"].members()
+        trackers = [member.name for member in plugins if not member.error and issubclass(member.target, Sink)]
+        with new_file(_place()) as partial:
+            partial.write_text(json.dumps({"of": _installation(), "keys": keys, "trackers": trackers}), "utf-8")
+
+
+def complete_plugins(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
+    """Complete the last name of a list: plugins, and after "n" also `no:NAME`."""
+    before, _, name = typed.rpartition(",")
+    head = typed.removesuffix(name)
+    names = [each for each in installed() if each not in before.split(",")]
+    return [head + each for each in (*names, *(f"no:{one}" for one in names if name)) if each.startswith(name)]
+
+
+def complete_settings(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
+    """Complete `TABLE.KEY=VALUE`: keys, and the names that a key may have."""
+    keys = _table().get("keys", {})
+    found = [f"{key}=" for key in keys if f"{key}=".startswith(typed) and f"{key}=" != typed]
+    if len(found) < 2:  # several values have no space after them, which a shell adds to a key that stands alone
+        key = found[0].removesuffix("=") if found else typed.partition("=")[0]
+        found = [each for value in keys.get(key, ()) if (each := f"{key}={value}").startswith(typed)] or found
+    return found
+
+
+def complete_values(key: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """Return what completes the names that the key of a config may have."""
+    return lambda ctx, parameter, typed: [one for one in _table().get("keys", {}).get(key, ()) if one.startswith(typed)]
+
+
+def complete_trackers(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
+    """Complete the name of a tracker."""
+    return [name for name in _table().get("trackers", ()) if name.startswith(typed)]
+
+
+class _Bash(BashComplete):
+    """Bash ends words at "=" and ":", also the word to which it adds what is found."""
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        args, incomplete = super().get_completion_args()
+        words = [""]
+        for word in filter(None, (*args, incomplete)):
+            is_joined = word in ("=", ":") or words[-1].endswith(("=", ":"))
+            words[-1:] = [words[-1] + word] if is_joined else [words[-1], word]
+        *args, self.typed = words[1:] if incomplete else [*words[1:], ""]
+        return args, self.typed
+
+    def format_completion(self, item: CompletionItem[Any]) -> str:
+        known = re.sub(r"^--[\w-]+=", "", re.sub(r"[^=:]*$", "", self.typed))
+        return f"{item.type},{item.value.removeprefix(known)}"
+
+
+def _keys(schema: dict[str, Any], known: dict[str, Any], above: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Yield each key that a table of `schema` may have, with its values that are names."""
+    for part in _parts(schema, known):
+        for name, inner in part.get("properties", {}).items():
+            key = f"{above}.{name}".removeprefix(".")
+            if inner.get("type") != "object":
+                values = [value for each in _parts(inner, known) for value in each.get("enum", ())]
+                is_switch = any(each.get("type") == "boolean" for each in _parts(inner, known))
+                yield key, [*["true", "false"] * is_switch, *(str(value) for value in values if value is not None)]
+            if key.count(".") < 3:  # plugins.NAME.KEY.OPTION, the option of a part
+                yield from _keys(inner, known, key)
+
+
+def _parts(schema: dict[str, Any], known: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield schema
+    inner = [*schema.get("anyOf", ()), *schema.get("allOf", ()), schema.get("then", {})]
+    inner += [known[schema["$ref"].rpartition("/")[2]]] if "$ref" in schema else []
+    for each in filter(None, inner):
+        yield from _parts(each, known)
+
+
+def _table() -> dict[str, Any]:
+    """Return the table; an empty one if there is none for what is installed now."""
+    with suppress(OSError, ValueError, AttributeError):
+        found: dict[str, Any] = json.loads(_place().read_text("utf-8"))
+        return found if found.get("of") == _installation() else {}
+    return {}
+
+
+def _place() -> Path:
+    return user_cache() / f"completion-{_digest(sys.prefix)}.json"
+
+
+def _installation() -> str:
+    """Return a digest of what is installed: the distributions by name and version, and what they publish."""
+    folders = {folder.name for path in sys.path for folder in Path(path).glob("*.*-info")}
+    entries = {f"{entry.group} {entry.name} {entry.value}" for group in (PLUGINS, PARTS) for entry in entries_of(group)}
+    return _digest("\n".join(sorted(folders | entries)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
