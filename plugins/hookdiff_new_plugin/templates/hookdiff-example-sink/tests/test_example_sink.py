@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hookdiff import UserError, builtin_plugins
-from hookdiff.authors import assert_any_order, assert_removable, assert_resumes, toy_loop
-from hookdiff.run_dir import METRICS, read_metrics
+from hookdiff import UserError
+from hookdiff.authors import assert_any_order, assert_removable, assert_resumes, assert_tracks, toy_loop
 from hookdiff_example_sink import ExampleSink
 
 
@@ -22,12 +21,8 @@ def test_it_keeps_what_each_plugin_promises(promise: Callable[..., None], tmp_pa
     promise(lambda: ExampleSink(path=str(tmp_path / "numbers.txt")))
 
 
-def test_the_file_has_all_numbers_of_the_run(tmp_path: Path) -> None:
-    toy_loop({**builtin_plugins(), "example_sink": ExampleSink()}, run_dir=tmp_path).run()
-    lines = read_metrics(tmp_path / METRICS)
-    assert read(tmp_path / "numbers.txt") == {
-        (line.step, name): value for line in lines for name, value in line.values.items()
-    }
+def test_the_file_has_the_numbers_of_each_run_and_costs_none_when_it_fails() -> None:
+    assert_tracks(lambda path: ExampleSink(path=str(path / "numbers.txt")), lambda path: read(path / "numbers.txt"))
 
 
 def test_a_file_without_a_folder_is_refused() -> None:
