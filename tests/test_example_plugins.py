@@ -26,6 +26,7 @@ from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.authors.testing.contract import assert_keeps_contract
 from hookdiff.authors.testing.promises import assert_any_order, assert_removable, assert_resumes
 from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
+from hookdiff.authors.testing.tracks import assert_tracks
 from hookdiff.experiment.discovery import plugin_class
 from tests.conftest import PATIENCE, Batches, check_facts, finish, ran, records, refused
 
@@ -257,25 +258,14 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_the_table_holds_what_was_logged_also_after_a_resume(
-    installed: None, succeed: Any, write_config: Any, tmp_path: Path, user_module: Any
-) -> None:
-    user_module("late", "from tests.test_example_plugins import Late")
-    run = {"steps": 12, "log_every": 2, "plugins": ["csv", "checkpoint", "late:Late"]}
-    config = write_config(run=run, plugins={"checkpoint": {"every": 5}})
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    succeed("run", config, "--out", whole)
-    succeed("run", config, "--out", parts, "--set", "run.steps=9")
-    shutil.rmtree(parts / "checkpoints" / "step-00000009")  # steps 6 to 9 are trained again
-    with (parts / "metrics.csv").open("a") as file:
-        file.write("1")  # a row that was not completed
-    succeed("resume", parts, "--steps", 12, "--trust")
+def test_the_table_has_the_numbers_of_each_run_and_costs_none_when_it_fails(installed: None) -> None:
+    from hookdiff_csv import Csv
 
-    assert (whole / "metrics.csv").read_text() == (parts / "metrics.csv").read_text()
-    table = rows(parts / "metrics.csv")
-    assert [int(row["step"]) for row in table] == [2, 4, 6, 7, 8, 10, 12]
-    for row, line in zip(table, records(parts), strict=True):
-        assert {name: float(value) for name, value in row.items() if value} == line
+    def read(folder: Path) -> dict[tuple[int, str], float]:
+        table = [(int(row.pop("step")), row) for row in rows(folder / "a.csv")]
+        return {(step, name): float(value) for step, row in table for name, value in row.items() if value}
+
+    assert_tracks(lambda folder: Csv(path=str(folder / "a.csv")), read)
 
 
 def test_values_of_the_same_step_share_a_row_and_an_earlier_step_replaces_later_ones(

@@ -56,5 +56,6 @@ from .testing.toy import (
     toy_loop as toy_loop,
     toy_model as toy_model,
 )
+from .testing.tracks import assert_tracks as assert_tracks
 from .testing.transfers import CountTransfers as CountTransfers
 from .thinning import thin_curve as thin_curve

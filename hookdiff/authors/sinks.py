@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, Full, Queue
 from time import monotonic, time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy
 from attrs import define, field, frozen
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hookdiff")
 
-_PAUSES = (0.1, 0.5, 2.5)  # seconds before each repetition of a call
 _WAITING = 64  # calls that may wait; pictures are large
 
 
@@ -69,6 +68,7 @@ class Sink:
     makes these calls again from its files. `time` is when something was logged, in seconds since 1970.
     """
 
+    _pauses: ClassVar[Sequence[float]] = (0.1, 0.5, 2.5)  # seconds before each repetition of a call
     timeout: float = field(
         default=30.0,
         validator=gt(0),
@@ -326,7 +326,7 @@ class _Worker:
         self._current = None
 
     def _repeat(self, make: Callable[[], object]) -> None:
-        for pause in _PAUSES:
+        for pause in self._sink._pauses:
             try:
                 make()
                 return

@@ -16,6 +16,7 @@ from tensorboard.plugins.hparams import metadata
 
 from hookdiff import Loop, TrackedRun, builtin_plugins, hookimpl
 from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.authors.testing.tracks import assert_tracks
 from hookdiff.log.distribution import Distribution
 from hookdiff.log.event import Event
 from hookdiff_tensorboard import TensorBoard
@@ -128,20 +129,14 @@ def test_after_a_resume_no_step_stands_twice(tmp_path: Path) -> None:
     assert [event.step for event in found.Images("samples")] == [2]
 
 
-def test_steps_that_a_resumed_run_does_not_log_again_are_gone(tmp_path: Path) -> None:
-    class Odd:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            if loop.progress.step % 2:
-                loop.log({"odd": 1.0})
+def numbers(folder: Path) -> dict[tuple[int, str], float]:
+    (run,) = folder.iterdir()
+    found = read(run)
+    return {(step, name): value for name in found.Tags()["scalars"] for step, value in values(found, name).items()}
 
-    state = Restores(at=2)
-    make_loop({"tensorboard": TensorBoard(), "odd": Odd(), "state": state}, tmp_path / "run", steps=5).run()
-    plugins = {"tensorboard": TensorBoard(), "state": Restores(state.state)}
-    make_loop(plugins, tmp_path / "run", steps=3, resume=True).run()
-    made = entries(tmp_path / "run" / "tensorboard")
-    assert [step for name, step in made if name == "odd"] == [1]
-    assert [step for name, step in made if name == "loss"] == [1, 2, 3]
+
+def test_it_has_the_numbers_of_each_run_and_costs_none_when_it_fails() -> None:
+    assert_tracks(lambda path: TensorBoard(dir=str(path)), numbers)
 
 
 def test_runs_share_a_folder_with_others(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from hookdiff import Loop, UserError, hookimpl
+from hookdiff.authors.testing.tracks import assert_tracks
 from hookdiff.log.event import Event
 from hookdiff_wandb import WandB
 from tests.conftest import PATIENCE, Restores, RollsBack, check_facts, finish, refused, wait_for, wait_until, warnings
@@ -113,6 +114,19 @@ def test_a_run_can_be_read_back(tmp_path: Path, caplog: pytest.LogCaptureFixture
     prompt = (found["folder"] / history[2]["prompt"]["path"]).read_text()
     assert prompt == "<pre># &lt;b&gt;cat&lt;/b&gt; 2\n* 100 % *furry*</pre>"
     assert (found["folder"] / history[4]["events/stop"]["path"]).read_text() == "<pre>done</pre>"
+
+
+def numbers(folder: Path) -> dict[tuple[int, str], float]:
+    """Return the logged numbers of the newest offline run in a folder."""
+    file = max(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_ctime)
+    wait_until(lambda: any(record.WhichOneof("record_type") == "exit" for record in records(file)))
+    items = [(step, name, one) for step, row in read(file)["history"].items() for name, one in row.items()]
+    return {(step, name): one for step, name, one in items if isinstance(one, int | float) and name[0] != "_"}
+
+
+@pytest.mark.slow
+def test_it_has_the_numbers_of_each_run_and_costs_none_when_it_fails() -> None:
+    assert_tracks(lambda path: WandB(dir=str(path), mode="offline", timeout=300), numbers)
 
 
 def test_a_resumed_run_goes_on_in_a_new_run_that_has_the_earlier_steps(tmp_path: Path) -> None:

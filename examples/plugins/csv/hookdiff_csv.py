@@ -1,13 +1,14 @@
 """The plugin `csv`: the logged numbers as a table."""
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 from attrs import define, field
 
 from hookdiff import Loop, Sink, TrackedRun, UserError
+from hookdiff.authors import Call, earlier
 from hookdiff.disk import new_file
 from hookdiff.options import Writes, about
 
@@ -16,7 +17,7 @@ from hookdiff.options import Writes, about
 class Csv(Sink):
     """Writes the logged numbers to a CSV file: a row for each logged step, a column for each name.
 
-    A name that appears later adds a column, which is empty in the rows before. A resumed run continues the file.
+    A name that appears later adds a column, empty in the rows before. A resumed run begins with all earlier rows.
     """
 
     path: Annotated[str, Writes(in_run_dir=True)] = field(default="metrics.csv", metadata=about("file to write"))
@@ -28,9 +29,10 @@ class Csv(Sink):
         if loop.run_dir is None and not Path(self.path).is_absolute():
             raise UserError(f"plugins.csv.path: {self.path!r} must be absolute, because the run has no directory")
 
-    def open(self, run: TrackedRun) -> None:
+    def open(self, run: TrackedRun) -> Sequence[Call]:
         self.file = (run.run_dir or Path()) / self.path
-        self.write(self.rows(run.step))  # of a new run none, of a resumed run those that it does not train again
+        self.write([])
+        return earlier(run, self)  # of a resumed run, the rows of the steps that it does not train again
 
     def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
         row: dict[str, str | float] = {"step": step, **values}
@@ -46,8 +48,6 @@ class Csv(Sink):
 
     def rows(self, last: int) -> list[dict[str, str | float]]:
         """Return the complete rows of the file up to the step `last`."""
-        if last == 0 or not self.file.exists():
-            return []
         lines = [line for line in self.file.read_text().splitlines(keepends=True) if line.endswith("\n")]
         return [row for row in csv.DictReader(lines) if int(row["step"]) <= last]
 

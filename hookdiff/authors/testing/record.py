@@ -76,7 +76,7 @@ class Record:
         self.values |= {ValueKey("weight", name, loop.progress.step): value for name, value in weights(loop).items()}
         # After the last batch of an epoch this hook fires once more, when the epoch is counted.
         if self.until and loop.progress.step >= self.until and not loop.feed.exhausted(loop.progress.samples):
-            self.saved = _round_trip(loop.state_dict())
+            self.saved = round_trip(loop.state_dict())
             self.until = None
             loop.stop()
 
@@ -121,7 +121,7 @@ def _plain(value: Any, path: str, depth: int = -1) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _round_trip(state: State) -> dict[str, Any]:
+def round_trip(state: State) -> dict[str, Any]:
     """Return `state` as it comes back from files, which share nothing with the run.
 
     Raises TypeError, with its place, for a value that a checkpoint cannot hold.

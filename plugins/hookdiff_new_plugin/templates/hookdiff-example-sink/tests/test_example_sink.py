@@ -5,9 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from hookdiff import Loop, UserError
-from hookdiff.authors import assert_any_order, assert_keeps_contract, assert_removable, assert_resumes, toy_loop
-from hookdiff.run_dir import METRICS, read_metrics
+from hookdiff import UserError
+from hookdiff.authors import (
+    assert_any_order,
+    assert_keeps_contract,
+    assert_removable,
+    assert_resumes,
+    assert_tracks,
+    toy_loop,
+)
 from hookdiff_example_sink import ExampleSink
 
 
@@ -22,12 +28,8 @@ def test_it_keeps_what_each_plugin_promises(promise: Callable[..., None], tmp_pa
     promise(lambda: ExampleSink(path=str(tmp_path / "numbers.txt")))
 
 
-def test_the_file_has_all_numbers_of_the_run(recorded_loop: Callable[..., Loop], tmp_path: Path) -> None:
-    recorded_loop({"example_sink": ExampleSink()}).run()
-    lines = read_metrics(tmp_path / "run" / METRICS)
-    assert read(tmp_path / "run" / "numbers.txt") == {
-        (line.step, name): value for line in lines for name, value in line.values.items()
-    }
+def test_the_file_has_the_numbers_of_each_run_and_costs_none_when_it_fails() -> None:
+    assert_tracks(lambda path: ExampleSink(path=str(path / "numbers.txt")), lambda path: read(path / "numbers.txt"))
 
 
 def test_a_file_without_a_folder_is_refused() -> None:
