@@ -200,13 +200,15 @@ class Runs:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Log nothing: a promise says what it has found, and nothing else."""
-    logger = logging.getLogger("hookdiff")
-    before, logger.disabled = logger.disabled, True
+    """Show no log: a promise says what it has found, and nothing else."""
+    logger, nothing = logging.getLogger("hookdiff"), logging.NullHandler()
+    before, logger.propagate = logger.propagate, False
+    logger.addHandler(nothing)
     try:
         yield
     finally:
-        logger.disabled = before
+        logger.propagate = before
+        logger.removeHandler(nothing)
 
 
 def _unsaved(plugin: object) -> dict[str, Any]:
