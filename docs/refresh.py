@@ -10,6 +10,7 @@ from typing import Any
 import tomli
 
 from hookdiff.cli.hooks import contract, example, imports
+from hookdiff.experiment.catalog import kinds, shortest_path
 from hookdiff.images import PICTURE_FORMATS
 from hookdiff.loop import HOOK_NAMES, Hooks
 from hookdiff.options import argument_texts, import_line, import_object
@@ -21,6 +22,7 @@ _SIGNATURE = re.compile(r"(<!-- signature of (\S+) -->\n).*?(<!-- end -->)", re.
 _HOOK = re.compile(r"(<!-- hook (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FORMATS = re.compile(r"(<!-- formats -->\n).*?(<!-- end -->)", re.DOTALL)
 _FACES = re.compile(r"(<!-- faces -->\n).*?(<!-- end -->)", re.DOTALL)
+_PART_KINDS = re.compile(r"(<!-- part kinds -->\n).*?(<!-- end -->)", re.DOTALL)
 _PACKAGES = re.compile(r"(<!-- packages -->\n).*?(<!-- end -->)", re.DOTALL)
 _IMPORTS = re.compile(r"(<!-- imports -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -74,12 +76,34 @@ def packages() -> str:
     for kind, name, target in entries:
         found.setdefault(re.split("[.:]", target)[0], {}).setdefault(kind, []).append(name)
     lines = ["| package | what it is | |", "|---|---|---|"]
-    for package, kinds in sorted(found.items(), key=lambda one: ("plugin" not in one[1], next(iter(one[1])), one[0])):
+    for package, by_kind in sorted(found.items(), key=lambda one: ("plugin" not in one[1], next(iter(one[1])), one[0])):
         own = package.removeprefix("hookdiff_")
-        what = (kind + f" `{'`, `'.join(names)}`" * (names != [own]) for kind, names in kinds.items())
+        what = (kind + f" `{'`, `'.join(names)}`" * (names != [own]) for kind, names in by_kind.items())
         text, _, _ = _docstring(ROOT / "plugins" / package / "__init__.py").partition("\n")
         lines.append(f"| `{package}` | {', '.join(what)} | {text.removesuffix('.')} |")
     return "\n".join(lines) + "\n"
+
+
+def part_kinds() -> str:
+    """Return the table of the kinds of parts: the base class of each, and what a part must define."""
+    lines = ["| kind | derives from | defines |", "|---|---|---|"]
+    for name, kind in sorted(kinds().items()):
+        if base := kind.choice:
+            needed = ((method, getattr(base, method)) for method in sorted(base.__abstractmethods__))
+            defined = (f"`{method}{_arguments(of)}`: {_first_paragraph(of)}" for method, of in needed)
+            lines.append(f"| `{name}` | `{shortest_path(base).replace(':', '.')}` | {'<br>'.join(defined)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _arguments(method: object) -> str:
+    if isinstance(method, property):
+        return ""
+    _, *names = inspect.signature(method).parameters  # type: ignore[arg-type]
+    return f"({', '.join(names)})"
+
+
+def _first_paragraph(target: object) -> str:
+    return (inspect.getdoc(target) or "").partition("\n\n")[0].replace("\n", " ")
 
 
 def _entry_points() -> dict[str, dict[str, str]]:
@@ -103,7 +127,7 @@ def refresh(text: str) -> str:
     ` without a, b`, and of a plugin also the import of its class; a signature after `<!-- signature of module:Name
     -->`; a hook after `<!-- hook NAME -->`; the imports of all examples after `<!-- imports -->`; the suffixes of
     pictures after `<!-- formats -->`; the public modules after `<!-- faces -->`; the packages of plugins/ after
-    `<!-- packages -->`.
+    `<!-- packages -->`; the kinds of parts after `<!-- part kinds -->`.
     """
 
     def table(path: str, without: str | None) -> str:
@@ -120,6 +144,7 @@ def refresh(text: str) -> str:
     text = _HOOK.sub(lambda found: found[1] + hook(found[2]) + found[3], text)
     text = _FORMATS.sub(lambda found: f"{found[1]}\n{formats()}\n{found[2]}", text)
     text = _FACES.sub(lambda found: f"{found[1]}\n{faces()}\n{found[2]}", text)
+    text = _PART_KINDS.sub(lambda found: f"{found[1]}\n{part_kinds()}\n{found[2]}", text)
     text = _PACKAGES.sub(lambda found: f"{found[1]}\n{packages()}\n{found[2]}", text)
     return _IMPORTS.sub(lambda found: found[1] + _python("\n".join(imports(map(example, HOOK_NAMES)))) + found[2], text)
 

@@ -1,12 +1,14 @@
 """README and docs/: their code runs, and they name every hook, plugin and command."""
 
 import inspect
+import os
 import pydoc
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,15 @@ SHORT = [
 ]
 
 
+# A walk makes a package: its blocks are commands, files, and tables of the package's config.
+FILES = re.compile(r"Put this into `(\S+)`:\n\n```python\n(.*?)^```$", re.M | re.S)
+WALKS = [page for page in PAGES if FILES.search((ROOT / page).read_text("utf-8"))]
+
+
 def blocks(page: str, language: str) -> list[str]:
-    """Return the fenced blocks of `page` in `language`."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.M | re.S)
+    """Return the fenced blocks of `page` in `language`, apart from files."""
+    text = FILES.sub("", (ROOT / page).read_text("utf-8"))
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +78,7 @@ def test_the_python_code_runs(page: str, folder: Path, monkeypatch: pytest.Monke
 
 def commands() -> Iterator[Any]:
     for page in PAGES:
-        for block in blocks(page, "sh"):
+        for block in blocks(page, "sh") if page not in WALKS else ():
             for line in block.splitlines():
                 yield pytest.param(line, id=f"{page}: {line}")
 
@@ -96,6 +104,49 @@ def test_the_commands_run(
     assert capsys.readouterr().out
 
 
+def write_files(page: str, project: Path) -> None:
+    """Write the files of a walk to its package, and the tables of its config."""
+    for path, text in FILES.findall((ROOT / page).read_text("utf-8")):
+        (project / path).write_text(text)
+    config = tomli.loads((project / "example.toml").read_text())
+    for block in blocks(page, "toml"):
+        for name, table in tomli.loads(block).items():
+            config[name] |= table
+    (project / "example.toml").write_text(tomli_w.dumps(config))
+
+
+@pytest.mark.parametrize("page", WALKS)
+def test_the_package_of_a_walk_passes_its_tests(page: str, tmp_path: Path) -> None:
+    command = shlex.split(blocks(page, "sh")[0].splitlines()[0])[1:]
+    folder = tmp_path / "package"
+    subprocess.run([sys.executable, "-m", "hookdiff", *command[:2], folder, *command[2:]], check=True)
+    write_files(page, folder)
+    around = {**os.environ, "PYTHONPATH": str(folder)}
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(tests, cwd=folder, env=around, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("page", WALKS)
+def test_a_walk_succeeds_in_a_fresh_environment(page: str, tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=False)
+    (site,) = (tmp_path / "env").rglob("site-packages")
+    # Without the folders of Python itself: pip hides from an isolated build what a .pth file names.
+    own = subprocess.run([sys.executable, "-ISc", "import sys; print(sys.path)"], capture_output=True, text=True)
+    (site / "others.pth").write_text("\n".join(path for path in sys.path if path and repr(path) not in own.stdout))
+    first, *others = blocks(page, "sh")
+    write = f"from tests.test_docs import write_files, Path; write_files({page!r}, Path())"
+    programs = [f'{name}() {{ python -m {name} "$@"; }}' for name in ("pip", "pytest", "mypy", "hookdiff")]
+    files = shlex.join(["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", write])
+    script = "\n".join(["set -ex", *programs, first, files, *others])
+    around = {**os.environ, "PATH": f"{tmp_path / 'env' / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=around, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len([*tmp_path.glob("*/dist/*.whl")]) == 1
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_the_batch_scripts_are_valid_bash() -> None:
     page = (ROOT / "docs" / "how-to" / "stop-a-run.md").read_text("utf-8")
@@ -106,7 +157,7 @@ def test_the_batch_scripts_are_valid_bash() -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in WALKS and blocks(page, "toml")])
 def test_the_toml_is_valid(page: str, tmp_path: Path) -> None:
     for block in blocks(page, "toml"):
         table = tomli.loads(block)

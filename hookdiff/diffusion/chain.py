@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch import Generator, Tensor
 
 from hookdiff.data.memory import to_device
@@ -31,7 +31,8 @@ class Chain:
     steps: int  # from noise to image
     given: Given  # labels and conditions
     generators: Sequence[Generator]
-    previous: tuple[Tensor, Point] | None = None  # x0 and start of the previous step, kept by solvers that need them
+    # The predicted image of earlier steps and the point that each was predicted at, kept by solvers that need them.
+    earlier: list[tuple[Tensor, Point]] = field(factory=list)
 
     def predict(self, x: Tensor, at: Point) -> tuple[Tensor, Tensor]:
         """Return the clipped image (x0) and the noise that the network predicts for `x` at the point `at`."""

@@ -145,13 +145,14 @@ class DPMSolver2M(Solver):
 
     def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
         x0, _ = chain.predict(x, start)
-        previous, chain.previous = chain.previous, (x0, start)
+        earlier, chain.earlier = chain.earlier, [(x0, start)]
         linear = end.sigma / start.sigma * x
         # alpha' (1 - exp(-h)), in a form that stays correct where lambda is infinite
         weight = end.alpha - start.alpha * end.sigma / start.sigma
-        if previous is not None and end.sigma:
-            h, h_previous = math.log(start.ratio / end.ratio), math.log(previous[1].ratio / start.ratio)
-            x0 = x0 + (x0 - previous[0]) * (h / (2 * h_previous))
+        if earlier and end.sigma:
+            (previous, before), *_ = earlier
+            h, h_previous = math.log(start.ratio / end.ratio), math.log(before.ratio / start.ratio)
+            x0 = x0 + (x0 - previous) * (h / (2 * h_previous))
         return linear + weight * x0
 
 

@@ -92,7 +92,7 @@ def kinds() -> dict[str, PartKind]:
     for target in targets:  # which grows
         for choice in choices_of(target) if target is not None else ():
             if choice.kind not in found:
-                known = {name: _shortest(part) for name, part in choice.known.items()}
+                known = {name: shortest_path(part) for name, part in choice.known.items()}
                 found[choice.kind] = PartKind(choice.kind, partial(find, choice), known, choice)
                 targets += [member.target for member in found[choice.kind].members()]
     return found
@@ -134,7 +134,7 @@ def named(name: str) -> list[Member]:
     return found
 
 
-def _shortest(part: type) -> str:
+def shortest_path(part: type) -> str:
     """Return the path `module:Name` of the outermost package that has the class: a script imports it from there."""
     *outer, _ = packages = list(accumulate(part.__module__.split("."), "{}.{}".format))
     found = (package for package in outer if getattr(sys.modules.get(package), part.__name__, None) is part)

@@ -124,7 +124,8 @@ class Hooks(Protocol):
     def on_start(self, loop: Loop) -> None:
         """Moment: once, after weights and optimizers are loaded, and before the states of plugins are.
 
-        Allocate state here, and raise `UserError` for mistakes of the user.
+        Allocate state here, and raise `UserError` for mistakes of the user. It is also called in a loop that only
+        samples or exports, which has no data: check the data in `on_ready`.
         May change: own state; `loop.resources` takes clean-up.
         """
 

@@ -49,8 +49,8 @@ class Chain:
     steps = 10
     clipping = NoClipping()
 
-    def __init__(self, *pairs: tuple[Tensor, Tensor], straight: bool = True, previous: Any = None) -> None:
-        self.pairs, self.previous = iter(pairs), previous
+    def __init__(self, *pairs: tuple[Tensor, Tensor], straight: bool = True, earlier: Any = ()) -> None:
+        self.pairs, self.earlier = iter(pairs), earlier
         self.diffusion = Diffusion(Flow() if straight else VP("linear"))
 
     def predict(self, x: Tensor, at: Point) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ def heun_step(x: Tensor, first: Any, second: Any, now: Point, after: Point, stra
 
 
 def dpmpp_2m_step(x: Tensor, x0: Tensor, before: tuple[Tensor, Point] | None, now: Point, after: Point) -> Tensor:
-    chain: Any = Chain((x0, x0), previous=before)
+    chain: Any = Chain((x0, x0), earlier=[before] if before else [])
     return DPMSolver2M().step(chain, x, now, after)
 
 

@@ -76,9 +76,9 @@ def ddpm_with_large_variance(self: Solver, chain: Chain, x: Any, now: Point, aft
 
 def dpmpp_too_far(self: Solver, chain: Chain, x: Any, now: Point, after: Point) -> Any:
     x0, _ = chain.predict(x, now)
-    before, chain.previous = chain.previous, (x0, now)
-    if before is not None and after.sigma:
-        x0 = x0 + (x0 - before[0])
+    earlier, chain.earlier = chain.earlier, [(x0, now)]
+    if earlier and after.sigma:
+        x0 = x0 + (x0 - earlier[0][0])
     return after.sigma / now.sigma * x + (after.alpha - now.alpha * after.sigma / now.sigma) * x0
 
 
