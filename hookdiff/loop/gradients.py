@@ -164,6 +164,11 @@ class Gradients:
         assert self._norms is not None
         return self._norms
 
+    @property
+    def known_norms(self) -> Tensor | None:
+        """`norms`, if they have been asked for since the gradients changed; else None."""
+        return self._norms
+
     def measure(self) -> Tensor:
         """Return the current norms, also between two micro-batches, without keeping them.
 

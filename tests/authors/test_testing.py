@@ -95,7 +95,7 @@ class Draws:
     ],
 )
 def test_a_plugin_that_does_not_resume_is_found_with_the_first_difference(make: Any, facts: tuple[object, ...]) -> None:
-    with refused(AssertionError, *facts):
+    with refused(AssertionError, type(make()).__name__, *facts):
         assert_resumes(make)
 
 
@@ -207,7 +207,7 @@ class Shadows:
     ],
 )
 def test_a_plugin_that_needs_a_place_in_the_list_is_found(make: Any, facts: tuple[object, ...]) -> None:
-    with refused(AssertionError, *facts):
+    with refused(AssertionError, type(make()).__name__, *facts):
         assert_any_order(make, others=COMPANIONS)
 
 

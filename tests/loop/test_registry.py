@@ -4,7 +4,7 @@ from typing import get_args
 import pytest
 from attrs import define, field, fields
 
-from hookdiff import HOOKS_VERSION, HookError, Hooks, PluginError, hookimpl, plugin
+from hookdiff import HOOKS_VERSION, Evaluation, HookError, Hooks, PluginError, hookimpl, plugin
 from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.loop.hookspecs import ELSEWHERE, HOOK_NAMES, HOOKS, Declaration, Phase, declaration_of, hooks_of
@@ -72,7 +72,20 @@ def declaring(**declared):
     return plugin(**declared)(type("Declares", (Good,), {}))()
 
 
+@define(eq=False)
+class ForgetsTheStateOfItsBase(Evaluation):
+    def evaluate(self, loop):
+        return {}
+
+    def state_dict(self):
+        return {"best": 1.0}
+
+    def load_state_dict(self, state):
+        pass
+
+
 REFUSED = {
+    "a state without that of the base": (ForgetsTheStateOfItsBase(), ["measured_at", "lost", "saved"]),
     "a class": (Good, ["Good()"]),
     "an unmarked method": (Unmarked(), ["after_backward", "@hookimpl"]),
     "an unmarked inherited method": (Inherits(), ["after_backward", "@hookimpl"]),

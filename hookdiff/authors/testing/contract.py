@@ -30,6 +30,7 @@ from hookdiff.machine.dtensor import local
 
 _OF_STEPS = {*hooks_of("batch", "passes", "scale", "update", "after")} - {"on_epoch_end"}
 _MUTABLE = (list, dict, set, deque)
+_BROKEN = "the plugin breaks the contract"
 _INSTEAD = {
     "the weights": "change weights in optimizer_step, or offer others, made in on_done, by offer_weights",
     "the gradients": "change gradients in after_backward",
@@ -51,9 +52,9 @@ def assert_keeps_contract(
         loop: further arguments of `toy_loop`.
     """
     kind = type(make_plugin())
-    fail(f"the plugin {kind.__name__} breaks the contract", _of_class(kind))
     seen, before = _Watch(), _of_all_instances(kind)
     with Runs(make_plugin, {**others, "watch": lambda: seen}, loop) as runs:
+        fail(_BROKEN, _of_class(kind))
         printed = io.StringIO()
         seen.printed = printed
         with redirect_stdout(printed), seen.transfers, _no_collection():
@@ -64,15 +65,15 @@ def assert_keeps_contract(
                     _notes(error)
                 ):
                     remedy = "for a mistake of the user raise UserError, and begin with plugins.NAME.KEY"
-                    raise AssertionError(f"{kind.__name__}: {error!r} in on_start: {remedy}") from error
+                    raise AssertionError(f"{error!r} in on_start: {remedy}") from error
                 raise
-    after = _of_all_instances(kind)
-    facts = [
-        f"{name} belongs to the class and changed in the run: {name} = field(factory={before[name][0]}, init=False)"
-        for name in before
-        if before[name] != after[name]
-    ]
-    fail(f"the plugin {kind.__name__} breaks the contract", [*facts, *seen.facts()])
+        after = _of_all_instances(kind)
+        facts = [
+            f"{name} belongs to the class and changed in the run: {name} = field(factory={before[name][0]}, init=False)"
+            for name in before
+            if before[name] != after[name]
+        ]
+        fail(_BROKEN, [*facts, *seen.facts()])
 
 
 def _notes(error: Exception) -> str:
@@ -201,7 +202,7 @@ class _Watch:
             }
 
     def _is_stale(self) -> bool:
-        known = self._loop.gradients._norms
+        known = self._loop.gradients.known_norms
         with DisableTorchFunction():
             return known is not None and not torch.allclose(
                 known, self._loop.gradients.measure(), rtol=1e-3, equal_nan=True

@@ -135,7 +135,7 @@ def round_trip(state: State) -> dict[str, Any]:
 
 @define
 class Runs:
-    """Trains toy loops with a tested plugin among the `others`, each in a new folder."""
+    """Trains toy loops with a tested plugin among the `others`, each in a new folder; a failure names its class."""
 
     make_plugin: Callable[[], object]
     others: Mapping[str, Callable[[], object]]
@@ -150,8 +150,10 @@ class Runs:
         self._folder = TemporaryDirectory()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._folder.cleanup()
+        if isinstance(error, AssertionError):
+            error.args = (f"{type(self.make_plugin()).__name__}: {error}",)
 
     def new_folder(self) -> Path:
         return Path(mkdtemp(dir=self._folder.name))
