@@ -65,8 +65,8 @@ def plugin_class(given: str, hooks: Collection[str] | None = None) -> type:
     kind = import_object(given, f"the plugin {given!r}") if ":" in given else _load(given)
     if not inspect.isclass(kind):
         raise PluginError(f"the plugin {given!r} is a {type(kind).__name__}, expected a class")
-    check_needs(given, declaration_of(kind).needs if is_needed(kind, hooks) else {})
     check_contract(given, kind)
+    check_needs(given, declaration_of(kind).needs if is_needed(kind, hooks) else {})
     if not implements(kind, *HOOK_NAMES):
         raise PluginError(f"the plugin {given!r} is no plugin: the class has no method with @hookimpl")
     return kind

@@ -6,7 +6,7 @@ from tests.conftest import check_facts
 
 MINE = """
 from attrs import define
-from hookdiff import hookimpl
+from hookdiff import hookimpl, plugin
 
 @define(eq=False)
 class Forgets:
@@ -19,6 +19,13 @@ class Early:
     @hookimpl
     def prepare_model(self, loop):
         loop.optimizers[0]
+
+@plugin(needs=("aim",))
+@define(eq=False)
+class NeedsNoTable:
+    @hookimpl
+    def before_step(self):
+        pass
 """
 
 
@@ -26,6 +33,7 @@ class Early:
     ("name", "exit_code", "facts"),
     [
         ("Forgets", 1, ("'forgets'", "'optimizer_step'", "of_an_author.py:7")),
+        ("NeedsNoTable", 2, ("'of_an_author:NeedsNoTable'", "('aim',)", "needs={'pandas': 'pandas>=2'}")),
         ("Early", 2, ("loop.optimizers", "on_start", "'early'", "'prepare_model'")),
     ],
 )
