@@ -8,6 +8,7 @@ from .arguments import (
     device_option as device_option,
     guidance_option as guidance_option,
     json_option as json_option,
+    out_option as out_option,
     override_options as override_options,
     overwrite_option as overwrite_option,
     path_argument as path_argument,

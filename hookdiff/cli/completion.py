@@ -23,7 +23,7 @@ from hookdiff.options.imports import PARTS, PLUGINS, entries_of, installed
 
 
 def prepare_completion(asked: str) -> None:
-    """Prepare for what a shell asks, such as "bash_source"; who asks for the script gets the table with it."""
+    """Prepare for what a shell asks. If it asks for the script, as by "bash_source", the table is written too."""
     add_completion_class(_Bash)
     if asked.endswith("_source"):
         write_table()

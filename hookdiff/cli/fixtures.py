@@ -29,7 +29,7 @@ def hookdiff_command(
 ) -> Callable[..., tuple[int, str, str]]:
     """Return a function that runs the command line in this process and returns its exit code, stdout and stderr.
 
-    It fails for a traceback: what the user can mend is told by a message.
+    It fails for a traceback, which no user should see.
     """
     from hookdiff.cli.command_line import main
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from hookdiff.cli.arguments import run_argument, training_options
+from hookdiff.cli.arguments import out_option, run_argument, training_options
 from hookdiff.errors import NoCheckpoint, UserError
 
 
@@ -13,13 +13,7 @@ from hookdiff.errors import NoCheckpoint, UserError
 @run_argument()
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Change the length of the run to N updates.")
 @click.option("--epochs", type=click.IntRange(1), metavar="N", help="Change the length of the run to N epochs.")
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Continue in a new directory; RUN is not changed, and no other run replaced.",
-)
+@out_option("Continue in a new directory; RUN is not changed, and no other run replaced.", metavar="DIR")
 @training_options
 def command(
     run: Path,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hookdiff.cli.arguments import config_argument, overwrite_option, training_options
+from hookdiff.cli.arguments import config_argument, out_option, overwrite_option, training_options
 from hookdiff.cli.garbage import freeze_modules
 from hookdiff.cli.output import say
 from hookdiff.errors import NoCheckpoint, UserError, nearest
@@ -27,9 +27,7 @@ logger = logging.getLogger("hookdiff")
 @click.command()
 @config_argument
 @training_options
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path), metavar="DIR", help="Run directory.  [default: runs/ and the name]"
-)
+@out_option("Run directory.  [default: runs/ and the name]", metavar="DIR")
 @click.option("--resume", is_flag=True, help="Continue from the newest checkpoint; start anew if there is none.")
 @overwrite_option
 def command(config: Path, out: Path | None, resume: bool, overwrite: bool, **options: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from hookdiff import listed
-from hookdiff.cli import check_output, config_argument, json_option, override_options, overwrite_option
+from hookdiff.cli import check_output, config_argument, json_option, out_option, override_options, overwrite_option
 from hookdiff.terminal import byte_size, rate
 
 _LISTED = 10  # the most classes, sizes or files in a list
@@ -20,9 +20,7 @@ _SHARD_SIZE = 256.0  # MiB
 @click.command()
 @config_argument
 @override_options
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path), metavar="FILE", help="Draw the first batch in this PNG file."
-)
+@out_option("Draw the first batch in this PNG file.")
 @overwrite_option
 @json_option
 @click.option("--seconds", default=2.0, type=click.FloatRange(0), metavar="X", help="Time to measure the speed.")

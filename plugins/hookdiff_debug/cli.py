@@ -5,7 +5,14 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli import check_output, config_or_run_argument, json_option, override_options, overwrite_option
+from hookdiff.cli import (
+    check_output,
+    config_or_run_argument,
+    json_option,
+    out_option,
+    override_options,
+    overwrite_option,
+)
 
 
 @click.command()
@@ -20,9 +27,7 @@ from hookdiff.cli import check_output, config_or_run_argument, json_option, over
     help="Updates of the trial. If the learning rate of a CONFIG is still rising then, more follow: through the"
     " warm-up in growing strides, and 25 at the full rate.",
 )
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path), metavar="FILE", help="Draw images and predictions in this PNG file."
-)
+@out_option("Draw images and predictions in this PNG file.")
 @overwrite_option
 @json_option
 def command(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hookdiff import UserError
-from hookdiff.cli import check_exists, check_output, override_options, overwrite_option, path_argument
+from hookdiff.cli import check_exists, check_output, out_option, override_options, overwrite_option, path_argument
 
 if TYPE_CHECKING:
     from hookdiff_ema.profiles import Floats
@@ -23,13 +23,7 @@ if TYPE_CHECKING:
     metavar="N",
     help="Last step of the average.  [default: that of the last snapshot; with --draw that of the training]",
 )
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="File to write.  [default: RUN/ema-step-STEP-std=STD.safetensors, with --draw NAME-ema.png; made anew]",
-)
+@out_option("File to write.  [default: RUN/ema-step-STEP-std=STD.safetensors, with --draw NAME-ema.png; made anew]")
 @overwrite_option
 @override_options
 def command(

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from hookdiff import UserError
-from hookdiff.cli import add_schema, check_exists, check_output, overwrite_option, path_argument
+from hookdiff.cli import add_schema, check_exists, check_output, out_option, overwrite_option, path_argument
 
 
 def _check_folder(path: Path) -> None:
@@ -16,13 +16,7 @@ def _check_folder(path: Path) -> None:
 
 @click.command()
 @path_argument("folder", _check_folder, "[DIR]", required=False)
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="The config.  [default: the folder's name, .toml]",
-)
+@out_option("The config.  [default: the folder's name, .toml]")
 @click.option(
     "--minutes",
     type=click.FloatRange(0, min_open=True),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hookdiff.cli import check_free, config_or_run_argument, json_option, override_options, overwrite_option
+from hookdiff.cli import check_free, config_or_run_argument, json_option, out_option, override_options, overwrite_option
 
 if TYPE_CHECKING:
     from hookdiff import Config
@@ -39,13 +39,7 @@ RATES = (1e-5, 10.0)
     metavar="X X",
     help=f"With --find: lowest and highest rate.  [default: {RATES[0]:g} {RATES[1]:g}]",
 )
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Picture to write.  [default: NAME-lr.png or NAME-lr-find.png, made anew]",
-)
+@out_option("Picture to write.  [default: NAME-lr.png or NAME-lr-find.png, made anew]")
 @overwrite_option
 @json_option
 def command(

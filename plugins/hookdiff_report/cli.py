@@ -5,18 +5,12 @@ from pathlib import Path
 import click
 
 from hookdiff import UserError
-from hookdiff.cli import check_output, overwrite_option
+from hookdiff.cli import check_output, out_option, overwrite_option
 
 
 @click.command()
 @click.argument("runs", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="RUN...")
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="HTML file to write.  [default: report.html in RUN, in the current folder for several runs; made anew]",
-)
+@out_option("HTML file to write.  [default: report.html in RUN, in the current folder for several runs; made anew]")
 @click.option(
     "--goal", "texts", multiple=True, metavar="NAME=X", help="Draw a target, such as fd/digits=0.4; may be repeated."
 )

@@ -9,6 +9,7 @@ from hookdiff import UserError
 from hookdiff.cli import (
     device_option,
     guidance_option,
+    out_option,
     overwrite_option,
     run_argument,
     seed_option,
@@ -52,13 +53,7 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 @weights_option
 @click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Images at a time.  [default: as many as fit]")
 @device_option
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="PNG file of a grid, or NPZ file.  [default: a new one, RUN/samples/seed-SEED.png]",
-)
+@out_option("PNG file of a grid, or NPZ file.  [default: a new one, RUN/samples/seed-SEED.png]")
 @click.option("--each", type=click.Path(path_type=Path), metavar="DIR", help="Write each image to a PNG file in DIR.")
 @overwrite_option
 @trust_option
