@@ -207,9 +207,9 @@ class Hooks(Protocol):
         `loop.run_pass(batch)` makes one pass in micro-batches, and adds to the gradients; it does not call this hook
         again. A further pass repeats the dropout of the first, or draws other dropout with `stream="NAME"`.
         `loop.gradients` are those of the newest pass, and carry the loss scale until `unscale`. `loop.gradients.zero()`
-        clears them between two passes and keeps their norm: an overflow in any pass makes the step void, and a NaN in
-        any pass makes it not finite. The loss may be that of any pass. The statistics of batch norm change in each
-        pass; `loop.buffers.put_back()` restores them.
+        clears them between two passes and keeps their norm, so that a pass may also measure gradients alone: an
+        overflow in any pass makes the step void, and a NaN in any pass makes it not finite. The loss may be that of
+        any pass. The statistics of batch norm change in each pass; `loop.buffers.put_back()` restores them.
         May change: the gradients; weights only during a pass, by `with holding(loop.model, tensors)` of
         `hookdiff.models`, which takes some or all parameters by name and restores them after any error.
         """
@@ -225,7 +225,9 @@ class Hooks(Protocol):
     def compute_loss(self, loop: Loop, batch: Batch) -> LossOutput:
         """Seam: inside `micro_step`. Return the loss with its graph.
 
-        May change: nothing. Wrap it for autocast.
+        Wrap it for autocast, or to weigh the samples: several wrappers can do so together, by another `loss` and
+        `weights` of the output. A plugin that replaces `reduce_loss` decides alone.
+        May change: nothing.
         """
 
     @seam("passes", like="before_loss after_loss")

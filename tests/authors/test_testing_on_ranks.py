@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from hookdiff import Loop, hookimpl
+from hookdiff import Batch, Loop, hookimpl
+from hookdiff.authors.rehearsal import rehearsing
 from hookdiff.authors.testing.on_ranks import assert_trains_on_ranks
 from hookdiff.authors.testing.threads import OutOfStep, on_ranks
 from hookdiff.machine.ranks import first_rank_says, gathered, num_ranks, rank, summed
@@ -44,6 +45,17 @@ class LogsTheMean(LogsItsOwn):
     reduces = True
 
 
+class LogsTheNormOfATrial:
+    """In a trial no gradients are exchanged, so the norm is that of this rank's samples."""
+
+    @hookimpl
+    def before_step(self, loop: Loop, batch: Batch) -> None:
+        with rehearsing(loop) as passes:
+            passes(batch)
+            norm = loop.gradients.total_norm
+        loop.log({"mine/norm": norm})
+
+
 def asks_on_one_rank(loop: Loop) -> None:
     if loop.is_main and loop.progress.step == 3:
         summed(torch.ones(2))
@@ -78,6 +90,8 @@ def test_it_finds_a_value_of_one_rank_alone() -> None:
     with refused(AssertionError, "step 1", "mine/mean", "one process", "rank 0"):
         assert_trains_on_ranks(LogsItsOwn)
     assert_trains_on_ranks(LogsItsOwn, except_for=["mine/*"])
+    with refused(AssertionError, "step 1", "mine/norm", "one process", "rank 0"):
+        assert_trains_on_ranks(LogsTheNormOfATrial)
 
 
 def test_threads_take_turns_with_generators_of_their_own() -> None:

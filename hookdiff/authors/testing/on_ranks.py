@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from attrs import define
+from torch import nn
 
 from hookdiff.authors.testing.companions import COMPANIONS
 from hookdiff.authors.testing.compare import ValueKey, all_differences, fail
@@ -20,14 +21,30 @@ from hookdiff.models.objective import LossOutput
 _TOLERANCE = 1e-4  # of float32 sums in another order, over some steps
 
 
+class _Replica(nn.Module):
+    """Calls `net`; a trial of passes calls the model itself, and averages nothing."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.net(*args, **kwargs)
+
+
 @define(eq=False)
 class Averaging:
     """Averages the gradients over the ranks after the last micro-batch, as the plugin `ddp` does."""
 
+    @hookimpl
+    def wrap_net(self, net: nn.Module) -> nn.Module:
+        return _Replica(net)
+
     @hookimpl(wrapper=True)
     def micro_step(self, loop: Loop, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
         output = yield
-        for gradient in loop.gradients.tensors() if index == count - 1 else ():
+        is_last = index == count - 1 and isinstance(loop.net, _Replica)
+        for gradient in loop.gradients.tensors() if is_last else ():
             gradient.copy_(summed(gradient) / num_ranks())
         return output
 
