@@ -16,7 +16,20 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hookdiff import PASS, Batch, Finding, Loop, LossOutput, NonFinite, Reason, Samples, Verdict, hookimpl, saved
+from hookdiff import (
+    PASS,
+    Batch,
+    Finding,
+    Loop,
+    LossOutput,
+    NonFinite,
+    Reason,
+    SampleRequest,
+    Samples,
+    Verdict,
+    hookimpl,
+    saved,
+)
 from hookdiff.disk import new_file, write_file
 from hookdiff.log import Distribution, Event, Picture
 from hookdiff.loop import DevicePart
@@ -279,6 +292,16 @@ class StopFile:
             loop.stop("plugin", "a file asked for it")
 
 
+class TwoOfEachClass:
+    """Gives each second sample the class of the sample before it."""
+
+    @hookimpl(wrapper=True)
+    def amend(self) -> Generator[None, SampleRequest, SampleRequest]:
+        request = yield
+        labels = request.labels
+        return evolve(request, labels=labels and tuple(labels[k // 2 * 2] for k in range(len(labels))))
+
+
 class Rounded:
     """Rounds generated images to the 256 values of a PNG."""
 
@@ -287,6 +310,15 @@ class Rounded:
         made = yield
         values = (made.images * 127.5 + 127.5).round()
         return evolve(made, images=values / 127.5 - 1)
+
+
+class Brighter:
+    """Shows what the network makes a little brighter; the training is not changed."""
+
+    @hookimpl(wrapper=True)
+    def decode(self) -> Generator[None, Tensor, Tensor]:
+        pictures = yield
+        return (pictures + 0.1).clamp(-1, 1)
 
 
 class OfferBFloat16:

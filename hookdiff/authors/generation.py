@@ -47,7 +47,7 @@ class ImageMaker:
 
     def __attrs_post_init__(self) -> None:
         limit: int = getattr(self.loop.sampler, "batch_size", 256)
-        values = torch.Size(self.loop.feed.shape).numel()
+        values = torch.Size(self.loop.feed.picture_shape).numel()
         size = limit if self.loop.device.type != "cpu" else min(limit, max(_FEWEST_ON_CPU, _VALUES_ON_CPU // values))
         self._fitting = Fitting(size, self.loop.device, any(map(is_sharded, self.loop.model.parameters())))
 
@@ -81,7 +81,7 @@ class Generated:
     _maker: ImageMaker = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        shape = self.loop.feed.shape
+        shape = self.loop.feed.picture_shape
         features = self.choice or usual_features(shape)
         features.check(shape)
         self.space = features.open(self.loop.device)

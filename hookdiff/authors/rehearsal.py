@@ -27,8 +27,8 @@ def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
     The end of the `with` restores weights, buffers and gradients, those of adopted modules too, the states of plugins,
     the generators of torch and the micro-batch, also after an error. What was logged is dropped. The weights are kept
     on the CPU, so that a GPU needs no more memory for a trial than for a step. With several ranks all of them must make
-    the same passes, because a sharded model exchanges its weights. Where each has a copy of the model, no gradients are
-    exchanged: those of a trial are of the samples of this rank.
+    the same passes, because a sharded model exchanges its weights. Where each has a copy of the model, a
+    trial has the gradients of the samples of this rank, because none are exchanged.
     """
     optimizers = (*loop.optimizers, *loop.adopted.optimizers)
     held = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])

@@ -135,7 +135,7 @@ solver_options = _all(
     click.option(
         "--sampler",
         metavar="NAME",
-        help="ddim, ddpm, euler, heun or dpmpp_2m.",
+        help="ddim, ddpm, euler, heun, dpmpp_2m, or an installed one.",
         shell_complete=complete_values("sampling.sampler"),
     ),
 )

@@ -21,7 +21,7 @@ from torch import Generator, Tensor
 from hookdiff.data.batch import Batch
 from hookdiff.data.memory import InMemory
 from hookdiff.data.order import balanced, split
-from hookdiff.data.reader import MemoryReader, Reader
+from hookdiff.data.reader import Codec, MemoryReader, Reader
 from hookdiff.errors import UserError
 from hookdiff.machine import ranks
 from hookdiff.machine.randomness import derive_seed
@@ -163,6 +163,22 @@ class Feed:
         A tensor in memory counts as a whole; samples that are read one by one by the first few.
         """
         return bool(self.reader.are_pictures)
+
+    @property
+    def codec(self) -> Codec | None:
+        """What makes the samples of pictures, such as an autoencoder; None if they are as the source has them."""
+        codec: Codec | None = self.reader.codec
+        return codec
+
+    @property
+    def pictures(self) -> Feed:
+        """The Feed of the pictures, of which a `codec` makes the samples; without one this Feed."""
+        return self.codec.pictures if self.codec else self
+
+    @property
+    def picture_shape(self) -> tuple[int, ...]:
+        """The shape of a picture that the run makes, c h w."""
+        return self.codec.shape if self.codec else self.shape
 
     def blank(self, num: int) -> Batch:
         """Return `num` samples of zeros on the device, of the shapes and dtypes of the data."""

@@ -27,6 +27,22 @@ Parts = Sequence[Tensor]  # the samples to train on and those held out: n, int64
 Finish = Callable[[Batch, int | None], Batch]  # takes samples as they are stored, and the epoch; None: no augmentation
 
 
+class Codec(Protocol):
+    """Makes inputs of pictures, and pictures of inputs: for an autoencoder, of which a run trains the latents."""
+
+    shape: tuple[int, ...]  # of a picture, c h w
+
+    @property
+    def pictures(self) -> Any:
+        """The Feed of the pictures, which is made when it is first asked for."""
+
+    def encode(self, pictures: Tensor) -> Tensor:
+        """Return the inputs (n c h w) for `pictures` (n c h w in [-1, 1]), always the same, on the same device."""
+
+    def decode(self, inputs: Tensor) -> Tensor:
+        """Return the pictures (n c h w, float32, about in [-1, 1]) of `inputs` (n c h w), on the same device."""
+
+
 class Reader(Protocol):
     """Reads, decodes and augments the samples of a Feed, which keeps their order and makes batches of them.
 
@@ -41,6 +57,7 @@ class Reader(Protocol):
     classes: Sequence[str] | None  # the names of the classes
     left_out: Sequence[str]  # what of the source is not used, in words
     unreadable: Collection[int]  # positions of samples that no batch may hold
+    codec: Codec | None  # of what the samples were made of pictures by
 
     def __len__(self) -> int:
         """Return the number of samples in the whole set."""
@@ -134,6 +151,7 @@ class MemoryReader:
     classes: Sequence[str] | None = field(init=False)
     left_out: Sequence[str] = ()
     unreadable: Collection[int] = ()
+    codec: Codec | None = None
     device: torch.device = _CPU
 
     def __attrs_post_init__(self) -> None:

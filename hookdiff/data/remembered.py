@@ -13,7 +13,7 @@ from hookdiff.data.batch import Batch
 from hookdiff.data.facts import Facts, FeedState
 from hookdiff.data.feed import Feed
 from hookdiff.data.memory import InMemory
-from hookdiff.data.reader import Stack
+from hookdiff.data.reader import Codec, Stack
 from hookdiff.errors import UserError
 from hookdiff.options.structure import structured
 
@@ -26,6 +26,7 @@ class _Absent:
     labels: Tensor | None = None
     left_out: Sequence[str] = ()
     unreadable: Sequence[int] = ()
+    codec: Codec | None = None
 
     def __init__(self, facts: Facts, names: Mapping[int, str]) -> None:
         self.facts, self.names = facts, names

@@ -278,7 +278,8 @@ class Run:
         """Return `num` images: n c h w, float32, on the CPU; those of pictures in [-1, 1]. Options: `batches`."""
         with shown_works(), closing(paced(self.batches(num, **options), num, "images")) as parts:
             made = list(parts)
-        return torch.cat(made) if made else torch.empty(0, *self.loop.feed.shape)
+        shape = self.loop.feed.shape if options.get("raw") else self.loop.feed.picture_shape
+        return torch.cat(made) if made else torch.empty(0, *shape)
 
     def batches(
         self,
@@ -309,7 +310,8 @@ class Run:
             labels: classes by name or number, used in turn; -1 is no class. Unless given, all classes in turn.
             guidance_scale: scale of classifier-free guidance. This and the next four replace those of the config.
             steps: steps of the sampler.
-            sampler: name of the sampler, such as "ddim".
+            sampler: name of the sampler, such as "ddim". One with options is a setting of `load_run`, such as
+                `'sampling.sampler={ use = "ddim", eta = 0.5 }'`.
             precision: of the network, "float32" or "bf16".
             compile: compile the network before its first call, which pays for many images.
             seed: seed of the noise.

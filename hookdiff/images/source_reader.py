@@ -17,7 +17,7 @@ from hookdiff.data.facts import MOST
 from hookdiff.data.feed import Feed
 from hookdiff.data.memory import InMemory, to_device
 from hookdiff.data.order import replacements
-from hookdiff.data.reader import MemoryReader, Parts, Stack, are_pictures, hash_of, labels_of
+from hookdiff.data.reader import Codec, MemoryReader, Parts, Stack, are_pictures, hash_of, labels_of
 from hookdiff.data.source import Images, sample_name
 from hookdiff.errors import UserError
 from hookdiff.images.augment import augment, center_crop
@@ -79,6 +79,7 @@ class SourceReader:
     classes: Sequence[str] | None = field(init=False)
     left_out: Sequence[str] = field(init=False)
     unreadable: set[int] = field(init=False)
+    codec: Codec | None = field(init=False, default=None)
     device: torch.device = field(init=False, default=_CPU)
     seed: int = field(init=False, default=0)
     _parts: Parts = field(init=False, default=())

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hookdiff.data.batch import Batch
+from hookdiff.data.memory import to_device
 from hookdiff.errors import HookError, UnknownWeights, UserError, listed
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.models.objective import LossOutput
@@ -113,15 +115,28 @@ class Defaults:
         loop.log.flush()
 
     @hookimpl(trylast=True)
+    def amend(self, request: SampleRequest) -> SampleRequest:
+        return request
+
+    @hookimpl(trylast=True)
+    def decode(self, loop: Loop, inputs: Tensor) -> Tensor:
+        return loop.feed.codec.decode(inputs) if loop.feed.codec else inputs
+
+    @hookimpl(trylast=True)
     def sample(self, loop: Loop, request: SampleRequest) -> Samples:
         if loop.sampler is None:
             raise UserError("this Loop was given no sampler, so it cannot make images: Loop(..., sampler=Sampling())")
         with loop.weights(request.weights) as name, evaluating(loop.model):
             if request.num == 0:
-                return Samples(torch.empty(0, *loop.feed.shape), name, loop.sampler)
+                return Samples(torch.empty(0, *loop.feed.picture_shape), name, loop.sampler)
             images = loop.sampler.sample(
                 loop.model, loop.objective, loop.feed.shape, request.generators(), loop.device, **_wanted(loop, request)
             )
+        if not request.raw:
+            images = loop.decode(images)
+            if loop.feed.codec and request.mask is not None and request.images is not None:
+                # What is known stays, to the pixel.
+                images = images.where(to_device(request.mask, loop.device), to_device(request.images, loop.device))
         return Samples(images, name, loop.sampler)
 
 
@@ -156,8 +171,12 @@ def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:
         raise UserError("labels were given, but the network was trained without")
     if request.noise is not None:
         wanted["noise"] = request.noise
+    codec, mask = loop.feed.codec, request.mask
     if request.images is not None:
-        wanted |= {"images": request.images, "strength": request.strength}
-    if request.mask is not None:
-        wanted["mask"] = request.mask
+        images = codec.encode(to_device(request.images, loop.device)) if codec else request.images
+        wanted |= {"images": images, "strength": request.strength}
+    if mask is not None:
+        # A latent is made anew if any pixel of its field is.
+        sides = loop.feed.shape[1:]
+        wanted["mask"] = functional.adaptive_max_pool2d(mask.float(), sides).bool() if codec else mask
     return wanted

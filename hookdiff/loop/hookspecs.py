@@ -316,15 +316,32 @@ class Hooks(Protocol):
         """
 
     @seam("images")
+    def amend(self, loop: Loop, request: SampleRequest) -> SampleRequest:
+        """Seam: `loop.sample(request)` calls it once, before `sample`. Return the request to answer.
+
+        Wrap it, so that several plugins may amend a request.
+        May change: nothing.
+        """
+
+    @seam("images")
     def sample(self, loop: Loop, request: SampleRequest) -> Samples:
         """Seam: a plugin or a script calls `loop.sample(request)`. Return the images, and the name of their weights.
 
-        `loop.sample` clamps images of a model of pictures to [-1, 1] afterwards, unless `request.raw`.
+        The images are pictures, also where the network makes latents: what the sampler returns is given to
+        `loop.decode`, and `loop.sample` clamps pictures to [-1, 1] afterwards. Neither is done if `request.raw`.
 
         `with loop.weights(request.weights) as name` lends the weights; it raises `UnknownWeights` if no plugin offers
         them. A request for 0 images only checks that it can be met; a plugin that will ask for images makes one in
         `on_start`.
         May change: nothing that lasts.
+        """
+
+    @seam("images")
+    def decode(self, loop: Loop, inputs: Tensor) -> Tensor:
+        """Seam: `loop.decode(inputs)` makes pictures of what the network makes. Return them, n c h w, float32.
+
+        `inputs` (n c h w) are samples as `loop.feed` has them, such as latents. Without a codec they are pictures.
+        May change: nothing.
         """
 
     @moment("images")

@@ -131,8 +131,13 @@ class Loop(ReadOnly):
         return self.end.reason or "done"
 
     def sample(self, request: SampleRequest) -> Samples:
-        """Make images by the hook `sample`; if the data are pictures, clamped to [-1, 1], unless the request is raw."""
+        """Make images by the hooks `amend` and `sample`; pictures are clamped to [-1, 1], unless the request is raw."""
+        request = self.hook.amend(loop=self, request=request)
         return request.finish(self.hook.sample(loop=self, request=request), self.feed)
+
+    def decode(self, inputs: Tensor) -> Tensor:
+        """Return the pictures (n c h w, float32) of `inputs` (n c h w) of the network, by the hook `decode`."""
+        return self.hook.decode(loop=self, inputs=inputs)
 
     def using(self, *, net: nn.Module | None = None, sampler: Sampler | None = None) -> AbstractContextManager[None]:
         """Train with another `net`, or sample with another `sampler`, during the `with`."""

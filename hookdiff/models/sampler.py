@@ -35,7 +35,7 @@ class SampleRequest:
     strength: float = 0.8  # with `images`: share of the sampler's steps to run, in (0, 1]; with a mask, 1 is usual
     # By name, one row per image; None: those of training samples, if the objective needs any (see `rows`).
     conditions: Mapping[str, Tensor] | None = field(default=None, eq=False, validator=_has_a_row_each)
-    raw: bool = False  # as the sampler and the plugins made them: `Loop.sample` does not clamp them
+    raw: bool = False  # as the sampler and the plugins made them: not decoded, and not clamped
 
     def generators(self) -> list[Generator]:
         """Return one CPU generator for each image: image k is the same in any grid and batch, and on any device."""
@@ -60,8 +60,8 @@ class SampleRequest:
         return [derive_seed(self.seed, self.stream, k, part=1) % num_samples for k in numbers]
 
     def finish(self, made: Samples, feed: Any) -> Samples:
-        """Return `made` clamped to [-1, 1] if `feed` holds pictures, unless the request is raw."""
-        if self.raw or not self.num or not feed.are_pictures:
+        """Return `made` clamped to [-1, 1] if they are pictures, as `feed` says, unless the request is raw."""
+        if self.raw or not self.num or not (feed.codec or feed.are_pictures):
             return made
         images = made.images  # NaN and infinities stay, so that they are found
         return evolve(made, images=images.clamp(-1, 1).where(images.isfinite(), images))

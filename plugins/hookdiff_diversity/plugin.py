@@ -118,7 +118,7 @@ class Diversity(ImageMetric):
         originals = self._training.numbers[near.numbers[chosen]]
         if not loop.is_main:
             return
-        (batch,) = loop.feed.unaugmented(originals, len(originals))
+        (batch,) = loop.feed.pictures.unaugmented(originals, len(originals))
         pairs = torch.stack((torch.cat(samples), batch.inputs.float().cpu()), dim=1).flatten(0, 1)
         labels = [("sample", f"data, {distance:.2g}") for distance in near.distances[chosen].tolist()]
         loop.log.images({"diversity": grid(pairs, _PAIRS, captions=[text for pair in labels for text in pair])})

@@ -141,7 +141,7 @@ def data_of(path: Path, trust: bool) -> tuple[ImageSet, Tensor | None]:
     def read(spaces: Sequence[Space]) -> list[Collected]:
         return [data_features(feed, feed.training, space, f"{space.name}: {name}") for space in spaces]
 
-    return ImageSet(name, len(feed.training), tuple(feed.shape), read, is_data=True), feed.labels
+    return ImageSet(name, len(feed.training), feed.picture_shape, read, is_data=True), feed.labels
 
 
 def _is_run(path: Path) -> bool:
@@ -153,7 +153,7 @@ def _made(path: Path, making: Making, known: Tensor | None) -> ImageSet:
     num, seed, run = making.num, making.seed, load_run(path, device=making.device, trust=making.trust)
     with chosen_weights(run, making.weights) as weights, run.sampling(**making.sampling):
         made = run.info(weights, seed)
-        name, shape = f"{path} ({run.origin(weights)}{_in_words(made)})", tuple(run.loop.feed.shape)
+        name, shape = f"{path} ({run.origin(weights)}{_in_words(made)})", run.loop.feed.picture_shape
     classes = len(run.classes)
     labels = SampleRequest(num, seed, stream="evaluate").default_labels(classes, known) if classes else None
     options: dict[str, Any] = {"seed": seed, "labels": labels, "stream": "evaluate"}

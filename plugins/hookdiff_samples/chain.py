@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from attrs import define, field
@@ -16,19 +17,24 @@ _VISIBLE = 5.0  # log-SNR beyond which x_t looks like noise (below minus this) o
 
 @define(eq=False)
 class Recorded(Solver):
-    """Makes the steps of `solver`, and keeps x_t of the first `num` images of the first chain that comes to its end."""
+    """Makes the steps of `solver`, and keeps x_t of the first `num` images of the first chain that comes to its end.
+
+    `decode` makes pictures of what the network makes; with `decodes_late`, once they are asked for.
+    """
 
     solver: Solver
     num: int
+    decode: Callable[[Tensor], Tensor]
+    decodes_late: bool = False
     points: list[Point] = field(init=False, factory=list)  # from noise to image
-    frames: list[Tensor] = field(init=False, factory=list)  # uint8, num c h w, one for each point
+    _kept: list[Tensor] = field(init=False, factory=list)  # num c h w, one for each point: uint8, or not yet decoded
     _chain: Chain | None = field(init=False, default=None)
 
     def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
         after = self.solver.step(chain, x, start, end)
         if not self.is_complete:
             if chain is not self._chain:  # also when an earlier chain did not fit in memory
-                self._chain, self.points, self.frames = chain, [], []
+                self._chain, self.points, self._kept = chain, [], []
                 self._keep(chain, x, start)
             self._keep(chain, after, end)
         return after
@@ -42,7 +48,15 @@ class Recorded(Solver):
         # A process that adds noise to a full image has larger values than one that mixes them.
         shown = x[: self.num] / max(1.0, math.hypot(at.alpha, at.sigma))
         self.points.append(at)
-        self.frames.append(to_uint8(chain.diffusion.denormalize(shown)))
+        shown = chain.diffusion.denormalize(shown)
+        self._kept.append(shown if self.decodes_late else to_uint8(self.decode(shown)))
+
+    @property
+    def frames(self) -> list[Tensor]:
+        """The pictures of x_t at each point: uint8, num c h w."""
+        if self.decodes_late:
+            self._kept, self.decodes_late = [to_uint8(self.decode(inputs)) for inputs in self._kept], False
+        return self._kept
 
     def evenly(self, most: int) -> list[int]:
         """Return the numbers of at most `most` points: the noise, x_t at even log-SNR, and the image.

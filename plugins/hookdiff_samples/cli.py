@@ -112,7 +112,7 @@ def command(
     output.check()
     settings = [f"sampling.batch_size={batch_size}"] if batch_size else []
     with load_run(run, settings, device=device, trust=trust) as opened:
-        shape = opened.loop.feed.shape
+        shape = opened.loop.feed.picture_shape
         output.check_shape(shape)
         pictures = read_pictures(files, shape) if files else None
         region = None if mask is None else read_mask(mask, shape)

@@ -117,7 +117,7 @@ class SampleGrid(Periodic):
             loop.sample(SampleRequest(0, weights=name))
         if (self.sampler or self.steps or self.guidance_scales) and not isinstance(loop.sampler, Sampling):
             raise UserError("plugins.samples: sampler, steps and guidance_scales are for hookdiff's own Sampling")
-        if len(shape := loop.feed.shape) != 3:
+        if len(shape := loop.feed.picture_shape) != 3:
             shown = " x ".join(map(str, shape))
             raise UserError(f"plugins.samples: shows images, channels x height x width; those of this run are {shown}")
         if self.interpolation and loop.sampler and not takes_noise(loop.sampler):
@@ -210,7 +210,7 @@ class SampleGrid(Periodic):
     def _recorded(self, loop: Loop, sampler: object) -> Recorded | None:
         if isinstance(sampler, Sampling) and isinstance(loop.objective, Diffusion):
             solver = sampler.fit(loop.objective).sampler
-            return Recorded(solver, _ANIMATED) if solver else None
+            return Recorded(solver, _ANIMATED, loop.decode, bool(loop.feed.codec)) if solver else None
         return None
 
     def _made(

@@ -3,7 +3,7 @@
 import ast
 import inspect
 import json
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hookdiff_cuda_graphs.plugin
-from hookdiff import Batch, Finding, InMemory, Loop, LossOutput, SampleRequest, UserError, builtin_plugins, hookimpl
+from hookdiff import (
+    PASS,
+    Batch,
+    Finding,
+    InMemory,
+    Loop,
+    LossOutput,
+    SampleRequest,
+    UserError,
+    builtin_plugins,
+    hookimpl,
+)
 from hookdiff.authors import examples
 from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.authors.testing.toy import toy_loop, toy_model
@@ -27,7 +38,7 @@ from hookdiff.log.picture import Picture
 from hookdiff.loop.hookspecs import HOOK_NAMES, HOOKS
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_cuda_graphs import CudaGraphs
-from tests.conftest import Batches, Logged, check_facts, outcomes, ran, refused, saved, warnings
+from tests.conftest import Batches, Logged, acting, check_facts, outcomes, ran, refused, saved, warnings
 from tests.replayed import CpuRecorder
 
 LABELS = torch.arange(4).repeat(10)
@@ -325,6 +336,27 @@ def test_between_steps(tmp_path: Path) -> None:
             if step.step == 4:
                 (tmp_path / "stop").touch()
     assert (loop.progress.step, loop.end.reason) == (4, "plugin")
+
+
+def test_amend() -> None:
+    seen: list[Any] = []
+    note = acting(sample=lambda request: seen.append(request.labels) or PASS)
+    with toy_loop({"two": examples.TwoOfEachClass(), "note": note}) as loop:
+        for labels in ((3, 1, 2, 0), None):
+            with suppress(UserError):  # the network takes no labels
+                loop.sample(SampleRequest(4, labels=labels))
+    assert seen == [(3, 3, 2, 2), None]
+
+
+def test_decode() -> None:
+    with toy_loop({"brighter": examples.Brighter()}) as loop, toy_loop() as plain:
+        (made, raw), expected = (
+            (loop.sample(SampleRequest(4, raw=raw)).images for raw in (False, True)),
+            plain.sample(SampleRequest(4, raw=True)).images,
+        )
+        assert_same({"raw": raw}, {"raw": expected})
+        assert_same({"": made}, {"": (expected + 0.1).clamp(-1, 1)})
+        assert_same({"": loop.decode(expected)}, {"": made})
 
 
 def test_sample() -> None:

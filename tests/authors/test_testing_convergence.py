@@ -42,12 +42,21 @@ class Biased(DDIM):
         return super().step(chain, x, start, end) + 1e-4
 
 
+@define(frozen=True)
+class WrongEnd(Heun):
+    """Changes the image in the last step, which the order does not show."""
+
+    def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
+        return super().step(chain, x, start, end) + (0.0 if end.sigma else 0.1)
+
+
 @pytest.mark.parametrize(
     ("check", "facts"),
     [
         (partial(assert_converges, Euler(), 2), ("Euler", "'flow'", "steps^-0.99", "steps^-2", 16, 128)),
         (partial(assert_converges, Heun(), 3), ("Heun", "'flow'", "steps^-3")),
         (partial(assert_converges, Biased(), 1), ("Biased", "steps^-1")),
+        (partial(assert_converges, WrongEnd(), 2), ("WrongEnd", "mean 0.400", 0.3)),
         (partial(assert_converges, Loud()), ("Loud", "deviation", 0.5)),
         (partial(assert_converges, Biased()), ("Biased", "mean", 0.3)),
     ],

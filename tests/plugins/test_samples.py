@@ -397,7 +397,7 @@ def test_strip_and_animation_of_the_denoising_are_at_even_signal_to_noise(proces
         alpha, sigma = torch.tensor(at.alpha), torch.tensor(at.sigma)
         return diffusion.prediction.target(image, noise, alpha, sigma)
 
-    points, recorded = sampling.points(diffusion), Recorded(sampling.sampler or DDIM(), 1)
+    points, recorded = sampling.points(diffusion), Recorded(sampling.sampler or DDIM(), 1, lambda images: images)
     evolve(sampling, sampler=recorded).sample(knows_the_image, diffusion, (3, 32, 32), [Generator()], "cpu")
     for shown in (recorded.strip(7, 1).images, torch.cat([recorded.frames[k] for k in recorded.evenly(32)])):
         rows = shown.flatten(1).float()

@@ -31,7 +31,7 @@ _BATCH = 256  # images
 
 
 def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: int = ROWS) -> Collected:
-    """Return the features of the samples `indices` (n, int64) of the data, without augmentation, in a random order.
+    """Return the features of the pictures `indices` (n, int64) of the data, without augmentation, in a random order.
 
     The rows of `most` of them are kept, and no logits. They are read from the file of an earlier run if that was of the
     same samples and the same space. Else each rank computes a share, and the first one writes the file. All ranks
@@ -41,6 +41,7 @@ def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: in
         UserError: for images that the space does not take.
         ValueError: for images or features that are not finite.
     """
+    feed = feed.pictures
     space.check(feed.shape)
     # The rows that are kept are the first ones, and data is often sorted by class.
     indices = indices[torch.randperm(len(indices), generator=torch.Generator().manual_seed(0))]
