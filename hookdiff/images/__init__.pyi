@@ -1,5 +1,4 @@
 from .arrays import array_in as array_in, names_in as names_in, open_array as open_array
-from .cache import locked as locked
 from .decoding import (
     Unreadable as Unreadable,
     decode as decode,
@@ -22,4 +21,5 @@ from .survey import (
     refuse as refuse,
     unreadable_problems as unreadable_problems,
 )
+from .table import locked as locked
 from .transforms import Transforms as Transforms

@@ -17,7 +17,7 @@ from hookdiff.data.reader import is_paired
 from hookdiff.data.source import Images, Source
 from hookdiff.disk.paths import user_cache
 from hookdiff.errors import UserError
-from hookdiff.images.cache import load_or_make, place_of
+from hookdiff.images.cache import key_of, load_or_decode, place_of
 from hookdiff.images.decoding import Unreadable
 from hookdiff.images.each import with_images
 from hookdiff.images.mistakes import remedy
@@ -116,9 +116,9 @@ def _from_images(source: Images, transforms: Transforms, store: Store) -> Prepar
         raise UserError("the source has no samples: nothing to train on")
     pixels, cache, skip = None, None, store.unreadable == "skip"
     if store.store == "disk":
-        place, cache = "disk", place_of(source, transforms, store.folder)
+        place, cache = "disk", place_of(key_of(source, transforms), store.folder)
         fill = partial(_fill, source=source, transforms=transforms)
-        found, pixels = load_or_make(cache, source, transforms, skip, fill)
+        found, pixels = load_or_decode(cache, source, transforms, skip, fill)
     else:
         found = survey(source, transforms, skip)
         place = store.place(len(source) * torch.Size(found.shape).numel())

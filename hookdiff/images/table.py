@@ -1,0 +1,179 @@
+"""A folder with columns of rows and facts about them: written whole or not at all, and checked when it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cattrs
+import numpy
+import torch
+from attrs import define, evolve, field
+from torch import Tensor
+
+from hookdiff.disk.files import cannot_write, make_folder, new_folder, write_file
+from hookdiff.disk.reading import open_file, read_file
+from hookdiff.errors import UserError
+from hookdiff.images.opened import reason
+from hookdiff.options.structure import structured
+from hookdiff.terminal.words import byte_size
+
+logger = logging.getLogger("hookdiff")
+
+FORMAT = 5  # a table of another format is not used
+_ABOUT = "about.json"
+_CHUNK = 1 << 22  # bytes of a column with one checksum
+_PER_ROW = 10_000  # bytes of about.json, at most: a name and a reason
+_DTYPES = ("uint8", "int64", "float16", "float32", "bool")
+
+Rows = Mapping[str, Any]  # the columns by name: arrays of numpy, which lie in files
+Checked = TypeVar("Checked")
+
+
+@define(frozen=True)
+class Column:
+    """The rows of one name: their dtype, and their shape with the number of rows."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    checksums: list[int] = field(factory=list)  # CRC-32 of each chunk; a SHA-256 would take ten times longer
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * numpy.dtype(self.dtype).itemsize
+
+
+@define(frozen=True)
+class _About:
+    """The content of about.json. The checksums find damage; who can write a table can also forge it."""
+
+    columns: dict[str, Column]
+    facts: Any  # of whoever makes the table
+    digest: str = ""  # SHA-256 of all else in this file
+
+    def digested(self) -> str:
+        return hashlib.sha256(json.dumps(cattrs.unstructure(evolve(self, digest=""))).encode()).hexdigest()
+
+
+def load_or_make(path: Path, what: str, load: Callable[[Path], Checked], make: Callable[[Path], None]) -> Checked:
+    """Return what `load` makes of the table `path`, which `make` writes if it is missing or damaged.
+
+    Several processes may ask for it at a time: one makes it. `what` names it in messages.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
+    try:
+        make_folder(path.parent)
+        with locked(path, shared=True):  # so that several processes verify it at a time
+            kept = found(path, what, load)
+        if kept is None:
+            with locked(path, shared=False):
+                kept = found(path, what, load, report=True)
+                if kept is None:
+                    make(path)
+                    kept = found(path, what, load)
+    except OSError as error:
+        raise cannot_write(Path(error.filename or path.parent), error) from None
+    assert kept is not None
+    return kept
+
+
+def found(path: Path, what: str, load: Callable[[Path], Checked], report: bool = False) -> Checked | None:
+    """Return what `load` makes of a table; None if it is missing or damaged, which is logged on request."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        return load(path)
+    except (OSError, ValueError, RecursionError) as error:
+        if report:
+            logger.warning("data: the %s %s is damaged and made again: %s", what, path, reason(error))
+        return None
+
+
+@contextmanager
+def locked(path: Path, shared: bool) -> Iterator[None]:
+    """Hold the lock of a table, with other processes that hold it `shared`, or alone.
+
+    Raises:
+        OSError: if the file of the lock cannot be opened.
+    """
+    with open_file(path.with_suffix(".lock"), "ab") as lock:
+        if os.name != "nt":  # Windows has no such lock
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)  # until the file is closed
+        yield
+
+
+def read_table(path: Path, num: int) -> tuple[Any, dict[str, Tensor]]:
+    """Return the facts and the columns (memory-mapped) of a table of `num` rows.
+
+    Raises:
+        ValueError: if it is damaged, or of another number of rows.
+    """
+    if (size := os.path.getsize(path / _ABOUT)) > (1 + num) * _PER_ROW:
+        raise ValueError(f"{_ABOUT} has {size} bytes")
+    about = structured(_About, json.loads(read_file(path / _ABOUT)))
+    if about.digest != about.digested():
+        raise ValueError(f"{_ABOUT} has another digest")
+    columns = {}
+    for name, column in about.columns.items():
+        if column.dtype not in _DTYPES or min(column.shape, default=0) < 1 or column.shape[0] != num:
+            raise ValueError(f"{_ABOUT} is of other data")
+        with open_file(path / _file_of(name)) as file:
+            if os.fstat(file.fileno()).st_size != column.num_bytes:
+                raise ValueError(f"{name} has another size")
+            if _checksums(path / _file_of(name)) != column.checksums:
+                raise ValueError(f"{name} has other checksums")
+            columns[name] = torch.from_numpy(numpy.memmap(file, column.dtype, "c", shape=column.shape))
+    return about.facts, columns
+
+
+def write_table(path: Path, columns: Mapping[str, Column], fill: Callable[[Rows], Any]) -> None:
+    """Write a table; `fill` writes the rows of all `columns`, which are zeros at first, and returns the facts.
+
+    Raises:
+        UserError: if the disk has no room for it.
+        OSError: if it cannot be written.
+    """
+    size, free = sum(column.num_bytes for column in columns.values()), shutil.disk_usage(path.parent).free
+    if free < size:  # a mapped file that outgrows its disk kills the process without a message
+        raise UserError(f"{path.parent}: needs {byte_size(size)}, {byte_size(free)} are free")
+    with new_folder(path) as folder:
+        rows = {
+            name: numpy.memmap(folder / _file_of(name), one.dtype, "w+", shape=one.shape)
+            for name, one in columns.items()
+        }
+        facts = fill(rows)
+        for array in rows.values():
+            array.flush()
+        written = {name: evolve(one, checksums=_checksums(folder / _file_of(name))) for name, one in columns.items()}
+        about = _About(written, facts)
+        write_file(folder / _ABOUT, json.dumps(cattrs.unstructure(evolve(about, digest=about.digested()))).encode())
+
+
+def _file_of(name: str) -> str:
+    return name if name.isidentifier() else hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
+def _checksums(path: Path) -> list[int]:
+    """Return the CRC-32 of each chunk of a file, which is read and not mapped."""
+
+    def checksum(start: int) -> int:
+        with open_file(path) as file:
+            file.seek(start)
+            return zlib.crc32(file.read(_CHUNK))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(checksum, range(0, os.path.getsize(path), _CHUNK)))
