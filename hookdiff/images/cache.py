@@ -18,7 +18,7 @@ from torch import Tensor
 from hookdiff.data.source import Images
 from hookdiff.errors import UserError
 from hookdiff.images.survey import Kind, Survey, survey
-from hookdiff.images.table import FORMAT, Column, load_or_make, read_table, write_table
+from hookdiff.images.table import FORMAT, Column, load_or_make, read_table, save_table
 from hookdiff.images.transforms import Transforms
 from hookdiff.options.structure import structured
 
@@ -65,7 +65,7 @@ def load_or_decode(path: Path, source: Images, transforms: Transforms, skip: boo
             fill(rows[_PIXELS], seen)
             return facts_of(seen)
 
-        write_table(path, {_PIXELS: Column("uint8", (len(source), *seen.shape))}, filled)
+        save_table(path, {_PIXELS: Column("uint8", (len(source), *seen.shape))}, filled)
 
     def load(path: Path) -> tuple[Survey, Tensor]:
         facts, columns = read_table(path, len(source))

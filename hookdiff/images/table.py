@@ -36,7 +36,7 @@ _CHUNK = 1 << 22  # bytes of a column with one checksum
 _PER_ROW = 10_000  # bytes of about.json, at most: a name and a reason
 _DTYPES = ("uint8", "int64", "float16", "float32", "bool")
 
-Rows = Mapping[str, Any]  # the columns by name: arrays of numpy, which lie in files
+_Rows = Mapping[str, Any]  # the columns by name: arrays of numpy, which lie in files
 Checked = TypeVar("Checked")
 
 
@@ -140,7 +140,7 @@ def read_table(path: Path, num: int) -> tuple[Any, dict[str, Tensor]]:
     return about.facts, columns
 
 
-def write_table(path: Path, columns: Mapping[str, Column], fill: Callable[[Rows], Any]) -> None:
+def save_table(path: Path, columns: Mapping[str, Column], fill: Callable[[_Rows], Any]) -> None:
     """Write a table; `fill` writes the rows of all `columns`, which are zeros at first, and returns the facts.
 
     Raises:

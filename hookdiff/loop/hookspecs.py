@@ -359,7 +359,8 @@ class Hooks(Protocol):
 
         It may be called several times for a step, and after a rollback the steps go back. With several ranks it is
         called on the first one alone, as are the four hooks below: `loop.stop` works there, and what else it decides
-        the others learn in `between_steps`, by `hookdiff.machine.first_rank_says`. May change: own state, files.
+        the others learn by `hookdiff.machine.first_rank_says`: in `between_steps`, or where it changes their state
+        in `before_step`. The state of the first rank is saved. May change: own state, files.
         """
 
     @moment("log")

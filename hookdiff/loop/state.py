@@ -15,7 +15,7 @@ from hookdiff.errors import PluginError, UserError
 from hookdiff.log.log import Log
 from hookdiff.loop.adopted import ADOPTED, Adopted
 from hookdiff.loop.counts import Progress
-from hookdiff.loop.saved import keeps_state, state_of
+from hookdiff.loop.saved import checked, keeps_state, saved_fields, state_of
 
 Optimizers = Optimizer | Sequence[Optimizer]
 
@@ -93,7 +93,13 @@ class RunState:
         return keeps_state(self.plugins[name]) or bool(self.adopted.of(name))
 
     def _state_of(self, name: str) -> dict[str, Any]:
-        state: dict[str, Any] = state_of(self.plugins[name])
+        plugin = self.plugins[name]
+        state: dict[str, Any] = state_of(plugin)
+        if saved_fields(plugin):
+            try:  # now, and not when it is the only state left
+                checked(type(plugin), state)
+            except ValueError as error:
+                raise PluginError(f"the plugin {name!r} has a state that no run could load: {error}") from None
         trained = {str(index): one.state_dict() for index, one in enumerate(self.adopted.of(name))}
         return {**state, ADOPTED: trained} if trained else state
 

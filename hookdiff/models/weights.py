@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdiff.errors import UnknownWeights
+from hookdiff.errors import PluginError, UnknownWeights, nearest
 from hookdiff.machine.dtensor import fill_
 
 Tensors = Callable[[], Mapping[str, Tensor]]
@@ -74,8 +74,13 @@ def holding(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Let `model` hold `tensors`, by parameter name, during the `with`.
 
     Values are copied in and out: the parameters keep their addresses, so captured graphs and optimizers stay valid.
+
+    Raises:
+        PluginError: for a name that no parameter has.
     """
     parameters = dict(model.named_parameters())
+    if unknown := tensors.keys() - parameters.keys():
+        raise PluginError(f"the model has no parameter {min(unknown)!r} to hold{nearest(min(unknown), parameters)}")
     kept = {name: parameters[name].detach().clone() for name in tensors}
     try:
         _copy(parameters, tensors)

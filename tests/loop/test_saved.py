@@ -216,3 +216,20 @@ def test_saved_fields_beside_a_state_dict_are_refused() -> None:
 
     with refused(PluginError, "'both'", "state_dict", "lost"):
         toy_loop({"both": Both()})
+
+
+@define(eq=False)
+class SavesTensorsForNumbers:
+    losses: list[float] = saved(factory=list)
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        self.losses.append(loop.output.loss)  # type: ignore[arg-type]  # the mistake
+
+
+def test_a_state_that_could_not_be_loaded_is_refused_when_it_is_saved() -> None:
+    with toy_loop({"mine": SavesTensorsForNumbers()}) as loop:
+        loop.state_dict()
+        next(loop.steps())
+        with refused(PluginError, "'mine'", "losses", "item 1", "expected a number", "tensor"):
+            loop.state_dict()

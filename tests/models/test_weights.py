@@ -2,7 +2,9 @@ import torch
 from torch import nn
 
 from hookdiff.authors.testing.compare import assert_same
-from hookdiff.models.weights import Buffers, evaluating
+from hookdiff.errors import PluginError
+from hookdiff.models.weights import Buffers, evaluating, holding
+from tests.conftest import refused
 
 
 class Odd(nn.Module):
@@ -58,3 +60,8 @@ def test_an_evaluation_leaves_each_module_in_its_mode() -> None:
         assert not torch.is_grad_enabled()
     assert [module.training for module in model.modules()] == [True, False, True, True, True]
     assert torch.is_grad_enabled()
+
+
+def test_a_name_that_no_parameter_has_is_refused_with_the_nearest() -> None:
+    with refused(PluginError, "'wieght'", "'weight'"), holding(nn.Linear(1, 1), {"wieght": torch.ones(1, 1)}):
+        pass

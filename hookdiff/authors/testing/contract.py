@@ -212,6 +212,6 @@ class _Watch:
         self._found[fact] = None
 
     def facts(self) -> list[str]:
-        remedy = "loop.log takes tensors, and rehearsing() is for some steps"
+        remedy = "loop.log takes tensors; what must decide on the host, or rehearse, does so in some steps"
         waits = [f"it waits for the device in every step, in {hook}: {remedy}" for hook in self._reading]
         return [*self._found, *(waits if self._quiet and not any(self._quiet) else ())]
