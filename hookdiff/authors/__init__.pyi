@@ -5,6 +5,8 @@ from .chart import (
     draw_charts as draw_charts,
     draw_curves as draw_curves,
 )
+from .encoding.digests import digest_of as digest_of
+from .encoding.encoder import Encoded as Encoded, Encoder as Encoder
 from .features.collected import ROWS as ROWS, Collected as Collected
 from .features.moments import Gaussian as Gaussian, Moments as Moments
 from .features.neighbours import distances as distances, nearest_neighbours as nearest_neighbours

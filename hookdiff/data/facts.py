@@ -33,6 +33,8 @@ class Facts:
     shape: tuple[int, ...] = field(validator=deep_iterable(ge(1)))  # of one sample, c h w
     num_samples: int = field(validator=COUNT)  # to train on
     drop_last: bool  # an epoch leaves out its last, smaller batch
+    picture_shape: tuple[int, ...] | None = None  # of what a codec makes of one sample; None without a codec
+    codec: str | None = None  # its digest
     are_pictures: bool = False  # with values in [-1, 1], to which samples of the model are clamped
     num_classes: int | None = field(default=None, validator=COUNT)  # None: no labels
     classes: tuple[str, ...] | None = None  # their names

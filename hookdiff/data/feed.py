@@ -208,6 +208,8 @@ class Feed:
             num_samples=len(self.training),
             drop_last=self.drop_last,
             are_pictures=self.are_pictures,
+            picture_shape=self.codec.shape if self.codec else None,
+            codec=self.codec.digest if self.codec else None,
             num_classes=self.num_classes,
             classes=None if self.classes is None else tuple(map(str, self.classes)),
             **kept,

@@ -31,6 +31,7 @@ class Codec(Protocol):
     """Makes inputs of pictures, and pictures of inputs: for an autoencoder, of which a run trains the latents."""
 
     shape: tuple[int, ...]  # of a picture, c h w
+    digest: str  # changes with what it makes
 
     @property
     def pictures(self) -> Any:

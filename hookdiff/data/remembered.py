@@ -26,10 +26,9 @@ class _Absent:
     labels: Tensor | None = None
     left_out: Sequence[str] = ()
     unreadable: Sequence[int] = ()
-    codec: Codec | None = None
 
-    def __init__(self, facts: Facts, names: Mapping[int, str]) -> None:
-        self.facts, self.names = facts, names
+    def __init__(self, facts: Facts, names: Mapping[int, str], codec: Codec | None) -> None:
+        self.facts, self.names, self.codec = facts, names, codec
         self.shape, self.classes, self.are_pictures = facts.shape, facts.classes, facts.are_pictures
 
     def __len__(self) -> int:
@@ -80,9 +79,10 @@ class Remembered(Feed):
     """
 
     names: Mapping[int, str] = field(factory=dict, kw_only=True)  # of samples, by their positions in the data
+    remembered: Codec | None = field(default=None, kw_only=True)  # of the samples
 
     def __attrs_post_init__(self) -> None:
-        self.reader, self.drop_last = _Absent(self.facts, self.names), self.facts.drop_last
+        self.reader, self.drop_last = _Absent(self.facts, self.names, self.remembered), self.facts.drop_last
         self.usable = self.training = torch.arange(self.facts.num_samples)
         self.held_out_indices = self.training[:0]
 

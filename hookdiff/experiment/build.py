@@ -4,16 +4,20 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import evolve
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 
+from hookdiff.authors.encoding.encoder import Encoding
+from hookdiff.authors.encoding.reader import EncodedReader
 from hookdiff.builtin import builtin_plugins
 from hookdiff.builtin.start import Start
 from hookdiff.data.feed import Feed
+from hookdiff.data.memory import InMemory
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.errors import ConfigError, UserError
@@ -24,7 +28,7 @@ from hookdiff.experiment.part import Part
 from hookdiff.experiment.settle import filled_in, prepare_process, recorded, settle
 from hookdiff.images.items import ItemKeys
 from hookdiff.images.loader import Workers
-from hookdiff.images.mistakes import remedy
+from hookdiff.images.mistakes import remedy, without_loader
 from hookdiff.images.source_reader import feed_of
 from hookdiff.images.store import Store
 from hookdiff.images.transforms import Transforms
@@ -149,7 +153,7 @@ def build_feed(config: Config, decode: bool = True) -> Feed:
     Raises:
         ConfigError: for data that cannot be trained on.
     """
-    source = config.data.build()
+    source = without_loader(config.data.build())
     if instead := remedy(source):
         raise ConfigError(f"data.source: {config.data.use} made a {type(source).__name__}: {instead}")
     store = config.data.of(Store)
@@ -157,7 +161,14 @@ def build_feed(config: Config, decode: bool = True) -> Feed:
         store = evolve(store, store="auto", memory_limit=0)
     with _problems_of("data"), shown_works():
         shared = {name: value for part in (Workers, ItemKeys, Feed) for name, value in config.data.shared[part].items()}
-        return feed_of(source, config.data.of(Transforms), store, **shared)
+        transforms, encoders = config.data.of(Transforms), config.data.of(Encoding).encode
+        if not encoders:
+            return feed_of(source, transforms, store, **shared)
+        source = InMemory(source) if isinstance(source, Tensor) else source
+        read = evolve(store, store="auto" if isinstance(source, InMemory) else "none")
+        pictures = partial(feed_of, source, transforms, read, **shared)
+        reader = EncodedReader(source, transforms, store, encoders, pictures, pick_device(config.run.device))
+        return Feed(reader, **config.data.shared[Feed])
 
 
 def fit_to_data(config: Config, feed: Feed) -> Config:
@@ -168,6 +179,9 @@ def fit_to_data(config: Config, feed: Feed) -> Config:
     """
     if config.diffusion.arguments.get("conditional"):
         _check_labels(config, feed)
+    if feed.codec and config.diffusion.accepts("data_mean"):
+        mean, std = feed.reader.scale(feed.training)
+        config = evolve(config, diffusion=config.diffusion.given(data_mean=tuple(mean), data_std=tuple(std)))
     facts = _facts(feed)
     if feed.num_classes is not None and _wants_classes(config):
         facts["num_classes"] = feed.num_classes

@@ -88,7 +88,8 @@ def kinds() -> dict[str, PartKind]:
     """Return the plugins and all kinds of parts by their names, as what they configure declares them."""
     found = {_OF_PLUGINS: PartKind(_OF_PLUGINS, plugin_class)}
     found |= {one.kind: PartKind(one.kind, one.target, one.known) for one in SECTIONS}
-    targets = [Diffusion, Sampling, *(member.target for kind in found.values() for member in kind.members())]
+    targets: list[Any] = [Diffusion, Sampling, *(kind for one in SECTIONS for kind in one.shared)]
+    targets += [member.target for kind in found.values() for member in kind.members()]
     for target in targets:  # which grows
         for choice in choices_of(target) if target is not None else ():
             if choice.kind not in found:

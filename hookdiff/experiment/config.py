@@ -15,8 +15,10 @@ from typing import Any, Literal
 from attrs import Attribute, define, evolve, field, fields
 from attrs.validators import ge
 
+from hookdiff.authors.encoding.encoder import INPUTS, Encoding
 from hookdiff.builtin.start import Start
 from hookdiff.data.feed import Feed
+from hookdiff.diffusion.clipping import NoClipping
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest
@@ -168,7 +170,14 @@ SOURCES = {
 }
 _NAMED = ("data.source", "model.use")  # keys that the config of every run has, unless a script made it
 SECTIONS = (
-    Section("data", SOURCES, (Transforms, Store, Workers, ItemKeys, Feed), SOURCE, key="source", find=_import_source),
+    Section(
+        "data",
+        SOURCES,
+        (Transforms, Store, Workers, ItemKeys, Feed, Encoding),
+        SOURCE,
+        key="source",
+        find=_import_source,
+    ),
     Section("model", {}, (Start, Initialisation), MODEL, adapt=checkpointable),
     Section("optimizer", OPTIMIZERS, (Groups,), OPTIMIZER, default=DEFAULT_OPTIMIZER),
 )
@@ -374,10 +383,20 @@ def _check(
         if section.table in tables and section.table not in without
     }
     parts |= {name: Part(name, "", partial(_not_read, name)) for name in without}
+    if "data" in without:  # pictures are decoded all the same
+        encode = {key: value for key, value in tables.get("data", {}).items() if key == "encode"}
+        parts["data"] = evolve(parts["data"], shared={Encoding: arguments(Encoding, encode, "data", problems)})
     if "data" not in without and (data := parts.get("data")) and (lacking := missing(data.target, tables["data"])):
         problems.add("data", f"{data.use} needs {', '.join(lacking)}")
     for name, target in {"diffusion": Diffusion, "sampling": Sampling}.items():
         parts[name] = Part(name, "", target, arguments(target, tables.get(name, {}), name, problems))
+    if INPUTS in (parts["data"].shared.get(Encoding, {}).get("encode") or {} if parts.get("data") else {}):
+        given = parts["sampling"].arguments.get("clipping")
+        if given is not None and given.clips:
+            problems.add(
+                "sampling.clipping", f'"{given.use}" is for pictures, and latents have other values; use "none"'
+            )
+        parts["sampling"] = parts["sampling"].given(clipping=NoClipping())
     plugins = _plugins(run.get("plugins", ()), tables.get("plugins", {}), problems, hooks)
     for place, use, kind in _used(filter(None, (*parts.values(), *plugins.values()))):
         if problem := partner_problem(kind, plugins):

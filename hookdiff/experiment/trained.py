@@ -15,10 +15,13 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor, nn
 
+from hookdiff.authors.encoding.codec import PictureCodec
+from hookdiff.authors.encoding.encoder import INPUTS, Encoding
 from hookdiff.authors.generation import ImageMaker
 from hookdiff.authors.sampler_info import sampler_info, takes_noise
 from hookdiff.data.facts import Facts
-from hookdiff.data.remembered import Remembered
+from hookdiff.data.feed import Feed
+from hookdiff.data.remembered import Remembered, absent
 from hookdiff.errors import ConfigError, NoCheckpoint, UserError, nearest
 from hookdiff.experiment.build import build_loop, build_sampling, pick_device
 from hookdiff.experiment.config import Config, load_config
@@ -149,7 +152,8 @@ class Run:
         config = evolve(config, run=evolve(config.run, device=self.device or _device_of(config)))
         state = _state_of(config, self.run_dir, self.path)
         saved = {"saved": Saved({**state, "optimizers": {}})}
-        feed = Remembered(Facts.of(state.get("data", {}).get("facts")))
+        facts = Facts.of(state.get("data", {}).get("facts"))
+        feed = Remembered(facts, remembered=_codec(config, facts))
         loop = build_loop(
             config, self.run_dir, resume=self.path, plugins=saved, hooks=_IMAGE_HOOKS, feed=feed, trains=False
         )
@@ -370,6 +374,22 @@ class Run:
         config = run_config(self.path, settings=everything, trust=self.trust, without=without, hooks=())
         objective: Any = self.loop.objective
         return build_sampling(config, objective)
+
+
+def _codec(config: Config, facts: Facts) -> PictureCodec | None:
+    """Return what makes pictures of the latents of a run; raises ConfigError if it is another than in the training."""
+    encoder = (config.data.of(Encoding).encode or {}).get(INPUTS)
+    if encoder is None or facts.picture_shape is None:
+        return None
+    if (digest := encoder.digest()) != facts.codec:
+        raise ConfigError(
+            f"data.encode.{INPUTS}: this is another encoder than that of the training: {digest}, expected {facts.codec}"
+        )
+
+    def absent_pictures() -> Feed:
+        raise absent()
+
+    return PictureCodec(encoder, digest, facts.picture_shape, absent_pictures, pick_device(config.run.device))
 
 
 def _device_of(config: Config) -> str:

@@ -17,7 +17,7 @@ from hookdiff.images.transforms import Transforms
 from hookdiff.machine.randomness import uniforms
 
 # The columns of the random numbers. Each augmentation has its own, so that enabling one does not change another.
-_TOP, _LEFT, _FLIP, _FACTORS, _ORDER = 0, 1, 2, slice(3, 7), slice(7, 11)
+_TOP, _LEFT, FLIP, _FACTORS, _ORDER = 0, 1, 2, slice(3, 7), slice(7, 11)
 
 
 def augment(samples: Batch, transforms: Transforms, seed: int, epoch: int) -> Batch:
@@ -37,7 +37,7 @@ def augment(samples: Batch, transforms: Transforms, seed: int, epoch: int) -> Ba
             images = windows[torch.arange(len(images), device=images.device), :, top, left]
         if transforms.flip:
             share = 0.5 if transforms.flip is True else transforms.flip
-            mirrored = to_device(draws[:, _FLIP] < share, images.device)
+            mirrored = to_device(draws[:, FLIP] < share, images.device)
             images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
         return images
 

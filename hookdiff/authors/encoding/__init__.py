@@ -1,0 +1,1 @@
+"""Encoders of a source: what comes out is encoded once, kept in a table, drawn by the Feed, and decoded."""

@@ -1,0 +1,94 @@
+"""The kind of part `encode`: a frozen network that turns pictures into what another network is trained on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+import torch
+from attrs import define, field
+from attrs.validators import in_, optional
+from torch import Tensor
+
+from hookdiff.options.choices import Choice
+from hookdiff.options.fields import about
+
+INPUTS = "image"  # the name of the encoder of the inputs; any other is that of a condition
+
+
+class Encoded(Protocol):
+    """The network of an encoder, on its device and in eval mode."""
+
+    def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return mean and standard deviation of the distribution that each of `pictures` becomes.
+
+        Args:
+            pictures: n c h w, float32 in [-1, 1], on the device.
+
+        Returns:
+            Both n and the shape of what comes out, on the device; None as the deviation if nothing is drawn.
+        """
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return the pictures (n c h w, about in [-1, 1]) of `latents` (n and their shape), for inputs alone."""
+
+
+@define(frozen=True)
+class Encoder(Choice, ABC):
+    """Turns the pictures of a source into the inputs of the network, or into a condition."""
+
+    kind = "encode"
+
+    store: Literal["auto", "memory", "disk", "none"] | None = field(
+        default=None,
+        kw_only=True,
+        validator=optional(in_(("auto", "memory", "disk", "none"))),
+        metadata=about(
+            'where what it makes is kept: "memory" or "disk", both from a file that is made once; "none" (encoded anew '
+            "in each epoch); unless given, as `store` of [data]"
+        ),
+    )
+    precision: Literal["float32", "bf16"] = field(
+        default="float32",
+        kw_only=True,
+        validator=in_(("float32", "bf16")),
+        metadata=about("dtype in which its network computes"),
+    )
+
+    @property
+    def draws(self) -> bool:
+        """Whether a value is drawn in each epoch, if the network returns a deviation; else the mean is taken."""
+        return True
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Return a hash of all that the encoded values depend on beside the pictures: weights, and options.
+
+        Raises:
+            UserError: if the weights are not here, or are no network of this kind.
+        """
+
+    @abstractmethod
+    def open(self, device: torch.device) -> Encoded:
+        """Load the network."""
+
+    def moments(self) -> tuple[Sequence[float], Sequence[float]] | None:
+        """Return mean and deviation of each channel of the inputs that are made; None: they are measured.
+
+        They become `diffusion.data_mean` and `data_std`.
+        """
+        return None
+
+
+@define(frozen=True, kw_only=True)
+class Encoding:
+    """The encoders of [data]."""
+
+    encode: Mapping[str, Encoder] | None = field(
+        default=None,
+        metadata=about(
+            "encoders of the samples, by the name of what comes out: `image` for the inputs of the network, any other "
+            "for a condition"
+        ),
+    )

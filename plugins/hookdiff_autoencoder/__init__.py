@@ -1,0 +1,137 @@
+"""Encodes pictures by an autoencoder of diffusers: `[data.encode.image] use = "autoencoder"`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from attrs import define, field
+from attrs.validators import in_
+from torch import Tensor
+
+from hookdiff import UserError, listed, why_missing
+from hookdiff.authors import Encoded, Encoder, digest_of
+from hookdiff.disk import read_file
+from hookdiff.options import about
+
+# The classes whose latents are known here, and the attribute of what `encode` returns; never what a file names.
+_CLASSES = {"AutoencoderKL": "latent_dist", "AutoencoderDC": "latent", "AutoencoderTiny": "latents"}
+_CONFIG, _PICKLES = "config.json", ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@define(frozen=True)
+class Autoencoder(Encoder):
+    """A frozen autoencoder in a folder, as diffusers saves it: AutoencoderKL, AutoencoderDC or AutoencoderTiny."""
+
+    path: str = field(metadata=about("folder with config.json and the weights in safetensors"))
+    posterior: Literal["sample", "mean"] = field(
+        default="sample",
+        validator=in_(("sample", "mean")),
+        metadata=about('latents to train on: a "sample" of the posterior in each epoch, or its "mean"'),
+    )
+    scale: Literal["measured", "model", "none"] = field(
+        default="measured",
+        validator=in_(("measured", "model", "none")),
+        metadata=about(
+            'where `diffusion.data_mean` and `data_std` come from: "measured" on the training samples, "model" (the '
+            'numbers in config.json), or "none"'
+        ),
+    )
+    decode_precision: Literal["float32", "bf16"] = field(
+        default="float32", validator=in_(("float32", "bf16")), metadata=about("dtype in which latents become pictures")
+    )
+
+    @property
+    def draws(self) -> bool:
+        return self.posterior == "sample"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.path).expanduser()
+
+    def config(self) -> dict[str, Any]:
+        """Read config.json.
+
+        Raises:
+            UserError: if there is none, or not of a class that is known here.
+        """
+        if not self.folder.is_dir():
+            raise UserError(f"data.encode: {self.path}: {why_missing(self.folder) or 'no such folder'}")
+        if not (self.folder / _CONFIG).is_file():
+            raise UserError(f"data.encode: {self.path} has no {_CONFIG}, so it is no autoencoder of diffusers")
+        try:
+            config = json.loads(read_file(self.folder / _CONFIG))
+            name = config["_class_name"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"data.encode: {self.folder / _CONFIG} names no class of diffusers") from None
+        if name not in _CLASSES:
+            raise UserError(f"data.encode: {self.path} holds a {name}; expected {listed(list(_CLASSES), 3)}")
+        return dict(config)
+
+    def digest(self) -> str:
+        config, weights = self.config(), sorted(self.folder.glob("*.safetensors"))
+        if not weights:
+            pickled = [path.name for pattern in _PICKLES for path in self.folder.glob(pattern)]
+            found = f"; {pickled[0]} is a pickle, which may run code: save it as safetensors" if pickled else ""
+            raise UserError(f"data.encode: {self.path} has no weights in safetensors{found}")
+        return digest_of(weights, json.dumps(config, sort_keys=True), self.precision)
+
+    def open(self, device: torch.device) -> Encoded:
+        import diffusers
+
+        name = self.config()["_class_name"]
+        try:
+            network = getattr(diffusers, name).from_pretrained(
+                str(self.folder), local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False
+            )
+        except Exception as error:  # of any type, for a file that does not fit
+            raise UserError(f"data.encode: {self.path} cannot be loaded: {str(error).splitlines()[0]}") from None
+        return _Network(self, network.to(device).eval().requires_grad_(False), _CLASSES[name])
+
+    def moments(self) -> tuple[Sequence[float], Sequence[float]] | None:
+        if self.scale == "measured":
+            return None
+        if self.scale == "none":
+            return (0.0,), (1.0,)
+        config = self.config()
+        if (mean := config.get("latents_mean")) and (std := config.get("latents_std")):
+            return tuple(mean), tuple(std)
+        return (float(config.get("shift_factor") or 0.0),), (1 / float(config.get("scaling_factor") or 1.0),)
+
+
+@define(eq=False, slots=False)
+class _Network:
+    options: Autoencoder
+    network: Any
+    result: str  # attribute of what its `encode` returns
+
+    @cached_property
+    def channels(self) -> int:
+        return int(self.network.config.in_channels)
+
+    def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
+        if pictures.shape[1] != self.channels:
+            way_out = "; data.channels = 3 makes RGB pictures of grey ones" if self.channels == 3 else ""
+            raise UserError(
+                f"data.encode: {self.options.path} takes pictures of {self.channels} channels, these have "
+                f"{pictures.shape[1]}{way_out}"
+            )
+        with self._cast(self.options.precision, pictures):
+            made = getattr(self.network.encode(pictures), self.result)
+        if self.result == "latent_dist":
+            return made.mean.float(), made.std.float()
+        return made.float(), None
+
+    def decode(self, latents: Tensor) -> Tensor:
+        with self._cast(self.options.decode_precision, latents):
+            pictures: Tensor = self.network.decode(latents).sample
+        return pictures.float()
+
+    @staticmethod
+    def _cast(precision: str, values: Tensor) -> Any:
+        return torch.autocast(values.device.type, torch.bfloat16) if precision == "bf16" else nullcontext()

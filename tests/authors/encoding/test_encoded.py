@@ -1,0 +1,186 @@
+"""Test runs whose inputs an encoder makes: what is kept, drawn, flipped, scaled, decoded, and the same on resume."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from attrs import define
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional
+
+from hookdiff import ConfigError, SampleRequest, UserError, load_config, load_run
+from hookdiff.authors import Encoded, Encoder
+from hookdiff.experiment.build import build_feed, build_loop
+from tests.conftest import refused
+
+CONFIG = """
+[run]
+steps = 4
+batch_size = 6
+log_every = 2
+device = "cpu"
+plugins = ["checkpoint", "ema"]
+
+[data]
+source = "folder"
+path = "{folder}"
+flip = true
+cache_dir = "{cache}"
+
+[data.encode.image]
+use = "tests.authors.encoding.test_encoded:Pooled"
+
+[model]
+use = "unet"
+channels = 8
+num_res_blocks = 1
+head_dim = 8
+
+[sampling]
+steps = 2
+"""
+ENCODE = '[data.encode.image]\nuse = "tests.authors.encoding.test_encoded:Pooled"'
+CALLS: list[tuple[int, ...]] = []  # shapes of what was encoded
+
+
+class Pooling:
+    """Means of 2 x 2 pixels, with a deviation of a tenth; decoded by repetition."""
+
+    def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
+        CALLS.append(tuple(pictures.shape))
+        mean = 3 + 5 * functional.avg_pool2d(pictures, 2)
+        return mean, torch.full_like(mean, 0.1)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return functional.interpolate((latents - 3) / 5, scale_factor=2)
+
+
+@define(frozen=True)
+class Pooled(Encoder):
+    """An autoencoder without weights."""
+
+    version: int = 1
+
+    def digest(self) -> str:
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    def open(self, device: torch.device) -> Encoded:
+        return Pooling()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes 40 asymmetric pictures of 16 x 16 in two classes, and a config of them."""
+
+    def write(old: str = "", new: str = "") -> Path:
+        for index in range(40):
+            place = tmp_path / "pictures" / "ab"[index % 2] / f"{index:02}.png"
+            if place.exists():
+                continue
+            place.parent.mkdir(parents=True, exist_ok=True)
+            image = numpy.zeros((16, 16, 3), numpy.uint8)
+            image[:, : 2 + index % 13] = 6 * index
+            Image.fromarray(image).save(place)
+        path = tmp_path / "latents.toml"
+        text = CONFIG.format(folder=tmp_path / "pictures", cache=tmp_path / "cache")
+        assert old in text
+        path.write_text(text.replace(old, new) if old else text)
+        CALLS.clear()
+        return path
+
+    return write
+
+
+def pooled(images: Tensor) -> Tensor:
+    return 3 + 5 * functional.avg_pool2d(images, 2)
+
+
+def test_samples_are_encoded_once_and_the_second_start_encodes_nothing(write: Any) -> None:
+    feed = build_feed(load_config(write())).bind(6, 0)
+    assert [shape[0] for shape in CALLS] == [1, 32, 32, 8, 8]  # a trial, then chunks, both sides
+    assert feed.shape == (3, 8, 8)
+    assert (feed.picture_shape, feed.classes) == ((3, 16, 16), ("a", "b"))
+    CALLS.clear()
+    again = build_feed(load_config(write())).bind(6, 0)
+    assert next(again.batches(0)).inputs.shape == (6, 3, 8, 8)
+    assert CALLS == []
+    assert again.reader._pictures is None  # no header was read
+
+
+@pytest.mark.parametrize("store", ["memory", "disk", "none"])
+def test_a_batch_is_drawn_from_the_side_and_the_posterior_of_each_sample(write: Any, store: str) -> None:
+    feed = build_feed(load_config(write(), settings=[f"data.store={store}"])).bind(6, 5)
+    pictures = build_feed(load_config(write(ENCODE, ""))).bind(6, 5)
+    for ours, plain in zip(feed.batches(1), pictures.batches(1), strict=True):
+        assert torch.equal(ours.indices, plain.indices)
+        assert torch.equal(ours.labels, plain.labels)
+        noise = (ours.inputs - pooled(plain.inputs)) / 0.1
+        assert 0.7 < noise.std() < 1.3
+        assert noise.abs().max() < 6  # so the sides are the same
+    whole = torch.arange(40)
+    means = torch.cat([batch.inputs for batch in feed.unaugmented(whole)])
+    torch.testing.assert_close(
+        means, pooled(torch.cat([b.inputs for b in pictures.unaugmented(whole)])), atol=5e-3, rtol=0
+    )
+
+
+def test_the_scale_is_that_of_the_drawn_training_samples(write: Any) -> None:
+    config = load_config(write(), settings=["run.steps=1", "data.held_out=8"])
+    with build_loop(config, Path("unused"), hooks=()) as loop:
+        seen = [batch.inputs for epoch in range(60) for batch in loop.feed.batches(epoch)]
+        scaled = loop.objective.normalize(torch.cat(seen))
+    assert scaled.mean((0, 2, 3)).abs().max() < 0.02
+    assert (scaled.std((0, 2, 3)) - 1).abs().max() < 0.02
+
+
+def test_a_run_trains_resumes_and_samples_pictures_without_its_data(
+    write: Any, succeed: Callable[..., str], tmp_path: Path
+) -> None:
+    path = write()
+    succeed("run", path, "--plugins", "samples", "--set", "plugins.samples.num=4", "--out", tmp_path / "run")
+    loop = load_run(tmp_path / "run", trust=True).loop
+    made, raw = (loop.sample(SampleRequest(4, raw=raw)).images for raw in (False, True))
+    assert (made.shape, raw.shape) == ((4, 3, 16, 16), (4, 3, 8, 8))
+    torch.testing.assert_close(made, Pooling().decode(raw).clamp(-1, 1))
+    with Image.open(tmp_path / "run" / "samples" / "step-00000004.png") as picture:
+        assert picture.size[0] > 4 * 16
+    succeed("selftest", "resume", path, "--steps", "8")
+    (tmp_path / "pictures").rename(tmp_path / "gone")
+    succeed(
+        "sample", tmp_path / "run", "--trust", "--num", "4", "--each", tmp_path / "each", "--out", tmp_path / "x.npz"
+    )
+    assert len([*(tmp_path / "each").iterdir()]) == 4
+    with refused(ConfigError, "data.encode.image", "another encoder"):
+        load_run(tmp_path / "run", ["data.encode.image.version=2"], trust=True).sample(1)
+
+
+def test_pictures_to_start_from_are_encoded_and_what_is_known_stays(write: Any, tmp_path: Path) -> None:
+    config = load_config(write())
+    with build_loop(config, Path("unused"), hooks=("sample",)) as loop:
+        images = loop.feed.pictures.examples(lambda num: range(2)).inputs
+        mask = torch.zeros(2, 1, 16, 16, dtype=torch.bool)
+        mask[:, :, :, 9:] = True
+        made = loop.sample(SampleRequest(2, images=images, mask=mask, strength=1.0)).images
+    assert torch.equal(made[..., :9], images[..., :9])
+    assert not torch.equal(made[..., 9:], images[..., 9:])
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts"),
+    [
+        (["data.color_jitter=[0.1, 0.0, 0.0, 0.0]"], ("color_jitter", "encoded once")),
+        (["data.image_size=4", "data.resize=6"], ("resize", "random crop")),
+        (["sampling.clipping=clamp"], ("sampling.clipping", "clamp", "none")),
+        (["data.encode.image.verison=2"], ("data.encode.image.verison", "'version'")),
+    ],
+)
+def test_what_does_not_fit_is_refused(write: Any, settings: list[str], facts: tuple[str, ...]) -> None:
+    path = write()
+    with refused(UserError, *facts):
+        build_feed(load_config(path, settings=settings))
+    assert CALLS == []

@@ -1,0 +1,125 @@
+"""Test autoencoders of diffusers as encoders: what they make equals their own, and what is none is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from hookdiff import UserError, load_config, load_run
+from hookdiff.experiment.build import build_feed
+from tests.conftest import check_refused, pixels, refused
+
+diffusers = pytest.importorskip("diffusers")
+
+CONFIG = """
+[run]
+steps = 4
+batch_size = 6
+log_every = 2
+device = "cpu"
+plugins = ["checkpoint", "ema", "fid"]
+
+[data]
+source = "folder"
+path = "{folder}/pictures"
+cache_dir = "{folder}/cache"
+
+[data.encode.image]
+use = "autoencoder"
+path = "{folder}/vae"
+
+[model]
+use = "unet"
+channels = 8
+num_res_blocks = 1
+head_dim = 8
+
+[sampling]
+steps = 2
+
+[plugins.fid]
+num_samples = 8
+features = "tests.plugins.test_autoencoder:mean_colours"
+"""
+
+
+def mean_colours(images: torch.Tensor) -> torch.Tensor:
+    """Return the mean colours of 2 x 2 fields."""
+    return torch.nn.functional.adaptive_avg_pool2d(images, 2).flatten(1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with 40 pictures, a small autoencoder with random weights, and a config of both."""
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
+    sizes = {"block_out_channels": (16, 32, 32), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 8}
+    diffusers.AutoencoderKL(3, 3, **blocks, **sizes).save_pretrained(tmp_path / "vae")
+    (tmp_path / "pictures").mkdir()
+    for index in range(40):
+        Image.fromarray(pixels(index, 32)).save(tmp_path / "pictures" / f"{index:02}.png")
+    (tmp_path / "latents.toml").write_text(CONFIG.format(folder=tmp_path))
+    return tmp_path
+
+
+def test_latents_and_pictures_are_those_of_diffusers(folder: Path) -> None:
+    vae = diffusers.AutoencoderKL.from_pretrained(folder / "vae").eval()
+    feed = build_feed(load_config(folder / "latents.toml")).bind(6)
+    images = torch.cat([batch.inputs for batch in feed.pictures.unaugmented(torch.arange(40), 32)])
+    means = torch.cat([batch.inputs for batch in feed.unaugmented(torch.arange(40))])
+    with torch.no_grad():
+        own = torch.cat([vae.encode(part).latent_dist.mean for part in images.split(32)])
+        assert torch.equal(means, own.half().float())
+        assert feed.codec is not None
+        torch.testing.assert_close(feed.codec.decode(means[:4]), vae.decode(means[:4]).sample, atol=1e-5, rtol=0)
+        torch.testing.assert_close(feed.codec.encode(images[:4]), own[:4], atol=1e-5, rtol=0)
+
+
+def test_a_run_measures_pictures_and_its_fid_is_that_of_the_command(succeed: Callable[..., str], folder: Path) -> None:
+    succeed("run", folder / "latents.toml", "--out", folder / "run")
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    (measured,) = [line for line in lines if any(key.startswith("fd/") for key in line)]
+    assert load_run(folder / "run", trust=True).sample(2).shape == (2, 3, 32, 32)
+    name = next(key for key in measured if key.startswith("fd/"))
+    found = succeed(
+        *("fid", folder / "run", folder / "pictures", "--num", "8", "--json", "--trust"),
+        *("--features", "tests.plugins.test_autoencoder:mean_colours"),
+    )
+    assert measured[name] == pytest.approx(json.loads(found)[name], rel=1e-4)
+
+
+def spoil(folder: Path, how: str) -> None:
+    vae = folder / "vae"
+    config = json.loads((vae / "config.json").read_text())
+    if how == "no config":
+        (vae / "config.json").unlink()
+    if how == "no class":
+        (vae / "config.json").write_text(json.dumps({**config, "_class_name": "UNet2DModel"}))
+    if how == "pickled":
+        (vae / "diffusion_pytorch_model.safetensors").rename(vae / "diffusion_pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("how", "settings", "facts"),
+    [
+        ("no folder", ["data.encode.image.path=nowhere"], ("nowhere",)),
+        ("no config", [], ("config.json",)),
+        ("no class", [], ("UNet2DModel", "AutoencoderKL")),
+        ("pickled", [], ("safetensors", "diffusion_pytorch_model.bin", "pickle")),
+        ("a side", ["data.image_size=30"], ("data.encode.image", "image_size", 4, "28", "32")),
+        ("grey", ["data.channels=1"], ("3 channels", "data.channels = 3")),
+    ],
+)
+def test_what_cannot_encode_the_pictures_is_refused_before_anything_is_encoded(
+    hookdiff: Callable[..., Any], folder: Path, how: str, settings: list[str], facts: tuple[object, ...]
+) -> None:
+    spoil(folder, how)
+    options = [word for setting in settings for word in ("--set", setting)]
+    check_refused(hookdiff("run", folder / "latents.toml", "--out", folder / "run", *options), *facts)
+    with refused(UserError, *facts):
+        build_feed(load_config(folder / "latents.toml", settings=settings))
+    assert not [*folder.glob("cache/encoded/*/about.json")]
