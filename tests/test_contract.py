@@ -261,7 +261,12 @@ OWN_USES = {
         "hookdiff/loop/loop.py",
     },
     "lr": {"hookdiff/models/adamw.py", "hookdiff/models/optimizer_state.py"},  # the rate of a group of weights
-    "memory": {"hookdiff/images/loader.py", "hookdiff/images/store.py"},  # a place to keep decoded pictures
+    "memory": {  # a place to keep decoded pictures
+        "hookdiff/authors/encoding/encoded_reader.py",
+        "hookdiff/authors/encoding/encoder.py",
+        "hookdiff/images/loader.py",
+        "hookdiff/images/store.py",
+    },
     "progress": {"hookdiff/builtin/events.py", "hookdiff/loop/restoring.py", "hookdiff/loop/state.py"},
 }
 

@@ -12,8 +12,8 @@ import torch
 from attrs import evolve
 from torch import Generator, Tensor, nn
 
+from hookdiff.authors.encoding.encoded_reader import EncodedReader
 from hookdiff.authors.encoding.encoder import Encoding
-from hookdiff.authors.encoding.reader import EncodedReader
 from hookdiff.builtin import builtin_plugins
 from hookdiff.builtin.start import Start
 from hookdiff.data.feed import Feed
@@ -147,8 +147,10 @@ def _problems_of(where: str) -> Iterator[None]:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def build_feed(config: Config, decode: bool = True) -> Feed:
+def build_feed(config: Config, decode: bool = True, encode: bool = True) -> Feed:
     """Make the Feed of the data; without `decode`, only its shape and labels are read.
+
+    Without `encode` it is the Feed of the pictures, also of a config with encoders.
 
     Raises:
         ConfigError: for data that cannot be trained on.
@@ -162,7 +164,7 @@ def build_feed(config: Config, decode: bool = True) -> Feed:
     with _problems_of("data"), shown_works():
         shared = {name: value for part in (Workers, ItemKeys, Feed) for name, value in config.data.shared[part].items()}
         transforms, encoders = config.data.of(Transforms), config.data.of(Encoding).encode
-        if not encoders:
+        if not (encoders and encode):
             return feed_of(source, transforms, store, **shared)
         source = InMemory(source) if isinstance(source, Tensor) else source
         read = evolve(store, store="auto" if isinstance(source, InMemory) else "none")

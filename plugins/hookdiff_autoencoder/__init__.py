@@ -42,6 +42,9 @@ class Autoencoder(Encoder):
             'numbers in config.json), or "none"'
         ),
     )
+    precision: Literal["float32", "bf16"] = field(
+        default="float32", validator=in_(("float32", "bf16")), metadata=about("dtype in which pictures become latents")
+    )
     decode_precision: Literal["float32", "bf16"] = field(
         default="float32", validator=in_(("float32", "bf16")), metadata=about("dtype in which latents become pictures")
     )

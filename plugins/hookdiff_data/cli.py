@@ -69,7 +69,7 @@ def command(
     if shard_size is not None:
         raise click.UsageError("--shard-size is about --to-shards DIR, which is not given")
     device = pick_device(checked.run.device)
-    feed = build_feed(checked).bind(checked.run.batch_size, checked.run.seed, device)
+    feed = build_feed(checked, encode=False).bind(checked.run.batch_size, checked.run.seed, device)
     found = {"source": checked.data.use, **report(feed, seconds), "picture": None}
     if out is not None:
         batch = next(feed.batches(0))[:_DRAWN]
@@ -90,7 +90,7 @@ def _to_shards(config: Any, folder: Path, size: float, overwrite: bool) -> dict[
     from hookdiff_data.shards import check_place, write_shards
 
     check_place(folder, overwrite)  # before the data is looked at
-    feed = build_feed(config, decode=False).bind(1, config.run.seed)
+    feed = build_feed(config, decode=False, encode=False).bind(1, config.run.seed)
     written = write_shards(feed, folder, int(size * 2**20))
     shared = {name: value for keys in config.data.shared.values() for name, value in keys.items()}
     return {**written, "data": as_toml({**written["data"], **shared})}

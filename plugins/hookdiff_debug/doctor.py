@@ -190,7 +190,7 @@ def _portray(loop: Loop) -> _Portrait:
     with loop.weights(None) as used, evaluating(loop.model):
         few = {name: column[:_DRAWN] for name, column in given.items()}
         title = "the network predicts the image from its noisy version" + (f"; weights: {used}" if average else "")
-        drawn = measure.draw_levels(loop.model, objective, batch.inputs[:_DRAWN], few, title)
+        drawn = measure.draw_levels(loop.model, objective, batch.inputs[:_DRAWN], few, title, loop.decode)
     sampler: Any = loop.sampler
     steps = min(sampler.fit(objective).steps, _SAMPLER_STEPS)
     with loop.using(sampler=evolve(sampler, steps=steps)):

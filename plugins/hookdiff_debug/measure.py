@@ -243,15 +243,25 @@ def measure_levels(net: Any, diffusion: Any, images: Tensor, given: Mapping[str,
     return [Level(name, *numbers) for name, numbers in zip(names, torch.stack(rows).tolist(), strict=True)]
 
 
-def draw_levels(net: Any, diffusion: Any, images: Tensor, given: Mapping[str, Tensor], title: str) -> Panel:
-    """Return a panel with two rows for each image: its noisy versions at `LEVELS`, and the predictions of it below."""
+def draw_levels(
+    net: Any,
+    diffusion: Any,
+    images: Tensor,
+    given: Mapping[str, Tensor],
+    title: str,
+    decode: Callable[[Tensor], Tensor] = lambda images: images,
+) -> Panel:
+    """Return a panel with two rows for each image: its noisy versions at `LEVELS`, and the predictions of it below.
+
+    `decode` makes pictures of what the network is trained on.
+    """
     noisy, predicted = [images], [images]
     for _, x_t, output, alpha, sigma, _, _ in _predictions(net, diffusion, images, given):
         x0, _ = diffusion.prediction.x0_and_noise(output, x_t, alpha, sigma)
         # In a process whose noise has no bounds, the noisy image is shown as bright as the others.
         noisy.append(diffusion.denormalize(x_t / (alpha.square() + sigma.square()).sqrt()))
         predicted.append(diffusion.denormalize(x0))
-    rows = torch.stack((torch.stack(noisy, 1), torch.stack(predicted, 1)), 1).flatten(0, 2)
+    rows = decode(torch.stack((torch.stack(noisy, 1), torch.stack(predicted, 1)), 1).flatten(0, 2))
     shown = rows if rows.shape[1] in (1, 3) else rows[:, :1]  # of latents, the first channel
     return Panel(
         shown.nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1).cpu(),

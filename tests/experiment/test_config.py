@@ -10,6 +10,7 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from hookdiff import Config, ConfigError, Every, Feed, UserError, experiment, load_config
+from hookdiff.authors.encoding.encoder import Encoding
 from hookdiff.experiment.config import SOURCES
 from hookdiff.experiment.toml_file import read_toml
 from hookdiff.images.items import ItemKeys
@@ -307,7 +308,14 @@ def test_a_set_value_has_the_type_of_its_key(path, setting, where, expected):
 def test_set_reaches_every_table(path):
     config = load_config(path, settings=["model.channel_mults=1,2,4", "plugins.clip.rule.max_norm=2", "data.workers=1"])
     assert config.model.arguments["channel_mults"] == (1, 2, 4)
-    assert config.data.shared == {Transforms: {}, Store: {}, Workers: {"workers": 1}, ItemKeys: {}, Feed: {}}
+    assert config.data.shared == {
+        Transforms: {},
+        Store: {},
+        Workers: {"workers": 1},
+        ItemKeys: {},
+        Feed: {},
+        Encoding: {},
+    }
     assert load_config(path, settings=["optimizer.use=sgd"]).optimizer.target.__name__ == "SGD"
     assert load_config(path, settings=["run.steps=none", "run.epochs=2"]).run.epochs == 2
 

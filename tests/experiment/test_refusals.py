@@ -8,7 +8,7 @@ import itertools
 import math
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import tomli_w
 from attrs import define
 
 from hookdiff import ConfigError, Every, PluginError, load_config
+from hookdiff.authors import Encoder
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.experiment.config import SECTIONS, RunConfig
@@ -153,6 +154,8 @@ def tables() -> Iterator[Table]:
             path = section.known.get(name) or path_of(kind, (), name)
             yield Table(section.table, import_object(path, name), ((f"{section.table}.{section.key}", name),))
         yield from (Table(section.table, shared, shared=True) for shared in section.shared)
+    for use, part in parts(Encoder).items():
+        yield Table("data.encode.image", part, (("data.encode.image.use", use),))
     seen = set[type[Choice]]()
     yield from with_parts(Table("diffusion", Diffusion), seen)
     yield from with_parts(Table("sampling", Sampling), seen)
@@ -194,6 +197,11 @@ def of_wrong_type(hint: Any) -> Iterator[Wrong]:
         yield from ((value, repr(value)) for value in (True, 3, [name]))
         yield {"use": 3}, "3"
     kinds = kinds_of(hint)
+    for table in (kind for kind in kinds if typing.get_origin(kind) is Mapping):
+        (_, of_each) = typing.get_args(table)
+        yield from (({"a": value}, fact) for value, fact in of_wrong_type(of_each))
+        yield from ((value, "expected a table") for value, *_ in VALUES if not isinstance(value, dict))
+        return
     is_short = any(typing.get_origin(kind) is tuple and ... not in typing.get_args(kind) for kind in kinds)
     for value, shown, fitting in () if choices_of(hint) or Any in kinds else VALUES:
         if not fitting & {*kinds}:

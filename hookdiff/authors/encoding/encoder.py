@@ -49,12 +49,6 @@ class Encoder(Choice, ABC):
             "in each epoch); unless given, as `store` of [data]"
         ),
     )
-    precision: Literal["float32", "bf16"] = field(
-        default="float32",
-        kw_only=True,
-        validator=in_(("float32", "bf16")),
-        metadata=about("dtype in which its network computes"),
-    )
 
     @property
     def draws(self) -> bool:

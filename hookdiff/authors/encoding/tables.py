@@ -34,7 +34,7 @@ MEAN, STD = "mean", "std"
 
 
 @define(eq=False)
-class Rows:
+class EncodedRows:
     """What an encoder has made of all samples, and what these have beside their pictures."""
 
     columns: Mapping[str, Tensor]  # "mean" and maybe "std": n, sides, and the shape of what comes out, float16
@@ -68,7 +68,7 @@ class Encode:
     num: int  # samples
     network: Encoded | None = field(default=None, init=False)
 
-    def rows(self, path: Path | None) -> Rows:
+    def rows(self, path: Path | None) -> EncodedRows:
         """Return the rows in the table `path`; they are made if it is missing or damaged. All ranks must call this.
 
         Without a `path` they are made now, and kept in memory.
@@ -94,18 +94,18 @@ class Encode:
         assert kept is not None
         return kept
 
-    def _found(self, path: Path, report: bool = False) -> Rows | None:
+    def _found(self, path: Path, report: bool = False) -> EncodedRows | None:
         return found(path, "table of encoded samples", self._read, report=report)
 
-    def _read(self, path: Path) -> Rows:
+    def _read(self, path: Path) -> EncodedRows:
         facts, columns = read_table(path, self.num)
         if not isinstance(facts, dict) or MEAN not in columns or columns[MEAN].shape[1] != 1 + self.flips:
             raise ValueError("it is of other data")
         return self._rows_of(columns, facts)
 
-    def _rows_of(self, columns: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Rows:
+    def _rows_of(self, columns: Mapping[str, Tensor], facts: Mapping[str, Any]) -> EncodedRows:
         shape = tuple(int(side) for side in facts["shape"])
-        return Rows(columns, survey_of(facts["survey"], shape, self.num))
+        return EncodedRows(columns, survey_of(facts["survey"], shape, self.num))
 
     def _make(self, path: Path) -> None:
         logger.info("data: encoding %s samples by %s into %s", f"{self.num:,}", self.where, path)
@@ -125,7 +125,7 @@ class Encode:
 
         save_table(path, sizes, fill)
 
-    def _in_memory(self) -> Rows:
+    def _in_memory(self) -> EncodedRows:
         rounds = self._rounds()
         columns: dict[str, Tensor] = {}
         for indices, made in rounds:

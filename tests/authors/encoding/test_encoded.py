@@ -1,6 +1,11 @@
 """Test runs whose inputs an encoder makes: what is kept, drawn, flipped, scaled, decoded, and the same on resume."""
 
 import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hookdiff import ConfigError, SampleRequest, UserError, load_config, load_run
-from hookdiff.authors import Encoded, Encoder
+from hookdiff.authors import Encoded, Encoder, on_ranks
 from hookdiff.experiment.build import build_feed, build_loop
-from tests.conftest import refused
+from tests.conftest import check_facts, records, refused
 
 CONFIG = """
 [run]
@@ -184,3 +189,111 @@ def test_what_does_not_fit_is_refused(write: Any, settings: list[str], facts: tu
     with refused(UserError, *facts):
         build_feed(load_config(path, settings=settings))
     assert CALLS == []
+
+
+class WithMasks:
+    """Pictures with masks, which are asymmetric, and no fingerprint."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image = torch.zeros(3, 16, 16, dtype=torch.uint8)
+        image[:, :, : 2 + index] = 200
+        return {"image": image, "label": index % 3, "mask": image[:1]}
+
+
+def test_masks_and_a_second_encoder_are_flipped_with_the_inputs(write: Any, caplog: pytest.LogCaptureFixture) -> None:
+    settings = [f"data.source={__name__}:WithMasks", "data.encode.means.use=" + f"{__name__}:Pooled"]
+    path = write()
+    path.write_text(re.sub("^path = .*\n", "", path.read_text(), flags=re.M))
+    feed = build_feed(load_config(path, settings=settings)).bind(5, 3)
+    assert "no fingerprint" in caplog.text
+    path.write_text(path.read_text().replace(ENCODE, ""))
+    pictures = build_feed(load_config(path, settings=settings[:1])).bind(5, 3)
+    assert sorted(feed.labels.tolist()) == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    flips = set()
+    for ours, plain in zip(feed.batches(2), pictures.batches(2), strict=True):
+        assert torch.equal(ours.labels, plain.labels)
+        assert torch.equal(ours.conditions["mask"], plain.conditions["mask"])
+        for latents in (ours.inputs, ours.conditions["means"]):
+            assert (latents - pooled(plain.inputs)).abs().max() < 0.6
+        assert not torch.equal(ours.inputs, ours.conditions["means"])  # each draws for itself
+        flips |= {bool(one[0, 0, 0] < 0) for one in plain.conditions["mask"]}
+    assert flips == {False, True}
+
+
+def batch_of(path: Path) -> Tensor:
+    return next(build_feed(load_config(path)).bind(6, 0).batches(0)).inputs
+
+
+def test_a_table_with_one_wrong_byte_is_made_again(
+    write: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = batch_of(write())
+    (table,) = (tmp_path / "cache" / "encoded").glob("*/mean")
+    content = bytearray(table.read_bytes())
+    content[len(content) // 2] ^= 1
+    table.write_bytes(content)
+    assert torch.equal(batch_of(write()), first)
+    check_facts(caplog.text, "damaged", "made again", table.parent)
+
+
+SLOW = """
+import time
+from tests.authors.encoding import test_encoded as own
+from hookdiff import load_config
+from hookdiff.experiment.build import build_feed
+encode = own.Pooling.encode
+def slowly(self, pictures):
+    time.sleep(0.1)
+    return encode(self, pictures)
+own.Pooling.encode = slowly
+print("begins", flush=True)
+build_feed(load_config(PATH))
+print("ends", flush=True)
+"""
+
+
+def test_an_encoding_that_was_killed_leaves_nothing_that_counts(write: Any, tmp_path: Path) -> None:
+    path = write()
+    for delay in (0.0, 0.15, 0.3, 0.45):
+        code = SLOW.replace("PATH", repr(str(path)))
+        run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert run.stdout is not None
+        assert run.stdout.readline() == "begins\n"
+        time.sleep(delay)
+        run.kill()
+        rest, _ = run.communicate()
+        assert ("ends" in rest) == bool([*(tmp_path / "cache").glob("encoded/*/about.json")])
+    killed = batch_of(path)
+    shutil.rmtree(tmp_path / "cache")
+    assert torch.equal(batch_of(path), killed)
+
+
+def test_two_ranks_share_the_work_and_write_the_same_file(write: Any, tmp_path: Path) -> None:
+    def contents_of_table() -> list[bytes]:
+        (table,) = (tmp_path / "cache" / "encoded").glob("*/about.json")
+        return [file.read_bytes() for file in sorted(table.parent.iterdir())]
+
+    path = write()
+    alone = batch_of(path)
+    known = contents_of_table()
+    shutil.rmtree(tmp_path / "cache")
+    CALLS.clear()
+    batches = on_ranks(2, lambda rank: batch_of(path))
+    assert contents_of_table() == known
+    assert sorted(shape[0] for shape in CALLS) == [1, 1, 8, 8, 32, 32]  # each picture once, after two trials
+    assert torch.equal(torch.stack(batches, 1).flatten(0, 1), alone)  # the samples alternate
+
+
+def test_where_the_latents_are_kept_changes_no_loss(write: Any, succeed: Callable[..., str], tmp_path: Path) -> None:
+    path = write()
+    for name, settings in {
+        "whole": (),
+        "none": ("--set", "data.store=none"),
+        "disk": ("--set", "data.store=disk"),
+    }.items():
+        succeed("run", path, "--out", tmp_path / name, *settings)
+    whole, *others = ([line["loss"] for line in records(tmp_path / name)] for name in ("whole", "none", "disk"))
+    assert others == [whole, whole]

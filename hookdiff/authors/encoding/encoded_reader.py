@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from hookdiff.authors.encoding.codec import PictureCodec
 from hookdiff.authors.encoding.encoder import INPUTS, Encoder
-from hookdiff.authors.encoding.tables import MEAN, STD, Encode, Rows
+from hookdiff.authors.encoding.tables import MEAN, STD, Encode, EncodedRows
 from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
 from hookdiff.data.memory import InMemory, to_device
@@ -50,7 +50,7 @@ class EncodedReader:
     codec: PictureCodec | None = field(init=False, default=None)
     seed: int = field(init=False, default=0)
     _pictures: Feed | None = field(init=False, default=None)
-    _rows: dict[str, Rows] = field(init=False, factory=dict)  # what each encoder has made of all samples
+    _rows: dict[str, EncodedRows] = field(init=False, factory=dict)  # what each encoder has made of all samples
     _encodes: dict[str, Encode] = field(init=False, factory=dict)  # those that encode anew in each epoch
 
     def __attrs_post_init__(self) -> None:
@@ -84,7 +84,7 @@ class EncodedReader:
             self._pictures = self.make_pictures()
         return self._pictures
 
-    def _kept(self, encode: Encode) -> Rows:
+    def _kept(self, encode: Encode) -> EncodedRows:
         key = self._key(encode.encoder)
         if key is None:
             logger.warning("%s: the source has no fingerprint, so it is encoded in each run", encode.where)

@@ -1,0 +1,3 @@
+"""Fixtures that hookdiff has for tests of a package."""
+
+pytest_plugins = ["hookdiff.cli.fixtures"]
