@@ -104,7 +104,7 @@ def test_each_public_name_is_installed() -> None:
 def test_each_template_of_a_package_is_installed_whole() -> None:
     from hookdiff_new_plugin.kinds import KINDS
 
-    assert len(KINDS) == 10
+    assert len(KINDS) == 11
     for kind, template in KINDS.items():
         found = {path.relative_to(template).as_posix() for path in template.rglob("*") if path.is_file()}
         package, test = f"hookdiff_example_{kind}", f"tests/test_example_{kind}.py"

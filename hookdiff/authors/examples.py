@@ -16,20 +16,7 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hookdiff import (
-    PASS,
-    Batch,
-    Finding,
-    Loop,
-    LossOutput,
-    NonFinite,
-    Reason,
-    SampleRequest,
-    Samples,
-    Verdict,
-    hookimpl,
-    saved,
-)
+from hookdiff import PASS, Batch, Finding, Loop, LossOutput, NonFinite, Reason, Samples, Verdict, hookimpl, saved
 from hookdiff.disk import new_file, write_file
 from hookdiff.log import Distribution, Event, Picture
 from hookdiff.loop import DevicePart
@@ -296,7 +283,7 @@ class TwoOfEachClass:
     """Gives each second sample the class of the sample before it."""
 
     @hookimpl(wrapper=True)
-    def amend(self) -> Generator[None, SampleRequest, SampleRequest]:
+    def amend(self) -> Generator[None, Any, Any]:
         request = yield
         labels = request.labels
         return evolve(request, labels=labels and tuple(labels[k // 2 * 2] for k in range(len(labels))))

@@ -48,8 +48,7 @@ def earlier(run: TrackedRun, sink: Sink) -> list[Call]:
     """
     if run.run_dir is None or not run.has_earlier_steps:
         return []
-    calls = [call for step, call in _in_order(History(run.run_dir), sink) if step <= run.step]
-    return [*calls, Call("filled", sink.filled)]
+    return [call for step, call in _in_order(History(run.run_dir), sink) if step <= run.step]
 
 
 def _in_order(history: History, sink: Sink) -> list[tuple[int, Call]]:

@@ -305,6 +305,7 @@ class _Worker:
             self._sink.close()
         self._earlier = deque(self._sink.open(run) or ())
         if self._earlier:
+            self._earlier.append(Call("filled", self._sink.filled))
             self.is_filling, self._calls.maxsize = True, sys.maxsize
 
     def _fill(self) -> None:
