@@ -14,6 +14,7 @@ from .arguments import (
     path_argument as path_argument,
     run_argument as run_argument,
     seed_option as seed_option,
+    settings_option as settings_option,
     solver_options as solver_options,
     trust_option as trust_option,
     weights_option as weights_option,

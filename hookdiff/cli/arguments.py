@@ -97,17 +97,18 @@ config_argument = path_argument("config", read_toml)
 trust_option = click.option(
     "--trust", is_flag=True, help="Trust the config of a run: its code, its URLs, and the folders that it writes to."
 )
+settings_option = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="TABLE.KEY=VALUE",
+    help="Set a key; may be repeated.",
+    shell_complete=complete_settings,
+)
 # For commands that change a config.
 override_options = _all(
     trust_option,
-    click.option(
-        "--set",
-        "settings",
-        multiple=True,
-        metavar="TABLE.KEY=VALUE",
-        help="Set a key; may be repeated.",
-        shell_complete=complete_settings,
-    ),
+    settings_option,
     click.option(
         "--plugins",
         multiple=True,

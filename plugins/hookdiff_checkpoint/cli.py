@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli import overwrite_option, run_argument, solver_options, trust_option, weights_option
+from hookdiff.cli import overwrite_option, run_argument, settings_option, solver_options, trust_option, weights_option
 
 
 @click.command()
@@ -19,13 +19,7 @@ from hookdiff.cli import overwrite_option, run_argument, solver_options, trust_o
 )
 @weights_option
 @solver_options
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="sampling.KEY=VALUE",
-    help="For diffusers: set another key of the sampler; may be repeated.",
-)
+@settings_option
 @overwrite_option
 @trust_option
 def command(
@@ -53,8 +47,9 @@ def command(
     from hookdiff_checkpoint.to_diffusers import equivalent_of, write_folder
 
     for setting in settings:
-        if to != "diffusers" or not setting.strip().startswith("sampling."):
-            raise UserError(f"--set {setting}: expected a key of [sampling], with --to diffusers")
+        table = setting.partition(".")[0].strip()
+        if table != "data" and (table != "sampling" or to != "diffusers"):
+            raise UserError(f"--set {setting}: expected a key of [data.encode], or of [sampling] with --to diffusers")
     for option, given in (("--steps", steps), ("--sampler", sampler)):
         if to != "diffusers" and given is not None:
             raise UserError(f"{option}: only with --to diffusers, which writes a scheduler")

@@ -20,6 +20,7 @@ from hookdiff.cli import (
     overwrite_option,
     path_argument,
     seed_option,
+    settings_option,
     solver_options,
     trust_option,
     weights_option,
@@ -55,6 +56,7 @@ _MADE = ("weights", "step", "seed", "sampler", "steps", "guidance", "guidance_sc
 @seed_option
 @weights_option
 @device_option
+@settings_option
 @click.option(
     "--save", type=click.Path(path_type=Path), metavar="FILE", help="Write mean and covariance of A to this NPZ file."
 )
@@ -72,6 +74,7 @@ def command(
     seed: int,
     weights: str | None,
     device: str | None,
+    settings: tuple[str, ...],
     save: Path | None,
     as_json: bool,
     overwrite: bool,
@@ -82,8 +85,8 @@ def command(
 
     A and B are each a folder of pictures, a run or a checkpoint (images are made of it), an NPZ file of images (arr_0),
     or an NPZ file of statistics (mu and sigma, such as papers publish). Without B, a run is compared with its training
-    images. --steps, --sampler, --guidance-scale, --seed and --weights are for the images of A and, if it is a run, of
-    B, as in `hookdiff sample`.
+    images. --steps, --sampler, --guidance-scale, --seed, --weights and --set are for the images of A and, if it is a
+    run, of B, as in `hookdiff sample`.
 
     In the space "inception" the Fréchet distance is FID. Compare only values of the same space, recipe and number of
     images. The floor is the distance that a perfect model would have with as many images as A. With --json, each recipe
@@ -100,13 +103,13 @@ def command(
 
     if save:
         _check_save(save, recipe, overwrite)
-    making = Making(num, seed, device, trust, weights, sampling)
+    making = Making(num, seed, device, trust, settings, weights, sampling)
     others: list[ImageSet | Statistics] = []
     labels = None
     if reference:
         others = [open_set(reference, making)]
     elif not save:
-        data, labels = data_of(samples, trust)
+        data, labels = data_of(samples, settings, trust)
         others = [data]
     sets = [open_set(samples, making, labels), *others]
     images = [one for one in sets if isinstance(one, ImageSet)]

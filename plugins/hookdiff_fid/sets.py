@@ -51,6 +51,7 @@ class Making:
     seed: int
     device: str | None
     trust: bool
+    settings: Sequence[str]  # changes of the run's config
     weights: str | None
     sampling: Mapping[str, Any]  # arguments of `Run.sampling`
 
@@ -126,7 +127,7 @@ def open_set(path: Path, making: Making, labels: Tensor | None = None) -> ImageS
     return _made(path, making, labels) if _is_run(path) else _folder(path)
 
 
-def data_of(path: Path, trust: bool) -> tuple[ImageSet, Tensor | None]:
+def data_of(path: Path, settings: Sequence[str], trust: bool) -> tuple[ImageSet, Tensor | None]:
     """Return the training images of the run at `path`, and the labels of all of its data if there are classes.
 
     Raises UserError if that is no run, or its data is not here.
@@ -135,7 +136,7 @@ def data_of(path: Path, trust: bool) -> tuple[ImageSet, Tensor | None]:
         raise UserError(f"{path}: {why_missing(path)}")
     if not _is_run(path):
         raise UserError(f"{path} is no run, so it has no training images: name the images to compare with")
-    feed = build_feed(load_config(run_of(path) / CONFIG, trust=trust))
+    feed = build_feed(load_config(run_of(path) / CONFIG, settings=settings, trust=trust), encode=False)
     name = f"the training data of {path}"
 
     def read(spaces: Sequence[Space]) -> list[Collected]:
@@ -150,7 +151,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _made(path: Path, making: Making, known: Tensor | None) -> ImageSet:
-    num, seed, run = making.num, making.seed, load_run(path, device=making.device, trust=making.trust)
+    num, seed, run = making.num, making.seed, load_run(path, making.settings, device=making.device, trust=making.trust)
     with chosen_weights(run, making.weights) as weights, run.sampling(**making.sampling):
         made = run.info(weights, seed)
         name, shape = f"{path} ({run.origin(weights)}{_in_words(made)})", run.loop.feed.picture_shape

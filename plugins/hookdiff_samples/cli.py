@@ -13,6 +13,7 @@ from hookdiff.cli import (
     overwrite_option,
     run_argument,
     seed_option,
+    settings_option,
     solver_options,
     trust_option,
     weights_option,
@@ -53,6 +54,7 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 @weights_option
 @click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Images at a time.  [default: as many as fit]")
 @device_option
+@settings_option
 @out_option("PNG file of a grid, or NPZ file.  [default: a new one, RUN/samples/seed-SEED.png]")
 @click.option("--each", type=click.Path(path_type=Path), metavar="DIR", help="Write each image to a PNG file in DIR.")
 @overwrite_option
@@ -70,6 +72,7 @@ def command(
     weights: str | None,
     batch_size: int | None,
     device: str | None,
+    settings: tuple[str, ...],
     out: Path | None,
     each: Path | None,
     overwrite: bool,
@@ -81,8 +84,8 @@ def command(
     RUN stands for its newest checkpoint. The images are written as one grid, unless --each or --out says otherwise. An
     NPZ file has them as arr_0 (uint8, n h w c), and their class numbers as arr_1 if the run has classes, as the
     evaluators of the field read them. --steps, --sampler, --precision, --compile and --guidance-scale replace the
-    values of the config. With --images, a higher --strength leaves less of the picture; with --mask, the black part
-    stays as it is.
+    values of the config, and --set any others, such as `data.encode.image.path` of an autoencoder that has moved. With
+    --images, a higher --strength leaves less of the picture; with --mask, the black part stays as it is.
 
     --interpolate makes strips whose noise goes from that of one image to that of the next one, on the sphere; with two
     --labels, strips of one noise each that go from one class to the other. They are written as a PNG and as a GIF file.
@@ -110,8 +113,8 @@ def command(
     usual = None if each else free_name(run_of(run) / "samples", stem, overwrite)
     output = Output(out or usual, each, num, overwrite, interpolate or 0)
     output.check()
-    settings = [f"sampling.batch_size={batch_size}"] if batch_size else []
-    with load_run(run, settings, device=device, trust=trust) as opened:
+    changes = [*settings, *([f"sampling.batch_size={batch_size}"] if batch_size else [])]
+    with load_run(run, changes, device=device, trust=trust) as opened:
         shape = opened.loop.feed.picture_shape
         output.check_shape(shape)
         pictures = read_pictures(files, shape) if files else None

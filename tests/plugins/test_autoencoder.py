@@ -11,7 +11,8 @@ from PIL import Image
 
 from hookdiff import UserError, load_config, load_run
 from hookdiff.experiment.build import build_feed
-from tests.conftest import check_refused, pixels, refused
+from tests.conftest import check_refused, output, pixels, refused
+from tests.forked import python
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -79,7 +80,9 @@ def test_latents_and_pictures_are_those_of_diffusers(folder: Path) -> None:
         torch.testing.assert_close(feed.codec.encode(images[:4]), own[:4], atol=1e-5, rtol=0)
 
 
-def test_a_run_measures_pictures_and_its_fid_is_that_of_the_command(succeed: Callable[..., str], folder: Path) -> None:
+def test_a_run_measures_pictures_and_samples_without_its_data(
+    succeed: Callable[..., str], hookdiff: Callable[..., Any], folder: Path
+) -> None:
     succeed("run", folder / "latents.toml", "--out", folder / "run")
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     (measured,) = [line for line in lines if any(key.startswith("fd/") for key in line)]
@@ -90,6 +93,26 @@ def test_a_run_measures_pictures_and_its_fid_is_that_of_the_command(succeed: Cal
         *("--features", "tests.plugins.test_autoencoder:mean_colours"),
     )
     assert measured[name] == pytest.approx(json.loads(found)[name], rel=1e-4)
+    # It needs the autoencoder, wherever that is, and not the data.
+    (folder / "vae").rename(folder / "moved")
+    (folder / "pictures").rename(folder / "gone")
+    moved = "--trust", "--set", f"data.encode.image.path={folder / 'moved'}"
+    succeed("sample", folder / "run", "--num", "2", "--out", folder / "two.png", *moved)
+    succeed("export", folder / "run", folder / "weights.safetensors", *moved)
+    check_refused(hookdiff("sample", folder / "run", "--trust"), folder / "vae")
+
+
+def test_the_second_start_imports_no_diffusers(folder: Path) -> None:
+    code = f"""
+import sys
+from hookdiff import load_config
+from hookdiff.experiment.build import build_feed
+feed = build_feed(load_config({str(folder / "latents.toml")!r}, ["no:fid"])).bind(6)  # whose features import it here
+next(feed.batches(0))
+print("diffusers" in sys.modules)
+"""
+    starts = [output(python(code, folder=folder, fresh=True)) for _ in range(2)]
+    assert [start.strip() for start in starts] == ["True", "False"]
 
 
 def spoil(folder: Path, how: str) -> None:
