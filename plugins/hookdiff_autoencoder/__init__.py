@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -18,6 +19,8 @@ from hookdiff import UserError, listed, why_missing
 from hookdiff.authors import Encoded, Encoder, digest_of
 from hookdiff.disk import read_file
 from hookdiff.options import about
+
+logger = logging.getLogger("hookdiff")
 
 # The classes whose latents are known here, and the attribute of what `encode` returns; never what a file names.
 _CLASSES = {"AutoencoderKL": "latent_dist", "AutoencoderDC": "latent", "AutoencoderTiny": "latents"}
@@ -88,6 +91,7 @@ class Autoencoder(Encoder):
         import diffusers
 
         name = self.config()["_class_name"]
+        logger.info("data.encode: the %s in %s", name, self.folder)
         try:
             network = getattr(diffusers, name).from_pretrained(
                 str(self.folder), local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False
