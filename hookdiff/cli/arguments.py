@@ -149,12 +149,12 @@ device_option = click.option(
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace a file, folder or run that exists.")
 
 
-# For commands that print text.
 def out_option(text: str, metavar: str = "FILE") -> Callable[..., Any]:
     """Return the option of a command's main output, with `text` as its help."""
     return click.option("-o", "--out", type=click.Path(path_type=Path), metavar=metavar, help=text)
 
 
+# For commands that print text.
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
 

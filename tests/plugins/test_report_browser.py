@@ -63,7 +63,7 @@ class Opened:
 
 
 def report(*runs: Path, out: Path) -> Path:
-    command([*map(str, runs), "--out", str(out)], standalone_mode=False)
+    command([*map(str, runs), "--out", str(out), "--overwrite"], standalone_mode=False)
     return out
 
 
