@@ -22,7 +22,7 @@ from hookdiff.options import about
 
 logger = logging.getLogger("hookdiff")
 
-# The classes whose latents are known here, and the attribute of what `encode` returns; never what a file names.
+# The classes that are known here, and the attribute of what `encode` returns. A file can name no other.
 _CLASSES = {"AutoencoderKL": "latent_dist", "AutoencoderDC": "latent", "AutoencoderTiny": "latents"}
 _CONFIG, _PICKLES = "config.json", ("*.bin", "*.pt", "*.pth", "*.ckpt")
 

@@ -1,4 +1,4 @@
-"""Makes pictures of latents, and latents of pictures, for a run whose inputs are encoded."""
+"""Makes pictures of latents, and latents of pictures, for a run with encoded inputs."""
 
 from __future__ import annotations
 

@@ -50,6 +50,7 @@ class EncodedReader:
     codec: PictureCodec | None = field(init=False, default=None)
     seed: int = field(init=False, default=0)
     _pictures: Feed | None = field(init=False, default=None)
+    _picture_shape: tuple[int, ...] = field(init=False)
     _rows: dict[str, EncodedRows] = field(init=False, factory=dict)  # what each encoder has made of all samples
     _encodes: dict[str, Encode] = field(init=False, factory=dict)  # those that encode anew in each epoch
 
@@ -60,8 +61,8 @@ class EncodedReader:
             raise UserError("color_jitter: random colours cannot be encoded once; leave it out")
         self.labels, self.classes = labels_of(self.source, len(self.source))
         for name, encoder in self.encoders.items():
-            where, flips = f"data.encode.{name}", bool(self.transforms.flip)
-            encode = Encode(where, encoder, self.open_pictures, flips, self.device, len(self.source))
+            flips = bool(self.transforms.flip)
+            encode = Encode(name, encoder, self.open_pictures, flips, self.device, len(self.source))
             if (encoder.store or self.store.store) == "none":
                 self._encodes[name] = encode
                 continue
@@ -69,14 +70,15 @@ class EncodedReader:
         if self._rows:
             first = next(iter(self._rows.values()))
             self.labels = first.labels if self.labels is None else self.labels
-            survey = first.survey
+            survey, self._picture_shape = first.survey, first.survey.shape
         else:
-            survey = self.open_pictures().reader.prepared.survey
+            pictures = self.open_pictures()
+            survey, self._picture_shape = pictures.reader.prepared.survey, pictures.shape
         self.unreadable = {*survey.unreadable, *survey.undecodable}
         self.left_out = left_out_text([*survey.unreadable.values(), *survey.undecodable.values()], len(self))
         if INPUTS in self.encoders:
             own = self.encoders[INPUTS]
-            self.codec = PictureCodec(own, own.digest(), survey.shape, self.open_pictures, self.device)
+            self.codec = PictureCodec(own, own.digest(), self._picture_shape, self.open_pictures, self.device)
 
     def open_pictures(self) -> Feed:
         """Return the Feed of the pictures, which reads their headers when it is made."""
@@ -149,18 +151,17 @@ class EncodedReader:
             self._pictures.close()
 
     def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
-        pictures = self._picture_batches(shares) if self._needs_pictures else [None] * len(shares)
+        needs_pictures = bool(self._encodes) or INPUTS not in self.encoders
+        pictures = self._picture_batches(shares) if needs_pictures else [None] * len(shares)
         for share, batch in zip(shares, pictures, strict=True):
             flipped = self._flipped(share, epoch)
             made = {name: self._drawn(name, share, flipped, epoch, batch) for name in self.encoders}
             given = self._conditions(share, flipped, batch)
+            if batch is not None and INPUTS not in made:
+                made[INPUTS] = to_device(_mirrored(batch.inputs, flipped), self.device)
             inputs = made.pop(INPUTS)
             labels = None if self.labels is None else to_device(self.labels[share], self.device)
             yield inputs, labels, share, {**given, **made}
-
-    @property
-    def _needs_pictures(self) -> bool:
-        return bool(self._encodes)
 
     def _picture_batches(self, shares: Sequence[Tensor]) -> Iterator[Batch]:
         for inputs, labels, indices, conditions in self.open_pictures().reader.stacks(shares, None):
@@ -222,12 +223,9 @@ class EncodedReader:
             found = dict(batch.conditions)
         else:
             found = {name: column[share] for name, column in next(iter(self._rows.values())).conditions.items()}
-        picture = self.codec.shape if self.codec else ()
         for name, column in found.items():
-            if is_paired(column.shape[1:], picture):
-                found[name] = torch.where(
-                    flipped.bool().view(-1, *[1] * (column.dim() - 1)).to(column.device), column.flip(-1), column
-                )
+            if is_paired(column.shape[1:], self._picture_shape):
+                found[name] = _mirrored(column, flipped)
         return {name: to_device(column, self.device) for name, column in found.items()}
 
     def scale(self, indices: Tensor) -> tuple[Sequence[float], Sequence[float]]:
@@ -252,3 +250,9 @@ class EncodedReader:
             count += len(share) * mean[0, 0, 0].numel()
         center = sums / count
         return center.tolist(), (squares / count - center.square()).sqrt().tolist()
+
+
+def _mirrored(values: Tensor, flipped: Tensor) -> Tensor:
+    """Return `values` (n ... w) with those rows mirrored where `flipped` (n) is not 0."""
+    rows = to_device(flipped.bool(), values.device).view(-1, *[1] * (values.dim() - 1))
+    return torch.where(rows, values.flip(-1), values)

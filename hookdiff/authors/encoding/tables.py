@@ -60,7 +60,7 @@ class EncodedRows:
 class Encode:
     """Encodes the pictures of a Feed, both sides of each if they are to be flipped."""
 
-    where: str  # key of the encoder, for messages
+    name: str  # of what it makes
     encoder: Encoder
     open_pictures: Callable[[], Feed]
     flips: bool
@@ -179,7 +179,7 @@ class Encode:
         with torch.no_grad():
             try:
                 latents, _ = self.network.encode(blank)
-                back = self.network.decode(latents).shape[1:] if self.is_of_inputs else shape
+                back = self.network.decode(latents).shape[1:] if self.name == INPUTS else shape
             except RuntimeError as error:  # of a layer
                 reason = str(error).partition("\n")[0]
                 raise UserError(f"{self.where}: it cannot encode pictures of {size_text(shape)}: {reason}") from None
@@ -192,9 +192,9 @@ class Encode:
             )
 
     @property
-    def is_of_inputs(self) -> bool:
-        """Whether it makes the inputs of the network, of which pictures are made again."""
-        return self.where.endswith(f".{INPUTS}")
+    def where(self) -> str:
+        """The key of the encoder, for messages."""
+        return f"data.encode.{self.name}"
 
     def _part(self, pictures: Tensor, part: range) -> dict[str, Tensor]:
         return self.both_sides(pictures[part.start : part.stop])

@@ -1,4 +1,4 @@
-"""Test runs whose inputs an encoder makes: what is kept, drawn, flipped, scaled, decoded, and the same on resume."""
+"""Test runs with encoded inputs: what is kept, drawn, flipped, scaled, decoded, and the same on resume."""
 
 import hashlib
 import re
@@ -221,6 +221,17 @@ def test_masks_and_a_second_encoder_are_flipped_with_the_inputs(write: Any, capl
         assert not torch.equal(ours.inputs, ours.conditions["means"])  # each draws for itself
         flips |= {bool(one[0, 0, 0] < 0) for one in plain.conditions["mask"]}
     assert flips == {False, True}
+
+
+@pytest.mark.parametrize("store", ["memory", "none"])
+def test_pictures_may_be_trained_on_beside_an_encoded_condition(write: Any, store: str) -> None:
+    path = write("encode.image", "encode.means")
+    feed = build_feed(load_config(path, settings=[f"data.encode.means.store={store}"])).bind(6, 5)
+    path.write_text(path.read_text().replace(ENCODE.replace("image", "means"), ""))
+    assert (feed.codec, feed.shape, feed.are_pictures) == (None, (3, 16, 16), True)
+    for ours, plain in zip(feed.batches(1), build_feed(load_config(path)).bind(6, 5).batches(1), strict=True):
+        assert torch.equal(ours.inputs, plain.inputs)
+        assert (ours.conditions["means"] - pooled(plain.inputs)).abs().max() < 0.6
 
 
 def batch_of(path: Path) -> Tensor:
