@@ -160,7 +160,8 @@ class Slow:
     @hookimpl
     def after_backward(self):
         print("in a long step", flush=True)
-        time.sleep(3600)
+        for _ in range(36_000):  # a signal just before a long sleep would not end it
+            time.sleep(0.1)
 """
 
 
