@@ -27,6 +27,7 @@ from hookdiff.loop.saved import restore_state
 from hookdiff.options.structure import Problems, arguments
 from hookdiff_aim import Aim
 from tests.conftest import PATIENCE, Restores, RollsBack, check_facts, refused, saved, wait_until, warnings
+from tests.forked import python
 
 HAS_AIM = sys.version_info < (3, 13) and importlib.util.find_spec("aim") is not None
 needs_aim = pytest.mark.skipif(not HAS_AIM, reason="aim is not installed; it has packages for Python up to 3.12")
@@ -389,6 +390,33 @@ def test_the_load_of_the_machine_and_the_terminal_are_recorded_if_asked(tmp_path
 
 
 @pytest.mark.slow
+def numbers(folder: Path) -> dict[tuple[int, str], float]:
+    """Return the numbers of the newest run of a repository."""
+    chunks = folder / ".aim" / "meta" / "chunks"
+    newest = max(os.listdir(chunks), key=lambda one: (chunks / one).stat().st_ctime)
+    metrics = read(folder, newest)["metrics"]
+    return {(step, name): value for name, values in metrics.items() for step, value in values.items()}
+
+
+TRACKS = """
+import os
+from hookdiff.authors import assert_tracks
+from hookdiff_aim import Aim
+from tests.plugins.test_aim import numbers
+
+assert_tracks(lambda folder: Aim(repo=str(folder), timeout=300), numbers)
+print("it tracks", flush=True)
+os._exit(0)  # threads that Aim leaves after a call that hung write to a folder that is gone
+"""
+
+
+@needs_aim
+@pytest.mark.slow
+def test_it_has_the_numbers_of_each_run_and_costs_none_when_it_fails() -> None:
+    _, output, problems = python(TRACKS, folder=Path(__file__).parents[2])
+    assert "it tracks" in output, problems
+
+
 @needs_aim
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of playwright
 def test_the_page_shows_metrics_and_images(tmp_path: Path) -> None:

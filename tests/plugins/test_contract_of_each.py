@@ -36,8 +36,6 @@ class TestEveryPlugin:
         assert_removable(self.make(name), changes=CHANGES.get(name, "nothing"), model=net(), **LOOP)
 
     def test_it_keeps_the_contract(self, name: str) -> None:
-        if name == "compile":
-            pytest.skip("the compiler does not trace what watches the run")
         assert_keeps_contract(self.make(name), model=net(), **LOOP)
 
     def test_it_is_an_attrs_class_that_compares_by_identity(self, name: str) -> None:

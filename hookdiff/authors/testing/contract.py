@@ -117,6 +117,8 @@ class _Transfers(CountTransfers):
     is_own = False  # whether a hook of the plugin runs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():  # which waits for no device, and cannot follow the frames
+            return func(*args, **(kwargs or {}))
         before = self.count
         result = super().__torch_function__(func, types, args, kwargs)
         frame = sys._getframe(1)

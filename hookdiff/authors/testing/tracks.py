@@ -54,8 +54,9 @@ def assert_tracks(make: Callable[[Path], Sink], read: Callable[[Path], Mapping[t
     """Raise AssertionError, with the sink, the call and the remedy, unless the tracker is a mirror of each run.
 
     It holds the values of metrics.jsonl after a run, a kill and a resume, a rollback, a branch, and `hookdiff mirror`.
-    For the kill, the disk is put back to how it was in the middle of the run, when the calls so far were made; the run
-    is resumed from an older state. Numbers may be rounded to float32; what JSON lacks, such as infinity, is a NaN.
+    For the kill, the run directory is put back to how it was in the middle of the run, when the calls so far were made,
+    and the tracker as it was then is copied to a new path; the run is resumed from an older state. Numbers may be
+    rounded to float32; what JSON lacks, such as infinity, is a NaN.
 
     With any call of the sink failing, locked or hanging, a resumed run is the same to the last bit as without the sink,
     and logs one warning, that the sink is switched off.
@@ -158,7 +159,7 @@ class _Copies:
 
 @define
 class _Killed:
-    """A run that was killed in the middle; its folders are put back for each process that goes on."""
+    """A run that was killed in the middle, with copies of its folders at that time."""
 
     run_dir: Path
     path: Path  # of the tracker
@@ -166,9 +167,13 @@ class _Killed:
     copies: Mapping[Path, Path]
 
     def put_back(self) -> None:
-        for place, copied in self.copies.items():
-            shutil.rmtree(place)
-            shutil.copytree(copied, place)
+        shutil.rmtree(self.run_dir)
+        shutil.copytree(self.copies[self.run_dir], self.run_dir)
+
+    def copy_tracker(self, folder: Path) -> Path:
+        """Return `folder` with the tracker: a place of its own, as a client may keep files open for the process."""
+        shutil.copytree(self.copies[self.path], folder, dirs_exist_ok=True)
+        return folder
 
 
 @define
@@ -220,19 +225,19 @@ class _Tests:
     def check_resumes(self, killed: _Killed) -> None:
         """Check the run that goes on, a branch of it, and mirrors in the trackers of both."""
         killed.put_back()
-        self.resume(killed, killed.run_dir, {_SINK: self.new_sink(killed.path)}, resume=True)
-        self.compare("a kill and a resume", killed.run_dir, killed.path)
+        tracker = killed.copy_tracker(self.new_folder())
+        self.resume(killed, killed.run_dir, {_SINK: self.new_sink(tracker)}, resume=True)
+        self.compare("a kill and a resume", killed.run_dir, tracker)
 
         run_dir, path = self.new_folder(), self.new_folder()
         self.resume(killed, run_dir, {_SINK: self.new_sink(path)}, resume=killed.run_dir)
         self.compare("a branch", run_dir, path)
-        self.compare("a branch", killed.run_dir, killed.path)  # has not changed
+        self.compare("a branch", killed.run_dir, tracker)  # has not changed
 
         # The tracker of a longer run, with values that the run directory lacks.
-        shutil.rmtree(killed.path)
-        shutil.copytree(killed.copies[killed.path], killed.path)
-        mirror(History(killed.run_dir), self.new_sink(killed.path))
-        self.compare("hookdiff mirror", killed.run_dir, killed.path)
+        tracker = killed.copy_tracker(self.new_folder())
+        mirror(History(killed.run_dir), self.new_sink(tracker))
+        self.compare("hookdiff mirror", killed.run_dir, tracker)
 
     def resume(self, killed: _Killed, run_dir: Path, plugins: Mapping[str, object], **options: Any) -> None:
         others = {"everything": _Everything(has_odd=False), "earlier": _Restores(killed.state)}
