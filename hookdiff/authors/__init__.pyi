@@ -7,6 +7,7 @@ from .chart import (
 )
 from .encoding.digests import digest_of as digest_of
 from .encoding.encoder import Encoded as Encoded, Encoder as Encoder
+from .encoding.given import ENCODED as ENCODED
 from .features.collected import ROWS as ROWS, Collected as Collected
 from .features.moments import Gaussian as Gaussian, Moments as Moments
 from .features.neighbours import distances as distances, nearest_neighbours as nearest_neighbours

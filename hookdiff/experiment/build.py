@@ -13,7 +13,7 @@ from attrs import evolve
 from torch import Generator, Tensor, nn
 
 from hookdiff.authors.encoding.encoded_reader import EncodedReader
-from hookdiff.authors.encoding.encoder import Encoding
+from hookdiff.authors.encoding.encoder import INPUTS, Encoding
 from hookdiff.builtin import builtin_plugins
 from hookdiff.builtin.start import Start
 from hookdiff.data.feed import Feed
@@ -163,13 +163,17 @@ def build_feed(config: Config, decode: bool = True, encode: bool = True) -> Feed
         store = evolve(store, store="auto", memory_limit=0)
     with _problems_of("data"), shown_works():
         shared = {name: value for part in (Workers, ItemKeys, Feed) for name, value in config.data.shared[part].items()}
-        transforms, encoders = config.data.of(Transforms), config.data.of(Encoding).encode
+        transforms, encoding = config.data.of(Transforms), config.data.of(Encoding)
+        encoders, is_encoded = encoding.encode or {}, encoding.encoded
+        as_they_are = Transforms() if is_encoded and INPUTS in encoders else transforms
+        if is_encoded and not encoders:
+            raise UserError("encoded: there is no [data.encode.NAME] that has made the samples")
         if not (encoders and encode):
-            return feed_of(source, transforms, store, **shared)
+            return feed_of(source, as_they_are, store, **shared)
         source = InMemory(source) if isinstance(source, Tensor) else source
         read = evolve(store, store="auto" if isinstance(source, InMemory) else "none")
-        pictures = partial(feed_of, source, transforms, read, **shared)
-        reader = EncodedReader(source, transforms, store, encoders, pictures, pick_device(config.run.device))
+        samples, device = partial(feed_of, source, as_they_are, read, **shared), pick_device(config.run.device)
+        reader = EncodedReader(source, transforms, store, encoders, samples, device, is_encoded)
         return Feed(reader, **config.data.shared[Feed])
 
 
@@ -181,7 +185,8 @@ def fit_to_data(config: Config, feed: Feed) -> Config:
     """
     if config.diffusion.arguments.get("conditional"):
         _check_labels(config, feed)
-    if feed.codec and config.diffusion.accepts("data_mean"):
+    scaled = {"data_mean", "data_std"} <= config.diffusion.arguments.keys()  # such as those of a run that is resumed
+    if feed.codec and not scaled and config.diffusion.accepts("data_mean"):
         mean, std = feed.reader.scale(feed.training)
         config = evolve(config, diffusion=config.diffusion.given(data_mean=tuple(mean), data_std=tuple(std)))
     facts = _facts(feed)

@@ -147,9 +147,7 @@ def save_table(path: Path, columns: Mapping[str, Column], fill: Callable[[_Rows]
         UserError: if the disk has no room for it.
         OSError: if it cannot be written.
     """
-    size, free = sum(column.num_bytes for column in columns.values()), shutil.disk_usage(path.parent).free
-    if free < size:  # a mapped file that outgrows its disk kills the process without a message
-        raise UserError(f"{path.parent}: needs {byte_size(size)}, {byte_size(free)} are free")
+    check_room(path, columns)
     with new_folder(path) as folder:
         rows = {
             name: numpy.memmap(folder / _file_of(name), one.dtype, "w+", shape=one.shape)
@@ -161,6 +159,13 @@ def save_table(path: Path, columns: Mapping[str, Column], fill: Callable[[_Rows]
         written = {name: evolve(one, checksums=_checksums(folder / _file_of(name))) for name, one in columns.items()}
         about = _About(written, facts)
         write_file(folder / _ABOUT, json.dumps(cattrs.unstructure(evolve(about, digest=about.digested()))).encode())
+
+
+def check_room(path: Path, columns: Mapping[str, Column]) -> None:
+    """Raise UserError if the disk of `path` has no room for `columns`."""
+    size, free = sum(column.num_bytes for column in columns.values()), shutil.disk_usage(path.parent).free
+    if free < size:  # a mapped file that outgrows its disk kills the process without a message
+        raise UserError(f"{path.parent}: needs {byte_size(size)}, {byte_size(free)} are free")
 
 
 def _file_of(name: str) -> str:

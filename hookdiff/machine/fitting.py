@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import torch
 from attrs import define
 
 from hookdiff.errors import UserError
+
+logger = logging.getLogger("hookdiff")
 
 # In lower case: messages of allocators and libraries that do not raise torch.OutOfMemoryError.
 _MESSAGES = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
@@ -54,6 +57,7 @@ class Fitting:
             self.size = len(part) // 2
             if not self.size:
                 raise UserError(f"not even one image fits in the memory of {self.device}")
+            logger.info("%d images at a time do not fit in the memory of %s; now %d", len(part), self.device, self.size)
             free_memory(self.device)  # not in `_done`: there, the error and its frames still hold the tensors
 
 

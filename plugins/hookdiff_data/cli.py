@@ -49,7 +49,8 @@ def command(
     picture shows the first batch as the model sees it, augmentation included.
 
     With --to-shards there is no report: the samples, as they are before any resizing, are written in their order into
-    tar files in the folder DIR. The table [data] that trains on them is printed.
+    tar files in the folder DIR, or in the place of pictures what the encoders of CONFIG make of them. The table [data]
+    that trains on them is printed.
     """
     from hookdiff import load_config
     from hookdiff.disk import writing
@@ -87,12 +88,14 @@ def _to_shards(config: Any, folder: Path, size: float, overwrite: bool) -> dict[
     """Write the shards, and return what `write_shards` does, with all keys of [data] that the config sets."""
     from hookdiff.experiment import build_feed
     from hookdiff.options import as_toml
+    from hookdiff_data.encoded import is_encoded
     from hookdiff_data.shards import check_place, write_shards
 
     check_place(folder, overwrite)  # before the data is looked at
-    feed = build_feed(config, decode=False, encode=False).bind(1, config.run.seed)
+    feed = build_feed(config, decode=False).bind(1, config.run.seed)
     written = write_shards(feed, folder, int(size * 2**20))
     shared = {name: value for keys in config.data.shared.values() for name, value in keys.items()}
+    shared |= {"encoded": True} if is_encoded(feed) else {}
     return {**written, "data": as_toml({**written["data"], **shared})}
 
 

@@ -40,13 +40,18 @@ def members(feed: Feed) -> Iterator[tuple[int, Members]]:
             label = int(feed.labels[index])
         sample = {suffix: content} if label is None else {suffix: content, "cls": str(label).encode()}
         for name, value in others.items():
-            if not _NAME.fullmatch(name):
-                raise UserError(f"conditions {name!r}: the name cannot be that of a file in a shard; rename it")
-            suffix, content = _written(feed, index, value, name)
-            sample[f"{name.lower()}.{suffix}"] = content
+            suffix, content = written(feed, index, value, name)
+            sample[f"{member_name(name)}.{suffix}"] = content
         if len(sample) < 1 + (label is not None) + len(others):
             raise UserError(f"the names of the conditions differ only by capitals: {', '.join(others)}")
         yield index, sample
+
+
+def member_name(condition: str) -> str:
+    """Return the name of a condition as part of an extension; raises UserError if it cannot be that."""
+    if not _NAME.fullmatch(condition):
+        raise UserError(f"conditions {condition!r}: the name cannot be that of a file in a shard; rename it")
+    return condition.lower()
 
 
 def conditions_of(feed: Feed, sample: Members) -> dict[str, str]:
@@ -73,10 +78,10 @@ def _parts(feed: Feed) -> Iterator[tuple[int, Any]]:
         else:
             seed_all(feed.seed, 0, index)
             image, label, others = parts_of(source[index], index, feed.reader.keys)
-        yield index, (_written(feed, index, image), label, others)
+        yield index, (written(feed, index, image), label, others)
 
 
-def _written(feed: Feed, index: int, value: Any, name: str = "") -> tuple[str, bytes]:
+def written(feed: Feed, index: int, value: Any, name: str = "") -> tuple[str, bytes]:
     """Return the extension and the content of the file that holds a picture, or a condition called `name`."""
     try:
         return _content(value, bool(name))

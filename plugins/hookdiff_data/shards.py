@@ -13,14 +13,16 @@ from typing import Any, BinaryIO
 from attrs import define, field
 
 from hookdiff import Feed, UserError, shown
+from hookdiff.authors import ENCODED
 from hookdiff.cli import check_free
 from hookdiff.disk import new_folder, write_file, writing
 from hookdiff.terminal import paced
+from hookdiff_data.encoded import Encodings, is_encoded
 from hookdiff_data.members import Members, conditions_of, members
 
 _BLOCK = tarfile.BLOCKSIZE
 _CLASSES = "classes.json"
-_SHARD = re.compile(rf"shard-\d+\.tar|{re.escape(_CLASSES)}")  # what is in a folder of shards
+_SHARD = re.compile(rf"shard-\d+\.tar|{re.escape(_CLASSES)}|{re.escape(ENCODED)}")  # what is in a folder of shards
 
 
 def check_place(folder: Path, overwrite: bool) -> None:
@@ -36,14 +38,16 @@ def check_place(folder: Path, overwrite: bool) -> None:
 def write_shards(feed: Feed, folder: Path, most: int) -> dict[str, Any]:
     """Write all usable samples of `feed` into shards of at most `most` bytes, and the names of the classes beside them.
 
-    The folder is there when all of it is written, or not at all, and replaces an earlier one. Returns the numbers of
-    "samples", "shards" and "bytes", and as "data" the keys of [data] that read them. Raises UserError for samples that
-    cannot be written, or not alike, and if the folder cannot be written.
+    Of encoded samples it writes what the encoders have made, and facts about that. The folder is there when all of it
+    is written, or not at all, and replaces an earlier one. Returns the numbers of "samples", "shards" and "bytes", and
+    as "data" the keys of [data] that read them. Raises UserError for samples that cannot be written, or not alike, and
+    if the folder cannot be written.
     """
-    data: dict[str, Any] = {"source": "shards", "path": str(folder)}
+    encoded = Encodings(feed) if is_encoded(feed) else None
     with writing(folder), new_folder(folder) as partial:
         with closing(_Writer(partial, most)) as writer:
-            samples = paced(_alike(feed), len(feed.usable), "data: shards", "samples", size=lambda _: 1)
+            found = encoded.members() if encoded else members(feed)
+            samples = paced(_alike(feed, found), len(feed.usable), "data: shards", "samples", size=lambda _: 1)
             with closing(samples):
                 for sample in samples:
                     writer.add(sample)
@@ -51,17 +55,20 @@ def write_shards(feed: Feed, folder: Path, most: int) -> dict[str, Any]:
             raise UserError("no sample can be read: there is nothing to write")
         if feed.classes:
             write_file(partial / _CLASSES, json.dumps(list(feed.classes)).encode())
-    if "npy" in sample:
-        data["image"] = "npy"
-    if conditions := conditions_of(feed, sample):
+        if encoded:
+            write_file(partial / ENCODED, json.dumps(encoded.facts).encode())
+    data: dict[str, Any] = {"source": "shards", "path": str(folder)}
+    if image := encoded.image if encoded else "npy" if "npy" in sample else None:
+        data["image"] = image
+    if conditions := encoded.conditions if encoded else conditions_of(feed, sample):
         data["conditions"] = conditions
     return {"samples": writer.samples, "shards": writer.shards, "bytes": writer.bytes, "data": data}
 
 
-def _alike(feed: Feed) -> Iterator[Members]:
+def _alike(feed: Feed, samples: Iterator[tuple[int, Members]]) -> Iterator[Members]:
     """Yield the members of all samples. Raises UserError if one has other extensions, save that of its picture."""
     first, named = None, ""
-    for index, sample in members(feed):
+    for index, sample in samples:
         picture, *others = sample
         kinds = [picture if picture == "npy" else "a picture", *(f".{other}" for other in others)]
         first, named = first or kinds, named or feed.describe(index)

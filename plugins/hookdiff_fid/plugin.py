@@ -76,7 +76,11 @@ class FID(ImageMetric):
         """Read the data, and announce the cost of a measurement."""
         self._is_ready = True
         if not self.reference:
-            self.target = data_features(loop.feed, loop.feed.training, self.space, "fid: the training images")
+            try:
+                pictures = loop.feed.pictures
+            except UserError as error:
+                raise UserError(f"fid: {error}; set plugins.fid.reference, a file of statistics") from None
+            self.target = data_features(pictures, loop.feed.training, self.space, "fid: the training images")
         made = self.generated.features(loop.num_ranks, "fid: images")  # the first image takes longer than others
         if isinstance(self.target, Gaussian) and made.moments.dim != len(self.target.mean):
             counts = f"{len(self.target.mean):,} features, the space {self.space.name!r} has {made.moments.dim:,}"

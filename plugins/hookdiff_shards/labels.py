@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hookdiff import nearest, shown, why_missing
+from hookdiff.authors import ENCODED
 from hookdiff.disk import read_file
 from hookdiff.images import encode, normal, reason, some
 from hookdiff_shards.remote import asked, is_url
@@ -25,19 +26,12 @@ def read_classes(given: str | Sequence[str] | None, shard: str, options: Mapping
     that is missing or holds anything else.
     """
     if given is None:
-        folder = shard.partition("?")[0].rpartition("/")[0] if is_url(shard) else os.path.dirname(shard)
-        beside = [f"{folder}/{name}" if is_url(shard) else os.path.join(folder, name) for name in _NAMES]
-        given = next((path for path in beside if _exists(path, options)), None)
+        given = beside(shard, _NAMES, options)
         if given is None:
             return None
     if not isinstance(given, str):
         return tuple(given)
-    try:
-        content = _content(given, options)
-    except FileNotFoundError:
-        raise ValueError(f"{given}: {'no such file' if is_url(given) else why_missing(Path(given))}") from None
-    except OSError as error:
-        raise ValueError(f"{given}: {reason(error)}") from error
+    content = content_of(given, options)
     try:
         text = content.decode("utf-8-sig")
         if given.lower().endswith(".json"):
@@ -51,6 +45,36 @@ def read_classes(given: str | Sequence[str] | None, shard: str, options: Mapping
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError(f"{given}: expected a list of names of classes")
     return tuple(names)
+
+
+def read_encoded(shard: str, options: Mapping[str, Any]) -> Any:
+    """Return what the file beside the first `shard` says about encoded samples; None if there is none.
+
+    Raises ValueError for a file that cannot be read.
+    """
+    if (path := beside(shard, [ENCODED], options)) is None:
+        return None
+    try:
+        return json.loads(content_of(path, options))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {reason(error)}") from error
+
+
+def beside(shard: str, names: Sequence[str], options: Mapping[str, Any]) -> str | None:
+    """Return the first of `names` that lies in the folder of `shard`."""
+    folder = shard.partition("?")[0].rpartition("/")[0] if is_url(shard) else os.path.dirname(shard)
+    paths = [f"{folder}/{name}" if is_url(shard) else os.path.join(folder, name) for name in names]
+    return next((path for path in paths if _exists(path, options)), None)
+
+
+def content_of(path: str, options: Mapping[str, Any]) -> bytes:
+    """Return what a file here or at a URL holds. Raises ValueError if it cannot be read."""
+    try:
+        return _content(path, options)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: {'no such file' if is_url(path) else why_missing(Path(path))}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {reason(error)}") from error
 
 
 def _exists(path: str, options: Mapping[str, Any]) -> bool:

@@ -44,6 +44,8 @@ class Samples:
     that is asked for.
     """
 
+    encoded: Any = None  # facts about what encoders have made, as a table
+
     def __init__(
         self,
         files: Files,

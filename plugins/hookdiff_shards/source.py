@@ -1,5 +1,6 @@
 """`source = "shards"`: samples in tar files."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,7 +9,7 @@ from hookdiff.options import Handed, Writes
 from hookdiff_shards.conditions import Items, parse
 from hookdiff_shards.files import Files
 from hookdiff_shards.indices import indices_of
-from hookdiff_shards.labels import read_classes
+from hookdiff_shards.labels import read_classes, read_encoded
 from hookdiff_shards.places import expand
 from hookdiff_shards.samples import Shards, is_array
 
@@ -49,6 +50,7 @@ def shards(
     files = Files(expand(path, options), options)
     indices = indices_of(files, Path(index_dir).expanduser() if index_dir else Store().folder / "shards")
     names = read_classes(classes, files.shards[0].name, options) if label != "none" else None
-    if asked or is_array(image):
-        return Items(asked, files, indices, image, label, names)
-    return Shards(files, indices, image, label, names)
+    kind = partial(Items, asked) if asked or is_array(image) else Shards
+    found: Shards | Items = kind(files, indices, image, label, names)
+    found.encoded = read_encoded(files.shards[0].name, options)
+    return found

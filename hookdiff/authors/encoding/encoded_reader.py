@@ -14,7 +14,8 @@ from torch import Generator, Tensor
 
 from hookdiff.authors.encoding.codec import PictureCodec
 from hookdiff.authors.encoding.encoder import INPUTS, Encoder
-from hookdiff.authors.encoding.tables import MEAN, STD, Encode, EncodedRows
+from hookdiff.authors.encoding.given import MEAN, STD, Given, Made
+from hookdiff.authors.encoding.tables import Encode, EncodedRows, decoded_shape, kept_in_memory
 from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
 from hookdiff.data.memory import InMemory, to_device
@@ -24,35 +25,49 @@ from hookdiff.errors import UserError
 from hookdiff.images.augment import FLIP
 from hookdiff.images.cache import key_of, place_of
 from hookdiff.images.store import Store
-from hookdiff.images.survey import left_out_text
-from hookdiff.images.transforms import Transforms
+from hookdiff.images.survey import Survey, left_out_text
+from hookdiff.images.transforms import Transforms, size_text
 from hookdiff.machine.randomness import derive_seed, uniforms
 
 logger = logging.getLogger("hookdiff")
 
-_CPU = torch.device("cpu")
+_AT_ONCE = 1024  # samples of a part
+
+
+@define(eq=False)
+class Part:
+    """Some samples, and what the encoders make of them."""
+
+    indices: Tensor  # n, int64
+    sides: Mapping[str, Mapping[str, Tensor]]  # by encoder, "mean" and perhaps "std": n, sides, ..., float16
+    labels: Tensor | None
+    conditions: Mapping[str, Tensor]  # of the source
 
 
 @define(eq=False, slots=False)
 class EncodedReader:
-    """Reads the samples of `source` as `encoders` make them. `make_pictures` opens the Feed of its pictures."""
+    """Reads the samples of `source` as `encoders` make them, or have made them if `is_encoded`.
+
+    `make_samples` opens the Feed of the samples as they are: of pictures, or of what was made of these.
+    """
 
     source: Any
     transforms: Transforms
     store: Store
     encoders: Mapping[str, Encoder]
-    make_pictures: Callable[[], Feed]
+    make_samples: Callable[[], Feed]
     device: torch.device
+    is_encoded: bool = False
     labels: Tensor | None = field(init=False)
     classes: Sequence[str] | None = field(init=False)
     left_out: Sequence[str] = field(init=False)
     unreadable: set[int] = field(init=False)
     codec: PictureCodec | None = field(init=False, default=None)
     seed: int = field(init=False, default=0)
-    _pictures: Feed | None = field(init=False, default=None)
+    _samples: Feed | None = field(init=False, default=None)
     _picture_shape: tuple[int, ...] = field(init=False)
     _rows: dict[str, EncodedRows] = field(init=False, factory=dict)  # what each encoder has made of all samples
-    _encodes: dict[str, Encode] = field(init=False, factory=dict)  # those that encode anew in each epoch
+    _makers: dict[str, Encode | Given] = field(init=False, factory=dict)  # of those that are not kept in rows
 
     def __attrs_post_init__(self) -> None:
         if self.transforms.side != self.transforms.image_size:
@@ -60,39 +75,86 @@ class EncodedReader:
         if any(self.transforms.color_jitter):
             raise UserError("color_jitter: random colours cannot be encoded once; leave it out")
         self.labels, self.classes = labels_of(self.source, len(self.source))
-        for name, encoder in self.encoders.items():
-            flips = bool(self.transforms.flip)
-            encode = Encode(name, encoder, self.open_pictures, flips, self.device, len(self.source))
-            if (encoder.store or self.store.store) == "none":
-                self._encodes[name] = encode
-                continue
-            self._rows[name] = self._kept(encode)
-        if self._rows:
-            first = next(iter(self._rows.values()))
-            self.labels = first.labels if self.labels is None else self.labels
-            survey, self._picture_shape = first.survey, first.survey.shape
-        else:
-            pictures = self.open_pictures()
-            survey, self._picture_shape = pictures.reader.prepared.survey, pictures.shape
+        survey = self._take() if self.is_encoded else self._encode()
+        if self._rows and self.labels is None:
+            self.labels = next(iter(self._rows.values())).labels
         self.unreadable = {*survey.unreadable, *survey.undecodable}
         self.left_out = left_out_text([*survey.unreadable.values(), *survey.undecodable.values()], len(self))
         if INPUTS in self.encoders:
             own = self.encoders[INPUTS]
             self.codec = PictureCodec(own, own.digest(), self._picture_shape, self.open_pictures, self.device)
 
+    def _encode(self) -> Survey:
+        for name, encoder in self.encoders.items():
+            flips = bool(self.transforms.flip)
+            encode = Encode(name, encoder, self.open_pictures, flips, self.device, len(self.source))
+            if (encoder.store or self.store.store) == "none":
+                self._makers[name] = encode
+            else:
+                self._rows[name] = self._kept(encode)
+        if not self._rows:
+            pictures = self.open_pictures()
+            self._picture_shape = pictures.shape
+            found: Survey = pictures.reader.prepared.survey
+            return found
+        survey = next(iter(self._rows.values())).survey
+        self._picture_shape = survey.shape
+        return survey
+
+    def _take(self) -> Survey:
+        """Take what the encoders have made from the samples, and keep it in memory if it is to be."""
+        made, samples = Made.of(self.source), self._open()
+        if made:
+            made.check(self.encoders)
+        elif [*self.encoders] != [INPUTS] or len(samples.shape) != 3:
+            raise UserError(
+                f"encoded: the source does not say what its samples hold, so they must be the means (c h w) for "
+                f"encode.{INPUTS}; they are {size_text(samples.shape)}"
+            )
+        if self.transforms.flip and (made is None or made.sides == 1):
+            raise UserError("flip: the samples hold one side of each picture; leave it out")
+        givens = {name: Given(name, made) for name in self.encoders}
+        sides = {name: maker.sides_of(samples.reader.first) for name, maker in givens.items()}
+        self._picture_shape = made.shape if made else decoded_shape(self.encoders[INPUTS], samples.shape, self.device)
+        if self.transforms.image_size not in (None, self._picture_shape[-1]):
+            raise UserError(f"image_size: the samples were made of pictures of {size_text(self._picture_shape)}")
+        survey = Survey(self._picture_shape)
+        sizes = {name: len(self) * sum(one.nbytes for one in columns.values()) for name, columns in sides.items()}
+        if all(self._store_of(name).place(size) == "memory" for name, size in sizes.items()):
+            self._rows = kept_in_memory(samples, givens, survey)
+        else:
+            self._makers = dict(givens)
+        return survey
+
     def open_pictures(self) -> Feed:
-        """Return the Feed of the pictures, which reads their headers when it is made."""
-        if self._pictures is None:
-            self._pictures = self.make_pictures()
-        return self._pictures
+        """Return the Feed of the pictures, which reads their headers when it is made.
+
+        Raises:
+            UserError: for samples that hold no pictures.
+        """
+        if self.is_encoded and INPUTS in self.encoders:
+            raise UserError("data.encoded: the samples hold what was made of the pictures, so these are not here")
+        pictures = self._open()
+        if not pictures.are_pictures:
+            way_out = "; if they hold what the encoders have made, set encoded = true"
+            raise UserError(f"encode: the samples are no pictures, but of {size_text(pictures.shape)}{way_out}")
+        return pictures
+
+    def _open(self) -> Feed:
+        if self._samples is None:
+            self._samples = self.make_samples()
+        return self._samples
+
+    def _store_of(self, name: str) -> Store:
+        return evolve(self.store, store=self.encoders[name].store or self.store.store)
 
     def _kept(self, encode: Encode) -> EncodedRows:
         key = self._key(encode.encoder)
         if key is None:
             logger.warning("%s: the source has no fingerprint, so it is encoded in each run", encode.where)
         rows = encode.rows(None if key is None else place_of(key, self.store.folder / "encoded"))
-        place = evolve(self.store, store=encode.encoder.store or self.store.store)
-        if key is not None and place.place(sum(column.nbytes for column in rows.columns.values())) == "memory":
+        size = sum(column.nbytes for column in rows.columns.values())
+        if key is not None and self._store_of(encode.name).place(size) == "memory":
             rows.columns = {name: column.clone() for name, column in rows.columns.items()}
         return rows
 
@@ -147,25 +209,33 @@ class EncodedReader:
         return None if None in keys else repr(keys)
 
     def close(self) -> None:
-        if self._pictures is not None:
-            self._pictures.close()
+        if self._samples is not None:
+            self._samples.close()
 
     def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
-        needs_pictures = bool(self._encodes) or INPUTS not in self.encoders
-        pictures = self._picture_batches(shares) if needs_pictures else [None] * len(shares)
-        for share, batch in zip(shares, pictures, strict=True):
+        for share, batch in self._read(shares):
             flipped = self._flipped(share, epoch)
             made = {name: self._drawn(name, share, flipped, epoch, batch) for name in self.encoders}
-            given = self._conditions(share, flipped, batch)
+            conditions = self._conditions_of(share, batch)
+            for name, column in conditions.items():
+                if is_paired(column.shape[1:], self._picture_shape):  # an image, mirrored with its picture
+                    conditions[name] = _mirrored(column, flipped)
             if batch is not None and INPUTS not in made:
                 made[INPUTS] = to_device(_mirrored(batch.inputs, flipped), self.device)
-            inputs = made.pop(INPUTS)
-            labels = None if self.labels is None else to_device(self.labels[share], self.device)
+            inputs, labels = made.pop(INPUTS), self._labels_of(share, batch)
+            labels = None if labels is None else to_device(labels, self.device)
+            given = {name: to_device(column, self.device) for name, column in conditions.items()}
             yield inputs, labels, share, {**given, **made}
 
-    def _picture_batches(self, shares: Sequence[Tensor]) -> Iterator[Batch]:
-        for inputs, labels, indices, conditions in self.open_pictures().reader.stacks(shares, None):
-            yield Batch(inputs, labels, indices, conditions=conditions)
+    def _read(self, shares: Sequence[Tensor]) -> Iterator[tuple[Tensor, Batch | None]]:
+        """Yield each of `shares` with its samples as the source has them, or None if nothing of these is needed."""
+        if INPUTS in self._rows and not self._makers:
+            yield from ((share, None) for share in shares)
+            return
+        samples = self._open() if self.is_encoded else self.open_pictures()
+        for share, made in zip(shares, samples.reader.stacks(shares, None), strict=True):
+            inputs, labels, indices, conditions = made
+            yield share, Batch(inputs, labels, indices, conditions=conditions)
 
     def _flipped(self, share: Tensor, epoch: int | None) -> Tensor:
         """Return which of the samples are mirrored: the same as of pictures that are not encoded."""
@@ -175,38 +245,26 @@ class EncodedReader:
 
     def _drawn(self, name: str, share: Tensor, flipped: Tensor, epoch: int | None, batch: Batch | None) -> Tensor:
         if name in self._rows:
-            columns = self._rows[name].columns
-            picked = {key: columns[key][share, flipped] for key in (MEAN, STD) if key in columns}
+            columns, rows = self._rows[name].columns, share
         else:
-            assert batch is not None
-            both = self._both_sides(name, batch)
-            picked = {key: one[torch.arange(len(share)), flipped] for key, one in both.items()}
-        values = picked[MEAN].float()
-        if STD in picked and epoch is not None and self.encoders[name].draws:
-            values = values + picked[STD].float() * self._noise(name, share, epoch, values.shape[1:])
+            columns, rows = self._sides_of(name, share, batch), torch.arange(len(share))
+        values = columns[MEAN][rows, flipped].float()
+        if STD in columns and epoch is not None and self.encoders[name].draws:
+            values = values + columns[STD][rows, flipped].float() * self._noise(name, share, epoch, values.shape[1:])
         return to_device(values, self.device)
+
+    def _sides_of(self, name: str, share: Tensor, batch: Batch | None) -> dict[str, Tensor]:
+        """Return what an encoder makes of both sides of the samples at `share`."""
+        if name in self._rows:
+            columns = self._rows[name].columns
+            return {key: columns[key][share] for key in (MEAN, STD) if key in columns}
+        assert batch is not None
+        return self._makers[name].sides_of(batch)
 
     @property
     def _chance(self) -> float:
         """The probability of a mirrored sample."""
         return 0.5 if self.transforms.flip is True else float(self.transforms.flip)
-
-    def _in_order(self, indices: Tensor) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
-        """Yield parts of `indices`, and what the encoder of the inputs makes of both sides of them."""
-        shares = torch.split(indices, 1024)
-        if INPUTS in self._rows:
-            columns = self._rows[INPUTS].columns
-            yield from (
-                (share, {key: columns[key][share] for key in (MEAN, STD) if key in columns}) for share in shares
-            )
-        else:
-            for share, batch in zip(shares, self._picture_batches(shares), strict=True):
-                yield share, self._both_sides(INPUTS, batch)
-
-    def _both_sides(self, name: str, batch: Batch) -> Mapping[str, Tensor]:
-        encode = self._encodes[name]
-        encode.open(tuple(batch.inputs.shape[1:]))
-        return encode.both_sides(batch.inputs)
 
     def _noise(self, name: str, share: Tensor, epoch: int, shape: Sequence[int]) -> Tensor:
         """Return standard normal numbers (n and `shape`), those of a sample by (seed, epoch, sample)."""
@@ -217,16 +275,32 @@ class EncodedReader:
             torch.randn(tuple(shape), generator=generator, out=made[row])
         return made
 
-    def _conditions(self, share: Tensor, flipped: Tensor, batch: Batch | None) -> dict[str, Tensor]:
-        """Return the conditions that the source has; those that are images are mirrored with the pictures."""
-        if batch is not None:
-            found = dict(batch.conditions)
-        else:
-            found = {name: column[share] for name, column in next(iter(self._rows.values())).conditions.items()}
-        for name, column in found.items():
-            if is_paired(column.shape[1:], self._picture_shape):
-                found[name] = _mirrored(column, flipped)
-        return {name: to_device(column, self.device) for name, column in found.items()}
+    def _labels_of(self, share: Tensor, batch: Batch | None) -> Tensor | None:
+        if self.labels is not None:
+            return self.labels[share]
+        return None if batch is None else batch.labels
+
+    def _conditions_of(self, share: Tensor, batch: Batch | None) -> dict[str, Tensor]:
+        """Return the conditions that the source has."""
+        if batch is None:
+            rows = next(iter(self._rows.values()))
+            return {name: column[share] for name, column in rows.conditions.items()}
+        own = [maker for maker in self._makers.values() if isinstance(maker, Given)]
+        return {
+            name: column for name, column in batch.conditions.items() if not any(maker.is_own(name) for maker in own)
+        }
+
+    def parts(self, indices: Tensor) -> Iterator[Part]:
+        """Yield parts of the samples `indices`, in order, with both sides of what the encoders make of them."""
+        for share, batch in self._read(torch.split(indices, _AT_ONCE)):
+            sides = {name: self._sides_of(name, share, batch) for name in self.encoders}
+            yield Part(share, sides, self._labels_of(share, batch), self._conditions_of(share, batch))
+
+    def made(self, part: Part) -> Made:
+        """Return the facts about such parts as `part`."""
+        columns = [f"{name}.{column}" for name, found in part.sides.items() for column in found]
+        digests = {name: encoder.digest() for name, encoder in self.encoders.items()}
+        return Made(self._picture_shape, next(iter(part.sides.values()))[MEAN].shape[1], digests, tuple(columns))
 
     def scale(self, indices: Tensor) -> tuple[Sequence[float], Sequence[float]]:
         """Return mean and deviation of each channel of the inputs, as they are drawn from the samples `indices`.
@@ -238,7 +312,8 @@ class EncodedReader:
             return given
         sums = squares = torch.zeros(self.shape[0], dtype=torch.float64)
         count, chance = 0, self._chance
-        for share, columns in self._in_order(indices):
+        for part in self.parts(indices):
+            columns = part.sides[INPUTS]
             mean = columns[MEAN].double()
             second = mean.square()
             if STD in columns and encoder.draws:
@@ -247,7 +322,7 @@ class EncodedReader:
             weights = weights.view(1, -1, *[1] * (mean.dim() - 2))
             axes = [0, 1, *range(3, mean.dim())]
             sums, squares = sums + (mean * weights).sum(axes), squares + (second * weights).sum(axes)
-            count += len(share) * mean[0, 0, 0].numel()
+            count += len(mean) * mean[0, 0, 0].numel()
         center = sums / count
         return center.tolist(), (squares / count - center.square()).sqrt().tolist()
 

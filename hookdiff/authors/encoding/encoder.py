@@ -86,3 +86,10 @@ class Encoding:
             "for a condition"
         ),
     )
+    encoded: bool = field(
+        default=False,
+        metadata=about(
+            "the samples hold what the encoders have made, as shards of `hookdiff data --to-shards` do, or an array of "
+            "means: they are drawn, scaled and decoded, and not encoded"
+        ),
+    )

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff.authors.encoding.encoder import INPUTS, Encoded, Encoder
+from hookdiff.authors.encoding.given import MEAN, STD, Given
+from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
 from hookdiff.disk.files import make_folder
 from hookdiff.errors import UserError
 from hookdiff.images.cache import facts_of, survey_of
 from hookdiff.images.survey import Survey
-from hookdiff.images.table import Column, found, locked, read_table, save_table
+from hookdiff.images.table import Column, check_room, found, locked, read_table, save_table
 from hookdiff.images.transforms import size_text
 from hookdiff.machine.fitting import Fitting
 from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, num_ranks, rank
@@ -30,7 +32,6 @@ logger = logging.getLogger("hookdiff")
 
 _CHUNK = 32  # pictures that are encoded together, whatever the number of ranks: another number rounds differently
 _LABELS, _OF_SOURCE = "labels", "of source: "  # columns that the samples have beside the pictures
-MEAN, STD = "mean", "std"
 
 
 @define(eq=False)
@@ -67,6 +68,7 @@ class Encode:
     device: torch.device
     num: int  # samples
     network: Encoded | None = field(default=None, init=False)
+    _fitting: Fitting | None = field(default=None, init=False)
 
     def rows(self, path: Path | None) -> EncodedRows:
         """Return the rows in the table `path`; they are made if it is missing or damaged. All ranks must call this.
@@ -109,30 +111,46 @@ class Encode:
 
     def _make(self, path: Path) -> None:
         logger.info("data: encoding %s samples by %s into %s", f"{self.num:,}", self.where, path)
-        pictures, rounds = self.open_pictures(), self._rounds()
-        first = next(rounds)
-        sizes = {name: Column(_dtype(one), (self.num, *one.shape[1:])) for name, one in first[1].items()}
+        sizes = first_rank_does(lambda: self._sizes(path))  # before anything is encoded
         if rank():
-            for _ in rounds:
+            for _ in self._rounds():
                 pass
             return
 
         def fill(rows: Mapping[str, Any]) -> Any:
-            for indices, made in (first, *rounds):
-                for name, values in made.items():
-                    rows[name][indices.numpy()] = values.numpy()
-            return _facts(pictures)
+            return self._fill({name: torch.from_numpy(column) for name, column in rows.items()})
 
         save_table(path, sizes, fill)
 
+    def _sizes(self, path: Path) -> dict[str, Column]:
+        """Return the columns of the table `path`; raises UserError if the disk has no room for it."""
+        pictures = self.open_pictures()
+        first = pictures.reader.first
+        made = self.sides_of(first) | _beside(pictures, first)
+        sizes = {name: Column(_dtype(one), (self.num, *one.shape[1:])) for name, one in made.items()}
+        check_room(path, sizes)
+        return sizes
+
     def _in_memory(self) -> EncodedRows:
-        rounds = self._rounds()
         columns: dict[str, Tensor] = {}
-        for indices, made in rounds:
-            for name, values in made.items():
-                column = columns.setdefault(name, torch.zeros(self.num, *values.shape[1:], dtype=values.dtype))
-                column[indices] = values
-        return self._rows_of(columns, _facts(self.open_pictures()))
+        return self._rows_of(columns, self._fill(columns))
+
+    def _fill(self, columns: dict[str, Tensor]) -> dict[str, Any]:
+        """Encode all samples into `columns`, and return the facts about the pictures."""
+        pictures, missing = self.open_pictures(), torch.zeros(self.num, dtype=torch.bool)
+        missing[pictures.usable] = True
+        for indices, made in self._rounds():
+            missing[indices] = False
+            fill_rows(columns, indices, made, self.num)
+        survey = getattr(getattr(pictures.reader, "prepared", None), "survey", None) or Survey()
+        # Another sample was read in the place of one that cannot be decoded.
+        broken = {
+            index: f"{pictures.describe(index)}: cannot be decoded" for index in missing.nonzero().flatten().tolist()
+        }
+        return {
+            "shape": list(pictures.shape),
+            "survey": facts_of(evolve(survey, undecodable=survey.undecodable | broken)),
+        }
 
     def _rounds(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yield the positions and the columns of each chunk, on all ranks, which share the work."""
@@ -150,21 +168,14 @@ class Encode:
     def _encoded(self, pictures: Feed, chunks: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         if not chunks:
             return
-        self.open(pictures.shape)
-        fitting = Fitting(_CHUNK, self.device)
         for batch in pictures.unaugmented(torch.cat(chunks), _CHUNK):
-            halves = partial(self._part, batch.inputs)
-            parts = [*fitting.parts(range(len(batch)), halves)]
-            columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            columns = self.sides_of(batch)
             assert batch.indices is not None
             for name, values in columns.items():
                 if bad := (~values.flatten(1).isfinite().all(1)).nonzero().flatten().tolist():
                     sample = pictures.describe(int(batch.indices[bad[0]]))
                     raise UserError(f"{self.where}: {sample} becomes a {name} that is not finite in float16")
-            if batch.labels is not None and getattr(pictures.reader, "labels", None) is None:
-                columns[_LABELS] = batch.labels.cpu()
-            columns |= {_OF_SOURCE + name: column.cpu() for name, column in batch.conditions.items()}
-            yield batch.indices, columns
+            yield batch.indices, columns | _beside(pictures, batch)
 
     def open(self, shape: tuple[int, ...]) -> None:
         """Load the network, and check that it takes pictures of `shape` (c h w), and returns such pictures.
@@ -196,12 +207,16 @@ class Encode:
         """The key of the encoder, for messages."""
         return f"data.encode.{self.name}"
 
-    def _part(self, pictures: Tensor, part: range) -> dict[str, Tensor]:
-        return self.both_sides(pictures[part.start : part.stop])
+    def sides_of(self, batch: Batch) -> dict[str, Tensor]:
+        """Return mean and deviation of the pictures of `batch`, and of their mirror images: n, sides, ..., float16."""
+        self.open(tuple(batch.inputs.shape[1:]))
+        self._fitting = self._fitting or Fitting(_CHUNK, self.device)
+        parts = [*self._fitting.parts(range(len(batch)), partial(self._both_sides, batch.inputs))]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def both_sides(self, pictures: Tensor) -> dict[str, Tensor]:
-        """Return mean and deviation of `pictures` (n c h w), and of their mirror images: n, sides, ..., float16."""
+    def _both_sides(self, pictures: Tensor, part: range) -> dict[str, Tensor]:
         assert self.network is not None
+        pictures = pictures[part.start : part.stop]
         sides = [pictures, pictures.flip(-1)] if self.flips else [pictures]
         with torch.no_grad():
             made = [self.network.encode(side.to(self.device)) for side in sides]
@@ -211,9 +226,50 @@ class Encode:
         return {name: column.half().cpu() for name, column in columns.items()}
 
 
-def _facts(pictures: Feed) -> dict[str, Any]:
-    seen = getattr(getattr(pictures.reader, "prepared", None), "survey", None) or Survey()
-    return {"shape": list(pictures.shape), "survey": facts_of(seen)}
+def kept_in_memory(samples: Feed, makers: Mapping[str, Given], survey: Survey) -> dict[str, EncodedRows]:
+    """Return what all `samples` hold that encoders have made, by the names of these."""
+    found = {name: dict[str, Tensor]() for name in makers}
+    own = {f"{name}.{column}" for name in makers for column in (MEAN, STD)}
+    batches = samples.unaugmented(samples.usable)
+    what = "data: what encoders have made"
+    with closing(paced(batches, len(samples.usable), what, "rows", size=len)) as shown:
+        for batch in shown:
+            given = {name: column for name, column in batch.conditions.items() if name not in own}
+            beside = _beside(samples, evolve(batch, conditions=given))
+            assert batch.indices is not None
+            for name, maker in makers.items():
+                fill_rows(found[name], batch.indices, maker.sides_of(batch) | beside, len(samples.reader))
+    return {name: EncodedRows(columns, survey) for name, columns in found.items()}
+
+
+def fill_rows(columns: dict[str, Tensor], indices: Tensor, values: Mapping[str, Tensor], num: int) -> None:
+    """Write `values` into the rows `indices` of `columns`, which are zeros at first."""
+    for name, rows in values.items():
+        if name not in columns:
+            columns[name] = torch.zeros(num, *rows.shape[1:], dtype=rows.dtype)
+        columns[name][indices] = rows
+
+
+def _beside(samples: Feed, batch: Batch) -> dict[str, Tensor]:
+    """Return the columns that a batch has beside its pictures; labels only if the source gives them one by one."""
+    found = {_OF_SOURCE + name: column.cpu() for name, column in batch.conditions.items()}
+    if batch.labels is not None and samples.reader.labels is None:
+        found[_LABELS] = batch.labels.cpu()
+    return found
+
+
+def decoded_shape(encoder: Encoder, shape: tuple[int, ...], device: torch.device) -> tuple[int, ...]:
+    """Return the shape of the picture that latents of `shape` become.
+
+    Raises:
+        UserError: if the encoder does not take them.
+    """
+    try:
+        with torch.no_grad():
+            return tuple(encoder.open(device).decode(torch.zeros(1, *shape, device=device)).shape[1:])
+    except RuntimeError as error:  # of a layer
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"encode.{INPUTS}: it cannot decode latents of {size_text(shape)}: {reason}") from None
 
 
 def _dtype(values: Tensor) -> str:

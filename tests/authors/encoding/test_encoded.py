@@ -21,7 +21,7 @@ from torch.nn import functional
 from hookdiff import ConfigError, SampleRequest, UserError, load_config, load_run
 from hookdiff.authors import Encoded, Encoder, on_ranks
 from hookdiff.experiment.build import build_feed, build_loop
-from tests.conftest import check_facts, records, refused
+from tests.conftest import check_facts, check_refused, records, refused
 
 CONFIG = """
 [run]
@@ -107,14 +107,14 @@ def pooled(images: Tensor) -> Tensor:
 
 def test_samples_are_encoded_once_and_the_second_start_encodes_nothing(write: Any) -> None:
     feed = build_feed(load_config(write())).bind(6, 0)
-    assert [shape[0] for shape in CALLS] == [1, 32, 32, 8, 8]  # a trial, then chunks, both sides
+    assert [shape[0] for shape in CALLS] == [1, 1, 1, 32, 32, 8, 8]  # trials, then chunks, both sides
     assert feed.shape == (3, 8, 8)
     assert (feed.picture_shape, feed.classes) == ((3, 16, 16), ("a", "b"))
     CALLS.clear()
     again = build_feed(load_config(write())).bind(6, 0)
     assert next(again.batches(0)).inputs.shape == (6, 3, 8, 8)
     assert CALLS == []
-    assert again.reader._pictures is None  # no header was read
+    assert again.reader._samples is None  # no header was read
 
 
 @pytest.mark.parametrize("store", ["memory", "disk", "none"])
@@ -234,6 +234,118 @@ def test_pictures_may_be_trained_on_beside_an_encoded_condition(write: Any, stor
         assert (ours.conditions["means"] - pooled(plain.inputs)).abs().max() < 0.6
 
 
+def test_a_picture_that_cannot_be_decoded_is_left_out(write: Any, tmp_path: Path) -> None:
+    path = write()
+    broken = tmp_path / "pictures" / "a" / "06.png"
+    content = bytearray(broken.read_bytes())
+    content[50] ^= 255  # a byte of the pixels
+    broken.write_bytes(content)
+    for _ in range(2):  # encoded, then from the table
+        feed = build_feed(load_config(path, settings=["data.unreadable=skip"])).bind(6, 0)
+        names = [feed.describe(index) for index in feed.usable.tolist()]
+        assert len(names) == 39
+        assert not any("06.png" in name for name in names)
+
+
+class Many:
+    """A million samples, which are pictures of 16 x 16."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(3, 16, 16)
+
+    def fingerprint(self) -> str:
+        return "many"
+
+
+@define(frozen=True)
+class Large(Pooled):
+    """An encoder of large latents."""
+
+    def open(self, device: torch.device) -> Encoded:
+        network: Any = Pooling()
+        network.encode = lambda pictures: (CALLS.append(()), torch.zeros(len(pictures), 4, 1024, 1024))[1:] * 2
+        network.decode = lambda latents: torch.zeros(len(latents), 3, 16, 16)
+        return network
+
+
+def test_a_table_without_room_is_refused_before_anything_is_encoded(write: Any) -> None:
+    path = write('source = "folder"\npath =', 'source = "tests.authors.encoding.test_encoded:Many"\n#')
+    path.write_text(path.read_text().replace("Pooled", "Large"))
+    with refused(ConfigError, "data", "needs", "31,250.0 GiB", "are free"):
+        build_feed(load_config(path))
+    assert len(CALLS) == 3  # trials
+
+
+@pytest.fixture
+def shards(write: Any, succeed: Callable[..., str], tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes what the encoders of a config make as shards, and a config of these."""
+
+    def shards(*extra: str) -> Path:
+        path = write()
+        path.write_text(path.read_text().replace("[model]", "\n".join([*extra, "[model]"])))
+        printed = succeed("data", path, "--to-shards", tmp_path / "shards", "--shard-size", "0.05")
+        before, _, after = path.read_text().partition("[data]")
+        made = tmp_path / "made.toml"
+        made.write_text(before + printed[printed.index("[data]") :] + after[after.index("[model]") :])
+        CALLS.clear()
+        return made
+
+    return shards
+
+
+@pytest.mark.parametrize("store", ["memory", "none"])
+@pytest.mark.parametrize("name", ["image", "small"])
+def test_shards_of_what_was_encoded_train_as_the_pictures_do(
+    write: Any, shards: Any, tmp_path: Path, store: str, name: str
+) -> None:
+    both = '[data.encode.small]\nuse = "tests.authors.encoding.test_encoded:Pooled"\nversion = 2\n'
+    made = shards(*[both] * (name == "small"), f'[diffusion]\nconditions = ["{name}"]' if name == "small" else "")
+    pictures = build_feed(load_config(tmp_path / "latents.toml")).bind(6, 5)
+    CALLS.clear()
+    ours = build_feed(load_config(made, settings=[f"data.store={store}"])).bind(6, 5)
+    assert (ours.shape, ours.picture_shape, ours.classes) == (pictures.shape, pictures.picture_shape, pictures.classes)
+    assert ours.reader.scale(ours.training) == pictures.reader.scale(pictures.training)
+    for one, other in zip(ours.batches(1), pictures.batches(1), strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+        assert torch.equal(one.labels, other.labels)
+        assert one.conditions.keys() == other.conditions.keys()
+        assert all(torch.equal(one.conditions[key], other.conditions[key]) for key in one.conditions)
+    assert CALLS == []
+
+
+def test_a_run_on_shards_of_latents_samples_pictures_and_asks_for_a_reference(
+    shards: Any, hookdiff: Callable[..., Any], succeed: Callable[..., str], tmp_path: Path
+) -> None:
+    made = shards()
+    succeed("run", made, "--out", tmp_path / "run")
+    shutil.rmtree(tmp_path / "shards")
+    assert load_run(tmp_path / "run", trust=True).sample(2).shape == (2, 3, 16, 16)
+
+
+BAD_ENCODED = [
+    (["data.encode.image.version=3"], ("data: encode.image", "another encoder than that of the samples")),
+    (["data.image_size=32"], ("data: image_size", "3 x 16 x 16")),
+    (["data.encoded=false"], ("no pictures", "set encoded = true")),
+    (["data.conditions={}"], ("conditions", 'lacks "image.std" = "image.std.npy"')),
+    (["plugins.fid.features=tests.plugins.test_autoencoder:mean_colours"], ("fid", "reference")),
+]
+
+
+@pytest.mark.parametrize(("settings", "facts"), BAD_ENCODED)
+def test_encoded_samples_that_do_not_fit_are_refused(
+    shards: Any, hookdiff: Callable[..., Any], tmp_path: Path, settings: list[str], facts: tuple[str, ...]
+) -> None:
+    path = shards()
+    extra = ("--plugins", "fid") if "fid" in settings[0] else ()
+    done = hookdiff(
+        "run", path, *extra, *(word for one in settings for word in ("--set", one)), "--out", tmp_path / "r"
+    )
+    check_refused(done, *facts)
+
+
 def batch_of(path: Path) -> Tensor:
     return next(build_feed(load_config(path)).bind(6, 0).batches(0)).inputs
 
@@ -294,7 +406,7 @@ def test_two_ranks_share_the_work_and_write_the_same_file(write: Any, tmp_path: 
     CALLS.clear()
     batches = on_ranks(2, lambda rank: batch_of(path))
     assert contents_of_table() == known
-    assert sorted(shape[0] for shape in CALLS) == [1, 1, 8, 8, 32, 32]  # each picture once, after two trials
+    assert sorted(shape[0] for shape in CALLS) == [1, 1, 1, 1, 8, 8, 32, 32]  # each picture once, after trials
     assert torch.equal(torch.stack(batches, 1).flatten(0, 1), alone)  # the samples alternate
 
 
@@ -308,3 +420,26 @@ def test_where_the_latents_are_kept_changes_no_loss(write: Any, succeed: Callabl
         succeed("run", path, "--out", tmp_path / name, *settings)
     whole, *others = ([line["loss"] for line in records(tmp_path / name)] for name in ("whole", "none", "disk"))
     assert others == [whole, whole]
+
+
+class Latents:
+    """Means that another program has made, of pictures of 16 x 16."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((3, 8, 8), float(index)), index % 2
+
+
+@pytest.mark.parametrize("store", ["memory", "none"])
+def test_means_of_another_program_are_trained_on_and_decoded(write: Any, store: str) -> None:
+    path = write('source = "folder"\npath =', 'source = "tests.authors.encoding.test_encoded:Latents"\n#')
+    settings = ["data.encoded=true", f"data.store={store}"]
+    with refused(ConfigError, "data: flip", "one side"):
+        build_feed(load_config(path, settings=settings))
+    feed = build_feed(load_config(path, settings=[*settings, "data.flip=false"])).bind(6, 0)
+    batch = next(feed.batches(0))
+    assert torch.equal(batch.inputs[:, 0, 0, 0], batch.indices.float())
+    assert torch.equal(batch.labels, batch.indices % 2)
+    assert feed.picture_shape == (3, 16, 16)

@@ -1,0 +1,61 @@
+"""The members of an encoded sample in a shard: what the encoders have made of it, in place of its picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import cattrs
+from attrs import define, field
+
+from hookdiff import Feed
+from hookdiff_data.members import Members, member_name, members, written
+
+
+def is_encoded(feed: Feed) -> bool:
+    """Return whether `feed` has samples that encoders have made."""
+    return hasattr(feed.reader, "parts")
+
+
+@define(eq=False)
+class Encodings:
+    """What the encoders of `feed` have made of all samples; the names of the members are known once one is made."""
+
+    feed: Feed
+    facts: dict[str, Any] = field(init=False, factory=dict)
+    image: str | None = field(init=False, default=None)  # the extension of the inputs, if they are encoded
+    conditions: dict[str, str] = field(init=False, factory=dict)  # extensions by name
+
+    def members(self) -> Iterator[tuple[int, Members]]:
+        """Yield the position and the members of each usable sample, in order, that of the inputs first.
+
+        Pictures that no encoder makes the inputs of are written as they are. Raises UserError for a sample that cannot
+        be written.
+        """
+        reader = self.feed.reader
+        pictures = None if self.feed.codec else members(reader.open_pictures())
+        for part in reader.parts(self.feed.usable):
+            made = {
+                f"{name}.{column}": rows for name, columns in part.sides.items() for column, rows in columns.items()
+            }
+            if not self.facts:
+                self.facts = cattrs.unstructure(reader.made(part))
+            for row, index in enumerate(part.indices.tolist()):
+                sample = {} if pictures is None else dict(next(pictures)[1])
+                for name, rows in made.items():
+                    sample[self._extension(name, "npy")] = written(self.feed, index, rows[row], name)[1]
+                if pictures is None:
+                    if part.labels is not None:
+                        sample["cls"] = str(int(part.labels[row])).encode()
+                    for name, rows in part.conditions.items():
+                        suffix, content = written(self.feed, index, rows[row], name)
+                        sample[self._extension(name, suffix)] = content
+                yield index, sample
+
+    def _extension(self, name: str, suffix: str) -> str:
+        extension = f"{member_name(name)}.{suffix}"
+        if name == "image.mean":
+            self.image = extension
+        else:
+            self.conditions[name] = extension
+        return extension
