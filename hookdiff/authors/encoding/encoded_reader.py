@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from hookdiff.authors.encoding.codec import PictureCodec
 from hookdiff.authors.encoding.encoder import INPUTS, Encoder
-from hookdiff.authors.encoding.given import MEAN, STD, Given, Made
+from hookdiff.authors.encoding.given import MEAN, STD, GivenSides, Made
 from hookdiff.authors.encoding.tables import Encode, EncodedRows, decoded_shape, kept_in_memory
 from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
@@ -35,7 +35,7 @@ _AT_ONCE = 1024  # samples of a part
 
 
 @define(eq=False)
-class Part:
+class EncodedPart:
     """Some samples, and what the encoders make of them."""
 
     indices: Tensor  # n, int64
@@ -67,7 +67,7 @@ class EncodedReader:
     _samples: Feed | None = field(init=False, default=None)
     _picture_shape: tuple[int, ...] = field(init=False)
     _rows: dict[str, EncodedRows] = field(init=False, factory=dict)  # what each encoder has made of all samples
-    _makers: dict[str, Encode | Given] = field(init=False, factory=dict)  # of those that are not kept in rows
+    _makers: dict[str, Encode | GivenSides] = field(init=False, factory=dict)  # of those that are not kept in rows
 
     def __attrs_post_init__(self) -> None:
         if self.transforms.side != self.transforms.image_size:
@@ -113,7 +113,7 @@ class EncodedReader:
             )
         if self.transforms.flip and (made is None or made.sides == 1):
             raise UserError("flip: the samples hold one side of each picture; leave it out")
-        givens = {name: Given(name, made) for name in self.encoders}
+        givens = {name: GivenSides(name, made) for name in self.encoders}
         sides = {name: maker.sides_of(samples.reader.first) for name, maker in givens.items()}
         self._picture_shape = made.shape if made else decoded_shape(self.encoders[INPUTS], samples.shape, self.device)
         if self.transforms.image_size not in (None, self._picture_shape[-1]):
@@ -285,18 +285,18 @@ class EncodedReader:
         if batch is None:
             rows = next(iter(self._rows.values()))
             return {name: column[share] for name, column in rows.conditions.items()}
-        own = [maker for maker in self._makers.values() if isinstance(maker, Given)]
+        own = [maker for maker in self._makers.values() if isinstance(maker, GivenSides)]
         return {
             name: column for name, column in batch.conditions.items() if not any(maker.is_own(name) for maker in own)
         }
 
-    def parts(self, indices: Tensor) -> Iterator[Part]:
+    def parts(self, indices: Tensor) -> Iterator[EncodedPart]:
         """Yield parts of the samples `indices`, in order, with both sides of what the encoders make of them."""
         for share, batch in self._read(torch.split(indices, _AT_ONCE)):
             sides = {name: self._sides_of(name, share, batch) for name in self.encoders}
-            yield Part(share, sides, self._labels_of(share, batch), self._conditions_of(share, batch))
+            yield EncodedPart(share, sides, self._labels_of(share, batch), self._conditions_of(share, batch))
 
-    def made(self, part: Part) -> Made:
+    def made(self, part: EncodedPart) -> Made:
         """Return the facts about such parts as `part`."""
         columns = [f"{name}.{column}" for name, found in part.sides.items() for column in found]
         digests = {name: encoder.digest() for name, encoder in self.encoders.items()}

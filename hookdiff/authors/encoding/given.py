@@ -54,7 +54,7 @@ class Made:
 
 
 @define(frozen=True)
-class Given:
+class GivenSides:
     """What an encoder has made, as batches of the source have it: as inputs, or as conditions `NAME.mean` and `.std`.
 
     Without facts about the samples, the inputs are the means of one side.

@@ -15,7 +15,7 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff.authors.encoding.encoder import INPUTS, Encoded, Encoder
-from hookdiff.authors.encoding.given import MEAN, STD, Given
+from hookdiff.authors.encoding.given import MEAN, STD, GivenSides
 from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
 from hookdiff.disk.files import make_folder
@@ -226,7 +226,7 @@ class Encode:
         return {name: column.half().cpu() for name, column in columns.items()}
 
 
-def kept_in_memory(samples: Feed, makers: Mapping[str, Given], survey: Survey) -> dict[str, EncodedRows]:
+def kept_in_memory(samples: Feed, makers: Mapping[str, GivenSides], survey: Survey) -> dict[str, EncodedRows]:
     """Return what all `samples` hold that encoders have made, by the names of these."""
     found = {name: dict[str, Tensor]() for name in makers}
     own = {f"{name}.{column}" for name in makers for column in (MEAN, STD)}
