@@ -417,13 +417,16 @@ def _used(parts: Iterable[Part]) -> Iterator[tuple[str, str, object]]:
     for part in parts:
         if part.key:
             yield f"{part.where}.{part.key}", part.use, part.target
-        waiting += [(f"{part.where}.{key}", value) for key, value in part.arguments.items()]
+        given = part.arguments, *part.shared.values()
+        waiting += [(f"{part.where}.{key}", value) for table in given for key, value in table.items()]
     for place, value in waiting:  # it grows
         if isinstance(value, Choice):
             yield place, value.use, type(value)
             waiting += [(f"{place}.{name}", getattr(value, name, None)) for name in parameters(type(value))]
         elif isinstance(value, list | tuple):
             waiting += [(place, each) for each in value]
+        elif isinstance(value, Mapping):
+            waiting += [(f"{place}.{key}", each) for key, each in value.items()]
 
 
 def _dangers(part: Part, tables: Mapping[str, Any], run_dir: Path | None) -> Iterator[tuple[str, str]]:

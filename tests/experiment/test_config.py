@@ -247,11 +247,14 @@ def test_conflicts_and_requirements_are_refused(tmp_path, monkeypatch):
         "@needs\n@define(frozen=True)\nclass Loss(Huber): ...\n"
         "@needs\n@define\nclass Rule(Norm): ...\n"
         "@needs\nclass Net(UNet): ...\n"
+        "from hookdiff.authors import Encoder\n@needs\n@define(frozen=True)\nclass Code(Encoder):\n"
+        "    def digest(self): ...\n    def open(self, device): ...\n"
     )
     for place, use in (
         ("model.use", "hd_needy_parts:Net"),
         ("diffusion.loss", "hd_needy_parts:Loss"),
         ("plugins.clip.rule", "hd_needy_parts:Rule"),
+        ("data.encode.image", "hd_needy_parts:Code"),
     ):
         (line,) = problems(path, ["clip"], [f"{place}={use}"])
         check_facts(line, place, f"'{use}'", "'fid'")
