@@ -8,6 +8,7 @@ from .chart import (
 from .encoding.digests import digest_of as digest_of
 from .encoding.encoder import Encoded as Encoded, Encoder as Encoder
 from .features.collected import ROWS as ROWS, Collected as Collected
+from .features.frechet import few_images as few_images, frechet_distance as frechet_distance
 from .features.moments import Gaussian as Gaussian, Moments as Moments
 from .features.neighbours import distances as distances, nearest_neighbours as nearest_neighbours
 from .features.reference import data_features as data_features, shares as shares

@@ -37,7 +37,6 @@ logger = logging.getLogger("hookdiff")
 _ALL = "all"
 _ERRORS = ("/error", "/deviation")  # ends of the names of values that belong to another
 _FLOOR = "/floor"
-_MANY = 2000  # images, below which the bias of the distance is large
 _MADE = ("weights", "step", "seed", "sampler", "steps", "guidance", "guidance_scale")  # of a run, in JSON
 
 
@@ -94,10 +93,9 @@ def command(
     """
     import json
 
-    from hookdiff.authors import Collected
+    from hookdiff.authors import Collected, frechet_distance
     from hookdiff.experiment import pick_device
     from hookdiff_fid.compare import compare, floor_of, too_few
-    from hookdiff_fid.frechet import frechet_distance
     from hookdiff_fid.sets import ImageSet, Making, Statistics, data_of, open_set
     from hookdiff_fid.statistics import write_statistics
 
@@ -193,14 +191,11 @@ def _check_save(save: Path, recipe: str | None, overwrite: bool) -> None:
 
 def _few(images: Sequence[ImageSet]) -> str:
     """Return a warning of sets with few images; "" if there are none. Nobody can add to the data of a run."""
-    few = [one for one in images if one.num < _MANY and not one.is_data]
-    if not few:
-        return ""
+    from hookdiff.authors import few_images
+
+    few = [one for one in images if few_images(one.num) and not one.is_data]
     way_out = "; --num makes more" if any(one.made for one in few) else ""
-    return (
-        f"fewer than {_MANY:,} images: the Fréchet distance is larger than with many; compare it only with values of "
-        f"the same number{way_out}"
-    )
+    return few_images(few[0].num) + way_out if few else ""
 
 
 def _count(num: int | None) -> str:
