@@ -16,6 +16,7 @@ from .features.space import (
     Embedding as Embedding,
     Features as Features,
     Space as Space,
+    named_features as named_features,
     usual_features as usual_features,
 )
 from .gaussian import (

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,24 +204,17 @@ def _choices(use: str | None, given: Mapping[str, str | None], shape: tuple[int,
     """Return the features that the options name for images of `shape`: one, or one for each recipe."""
     import attrs
 
-    from hookdiff.authors import Features, usual_features
-    from hookdiff.options import Problems, structured
+    from hookdiff.authors import named_features, usual_features
 
-    if ":" in (use or "") and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # for a module of your own
     options = {key: value for key, value in given.items() if value}
     use = use or ("inception" if options else usual_features(shape).use)
-    try:
-        recipes = [options.pop("recipe", None)]
-        if recipes == [_ALL]:
-            known: Any = attrs.fields_dict(type(Features.of(use))).get("recipe")
-            recipes = list(getattr(known and known.validator, "names", ()))  # of `one_of`
-            if not recipes:
-                raise UserError(f"--recipe all: the features {use!r} have only one recipe")
-        tables = [{"use": use, **options, **({"recipe": recipe} if recipe else {})} for recipe in recipes]
-        return [structured(Features, table) for table in tables]  # type: ignore[type-abstract]
-    except Problems as problems:
-        raise UserError(f"--features {use}: {problems}") from None
+    recipes = [options.pop("recipe", None)]
+    if recipes == [_ALL]:
+        known: Any = attrs.fields_dict(type(named_features(use))).get("recipe")
+        recipes = list(getattr(known and known.validator, "names", ()))  # of `one_of`
+        if not recipes:
+            raise UserError(f"--recipe all: the features {use!r} have only one recipe")
+    return [named_features(use, **options, **({"recipe": recipe} if recipe else {})) for recipe in recipes]
 
 
 def _list(row: dict[str, Any]) -> str:
