@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.inception import Inception3
 
-from hookdiff.authors import Moments
+from hookdiff.authors import Moments, frechet_distance
 from hookdiff_features.inception import InceptionV3
-from hookdiff_fid import frechet_distance
 
 DIM = 2048
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -32,6 +34,26 @@ def test_the_basic_example_is_a_valid_config(hookdiff: Any) -> None:
     code, out, err = hookdiff("check", EXAMPLES / "basic.toml", "--plugins", "ema,amp,fid")
     assert code == 0, err
     assert {"ema", "amp", "fid"} < set(tomli.loads(out)["run"]["plugins"])
+
+
+def test_the_page_has_the_memory_of_the_example_of_latents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, succeed: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, page = (EXAMPLES.parent / "docs" / "ranks.md").read_text("utf-8").split("## Count the memory of DiT-XL/2\n")
+    section = page.partition("\n## ")[0]
+    (code,) = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
+    exec(code)
+    (command,) = re.findall(r"^```\nhookdiff (.*?)^```$", section, re.M | re.S)
+    words = shlex.split(command.replace("\\\n", "").replace("examples/", f"{EXAMPLES}/"))
+    header, _, *rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("|")]
+    for column, title in enumerate(header[1:], 1):
+        settings = [word for key in re.findall(r"`(.+?)`", title) for word in ("--set", key)]
+        found = json.loads(succeed(*words, *settings, "--set", "run.device=cpu", "--json"))
+        found |= {f"plugins.{name}": size for name, size in found["plugins"].items()}
+        for row in rows:
+            said = float(row[column].replace(",", ""))
+            assert said == pytest.approx(found[row[0].strip()] / 2**20, rel=0.02, abs=0.01), (title, row)
 
 
 # Stand-ins for the commands of SLURM: a job of two nodes, which both are this machine.

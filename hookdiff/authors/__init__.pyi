@@ -9,6 +9,7 @@ from .encoding.digests import digest_of as digest_of
 from .encoding.encoder import Encoded as Encoded, Encoder as Encoder
 from .encoding.given import ENCODED as ENCODED
 from .features.collected import ROWS as ROWS, Collected as Collected
+from .features.frechet import few_images as few_images, frechet_distance as frechet_distance
 from .features.moments import Gaussian as Gaussian, Moments as Moments
 from .features.neighbours import distances as distances, nearest_neighbours as nearest_neighbours
 from .features.reference import data_features as data_features, shares as shares
@@ -16,6 +17,7 @@ from .features.space import (
     Embedding as Embedding,
     Features as Features,
     Space as Space,
+    named_features as named_features,
     usual_features as usual_features,
 )
 from .gaussian import (

@@ -1,4 +1,4 @@
-"""`hookdiff data`: report on the data of a config, draw its first batch, or write it as shards."""
+"""`hookdiff data`: report on the data of a config, draw its first batch, write shards, or measure its autoencoder."""
 
 import json
 import math
@@ -31,6 +31,8 @@ _SHARD_SIZE = 256.0  # MiB
     metavar="X",
     help=f"Size of a tar file in MiB.  [default: {_SHARD_SIZE:g}]",
 )
+@click.option("--reconstruction", type=click.IntRange(2), metavar="N", help="Encode and decode N pictures.")
+@click.option("--features", metavar="NAME", help="Space of their features.  [default: by the size of the pictures]")
 def command(
     config: Path,
     plugins: tuple[str, ...],
@@ -42,6 +44,8 @@ def command(
     seconds: float,
     to_shards: Path | None,
     shard_size: float | None,
+    reconstruction: int | None,
+    features: str | None,
 ) -> None:
     """Report on the data of CONFIG, and with --out, draw its first batch.
 
@@ -51,6 +55,10 @@ def command(
     With --to-shards there is no report: the samples, as they are before any resizing, are written in their order into
     tar files in the folder DIR, or in the place of pictures what the encoders of CONFIG make of them. The table [data]
     that trains on them is printed.
+
+    With --reconstruction there is no report either: N samples, evenly spread, are encoded and decoded by the
+    autoencoder of a config that trains on latents. The mean PSNR of the pictures that come back is printed, and the
+    Fréchet distance to the pictures of the data: what the autoencoder alone costs.
     """
     from hookdiff import load_config
     from hookdiff.disk import writing
@@ -60,15 +68,15 @@ def command(
 
     if out is not None:
         check_output(out, overwrite)
+    _check_options(out, to_shards, shard_size, reconstruction, features)
     checked = load_config(config, plugins, settings, trust=trust)
+    if reconstruction is not None:
+        _print_reconstruction(checked, reconstruction, features, as_json)
+        return
     if to_shards is not None:
-        if out is not None:
-            raise click.UsageError("--to-shards makes no report and draws no batch: leave out --out")
         written = _to_shards(checked, to_shards, shard_size or _SHARD_SIZE, overwrite)
         click.echo(json.dumps(written) if as_json else _text(written))
         return
-    if shard_size is not None:
-        raise click.UsageError("--shard-size is about --to-shards DIR, which is not given")
     device = pick_device(checked.run.device)
     feed = build_feed(checked, encode=False).bind(checked.run.batch_size, checked.run.seed, device)
     found = {"source": checked.data.use, **report(feed, seconds), "picture": None}
@@ -82,6 +90,39 @@ def command(
         rows = [names[start : start + columns] for start in range(0, len(names), columns)]
         found["picture"] = {"path": str(out), "images": len(batch), "labels": rows}
     click.echo(json.dumps(found) if as_json else "\n".join(f"{name:<12} {text}" for name, text in _rows(found)))
+
+
+def _check_options(
+    out: Path | None, to_shards: Path | None, shard_size: float | None, reconstruction: int | None, features: str | None
+) -> None:
+    """Raise UsageError for options that do not go together."""
+    for name, other in {"--to-shards": to_shards, "--reconstruction": reconstruction}.items():
+        if other is not None and out is not None:
+            raise click.UsageError(f"{name} makes no report and draws no batch: leave out --out")
+    if to_shards is not None and reconstruction is not None:
+        raise click.UsageError("--to-shards and --reconstruction are two commands: leave out one of them")
+    if shard_size is not None and to_shards is None:
+        raise click.UsageError("--shard-size is about --to-shards DIR, which is not given")
+    if features is not None and reconstruction is None:
+        raise click.UsageError("--features is about --reconstruction N, which is not given")
+
+
+def _print_reconstruction(config: Any, num: int, features: str | None, as_json: bool) -> None:
+    from hookdiff_data.reconstruction import reconstruction
+
+    found, texts = reconstruction(config, num, features)
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        rows = {
+            "pictures": f"{found['num']:,} of {found['samples']:,}, evenly spread",
+            "psnr": f"{found['psnr']:.2f} dB",
+        }
+        rows |= {name: f"{value:.6g}" for name, value in found.items() if "/" in name}
+        wide = max(map(len, rows))
+        click.echo("\n".join(f"{name:<{wide}}  {text}" for name, text in rows.items()))
+    for text in texts:
+        click.echo(text, err=True)
 
 
 def _to_shards(config: Any, folder: Path, size: float, overwrite: bool) -> dict[str, Any]:

@@ -1,4 +1,3 @@
-from .frechet import frechet_distance as frechet_distance
 from .inception_score import inception_score as inception_score
 from .kid import kernel_distance as kernel_distance
 from .neighbourhoods import neighbourhoods as neighbourhoods

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +35,6 @@ logger = logging.getLogger("hookdiff")
 _ALL = "all"
 _ERRORS = ("/error", "/deviation")  # ends of the names of values that belong to another
 _FLOOR = "/floor"
-_MANY = 2000  # images, below which the bias of the distance is large
 _MADE = ("weights", "step", "seed", "sampler", "steps", "guidance", "guidance_scale")  # of a run, in JSON
 
 
@@ -94,10 +91,9 @@ def command(
     """
     import json
 
-    from hookdiff.authors import Collected
+    from hookdiff.authors import Collected, frechet_distance
     from hookdiff.experiment import pick_device
     from hookdiff_fid.compare import compare, floor_of, too_few
-    from hookdiff_fid.frechet import frechet_distance
     from hookdiff_fid.sets import ImageSet, Making, Statistics, data_of, open_set
     from hookdiff_fid.statistics import write_statistics
 
@@ -193,14 +189,11 @@ def _check_save(save: Path, recipe: str | None, overwrite: bool) -> None:
 
 def _few(images: Sequence[ImageSet]) -> str:
     """Return a warning of sets with few images; "" if there are none. Nobody can add to the data of a run."""
-    few = [one for one in images if one.num < _MANY and not one.is_data]
-    if not few:
-        return ""
+    from hookdiff.authors import few_images
+
+    few = [one for one in images if few_images(one.num) and not one.is_data]
     way_out = "; --num makes more" if any(one.made for one in few) else ""
-    return (
-        f"fewer than {_MANY:,} images: the Fréchet distance is larger than with many; compare it only with values of "
-        f"the same number{way_out}"
-    )
+    return few_images(few[0].num) + way_out if few else ""
 
 
 def _count(num: int | None) -> str:
@@ -211,24 +204,17 @@ def _choices(use: str | None, given: Mapping[str, str | None], shape: tuple[int,
     """Return the features that the options name for images of `shape`: one, or one for each recipe."""
     import attrs
 
-    from hookdiff.authors import Features, usual_features
-    from hookdiff.options import Problems, structured
+    from hookdiff.authors import named_features, usual_features
 
-    if ":" in (use or "") and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # for a module of your own
     options = {key: value for key, value in given.items() if value}
     use = use or ("inception" if options else usual_features(shape).use)
-    try:
-        recipes = [options.pop("recipe", None)]
-        if recipes == [_ALL]:
-            known: Any = attrs.fields_dict(type(Features.of(use))).get("recipe")
-            recipes = list(getattr(known and known.validator, "names", ()))  # of `one_of`
-            if not recipes:
-                raise UserError(f"--recipe all: the features {use!r} have only one recipe")
-        tables = [{"use": use, **options, **({"recipe": recipe} if recipe else {})} for recipe in recipes]
-        return [structured(Features, table) for table in tables]  # type: ignore[type-abstract]
-    except Problems as problems:
-        raise UserError(f"--features {use}: {problems}") from None
+    recipes = [options.pop("recipe", None)]
+    if recipes == [_ALL]:
+        known: Any = attrs.fields_dict(type(named_features(use))).get("recipe")
+        recipes = list(getattr(known and known.validator, "names", ()))  # of `one_of`
+        if not recipes:
+            raise UserError(f"--recipe all: the features {use!r} have only one recipe")
+    return [named_features(use, **options, **({"recipe": recipe} if recipe else {})) for recipe in recipes]
 
 
 def _list(row: dict[str, Any]) -> str:

@@ -5,13 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import scipy.linalg
 import torch
+from attrs import evolve
 from PIL import Image
 
 from hookdiff import UserError, load_config, load_run
 from hookdiff.experiment.build import build_feed
-from tests.conftest import check_refused, output, pixels, refused
+from hookdiff.log.pixels import to_uint8
+from hookdiff_features import spaces
+from tests.conftest import check_facts, check_refused, output, pixels, refused
 from tests.forked import python
 
 diffusers = pytest.importorskip("diffusers")
@@ -113,6 +118,65 @@ print("diffusers" in sys.modules)
 """
     starts = [output(python(code, folder=folder, fresh=True)) for _ in range(2)]
     assert [start.strip() for start in starts] == ["True", "False"]
+
+
+def test_the_cost_of_the_autoencoder_alone_is_that_of_plain_torch(
+    succeed: Callable[..., str], hookdiff: Callable[..., Any], folder: Path
+) -> None:
+    vae = diffusers.AutoencoderKL.from_pretrained(folder / "vae").eval()
+    drawn = numpy.stack([pixels(index, 32) for index in range(0, 40, 2)])  # 20 of 40, evenly spread
+    x = torch.from_numpy(drawn).permute(0, 3, 1, 2) / 127.5 - 1
+    with torch.no_grad():
+        y = vae.decode(vae.encode(x).latent_dist.mean).sample.clamp(-1, 1)
+    psnr = (10 * (4 / (x - y).square().mean((1, 2, 3))).log10()).mean()
+    rows = [mean_colours(to_uint8(images) / 127.5 - 1).double().numpy() for images in (y, x)]
+    (mean, cov), (mean2, cov2) = [(one.mean(0), numpy.cov(one.T)) for one in rows]
+    root = scipy.linalg.sqrtm(cov @ cov2)
+    distance = ((mean - mean2) ** 2).sum() + numpy.trace(cov + cov2 - 2 * root.real)
+
+    words = "data", folder / "latents.toml", "--reconstruction", "20"
+    features = "--features", "tests.plugins.test_autoencoder:mean_colours"
+    code, out, err = hookdiff(*words, *features, "--json")
+    found = json.loads(out)
+    name = "fd/tests.plugins.test_autoencoder.mean_colours"
+    assert (code, found["num"], found["samples"], found["space"]) == (0, 20, 40, name.removeprefix("fd/"))
+    assert found["psnr"] == pytest.approx(float(psnr), abs=1e-4)
+    assert found[name] == pytest.approx(distance, rel=1e-4)
+    check_facts(err, "fewer than 2,000 images")
+    text = succeed(*words, *features)
+    check_facts(text, "20 of 40", f"{found['psnr']:.2f} dB", name, f"{found[name]:.6g}")
+    assert not [*folder.glob("cache/encoded/*")]  # which would take all samples
+
+
+def test_without_its_features_the_cost_of_an_autoencoder_is_a_psnr(
+    hookdiff: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(folder))
+    url = (folder / "nowhere" / "weights.pth").as_uri()
+    monkeypatch.setattr(spaces, "FID_WEIGHTS", evolve(spaces.FID_WEIGHTS, url=url))
+    words = "data", folder / "latents.toml", "--reconstruction", "99", "--json"
+    code, out, err = hookdiff(*words)
+    found = json.loads(out)
+    assert (code, [*found], found["num"], found["space"]) == (0, ["num", "samples", "psnr", "space"], 40, None)
+    check_facts(err, "distance", url)
+    check_refused(hookdiff(*words, "--features", "inception"), url)
+
+
+def test_an_autoencoder_whose_cost_cannot_be_measured_is_refused(
+    hookdiff: Callable[..., Any], write_config: Any, folder: Path
+) -> None:
+    few = "--reconstruction", "4"
+    check_refused(hookdiff("data", write_config(), *few), "--reconstruction", "[data.encode.image]")
+    latents = "data", folder / "latents.toml"
+    wrong = hookdiff(*latents, *few, "--features", "incption")
+    check_refused(wrong, "--features", "'incption'", "'inception'")
+    check_refused(hookdiff(*latents, "--features", "inception"), "--features", "--reconstruction")
+    check_refused(hookdiff(*latents, *few, "--out", "a.png"), "--reconstruction", "--out")
+    vae = diffusers.AutoencoderKL.from_pretrained(folder / "vae")
+    vae.decoder.conv_out.bias.data.fill_(torch.nan)
+    vae.save_pretrained(folder / "vae")
+    own = "--features", "tests.plugins.test_autoencoder:mean_colours"
+    check_refused(hookdiff(*latents, *few, *own), "data.encode.image", "00.png", "finite")
 
 
 def spoil(folder: Path, how: str) -> None:

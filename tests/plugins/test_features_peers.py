@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from hookdiff.authors.features.collected import Collected
+from hookdiff.authors.features.frechet import frechet_distance
 from hookdiff.authors.features.space import Space
 from hookdiff.log.pixels import save_image
 from hookdiff_features import Inception
 from hookdiff_features.inception import InceptionV3
-from hookdiff_fid import frechet_distance, inception_score, kernel_distance, neighbourhoods
+from hookdiff_fid import inception_score, kernel_distance, neighbourhoods
 from tests.random_inception import pictures, random_network
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

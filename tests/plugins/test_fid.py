@@ -15,6 +15,7 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Feed, InMemory, Loop, LoopConfig, SampleRequest, UserError, hookimpl
 from hookdiff.authors.features.collected import Collected
+from hookdiff.authors.features.frechet import frechet_distance
 from hookdiff.authors.features.moments import Gaussian, Moments
 from hookdiff.data.memory import digits
 from hookdiff.log.pixels import to_uint8
@@ -22,7 +23,7 @@ from hookdiff.loop.saved import restore_state, state_of
 from hookdiff_diversity import Diversity
 from hookdiff_ema import EMA
 from hookdiff_features import Digits
-from hookdiff_fid import FID, frechet_distance
+from hookdiff_fid import FID
 from hookdiff_fid.compare import floor_of
 from hookdiff_fid.statistics import write_statistics
 from tests.conftest import Logged, check_facts, records, refused, two_ranks

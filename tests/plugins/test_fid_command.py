@@ -12,12 +12,12 @@ import torch
 
 from hookdiff import SampleRequest, load_run
 from hookdiff.authors.features.collected import Collected
+from hookdiff.authors.features.frechet import frechet_distance
 from hookdiff.authors.features.moments import Moments
 from hookdiff.data.memory import digits
 from hookdiff.experiment.trained import Run
 from hookdiff.log.pixels import save_image, to_uint8
 from hookdiff_features import Digits
-from hookdiff_fid import frechet_distance
 from tests.conftest import SMALL, check_facts, check_refused, records
 
 Command = Callable[..., tuple[int, str, str]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from hookdiff.errors import UserError, shown
 from hookdiff.machine.fitting import Fitting
 from hookdiff.options.choices import Choice
 from hookdiff.options.default_names import DEFAULT_FEATURES, FEATURES_OF_OTHERS
+from hookdiff.options.structure import Problems, structured
 
 _AT_ONCE = 64  # images in the network at a time: larger batches take more memory, and are hardly faster
 
@@ -111,6 +114,20 @@ class Features(Choice, ABC):
 def usual_features(shape: Sequence[int]) -> Features:
     """Return the features for images of `shape` (c h w): see `DEFAULT_FEATURES`."""
     return Features.of(DEFAULT_FEATURES.get(tuple(shape), FEATURES_OF_OTHERS))
+
+
+def named_features(use: str, **options: Any) -> Features:
+    """Return the features that the option `--features` of a command names, a module in the working directory included.
+
+    Raises:
+        UserError: for an unknown name, and for options that the features do not have.
+    """
+    if ":" in use and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return structured(Features, {"use": use, **options})  # type: ignore[type-abstract]
+    except Problems as problems:
+        raise UserError(f"--features {use}: {problems}") from None
 
 
 @define(frozen=True)

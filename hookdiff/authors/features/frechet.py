@@ -6,8 +6,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from hookdiff.authors import Gaussian, Moments
+from hookdiff.authors.features.moments import Gaussian, Moments
 
+_MANY = 2000  # images, below which the bias of the distance is large
 _EPS = torch.finfo(torch.float64).eps
 _NEAR = 1e-3  # of the variances: below, too many digits of their difference cancel
 _DIGITS = 1e-11  # relative error of the fast way that is accepted
@@ -20,8 +21,9 @@ def frechet_distance(a: Moments | Gaussian, b: Moments | Gaussian) -> float:
     (Heusel et al. 2017, arXiv 1706.08500, eq. 6). It is at least 0, and 0 for equal moments. Its bias falls as 1/n:
     compare only values of equal n.
 
-    Raises ValueError for fewer than 2 samples in either set, sets that differ in dimension, and a distance beyond the
-    range of float64.
+    Raises:
+        ValueError: for fewer than 2 samples in either set, sets that differ in dimension, and a distance beyond the
+            range of float64.
     """
     a, b = (x.fit() if isinstance(x, Moments) else x for x in (a, b))
     if a.mean.shape != b.mean.shape:
@@ -43,6 +45,14 @@ def frechet_distance(a: Moments | Gaussian, b: Moments | Gaussian) -> float:
     if spread < _NEAR:
         spread = _bures(left, _factor(b, scale))
     return float(means + spread * variance)
+
+
+def few_images(num: int) -> str:
+    """Return a warning about the distance of `num` images; "" if they are many."""
+    if num >= _MANY:
+        return ""
+    larger = "the Fréchet distance is larger than with many"
+    return f"fewer than {_MANY:,} images: {larger}; compare it only with values of the same number"
 
 
 def _are_equal(a: Gaussian, b: Gaussian) -> bool:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+from hookdiff.authors.features.frechet import frechet_distance
 from hookdiff.authors.features.moments import Gaussian, Moments
-from hookdiff_fid import frechet_distance
 from tests.conftest import refused
 
 

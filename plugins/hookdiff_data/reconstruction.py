@@ -1,0 +1,93 @@
+"""What the autoencoder of a config costs by itself: pictures of its data, and what comes back of them."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from hookdiff import Config, Feed, UserError
+from hookdiff.authors import Moments, Space, few_images, frechet_distance, named_features, usual_features
+from hookdiff.experiment import build_feed, pick_device
+from hookdiff.log import to_uint8
+from hookdiff.terminal import paced
+
+_BATCH = 32  # pictures
+_INPUTS = "image"  # what the encoder of the inputs is called
+
+
+def reconstruction(config: Config, num: int, features: str | None) -> tuple[dict[str, Any], list[str]]:
+    """Compare `num` pictures, evenly spread over the usable samples, with what the autoencoder makes of them.
+
+    They are in [-1, 1], encoded to the mean of the posterior, decoded, and clamped. Returns facts that JSON can hold,
+    and texts about them. "psnr" is the mean of 10 log10(4 / mean squared error) over the pictures, in dB. The Fréchet
+    distance has the name of its space, which `features` names; without a name, it is left out if the usual features
+    cannot be opened.
+
+    Raises UserError if no encoder makes the inputs of `config`, for `features` that cannot be opened, and for pictures
+    that cannot be encoded, or come back with values that are not finite.
+    """
+    feed = build_feed(_of_few(config))
+    feed.blank(1)  # encodes a picture: an autoencoder that does not return pictures of this shape is refused
+    space, texts = _open(features, feed.picture_shape, pick_device(config.run.device))
+    num = min(num, len(feed.usable))
+    try:
+        psnr, distance = _compare(feed, feed.usable[torch.arange(num) * len(feed.usable) // num], space)
+    except ValueError as error:  # features that are not finite, or a single picture
+        raise UserError(f"data.encode.{_INPUTS}: {error}") from None
+    found = {"num": num, "samples": len(feed.usable), "psnr": psnr, "space": space and space.name}
+    if space:
+        found[space.distance] = distance
+        texts += filter(None, [few_images(num)])
+    return found, texts
+
+
+def _of_few(config: Config) -> Config:
+    """Return `config` with the encoder of the inputs alone, which keeps no table: that would be of all samples."""
+    for kind, given in config.data.shared.items():
+        if encoder := (given.get("encode") or {}).get(_INPUTS):
+            own = {**given, "encode": {_INPUTS: evolve(encoder, store="none")}}
+            return evolve(config, data=evolve(config.data, shared={**config.data.shared, kind: own}))
+    where = f"[data.encode.{_INPUTS}]"
+    raise UserError(f"{config.path}: --reconstruction is about the autoencoder in {where}, which is not there")
+
+
+def _open(features: str | None, shape: tuple[int, ...], device: torch.device) -> tuple[Space | None, list[str]]:
+    """Return the space to compare pictures of `shape` in; if there is none, why."""
+    try:
+        choice = named_features(features) if features else usual_features(shape)
+        choice.check(shape)
+        space = choice.open(device)
+        space.check(shape)
+    except UserError as error:
+        if features:
+            raise
+        return None, [f"without the Fréchet distance: {error}"]
+    return space, []
+
+
+def _compare(feed: Feed, indices: Tensor, space: Space | None) -> tuple[float, float | None]:
+    """Return the mean PSNR of the pictures `indices`, and their distance in `space`."""
+    errors, made, real = list[Tensor](), Moments(), Moments()
+    parts = paced(_pairs(feed, indices), len(indices), "data: reconstruction", size=lambda pair: len(pair[0]))
+    with closing(parts) as pairs:
+        for pictures, decoded in pairs:
+            errors.append((pictures - decoded).double().square().flatten(1).mean(1))
+            if space:
+                made.add(space(to_uint8(decoded))[0])
+                real.add(space(to_uint8(pictures))[0])
+    psnr = (10 * (4 / torch.cat(errors)).log10()).mean()
+    return float(psnr), frechet_distance(made, real) if space else None
+
+
+def _pairs(feed: Feed, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the pictures `indices`, n c h w in [-1, 1], and what comes back of them, in parts."""
+    assert feed.codec is not None
+    for batch in feed.pictures.unaugmented(indices, _BATCH):
+        decoded = feed.codec.decode(feed.codec.encode(batch.inputs))
+        assert batch.indices is not None
+        for index in batch.indices[~decoded.flatten(1).isfinite().all(1).cpu()].tolist():
+            raise UserError(f"data.encode.{_INPUTS}: {feed.describe(index)} comes back with values that are not finite")
+        yield batch.inputs, decoded.clamp(-1, 1)
