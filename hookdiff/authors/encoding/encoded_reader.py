@@ -184,10 +184,15 @@ class EncodedReader:
 
     @cached_property
     def first(self) -> Batch:
-        """The first usable sample, without its augmentation."""
-        row = torch.tensor([next(k for k in range(len(self)) if k not in self.unreadable)])
-        inputs, labels, _, conditions = next(self.stacks([row], None))
+        """The first sample, without its augmentation."""
+        batch = self._open().reader.first if self._reads_samples else None
+        inputs, labels, _, conditions = self._stack(torch.zeros(1, dtype=torch.int64), batch, None)
         return Batch(inputs, labels, conditions=conditions)
+
+    @property
+    def _reads_samples(self) -> bool:
+        """Whether the samples of the source are read in each epoch."""
+        return bool(self._makers) or INPUTS not in self.encoders
 
     @property
     def are_pictures(self) -> bool:
@@ -214,22 +219,25 @@ class EncodedReader:
 
     def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
         for share, batch in self._read(shares):
-            flipped = self._flipped(share, epoch)
-            made = {name: self._drawn(name, share, flipped, epoch, batch) for name in self.encoders}
-            conditions = self._conditions_of(share, batch)
-            for name, column in conditions.items():
-                if is_paired(column.shape[1:], self._picture_shape):  # an image, mirrored with its picture
-                    conditions[name] = _mirrored(column, flipped)
-            if batch is not None and INPUTS not in made:
-                made[INPUTS] = to_device(_mirrored(batch.inputs, flipped), self.device)
-            inputs, labels = made.pop(INPUTS), self._labels_of(share, batch)
-            labels = None if labels is None else to_device(labels, self.device)
-            given = {name: to_device(column, self.device) for name, column in conditions.items()}
-            yield inputs, labels, share, {**given, **made}
+            yield self._stack(share, batch, epoch)
+
+    def _stack(self, share: Tensor, batch: Batch | None, epoch: int | None) -> Stack:
+        flipped = self._flipped(share, epoch)
+        made = {name: self._drawn(name, share, flipped, epoch, batch) for name in self.encoders}
+        conditions = self._conditions_of(share, batch)
+        for name, column in conditions.items():
+            if is_paired(column.shape[1:], self._picture_shape):  # an image, mirrored with its picture
+                conditions[name] = _mirrored(column, flipped)
+        if batch is not None and INPUTS not in made:
+            made[INPUTS] = to_device(_mirrored(batch.inputs, flipped), self.device)
+        inputs, labels = made.pop(INPUTS), self._labels_of(share, batch)
+        labels = None if labels is None else to_device(labels, self.device)
+        given = {name: to_device(column, self.device) for name, column in conditions.items()}
+        return inputs, labels, share, {**given, **made}
 
     def _read(self, shares: Sequence[Tensor]) -> Iterator[tuple[Tensor, Batch | None]]:
         """Yield each of `shares` with its samples as the source has them, or None if nothing of these is needed."""
-        if INPUTS in self._rows and not self._makers:
+        if not self._reads_samples:
             yield from ((share, None) for share in shares)
             return
         samples = self._open() if self.is_encoded else self.open_pictures()
