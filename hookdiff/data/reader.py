@@ -32,6 +32,7 @@ class Codec(Protocol):
 
     shape: tuple[int, ...]  # of a picture, c h w
     digest: str  # changes with what it makes
+    encoder: Any  # part of the config, that opens its network
 
     @property
     def pictures(self) -> Any:

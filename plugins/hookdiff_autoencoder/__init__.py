@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from attrs.validators import in_
 from torch import Tensor
 
@@ -25,6 +25,7 @@ logger = logging.getLogger("hookdiff")
 # The classes that are known here, and the attribute of what `encode` returns. A file can name no other.
 _CLASSES = {"AutoencoderKL": "latent_dist", "AutoencoderDC": "latent", "AutoencoderTiny": "latents"}
 _CONFIG, _PICKLES = "config.json", ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_UNSCALED = {"scaling_factor": 1.0, "shift_factor": None, "latents_mean": None, "latents_std": None}
 
 
 @define(frozen=True)
@@ -88,17 +89,20 @@ class Autoencoder(Encoder):
         return digest_of(weights, json.dumps(config, sort_keys=True), self.precision)
 
     def open(self, device: torch.device) -> Encoded:
+        network = self._loaded().to(device).eval().requires_grad_(False)
+        return _Network(self, network, _CLASSES[type(network).__name__])
+
+    def _loaded(self) -> Any:
         import diffusers
 
         name = self.config()["_class_name"]
         logger.info("data.encode: the %s in %s", name, self.folder)
         try:
-            network = getattr(diffusers, name).from_pretrained(
+            return getattr(diffusers, name).from_pretrained(
                 str(self.folder), local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False
             )
         except Exception as error:  # of any type, for a file that does not fit
             raise UserError(f"data.encode: {self.path} cannot be loaded: {str(error).splitlines()[0]}") from None
-        return _Network(self, network.to(device).eval().requires_grad_(False), _CLASSES[name])
 
     def moments(self) -> tuple[Sequence[float], Sequence[float]] | None:
         if self.scale == "measured":
@@ -109,6 +113,35 @@ class Autoencoder(Encoder):
         if (mean := config.get("latents_mean")) and (std := config.get("latents_std")):
             return tuple(mean), tuple(std)
         return (float(config.get("shift_factor") or 0.0),), (1 / float(config.get("scaling_factor") or 1.0),)
+
+    def to_diffusers(self, mean: Sequence[float], std: Sequence[float]) -> Any:
+        network = self._loaded()
+        network.register_to_config(_name_or_path=None)  # a folder of this machine
+        if getattr(network, "quant_conv", None) is not None and network.post_quant_conv is not None:
+            _fold(network, mean, std)
+            network.register_to_config(**_UNSCALED)
+        elif (tuple(mean), tuple(std)) != evolve(self, scale="model").moments():
+            raise UserError(
+                f"data.encode: the {type(network).__name__} in {self.path} has no quant_conv and post_quant_conv to "
+                'hold the scale of this run; only one with scale = "model" can be exported to diffusers'
+            )
+        elif network.config.get("latents_std"):
+            network.register_to_config(scaling_factor=1.0)  # diffusers divides by it too
+        return network
+
+
+@torch.no_grad()
+def _fold(network: Any, mean: Sequence[float], std: Sequence[float]) -> None:
+    """Let `network` decode z = (latents - mean) / std, and encode pictures to z, by changing its convolutions 1 x 1."""
+    num = network.config.latent_channels
+    center, width = (torch.tensor(values, dtype=torch.float64).expand(num) for values in (mean, std))
+    first, last = network.post_quant_conv, network.quant_conv
+    weight = first.weight.double()
+    first.bias.add_(weight.flatten(1) @ center)
+    first.weight.copy_(weight * width.view(-1, 1, 1))
+    factor = torch.cat([1 / width, torch.ones(num)])  # of the means, and of the logarithms of the variances
+    last.weight.copy_(last.weight.double() * factor.view(-1, 1, 1, 1))
+    last.bias.copy_(last.bias.double() * factor - torch.cat([center / width, 2 * width.log()]))
 
 
 @define(eq=False, slots=False)

@@ -15,7 +15,7 @@ from hookdiff.cli import overwrite_option, run_argument, settings_option, solver
     default="safetensors",
     show_default=True,
     type=click.Choice(["safetensors", "diffusers"]),
-    help="safetensors: FILE with the keys of the model. diffusers: DIR with model, scheduler and pipeline.",
+    help="safetensors: FILE with the model's keys. diffusers: DIR with model, autoencoder, scheduler and pipeline.",
 )
 @weights_option
 @solver_options
@@ -62,7 +62,7 @@ def command(
                 metadata = about(name, opened.step)
                 is_helped = loop.sample(SampleRequest(0, weights=opened.in_loop(name))).sampler is not loop.sampler
                 if sampling:
-                    usage = write_folder(out, loop.model, sampling, loop.feed.shape, metadata)
+                    usage = write_folder(out, loop, sampling, metadata)
                 else:
                     usage = write_weights(out, loop.model, metadata)
         except OSError as error:

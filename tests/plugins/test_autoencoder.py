@@ -1,6 +1,8 @@
 """Test autoencoders of diffusers as encoders: what they make equals their own, and what is none is refused."""
 
 import json
+import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import torch
 from attrs import evolve
 from PIL import Image
 
-from hookdiff import UserError, load_config, load_run
+from hookdiff import SampleRequest, UserError, load_config, load_run
+from hookdiff.authors import Encoder
 from hookdiff.experiment.build import build_feed
 from hookdiff.log.pixels import to_uint8
 from hookdiff_features import spaces
@@ -58,13 +61,26 @@ def mean_colours(images: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.adaptive_avg_pool2d(images, 2).flatten(1)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return a folder with 40 pictures, a small autoencoder with random weights, and a config of both."""
+def save_autoencoder(path: Path, **options: Any) -> None:
+    """Save a small AutoencoderKL with random weights."""
     torch.manual_seed(0)
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
     sizes = {"block_out_channels": (16, 32, 32), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 8}
-    diffusers.AutoencoderKL(3, 3, **blocks, **sizes).save_pretrained(tmp_path / "vae")
+    diffusers.AutoencoderKL(3, 3, **blocks, **sizes, **options).save_pretrained(path)
+
+
+def save_tiny(path: Path) -> None:
+    """Save a small AutoencoderTiny with random weights."""
+    torch.manual_seed(0)
+    sizes = {"encoder_block_out_channels": (8,) * 3, "num_encoder_blocks": (1,) * 3}
+    sizes |= {"decoder_block_out_channels": (8,) * 3, "num_decoder_blocks": (1,) * 3}
+    diffusers.AutoencoderTiny(**sizes, scaling_factor=3.0).save_pretrained(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with 40 pictures, a small autoencoder with random weights, and a config of both."""
+    save_autoencoder(tmp_path / "vae")
     (tmp_path / "pictures").mkdir()
     for index in range(40):
         Image.fromarray(pixels(index, 32)).save(tmp_path / "pictures" / f"{index:02}.png")
@@ -210,3 +226,156 @@ def test_what_cannot_encode_the_pictures_is_refused_before_anything_is_encoded(
     with refused(UserError, *facts):
         build_feed(load_config(folder / "latents.toml", settings=settings))
     assert not [*folder.glob("cache/encoded/*/about.json")]
+
+
+NETWORKS = {
+    "unet": """
+use = "diffusers:UNet2DModel"
+block_out_channels = [8, 16]
+down_block_types = ["DownBlock2D", "DownBlock2D"]
+up_block_types = ["UpBlock2D", "UpBlock2D"]
+layers_per_block = 1
+norm_num_groups = 4
+""",
+    "dit": """
+use = "diffusers:DiTTransformer2DModel"
+num_attention_heads = 2
+attention_head_dim = 8
+num_layers = 1
+num_embeds_ada_norm = 1000
+""",
+}
+DDIM = ("diffusion.process=ddpm", "sampling.sampler=ddim")
+GUIDED, FEW = "sampling.guidance.scale=2.5", "model.num_embeds_ada_norm=2"
+OWN_SCALE = "data.encode.image.scale=model"
+NO_CONVOLUTIONS = {"use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 3.0}
+MOMENTS = {"latents_mean": [0.1, 0.2, 0.3, 0.4], "latents_std": [0.2, 0.3, 0.4, 0.5]}
+
+
+class OfMine(Encoder):
+    """Fields of 2 x 2 pixels; it cannot be exported."""
+
+    def digest(self) -> str:
+        return "of mine"
+
+    def open(self, device: torch.device) -> Any:
+        return self
+
+    def encode(self, pictures: torch.Tensor) -> Any:
+        return torch.nn.functional.avg_pool2d(pictures, 2), None
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.interpolate(latents, scale_factor=2)
+
+
+@pytest.fixture
+def export(folder: Path, hookdiff: Callable[..., Any], succeed: Callable[..., str]) -> Callable[..., Any]:
+    """Return a function that trains a network on latents and exports it, without the data, to the folder `out`."""
+
+    def made(network: str, *settings: str) -> Any:
+        config, pictures = folder / "latents.toml", folder / "pictures"
+        text = CONFIG.format(folder=folder).partition("[model]")[0].replace(', "ema", "fid"', "")
+        config.write_text(text + "[model]" + NETWORKS[network] + "[sampling]\nsteps = 4\n")
+        for index, picture in enumerate(sorted(pictures.glob("*.png"))):
+            place = pictures / ("ant", "bee, wasp")[index % 2]
+            place.mkdir(exist_ok=True)
+            picture.rename(place / picture.name)
+        words = [word for setting in settings for word in ("--set", setting)]
+        succeed("run", config, "--out", folder / "run", *words)
+        pictures.rename(folder / "gone")
+        return hookdiff("export", folder / "run", folder / "out", "--to", "diffusers", "--trust")
+
+    return made
+
+
+def called(out: str, labels: list[int]) -> torch.Tensor:
+    """Return the pictures that the code makes which was printed, of the noise of `hookdiff sample`: n c h w."""
+    noise = SampleRequest(len(labels)).generators()
+    names = {kind: getattr(diffusers, kind) for kind in re.findall(r"(\w+)\.from_pre", out)}
+    names |= {"torch": torch, "labels": labels}
+    if "Pipeline." in out:
+        opened, _, arguments = out.splitlines()[1].strip().removesuffix(")").partition(")(")
+        pipeline = eval(f"{opened}, local_files_only=True)", names)
+        pipeline.set_progress_bar_config(disable=True)
+        num = {} if "class_labels" in arguments else {"batch_size": len(labels)}
+        call = {"pipeline": pipeline, "labels": labels, "noise": noise, "num": num}
+        made = eval(f"pipeline({arguments}, **num, generator=noise, output_type='np')", call).images
+        return torch.from_numpy(made).permute(0, 3, 1, 2) * 2 - 1
+    names["noise"] = torch.stack([torch.randn(4, 8, 8, generator=one) for one in noise])
+    names["labels"] = torch.tensor(labels)
+    with torch.no_grad():
+        exec(textwrap.dedent("\n".join(out.splitlines()[2:])), names)
+    pictures: torch.Tensor = names["pictures"]
+    return pictures
+
+
+# NumPy 2 warns of a tensor that becomes an array, as the schedulers do it.
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("network", "settings", "autoencoder", "pipeline"),
+    [
+        ("unet", DDIM, {}, "LDMPipeline"),
+        ("unet", ("sampling.sampler=euler",), {}, None),
+        ("dit", (*DDIM, GUIDED), {}, "DiTPipeline"),
+        ("dit", (*DDIM, FEW, GUIDED), {}, None),  # its pipeline would look for class 1000
+        ("dit", (*DDIM, FEW, OWN_SCALE), None, "DiTPipeline"),  # None: a tiny one
+        ("unet", (*DDIM, OWN_SCALE), {**NO_CONVOLUTIONS, "shift_factor": 0.2}, None),
+        ("unet", (*DDIM, OWN_SCALE), {**NO_CONVOLUTIONS, **MOMENTS}, None),
+    ],
+)
+def test_an_export_to_diffusers_makes_the_pictures_of_the_run(
+    export: Callable[..., Any], folder: Path, network: str, settings: Any, autoencoder: Any, pipeline: str | None
+) -> None:
+    if autoencoder is None:
+        save_tiny(folder / "vae")
+    elif autoencoder:
+        save_autoencoder(folder / "vae", **autoencoder)
+    out, labels = output(export(network, *settings)), [0, 1, 1]
+    index = folder / "out" / "model_index.json"
+    assert (json.loads(index.read_text())["_class_name"] if index.exists() else None) == pipeline
+    with load_run(folder / "run", trust=True) as run:
+        ours = run.sample(3, labels=labels if network == "dit" else None)
+    assert ours.std() > 0.02
+    torch.testing.assert_close(called(out, labels), ours, rtol=0, atol=1e-4)
+    if pipeline == "DiTPipeline":
+        opened = diffusers.DiffusionPipeline.from_pretrained(folder / "out", local_files_only=True)
+        assert opened.labels == {"ant": 0, "bee": 1, "wasp": 1}
+
+
+def test_the_autoencoder_of_an_export_has_the_scale_in_its_weights(export: Callable[..., Any], folder: Path) -> None:
+    out = output(export("unet", "sampling.sampler=euler"))
+    check_facts(out, "vae.decode(x)")
+    vae = diffusers.AutoencoderKL.from_pretrained(folder / "out" / "vae", local_files_only=True)
+    assert (vae.config.scaling_factor, vae.config.shift_factor) == (1, None)
+    with load_run(folder / "run", trust=True) as run, torch.no_grad():
+        diffusion, codec = run.loop.objective, run.loop.feed.codec
+        assert len(diffusion.data_std) == 4
+        latents, pictures = torch.randn(4, 4, 8, 8), torch.rand(4, 3, 32, 32) * 2 - 1
+        decoded = codec.decode(diffusion.denormalize(latents))
+        torch.testing.assert_close(vae.decode(latents).sample, decoded, rtol=0, atol=1e-5)
+        found, (mean, std) = vae.encode(pictures).latent_dist, codec.network.encode(pictures)
+        torch.testing.assert_close(found.mean, diffusion.normalize(mean), rtol=0, atol=1e-5)
+        width = diffusion.normalize(mean + std) - diffusion.normalize(mean)
+        torch.testing.assert_close(found.std, width, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "facts"),
+    [
+        ("tiny", ("AutoencoderTiny", "quant_conv", 'scale = "model"')),
+        ("no convolutions", ("AutoencoderKL", "quant_conv", 'scale = "model"')),
+        ("of mine", ("data.encode.image", "OfMine", "--to safetensors")),
+    ],
+)
+def test_an_encoder_that_cannot_hold_the_scale_is_not_exported(
+    export: Callable[..., Any], folder: Path, encoder: str, facts: tuple[object, ...]
+) -> None:
+    settings = ["sampling.sampler=euler"]
+    if encoder == "tiny":
+        save_tiny(folder / "vae")
+    elif encoder == "no convolutions":
+        save_autoencoder(folder / "vae", **NO_CONVOLUTIONS)
+    else:
+        settings.append(f"data.encode.image.use={__name__}:OfMine")
+    check_refused(export("unet", *settings), *facts)
+    assert not (folder / "out").exists()

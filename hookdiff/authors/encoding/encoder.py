@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from attrs import define, field
 from attrs.validators import in_, optional
 from torch import Tensor
 
+from hookdiff.errors import UserError
 from hookdiff.options.choices import Choice
 from hookdiff.options.fields import about
 
@@ -73,6 +74,20 @@ class Encoder(Choice, ABC):
         They become `diffusion.data_mean` and `data_std`.
         """
         return None
+
+    def to_diffusers(self, mean: Sequence[float], std: Sequence[float]) -> Any:
+        """Return the network as a model of diffusers, which `hookdiff export` writes.
+
+        The run trains on z = (latents - mean) / std. `mean` and `std` have one number, or one for each channel. The
+        model has this scale in its weights, or in its config: its `decode` takes z / scaling_factor + shift_factor, or
+        z / scaling_factor * latents_std + latents_mean.
+
+        Raises:
+            UserError: if it cannot be exported, as by default.
+        """
+        raise UserError(
+            f"data.encode.{INPUTS}: the encoder {self.use!r} cannot be exported to diffusers; use --to safetensors"
+        )
 
 
 @define(frozen=True, kw_only=True)
