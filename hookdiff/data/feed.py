@@ -215,6 +215,11 @@ class Feed:
             **kept,
         )
 
+    @property
+    def nothing(self) -> Mapping[str, Tensor]:
+        """What stands for no condition, by name and for one sample, such as an empty text; else zeros do."""
+        return getattr(self.reader, "nothing", {})
+
     def examples(self, choose: Callable[[int], Sequence[int]]) -> Batch:
         """Return the training samples that `choose` picks by their number, such as `SampleRequest.rows`."""
         rows = list(choose(len(self.training)))

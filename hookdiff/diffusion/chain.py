@@ -21,6 +21,24 @@ def standard_normal(shape: Sequence[int], generators: Sequence[Generator], devic
 
 
 @define(eq=False)
+class _Network:
+    """The network of a chain at one point, as a guidance asks it."""
+
+    net: Net
+    diffusion: Diffusion
+    at: Point
+
+    def __call__(self, noisy: Tensor, given: Given, net: Net | None = None) -> Tensor:
+        at = self.at
+        dtype = torch.int64 if isinstance(at.time, int) else noisy.dtype
+        times = torch.full((len(noisy),), at.time, device=noisy.device, dtype=dtype)
+        return self.diffusion.predict(self.net if net is None else net, noisy, times, given, at.alpha, at.sigma)
+
+    def without(self, given: Given) -> dict[str, Tensor]:
+        return self.diffusion.without(given)
+
+
+@define(eq=False)
 class Chain:
     """The context of one batch of images during sampling, which a solver gets in each step."""
 
@@ -37,14 +55,7 @@ class Chain:
     def predict(self, x: Tensor, at: Point) -> tuple[Tensor, Tensor]:
         """Return the clipped image (x0) and the noise that the network predicts for `x` at the point `at`."""
         diffusion = self.diffusion
-
-        def network(noisy: Tensor, given: Given, net: Net | None = None) -> Tensor:
-            dtype = torch.int64 if isinstance(at.time, int) else noisy.dtype
-            times = torch.full((len(noisy),), at.time, device=noisy.device, dtype=dtype)
-            asked = self.net if net is None else net
-            return diffusion.predict(asked, noisy, times, given, at.alpha, at.sigma)
-
-        output = self.guidance.output(network, x, at, self.given).to(x.dtype)
+        output = self.guidance.output(_Network(self.net, diffusion, at), x, at, self.given).to(x.dtype)
         x0, noise = diffusion.prediction.x0_and_noise(output, x, at.alpha, at.sigma)
         if not self.clipping.clips:
             return x0, noise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,7 @@ from hookdiff.diffusion.prediction import Prediction, q_sample
 from hookdiff.diffusion.process import VP, Flow, Process
 from hookdiff.diffusion.times import Times
 from hookdiff.diffusion.weighting import UniformWeighting, Weighting
+from hookdiff.errors import nearest
 from hookdiff.models.objective import LossOutput
 from hookdiff.options.choices import chosen
 from hookdiff.options.fields import IS_FINITE, about, between
@@ -26,25 +28,36 @@ Net = Callable[..., Tensor]
 Given = Mapping[str, Tensor]  # all else that the network gets, n rows each: conditions by name, and "labels" (-1: none)
 
 
+_ALL, _LABELS = "all", "labels"  # names in `label_dropout` beside those of conditions
 _PURE = frozenset(Weighting.known.values())  # weightings that depend on nothing but the timestep
-
-
-def without(given: Given) -> dict[str, Tensor]:
-    """Return what the network gets for samples without label and conditions: label -1, and zeros."""
-    return {name: torch.full_like(column, -1 if name == "labels" else 0) for name, column in given.items()}
 
 
 def _numbers(value: float | tuple[float, ...] | list[float]) -> tuple[float, ...]:
     return tuple(map(float, value)) if isinstance(value, (tuple, list)) else (float(value),)
 
 
-def _names(value: str | Iterable[str]) -> tuple[str, ...]:
+def _names(value: str | Iterable[str] | Mapping[str, str]) -> tuple[str, ...] | dict[str, str]:
+    if isinstance(value, Mapping):
+        return dict(value)
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _are_no_draws(_: Any, __: Any, names: tuple[str, ...]) -> None:
-    if taken := {"noise", "timesteps", "labels"}.intersection(names):
+def _are_no_draws(_: Any, __: Any, conditions: tuple[str, ...] | dict[str, str]) -> None:
+    names = conditions.values() if isinstance(conditions, dict) else conditions
+    if taken := {"noise", "timesteps", _LABELS, _ALL}.intersection(names):
         raise ValueError(f"'conditions' cannot be named {taken.pop()!r}: the objective uses this name itself")
+
+
+def _shares(value: float | Mapping[str, float]) -> float | dict[str, float]:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _are_of_conditions(diffusion: Any, option: Attribute[Any], value: float | dict[str, float]) -> None:
+    between(0, 1)(diffusion, option, value)
+    conditions = diffusion.conditions
+    known = (_ALL, _LABELS, *(conditions.values() if isinstance(conditions, Mapping) else conditions))
+    if isinstance(value, dict) and (strange := [name for name in value if name not in known]):
+        raise ValueError(f"'label_dropout' has no condition {strange[0]!r}{nearest(strange[0], known)}")
 
 
 def _fits_process(diffusion: Any, option: Attribute[Any], value: Any) -> None:
@@ -96,16 +109,23 @@ class Diffusion:
             "`model.num_classes`, unless given, from the data"
         ),
     )
-    label_dropout: float = field(
-        default=0.1,
-        validator=between(0, 1),
-        metadata=about("share of samples without their label and conditions in training, for guidance"),
-    )
-    conditions: tuple[str, ...] = field(
+    conditions: tuple[str, ...] | dict[str, str] = field(
         default=(),
         converter=_names,
         validator=_are_no_draws,
-        metadata=about("names of what the network gets from the samples by keyword, beside image and label"),
+        metadata=about(
+            "names of what the network gets from the samples by keyword, beside image and label; or a table of its "
+            'keywords and names, such as { encoder_hidden_states = "text", "added_cond_kwargs.time_ids" = "size" }'
+        ),
+    )
+    label_dropout: float | dict[str, float] = field(
+        default=0.1,
+        converter=_shares,
+        validator=_are_of_conditions,
+        metadata=about(
+            "share of samples without their label and conditions in training, for guidance; or a table of shares that "
+            "are drawn each on their own: for `labels`, for each condition, and for `all` of them together"
+        ),
     )
     data_mean: float | tuple[float, ...] = field(
         default=0.0,
@@ -120,6 +140,7 @@ class Diffusion:
         metadata=about("standard deviation of the images, as `data_mean`; sampling maps images back to [-1, 1]"),
     )
     _constants: dict[tuple[str, torch.device, torch.dtype], Tensor] = field(init=False, factory=dict, repr=False)
+    _nothing: Mapping[str, Tensor] = field(init=False, factory=dict, repr=False)
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "weighting", self.weighting.fit(self.prediction))
@@ -132,6 +153,42 @@ class Diffusion:
                     f"'{name}': its sigma_data is {sigma_data:g}, and data_std gives the images a standard deviation "
                     f"of 1; write {name} = {{ use = {part.use!r}, sigma_data = 1.0 }}"
                 )
+
+    def bind(self, nothing: Mapping[str, Tensor]) -> Diffusion:
+        """Return a copy for which samples without a condition have the value `nothing` of its name, of one sample.
+
+        It is `Feed.nothing`, such as the embedding of an empty text. A condition that is not in it becomes zeros.
+        """
+        one = copy(self)
+        object.__setattr__(one, "_nothing", nothing)
+        return one
+
+    def without(self, given: Given) -> dict[str, Tensor]:
+        """Return what the network gets for samples without label and conditions: label -1, and what `bind` got."""
+        return {name: self._without(name, column) for name, column in given.items()}
+
+    def _without(self, name: str, column: Tensor) -> Tensor:
+        if name == _LABELS or name not in self._nothing:
+            return torch.full_like(column, -1 if name == _LABELS else 0)
+        key = f"nothing {name}", column.device, column.dtype
+        if key not in self._constants:
+            self._constants[key] = self._nothing[name].to(column)
+        return self._constants[key].expand_as(column)
+
+    @cached_property
+    def keywords(self) -> dict[str, str]:
+        """The names of the conditions by the keywords of the network; one with a dot is a key in a dict."""
+        return dict(self.conditions) if isinstance(self.conditions, dict) else {name: name for name in self.conditions}
+
+    @cached_property
+    def condition_names(self) -> tuple[str, ...]:
+        """The names of the conditions, each once."""
+        return tuple(dict.fromkeys(self.keywords.values()))
+
+    @property
+    def drops(self) -> bool:
+        """Whether some samples are trained on without their label or conditions."""
+        return any(self.label_dropout.values()) if isinstance(self.label_dropout, dict) else self.label_dropout > 0
 
     def remarks(self) -> list[str]:
         """Return a warning if the weighting leaves the noise level at which sampling starts untrained."""
@@ -147,8 +204,8 @@ class Diffusion:
         """Return `batch` with the random draws of this step in `draws`, on the device of the inputs.
 
         `noise` is standard normal, float32, of the shape of the inputs. `timesteps` (n) are times of the process: int64
-        in 0..T-1, or float32. `labels`, only for a conditional objective, and its `conditions`, by name, are those of
-        the batch; of some samples they are replaced by -1 and 0. All are drawn on the generator's device, so a CPU
+        in 0..T-1, or float32. `labels`, only for a conditional objective, and its conditions, by name, are those of the
+        batch; of some samples they are replaced as `without` does. All are drawn on the generator's device, so a CPU
         generator gives the same numbers for every device. They are drawn for all samples of the step, also those of
         other ranks, so a sample gets the same ones on any number of ranks.
 
@@ -160,11 +217,17 @@ class Diffusion:
         times = batch.own(self.times.draw(self.process, batch.total, generator))
         drawn = {"noise": to_device(noise, device), "timesteps": to_device(times, device)}
         if given := self.given(batch):
-            chance = batch.own(torch.rand(batch.total, generator=generator, device=where, dtype=torch.float32))
-            dropped = to_device(chance < self.label_dropout, device)
-            for name, nothing in without(given).items():
-                rows = dropped.view(-1, *[1] * (nothing.dim() - 1))
-                drawn[name] = torch.where(rows, nothing, given[name])
+            shares = self.label_dropout if isinstance(self.label_dropout, dict) else {_ALL: self.label_dropout}
+            dropped = {}
+            for name in (_ALL, *given):
+                if name in shares:
+                    chance = batch.own(torch.rand(batch.total, generator=generator, device=where, dtype=torch.float32))
+                    dropped[name] = to_device(chance < shares[name], device)
+            for name, nothing in self.without(given).items():
+                gone = [dropped[each] for each in (_ALL, name) if each in dropped]
+                rows = torch.stack(gone).any(0) if gone[1:] else gone[0] if gone else None
+                column = given[name]
+                drawn[name] = column if rows is None else _replaced(column, rows, nothing)
         return batch.with_draws(drawn)
 
     def given(self, batch: Batch) -> dict[str, Tensor]:
@@ -173,15 +236,17 @@ class Diffusion:
         Raises:
             ValueError: for what the batch lacks.
         """
-        if not (self.conditional or self.conditions):
+        names = self.condition_names
+        if not (self.conditional or names):
             return {}
         if self.conditional and batch.labels is None:
             raise ValueError("the objective is conditional, but the data has no labels")
-        if lacking := [name for name in self.conditions if name not in batch.conditions]:
+        if lacking := [name for name in names if name not in batch.conditions]:
             there = ", ".join(map(repr, batch.conditions)) or "none"
-            raise ValueError(f"the data has no condition {', '.join(map(repr, lacking))}; it has {there}")
-        labels = {"labels": batch.labels} if self.conditional and batch.labels is not None else {}
-        return {**labels, **{name: batch.conditions[name] for name in self.conditions}}
+            near = nearest(lacking[0], batch.conditions)
+            raise ValueError(f"the data has no condition {', '.join(map(repr, lacking))}; it has {there}{near}")
+        labels = {_LABELS: batch.labels} if self.conditional and batch.labels is not None else {}
+        return {**labels, **{name: batch.conditions[name] for name in names}}
 
     def __call__(self, net: Net, batch: Batch) -> LossOutput:
         """Return the loss of `net` on a batch that went through `draw`.
@@ -255,12 +320,20 @@ class Diffusion:
         """Return the network's output for x_t, n c h w.
 
         `times` (as returned by `Process.network_time`) are n; `alpha` and `sigma` broadcast against x_t. The network
-        gets the "labels" of `given`, if there are any, and the objective's `conditions` by keyword. All are copies,
+        gets the "labels" of `given`, if there are any, and the objective's conditions by keyword. All are copies,
         since its layers may work in place.
         """
         shown = self.prediction.network_input(x_t, alpha, sigma).clone()
-        labels = (given["labels"].clone(),) if "labels" in given else ()
-        return net(shown, times.clone(), *labels, **{name: given[name].clone() for name in self.conditions})
+        labels = (given[_LABELS].clone(),) if _LABELS in given else ()
+        return net(shown, times.clone(), *labels, **self.named(given))
+
+    def named(self, given: Given) -> dict[str, Any]:
+        """Return the conditions in `given`, which are copied, by the keywords of the network."""
+        found: dict[str, Any] = {}
+        for keyword, name in self.keywords.items():
+            outer, _, key = keyword.partition(".")
+            (found.setdefault(outer, {}) if key else found)[key or outer] = given[name].clone()
+        return found
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return `images` (n c h w) as (x - data_mean) / data_std."""
@@ -283,3 +356,7 @@ class Diffusion:
                 raise ValueError(f"data_{which} has {len(values)} numbers for images of {images.shape[1]} channels")
             self._constants[key] = images.new_tensor(values).view(-1, 1, 1)
         return self._constants[key]
+
+
+def _replaced(column: Tensor, rows: Tensor, nothing: Tensor) -> Tensor:
+    return torch.where(rows.view(-1, *[1] * (column.dim() - 1)), nothing, column)

@@ -9,7 +9,7 @@ from attrs import define, field
 from attrs.validators import ge
 from torch import Tensor
 
-from hookdiff.diffusion.diffusion import Given, Net, without
+from hookdiff.diffusion.diffusion import Given, Net
 from hookdiff.diffusion.process import Point
 from hookdiff.options.choices import Choice
 from hookdiff.options.fields import about, is_interval
@@ -20,6 +20,9 @@ class Ask(Protocol):
 
     def __call__(self, x: Tensor, given: Given, /, net: Net | None = None) -> Tensor:
         """Return the output for x_t and the labels and conditions `given`, of `net` if one is given."""
+
+    def without(self, given: Given) -> dict[str, Tensor]:
+        """Return what stands for no label and no conditions, of the same shapes as `given`."""
 
 
 class Guidance(Choice, ABC):
@@ -32,8 +35,8 @@ class Guidance(Choice, ABC):
     def output(self, ask: Ask, x: Tensor, at: Point, given: Given) -> Tensor:
         """Return the output for `x` (n c h w) at the point `at`.
 
-        `given` holds the labels and conditions of `x`, and is empty if the network takes none; `without(given)`, from
-        `hookdiff.diffusion`, stands for no label and no conditions.
+        `given` holds the labels and conditions of `x`, and is empty if the network takes none; `ask.without(given)`
+        stands for no label and no conditions.
         """
 
     def check(self, diffusion: Any) -> None:
@@ -61,18 +64,18 @@ class ClassifierFree(Guidance):
         low, high = self.interval
         if not given or self.scale == 1 or not low <= at.ratio <= high:
             return ask(x, given)
-        both = {name: torch.cat([given[name], nothing]) for name, nothing in without(given).items()}
+        both = {name: torch.cat([given[name], nothing]) for name, nothing in ask.without(given).items()}
         conditional, unconditional = ask(torch.cat([x, x]), both).chunk(2)
         return unconditional + self.scale * (conditional - unconditional)  # a scale of 0 is the latter exactly
 
     def check(self, diffusion: Any) -> None:
         if self.scale != 1 and diffusion.conditional is not None:
-            if not diffusion.conditional and not diffusion.conditions:
+            if not diffusion.conditional and not diffusion.condition_names:
                 raise ValueError(
                     "'guidance' with a scale other than 1 needs a network trained with labels or conditions: "
                     "diffusion.conditional = true, or diffusion.conditions"
                 )
-            if not diffusion.label_dropout:
+            if not diffusion.drops:
                 raise ValueError(
                     "'guidance' needs diffusion.label_dropout above 0: the network was never trained without its label "
                     "and conditions"

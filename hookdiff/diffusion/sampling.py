@@ -163,8 +163,8 @@ class Sampling:
         for name, column in conditions.items():
             if column.shape[:1] != made.shape[:1]:
                 raise ValueError(f"condition {name!r} has shape {tuple(column.shape)}, expected {len(made)} rows")
-        if set(conditions) != set(diffusion.conditions) and len(made):
-            one, other = (", ".join(map(repr, names)) or "none" for names in (conditions, diffusion.conditions))
+        if set(conditions) != set(diffusion.condition_names) and len(made):
+            one, other = (", ".join(map(repr, names)) or "none" for names in (conditions, diffusion.condition_names))
             raise ValueError(f"the conditions given are {one}; the network was trained with {other}")
         if mask is not None and (
             images is None or mask.shape != (len(made), 1, *shape[1:]) or mask.dtype != torch.bool

@@ -269,8 +269,7 @@ def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusi
     if 0 < asked < known:
         raise ConfigError(f"{part.where}: {part.use} has num_classes = {asked}, the data has {known} classes")
     try:
-        given = objective.given(feed.blank(2)) if objective.conditions else {}
-        conditions = {name: given[name] for name in objective.conditions}
+        conditions = objective.named(objective.given(feed.blank(2))) if objective.conditions else {}
         labels = bool(objective.conditional)
         check_forward(model, feed.shape, labels=labels, times=times.dtype, conditions=conditions, trains=trains)
     except ValueError as error:
@@ -290,7 +289,7 @@ def fit_to_model(config: Config, model: nn.Module) -> Config:
 
 def build_objective(config: Config, feed: Feed) -> tuple[Diffusion, Sampling]:
     """Make the objective and the sampler; raises ConfigError unless they fit each other and the data."""
-    objective: Diffusion = config.diffusion.build()
+    objective: Diffusion = config.diffusion.build().bind(feed.nothing)
     if objective.conditional:
         _check_labels(config, feed)
     with _problems_of("diffusion"):

@@ -154,7 +154,7 @@ def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:
     """Return labels, conditions and the images to start from, as arguments of the sampler."""
     wanted: dict[str, Any] = {}
     objective: Any = loop.objective
-    labels, conditions, names = request.labels, request.conditions, getattr(objective, "conditions", ())
+    labels, conditions, names = request.labels, request.conditions, getattr(objective, "condition_names", ())
     if conditions is None and names:
         conditions = objective.given(loop.feed.examples(request.rows))
         own = conditions.pop("labels", None)

@@ -1,13 +1,13 @@
 """The contract of models, and hooks that let models of other libraries follow it.
 
 A model is called as `model(x, timesteps)`, or as `model(x, timesteps, labels)` if its `num_classes` is above 0, where
-label -1 stands for "no class". It gets the objective's conditions by keyword. It returns a tensor. The hooks change
-neither its class nor the names of its parameters.
+label -1 stands for "no class". One whose second argument is not the time gets it as `timestep`. It gets the objective's
+conditions by keyword. It returns a tensor. The hooks change neither its class nor the names of its parameters.
 """
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -17,11 +17,12 @@ from torch.func import functional_call
 
 from hookdiff.models.weights import Buffers, evaluating
 
+_TIME = "timestep"  # the argument that networks of diffusers with a text take later
 _SMALL = 1 << 30  # weights times pixels: at most a second on a CPU
 
 
 def adapt(model: nn.Module) -> nn.Module:
-    """Return `model`; a model of diffusers gets hooks, once, that make it follow the contract.
+    """Return `model`; one that takes the time later, or is of diffusers, gets hooks, once, that make it follow.
 
     In a UNet2DModel the last of `num_class_embeds` embeddings stands for "no class", so it has one class less. A
     DiTTransformer2DModel has `num_embeds_ada_norm` classes and one more embedding for "no class". Its own label dropout
@@ -31,6 +32,8 @@ def adapt(model: nn.Module) -> nn.Module:
         ValueError: for a number of embeddings that leaves no class.
     """
     theirs: Any = model
+    if _takes_time_later(model) and _name_time not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_name_time, with_kwargs=True)
     if not any(map(is_of_diffusers, type(model).__mro__)) or _take_sample in model._forward_hooks.values():
         return model
     config, num_classes = getattr(theirs, "config", {}), 0
@@ -48,6 +51,22 @@ def adapt(model: nn.Module) -> nn.Module:
         model.register_forward_pre_hook(_use_null_row, with_kwargs=True)
     model.register_forward_hook(_take_sample)
     return model
+
+
+def _takes_time_later(model: nn.Module) -> bool:
+    """Return whether the argument `timestep` of the model is not its second one."""
+    with suppress(ValueError, TypeError):  # a forward without a signature
+        return _TIME in list(inspect.signature(model.forward).parameters)[2:]
+    return False
+
+
+def _name_time(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if len(args) < 2 or _TIME in kwargs:
+        return args, kwargs
+    image, times, *others = args
+    if others:
+        raise ValueError(f"takes no labels: the second argument of {type(model).__name__} is not the time")
+    return (image,), {**kwargs, _TIME: times}
 
 
 def is_of_diffusers(kind: object) -> bool:
@@ -84,12 +103,12 @@ def check_forward(
     *,
     labels: bool = False,
     times: torch.dtype = torch.int64,
-    conditions: Mapping[str, Tensor] | None = None,
+    conditions: Mapping[str, Any] | None = None,
     trains: bool = False,
 ) -> None:
     """Call `model` once with `times` of this dtype; if its output has a tensor `sample`, let the model return that.
 
-    `conditions`, by name and with two rows each, are given by keyword.
+    `conditions`, by name and with two rows each, or dicts of these, are given by keyword.
 
     Raises ValueError unless the model maps images of `shape` (c h w) to the same shape, and NoGradient, a ValueError,
     if it `trains` and its output has no gradient. The message continues a sentence that begins with the model's name.
@@ -100,7 +119,10 @@ def check_forward(
     except Exception as error:  # a model may raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         and_times = "" if times == torch.int64 else f" and times in {str(times).removeprefix('torch.')}"
-        raise ValueError(f"cannot be called with images of shape {given}{and_times}: {reason}") from error
+        and_conditions = "".join(f", {name} {shape}" for name, shape in _shapes(conditions or {}))
+        raise ValueError(
+            f"cannot be called with images of shape {given}{and_times}{and_conditions}: {reason}"
+        ) from error
     if isinstance(getattr(output, "sample", None), Tensor):
         model.register_forward_hook(_take_sample)
         output = output.sample
@@ -115,6 +137,14 @@ def check_forward(
             raise NoGradient("cannot be trained: no gradient reaches its output, look for torch.no_grad() and detach()")
 
 
+def _shapes(conditions: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, one in conditions.items():
+        if isinstance(one, Tensor):
+            yield outer + name, tuple(one.shape)
+        else:
+            yield from _shapes(one, f"{outer}{name}.")
+
+
 class NoGradient(ValueError):
     """The output of a model does not depend on its weights, as far as gradients know."""
 
@@ -124,7 +154,7 @@ def _call(
     shape: tuple[int, ...],
     labels: bool,
     times: torch.dtype,
-    conditions: Mapping[str, Tensor],
+    conditions: Mapping[str, Any],
     trains: bool,
     mode: AbstractContextManager[None] | None = None,
 ) -> Any:
@@ -138,8 +168,11 @@ def _call(
         classes = torch.zeros(shape[0], dtype=torch.int64, device=device)
         return (torch.zeros(shape, device=device), classes.to(times), *([classes] if labels else []))
 
-    def by_name(device: torch.device) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(column, device=device) for name, column in conditions.items()}
+    def by_name(device: torch.device, given: Mapping[str, Any] = conditions) -> dict[str, Any]:
+        return {
+            name: torch.zeros_like(one, device=device) if isinstance(one, Tensor) else by_name(device, one)
+            for name, one in given.items()
+        }
 
     device, meta = next(model.parameters()).device, torch.device("meta")
     on_gpu = [device] if device.type == "cuda" else []

@@ -54,13 +54,14 @@ class Handed:
 
 @define(frozen=True)
 class between:
-    """A validator that a number, or each number of a list, lies between `low` and `high`; None passes."""
+    """A validator that a number, or each number of a list or a table, is between `low` and `high`; None passes."""
 
     low: float
     high: float
     open_ends: bool = field(default=False, kw_only=True)
 
     def __call__(self, instance: object, option: Attribute[Any], value: Any) -> None:
+        value = tuple(value.values()) if isinstance(value, dict) else value
         numbers = () if value is None else value if isinstance(value, (tuple, list)) else (value,)
         for number in numbers:
             inside = self.low < number < self.high if self.open_ends else self.low <= number <= self.high

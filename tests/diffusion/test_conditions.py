@@ -93,6 +93,66 @@ def test_a_sample_loses_its_label_and_all_its_conditions_together(conditional: b
     assert torch.equal(torch.cat([part.draws["caption"] for part in parts]), drawn.draws["caption"])
 
 
+def test_shares_of_a_table_are_drawn_each_on_their_own() -> None:
+    batch, shares = of(20_000), {"labels": 0.3, "caption": 0.2, "all": 0.1}
+    options: dict[str, Any] = {"conditional": True, "conditions": ("caption", "number"), "label_dropout": shares}
+    drawn = Diffusion(**options).draw(batch, seeded()).draws
+    no_label, no_caption, nothing = drawn["labels"] == -1, drawn["caption"][:, 0, 0] == 0, drawn["number"] == 0
+
+    def share(gone: Tensor) -> float:
+        return float(gone.double().mean())
+
+    assert share(nothing) == pytest.approx(0.1, abs=0.01)  # the number alone is never dropped
+    assert share(no_label) == pytest.approx(1 - 0.9 * 0.7, abs=0.01)
+    assert share(no_caption) == pytest.approx(1 - 0.9 * 0.8, abs=0.01)
+    assert share(no_label & no_caption) == pytest.approx(0.1 + 0.9 * 0.3 * 0.2, abs=0.01)
+    assert not (nothing & ~(no_label & no_caption)).any()
+    whole = Diffusion(**{**options, "label_dropout": {"all": 0.1}}).draw(batch, seeded()).draws
+    assert all(
+        torch.equal(whole[name], one)
+        for name, one in Diffusion(**{**options, "label_dropout": 0.1}).draw(batch, seeded()).draws.items()
+    )
+    with refused(ValueError, "'label_dropout'", "'captoin'", "'caption'"):
+        Diffusion(conditions="caption", label_dropout={"captoin": 0.1})
+    with refused(ValueError, "'label_dropout'", "1.5"):
+        Diffusion(conditions="caption", label_dropout={"caption": 1.5})
+    with refused(ValueError, "'guidance'", "diffusion.label_dropout"):
+        ClassifierFree(scale=2.0).check(Diffusion(conditional=True, label_dropout={"all": 0.0}))
+
+
+def test_the_network_gets_conditions_by_its_own_keywords() -> None:
+    def net(x: Tensor, times: Tensor, **given: Any) -> Tensor:
+        calls.append(given)
+        return x
+
+    calls: list[dict[str, Any]] = []
+    table = {"encoder_hidden_states": "caption", "added.text": "caption", "added.ids": "number"}
+    diffusion, batch = Diffusion(conditions=table, label_dropout=0.0, prediction="sample"), of(4)
+    diffusion(net, diffusion.draw(batch, seeded()))
+    (given,) = calls
+    assert torch.equal(given["encoder_hidden_states"], batch.conditions["caption"])
+    assert given["added"].keys() == {"text", "ids"}
+    assert torch.equal(given["added"]["ids"], batch.conditions["number"])
+    assert diffusion.condition_names == ("caption", "number")
+
+
+def test_nothing_is_what_the_feed_says_or_zeros() -> None:
+    empty, batch = torch.full((7, 2), -3.0), of(2000)
+    diffusion = Diffusion(conditions=("caption", "number"), label_dropout=0.25).bind({"caption": empty})
+    drawn = diffusion.draw(batch, seeded()).draws
+    dropped = drawn["number"] == 0
+    assert 0.2 < dropped.double().mean() < 0.3
+    assert torch.equal(drawn["caption"][dropped], empty.expand(int(dropped.sum()), 7, 2))
+    assert torch.equal(drawn["caption"][~dropped], batch.conditions["caption"][~dropped])
+
+    net = Net()
+    guided = Sampling(steps=1, guidance=ClassifierFree(scale=2.0), clipping="none")
+    own = Diffusion(prediction="sample", conditions=("caption",), conditional=False).bind({"caption": torch.ones(1)})
+    given = {"conditions": {"caption": torch.full((2, 1), 3.0)}, "device": torch.device("cpu")}
+    made = guided.sample(net, own, (1, 4, 4), generators(0, 1), **given)
+    assert brightness(made) == pytest.approx([5.0, 5.0])  # 1 + 2 (3 - 1)
+
+
 def test_missing_conditions_are_refused_by_name() -> None:
     with refused(ValueError, "'depth'", "'caption'", "'mask'"):
         Diffusion(conditions=("caption", "depth")).draw(of(2), seeded())

@@ -132,7 +132,7 @@ class MyGuidance(Guidance):
     scale: float = 5.0
 
     def output(self, ask, x, at, given):
-        plain = ask(x, without(given))
+        plain = ask(x, ask.without(given))
         return plain + self.scale * (ask(x, given) - plain)
 """
 

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hookdiff import ConfigError, SampleRequest, build_loop, load_config
+from hookdiff import Batch, ConfigError, SampleRequest, build_loop, load_config
+from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.experiment.probe import try_config
 from hookdiff.models.adapters import adapt, check_forward, checkpointable
 from hookdiff.options.structure import Problems, arguments, parameters
@@ -321,3 +322,104 @@ def test_models_of_diffusers_take_less_memory_with_gradient_checkpointing(config
         assert loaded.resolved()["model"]["gradient_checkpointing"] is given
         kept.append(estimate_memory(loaded).activations)
     assert kept[1] < kept[0] * 0.6
+
+
+SMALL = {"sample_size": 8, "in_channels": 4, "num_attention_heads": 4}
+CONDITIONAL_UNET = {
+    "sample_size": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": (32, 32),
+    "layers_per_block": 1,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "cross_attention_dim": 32,
+    "norm_num_groups": 8,
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "attention_head_dim": 8,
+}
+WITH_SIZES = {"addition_embed_type": "text_time", "addition_time_embed_dim": 8}
+TEXT = {"encoder_hidden_states": "text"}
+MASKED = {**TEXT, "encoder_attention_mask": "mask"}
+SIZES = {"added_cond_kwargs.text_embeds": "pooled", "added_cond_kwargs.time_ids": "sizes"}
+OF_TEXT = {"cross_attention_dim": 32, "caption_channels": 32, "num_layers": 2, "attention_head_dim": 8}
+JOINT = {"joint_attention_dim": 32, "caption_projection_dim": 32, "attention_head_dim": 8, "out_channels": 4}
+# Each class with arguments that make a small network, and `diffusion.conditions` for it.
+TEXT_NETWORKS: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+    ("UNet2DConditionModel", CONDITIONAL_UNET, MASKED),
+    (
+        "UNet2DConditionModel",
+        {**CONDITIONAL_UNET, **WITH_SIZES, "projection_class_embeddings_input_dim": 64},
+        {**TEXT, **SIZES},
+    ),
+    (
+        "SD3Transformer2DModel",
+        {**SMALL, **JOINT, "num_layers": 2, "pooled_projection_dim": 16},
+        {**TEXT, "pooled_projections": "pooled"},
+    ),
+    (
+        "PixArtTransformer2DModel",
+        {**SMALL, **OF_TEXT, "patch_size": 2, "out_channels": 4, "use_additional_conditions": False},
+        MASKED,
+    ),
+    (
+        "SanaTransformer2DModel",
+        {**SMALL, **OF_TEXT, "out_channels": 4, "num_cross_attention_heads": 4, "cross_attention_head_dim": 8},
+        MASKED,
+    ),
+    (
+        "AuraFlowTransformer2DModel",
+        {**SMALL, **JOINT, "num_mmdit_layers": 1, "num_single_dit_layers": 1, "pos_embed_max_size": 64},
+        TEXT,
+    ),
+    (
+        "Lumina2Transformer2DModel",
+        {
+            **SMALL,
+            "patch_size": 2,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_refiner_layers": 1,
+            "num_kv_heads": 4,
+            "axes_dim_rope": (4, 2, 2),
+            "axes_lens": (32, 32, 32),
+            "cap_feat_dim": 32,
+        },
+        MASKED,
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # of layers in diffusers
+@pytest.mark.parametrize(("name", "arguments", "conditions"), TEXT_NETWORKS)
+def test_networks_of_diffusers_with_a_text_are_trained(
+    name: str, arguments: dict[str, Any], conditions: dict[str, str]
+) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    model = adapt(adapt(getattr(diffusers, name)(**arguments)))
+    columns = {"text": torch.randn(4, 7, 32), "mask": torch.ones(4, 7).bool(), "pooled": torch.randn(4, 16)}
+    columns["sizes"] = torch.rand(4, 6) * 8
+    objective = Diffusion(conditions=conditions, conditional=False, label_dropout=0.5)
+    batch = Batch(torch.randn(4, 4, 8, 8), conditions=columns)
+    two = objective.named({name: column[:2] for name, column in columns.items()})
+    check_forward(model, (4, 8, 8), times=torch.float32, conditions=two, trains=True)
+    drawn = objective.draw(batch, torch.Generator())
+    objective(model, drawn).loss.backward()
+    draws = drawn.draws
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+    # The text and the time reach the network, whatever the order of its arguments.
+    model.eval()
+    x, times = torch.randn(4, 4, 8, 8), objective.process.network_time(draws["timesteps"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+        same = model(x, times, **objective.named(draws))
+        other = {**draws, "text": draws["text"].flip(0)}
+        assert not torch.allclose(model(x, times, **objective.named(other)), same)
+        assert not torch.allclose(model(x, times.flip(0), **objective.named(draws)), same)
+
+
+def test_a_call_that_fails_names_what_the_network_got() -> None:
+    conditions = {"text": torch.zeros(2, 7, 32), "added": {"size": torch.zeros(2, 6)}}
+    with refused(ValueError, "text (2, 7, 32)", "added.size (2, 6)"):
+        check_forward(UNet(), (1, 8, 8), conditions=conditions)
