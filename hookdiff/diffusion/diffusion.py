@@ -53,7 +53,6 @@ def _shares(value: float | Mapping[str, float]) -> float | dict[str, float]:
 
 
 def _are_of_conditions(diffusion: Any, option: Attribute[Any], value: float | dict[str, float]) -> None:
-    between(0, 1)(diffusion, option, value)
     conditions = diffusion.conditions
     known = (_ALL, _LABELS, *(conditions.values() if isinstance(conditions, Mapping) else conditions))
     if isinstance(value, dict) and (strange := [name for name in value if name not in known]):
@@ -121,7 +120,7 @@ class Diffusion:
     label_dropout: float | dict[str, float] = field(
         default=0.1,
         converter=_shares,
-        validator=_are_of_conditions,
+        validator=[between(0, 1), _are_of_conditions],
         metadata=about(
             "share of samples without their label and conditions in training, for guidance; or a table of shares that "
             "are drawn each on their own: for `labels`, for each condition, and for `all` of them together"

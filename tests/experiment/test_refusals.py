@@ -78,6 +78,7 @@ OWN: dict[str, tuple[list[Any], list[Any]]] = {
     "diffusion.times": ([], ["log_normal"]),
     "diffusion.data_mean": ([[0.1, NAN]], [[0.1, -0.1]]),
     "diffusion.data_std": ([[1.0, NAN], [1.0, 0]], [[0.1, 0.2]]),
+    "diffusion.label_dropout": ([{"captoin": 0.1}, {"all": 2.0}], [{"all": 0.1, "labels": 0.0}]),
     "diffusion.conditions": ([["noise"], ["a", "labels"], ["timesteps"]], [["a"]]),
     "sampling.guidance.interval": (NO_INTERVALS, [[0, INF], [1, 1]]),
     "plugins.autoguidance.interval": (NO_INTERVALS, [[0, INF], [1, 1]]),
