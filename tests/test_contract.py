@@ -262,7 +262,6 @@ OWN_USES = {
     },
     "lr": {"hookdiff/models/adamw.py", "hookdiff/models/optimizer_state.py"},  # the rate of a group of weights
     "memory": {  # a place to keep decoded pictures
-        "hookdiff/authors/encoding/encoded_reader.py",
         "hookdiff/authors/encoding/encoder.py",
         "hookdiff/images/loader.py",
         "hookdiff/images/store.py",

@@ -6,7 +6,13 @@ from .chart import (
     draw_curves as draw_curves,
 )
 from .encoding.digests import digest_of as digest_of
-from .encoding.encoder import Encoded as Encoded, Encoder as Encoder
+from .encoding.encoder import (
+    Encoded as Encoded,
+    EncodedTexts as EncodedTexts,
+    Encoder as Encoder,
+    PictureEncoder as PictureEncoder,
+    TextEncoder as TextEncoder,
+)
 from .encoding.given import ENCODED as ENCODED
 from .features.collected import ROWS as ROWS, Collected as Collected
 from .features.frechet import few_images as few_images, frechet_distance as frechet_distance

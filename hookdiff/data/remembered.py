@@ -27,8 +27,10 @@ class _Absent:
     left_out: Sequence[str] = ()
     unreadable: Sequence[int] = ()
 
-    def __init__(self, facts: Facts, names: Mapping[int, str], codec: Codec | None) -> None:
-        self.facts, self.names, self.codec = facts, names, codec
+    def __init__(
+        self, facts: Facts, names: Mapping[int, str], codec: Codec | None, nothing: Mapping[str, Tensor]
+    ) -> None:
+        self.facts, self.names, self.codec, self.nothing = facts, names, codec, nothing
         self.shape, self.classes, self.are_pictures = facts.shape, facts.classes, facts.are_pictures
 
     def __len__(self) -> int:
@@ -80,9 +82,11 @@ class Remembered(Feed):
 
     names: Mapping[int, str] = field(factory=dict, kw_only=True)  # of samples, by their positions in the data
     remembered: Codec | None = field(default=None, kw_only=True)  # of the samples
+    nothing_is: Mapping[str, Tensor] = field(factory=dict, kw_only=True)  # as `nothing` of a Feed
 
     def __attrs_post_init__(self) -> None:
-        self.reader, self.drop_last = _Absent(self.facts, self.names, self.remembered), self.facts.drop_last
+        self.reader = _Absent(self.facts, self.names, self.remembered, self.nothing_is)
+        self.drop_last = self.facts.drop_last
         self.usable = self.training = torch.arange(self.facts.num_samples)
         self.held_out_indices = self.training[:0]
 

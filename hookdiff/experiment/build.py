@@ -12,6 +12,8 @@ import torch
 from attrs import evolve
 from torch import Generator, Tensor, nn
 
+from hookdiff.authors.encoding.captioned_reader import CaptionedReader
+from hookdiff.authors.encoding.captions import CaptionKeys, captions_of
 from hookdiff.authors.encoding.encoded_reader import EncodedReader
 from hookdiff.authors.encoding.encoder import INPUTS, Encoding
 from hookdiff.builtin import builtin_plugins
@@ -164,16 +166,23 @@ def build_feed(config: Config, decode: bool = True, encode: bool = True) -> Feed
     with _problems_of("data"), shown_works():
         shared = {name: value for part in (Workers, ItemKeys, Feed) for name, value in config.data.shared[part].items()}
         transforms, encoding = config.data.of(Transforms), config.data.of(Encoding)
-        encoders, is_encoded = encoding.encode or {}, encoding.encoded
-        as_they_are = Transforms() if is_encoded and INPUTS in encoders else transforms
-        if is_encoded and not encoders:
+        pictures, texts, is_encoded = encoding.of_pictures, encoding.of_texts, encoding.encoded
+        as_they_are = Transforms() if is_encoded and INPUTS in pictures else transforms
+        if is_encoded and not pictures:
             raise UserError("encoded: there is no [data.encode.NAME] that has made the samples")
-        if not (encoders and encode):
-            return feed_of(source, as_they_are, store, **shared)
         source = InMemory(source) if isinstance(source, Tensor) else source
-        read = evolve(store, store="auto" if isinstance(source, InMemory) else "none")
-        samples, device = partial(feed_of, source, as_they_are, read, **shared), pick_device(config.run.device)
-        reader = EncodedReader(source, transforms, store, encoders, samples, device, is_encoded)
+        captions_of(source, texts)  # refused before the pictures are looked at
+        device = pick_device(config.run.device)
+        if pictures and encode:
+            read = evolve(store, store="auto" if isinstance(source, InMemory) else "none")
+            samples = partial(feed_of, source, as_they_are, read, **shared)
+            reader: Any = EncodedReader(source, transforms, store, pictures, samples, device, is_encoded)
+        elif not texts:
+            return feed_of(source, as_they_are, store, **shared)
+        else:
+            reader = feed_of(source, as_they_are, store, **shared).reader
+        if texts and encode:
+            reader = CaptionedReader(reader, source, texts, config.data.of(CaptionKeys), store, device)
         return Feed(reader, **config.data.shared[Feed])
 
 

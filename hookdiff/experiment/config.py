@@ -15,6 +15,7 @@ from typing import Any, Literal
 from attrs import Attribute, define, evolve, field, fields
 from attrs.validators import ge
 
+from hookdiff.authors.encoding.captions import CaptionKeys
 from hookdiff.authors.encoding.encoder import INPUTS, Encoding
 from hookdiff.builtin.start import Start
 from hookdiff.data.feed import Feed
@@ -173,7 +174,7 @@ SECTIONS = (
     Section(
         "data",
         SOURCES,
-        (Transforms, Store, Workers, ItemKeys, Feed, Encoding),
+        (Transforms, Store, Workers, ItemKeys, Feed, Encoding, CaptionKeys),
         SOURCE,
         key="source",
         find=_import_source,

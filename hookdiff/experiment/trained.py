@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hookdiff.authors.encoding.codec import PictureCodec
 from hookdiff.authors.encoding.encoder import INPUTS, Encoding
+from hookdiff.authors.encoding.text_rows import Nothing, TextRows
 from hookdiff.authors.generation import ImageMaker
 from hookdiff.authors.sampler_info import sampler_info, takes_noise
 from hookdiff.data.facts import Facts
@@ -27,6 +28,7 @@ from hookdiff.experiment.build import build_loop, build_sampling, pick_device
 from hookdiff.experiment.config import Config, load_config
 from hookdiff.experiment.toml_file import read_toml
 from hookdiff.images.labels import normal
+from hookdiff.images.store import Store
 from hookdiff.loop.hookspecs import hookimpl, hooks_of
 from hookdiff.loop.loop import Loop
 from hookdiff.loop.registry import implements
@@ -153,7 +155,12 @@ class Run:
         state = _state_of(config, self.run_dir, self.path)
         saved = {"saved": Saved({**state, "optimizers": {}})}
         facts = Facts.of(state.get("data", {}).get("facts"))
-        feed = Remembered(facts, remembered=_codec(config, facts))
+        device = pick_device(config.run.device)
+        texts = {
+            name: TextRows(name, evolve(one, store="none"), Store(), device)
+            for name, one in config.data.of(Encoding).of_texts.items()
+        }
+        feed = Remembered(facts, remembered=_codec(config, facts), nothing_is=Nothing(texts))
         loop = build_loop(
             config, self.run_dir, resume=self.path, plugins=saved, hooks=_IMAGE_HOOKS, feed=feed, trains=False
         )
@@ -378,7 +385,7 @@ class Run:
 
 def _codec(config: Config, facts: Facts) -> PictureCodec | None:
     """Return what makes pictures of the latents of a run; raises ConfigError if it is another than in the training."""
-    encoder = (config.data.of(Encoding).encode or {}).get(INPUTS)
+    encoder = config.data.of(Encoding).of_pictures.get(INPUTS)
     if encoder is None or facts.picture_shape is None:
         return None
     if (digest := encoder.digest()) != facts.codec:

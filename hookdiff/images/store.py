@@ -75,6 +75,10 @@ class Store:
             return self.store
         return "memory" if num_bytes <= self.memory_limit * _GIB else "none"
 
+    def in_memory(self, num_bytes: int) -> bool:
+        """Return whether this number of bytes is kept in memory."""
+        return self.place(num_bytes) == "memory"
+
 
 @define(eq=False)
 class Prepared:

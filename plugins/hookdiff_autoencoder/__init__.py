@@ -16,7 +16,7 @@ from attrs.validators import in_
 from torch import Tensor
 
 from hookdiff import UserError, listed, why_missing
-from hookdiff.authors import Encoded, Encoder, digest_of
+from hookdiff.authors import Encoded, PictureEncoder, digest_of
 from hookdiff.disk import read_file
 from hookdiff.options import about
 
@@ -29,7 +29,7 @@ _UNSCALED = {"scaling_factor": 1.0, "shift_factor": None, "latents_mean": None, 
 
 
 @define(frozen=True)
-class Autoencoder(Encoder):
+class Autoencoder(PictureEncoder):
     """A frozen autoencoder in a folder, as diffusers saves it: AutoencoderKL, AutoencoderDC or AutoencoderTiny."""
 
     path: str = field(metadata=about("folder with config.json and the weights in safetensors"))

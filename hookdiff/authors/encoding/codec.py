@@ -9,7 +9,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from hookdiff.authors.encoding.encoder import Encoded, Encoder
+from hookdiff.authors.encoding.encoder import Encoded, PictureEncoder
 from hookdiff.data.feed import Feed
 from hookdiff.machine.fitting import Fitting
 
@@ -23,7 +23,7 @@ class PictureCodec:
     `make_pictures` opens the Feed of the pictures; it may raise UserError where the data is not.
     """
 
-    encoder: Encoder
+    encoder: PictureEncoder
     digest: str  # of the encoder
     shape: tuple[int, ...]  # of a picture, c h w
     make_pictures: Callable[[], Feed]

@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 from torch import Generator, Tensor
 
 from hookdiff.authors.encoding.codec import PictureCodec
-from hookdiff.authors.encoding.encoder import INPUTS, Encoder
+from hookdiff.authors.encoding.encoder import INPUTS, PictureEncoder
 from hookdiff.authors.encoding.given import MEAN, STD, GivenSides, Made
 from hookdiff.authors.encoding.tables import Encode, EncodedRows, decoded_shape, kept_in_memory
 from hookdiff.data.batch import Batch
@@ -54,7 +54,7 @@ class EncodedReader:
     source: Any
     transforms: Transforms
     store: Store
-    encoders: Mapping[str, Encoder]
+    encoders: Mapping[str, PictureEncoder]
     make_samples: Callable[[], Feed]
     device: torch.device
     is_encoded: bool = False
@@ -88,7 +88,7 @@ class EncodedReader:
         for name, encoder in self.encoders.items():
             flips = bool(self.transforms.flip)
             encode = Encode(name, encoder, self.open_pictures, flips, self.device, len(self.source))
-            if (encoder.store or self.store.store) == "none":
+            if encoder.stored(self.store).store == "none":
                 self._makers[name] = encode
             else:
                 self._rows[name] = self._kept(encode)
@@ -120,7 +120,7 @@ class EncodedReader:
             raise UserError(f"image_size: the samples were made of pictures of {size_text(self._picture_shape)}")
         survey = Survey(self._picture_shape)
         sizes = {name: len(self) * sum(one.nbytes for one in columns.values()) for name, columns in sides.items()}
-        if all(self._store_of(name).place(size) == "memory" for name, size in sizes.items()):
+        if all(self._store_of(name).in_memory(size) for name, size in sizes.items()):
             self._rows = kept_in_memory(samples, givens, survey)
         else:
             self._makers = dict(givens)
@@ -146,7 +146,7 @@ class EncodedReader:
         return self._samples
 
     def _store_of(self, name: str) -> Store:
-        return evolve(self.store, store=self.encoders[name].store or self.store.store)
+        return self.encoders[name].stored(self.store)
 
     def _kept(self, encode: Encode) -> EncodedRows:
         key = self._key(encode.encoder)
@@ -154,11 +154,11 @@ class EncodedReader:
             logger.warning("%s: the source has no fingerprint, so it is encoded in each run", encode.where)
         rows = encode.rows(None if key is None else place_of(key, self.store.folder / "encoded"))
         size = sum(column.nbytes for column in rows.columns.values())
-        if key is not None and self._store_of(encode.name).place(size) == "memory":
+        if key is not None and self._store_of(encode.name).in_memory(size):
             rows.columns = {name: column.clone() for name, column in rows.columns.items()}
         return rows
 
-    def _key(self, encoder: Encoder) -> tuple[Any, ...] | None:
+    def _key(self, encoder: PictureEncoder) -> tuple[Any, ...] | None:
         transforms = self.transforms
         if isinstance(self.source, InMemory):
             data: tuple[Any, ...] = (hash_of(self.source.images), transforms.side, transforms.upscale)

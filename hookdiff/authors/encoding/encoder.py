@@ -1,4 +1,4 @@
-"""The kind of part `encode`: a frozen network that turns pictures into what another network is trained on."""
+"""The kind of part `encode`: a frozen network that turns pictures or texts into what another network is trained on."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
-from attrs import define, field
-from attrs.validators import in_, optional
+from attrs import define, evolve, field
+from attrs.validators import in_, min_len
 from torch import Tensor
 
 from hookdiff.errors import UserError
+from hookdiff.images.store import Store
 from hookdiff.options.choices import Choice
 from hookdiff.options.fields import about
 
@@ -37,32 +38,41 @@ class Encoded(Protocol):
 
 @define(frozen=True)
 class Encoder(Choice, ABC):
-    """Turns the pictures of a source into the inputs of the network, or into a condition."""
+    """Turns the pictures or the texts of a source into what the network is trained on: see the two subclasses."""
 
     kind = "encode"
 
-    store: Literal["auto", "memory", "disk", "none"] | None = field(
-        default=None,
+    store: Literal["data", "auto", "memory", "disk", "none"] = field(
+        default="data",
         kw_only=True,
-        validator=optional(in_(("auto", "memory", "disk", "none"))),
+        validator=in_(("data", "auto", "memory", "disk", "none")),
         metadata=about(
-            'where what it makes is kept: "memory" or "disk", both from a file that is made once; "none" (encoded anew '
-            "in each epoch); unless given, as `store` of [data]"
+            'where what it makes is kept: "data" (as `store` of [data]); "memory" or "disk", both from a file that is '
+            'made once; "auto" ("memory" up to `memory_limit`, else "disk"); "none" (encoded anew in each epoch)'
         ),
     )
+
+    def stored(self, store: Store) -> Store:
+        """Return where what it makes is kept, in a run with this `store` of [data]."""
+        return store if self.store == "data" else evolve(store, store=self.store)
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Return a hash of all that the encoded values depend on beside the samples: weights, and options.
+
+        Raises:
+            UserError: if the weights are not here, or are no network of this kind.
+        """
+
+
+@define(frozen=True)
+class PictureEncoder(Encoder):
+    """Turns the pictures of a source into the inputs of the network, or into a condition."""
 
     @property
     def draws(self) -> bool:
         """Whether a value is drawn in each epoch, if the network returns a deviation; else the mean is taken."""
         return True
-
-    @abstractmethod
-    def digest(self) -> str:
-        """Return a hash of all that the encoded values depend on beside the pictures: weights, and options.
-
-        Raises:
-            UserError: if the weights are not here, or are no network of this kind.
-        """
 
     @abstractmethod
     def open(self, device: torch.device) -> Encoded:
@@ -90,6 +100,42 @@ class Encoder(Choice, ABC):
         )
 
 
+class EncodedTexts(Protocol):
+    """The network of an encoder of texts, in eval mode."""
+
+    def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return what `texts` become, n rows each, by the names of conditions: "" stands for the encoder's own name.
+
+        A name that begins with "_" is appended to that, as "_mask". All calls return the same names, shapes and dtypes;
+        n tokens features for the tokens, and n tokens, bool, for their mask.
+        """
+
+    def lengths(self, texts: Sequence[str]) -> Sequence[int]:
+        """Return the number of tokens of each text, those that are cut included."""
+
+
+@define(frozen=True)
+class TextEncoder(Encoder):
+    """Turns the captions of a source into conditions. What it makes of an empty text stands for no caption."""
+
+    texts: str = field(
+        default="text",
+        alias="of",
+        kw_only=True,
+        validator=min_len(1),
+        metadata=about("name of the captions in the source that it takes"),
+    )
+
+    @property
+    def limit(self) -> int | None:
+        """The tokens of a text at which it is cut; None: at none."""
+        return None
+
+    @abstractmethod
+    def open(self, device: torch.device) -> EncodedTexts:
+        """Load the network."""
+
+
 @define(frozen=True, kw_only=True)
 class Encoding:
     """The encoders of [data]."""
@@ -108,3 +154,13 @@ class Encoding:
             "means: they are drawn, scaled and decoded, and not encoded"
         ),
     )
+
+    @property
+    def of_pictures(self) -> dict[str, PictureEncoder]:
+        """The encoders of pictures, by name."""
+        return {name: one for name, one in (self.encode or {}).items() if isinstance(one, PictureEncoder)}
+
+    @property
+    def of_texts(self) -> dict[str, TextEncoder]:
+        """The encoders of texts, by name."""
+        return {name: one for name, one in (self.encode or {}).items() if isinstance(one, TextEncoder)}

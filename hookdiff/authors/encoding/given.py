@@ -9,7 +9,7 @@ from attrs import define, field
 from attrs.validators import in_
 from torch import Tensor
 
-from hookdiff.authors.encoding.encoder import INPUTS, Encoder
+from hookdiff.authors.encoding.encoder import INPUTS, PictureEncoder
 from hookdiff.data.batch import Batch
 from hookdiff.errors import UserError, nearest
 from hookdiff.options.structure import structured
@@ -41,7 +41,7 @@ class Made:
         except ValueError as error:
             raise UserError(f"encoded: {ENCODED} of the source: {error}") from None
 
-    def check(self, encoders: Mapping[str, Encoder]) -> None:
+    def check(self, encoders: Mapping[str, PictureEncoder]) -> None:
         """Raise UserError unless `encoders` are those that have made the samples."""
         for name, encoder in encoders.items():
             if name not in self.digests:

@@ -14,7 +14,7 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
-from hookdiff.authors.encoding.encoder import INPUTS, Encoded, Encoder
+from hookdiff.authors.encoding.encoder import INPUTS, Encoded, PictureEncoder
 from hookdiff.authors.encoding.given import MEAN, STD, GivenSides
 from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
@@ -62,7 +62,7 @@ class Encode:
     """Encodes the pictures of a Feed, both sides of each if they are to be flipped."""
 
     name: str  # of what it makes
-    encoder: Encoder
+    encoder: PictureEncoder
     open_pictures: Callable[[], Feed]
     flips: bool
     device: torch.device
@@ -258,7 +258,7 @@ def _beside(samples: Feed, batch: Batch) -> dict[str, Tensor]:
     return found
 
 
-def decoded_shape(encoder: Encoder, shape: tuple[int, ...], device: torch.device) -> tuple[int, ...]:
+def decoded_shape(encoder: PictureEncoder, shape: tuple[int, ...], device: torch.device) -> tuple[int, ...]:
     """Return the shape of the picture that latents of `shape` become.
 
     Raises:

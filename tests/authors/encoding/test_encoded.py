@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hookdiff import ConfigError, SampleRequest, UserError, load_config, load_run
-from hookdiff.authors import Encoded, Encoder, on_ranks
+from hookdiff.authors import Encoded, PictureEncoder, on_ranks
 from hookdiff.experiment.build import build_feed, build_loop
 from tests.conftest import check_facts, check_refused, records, refused
 
@@ -66,7 +66,7 @@ class Pooling:
 
 
 @define(frozen=True)
-class Pooled(Encoder):
+class Pooled(PictureEncoder):
     """An autoencoder without weights."""
 
     version: int = 1

@@ -6,12 +6,12 @@ from attrs.validators import ge
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
-from hookdiff.authors import Encoded, Encoder
+from hookdiff.authors import Encoded, PictureEncoder
 from hookdiff.options import about
 
 
 @define(frozen=True)
-class ExampleEncode(Encoder):
+class ExampleEncode(PictureEncoder):
     """Means of squares of pixels, which are decoded by repetition."""
 
     side: int = field(default=2, validator=ge(1), metadata=about("side of a square", "pixels"))

@@ -1,0 +1,90 @@
+"""The reader of samples with captions: it adds what encoders make of these to what another reader reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any
+
+import torch
+from attrs import define, evolve, field
+from torch import Tensor
+
+from hookdiff.authors.encoding.captions import CaptionKeys, CaptionsOf, captions_of
+from hookdiff.authors.encoding.encoder import INPUTS, TextEncoder
+from hookdiff.authors.encoding.text_rows import Nothing, TextRows
+from hookdiff.data.batch import Batch
+from hookdiff.data.memory import to_device
+from hookdiff.data.reader import Parts, Stack
+from hookdiff.errors import UserError
+from hookdiff.images.store import Store
+
+
+@define(eq=False, slots=False)
+class CaptionedReader:
+    """Reads the samples of `inner`, a `Reader`, with what `encoders` make of their captions in `source`.
+
+    All else is asked of `inner`.
+    """
+
+    inner: Any
+    source: Any
+    encoders: Mapping[str, TextEncoder]
+    keys: CaptionKeys
+    store: Store
+    device: torch.device
+    seed: int = field(init=False, default=0)
+    captions: dict[str, CaptionsOf] = field(init=False)
+    rows: dict[str, TextRows] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        if INPUTS in self.encoders:
+            raise UserError(f"encode.{INPUTS}: pictures become what has this name; call the encoder of texts `text`")
+        texts = captions_of(self.source, self.encoders)
+        usable = [index for index in range(len(self.inner)) if index not in self.inner.unreadable]
+        self.captions = {
+            name: CaptionsOf(name, given, self.keys, self.inner.describe, usable) for name, given in texts.items()
+        }
+        self.rows = {name: TextRows(name, one, self.store, self.device) for name, one in self.encoders.items()}
+        for name, rows in self.rows.items():
+            if self.keys.shuffle_tags is not None and rows.is_kept:
+                raise UserError(f"shuffle_tags: captions change in each step, so encode.{name} needs store = 'none'")
+            rows.want(self.captions[rows.encoder.texts].every())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "inner":  # of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def bound(self, seed: int, device: torch.device, parts: Parts) -> CaptionedReader:
+        one = copy(self)
+        one.inner, one.seed, one.device = self.inner.bound(seed, device, parts), seed, device
+        return one
+
+    @cached_property
+    def nothing(self) -> Nothing:
+        """What stands for no caption, by the names of conditions."""
+        return Nothing(self.rows)
+
+    @cached_property
+    def first(self) -> Batch:
+        batch: Batch = self.inner.first
+        none = {name: value[None].expand(len(batch), *value.shape) for name, value in self.nothing.items()}
+        return evolve(batch, conditions={**batch.conditions, **none})
+
+    def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
+        for inputs, labels, indices, conditions in self.inner.stacks(shares, epoch):
+            made: dict[str, Tensor] = {}
+            for rows in self.rows.values():
+                made |= rows.rows(self.captions[rows.encoder.texts].drawn(indices, self.seed, epoch))
+            texts = {name: to_device(column, self.device) for name, column in made.items()}
+            yield inputs, labels, indices, {**conditions, **texts}
+
+    def fingerprint(self) -> str | None:
+        own = self.inner.fingerprint()
+        digests = [(rows.encoder.digest(), self.captions[rows.encoder.texts].digest()) for rows in self.rows.values()]
+        return None if own is None else repr((own, digests))

@@ -1,0 +1,215 @@
+"""What an encoder makes of texts: a row for each, encoded once by all ranks and kept in files."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from hookdiff.authors.encoding.encoder import EncodedTexts, TextEncoder
+from hookdiff.disk.files import make_folder
+from hookdiff.errors import UserError, shown
+from hookdiff.images.store import Store
+from hookdiff.images.table import Column, check_room, found, locked, read_table, save_table
+from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, num_ranks, rank
+from hookdiff.terminal.pace import paced
+from hookdiff.terminal.words import byte_size
+
+logger = logging.getLogger("hookdiff")
+
+_CHUNK = 64  # texts that are encoded together
+_SHOWN = 60  # characters of a text in a message
+
+_Kept = Mapping[str, Tensor]  # by the name of a condition, a row for each text
+
+
+@define(eq=False)
+class TextRows:
+    """The rows of an encoder. A text is encoded when it is first wanted, and its row stays in a file."""
+
+    name: str  # of the encoder
+    encoder: TextEncoder
+    store: Store
+    device: torch.device
+    network: EncodedTexts | None = field(default=None, init=False)
+    _parts: list[_Kept] = field(factory=list, init=False)
+    _places: dict[str, tuple[int, int]] = field(factory=dict, init=False)  # part and row, by the digest of a text
+
+    @property
+    def where(self) -> str:
+        """The key of the encoder, for messages."""
+        return f"data.encode.{self.name}"
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether rows are kept; else a text is encoded each time."""
+        return self.encoder.stored(self.store).store != "none"
+
+    def want(self, texts: Iterable[str]) -> None:
+        """Encode those of `texts` that have no row yet, in sorted order, and the empty one. All ranks must call this.
+
+        Raises:
+            UserError: if the disk has no room for them.
+        """
+        if not self.is_kept:
+            return
+        folder = self.store.folder / "texts" / self.encoder.digest()
+        first_rank_does(lambda: make_folder(folder))
+        wanted = sorted({"", *texts})
+        if not agree(bool(self._lacking(folder, wanted))):
+            return
+        with locked(folder, shared=False) if rank() == 0 else nullcontext():
+            # Another run may have made some meanwhile.
+            lacking = first_rank_does(lambda: self._lacking(folder, wanted, report=True))
+            if lacking:
+                self._make(folder, lacking)
+                agree(False)  # wait for the first rank, which writes
+        if agree(bool(self._lacking(folder, wanted))):
+            raise UserError(f"data.cache_dir: not all ranks find {folder}; all machines must share the folder")
+
+    def rows(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """Return what `texts` become, a row each, by the names of conditions: float32, or bool, on the device."""
+        if not self.is_kept:
+            return self._ready(self._halves(texts))
+        places = torch.tensor([self._places[_digest(text)] for text in texts]).view(-1, 2)
+        made: dict[str, Tensor] = {}
+        for name, first in self._parts[0].items():
+            made[name] = torch.empty(len(texts), *first.shape[1:], dtype=first.dtype)
+            for number in sorted(set(places[:, 0].tolist())):
+                own = places[:, 0] == number
+                made[name][own] = self._parts[number][name][places[own, 1]]
+        return self._ready(made)
+
+    def nothing(self) -> dict[str, Tensor]:
+        """Return what an empty text becomes, by the names of conditions."""
+        return {name: rows[0] for name, rows in self.rows([""]).items()}
+
+    def _ready(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        named = {self.name + name if name[:1] in ("", "_") else name: rows for name, rows in made.items()}
+        return {name: (rows.float() if rows.is_floating_point() else rows) for name, rows in named.items()}
+
+    def _open(self) -> EncodedTexts:
+        if self.network is None:
+            self.network = self.encoder.open(self.device)
+        return self.network
+
+    def _encoded(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {name: rows.cpu() for name, rows in self._open().encode(texts).items()}
+
+    def _lacking(self, folder: Path, wanted: Sequence[str], report: bool = False) -> list[str]:
+        """Read the files in `folder`, and return the texts that are in none of them."""
+        self._parts, self._places = [], {}
+        for path in sorted(folder.glob("*-*")):
+            num = path.name.rpartition("-")[2]
+            part = found(path, "table of texts", partial(_read, num=int(num)), report) if num.isdecimal() else None
+            if part is not None:
+                self._places |= {digest: (len(self._parts), row) for row, digest in enumerate(part[0])}
+                self._parts.append(part[1])
+        size = sum(column.nbytes for part in self._parts for column in part.values())
+        if self.encoder.stored(self.store).in_memory(size):
+            self._parts = [{name: column.clone() for name, column in part.items()} for part in self._parts]
+        return [text for text in wanted if _digest(text) not in self._places]
+
+    def _make(self, folder: Path, texts: Sequence[str]) -> None:
+        """Encode `texts` into one more file."""
+        name = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        path = folder / f"{name}-{len(texts)}"
+
+        def sizes() -> dict[str, Column]:
+            first = self._halves(texts[:1])
+            columns = {name: Column(_dtype(rows), (len(texts), *rows.shape[1:])) for name, rows in first.items()}
+            size = byte_size(sum(column.num_bytes for column in columns.values()))
+            logger.info("data: encoding %s texts by %s into %s: %s", f"{len(texts):,}", self.where, path, size)
+            check_room(path, columns)
+            return columns
+
+        columns = first_rank_does(sizes)
+        if rank():
+            for _ in self._rounds(texts):
+                pass
+            return
+
+        def fill(rows: Mapping[str, Any]) -> Any:
+            for start, made in self._rounds(texts):
+                for name, values in made.items():
+                    rows[name][start : start + len(values)] = values.numpy()
+            return [_digest(text) for text in texts]
+
+        save_table(path, columns, fill)
+        self._report_cut(texts)
+
+    def _rounds(self, texts: Sequence[str]) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        starts = range(0, len(texts), _CHUNK)
+        own = iter(starts[rank() :: num_ranks()])
+        rounds = -(-len(starts) // num_ranks())
+
+        def encode() -> tuple[int, dict[str, Tensor]] | None:
+            start = next(own, None)
+            return None if start is None else (start, self._halves(texts[start : start + _CHUNK]))
+
+        with closing(paced(range(rounds), rounds, f"data: {self.where}", "chunks", size=lambda _: 1)) as shown_rounds:
+            for _ in shown_rounds:
+                yield from filter(None, gathered_or_raised(encode))
+
+    def _halves(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        made = self._encoded(texts)
+        halves = {name: rows.half() if rows.is_floating_point() else rows for name, rows in made.items()}
+        for rows in halves.values():
+            if rows.is_floating_point() and not rows.isfinite().all():
+                bad = int((~rows.flatten(1).isfinite().all(1)).nonzero()[0])
+                raise UserError(f"{self.where}: {shown(texts[bad][:_SHOWN])} becomes values that float16 does not hold")
+        return halves
+
+    def _report_cut(self, texts: Sequence[str]) -> None:
+        limit = self.encoder.limit
+        lengths = self._open().lengths(texts) if limit else []
+        if cut := [text for text, length in zip(texts, lengths, strict=False) if limit and length > limit]:
+            logger.warning(
+                "%s: %s of %s texts are cut at %s tokens, such as %s",
+                *(self.where, f"{len(cut):,}", f"{len(texts):,}", limit, shown(cut[0][:_SHOWN])),
+            )
+        self.network = None  # its memory is for the training
+
+
+class Nothing(Mapping[str, Tensor]):
+    """What the encoders of `rows` make of an empty text, by the names of conditions: made when it is first needed."""
+
+    def __init__(self, rows: Mapping[str, TextRows]) -> None:
+        self._rows = rows
+
+    @cached_property
+    def _made(self) -> dict[str, Tensor]:
+        return {name: value for rows in self._rows.values() for name, value in rows.nothing().items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
+def _read(path: Path, num: int) -> tuple[list[str], dict[str, Tensor]]:
+    texts, columns = read_table(path, num)
+    if not isinstance(texts, list) or len(texts) != num or not all(isinstance(text, str) for text in texts):
+        raise ValueError("it is of other texts")
+    return texts, columns
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def _dtype(values: Tensor) -> str:
+    return str(values.dtype).removeprefix("torch.")
