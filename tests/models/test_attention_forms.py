@@ -18,17 +18,23 @@ from hookdiff_networks import DiT, UNet
     shape=st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)),
     keys=st.integers(1, 7),
     seed=st.integers(0, 9),
+    share=st.none() | st.floats(0, 1),
 )
-def test_all_forms_have_the_same_values_and_gradients(shape: tuple[int, ...], keys: int, seed: int) -> None:
+def test_all_forms_have_the_same_values_and_gradients(
+    shape: tuple[int, ...], keys: int, seed: int, share: float | None
+) -> None:
+    """A mask counts about this share of the keys; of a sample for which none counts the values are zeros."""
     generator = torch.Generator().manual_seed(seed)
     n, heads, _, d = shape
     sizes = (shape, (n, heads, keys, d), (n, heads, keys, d))
     parts = [torch.randn(size, generator=generator, dtype=torch.float64, requires_grad=True) for size in sizes]
-    expected = torch.softmax(parts[0] @ parts[1].transpose(2, 3) / d**0.5, -1) @ parts[2]
+    mask = None if share is None else torch.rand(n, 1, 1, keys, generator=generator) < share
+    odds = torch.exp(parts[0] @ parts[1].transpose(2, 3) / d**0.5) * (1 if mask is None else mask)
+    expected = odds / odds.sum(-1, keepdim=True).clamp(min=1e-300) @ parts[2]
     weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     slopes = torch.autograd.grad((expected * weights).sum(), parts)
     for form in get_args(Form):
-        out = attention(*parts, form)
+        out = attention(*parts, form, mask)
         torch.testing.assert_close(out, expected)
         torch.testing.assert_close(torch.autograd.grad((out * weights).sum(), parts), slopes)
 
