@@ -62,23 +62,22 @@ def test_a_layer_takes_the_form_that_was_measured_as_the_faster_one(
         assert not product_is_faster(tokens, head_dim, dtype, "cuda")
 
 
-def kernels(model: nn.Module, *inputs: Tensor) -> int:
+def kernels(model: nn.Module, *inputs: Tensor, **text: Tensor) -> int:
     """Return how many layers of `model` call torch's kernel in bf16."""
     with torch.profiler.profile(acc_events=True) as profile, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        model(*inputs)
+        model(*inputs, **text)
     return sum(event.count for event in profile.key_averages() if event.key == "aten::scaled_dot_product_attention")
 
 
-@pytest.mark.parametrize("make", [UNet, DiT])
-def test_own_networks_follow(make: Any) -> None:
-    model, x, t = make(), torch.randn(2, 1, 8, 8), torch.tensor([1, 900])
-    layers = sum(hasattr(module, "attention_form") for module in model.modules())
-    assert layers
-    assert kernels(model, x, t) == 0
+@pytest.mark.parametrize(("make", "text_dim", "layers"), [(UNet, 0, 5), (DiT, 0, 6), (UNet, 3, 10), (DiT, 3, 12)])
+def test_own_networks_follow(make: Any, text_dim: int, layers: int) -> None:
+    model, x, t = make(text_dim=text_dim), torch.randn(2, 1, 8, 8), torch.tensor([1, 900])
+    text = {"text": torch.randn(2, 4, 3), "text_mask": torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]])} if text_dim else {}
+    assert kernels(model, x, t, **text) == 0
     use_attention(model, "kernel")
-    assert kernels(model, x, t) == layers
+    assert kernels(model, x, t, **text) == layers
     use_attention(model, "product")
-    assert kernels(model, x, t) == 0
+    assert kernels(model, x, t, **text) == 0
 
 
 @pytest.mark.parametrize("kind", ["unet", "with cross-attention"])
