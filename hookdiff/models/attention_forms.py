@@ -1,4 +1,4 @@
-"""Attention of tokens to each other, by torch's kernel or by plain matrix products, whichever is faster."""
+"""Attention of tokens to each other or to text, by torch's kernel or by plain matrix products, whichever is faster."""
 
 from typing import Any, Literal
 
@@ -9,22 +9,34 @@ from torch import Tensor, nn
 Form = Literal["by_layer", "kernel", "product"]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, form: Form = "by_layer") -> Tensor:
-    """Return the attention of the queries to the keys: softmax(q kᵀ / sqrt(d)) v, without a mask.
+def attention(q: Tensor, k: Tensor, v: Tensor, form: Form = "by_layer", mask: Tensor | None = None) -> Tensor:
+    """Return the attention of the queries to the keys: softmax(q kᵀ / sqrt(d)) v, of the shape of `q`.
 
-    All four tensors are n heads tokens d. `form` chooses how it is computed, and changes the result by rounding only:
+    `q` is n heads tokens d; `k` and `v` are n heads keys d. `mask`, such as n 1 1 keys, is True for keys that count; a
+    query for which none counts gets zeros. `form` chooses how it is computed, and changes the result by rounding only:
     "kernel" is torch's `scaled_dot_product_attention`, "product" keeps the weights of all pairs of tokens, and
     "by_layer" asks `product_is_faster`.
     """
     by_product = form == "product" or (
         form == "by_layer" and product_is_faster(q.shape[2], q.shape[3], q.dtype, q.device.type)
     )
-    if not by_product:
-        return F.scaled_dot_product_attention(q, k, v)
+    if mask is None:
+        return _product(q, k, v, None) if by_product else F.scaled_dot_product_attention(q, k, v)
+    counts = mask.any(-1, keepdim=True)
+    mask = mask | ~counts  # a softmax over no keys would be NaN, and so would its gradient
+    out = _product(q, k, v, mask) if by_product else F.scaled_dot_product_attention(q, k, v, mask)
+    return out.masked_fill(~counts, 0)
+
+
+def _product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     n, heads, _, d = q.shape
     q, k, v = (part.reshape(n * heads, part.shape[2], d) for part in (q, k, v))
-    # With beta = 0 the first argument is not read.
-    scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=d**-0.5)
+    if mask is None:
+        # With beta = 0 the first argument is not read.
+        scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=d**-0.5)
+    else:
+        hidden = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+        scores = torch.baddbmm(hidden.expand(n, heads, -1, -1).flatten(0, 1), q, k.transpose(1, 2), alpha=d**-0.5)
     return torch.bmm(scores.softmax(-1), v).view(n, heads, q.shape[1], d)
 
 

@@ -44,6 +44,36 @@ def check_timesteps(timesteps: Tensor, num: int) -> None:
         raise ValueError(f"timesteps is {timesteps.dtype}, which rounds large times, expected integers or float32")
 
 
+def check_text(text: Tensor | None, mask: Tensor | None, num: int, text_dim: int) -> None:
+    """Raise ValueError unless there is text if and only if `text_dim` is above 0, for each image, and its mask fits.
+
+    The values of the mask are checked only on the CPU, as those of labels.
+    """
+    if not text_dim:
+        if given := [name for name, one in (("text", text), ("text_mask", mask)) if one is not None]:
+            raise ValueError(
+                f"the model got {' and '.join(given)} and was built without text: set text_dim, or give no text"
+            )
+        return
+    if text is None:
+        raise ValueError(
+            f"the model was built with text_dim={text_dim} and got no text: call it as "
+            'model(x, timesteps, text=text), in a config by diffusion.conditions = ["text"]'
+        )
+    if text.ndim != 3 or text.shape[::2] != (num, text_dim) or not text.is_floating_point():
+        raise ValueError(
+            f"text has shape {tuple(text.shape)} of {text.dtype}, expected ({num}, tokens, {text_dim}) of floats: one "
+            f"per image, for text_dim={text_dim}"
+        )
+    if mask is None:
+        return
+    if mask.shape != text.shape[:2]:
+        raise ValueError(f"text_mask has shape {tuple(mask.shape)}, expected {tuple(text.shape[:2])}: one per token")
+    is_read = mask.dtype != torch.bool and mask.device.type == "cpu" and not torch.compiler.is_compiling()
+    if is_read and not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(f"text_mask has values of {mask.dtype} other than 0 and 1, expected 1 for tokens that count")
+
+
 def nearest_multiples(size: int, divisor: int) -> str:
     """Return the positive multiples of `divisor` around `size`, as "28 or 32", or the one that is `size`."""
     below, above = size // divisor * divisor, -(-size // divisor) * divisor

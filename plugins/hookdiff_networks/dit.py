@@ -11,6 +11,7 @@ from hookdiff_networks.checks import check_counts, check_dropout, nearest_diviso
 from hookdiff_networks.layers import (
     OF_WEIGHTS,
     Block,
+    CrossAttention,
     LabelEmbedding,
     Network,
     TimeEmbedding,
@@ -27,8 +28,9 @@ class DiT(Network):
     Each of its `depth` blocks has attention and an MLP, which are normalised, scaled, shifted and gated by the time and
     the class. All gates and the output start as zero, so a fresh model predicts exactly zero and each of its blocks is
     the identity. Layout and initialisation are those of Peebles and Xie 2023 (arXiv:2212.09748), with adaLN-Zero; no
-    variance is learned. Raises ValueError for an argument that is out of range or does not fit another; the message
-    names the nearest valid value.
+    variance is learned. With `text_dim` each block also reads a text, by cross-attention between attention and MLP that
+    starts as zero (Chen et al. 2023, arXiv:2310.00426). Raises ValueError for an argument that is out of range or does
+    not fit another; the message names the nearest valid value.
 
     Args:
         in_channels: channels of the images, in and out; in a config, unless given, those of the data
@@ -40,7 +42,8 @@ class DiT(Network):
         num_heads: attention heads of a block
         mlp_ratio: features inside the MLP of a block, as a multiple of `hidden_size`
         num_classes: number of classes that the network is conditioned on, labels 0 to num_classes - 1; 0: none
-        dropout: probability that an activation is dropped in training, at the end of attention and MLP
+        text_dim: features of a token of the text that each block reads, as the text encoder makes them; 0: no text
+        dropout: probability that an activation is dropped in training, at the end of self-attention and MLP
         gradient_checkpointing: keep only the inputs of the blocks in training and compute the rest again in the
             backward pass: the same gradients for less memory and about a third more time
     """
@@ -56,22 +59,23 @@ class DiT(Network):
         num_heads: Annotated[int, OF_WEIGHTS] = 4,
         mlp_ratio: Annotated[float, OF_WEIGHTS] = 4.0,
         num_classes: int = 0,
+        text_dim: Annotated[int, OF_WEIGHTS] = 0,
         dropout: float = 0.0,
         gradient_checkpointing: bool = False,
     ) -> None:
         check_counts(in_channels=in_channels, image_size=image_size, patch_size=patch_size)
         check_counts(hidden_size=hidden_size, num_heads=num_heads)
         check_counts(1, 2**16, depth=depth)
-        check_counts(0, 2**24, num_classes=num_classes)
+        check_counts(0, 2**24, num_classes=num_classes, text_dim=text_dim)
         check_dropout(dropout)
         mlp_size = _check_sizes(image_size, patch_size, hidden_size, num_heads, mlp_ratio)
         # The weights of the time embedding start so small that bf16 would round neighbouring times to the same value.
         time = TimeEmbedding(hidden_size, _TIME_FEATURES, autocast=False)
-        super().__init__(in_channels, num_classes, time, patch_size, "patch_size")
+        super().__init__(in_channels, num_classes, text_dim, time, patch_size, "patch_size")
         patch_values = in_channels * patch_size**2
         self.patch_in = nn.Linear(patch_values, hidden_size)
         self.blocks = nn.ModuleList(
-            DiTBlock(hidden_size, num_heads, mlp_size, dropout, gradient_checkpointing) for _ in range(depth)
+            DiTBlock(hidden_size, num_heads, mlp_size, text_dim, dropout, gradient_checkpointing) for _ in range(depth)
         )
         self.modulation_out = nn.Linear(hidden_size, 2 * hidden_size)
         self.patch_out = nn.Linear(hidden_size, patch_values)
@@ -84,14 +88,16 @@ class DiT(Network):
                 nn.init.normal_(module.weight, std=0.02)
             elif isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
         for layer in (self.time.linear1, self.time.linear2):
             nn.init.normal_(layer.weight, std=0.02)
         modulations = [module.modulation for module in self.modules() if isinstance(module, DiTBlock)]
-        for layer in (*modulations, self.modulation_out, self.patch_out):
+        projections = [module.proj for module in self.modules() if isinstance(module, CrossAttention)]
+        for layer in (*modulations, *projections, self.modulation_out, self.patch_out):
             nn.init.zeros_(layer.weight)
 
-    def predict(self, x: Tensor, condition: Tensor) -> Tensor:
+    def predict(self, x: Tensor, condition: Tensor, *text: Tensor | None) -> Tensor:
         n, channels, height, width = x.shape
         rows, columns, size = height // self.divisor, width // self.divisor, self.divisor
         cut = x.reshape(n, channels, rows, size, columns, size).permute(0, 2, 4, 1, 3, 5)
@@ -99,7 +105,7 @@ class DiT(Network):
         # Under autocast the sum makes the tokens float32, and they stay so from block to block.
         h = self.patch_in(cut.reshape(n, rows * columns, channels * size * size)) + where
         for block in self.blocks:
-            h = block(h, condition)
+            h = block(h, condition, *text)
         scale, shift = self.modulation_out(condition)[:, None].chunk(2, dim=2)
         patches: Tensor = self.patch_out(_modulated(h, scale, shift))
         cut = patches.reshape(n, rows, columns, channels, size, size)
@@ -109,11 +115,18 @@ class DiT(Network):
 class DiTBlock(Block):
     """Attention, then an MLP; each result is multiplied by a gate and added to its input, n tokens hidden_size.
 
-    Scales, shifts and gates are linear in the condition, n hidden_size.
+    If `text_dim` is above 0, cross-attention to a text is added between them. Scales, shifts and gates are linear in
+    the condition, n hidden_size.
     """
 
     def __init__(
-        self, hidden_size: int, num_heads: int, mlp_size: int, dropout: float, gradient_checkpointing: bool
+        self,
+        hidden_size: int,
+        num_heads: int,
+        mlp_size: int,
+        text_dim: int,
+        dropout: float,
+        gradient_checkpointing: bool,
     ) -> None:
         super().__init__(gradient_checkpointing)
         self.num_heads = num_heads
@@ -122,13 +135,16 @@ class DiTBlock(Block):
         self.modulation = nn.Linear(hidden_size, 6 * hidden_size)
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.proj = nn.Linear(hidden_size, hidden_size)
+        self.cross_attention = CrossAttention(hidden_size, num_heads, text_dim) if text_dim else None
         self.mlp_in = nn.Linear(hidden_size, mlp_size)
         self.mlp_out = nn.Linear(mlp_size, hidden_size)
 
-    def compute(self, x: Tensor, condition: Tensor) -> Tensor:
+    def compute(self, x: Tensor, condition: Tensor, *text: Tensor | None) -> Tensor:
         scale1, shift1, gate1, scale2, shift2, gate2 = self.modulation(condition)[:, None].chunk(6, dim=2)
         read = self_attention(self.qkv(_modulated(x, scale1, shift1)), self.num_heads, self.attention_form)
         h = torch.addcmul(x, gate1, F.dropout(self.proj(read), self.dropout, self.training))
+        if self.cross_attention is not None:
+            h = h + self.cross_attention(h, *text)
         inner = F.gelu(self.mlp_in(_modulated(h, scale2, shift2)), approximate="tanh")
         return torch.addcmul(h, gate2, F.dropout(self.mlp_out(inner), self.dropout, self.training))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,30 +15,39 @@ from torch.utils.checkpoint import checkpoint
 
 from hookdiff.models import Form, attention, check_labels
 from hookdiff.options import Fixed
-from hookdiff_networks.checks import check_images, check_timesteps
+from hookdiff_networks.checks import check_images, check_text, check_timesteps
 
 OF_WEIGHTS = Fixed("the weights belong to the network as it was")
 
 
 class Network(nn.Module, ABC):
-    """Base of networks that predict from noisy images, their times and their classes; see `predict`.
+    """Base of networks that predict from noisy images, their times, their classes and their text; see `predict`.
 
     `divisor` divides the height and the width of all images; `divisor_reason` names the cause in messages.
     """
 
     def __init__(
-        self, in_channels: int, num_classes: int, time: TimeEmbedding, divisor: int, divisor_reason: str
+        self, in_channels: int, num_classes: int, text_dim: int, time: TimeEmbedding, divisor: int, divisor_reason: str
     ) -> None:
         super().__init__()
         self.in_channels = in_channels
         self.num_classes = num_classes
+        self.text_dim = text_dim
         self.divisor = divisor
         self.divisor_reason = divisor_reason
         self.time = time
         if num_classes:
             self.label = LabelEmbedding(num_classes, time.linear2.out_features)
 
-    def forward(self, x: Tensor, timesteps: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        timesteps: Tensor,
+        labels: Tensor | None = None,
+        *,
+        text: Tensor | None = None,
+        text_mask: Tensor | None = None,
+    ) -> Tensor:
         """Return the prediction for a batch of noisy images, n c h w in the dtype of `x`.
 
         Args:
@@ -46,23 +56,32 @@ class Network(nn.Module, ABC):
                 the net barely distinguishes times that differ by much less than 1
             labels: classes of the images, n integers from -1, which is no class, to num_classes - 1; needed by a net
                 with classes, refused by any other
+            text: embedded tokens of a text for each image, n tokens text_dim, floats; needed by a net with text,
+                refused by any other
+            text_mask: the tokens that count, n tokens, bool or 0 and 1; unless given, all of them. An image without
+                such a token gets the prediction of the net without its cross-attention.
 
         Raises:
-            ValueError: the size, the channels, the times or the labels do not fit. Labels that are too large are
-                noticed on the CPU only.
+            ValueError: the size, the channels, the times, the labels, the text or its mask do not fit. Labels that are
+                too large, and a mask of other values, are noticed on the CPU only.
         """
         check_images(x, self.in_channels, self.divisor, self.divisor_reason)
         check_timesteps(timesteps, len(x))
         check_labels(labels, len(x), self.num_classes)
+        check_text(text, text_mask, len(x), self.text_dim)
         condition = self.time(timesteps)
         if labels is not None:
             condition = condition + self.label(labels)
         # Under autocast the prediction has half precision, and a sampler would continue in it.
-        return self.predict(x, F.silu(condition)).to(x.dtype)
+        read = () if text is None else (text.to(x.dtype), None if text_mask is None else text_mask[:, None, None] != 0)
+        return self.predict(x, F.silu(condition), *read).to(x.dtype)
 
     @abstractmethod
-    def predict(self, x: Tensor, condition: Tensor) -> Tensor:
-        """Return the prediction, n c h w, given the features of times and classes, n width."""
+    def predict(self, x: Tensor, condition: Tensor, *text: Tensor | None) -> Tensor:
+        """Return the prediction, n c h w, given the features of times and classes, n width.
+
+        A net with text also gets its `text`, n tokens text_dim, and the tokens that count, n 1 1 tokens, bool, or None.
+        """
 
 
 class Block(nn.Module, ABC):
@@ -72,15 +91,15 @@ class Block(nn.Module, ABC):
         super().__init__()
         self.gradient_checkpointing = gradient_checkpointing
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+    def forward(self, x: Tensor, condition: Tensor, *text: Tensor | None) -> Tensor:
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            out: Tensor = checkpoint(self.compute, x, condition, use_reentrant=False)
+            out: Tensor = checkpoint(self.compute, x, condition, *text, use_reentrant=False)
             return out
-        return self.compute(x, condition)
+        return self.compute(x, condition, *text)
 
     @abstractmethod
-    def compute(self, x: Tensor, condition: Tensor) -> Tensor:
-        """Return the output of the block for `x`, given the features of times and classes, n width."""
+    def compute(self, x: Tensor, condition: Tensor, *text: Tensor | None) -> Tensor:
+        """Return the output of the block for `x`, given the features and the text of `Network.predict`."""
 
 
 class TimeEmbedding(nn.Module):
@@ -129,6 +148,32 @@ def sinusoids(timesteps: Tensor, num_features: int) -> Tensor:
 
 def self_attention(qkv: Tensor, num_heads: int, form: Form) -> Tensor:
     """Return the attention of each token to all, n tokens width; `qkv` is n tokens 3*width, the queries first."""
-    parts: Any = qkv.chunk(3, dim=2)
+    return _by_heads(qkv.chunk(3, dim=2), num_heads, form)
+
+
+class CrossAttention(nn.Module):
+    """Attention of tokens, n tokens width, to a text, n words text_dim.
+
+    `mask`, n 1 1 words, is True for words that count. A sample for which none counts gets zeros, as one does for a text
+    of zeros.
+    """
+
+    def __init__(self, width: int, num_heads: int, text_dim: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention_form: Form = "by_layer"
+        self.query = nn.Linear(width, width)
+        # No biases: softmax cancels that of the keys, and a text of zeros, as dropout makes it, has to add nothing.
+        self.key_value = nn.Linear(text_dim, 2 * width, bias=False)
+        self.proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, tokens: Tensor, text: Tensor, mask: Tensor | None) -> Tensor:
+        query = self.query(F.layer_norm(tokens, tokens.shape[-1:], eps=1e-6))
+        parts = (query, *self.key_value(text).chunk(2, dim=2))
+        out: Tensor = self.proj(_by_heads(parts, self.num_heads, self.attention_form, mask))
+        return out
+
+
+def _by_heads(parts: Iterable[Any], num_heads: int, form: Form, mask: Tensor | None = None) -> Tensor:
     q, k, v = (part.unflatten(2, (num_heads, -1)).transpose(1, 2) for part in parts)
-    return attention(q, k, v, form).transpose(1, 2).flatten(2)
+    return attention(q, k, v, form, mask).transpose(1, 2).flatten(2)

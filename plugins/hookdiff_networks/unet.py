@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from hookdiff.models import Form
 from hookdiff_networks.checks import check_counts, check_dropout, nearest_divisor, nearest_multiples
-from hookdiff_networks.layers import OF_WEIGHTS, Block, LabelEmbedding, Network, TimeEmbedding, self_attention
+from hookdiff_networks.layers import (
+    OF_WEIGHTS,
+    Block,
+    CrossAttention,
+    LabelEmbedding,
+    Network,
+    TimeEmbedding,
+    self_attention,
+)
 
 # A fixed number of sines and cosines, so that a narrow net distinguishes times as well as a wide one.
 _TIME_FEATURES = 128
@@ -26,8 +34,9 @@ class UNet(Network):
     channels_last keeps images in it.
 
     The layout is that of Ho et al. 2020 (arXiv:2006.11239); scale and shift by the time, and heads of a fixed width,
-    are from Dhariwal and Nichol 2021 (arXiv:2105.05233). Raises ValueError for an argument that is out of range or does
-    not fit another; the message names the nearest valid value.
+    are from Dhariwal and Nichol 2021 (arXiv:2105.05233). With `text_dim`, each self-attention is followed by
+    cross-attention to a text, which starts as zero (Chen et al. 2023, arXiv:2310.00426). Raises ValueError for an
+    argument that is out of range or does not fit another; the message names the nearest valid value.
 
     Args:
         in_channels: channels of the images, in and out; in a config, unless given, those of the data
@@ -41,6 +50,8 @@ class UNet(Network):
         head_dim: channels of an attention head; the number of heads follows from the channels of the level
         dropout: probability, below 1, that an activation is dropped in training, inside a residual block
         num_classes: number of classes that the network is conditioned on, labels 0 to num_classes - 1; 0: none
+        text_dim: features of a token of the text that each block with self-attention reads, as the text encoder makes
+            them; 0: no text
         gradient_checkpointing: keep only the inputs of the blocks in training and compute the rest again in the
             backward pass: the same gradients for less memory and about a third more time
     """
@@ -57,11 +68,12 @@ class UNet(Network):
         head_dim: Annotated[int, OF_WEIGHTS] = 32,
         dropout: float = 0.0,
         num_classes: int = 0,
+        text_dim: Annotated[int, OF_WEIGHTS] = 0,
         gradient_checkpointing: bool = False,
     ) -> None:
         check_counts(in_channels=in_channels, channels=channels, head_dim=head_dim)
         check_counts(1, 2**16, num_res_blocks=num_res_blocks)
-        check_counts(0, 2**24, num_classes=num_classes)
+        check_counts(0, 2**24, num_classes=num_classes, text_dim=text_dim)
         check_dropout(dropout)
         divisor, levels = _check_levels(image_size, channel_mults)
         widths = [channels * mult for mult in channel_mults]
@@ -70,12 +82,18 @@ class UNet(Network):
         if attention_resolutions is None:
             attention_resolutions = (sides[-1],) if sides[-1] <= _MOST_ATTENTION else ()
         _check_attention(attention_resolutions, head_dim, sides, widths)
+        if text_dim and not attention_resolutions:
+            raise ValueError(
+                f"text_dim={text_dim}: a text is read where there is self-attention, and attention_resolutions=() has "
+                f"none; nearest: ({sides[-1]},)"
+            )
         time_width = 4 * channels
-        super().__init__(in_channels, num_classes, TimeEmbedding(time_width, _TIME_FEATURES), divisor, levels)
+        time = TimeEmbedding(time_width, _TIME_FEATURES)
+        super().__init__(in_channels, num_classes, text_dim, time, divisor, levels)
 
         def block(level: int, width_in: int, *, attend: bool = True) -> ResBlock:
             num_heads = widths[level] // head_dim if attend and sides[level] in attention_resolutions else 0
-            return ResBlock(width_in, widths[level], time_width, num_heads, dropout, gradient_checkpointing)
+            return ResBlock(width_in, widths[level], time_width, num_heads, text_dim, dropout, gradient_checkpointing)
 
         self.conv_in = nn.Conv2d(in_channels, channels, 3, padding=1)
         self.down = nn.ModuleList()
@@ -106,13 +124,13 @@ class UNet(Network):
         # A residual branch that starts as zero keeps a deep net as easy to train as a shallow one (Goyal et
         # al. 2017, arXiv:1706.02677), and a zero output makes the first loss that of predicting zero.
         convolutions = [module.conv2 for module in self.modules() if isinstance(module, ResBlock)]
-        projections = [module.proj for module in self.modules() if isinstance(module, Attention)]
+        projections = [module.proj for module in self.modules() if isinstance(module, Attention | CrossAttention)]
         last: list[nn.Conv2d | nn.Linear] = [self.conv_out, *convolutions, *projections]
         for layer in last:
             for parameter in layer.parameters():
                 nn.init.zeros_(parameter)
 
-    def predict(self, x: Tensor, condition: Tensor) -> Tensor:
+    def predict(self, x: Tensor, condition: Tensor, *text: Tensor | None) -> Tensor:
         h = self.conv_in(x)
         skips: list[Tensor] = []
         blocks: Any
@@ -122,17 +140,17 @@ class UNet(Network):
                 # doi:10.23915/distill.00003), and it does not shift the image by half a pixel as strides do.
                 h = F.avg_pool2d(h, 2)
             for block in blocks:
-                h = block(h, condition)
+                h = block(h, condition, *text)
                 skips.append(h)
         for block in self.mid:
-            h = block(h, condition)
+            h = block(h, condition, *text)
         for blocks in self.up.values():
             for name, layer in blocks.items():
                 if name == "upsample":
                     # Repeat pixels, then convolve: a transposed convolution makes checkerboards.
                     h = layer(F.interpolate(h, scale_factor=2.0, mode="nearest"))
                 else:
-                    h = layer(torch.cat([h, skips.pop()], dim=1), condition)
+                    h = layer(torch.cat([h, skips.pop()], dim=1), condition, *text)
         out: Tensor = self.conv_out(F.silu(self.norm_out(h)))
         return out
 
@@ -140,11 +158,19 @@ class UNet(Network):
 class ResBlock(Block):
     """Two convolutions with a skip connection, scaled and shifted by the condition; then attention if it has heads.
 
-    Maps n width_in h w to n width h w, given the condition, n time_width.
+    With heads and a `text_dim` above 0 it then reads a text. Maps n width_in h w to n width h w, given the condition, n
+    time_width.
     """
 
     def __init__(
-        self, width_in: int, width: int, time_width: int, num_heads: int, dropout: float, gradient_checkpointing: bool
+        self,
+        width_in: int,
+        width: int,
+        time_width: int,
+        num_heads: int,
+        text_dim: int,
+        dropout: float,
+        gradient_checkpointing: bool,
     ) -> None:
         super().__init__(gradient_checkpointing)
         self.norm1 = _group_norm(width_in)
@@ -155,13 +181,17 @@ class ResBlock(Block):
         self.conv2 = nn.Conv2d(width, width, 3, padding=1)
         self.skip = nn.Identity() if width_in == width else nn.Conv2d(width_in, width, 1)
         self.attention = Attention(width, num_heads) if num_heads else nn.Identity()
+        self.cross_attention = CrossAttention(width, num_heads, text_dim) if num_heads and text_dim else None
 
-    def compute(self, x: Tensor, condition: Tensor) -> Tensor:
+    def compute(self, x: Tensor, condition: Tensor, *text: Tensor | None) -> Tensor:
         h = self.conv1(F.silu(self.norm1(x)))
         scale, shift = self.time(condition)[:, :, None, None].chunk(2, dim=1)
         h = torch.addcmul(shift, self.norm2(h), scale + 1)
         h = self.conv2(self.dropout(F.silu(h)))
         out: Tensor = self.attention(self.skip(x) + h)
+        if self.cross_attention is not None:
+            read = self.cross_attention(out.flatten(2).transpose(1, 2), *text)
+            out = out + read.transpose(1, 2).view_as(out)
         return out
 
 

@@ -18,17 +18,23 @@ from hookdiff_networks import DiT, UNet
     shape=st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)),
     keys=st.integers(1, 7),
     seed=st.integers(0, 9),
+    share=st.none() | st.floats(0, 1),
 )
-def test_all_forms_have_the_same_values_and_gradients(shape: tuple[int, ...], keys: int, seed: int) -> None:
+def test_all_forms_have_the_same_values_and_gradients(
+    shape: tuple[int, ...], keys: int, seed: int, share: float | None
+) -> None:
+    """A mask counts about this share of the keys; of a sample for which none counts the values are zeros."""
     generator = torch.Generator().manual_seed(seed)
     n, heads, _, d = shape
     sizes = (shape, (n, heads, keys, d), (n, heads, keys, d))
     parts = [torch.randn(size, generator=generator, dtype=torch.float64, requires_grad=True) for size in sizes]
-    expected = torch.softmax(parts[0] @ parts[1].transpose(2, 3) / d**0.5, -1) @ parts[2]
+    mask = None if share is None else torch.rand(n, 1, 1, keys, generator=generator) < share
+    odds = torch.exp(parts[0] @ parts[1].transpose(2, 3) / d**0.5) * (1 if mask is None else mask)
+    expected = odds / odds.sum(-1, keepdim=True).clamp(min=1e-300) @ parts[2]
     weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     slopes = torch.autograd.grad((expected * weights).sum(), parts)
     for form in get_args(Form):
-        out = attention(*parts, form)
+        out = attention(*parts, form, mask)
         torch.testing.assert_close(out, expected)
         torch.testing.assert_close(torch.autograd.grad((out * weights).sum(), parts), slopes)
 
@@ -56,23 +62,22 @@ def test_a_layer_takes_the_form_that_was_measured_as_the_faster_one(
         assert not product_is_faster(tokens, head_dim, dtype, "cuda")
 
 
-def kernels(model: nn.Module, *inputs: Tensor) -> int:
+def kernels(model: nn.Module, *inputs: Tensor, **text: Tensor) -> int:
     """Return how many layers of `model` call torch's kernel in bf16."""
     with torch.profiler.profile(acc_events=True) as profile, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        model(*inputs)
+        model(*inputs, **text)
     return sum(event.count for event in profile.key_averages() if event.key == "aten::scaled_dot_product_attention")
 
 
-@pytest.mark.parametrize("make", [UNet, DiT])
-def test_own_networks_follow(make: Any) -> None:
-    model, x, t = make(), torch.randn(2, 1, 8, 8), torch.tensor([1, 900])
-    layers = sum(hasattr(module, "attention_form") for module in model.modules())
-    assert layers
-    assert kernels(model, x, t) == 0
+@pytest.mark.parametrize(("make", "text_dim", "layers"), [(UNet, 0, 5), (DiT, 0, 6), (UNet, 3, 10), (DiT, 3, 12)])
+def test_own_networks_follow(make: Any, text_dim: int, layers: int) -> None:
+    model, x, t = make(text_dim=text_dim), torch.randn(2, 1, 8, 8), torch.tensor([1, 900])
+    text = {"text": torch.randn(2, 4, 3), "text_mask": torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]])} if text_dim else {}
+    assert kernels(model, x, t, **text) == 0
     use_attention(model, "kernel")
-    assert kernels(model, x, t) == layers
+    assert kernels(model, x, t, **text) == layers
     use_attention(model, "product")
-    assert kernels(model, x, t) == 0
+    assert kernels(model, x, t, **text) == 0
 
 
 @pytest.mark.parametrize("kind", ["unet", "with cross-attention"])

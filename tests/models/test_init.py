@@ -60,7 +60,7 @@ def test_norms_and_embeddings_stay_as_they_are() -> None:
 
 
 def test_layers_that_a_class_sets_to_zero_stay_zero() -> None:
-    for model in (UNet(channels=8, head_dim=8), DiT(hidden_size=8, depth=1, num_heads=2)):
+    for model in (UNet(channels=8, head_dim=8), DiT(hidden_size=8, depth=1, num_heads=2, text_dim=3)):
         zero = [name for name, value in model.named_parameters() if name.endswith("weight") and not value.any()]
         initialised(model, "xavier")
         assert len(zero) > 2

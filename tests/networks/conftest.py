@@ -33,6 +33,17 @@ def images(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
 
 
+def text_for(model: Any, num: int) -> dict[str, Tensor]:
+    """Return what `model` reads beside images, times and labels: of the first text all five tokens count, then fewer.
+
+    Of the last one none counts. Without a `text_dim` the result is empty.
+    """
+    if not model.text_dim:
+        return {}
+    counts = torch.arange(5) < torch.linspace(5, 0, num).long()[:, None]
+    return {"text": images(num, 5, model.text_dim), "text_mask": counts}
+
+
 def grad_of(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad

@@ -153,7 +153,7 @@ def test_a_patch_depends_on_its_position_and_all_other_patches() -> None:
 def test_a_block_matches_the_paper() -> None:
     """Compare a block with adaLN-Zero, made of torch's own attention, layer norm and GELU."""
     torch.manual_seed(0)
-    block = DiTBlock(12, 3, 24, dropout=0.0, gradient_checkpointing=False)
+    block = DiTBlock(12, 3, 24, text_dim=0, dropout=0.0, gradient_checkpointing=False)
     nn.init.normal_(block.modulation.weight, std=0.3)
     attention = nn.MultiheadAttention(12, 3, batch_first=True)
     attention.load_state_dict(

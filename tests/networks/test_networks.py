@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hookdiff_networks import DiT, UNet
 from hookdiff_networks.layers import Block
 from tests.conftest import refused
-from tests.networks.conftest import grad_of, images, small, trained
+from tests.networks.conftest import grad_of, images, small, text_for, trained
 
 both = pytest.mark.parametrize("kind", [UNet, DiT])
 
@@ -31,7 +31,9 @@ def test_arguments_are_plain_keywords_with_defaults(kind: Any) -> None:
         (UNet, {"channel_mults": (1,), "attention_resolutions": (8,), "num_res_blocks": 2}),
         (UNet, {"channel_mults": (1, 2), "attention_resolutions": (8,), "num_res_blocks": 2}),
         (UNet, {"channel_mults": (2, 1, 3), "attention_resolutions": (8,), "num_res_blocks": 2}),
+        (UNet, {"text_dim": 3}),
         (DiT, {}),
+        (DiT, {"text_dim": 3}),
     ],
 )
 def test_every_parameter_is_trained(kind: Any, options: dict[str, Any]) -> None:
@@ -41,7 +43,7 @@ def test_every_parameter_is_trained(kind: Any, options: dict[str, Any]) -> None:
 
     def backward() -> None:
         optimizer.zero_grad()
-        F.mse_loss(model(x, t, labels), x.flip(0)).backward()
+        F.mse_loss(model(x, t, labels, **text_for(model, 4)), x.flip(0)).backward()
 
     backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
@@ -108,20 +110,25 @@ def test_labels_without_classes_and_classes_without_labels_are_refused(kind: Any
 
 @both
 def test_images_of_a_batch_do_not_affect_each_other(kind: Any) -> None:
-    model = trained(kind, num_classes=4)
+    model = trained(kind, num_classes=4, text_dim=3)
     x, t, labels = images(3, 1, 8, 8), torch.tensor([0, 20, 999]), torch.tensor([3, -1, 0])
-    alone = torch.cat([model(x[i : i + 1], t[i : i + 1], labels[i : i + 1]) for i in range(3)])
-    torch.testing.assert_close(model(x, t, labels), alone, atol=1e-5, rtol=1e-4)
+    text = text_for(model, 3)
+    rows = [slice(i, i + 1) for i in range(3)]
+    alone = [model(x[row], t[row], labels[row], **{name: part[row] for name, part in text.items()}) for row in rows]
+    torch.testing.assert_close(model(x, t, labels, **text), torch.cat(alone), atol=1e-5, rtol=1e-4)
 
 
 @both
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_gradient_checkpointing_gives_the_same_gradients(kind: Any, dropout: float, autocast: bool) -> None:
-    options = {"dropout": dropout, "num_classes": 3}
+@pytest.mark.parametrize("text_dim", [0, 3])
+def test_gradient_checkpointing_gives_the_same_gradients(
+    kind: Any, dropout: float, autocast: bool, text_dim: int
+) -> None:
+    options = {"dropout": dropout, "num_classes": 3, "text_dim": text_dim}
     plain, saving = trained(kind, **options), trained(kind, **options, gradient_checkpointing=True)
     x, t, labels = images(4, 1, 8, 8), torch.tensor([0, 5, 50, 999]), torch.tensor([0, -1, 2, 2])
-    calls = []
+    text, calls = text_for(plain, 4), []
     for block in saving.modules():
         if isinstance(block, Block):
             first = next(module for module in block.children() if isinstance(module, nn.Linear))
@@ -129,15 +136,15 @@ def test_gradient_checkpointing_gives_the_same_gradients(kind: Any, dropout: flo
     for model in (plain, saving):
         torch.manual_seed(3)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(x, t, labels).square().sum()
+            loss = model(x, t, labels, **text).square().sum()
         loss.backward()
     for (name, ours), theirs in zip(saving.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(grad_of(ours), grad_of(theirs)), name
     num_blocks = 6 if kind is UNet else 2
     assert len(calls) == 2 * num_blocks
     with torch.no_grad():
-        saving(x, t, labels)
-    saving.eval()(x, t, labels)
+        saving(x, t, labels, **text)
+    saving.eval()(x, t, labels, **text)
     assert len(calls) == 4 * num_blocks  # without gradients or training, no block runs twice
 
 
@@ -177,16 +184,17 @@ def test_a_model_cast_as_a_whole_keeps_the_dtype_and_999_apart_from_1000(kind: A
 @both
 def test_a_model_can_be_built_on_the_meta_device_and_drawn_later(kind: Any) -> None:
     with torch.device("meta"):
-        model = kind(num_classes=3)
+        model = kind(num_classes=3, text_dim=4)
     assert all(p.is_meta for p in model.parameters())
-    x, t, labels = images(2, 1, 8, 8), torch.tensor([1, 2]), torch.tensor([0, -1])
-    assert model(x.to("meta"), t.to("meta"), labels.to("meta")).shape == x.shape
+    x, t, labels, text = images(2, 1, 8, 8), torch.tensor([1, 2]), torch.tensor([0, -1]), text_for(model, 2)
+    on_meta = {name: part.to("meta") for name, part in text.items()}
+    assert model(x.to("meta"), t.to("meta"), labels.to("meta"), **on_meta).shape == x.shape
     model.to_empty(device="cpu")
-    fresh = kind(num_classes=3)
+    fresh = kind(num_classes=3, text_dim=4)
     for each in (model, fresh):
         torch.manual_seed(4)
         each.reset_parameters()
-    assert torch.equal(model(x, t, labels), torch.zeros_like(x))
+    assert torch.equal(model(x, t, labels, **text), torch.zeros_like(x))
     assert model.state_dict().keys() == fresh.state_dict().keys()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
 
@@ -203,14 +211,14 @@ def test_a_state_dict_gives_the_same_model(kind: Any) -> None:
 
 
 @pytest.mark.slow
-@both
-def test_a_model_compiled_in_place_gives_the_same(kind: Any) -> None:
-    model = trained(kind, num_classes=3)
-    x, t, labels = images(2, 1, 8, 8), torch.tensor([5, 50]), torch.tensor([2, -1])
-    expected = model(x, t, labels)
+@pytest.mark.parametrize(("kind", "text_dim"), [(UNet, 0), (DiT, 0), (DiT, 3)])
+def test_a_model_compiled_in_place_gives_the_same(kind: Any, text_dim: int) -> None:
+    model = trained(kind, num_classes=3, text_dim=text_dim)
+    x, t, labels, text = images(2, 1, 8, 8), torch.tensor([5, 50]), torch.tensor([2, -1]), text_for(model, 2)
+    expected = model(x, t, labels, **text)
     keys = list(model.state_dict())
     model.compile(fullgraph=True)
-    torch.testing.assert_close(model(x, t, labels), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model(x, t, labels, **text), expected, atol=1e-4, rtol=1e-4)
     assert list(model.state_dict()) == keys
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hookdiff_networks import UNet
 from hookdiff_networks.unet import Attention, ResBlock
 from tests.conftest import refused
-from tests.networks.conftest import grad_of, images, small, trained
+from tests.networks.conftest import grad_of, images, small, text_for, trained
 
 
 @st.composite
@@ -63,6 +63,7 @@ def test_the_initial_output_is_exactly_zero(options: dict[str, Any]) -> None:
         {"channel_mults": (1, 2)},
         {"channel_mults": (2,), "attention_resolutions": (8,), "in_channels": 1},
         {"channel_mults": (1, 2, 1, 2), "attention_resolutions": (8, 2), "num_res_blocks": 2},  # down to 1x1
+        {"channel_mults": (1, 2), "text_dim": 3},
     ],
 )
 def test_channels_last_stays_and_changes_nothing(options: dict[str, Any]) -> None:
@@ -74,9 +75,10 @@ def test_channels_last_stays_and_changes_nothing(options: dict[str, Any]) -> Non
         if isinstance(module, ResBlock):
             module.register_forward_hook(lambda module, args, out: seen.extend((args[0], out)))
 
-    out = last(x.contiguous(memory_format=torch.channels_last), t)
+    text = text_for(model, 4)
+    out = last(x.contiguous(memory_format=torch.channels_last), t, **text)
     assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (*seen, out))
-    expected = model(x, t)
+    expected = model(x, t, **text)
     assert expected.is_contiguous()
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
@@ -154,7 +156,7 @@ def test_blocks_on_the_way_up_get_their_skips_in_reverse_order() -> None:
 
 def test_a_block_is_scaled_and_shifted_by_the_time() -> None:
     torch.manual_seed(0)
-    block = ResBlock(4, 8, 6, num_heads=0, dropout=0.0, gradient_checkpointing=False)
+    block = ResBlock(4, 8, 6, num_heads=0, text_dim=0, dropout=0.0, gradient_checkpointing=False)
     x, time = images(2, 4, 3, 5), images(2, 6)
     scale, shift = block.time(time).reshape(2, 2, 8, 1, 1).unbind(1)
     h = F.group_norm(block.conv1(F.silu(F.group_norm(x, 1))), 2)
