@@ -13,7 +13,7 @@ from attrs import evolve
 from torch import Generator, Tensor, nn
 
 from hookdiff.authors.encoding.captioned_reader import CaptionedReader
-from hookdiff.authors.encoding.captions import CaptionKeys, captions_of
+from hookdiff.authors.encoding.captions import CaptionKeys, captions_for
 from hookdiff.authors.encoding.encoded_reader import EncodedReader
 from hookdiff.authors.encoding.encoder import INPUTS, Encoding
 from hookdiff.builtin import builtin_plugins
@@ -171,7 +171,7 @@ def build_feed(config: Config, decode: bool = True, encode: bool = True) -> Feed
         if is_encoded and not pictures:
             raise UserError("encoded: there is no [data.encode.NAME] that has made the samples")
         source = InMemory(source) if isinstance(source, Tensor) else source
-        captions_of(source, texts)  # refused before the pictures are looked at
+        captions_for(source, texts)  # refused before the pictures are looked at
         device = pick_device(config.run.device)
         if pictures and encode:
             read = evolve(store, store="auto" if isinstance(source, InMemory) else "none")

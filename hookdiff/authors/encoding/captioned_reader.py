@@ -11,7 +11,7 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
-from hookdiff.authors.encoding.captions import CaptionKeys, CaptionsOf, captions_of
+from hookdiff.authors.encoding.captions import CaptionKeys, CaptionsOf, captions_for
 from hookdiff.authors.encoding.encoder import INPUTS, TextEncoder
 from hookdiff.authors.encoding.text_rows import Nothing, TextRows
 from hookdiff.data.batch import Batch
@@ -41,7 +41,7 @@ class CaptionedReader:
     def __attrs_post_init__(self) -> None:
         if INPUTS in self.encoders:
             raise UserError(f"encode.{INPUTS}: pictures become what has this name; call the encoder of texts `text`")
-        texts = captions_of(self.source, self.encoders)
+        texts = captions_for(self.source, self.encoders)
         usable = [index for index in range(len(self.inner)) if index not in self.inner.unreadable]
         self.captions = {
             name: CaptionsOf(name, given, self.keys, self.inner.describe, usable) for name, given in texts.items()

@@ -109,7 +109,7 @@ class CaptionsOf:
         return found.hexdigest()
 
 
-def captions_of(source: object, encoders: Mapping[str, TextEncoder]) -> dict[str, Sequence[Sequence[str]]]:
+def captions_for(source: object, encoders: Mapping[str, TextEncoder]) -> dict[str, Sequence[Sequence[str]]]:
     """Return the captions that `source` has for `encoders`, by their name in it.
 
     Raises:

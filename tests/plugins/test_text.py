@@ -1,0 +1,193 @@
+"""Test text encoders of transformers: what they make equals their own, and what is none is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hookdiff import InMemory, UserError
+from hookdiff_text import Text
+from tests.conftest import check_refused, refused
+
+pytest.importorskip("transformers", reason="needs hookdiff[text]")
+
+WORDS = ("<pad>", "<s>", "<unk>", "</s>", "a", "on", "disc", "square", "ring", "red", "green", "blue", "large", "small")
+CAPTIONS = ["a large red disc", "", "a small unheard square on " + "blue " * 20]
+LAYERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+CLIP = {**LAYERS, "max_position_embeddings": 12, "bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 0}
+T5 = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4, "pad_token_id": 0, "eos_token_id": 3}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "CLIPTextModel": ("CLIPTextConfig", {**CLIP, "initializer_factor": 5.0}),
+    "CLIPTextModelWithProjection": ("CLIPTextConfig", {**CLIP, "projection_dim": 32}),
+    "T5EncoderModel": ("T5Config", T5),
+    "BertModel": ("BertConfig", {**LAYERS, "max_position_embeddings": 12}),
+}
+first, *others = KINDS
+every_kind = pytest.mark.parametrize("kind", [first, *(pytest.param(kind, marks=pytest.mark.slow) for kind in others)])
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    """Return a function that saves a small encoder with random weights and a tokenizer of a few words."""
+
+    def write(kind: str) -> Path:
+        import transformers
+        from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+        words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        words.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 3)])
+        special = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+        folder = tmp_path / kind
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+        config, options = KINDS[kind]
+        torch.manual_seed(0)
+        made = getattr(transformers, config)(vocab_size=len(WORDS), **options)
+        getattr(transformers, kind)(made).save_pretrained(folder)
+        return folder
+
+    return write
+
+
+@every_kind
+def test_it_makes_what_the_model_of_transformers_makes(kind: str, write: Callable[[str], Path]) -> None:
+    import transformers
+
+    folder = write(kind)
+    model = getattr(transformers, kind).from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    has_vector = not kind.startswith("T5")
+    tokens = tokenizer(CAPTIONS, padding="max_length", truncation=True, max_length=10, return_tensors="pt")
+    for attend, layer in ((None, -1), ("tokens", -1), ("all", -2)):
+        made = Text(path=str(folder), length=10, attend=attend, layer=layer, pooled=has_vector, mask=True)
+        found = made.open(torch.device("cpu")).encode(CAPTIONS)
+        is_masked = attend == "tokens" or (attend is None and not kind.startswith("CLIP"))
+        with torch.no_grad():
+            given = {**tokens, "attention_mask": tokens["attention_mask"] if is_masked else None}
+            own = model(**given, output_hidden_states=True)
+        expected = own.last_hidden_state if layer == -1 else own.hidden_states[layer]
+        assert torch.equal(found[""], expected)
+        assert torch.equal(found["_mask"], tokens["attention_mask"].bool())
+        assert found["_mask"].sum(1).tolist() == [6, 2, 10]
+        if has_vector:
+            assert torch.equal(found["_pooled"], own.text_embeds if "Projection" in kind else own.pooler_output)
+    assert made.open(torch.device("cpu")).lengths(CAPTIONS) == [6, 2, 27]
+    assert made.limit == 10
+    assert Text(path=str(folder)).limit == (128 if kind.startswith("T5") else 12)
+
+
+@pytest.mark.slow
+def test_a_part_of_a_pipeline_finds_its_tokenizer(write: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = write(first)
+    moved = tmp_path / "pipeline"
+    (moved / "tokenizer_2").mkdir(parents=True)
+    for file in folder.glob("*token*"):
+        file.rename(moved / "tokenizer_2" / file.name)
+    folder.rename(moved / "text_encoder_2")
+    encoder = Text(path=str(moved / "text_encoder_2"))
+    assert encoder.open(torch.device("cpu")).encode([""])[""].shape == (1, 12, 64)
+    changed = encoder.digest()
+    (moved / "tokenizer_2" / "tokenizer_config.json").write_text("{}")
+    assert encoder.digest() != changed
+
+
+def spoil(folder: Path, how: str) -> None:
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    content = json.loads(config.read_text())
+    match how:
+        case "no folder":
+            folder.rename(folder.with_name("elsewhere"))
+        case "no config":
+            config.unlink()
+        case "pickled":
+            weights.rename(folder / "pytorch_model.bin")
+        case "another class":
+            config.write_text(json.dumps({**content, "architectures": ["GPT2LMHeadModel"]}))
+        case "code of its own":
+            config.write_text(
+                json.dumps({**content, "architectures": ["Mine"], "auto_map": {"AutoModel": "mine.Mine"}})
+            )
+        case "no tokenizer":
+            for file in folder.glob("*token*"):
+                file.unlink()
+
+
+BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("no folder", {}, ("has no 'CLIPTextModel'",)),
+    ("no config", {}, ("config.json",)),
+    ("pickled", {}, ("pytorch_model.bin", "safetensors")),
+    ("another class", {}, ("GPT2LMHeadModel", "CLIPTextModel")),
+    ("code of its own", {}, ("Mine",)),
+    ("no tokenizer", {}, ("tokenizer",)),
+    ("", {"length": 13}, ("length = 13", "12 positions")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "options", "facts"), BAD)
+def test_what_is_no_encoder_is_refused(
+    write: Callable[[str], Path], how: str, options: dict[str, Any], facts: tuple[str, ...]
+) -> None:
+    folder = write(first)
+    spoil(folder, how)
+    with refused(UserError, "data.encode", *facts):
+        Text(path=str(folder), **options).digest()
+
+
+@pytest.mark.slow
+def test_a_layer_that_is_not_there_is_refused(write: Callable[[str], Path]) -> None:
+    with refused(UserError, "layer = 5", "-3 to 2"):
+        Text(path=str(write(first)), layer=5).open(torch.device("cpu")).encode([""])
+
+
+CONFIG = """
+[run]
+steps = 4
+batch_size = 6
+device = "cpu"
+plugins = ["checkpoint", "ema"]
+
+[data]
+source = "tests.plugins.test_text:drawings"
+cache_dir = "{folder}/cache"
+
+[data.encode.text]
+use = "text"
+path = "{folder}/CLIPTextModel"
+mask = true
+
+[model]
+use = "dit"
+hidden_size = 32
+depth = 1
+num_heads = 4
+patch_size = 2
+text_dim = 64
+
+[diffusion]
+conditions = ["text", "text_mask"]
+
+[sampling]
+steps = 2
+guidance = {{ scale = 2.0 }}
+"""
+
+
+def drawings() -> InMemory:
+    return InMemory(torch.zeros(12, 1, 4, 4), texts={"text": [["a red disc"], ["a blue ring"]] * 6})
+
+
+@pytest.mark.slow
+def test_a_dit_is_trained_on_captions_from_a_config(
+    write: Callable[[str], Path], succeed: Callable[..., str], hookdiff: Callable[..., Any], tmp_path: Path
+) -> None:
+    write(first)
+    path = tmp_path / "text.toml"
+    path.write_text(CONFIG.format(folder=tmp_path))
+    assert "bit for bit" in succeed("selftest", "resume", path)
+    succeed("run", path, "--out", tmp_path / "run")
+    succeed("sample", tmp_path / "run", "--num", "2", "--out", tmp_path / "two.png", "--trust")
+    check_refused(hookdiff("run", path, "--set", "model.text_dim=32", "--out", tmp_path / "other"), "model", 64, 32)
