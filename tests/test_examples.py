@@ -11,10 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import tomli
+from PIL import Image
 from torch import distributed
 
+from hookdiff.disk import user_cache
 from tests.conftest import PATIENCE, check_facts, wait_until, write_small
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -144,3 +147,58 @@ def test_the_pods_of_kubernetes_call_the_command_as_it_is(tmp_path: Path, hookdi
         assert {mount["name"] for mount in container["volumeMounts"]} == {
             volume["name"] for volume in part["template"]["spec"]["volumes"]
         }
+
+
+PACKAGE = user_cache() / "emoji-datasource-twitter-16.0.0.tgz"  # of the user, not of the tests: it is kept
+FEATURES, DISTANCE = "tests.plugins.test_autoencoder:mean_colours", "fd/tests.plugins.test_autoencoder.mean_colours"
+# What makes each program of the walk short.
+BRIEF = {
+    "examples/emoji_folder.py": "",
+    "examples/train_autoencoder.py": "--steps 100",
+    "run": f"--set run.steps=3 --set run.batch_size=16 --set sampling.steps=2 --set plugins.samples.num=9 "
+    f"--set plugins.fid.num_samples=16 --set plugins.fid.features={FEATURES}",
+    "sample": "--num 9 --each made",
+    "fid": f"--num 16 --features {FEATURES} --json --trust",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm, which fetches the emoji")
+def test_the_emoji_become_latents_and_the_latents_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    page = (EXAMPLES.parent / "docs" / "how-to" / "train-on-latents.md").read_text("utf-8")
+    (walk,) = re.findall(r"^```\n(npm pack .*?)^```$", page, re.M | re.S)
+    fetch, *lines = walk.splitlines()
+    if not PACKAGE.is_file():
+        done = subprocess.run(shlex.split(fetch.partition(" && ")[0]), cwd=tmp_path, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"npm cannot fetch the emoji: {done.stderr}")
+        PACKAGE.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(tmp_path / PACKAGE.name, PACKAGE)
+    shutil.unpack_archive(PACKAGE, tmp_path, filter="data")
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, sys.path)])
+    said = {}
+    for line in lines:
+        program, command, *rest = shlex.split(line)
+        words = [command, *rest] if program == "python" else ["-m", program, command, *rest]
+        done = subprocess.run(
+            [sys.executable, *words, *shlex.split(BRIEF[command])],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        said[command] = done.stdout
+    assert list(said) == list(BRIEF)
+
+    check_facts(said["examples/emoji_folder.py"], "3,781 pictures")
+    (decibel,) = re.findall(r"PSNR ([\d.]+) dB", said["examples/train_autoencoder.py"])
+    assert float(decibel) > 12  # the mean colour of each picture has 11.3
+    made = [*(tmp_path / "made").iterdir()]
+    assert [numpy.array(Image.open(file)).shape for file in made] == [(64, 64, 3)] * 9
+    assert len({file.stem.partition("-")[2] for file in made}) == 9  # one of each class
+    metrics = (tmp_path / "runs" / "latents" / "metrics.jsonl").read_text().splitlines()
+    (logged,) = [json.loads(line)[DISTANCE] for line in metrics if DISTANCE in line]
+    assert json.loads(said["fid"])[DISTANCE] == pytest.approx(logged, rel=1e-4)  # against real pictures
