@@ -43,11 +43,11 @@ def to_unit_range(images: Tensor) -> Tensor:
 class InMemory:
     """A data set in memory: images n c h w, uint8 or float in [-1, 1].
 
-    Labels (n, int64; -1: unknown), the names of the classes, and conditions (by name, n rows each; see `Source`) are
-    optional.
+    Labels (n, int64; -1: unknown), the names of the classes, conditions (by name, n rows each; see `Source`) and texts
+    (by name, for each image its captions in order; see `Images`) are optional.
 
     Raises:
-        ValueError: for images, labels or conditions of another shape or dtype.
+        ValueError: for images, labels, conditions or texts of another shape, dtype or number.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class InMemory:
         labels: Tensor | None = None,
         classes: Sequence[str] | None = None,
         conditions: Mapping[str, Tensor] | None = None,
+        texts: Mapping[str, Sequence[Sequence[str]]] | None = None,
     ) -> None:
         if images.dim() < 2 or not (images.dtype == torch.uint8 or images.is_floating_point()):
             raise ValueError(f"expected images n c h w, uint8 or float, got {tuple(images.shape)} of {images.dtype}")
@@ -65,7 +66,11 @@ class InMemory:
             if not isinstance(column, Tensor) or column.shape[:1] != images.shape[:1]:
                 got = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
                 raise ValueError(f"conditions {name!r}: expected a tensor with {len(images)} rows, got {got}")
+        for name, samples in (texts or {}).items():
+            if len(samples) != len(images) or str in map(type, samples):
+                raise ValueError(f"texts {name!r}: expected {len(images)} lists of captions, one for each image")
         self.images, self.labels, self.classes, self.conditions = images, labels, classes, dict(conditions or {})
+        self.texts = texts
 
     def __len__(self) -> int:
         return len(self.images)
@@ -77,7 +82,7 @@ class InMemory:
             return self
         labels = None if self.labels is None else self.labels.to(device)
         conditions = {name: column.to(device) for name, column in self.conditions.items()}
-        return InMemory(self.images.to(device), labels, self.classes, conditions)
+        return InMemory(self.images.to(device), labels, self.classes, conditions, self.texts)
 
     def rows(
         self, indices: Tensor, device: torch.device | None = None
