@@ -21,7 +21,10 @@ class Images(Protocol):
     are read; `fingerprint()`, a string that changes with the data, for the store "disk"; `one_at_a_time`, True if one
     process alone must read all pictures before training; `problems`, a list of what is wrong with the labels, say: all
     of it is reported together with what is wrong with the pictures, and no run starts; `passed_over`, what lies among
-    the pictures and is none: by kind, the number and the name of the first one, which is logged.
+    the pictures and is none: by kind, the number and the name of the first one, which is logged; `texts`, the captions:
+    by name, for each sample a sequence of one or more in order, empty for a sample without any; None if there are none.
+    It may be a property that reads them at its first use, and may raise UserError then: a run that encodes no text does
+    not ask for it. A source of one kind of captions calls it `text`.
     """
 
     labels: Tensor | None  # n, int64, from 0; -1: unknown
@@ -52,7 +55,8 @@ class Source(Protocol):
     becomes float32 in [-1, 1] if it is uint8. All others are passed on as they are.
 
     `source[i]` may augment with numbers from `random`, `numpy.random` and torch's default generator: all three are
-    seeded for the sample. The attributes `labels`, `classes` and `describe` are optional, and the same as in `Images`.
+    seeded for the sample. The attributes `labels`, `classes`, `texts` and `describe` are optional, and the same as in
+    `Images`.
     """
 
     def __len__(self) -> int: ...

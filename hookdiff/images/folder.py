@@ -2,18 +2,21 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hookdiff.disk.reading import open_file
-from hookdiff.errors import why_missing
+from hookdiff.errors import nearest, why_missing
+from hookdiff.images.caption_files import read_captions
 from hookdiff.images.formats import HEAD, is_picture, suffixes
 from hookdiff.images.labels import encode, read_labels, some
 from hookdiff.images.opened import open_picture
 from hookdiff.images.survey import PassedOver, kinds_text
 
-_NOT_COUNTED = (".txt", ".caption", ".json")  # captions beside a picture of the same name, which are not read
+_CAPTIONS = ".txt"
+_NOT_COUNTED = (_CAPTIONS, ".caption", ".json")  # captions beside a picture of the same name
 _OF_SYSTEMS = ("thumbs.db", "desktop.ini")  # the Macintosh hides its own
 
 
@@ -31,19 +34,30 @@ class Folder:
         labels: "folder": the class of an image is the first folder below `path`, if there are two such folders or more;
             "none": no classes; or a .csv or .jsonl file, in `path` or the working directory, with a `file` (below
             `path`) and a `label` for each image: a name, or an integer from 0 (-1: unknown)
+        captions: "txt": the lines of the .txt beside an image, of the same name, are its captions; or the name of a
+            column of the file that `labels` names, which then needs no labels: a text, in a .jsonl also a list of
+            texts. An image without any has no captions
 
     Raises:
-        ValueError: if there is no image.
+        ValueError: if there is no image, or nothing has captions that are asked for.
     """
 
-    def __init__(self, path: str, labels: str = "folder") -> None:
+    def __init__(self, path: str, labels: str = "folder", captions: str | None = None) -> None:
         self.path = Path(os.path.expanduser(path))
         if not self.path.is_dir():
             raise ValueError(f"{path} is no folder" if self.path.exists() else f"{path}: {why_missing(self.path)}")
-        self.files, self.passed_over = _find(self.path, labels)
+        self.files, self.passed_over, beside = _find(self.path, labels)
         if not self.files:
             kinds = kinds_text(self.passed_over) or "nothing, it is empty"
             raise ValueError(f"{path} has no image ({', '.join(sorted(suffixes()))}); found: {kinds}")
+        in_files, in_column = captions == "txt", captions if captions != "txt" else None
+        if in_files and not beside:
+            raise ValueError(f"captions = 'txt': no image in {path} has a .txt of its name beside it")
+        if in_column is not None and labels in ("folder", "none"):
+            expected = "expected 'txt', or a column of a file that `labels` names"
+            raise ValueError(f"captions = {captions!r}: {expected}{nearest(in_column, ['txt'])}")
+        self._beside: Mapping[str, str] | None = beside if in_files else None
+        self._column: Sequence[Sequence[str]] | None = None
         self.problems: list[str] = []
         self.classes: Sequence[str] | None
         if labels == "folder":
@@ -57,7 +71,8 @@ class Folder:
         elif labels == "none":
             self.labels, self.classes = None, None
         else:
-            self.labels, self.classes, self.problems = read_labels(self.path, self.files, labels)
+            found = read_labels(self.path, self.files, labels, in_column)
+            self.labels, self.classes, self._column, self.problems = found
 
     def __len__(self) -> int:
         return len(self.files)
@@ -66,7 +81,21 @@ class Folder:
         return open_picture(self.describe(index))
 
     def describe(self, index: int) -> str:
-        return os.path.join(self.path, self.files[index])
+        return str(self.path_of(index))
+
+    def path_of(self, index: int) -> Path:
+        """Return the file of the image at `index`."""
+        return self.path / self.files[index]
+
+    @cached_property
+    def texts(self) -> Mapping[str, Sequence[Sequence[str]]] | None:
+        """The captions of each image as `text`; None without the key `captions`. Files are read at the first use.
+
+        Raises UserError that lists the files that cannot be read.
+        """
+        if self._beside is None:
+            return None if self._column is None else {"text": self._column}
+        return {"text": read_captions(self.path, [self._beside.get(os.path.splitext(one)[0]) for one in self.files])}
 
     def fingerprint(self) -> str:
         found = hashlib.sha256(os.fsencode(self.path.resolve()))
@@ -80,10 +109,14 @@ class Folder:
         return found.hexdigest()
 
 
-def _find(root: Path, labels: str) -> tuple[list[str], PassedOver]:
-    """Return the images as sorted paths below `root`, with slashes, and the other files except that of the `labels`."""
+def _find(root: Path, labels: str) -> tuple[list[str], PassedOver, dict[str, str]]:
+    """Return the images as sorted paths below `root`, with slashes, and the other files except that of the `labels`.
+
+    The third value has the files of captions by the paths of their images without a suffix.
+    """
     files: list[str] = []
     others: PassedOver = {}
+    captions: dict[str, str] = {}
     known = suffixes()
     labels = os.path.relpath(root / os.path.expanduser(labels), root).replace(os.sep, "/")
     for below, names in _walk(root):
@@ -99,13 +132,15 @@ def _find(root: Path, labels: str) -> tuple[list[str], PassedOver]:
             else:
                 rest.append((stem, suffix, name))
         files += [f"{below}{name}" for name in pictures]
-        for stem, suffix, name in rest:
+        for stem, suffix, name in sorted(rest):
+            if suffix == _CAPTIONS and stem in stems:
+                captions[f"{below}{stem}"] = f"{below}{name}"
             if (suffix in _NOT_COUNTED and stem in stems) or f"{below}{name}" == labels:
                 continue
             kind = suffix if suffix.strip(".") else "without a suffix"
             count, first = others.get(kind, (0, f"{below}{name}"))
             others[kind] = count + 1, min(first, f"{below}{name}")
-    return sorted(files), others
+    return sorted(files), others, captions
 
 
 def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:

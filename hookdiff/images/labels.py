@@ -18,6 +18,7 @@ from torch import Tensor
 from hookdiff.data.memory import MAX_LABEL, check_range
 from hookdiff.disk.reading import open_file
 from hookdiff.errors import nearest, shown
+from hookdiff.images.texts import captions_of
 
 EXAMPLES = 5  # the most examples in a message
 _SUFFIXES = (".csv", ".jsonl")
@@ -52,12 +53,13 @@ def normal(name: str) -> str:
 
 
 def read_labels(
-    root: Path, files: Sequence[str], labels: str
-) -> tuple[Tensor | None, tuple[str, ...] | None, list[str]]:
+    root: Path, files: Sequence[str], labels: str, captions: str | None = None
+) -> tuple[Tensor | None, tuple[str, ...] | None, Sequence[Sequence[str]] | None, list[str]]:
     """Return labels and classes of `files` (below `root`) from the file `labels`, in `root` or the working directory.
 
-    The third value lists what is wrong: lines, images without a label, labels without an image. Raises ValueError for
-    a file that is missing or cannot be read.
+    The third value has the texts in the column `captions` for each of `files`, in the order of the lines; with this
+    column the file needs no labels. The fourth lists what is wrong: lines, images without a label, labels without an
+    image. Raises ValueError for a file that is missing or cannot be read.
     """
     path = root / labels if (root / labels).exists() else Path(os.path.expanduser(labels))
     if not path.exists():
@@ -66,18 +68,25 @@ def read_labels(
     if path.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"{path}: expected labels in a .csv or a .jsonl")
     found: dict[str, str | int] = {}
-    named, wrong = set(), []
+    texts: dict[str, list[str]] = {}
+    named, labelled, wrong = set(), set(), []
+    columns: set[str] = set()
     here: dict[str, str] = {}  # files by their normal form
     alike = [(other, name) for name in files if (other := here.setdefault(normal(name), name)) != name]
     try:
         with open_file(path) as raw, TextIOWrapper(BufferedReader(raw), "utf-8-sig", newline="") as file:
             for line, row in _csv(file) if path.suffix.lower() == ".csv" else _jsonl(file):
                 try:
-                    given = _name(row)
+                    given = _name(row, needs_label=captions is None)
                     named.add(name := here.get(normal(given), given))
-                    label = _label(name, row["label"])
-                    if found.setdefault(name, label) != label:
-                        raise ValueError(f"{shown(name)} has another label on an earlier line")
+                    if "label" in row:
+                        labelled.add(name)
+                        label = _label(name, row["label"])
+                        if found.setdefault(name, label) != label:
+                            raise ValueError(f"{shown(name)} has another label on an earlier line")
+                    if captions is not None:
+                        columns.update(map(str, row))
+                        texts.setdefault(name, []).extend(captions_of(row.get(captions)))
                 except ValueError as error:
                     wrong.append(f"line {line}: {error}")
     except (OSError, csv.Error, ValueError) as error:
@@ -91,15 +100,18 @@ def read_labels(
     if strange := sorted(named.difference(files)):
         near = nearest(strange[0], files)
         problems.append(f"{len(strange):,} of its files are not in {root}: {some(strange)}{near}")
-    if lacking := [name for name in files if name not in named]:
+    if captions is not None and captions not in columns:
+        there = some(sorted(columns)) or "none"
+        problems.append(f"there is no column {captions!r}{nearest(captions, columns)}; it has {there}")
+    if (captions is None or labelled) and (lacking := [name for name in files if name not in labelled]):
         problems.append(f"{len(lacking):,} of {len(files):,} images have no label: {some(lacking)}")
     try:
-        numbers, classes = encode([] if problems else [found[name] for name in files])
+        numbers, classes = encode([found[name] for name in files] if labelled and not problems else [])
     except ValueError as error:
         problems.append(str(error))
     if problems:
-        return None, None, [f"{path}: {problem}" for problem in problems]
-    return numbers, classes, []
+        return None, None, None, [f"{path}: {problem}" for problem in problems]
+    return numbers, classes, None if captions is None else [texts.get(name, ()) for name in files], []
 
 
 def _csv(file: TextIO) -> Iterator[tuple[int, Any]]:
@@ -117,13 +129,13 @@ def _jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
                 yield line, ValueError(f"not JSON: {error}")
 
 
-def _name(row: Any) -> str:
-    """Return the file in one row, which also has a label."""
+def _name(row: Any, needs_label: bool) -> str:
+    """Return the file in one row, which may need a label as well."""
     if isinstance(row, ValueError):
         raise row
     name = row.get("file", row.get("file_name")) if isinstance(row, dict) else None  # the latter is Hugging Face's
-    if not isinstance(name, str) or "label" not in row:
-        raise ValueError(f"expected file and label, got {shown(row)[:60]}")
+    if not isinstance(name, str) or (needs_label and "label" not in row):
+        raise ValueError(f"expected file{' and label' * needs_label}, got {shown(row)[:60]}")
     return posixpath.normpath(name.replace("\\", "/"))
 
 

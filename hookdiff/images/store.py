@@ -150,7 +150,7 @@ def _from_memory(source: InMemory, transforms: Transforms, store: Store) -> Prep
         conditions = {
             name: _fit_condition(name, column, images, transforms) for name, column in source.conditions.items()
         }
-        source = InMemory(_fit_all(images, transforms), source.labels, conditions=conditions)
+        source = InMemory(_fit_all(images, transforms), source.labels, None, conditions, source.texts)
     return Prepared(source, "memory", Survey(shape, kinds))
 
 

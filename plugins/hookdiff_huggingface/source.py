@@ -1,8 +1,9 @@
 """Image data sets of Hugging Face: on the hub, or as the `datasets` library reads them from disk."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hookdiff import UserError, nearest, why_missing
-from hookdiff.images import encode, open_picture, reason
+from hookdiff.images import captions_of, encode, open_picture, reason
 from hookdiff.options import is_served
 
 
@@ -26,6 +27,7 @@ class HuggingFace:
         name: configuration, for a data set that has several
         image_column: column with the images; unless given, the first column of images
         label_column: column with the labels; "auto": the first column of class labels; "none": no labels
+        caption_column: column with the captions of each image: a text or a list of texts
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class HuggingFace:
         name: str | None = None,
         image_column: str | None = None,
         label_column: str = "auto",
+        caption_column: str | None = None,
     ) -> None:
         try:
             import datasets
@@ -54,6 +57,8 @@ class HuggingFace:
             raise ValueError(f"{path}: image_column = {column!r}: {reason(error)}") from None
         self.path, self.column = path, column
         self.labels, self.classes = _labels(path, data, label_column)
+        self.caption_column = caption_column
+        self._captions = None if caption_column is None else _captions(path, data, caption_column)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -66,6 +71,22 @@ class HuggingFace:
 
     def describe(self, index: int) -> str:
         return f"{self.path}[{index}]"
+
+    @cached_property
+    def texts(self) -> Mapping[str, Sequence[Sequence[str]]] | None:
+        """The captions of each image as `text`, read at the first use; None without a `caption_column`.
+
+        Raises UserError for a value that is no text.
+        """
+        if self._captions is None:
+            return None
+        found = list[Sequence[str]]()
+        for index, value in enumerate(self._captions[self.caption_column][:]):
+            try:
+                found.append(captions_of(value))
+            except ValueError as error:
+                raise UserError(f"{self.describe(index)}: {self.caption_column}: {error}") from None
+        return {"text": found}
 
     def fingerprint(self) -> str:
         return str(self.images._fingerprint)
@@ -126,6 +147,17 @@ def _labels(path: str, data: Any, given: str) -> tuple[Tensor | None, Sequence[s
     except (KeyError, ValueError) as error:
         raise ValueError(f"{path}: label_column = {column!r}: {reason(error)}") from None
     return torch.tensor([-1 if label is None else label for label in found]), tuple(data.features[column].names)
+
+
+def _captions(path: str, data: Any, column: str) -> Any:
+    """Return the part of a data set that has the captions. Raises ValueError unless they are texts or lists of them."""
+    where, known = f"{path}: caption_column = {column!r}", data.features
+    if column not in known:
+        raise ValueError(f"{where}: there is no such column{nearest(column, known)}; it has {', '.join(known)}")
+    kind = known.arrow_schema.field(column).type
+    if str(getattr(kind, "value_type", kind)) not in ("string", "large_string"):
+        raise ValueError(f"{where}: expected texts or lists of texts, it has {kind}")
+    return data.select_columns([column])
 
 
 def _first_column(data: Any, kind: type) -> str | None:

@@ -51,16 +51,22 @@ def parse(given: Mapping[str, str]) -> dict[str, Condition]:
     """Return the conditions that a config names. Raises ValueError for an extension that is not read."""
     found = {}
     for name, text in given.items():
-        extension, _, key = text.partition(":")
-        condition = found[name] = Condition(extension_of(extension, f"conditions.{name}"), key)
+        condition = found[name] = member_of(text, f"conditions.{name}")
         known = ("npy", "json", *_TEXTS)
         if name in _TAKEN:
             raise ValueError(f"conditions: {name!r} is the name of something else in a sample")
         if not is_picture(condition.extension) and condition.format not in known:
             unknown = f".{shown(condition.format)} is not read{nearest(condition.format, known)}"
             raise ValueError(f"conditions.{name}: {unknown}; expected a picture or {', '.join(known)}")
-        if key and condition.format != "json":
-            raise ValueError(f"conditions.{name}: {text!r} has a key, which only .json has")
+    return found
+
+
+def member_of(text: str, option: str) -> Condition:
+    """Return the member that `text` names. Raises ValueError for one of pickles, and for a key of another than JSON."""
+    extension, _, key = text.partition(":")
+    found = Condition(extension_of(extension, option), key)
+    if key and found.format != "json":
+        raise ValueError(f"{option}: {text!r} has a key, which only .json has")
     return found
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -12,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import torch
 from attrs import define
-from torch import Tensor
 
 from hookdiff import shown
-from hookdiff.disk import new_file, open_tensors, write_tensors
 from hookdiff.images import num_channels, open_picture, suffixes, upright_size
 from hookdiff.options import structured
 from hookdiff_shards.files import Shard
+from hookdiff_shards.stored import are_ends, load_arrays, save_arrays, state_of
 from hookdiff_shards.tar import BLOCK, Read, members
 
 PICTURES = frozenset(suffix.removeprefix(".") for suffix in suffixes())
@@ -31,6 +27,7 @@ _HEAD = 60 << 10  # bytes at the beginning of a picture that are read for its he
 _LARGEST = 1 << 15  # width and height that are taken from a header; larger ones are read again
 _NAME = re.compile(r"(?s)((?:.*/)?[^./]+)\.([^/]+)")  # as the library webdataset splits names
 _COLUMNS = ("sample", "kind", "start", "size", "mode", "width", "height", "end", "head")
+_ARRAYS = ("keys", "key_ends", "table", "texts")
 
 
 def is_picture(extension: str) -> bool:
@@ -85,7 +82,7 @@ def make(read: Read, total: int, block: int) -> Index:
 
     Raises ValueError for a shard that cannot be read, and for a sample with two members of one name.
     """
-    read = _buffered(read, block)
+    read = buffered(read, block)
     samples, kinds, modes, rows, texts = dict[str, int](), dict[str, int](), {"": 0}, list[list[int]](), bytearray()
     for member in members(read, total):
         name = _NAME.fullmatch(member.name)
@@ -116,17 +113,17 @@ def make(read: Read, total: int, block: int) -> Index:
     )
 
 
-def _buffered(read: Read, block: int) -> Read:
+def buffered(read: Read, block: int) -> Read:
     """Return `read` that reads at least `block` bytes, and keeps the last of them: members mostly lie side by side."""
     begin, kept = 0, b""
 
-    def buffered(start: int, size: int) -> bytes:
+    def taken(start: int, size: int) -> bytes:
         nonlocal begin, kept
         if not begin <= start <= start + size <= begin + len(kept):
             begin, kept = start, read(start, max(size, block))
         return kept[start - begin : start - begin + size]
 
-    return buffered
+    return taken
 
 
 def _header(head: bytes, size: int) -> tuple[str, int, int]:
@@ -145,7 +142,7 @@ def _header(head: bytes, size: int) -> tuple[str, int, int]:
 
 @define(frozen=True)
 class _About:
-    """All else in the file of an index. The digest finds damage; who can write an index can also forge it."""
+    """All else in the file of an index."""
 
     format: int
     shard: str
@@ -157,17 +154,8 @@ class _About:
 
 def save(index: Index, shard: Shard, path: Path) -> None:
     """Write the index of `shard`. Raises OSError."""
-    about = _about(shard, index.extensions, index.modes)
-    tensors = {"keys": index.keys, "key_ends": index.key_ends, "table": index.table, "texts": index.texts}
-    stored = {name: _tensor(values) for name, values in tensors.items()}
-    with new_file(path) as partial:
-        write_tensors(partial, stored, {"about": about, "sha256": _digest(about, tensors)})
-
-
-def _tensor(values: Any) -> Tensor:
-    # An empty array of numpy would keep its stride of 0, with which its bytes cannot be viewed.
-    found = torch.tensor(values)
-    return torch.empty(found.shape, dtype=found.dtype).copy_(found)
+    about = state_of(shard, format=_FORMAT, extensions=index.extensions, modes=index.modes)
+    save_arrays(path, about, {name: getattr(index, name) for name in _ARRAYS})
 
 
 def load(path: Path, shard: Shard) -> Index | None:
@@ -175,32 +163,12 @@ def load(path: Path, shard: Shard) -> Index | None:
 
     Raises OSError, ValueError and many kinds of error for a file that is missing or damaged.
     """
-    with open_tensors(path) as file:
-        given = file.metadata()
-        values = json.loads(given["about"])
-        if values["format"] != _FORMAT:
-            return None
-        about = structured(_About, values)
-        if about != structured(_About, json.loads(_about(shard, about.extensions, about.modes))):
-            return None
-        tensors = {name: file.get_tensor(name).numpy() for name in ("keys", "key_ends", "table", "texts")}
-    if given["sha256"] != _digest(given["about"], tensors):
-        raise ValueError("it has another digest")
-    index = Index(**tensors, extensions=about.extensions, modes=about.modes)
+    if (found := load_arrays(path, state_of(shard, format=_FORMAT))) is None:
+        return None
+    about = structured(_About, found[0])
+    index = Index(**found[1], extensions=about.extensions, modes=about.modes)
     _check(index, shard.size)
     return index
-
-
-def _about(shard: Shard, extensions: tuple[str, ...], modes: tuple[str, ...]) -> str:
-    values = {"format": _FORMAT, "shard": shard.place, "size": shard.size, "mark": shard.mark}
-    return json.dumps({**values, "extensions": extensions, "modes": modes})
-
-
-def _digest(about: str, tensors: dict[str, Any]) -> str:
-    digest = hashlib.sha256(about.encode())
-    for name in sorted(tensors):
-        digest.update(tensors[name].tobytes())
-    return digest.hexdigest()
 
 
 def _check(index: Index, total: int) -> None:
@@ -209,8 +177,8 @@ def _check(index: Index, total: int) -> None:
     good: list[Callable[[], Any]] = [
         lambda: shapes == [("uint8", 1), ("int64", 1), ("int64", 2), ("uint8", 1)],
         lambda: index.table.shape[1] == len(_COLUMNS),
-        lambda: _are_ends(index.key_ends, len(index.keys)),
-        lambda: _are_ends(index.column("end"), len(index.texts)),
+        lambda: are_ends(index.key_ends, len(index.keys)),
+        lambda: are_ends(index.column("end"), len(index.texts)),
         lambda: _within(index.column("sample"), len(index) - 1),
         lambda: _within(index.column("kind"), len(index.extensions) - 1),
         lambda: _within(index.column("mode"), len(index.modes) - 1),
@@ -221,11 +189,6 @@ def _check(index: Index, total: int) -> None:
     ]
     if not all(check() for check in good):
         raise ValueError("it is of another shard")
-
-
-def _are_ends(ends: Any, total: int) -> bool:
-    last = int(ends[-1]) if len(ends) else 0
-    return last == total and bool((numpy.diff(ends, prepend=0) >= 0).all())
 
 
 def _within(values: Any, most: int) -> bool:

@@ -1,13 +1,16 @@
-"""The indices of many shards, kept in a folder. Each is made once, and again when its shard changes."""
+"""What is kept in a folder for each of many shards, such as its index: made once, and again when the shard changes."""
 
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
+
+from attrs import define
 
 from hookdiff.disk import cannot_write, make_folder
 from hookdiff.images import as_lines, locked, reason
@@ -20,72 +23,96 @@ logger = logging.getLogger("hookdiff")
 
 _NEAR, _FAR = 1 << 16, 1 << 20  # bytes that are read at a time, of a file and by URL
 
+Made = TypeVar("Made")
+
+
+@define(frozen=True)
+class Kind(Generic[Made]):
+    """What is kept for each shard; the functions get its number, or the shard."""
+
+    name: str  # in messages
+    suffix: str  # of the files
+    make: Callable[[int], Made]  # raises OSError, ValueError
+    save: Callable[[Made, Shard, Path], None]
+    load: Callable[[Path, int], Made | None]  # None if the file is of an earlier state of the shard
+
 
 def indices_of(files: Files, folder: Path) -> list[Index]:
-    """Return the index of each shard, from `folder` if it is there; others are made, and written there.
+    """Return the index of each shard: see `kept_of`."""
 
-    An index that is damaged is reported and made again. Raises ValueError that names the shards that cannot be read,
-    and UserError if the folder cannot be written.
+    def make_one(number: int) -> Index:
+        return make(partial(files.read, number), files.shards[number].size, block_of(files.shards[number]))
+
+    kind = Kind("index", ".index", make_one, save, lambda path, number: load(path, files.shards[number]))
+    return kept_of(files, folder, kind)
+
+
+def block_of(shard: Shard) -> int:
+    """Return the number of bytes to read at a time."""
+    return _FAR if is_url(shard.name) else _NEAR
+
+
+def kept_of(files: Files, folder: Path, kind: Kind[Made]) -> list[Made]:
+    """Return what is kept for each shard, from `folder` if it is there; else it is made, and written there.
+
+    A file that is damaged is reported and made again. Raises ValueError that names the shards that cannot be read, and
+    UserError if the folder cannot be written.
     """
-    names = [_hash(shard.place) for shard in files.shards]
-    paths = [folder / f"{name}.index" for name in names]
+    paths = [folder / f"{_hash(shard.place)}{kind.suffix}" for shard in files.shards]
     try:
         make_folder(folder)
-        found = [_load(path, shard) for path, shard in zip(paths, files.shards, strict=True)]
+        found = [_load(files, path, number, kind) for number, path in enumerate(paths)]
         if None in found:
-            with locked(folder / _hash("\n".join(names)), shared=False):  # so that only one rank makes them
-                return _with_others(files, paths, found)
+            with locked(folder / _hash("\n".join(path.name for path in paths)), shared=False):  # one rank makes them
+                return _with_others(files, paths, found, kind)
     except OSError as error:
         raise cannot_write(Path(error.filename or folder), error) from None
-    return [index for index in found if index is not None]
+    return [one for one in found if one is not None]
 
 
 def _hash(text: str) -> str:
     return hashlib.sha256(os.fsencode(text)).hexdigest()[:32]
 
 
-def _load(path: Path, shard: Shard, report: bool = False) -> Index | None:
-    """Return the index in a file; None if it is missing, of an earlier state or damaged, which is logged on request.
+def _load(files: Files, path: Path, number: int, kind: Kind[Made], report: bool = False) -> Made | None:
+    """Return what is in a file; None if it is missing, of an earlier state or damaged, which is logged on request.
 
     Without a mark of the shard, nothing says of which state it is.
     """
+    shard = files.shards[number]
     if not shard.mark or not os.path.lexists(path):
         return None
     try:
-        return load(path, shard)
+        return kind.load(path, number)
     except Exception as error:  # of safetensors, json and Pillow, which may raise any on broken bytes
         if report:
-            logger.warning("data: %s, the index of %s, is damaged and made again: %s", path, shard.name, reason(error))
+            where = f"{path}, with the {kind.name} of {shard.name},"
+            logger.warning("data: %s is damaged and made again: %s", where, reason(error))
         return None
 
 
-def _with_others(files: Files, paths: Sequence[Path], found: list[Index | None]) -> list[Index]:
-    """Return all indices: those `found`, those that another process has made meanwhile, and new ones."""
-    shards, problems, made = files.shards, list[str](), dict[int, Index]()
-    for number, index in enumerate(found):
-        known = _load(paths[number], shards[number], report=True) if index is None else index
+def _with_others(files: Files, paths: Sequence[Path], found: list[Made | None], kind: Kind[Made]) -> list[Made]:
+    """Return all: what was `found`, what another process has made meanwhile, and what is new."""
+    shards, problems, made = files.shards, list[str](), dict[int, Made]()
+    for number, one in enumerate(found):
+        known = _load(files, paths[number], number, kind, report=True) if one is None else one
         if known is not None:
             made[number] = known
     lacking = [number for number in range(len(shards)) if number not in made]
     if lacking:
-        folder = paths[0].parent
-        logger.info(
-            "data: reading the headers of %s of %s shards for an index in %s",
-            f"{len(lacking):,}",
-            f"{len(shards):,}",
-            folder,
-        )
+        folder, counts = paths[0].parent, (f"{len(lacking):,}", f"{len(shards):,}")
+        logger.info("data: reading %s of %s shards for their %s, which is kept in %s", *counts, kind.name, folder)
     pool = ThreadPoolExecutor(THREADS)
     try:
-        new = pool.map(partial(_make, files), lacking)
-        with closing(paced(new, len(lacking), "data: index", "shards", size=lambda _: 1)) as results:
+        new = pool.map(partial(_make, kind), lacking)
+        with closing(paced(new, len(lacking), f"data: {kind.name}", "shards", size=lambda _: 1)) as results:
             for number, result in zip(lacking, results, strict=True):
                 if isinstance(result, str):
                     problems.append(f"{shards[number].name}: {result}")
                     continue
                 made[number] = result
                 with locked(paths[0].with_name("writing"), shared=False):  # another set may have the same shard
-                    save(result, shards[number], paths[number])
+                    kind.save(result, shards[number], paths[number])
     finally:
         pool.shutdown(cancel_futures=True)
     if problems:
@@ -94,10 +121,9 @@ def _with_others(files: Files, paths: Sequence[Path], found: list[Index | None])
     return [made[number] for number in range(len(shards))]
 
 
-def _make(files: Files, number: int) -> Index | str:
-    """Return the index of a shard, or the reason why it has none."""
-    shard = files.shards[number]
+def _make(kind: Kind[Made], number: int) -> Made | str:
+    """Return what is made of a shard, or the reason why nothing is."""
     try:
-        return make(partial(files.read, number), shard.size, _FAR if is_url(shard.name) else _NEAR)
+        return kind.make(number)
     except (OSError, ValueError) as error:
         return reason(error) if isinstance(error, OSError) else str(error)

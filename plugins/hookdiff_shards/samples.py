@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 from zlib import crc32
 
@@ -17,7 +18,7 @@ from hookdiff.images import Kind, open_picture, some
 from hookdiff_shards.files import Files
 from hookdiff_shards.index import PICTURES, SMALL, Index, is_picture
 from hookdiff_shards.labels import encode_labels
-from hookdiff_shards.tar import BLOCK
+from hookdiff_shards.tar import BLOCK, Read
 
 _PICKLED = ("pkl", "pickle", "pyd", "pth", "pt")
 _LABEL = "cls"  # the extension that webdataset has for labels
@@ -45,6 +46,7 @@ class Samples:
     """
 
     encoded: Any = None  # facts about what encoders have made, as a table
+    read_captions: Callable[[], Sequence[Sequence[str]]] | None = None
 
     def __init__(
         self,
@@ -72,6 +74,11 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.shard)
+
+    @cached_property
+    def texts(self) -> Mapping[str, Sequence[Sequence[str]]] | None:
+        """The captions of each sample as `text`, read at the first use; None if they are not asked for."""
+        return None if self.read_captions is None else {"text": self.read_captions()}
 
     def column(self, indices: Sequence[Index], extensions: Collection[str]) -> Column:
         """Return the member of each sample that has one of `extensions`.
@@ -118,11 +125,15 @@ class Samples:
 
     def name(self, index: int, extension: str = "") -> str:
         """Return the name of a sample, or of one of its members, for messages."""
+        return f"{self.files.shards[self.shard[index]].name}[{self.key(index, extension)}]"
+
+    def key(self, index: int, extension: str = "") -> str:
+        """Return the name of a sample, or of one of its members, in its shard."""
         shard = int(self.shard[index])
         keys, ends = self.names[shard]
         sample = index - int(self.first[shard])
         key = bytes(keys[ends[sample - 1] if sample else 0 : ends[sample]]).decode("utf-8", "surrogateescape")
-        return f"{self.files.shards[shard].name}[{key}{'.' * bool(extension)}{extension}]"
+        return f"{key}{'.' * bool(extension)}{extension}"
 
     def describe(self, index: int) -> str:
         if self.pictures.is_lacking[index]:
@@ -147,14 +158,20 @@ class Samples:
                 end = start + size
                 for later, more, _ in spans[place + 1 :]:
                     end = later + more if later - end <= _WORTH else end
-                begin, content = start, self._read(index, start, end - start)
+                read = partial(self.files.read, int(self.shard[index]))
+                begin, content = start, self._read(index, start, end - start, read)
             found[number] = self._checked(index, columns[number], content[start - begin : start - begin + size])
         return [found[number] for number in range(len(columns))]
 
-    def _read(self, index: int, start: int, size: int) -> bytes:
+    def member(self, index: int, column: Column, read: Read) -> bytes:
+        """Return what one member of a sample holds, by a function that reads the shard. Raises as `members` does."""
+        content = self._read(index, int(column.start[index]) - BLOCK, int(column.size[index]) + BLOCK, read)
+        return self._checked(index, column, content)
+
+    def _read(self, index: int, start: int, size: int, read: Read) -> bytes:
         if size > _LARGEST + BLOCK:
             raise ValueError(f"its {size - BLOCK} bytes are too many, expected at most {_LARGEST}")
-        content = self.files.read(int(self.shard[index]), start, size)
+        content = read(start, size)
         if len(content) != size:
             raise StorageError(
                 f"{shown(self.name(index))}: its shard has become shorter, and lacks {size - len(content)} bytes of it"

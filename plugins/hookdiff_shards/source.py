@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from hookdiff.images import Store
 from hookdiff.options import Handed, Writes
+from hookdiff_shards import captions as texts
 from hookdiff_shards.conditions import Items, parse
 from hookdiff_shards.files import Files
 from hookdiff_shards.indices import indices_of
@@ -20,6 +21,7 @@ def shards(
     label: str = "auto",
     classes: str | list[str] | None = None,
     conditions: dict[str, str] | None = None,
+    captions: str | None = None,
     storage_options: Annotated[dict[str, Any] | None, Handed()] = None,
     index_dir: Annotated[str | None, Writes()] = None,
 ) -> Shards | Items:
@@ -42,15 +44,23 @@ def shards(
         conditions: what else a sample has, as a table of names and extensions, such as { text = "t5.npy", size =
             "json:size" }: arrays (npy), numbers or lists of numbers (json, or the value of a key in it), a number (txt,
             cls) or a picture
+        captions: extension of the captions, such as "txt": the lines of a text; or "json:caption": a text or a list of
+            texts, as the value of a key. A sample without such a member has none
         storage_options: options of fsspec for URLs. They stand in the config of the run, which needs --trust for them:
             passwords belong in the environment
-        index_dir: folder of the indices; unless given, `hookdiff/shards` in the user's cache
+        index_dir: folder of the indices, and of captions that were read; unless given, `hookdiff/shards` in the user's
+            cache
     """
     options, asked = storage_options or {}, parse(conditions or {})
+    member = None if captions is None else texts.parse(captions)
     files = Files(expand(path, options), options)
-    indices = indices_of(files, Path(index_dir).expanduser() if index_dir else Store().folder / "shards")
+    folder = Path(index_dir).expanduser() if index_dir else Store().folder / "shards"
+    indices = indices_of(files, folder)
     names = read_classes(classes, files.shards[0].name, options) if label != "none" else None
     kind = partial(Items, asked) if asked or is_array(image) else Shards
     found: Shards | Items = kind(files, indices, image, label, names)
     found.encoded = read_encoded(files.shards[0].name, options)
+    if member:
+        column = found.column(indices, [member.extension])
+        found.read_captions = partial(texts.read_captions, found, column, member, folder)
     return found

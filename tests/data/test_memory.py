@@ -1,8 +1,11 @@
+from typing import Any
+
 import pytest
 import torch
 
 from hookdiff import InMemory
 from hookdiff.data.memory import to_unit_range
+from hookdiff.images import Transforms, feed_of
 from tests.conftest import as_list, refused
 
 
@@ -18,6 +21,19 @@ def test_images_of_another_shape_or_dtype_are_refused(images: torch.Tensor) -> N
 def test_labels_of_another_shape_or_dtype_are_refused(labels: torch.Tensor) -> None:
     with refused(ValueError, 4, "int64", tuple(labels.shape), labels.dtype):
         InMemory(torch.zeros(4, 1, 2, 2), labels)
+
+
+@pytest.mark.parametrize("samples", [[["a"]] * 3, ["a"] * 4, [["a"], [], "b", ["c"]]])
+def test_texts_that_are_no_lists_of_captions_are_refused(samples: Any) -> None:
+    with refused(ValueError, "'text'", 4, "captions"):
+        InMemory(torch.zeros(4, 1, 2, 2), texts={"text": samples})
+
+
+def test_resized_images_keep_their_texts() -> None:
+    texts = {"text": [["a"], [], ("b", "c"), ["d"]]}
+    feed = feed_of(InMemory(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), texts=texts), Transforms(image_size=4))
+    assert feed.shape == (1, 4, 4)
+    assert feed.samples.texts == texts
 
 
 def test_bytes_are_scaled_to_minus_one_to_one() -> None:

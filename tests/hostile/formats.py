@@ -424,6 +424,20 @@ def read_labels(kind: str) -> Any:
     return lambda folder: feed_of(Folder("set", f"l.{kind}"), store=Store(store="none")).labels
 
 
+def make_captions(folder: Path) -> None:
+    make_set(folder)
+    for k in range(NUM):
+        (folder / "set" / f"{k}.txt").write_text(f"picture {k}\n")
+
+
+def read_captions(folder: Path) -> Any:
+    return list((Folder("set", captions="txt").texts or {})["text"])
+
+
+def read_shard_captions(folder: Path) -> Any:
+    return list((shards("a.tar", captions="cls", index_dir="index").texts or {})["text"])
+
+
 def read_array(name: str) -> Any:
     return lambda folder: (Path(name), samples(Arrays(name)))
 
@@ -445,6 +459,14 @@ PICTURE = Rule(
 SKIPPED = evolve(PICTURE, outcome="left out", same=NOT_READ, any="half, a bit in the middle, zeros from the middle")
 CACHE = Rule("made again", named="cache", changed="made again", is_read_only=False, mutations=HUGE_TOO)
 INDEX = Rule("made again", "gone", named="{name} a.tar", changed="same", is_read_only=False)
+INDEX_FILE = evolve(INDEX, mutations=tuple(mutation for mutation in HUGE_TOO if mutation != "folder"))
+CAPTIONS = Rule(
+    "any",
+    same="without the last byte",
+    refused="no UTF-8, a surrogate, a bit in the middle, pipe, socket, device, zero",
+    is_valid=lambda texts: texts[0] == ("picture 0",) and len(texts) == NUM,
+    mutations=HUGE_TOO,
+)
 NO_LOCK = "pipe, socket, device, zero, folder, nothing outside, a link to itself"
 NO_CACHE = Rule("same", refused=NO_LOCK, is_read_only=False, mutations=THINGS)
 ARRAY = Rule(same="a byte more", errors=BOTH, is_valid=lambda read: is_image(read[1]) and numpy_reads(*read))
@@ -478,6 +500,7 @@ DATA = [
         Rule(same="without the last byte", any="another number", errors=BOTH),
     ),
     Format("labels, jsonl", make_labels, "l.jsonl", read_labels("jsonl"), Rule(any="another number", errors=BOTH)),
+    Format("captions, txt", make_captions, "set/1.txt", read_captions, CAPTIONS),
     Format("npy", make_arrays, "a.npy", read_array("a.npy"), evolve(ARRAY, any=FLIPS)),
     Format("stored npz", in_file("a.npz", npz(zipfile.ZIP_STORED, **ARRAYS)), "a.npz", read_array("a.npz"), ZIP),
     Format("deflated npz", in_file("a.npz", npz(**ARRAYS)), "a.npz", read_array("a.npz"), ZIP),
@@ -498,13 +521,8 @@ DATA = [
     Format("shard, ustar", in_file("a.tar", shard(tarfile.USTAR_FORMAT)), "a.tar", read_shard, SHARD),
     Format("shard, gnu", in_file("a.tar", shard(tarfile.GNU_FORMAT)), "a.tar", read_shard, SHARD),
     Format("shard, pax", in_file("a.tar", shard(tarfile.PAX_FORMAT)), "a.tar", read_shard, SHARD),
-    Format(
-        "index of a shard",
-        in_file("a.tar", shard()),
-        "index/*.index",
-        read_shard,
-        evolve(INDEX, mutations=tuple(mutation for mutation in HUGE_TOO if mutation != "folder")),
-    ),
+    Format("index of a shard", in_file("a.tar", shard()), "index/*.index", read_shard, INDEX_FILE),
+    Format("captions of a shard", in_file("a.tar", shard()), "index/*.captions", read_shard_captions, INDEX_FILE),
     *(
         Format(file, make_mnist, file, read_mnist, Rule(any=f"{FLIPS}, {TOML.any}", errors=BOTH, named=""))
         for file in MNIST

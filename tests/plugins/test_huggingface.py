@@ -97,6 +97,23 @@ def test_a_folder_of_images_is_read(tmp_path: Path) -> None:
     assert {data.load(index).tobytes() for index in range(9)} == {picture(k).tobytes() for k in range(9)}
 
 
+def test_a_column_has_captions(tmp_path: Path, alone: Any, made: Any) -> None:
+    lists = [[" one", "two"], [], None, ["", "three"], *[["x"]] * 5]
+    made = made.add_column("lists", lists).add_column("mixed", [["x", None]] * 9)
+    made.add_column("large", ["a"] * 9, feature=alone.Value("large_string")).save_to_disk(str(tmp_path / "saved"))
+    for column, expected in [
+        ("caption", [(("even", "odd")[k % 2],) for k in range(9)]),
+        ("lists", [("one", "two"), (), (), ("three",), *[("x",)] * 5]),
+        ("large", [("a",)] * 9),
+    ]:
+        data = HuggingFace(str(tmp_path / "saved"), caption_column=column)
+        assert data.texts == {"text": expected}
+        assert data.fingerprint() == HuggingFace(str(tmp_path / "saved")).fingerprint()
+    assert HuggingFace(str(tmp_path / "saved")).texts is None
+    with refused(UserError, "saved[0]", "mixed", "['x', None]"):
+        HuggingFace(str(tmp_path / "saved"), caption_column="mixed").texts  # noqa: B018
+
+
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
@@ -104,6 +121,9 @@ def test_a_folder_of_images_is_read(tmp_path: Path) -> None:
         ({"image_column": "count"}, ("'count'",)),
         ({"label_column": "kidn"}, ("'kidn'", "'kind'")),
         ({"label_column": "pixels"}, ("'pixels'",)),
+        ({"caption_column": "captoin"}, ("caption_column", "'captoin'", "did you mean 'caption'", "count")),
+        ({"caption_column": "count"}, ("caption_column", "'count'", "int64")),
+        ({"caption_column": "kind"}, ("caption_column", "'kind'", "int64")),
     ],
 )
 def test_missing_columns_are_refused(tmp_path: Path, made: Any, options: Any, facts: Any) -> None:

@@ -1,0 +1,138 @@
+"""The captions of samples, read once and kept in a file for each shard, beside its index."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy
+from attrs import define
+
+from hookdiff import UserError, shown
+from hookdiff.images import LARGEST_CAPTIONS, captions_of, lines_of
+from hookdiff_shards.conditions import Condition, member_of
+from hookdiff_shards.files import Shard
+from hookdiff_shards.index import buffered, is_picture
+from hookdiff_shards.indices import Kind, block_of, kept_of
+from hookdiff_shards.samples import Column, Samples
+from hookdiff_shards.stored import are_ends, load_arrays, save_arrays, state_of
+
+_FORMAT = 1  # a file of another format is not used
+_ARRAYS = ("texts", "ends", "numbers")
+
+
+@define(eq=False)
+class Captions:
+    """The captions of the samples of a shard, one after the other."""
+
+    texts: Any  # uint8, in UTF-8
+    ends: Any  # int64: for each caption, its end in `texts`
+    numbers: Any  # int64: for each sample, the number of captions up to it
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def of(self, sample: int) -> tuple[str, ...]:
+        """Return the captions of a sample."""
+        first, last = self.numbers[sample - 1] if sample else 0, self.numbers[sample]
+        begins = [self.ends[first - 1] if first else 0, *self.ends[first:last]]
+        return tuple(bytes(self.texts[begin:end]).decode(errors="replace") for begin, end in pairwise(begins))
+
+
+class _All(Sequence[Sequence[str]]):
+    """The captions of the samples of all shards; texts are made of them when they are asked for."""
+
+    def __init__(self, parts: Sequence[Captions], shard: Any, first: Any) -> None:
+        self.parts, self.shard, self.first = parts, shard, first
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        number = self.shard[index]  # raises IndexError
+        return self.parts[number].of(index % len(self) - int(self.first[number]))
+
+
+def parse(given: str) -> Condition:
+    """Return the member with captions that a config names. Raises ValueError for one that holds no text."""
+    found = member_of(given, "captions")
+    if is_picture(found.extension) or found.format == "npy":
+        raise ValueError(f"captions: .{shown(found.format)} holds no text; expected such as 'txt' or 'json:caption'")
+    return found
+
+
+def read_captions(samples: Samples, column: Column, member: Condition, folder: Path) -> Sequence[Sequence[str]]:
+    """Return the captions of all samples: those of the `member` in `column`. The files are in `folder`.
+
+    Raises UserError that names the shards with captions that cannot be read.
+    """
+    shards, asked = samples.files.shards, f"{member.extension}:{member.key}"
+    bounds = numpy.searchsorted(samples.shard, numpy.arange(len(shards) + 1)).tolist()
+
+    def make_one(number: int) -> Captions:
+        return _make(samples, column, member, number, range(bounds[number], bounds[number + 1]))
+
+    def load_one(path: Path, number: int) -> Captions | None:
+        return _load(path, shards[number], asked, bounds[number + 1] - bounds[number])
+
+    suffix = f"-{hashlib.sha256(asked.encode(errors='surrogateescape')).hexdigest()[:8]}.captions"
+    kind = Kind("captions", suffix, make_one, partial(_save, asked=asked), load_one)
+    try:
+        return _All(kept_of(samples.files, folder, kind), samples.shard, samples.first)
+    except ValueError as error:
+        raise UserError(f"captions: {error}") from None
+
+
+def _make(samples: Samples, column: Column, member: Condition, number: int, own: range) -> Captions:
+    read = buffered(partial(samples.files.read, number), block_of(samples.files.shards[number]))
+    texts, ends, numbers, wrong = bytearray(), list[int](), list[int](), list[str]()
+    for index in own:
+        if not column.is_lacking[index]:
+            try:
+                if (size := column.size[index]) > LARGEST_CAPTIONS:
+                    raise ValueError(f"has {size:,} bytes, expected captions of at most {LARGEST_CAPTIONS:,}")
+                for caption in _captions_in(samples.member(index, column, read), member):
+                    texts += caption.encode()
+                    ends.append(len(texts))
+            except (ValueError, RecursionError) as error:
+                wrong.append(f"{shown(samples.key(index, member.extension))}: {error}")
+        numbers.append(len(ends))
+    if wrong:
+        first = "" if len(wrong) == 1 else f"{len(wrong):,} captions cannot be read; the first is "
+        raise ValueError(first + wrong[0])
+    return Captions(
+        numpy.frombuffer(bytes(texts), numpy.uint8), numpy.array(ends, numpy.int64), numpy.array(numbers, numpy.int64)
+    )
+
+
+def _captions_in(content: bytes, member: Condition) -> tuple[str, ...]:
+    return captions_of(member.read(content)) if member.format == "json" else lines_of(content)
+
+
+def _save(captions: Captions, shard: Shard, path: Path, asked: str) -> None:
+    save_arrays(path, state_of(shard, format=_FORMAT, asked=asked), {name: getattr(captions, name) for name in _ARRAYS})
+
+
+def _load(path: Path, shard: Shard, asked: str, num: int) -> Captions | None:
+    """Return the captions of `num` samples in a file; None if it is of an earlier state of the shard.
+
+    Raises many kinds of error for a file that is damaged, and for a forged one that would make the reading fail.
+    """
+    if (found := load_arrays(path, state_of(shard, format=_FORMAT, asked=asked))) is None:
+        return None
+    captions = Captions(**found[1])
+    shapes = [(one.dtype.name, one.ndim) for one in (captions.texts, captions.ends, captions.numbers)]
+    if (
+        shapes != [("uint8", 1), ("int64", 1), ("int64", 1)]
+        or len(captions) != num
+        or not are_ends(captions.ends, len(captions.texts))
+        or not are_ends(captions.numbers, len(captions.ends))
+    ):
+        raise ValueError("it is of another shard")
+    return captions

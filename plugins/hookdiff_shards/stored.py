@@ -1,0 +1,64 @@
+"""Arrays that are made of a shard once, in a file that says of which state of the shard they are."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from hookdiff.disk import new_file, open_tensors, write_tensors
+from hookdiff_shards.files import Shard
+
+Arrays = Mapping[str, Any]  # of numpy
+
+
+def state_of(shard: Shard, **more: Any) -> dict[str, Any]:
+    """Return what must be the same for a file to be used, and what else it depends on."""
+    return {"shard": shard.place, "size": shard.size, "mark": shard.mark, **more}
+
+
+def save_arrays(path: Path, about: Mapping[str, Any], arrays: Arrays) -> None:
+    """Write `arrays` and facts about them. Raises OSError."""
+    text, stored = json.dumps(about), {name: _tensor(values) for name, values in arrays.items()}
+    with new_file(path) as partial:
+        write_tensors(partial, stored, {"about": text, "sha256": _digest(text, arrays)})
+
+
+def _tensor(values: Any) -> Tensor:
+    # An empty array of numpy would keep its stride of 0, with which its bytes cannot be viewed.
+    found = torch.tensor(values)
+    return torch.empty(found.shape, dtype=found.dtype).copy_(found)
+
+
+def load_arrays(path: Path, wanted: Mapping[str, Any]) -> tuple[Any, Arrays] | None:
+    """Return the facts and the arrays in a file; None if the facts differ from those in `wanted`.
+
+    The digest finds damage; who can write a file can also forge it. Raises OSError, ValueError and many kinds of error
+    for a file that is missing or damaged.
+    """
+    with open_tensors(path) as file:
+        given = file.metadata()
+        about = json.loads(given["about"])
+        if any(about[key] != value for key, value in wanted.items()):
+            return None
+        arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
+    if given["sha256"] != _digest(given["about"], arrays):
+        raise ValueError("it has another digest")
+    return about, arrays
+
+
+def _digest(about: str, arrays: Arrays) -> str:
+    digest = hashlib.sha256(about.encode())
+    for name in sorted(arrays):
+        digest.update(arrays[name].tobytes())
+    return digest.hexdigest()
+
+
+def are_ends(ends: Any, total: int) -> bool:
+    """Return whether `ends` are those of parts, one after the other, of something with `total` items."""
+    last = int(ends[-1]) if len(ends) else 0
+    return last == total and bool((numpy.diff(ends, prepend=0) >= 0).all())
