@@ -266,6 +266,13 @@ OWN_USES = {
         "hookdiff/images/loader.py",
         "hookdiff/images/store.py",
     },
+    "text": {  # the usual name of captions, and a field of what is logged
+        "hookdiff/authors/encoding/encoder.py",
+        "hookdiff/diffusion/diffusion.py",
+        "hookdiff/images/folder.py",
+        "hookdiff/log/log.py",
+        "hookdiff/run_dir/events_jsonl.py",
+    },
     "progress": {"hookdiff/builtin/events.py", "hookdiff/loop/restoring.py", "hookdiff/loop/state.py"},
 }
 

@@ -114,7 +114,7 @@ class Diffusion:
         validator=_are_no_draws,
         metadata=about(
             "names of what the network gets from the samples by keyword, beside image and label; or a table of its "
-            'keywords and names, such as { encoder_hidden_states = "text", "added_cond_kwargs.time_ids" = "size" }'
+            'keywords and names, such as { encoder_hidden_states = "caption", "added.time_ids" = "size" }'
         ),
     )
     label_dropout: float | dict[str, float] = field(

@@ -40,7 +40,7 @@ class CaptionedReader:
 
     def __attrs_post_init__(self) -> None:
         if INPUTS in self.encoders:
-            raise UserError(f"encode.{INPUTS}: pictures become what has this name; call the encoder of texts `text`")
+            raise UserError(f"encode.{INPUTS}: what pictures become has this name; call an encoder of texts otherwise")
         texts = captions_for(self.source, self.encoders)
         usable = [index for index in range(len(self.inner)) if index not in self.inner.unreadable]
         self.captions = {

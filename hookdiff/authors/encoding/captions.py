@@ -121,6 +121,5 @@ def captions_for(source: object, encoders: Mapping[str, TextEncoder]) -> dict[st
         known = f"{', '.join(texts) or 'none'}{nearest(lacking[0], texts)}"
         raise UserError(f"encode.{wanted[lacking[0]]}.of: the source has no captions {lacking[0]!r}; it has {known}")
     if unused := [name for name in texts if name not in wanted]:
-        way_out = f'add [data.encode.{unused[0]}] use = "text"'
-        raise UserError(f"texts: no encoder takes the captions {unused[0]!r} of the source: {way_out}")
+        raise UserError(f"texts: no encoder in [data.encode] takes the captions {unused[0]!r} of the source")
     return dict(texts)

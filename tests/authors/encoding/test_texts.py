@@ -197,7 +197,7 @@ def test_long_captions_are_counted(path: Path, caplog: pytest.LogCaptureFixture)
 BAD = [
     ('use = "tests.authors.encoding.test_texts:Bytes"', 'use = "tests.authors.encoding.test_texts:Bytes"\nof = "txet"',
      ("data: encode.text.of", "'txet'", "'text'")),
-    ("[data.encode.text]", "[data.encode.image]", ("data: encode.image", "text")),
+    ("[data.encode.text]", "[data.encode.image]", ("data: encode.image", "texts")),
     ("[data.encode.text]", "[data.encode.words]", ("conditions", "'text'", "'words'")),
     ('conditions = ["text", "text_mask"]', 'conditions = ["text", "text_maks"]', ("'text_maks'", "'text_mask'")),
 ]  # fmt: skip
@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_refused(
 
 def test_captions_that_nothing_takes_are_refused(path: Path, hookdiff: Callable[..., Any]) -> None:
     path = edited(path, '[data.encode.text]\nuse = "tests.authors.encoding.test_texts:Bytes"', "")
-    check_refused(hookdiff("run", path, "--out", path.parent / "run"), "data: texts", "'text'", "data.encode.text")
+    check_refused(hookdiff("run", path, "--out", path.parent / "run"), "data: texts", "'text'", "[data.encode]")
 
 
 def test_a_run_with_captions_resumes_and_samples_without_its_data(path: Path, tmp_path: Path) -> None:
