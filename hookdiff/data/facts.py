@@ -40,6 +40,8 @@ class Facts:
     classes: tuple[str, ...] | None = None  # their names
     labels: Tensor | None = field(default=None, validator=shaped(None, dtype=torch.int64))  # of the examples: n, int64
     conditions: dict[str, Tensor] = field(default=Factory(dict), validator=_are_rows)  # of the examples: n rows each
+    texts: dict[str, tuple[str, ...]] = Factory(dict)  # of the examples, by kind: n each; conditions are made of them
+    encoders: dict[str, str] = Factory(dict)  # digests of the encoders of texts, by name
 
     @classmethod
     def of(cls, state: Any) -> Facts:
@@ -52,6 +54,32 @@ class Facts:
             return structured(cls, state)
         except Problems as error:
             raise UserError(f"the checkpoint's state of 'data' cannot be loaded: facts: {error}") from None
+
+    @classmethod
+    def about(cls, feed: Any) -> Facts:
+        """Return the facts about a `Feed`; if the samples have conditions, the first samples are loaded."""
+        texts: Any = getattr(feed.reader, "texts", None)
+        kept: dict[str, Any] = {}
+        if columns := {name: one for name, one in feed.reader.first.conditions.items() if name not in feed.nothing}:
+            size = sum(column[:1].nbytes for column in columns.values())
+            count = max(1, min(MOST, LIMIT // max(1, size)))
+        if columns or texts:
+            batch = feed.examples(lambda total: range(min(count if columns else MOST, total)))
+            kept["labels"] = None if batch.labels is None else batch.labels.cpu()
+            kept["conditions"] = {name: batch.conditions[name].cpu() for name in columns}
+            kept["texts"] = feed.reader.texts_of(batch.indices) if texts else {}
+        return cls(
+            shape=feed.shape,
+            num_samples=len(feed.training),
+            drop_last=feed.drop_last,
+            are_pictures=feed.are_pictures,
+            picture_shape=feed.codec.shape if feed.codec else None,
+            codec=feed.codec.digest if feed.codec else None,
+            num_classes=feed.num_classes,
+            classes=None if feed.classes is None else tuple(map(str, feed.classes)),
+            encoders=texts.digests if texts else {},
+            **kept,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the facts as a part of a state, without those that are None."""

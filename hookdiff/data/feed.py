@@ -193,27 +193,10 @@ class Feed:
 
     @cached_property
     def facts(self) -> Facts:
-        """What a checkpoint keeps of the data; if the samples have conditions, the first samples are loaded."""
-        from hookdiff.data.facts import LIMIT, MOST, Facts
+        """What a checkpoint keeps of the data."""
+        from hookdiff.data.facts import Facts
 
-        kept: dict[str, Any] = {}
-        if columns := self.reader.first.conditions:
-            size = sum(column[:1].nbytes for column in columns.values())
-            count = max(1, min(MOST, LIMIT // max(1, size)))
-            batch = self.examples(lambda total: range(min(count, total)))
-            kept["labels"] = None if batch.labels is None else batch.labels.cpu()
-            kept["conditions"] = {name: column.cpu() for name, column in batch.conditions.items()}
-        return Facts(
-            shape=self.shape,
-            num_samples=len(self.training),
-            drop_last=self.drop_last,
-            are_pictures=self.are_pictures,
-            picture_shape=self.codec.shape if self.codec else None,
-            codec=self.codec.digest if self.codec else None,
-            num_classes=self.num_classes,
-            classes=None if self.classes is None else tuple(map(str, self.classes)),
-            **kept,
-        )
+        return Facts.about(self)
 
     @property
     def nothing(self) -> Mapping[str, Tensor]:

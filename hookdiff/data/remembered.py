@@ -27,10 +27,9 @@ class _Absent:
     left_out: Sequence[str] = ()
     unreadable: Sequence[int] = ()
 
-    def __init__(
-        self, facts: Facts, names: Mapping[int, str], codec: Codec | None, nothing: Mapping[str, Tensor]
-    ) -> None:
-        self.facts, self.names, self.codec, self.nothing = facts, names, codec, nothing
+    def __init__(self, facts: Facts, names: Mapping[int, str], codec: Codec | None, texts: Any) -> None:
+        self.facts, self.names, self.codec, self.texts = facts, names, codec, texts
+        self.nothing: Mapping[str, Tensor] = texts.nothing if texts else {}
         self.shape, self.classes, self.are_pictures = facts.shape, facts.classes, facts.are_pictures
 
     def __len__(self) -> int:
@@ -46,6 +45,7 @@ class _Absent:
         labels = None if known.num_classes is None else torch.zeros(1, dtype=torch.int64)
         labels = labels if known.labels is None else known.labels[:1]
         conditions = {name: column[:1] for name, column in known.conditions.items()}
+        conditions |= {name: value[None] for name, value in self.nothing.items()}
         return Batch(torch.zeros(1, *known.shape), labels, conditions=conditions)
 
     def bound(self, *_: Any) -> _Absent:
@@ -82,10 +82,10 @@ class Remembered(Feed):
 
     names: Mapping[int, str] = field(factory=dict, kw_only=True)  # of samples, by their positions in the data
     remembered: Codec | None = field(default=None, kw_only=True)  # of the samples
-    nothing_is: Mapping[str, Tensor] = field(factory=dict, kw_only=True)  # as `nothing` of a Feed
+    texts: Any = field(default=None, kw_only=True)  # `TextConditions`: of the encoders of texts
 
     def __attrs_post_init__(self) -> None:
-        self.reader = _Absent(self.facts, self.names, self.remembered, self.nothing_is)
+        self.reader = _Absent(self.facts, self.names, self.remembered, self.texts)
         self.drop_last = self.facts.drop_last
         self.usable = self.training = torch.arange(self.facts.num_samples)
         self.held_out_indices = self.training[:0]
@@ -110,10 +110,13 @@ class Remembered(Feed):
     def examples(self, choose: Callable[[int], Sequence[int]]) -> Batch:
         """Return the kept examples that `choose` picks by their number, with zeros for their images."""
         known = self.facts
-        if not known.conditions:
+        if not (known.conditions or known.texts):
             raise absent()
         columns = known.conditions if known.labels is None else {"labels": known.labels, **known.conditions}
-        rows = choose(len(next(iter(columns.values()))))
+        sizes = [*map(len, columns.values()), *map(len, known.texts.values())]
+        rows = choose(sizes[0])
+        if known.texts and self.texts:
+            columns |= self.texts.embed(known.texts)
         chosen = {name: column[rows].to(self.device) for name, column in columns.items()}
         labels = chosen.pop("labels", None)
         return Batch(torch.zeros(len(rows), *self.shape, device=self.device), labels, conditions=chosen)

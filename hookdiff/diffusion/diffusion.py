@@ -160,6 +160,7 @@ class Diffusion:
         """
         one = copy(self)
         object.__setattr__(one, "_nothing", nothing)
+        object.__setattr__(one, "_constants", {})
         return one
 
     def without(self, given: Given) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hookdiff.authors.encoding.codec import PictureCodec
 from hookdiff.authors.encoding.encoder import INPUTS, Encoding
-from hookdiff.authors.encoding.text_rows import Nothing, TextRows
+from hookdiff.authors.encoding.text_rows import TextConditions, TextRows
 from hookdiff.authors.generation import ImageMaker
 from hookdiff.authors.sampler_info import sampler_info, takes_noise
 from hookdiff.data.facts import Facts
@@ -155,12 +155,7 @@ class Run:
         state = _state_of(config, self.run_dir, self.path)
         saved = {"saved": Saved({**state, "optimizers": {}})}
         facts = Facts.of(state.get("data", {}).get("facts"))
-        device = pick_device(config.run.device)
-        texts = {
-            name: TextRows(name, evolve(one, store="none"), Store(), device)
-            for name, one in config.data.of(Encoding).of_texts.items()
-        }
-        feed = Remembered(facts, remembered=_codec(config, facts), nothing_is=Nothing(texts))
+        feed = Remembered(facts, remembered=_codec(config, facts), texts=_texts(config, facts))
         loop = build_loop(
             config, self.run_dir, resume=self.path, plugins=saved, hooks=_IMAGE_HOOKS, feed=feed, trains=False
         )
@@ -309,6 +304,8 @@ class Run:
         mask: Tensor | None = None,
         strength: float | None = None,
         conditions: Mapping[str, Tensor] | None = None,
+        prompts: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
+        negative: str | Mapping[str, str] | None = None,
         stream: str = "sample",
         raw: bool = False,
     ) -> Iterator[Tensor]:
@@ -334,6 +331,8 @@ class Run:
             strength: with `images`, the share of the steps to run, in (0, 1]. Unless given, 0.8, and 1 with a mask.
             conditions: what the model was trained with beside the labels, by name, one row for each image. Unless
                 given, those of the examples that the checkpoint keeps, in turn.
+            prompts: texts to draw, in turn, for a model that was trained on captions; of several kinds by name.
+            negative: text that guidance leads away from; unless given, no text.
             stream: "sample", or "evaluate" for the noise of the images that plugins measure.
             raw: leave values outside [-1, 1], which are clamped otherwise.
 
@@ -349,6 +348,7 @@ class Run:
         changes: Any = {"sampler": sampler, "steps": steps, "guidance_scale": guidance_scale}
         changes |= {"precision": precision, "compile": compile}
         wanted = self.labels(labels, num)
+        texts = {name: list(islice(cycle(each), num)) for name, each in self._of_kinds(prompts).items()}
         if strength is None:
             strength = self.usual_strength(mask)
 
@@ -365,11 +365,20 @@ class Run:
                 mask=_in_turn(mask, rows),
                 strength=strength,
                 conditions=conditions and {key: column[rows.start : rows.stop] for key, column in conditions.items()},
+                texts={key: each[rows.start : rows.stop] for key, each in texts.items()} or None,
+                negative=self._of_kinds(negative) or None,
                 raw=raw,
             )
 
         with self.weights(weights) as name, self.sampling(**changes):
             yield from ImageMaker(self.loop).make(range(num), request)
+
+    def _of_kinds(self, texts: Any) -> dict[str, Any]:
+        """Return `texts` by the kinds of captions; without a name they are of the only kind, or else of "text"."""
+        if texts is None or isinstance(texts, Mapping):
+            return dict(texts or {})
+        kinds: Sequence[str] = getattr(getattr(self.loop.feed.reader, "texts", None), "kinds", ())
+        return {kinds[0] if len(kinds) == 1 else "text": texts}
 
     def _sampler(self, changes: Mapping[str, Any]) -> Any:
         """Return the sampler of the run with `changes` of its keys; None are no changes."""
@@ -383,15 +392,30 @@ class Run:
         return build_sampling(config, objective)
 
 
+def _texts(config: Config, facts: Facts) -> TextConditions | None:
+    """Return what makes conditions of texts; raises ConfigError if an encoder is another than in the training."""
+    device = pick_device(config.run.device)
+    rows = {name: TextRows(name, one, Store(), device) for name, one in config.data.of(Encoding).of_texts.items()}
+    texts = TextConditions(rows)
+    for name, digest in texts.digests.items():
+        if digest != (expected := facts.encoders.get(name)):
+            raise _another_encoder(name, digest, expected)
+    return texts if rows else None
+
+
+def _another_encoder(name: str, digest: str, expected: str | None) -> ConfigError:
+    return ConfigError(
+        f"data.encode.{name}: this is another encoder than that of the training: {digest}, expected {expected}"
+    )
+
+
 def _codec(config: Config, facts: Facts) -> PictureCodec | None:
     """Return what makes pictures of the latents of a run; raises ConfigError if it is another than in the training."""
     encoder = config.data.of(Encoding).of_pictures.get(INPUTS)
     if encoder is None or facts.picture_shape is None:
         return None
     if (digest := encoder.digest()) != facts.codec:
-        raise ConfigError(
-            f"data.encode.{INPUTS}: this is another encoder than that of the training: {digest}, expected {facts.codec}"
-        )
+        raise _another_encoder(INPUTS, digest, facts.codec)
 
     def absent_pictures() -> Feed:
         raise absent()

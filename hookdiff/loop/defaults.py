@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,7 +130,9 @@ class Defaults:
             if request.num == 0:
                 return Samples(torch.empty(0, *loop.feed.picture_shape), name, loop.sampler)
             images = loop.sampler.sample(
-                loop.model, loop.objective, loop.feed.shape, request.generators(), loop.device, **_wanted(loop, request)
+                loop.model,
+                *(_objective(loop, request), loop.feed.shape, request.generators(), loop.device),
+                **_wanted(loop, request),
             )
         if not request.raw:
             images = loop.decode(images)
@@ -150,15 +152,36 @@ def _scalar(loss: Tensor) -> Tensor:
     return loss
 
 
+def _embedded(loop: Loop, texts: Mapping[str, Sequence[str]]) -> Mapping[str, Tensor]:
+    if (encoders := getattr(loop.feed.reader, "texts", None)) is None:
+        raise UserError("texts were given, but the network was trained without: no encoder makes conditions of them")
+    made: Mapping[str, Tensor] = encoders.embed(texts)
+    return made
+
+
+def _objective(loop: Loop, request: SampleRequest) -> Any:
+    """Return the objective, for which nothing is what the request says."""
+    objective: Any = loop.objective
+    if request.negative is None:
+        return objective
+    made = _embedded(loop, {name: [text] for name, text in request.negative.items()})
+    return objective.bind({**loop.feed.nothing, **{name: rows[0] for name, rows in made.items()}})
+
+
 def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:
     """Return labels, conditions and the images to start from, as arguments of the sampler."""
     wanted: dict[str, Any] = {}
     objective: Any = loop.objective
     labels, conditions, names = request.labels, request.conditions, getattr(objective, "condition_names", ())
+    made = {} if request.texts is None else _embedded(loop, request.texts)
     if conditions is None and names:
-        conditions = objective.given(loop.feed.examples(request.rows))
-        own = conditions.pop("labels", None)
-        labels = labels or (None if own is None else tuple(own.tolist()))
+        if made.keys() >= set(names):
+            conditions = {}
+        else:
+            conditions = objective.given(loop.feed.examples(request.rows))
+            own = conditions.pop("labels", None)
+            labels = labels or (None if own is None else tuple(own.tolist()))
+        conditions |= {name: made[name] for name in names if name in made}
     if conditions is not None:
         wanted["conditions"] = conditions
     if getattr(objective, "conditional", False):

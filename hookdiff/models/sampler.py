@@ -12,11 +12,11 @@ from torch import Generator, Tensor, nn
 from hookdiff.machine.randomness import derive_seed
 
 
-def _has_a_row_each(request: Any, _: Any, conditions: Mapping[str, Tensor] | None) -> None:
+def _has_a_row_each(request: Any, option: Any, conditions: Mapping[str, Any] | None) -> None:
     for name, column in (conditions or {}).items():
-        if column.shape[:1] != (request.num,):
-            shape = tuple(column.shape)
-            raise ValueError(f"'conditions': {name!r} has shape {shape}, expected {request.num} rows, one per image")
+        if len(column) != request.num:
+            size = f"shape {tuple(column.shape)}" if isinstance(column, Tensor) else f"{len(column)} rows"
+            raise ValueError(f"{option.name!r}: {name!r} has {size}, expected {request.num} rows, one per image")
 
 
 @define(frozen=True)
@@ -35,6 +35,8 @@ class SampleRequest:
     strength: float = 0.8  # with `images`: share of the sampler's steps to run, in (0, 1]; with a mask, 1 is usual
     # By name, one row per image; None: those of training samples, if the objective needs any (see `rows`).
     conditions: Mapping[str, Tensor] | None = field(default=None, eq=False, validator=_has_a_row_each)
+    texts: Mapping[str, Sequence[str]] | None = field(default=None, validator=_has_a_row_each)  # in place of conditions
+    negative: Mapping[str, str] | None = None  # texts that guidance leads away from, by name; None: nothing
     raw: bool = False  # as the sampler and the plugins made them: not decoded, and not clamped
 
     def generators(self) -> list[Generator]:

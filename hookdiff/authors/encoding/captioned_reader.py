@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hookdiff.authors.encoding.captions import CaptionKeys, CaptionsOf, captions_for
 from hookdiff.authors.encoding.encoder import INPUTS, TextEncoder
-from hookdiff.authors.encoding.text_rows import Nothing, TextRows
+from hookdiff.authors.encoding.text_rows import Nothing, TextConditions, TextRows
 from hookdiff.data.batch import Batch
 from hookdiff.data.memory import to_device
 from hookdiff.data.reader import Parts, Stack
@@ -36,18 +36,19 @@ class CaptionedReader:
     device: torch.device
     seed: int = field(init=False, default=0)
     captions: dict[str, CaptionsOf] = field(init=False)
-    rows: dict[str, TextRows] = field(init=False)
+    texts: TextConditions = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         if INPUTS in self.encoders:
             raise UserError(f"encode.{INPUTS}: what pictures become has this name; call an encoder of texts otherwise")
-        texts = captions_for(self.source, self.encoders)
+        given = captions_for(self.source, self.encoders)
         usable = [index for index in range(len(self.inner)) if index not in self.inner.unreadable]
         self.captions = {
-            name: CaptionsOf(name, given, self.keys, self.inner.describe, usable) for name, given in texts.items()
+            name: CaptionsOf(name, each, self.keys, self.inner.describe, usable) for name, each in given.items()
         }
-        self.rows = {name: TextRows(name, one, self.store, self.device) for name, one in self.encoders.items()}
-        for name, rows in self.rows.items():
+        rows_of = {name: TextRows(name, one, self.store, self.device) for name, one in self.encoders.items()}
+        self.texts = TextConditions(rows_of)
+        for name, rows in rows_of.items():
             if self.keys.shuffle_tags is not None and rows.is_kept:
                 raise UserError(f"shuffle_tags: captions change in each step, so encode.{name} needs store = 'none'")
             rows.want(self.captions[rows.encoder.texts].every())
@@ -65,10 +66,14 @@ class CaptionedReader:
         one.inner, one.seed, one.device = self.inner.bound(seed, device, parts), seed, device
         return one
 
-    @cached_property
+    @property
     def nothing(self) -> Nothing:
         """What stands for no caption, by the names of conditions."""
-        return Nothing(self.rows)
+        return self.texts.nothing
+
+    def texts_of(self, indices: Tensor) -> dict[str, list[str]]:
+        """Return the first caption of each of the samples `indices`, by the kinds of captions."""
+        return {name: captions.drawn(indices, 0, None) for name, captions in self.captions.items()}
 
     @cached_property
     def first(self) -> Batch:
@@ -78,13 +83,12 @@ class CaptionedReader:
 
     def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
         for inputs, labels, indices, conditions in self.inner.stacks(shares, epoch):
-            made: dict[str, Tensor] = {}
-            for rows in self.rows.values():
-                made |= rows.rows(self.captions[rows.encoder.texts].drawn(indices, self.seed, epoch))
+            drawn = {name: captions.drawn(indices, self.seed, epoch) for name, captions in self.captions.items()}
+            made = self.texts.embed(drawn)
             texts = {name: to_device(column, self.device) for name, column in made.items()}
             yield inputs, labels, indices, {**conditions, **texts}
 
     def fingerprint(self) -> str | None:
         own = self.inner.fingerprint()
-        digests = [(rows.encoder.digest(), self.captions[rows.encoder.texts].digest()) for rows in self.rows.values()]
-        return None if own is None else repr((own, digests))
+        captions = {name: one.digest() for name, one in self.captions.items()}
+        return None if own is None else repr((own, self.texts.digests, captions))

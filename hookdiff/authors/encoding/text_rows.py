@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hookdiff.authors.encoding.encoder import EncodedTexts, TextEncoder
 from hookdiff.disk.files import make_folder
-from hookdiff.errors import UserError, shown
+from hookdiff.errors import UserError, listed, nearest, shown
 from hookdiff.images.store import Store
 from hookdiff.images.table import Column, check_room, found, locked, read_table, save_table
 from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, num_ranks, rank
@@ -76,9 +76,16 @@ class TextRows:
             raise UserError(f"data.cache_dir: not all ranks find {folder}; all machines must share the folder")
 
     def rows(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Return what `texts` become, a row each, by the names of conditions: float32, or bool, on the device."""
+        """Return what `texts` become, a row each, by the names of conditions: float32, or bool.
+
+        Those without a row are encoded now, and their rows are kept in memory.
+        """
         if not self.is_kept:
             return self._ready(self._halves(texts))
+        if lacking := sorted({text for text in texts if _digest(text) not in self._places}):
+            self._places |= {_digest(text): (len(self._parts), row) for row, text in enumerate(lacking)}
+            self._parts.append(self._halves(lacking))
+            self.network = None
         places = torch.tensor([self._places[_digest(text)] for text in texts]).view(-1, 2)
         made: dict[str, Tensor] = {}
         for name, first in self._parts[0].items():
@@ -198,6 +205,44 @@ class Nothing(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._made)
+
+
+@define(eq=False)
+class TextConditions:
+    """What the encoders of texts make: conditions of a request for images, and what stands for no text."""
+
+    rows: Mapping[str, TextRows]  # by the names of the encoders
+    nothing: Nothing = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.nothing = Nothing(self.rows)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The names of the captions that the encoders take, such as "text"."""
+        return tuple(dict.fromkeys(rows.encoder.texts for rows in self.rows.values()))
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digests of the encoders, by name."""
+        return {name: rows.encoder.digest() for name, rows in self.rows.items()}
+
+    def embed(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+        """Return what `texts` become, n of each kind, by the names of conditions: n rows each.
+
+        Raises:
+            UserError: for a kind of texts that no encoder takes, and for one that is lacking.
+        """
+        for kind in texts:
+            if kind not in self.kinds:
+                known = f"expected {listed(self.kinds, 3)}{nearest(kind, self.kinds)}"
+                raise UserError(f"texts: no encoder takes {kind!r}; {known}")
+        made: dict[str, Tensor] = {}
+        for rows in self.rows.values():
+            if rows.encoder.texts not in texts:
+                raise UserError(f"texts: {rows.where} needs {rows.encoder.texts!r} too")
+            made |= rows.rows(list(texts[rows.encoder.texts]))
+        return made
 
 
 def _read(path: Path, num: int) -> tuple[list[str], dict[str, Tensor]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hookdiff import ConfigError, InMemory, load_config, load_run
 from hookdiff.authors import EncodedTexts, TextEncoder, on_ranks
 from hookdiff.experiment.build import build_feed, build_loop
-from tests.conftest import check_refused, records, refused, warnings
+from tests.conftest import check_facts, check_refused, records, refused, warnings
 
 CONFIG = """
 [run]
@@ -244,3 +244,56 @@ def test_two_ranks_encode_the_same_rows(path: Path, tmp_path: Path) -> None:
     for made in on_ranks(2, captions):
         assert torch.equal(made, alone)
     assert rows() == known
+
+
+class Shows(torch.nn.Module):
+    """Predicts a picture that has the mean of the text everywhere."""
+
+    def __init__(self, in_channels: int = 3) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, timesteps: Tensor, text: Tensor, text_mask: Tensor) -> Tensor:
+        return self.scale * text.mean((1, 2)).view(-1, 1, 1, 1).expand_as(x)
+
+
+class Half(Letters):
+    """The bytes of a text in one of two features, so that texts differ in their mean."""
+
+    def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
+        made = super().encode(texts)
+        return {**made, "": made[""] * torch.tensor([0.25, 0.0])}
+
+
+@define(frozen=True)
+class Halved(Bytes):
+    """An encoder whose texts differ in their mean."""
+
+    def digest(self) -> str:
+        return f"halved {self.version}"
+
+    def open(self, device: torch.device) -> EncodedTexts:
+        return Half()
+
+
+def test_a_run_draws_prompts_without_its_data(path: Path, tmp_path: Path) -> None:
+    def mean(text: str) -> float:
+        return float(Half().encode([text])[""].half().float().mean())
+
+    path = edited(edited(path, ":Bytes", ":Halved"), ":Net", ":Shows")
+    settings = ["diffusion.prediction=sample", "diffusion.process=vp", "sampling.clipping=none", "optimizer.lr=1e-9"]
+    with build_loop(load_config(path, settings=settings), tmp_path / "run") as loop:
+        loop.run()
+    with load_run(tmp_path / "run", trust=True) as run:
+        asked = {"prompts": ["red", "a cat"], "raw": True, "weights": "model"}
+        plain = run.sample(3, **asked, guidance_scale=1.0).mean((1, 2, 3)).tolist()
+        assert plain == pytest.approx([mean("red"), mean("a cat"), mean("red")], abs=1e-3)
+        guided = run.sample(2, **asked, guidance_scale=3.0).mean((1, 2, 3)).tolist()
+        assert guided == pytest.approx([mean("") + 3 * (mean(one) - mean("")) for one in ("red", "a cat")], abs=1e-3)
+        away = run.sample(1, **asked, guidance_scale=3.0, negative="dog").mean()
+        assert float(away) == pytest.approx(mean("dog") + 3 * (mean("red") - mean("dog")), abs=1e-3)
+        first = run.sample(1, guidance_scale=1.0, raw=True, weights="model").mean()  # of the first training sample
+        assert float(first) == pytest.approx(mean("red"), abs=1e-3)
+    with pytest.raises(ConfigError) as caught:
+        load_run(tmp_path / "run", ["data.encode.text.version=2"], trust=True).sample(1)
+    check_facts(caught.value, "data.encode.text", "halved 1", "halved 2")
