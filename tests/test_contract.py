@@ -268,7 +268,6 @@ OWN_USES = {
     },
     "text": {  # the usual name of captions, and a field of what is logged
         "hookdiff/authors/encoding/encoder.py",
-        "hookdiff/diffusion/diffusion.py",
         "hookdiff/images/folder.py",
         "hookdiff/log/log.py",
         "hookdiff/run_dir/events_jsonl.py",

@@ -16,7 +16,7 @@ from attrs import define, evolve, field
 from torch import Tensor, nn
 
 from hookdiff.authors.encoding.codec import PictureCodec
-from hookdiff.authors.encoding.encoder import INPUTS, Encoding
+from hookdiff.authors.encoding.encoder import CAPTIONS, INPUTS, Encoding
 from hookdiff.authors.encoding.text_rows import TextConditions, TextRows
 from hookdiff.authors.generation import ImageMaker
 from hookdiff.authors.sampler_info import sampler_info, takes_noise
@@ -374,11 +374,11 @@ class Run:
             yield from ImageMaker(self.loop).make(range(num), request)
 
     def _of_kinds(self, texts: Any) -> dict[str, Any]:
-        """Return `texts` by the kinds of captions; without a name they are of the only kind, or else of "text"."""
+        """Return `texts` by kinds of captions; without a name they are of the only kind, or else of the usual one."""
         if texts is None or isinstance(texts, Mapping):
             return dict(texts or {})
         kinds: Sequence[str] = getattr(getattr(self.loop.feed.reader, "texts", None), "kinds", ())
-        return {kinds[0] if len(kinds) == 1 else "text": texts}
+        return {kinds[0] if len(kinds) == 1 else CAPTIONS: texts}
 
     def _sampler(self, changes: Mapping[str, Any]) -> Any:
         """Return the sampler of the run with `changes` of its keys; None are no changes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from hookdiff.run_dir import picture_files
 from hookdiff_samples.between import noise_between
 from hookdiff_samples.chain import Recorded
 from hookdiff_samples.film import filmstrip, growing_up
+from hookdiff_samples.prompts import cut, read_prompts
 
 logger = logging.getLogger("hookdiff")
 
@@ -33,6 +34,10 @@ _MOST_CLASSES = 10  # in rows, unless the config names them
 def _has_both_ends(instance: object, option: Attribute[int], value: int) -> None:
     if value == 1:
         raise ValueError(f"'{option.name}' must be 0, or at least 2 for both ends: 1")
+
+
+def _texts(value: str | Sequence[str]) -> tuple[str, ...] | str:
+    return value if isinstance(value, str) else tuple(value)
 
 
 @define(eq=False)
@@ -57,6 +62,13 @@ class SampleGrid(Periodic):
         converter=tuple,
         metadata=about(
             f"classes by name or number, a row each, in this order; unless given, the first {_MOST_CLASSES}"
+        ),
+    )
+    prompts: tuple[str, ...] | str = field(
+        default=(),
+        converter=_texts,
+        metadata=about(
+            "texts to draw, a row each, for a network that was trained on captions; or a file with one in each line"
         ),
     )
     weights: tuple[str, ...] = field(
@@ -107,8 +119,10 @@ class SampleGrid(Periodic):
         validator=one_of((*ANIMATION_FORMATS, "none")),
         metadata=about('format of the animations of denoising and training: "webp", "gif" or "none"'),
     )
-    _labels: tuple[int, ...] = field(init=False, default=())  # of the images of a panel
-    _names: tuple[str, ...] = field(init=False, default=())  # of the classes
+    _labels: tuple[int, ...] = field(init=False, default=())  # of the images of a panel: numbers of classes or prompts
+    _names: tuple[str, ...] = field(init=False, default=())  # of the classes, or the prompts
+    _is_prompted: bool = field(init=False, default=False)
+    _is_told: bool = field(init=False, default=False)  # whether the prompts were logged
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -122,8 +136,16 @@ class SampleGrid(Periodic):
             raise UserError(f"plugins.samples: shows images, channels x height x width; those of this run are {shown}")
         if self.interpolation and loop.sampler and not takes_noise(loop.sampler):
             raise UserError("plugins.samples.interpolation: the sampler of this run cannot start from given `noise`")
-        self._labels, self._names = (), ()
-        if getattr(loop.objective, "conditional", False):
+        prompts: tuple[str, ...]
+        prompts = read_prompts(Path(self.prompts)) if isinstance(self.prompts, str) else self.prompts
+        self._labels, self._names, self._is_prompted, self._is_told = (), prompts, bool(prompts), False
+        if prompts:
+            if self.classes:
+                raise UserError("plugins.samples: classes and prompts exclude each other")
+            texts = self._of_prompts(loop, range(len(prompts)))
+            loop.feed.reader.texts.embed(texts)  # now, and not far into the run
+            self._labels = tuple([*range(len(prompts))] * max(1, self.num // len(prompts)))
+        elif getattr(loop.objective, "conditional", False):
             num = int(getattr(loop.model, "num_classes", 0))
             if num < 1:
                 raise UserError("plugins.samples.classes: the network has labels, but no attribute `num_classes`")
@@ -138,6 +160,14 @@ class SampleGrid(Periodic):
                     sampler.points(loop.objective)
                 except ValueError as error:
                     raise UserError(f"plugins.samples: {error}") from None
+
+    def _of_prompts(self, loop: Loop, numbers: Iterable[int]) -> dict[str, list[str]]:
+        """Return the prompts with these numbers, as the texts of a request."""
+        kinds: Sequence[str] = getattr(getattr(loop.feed.reader, "texts", None), "kinds", ())
+        if len(kinds) != 1:
+            known = f"with {listed(kinds, 3)}" if kinds else "without captions"
+            raise UserError(f"plugins.samples.prompts: need a network with captions of one kind; this one is {known}")
+        return {kinds[0]: [self._names[number] for number in numbers]}
 
     def _number(self, name: str | int) -> int:
         number = self._names.index(name) if isinstance(name, str) and name in self._names else name
@@ -191,18 +221,22 @@ class SampleGrid(Periodic):
         if between:
             pictures[f"{NAME}/interpolation"] = between
         loop.log.images(pictures)
+        if self._is_prompted and not self._is_told:
+            self._is_told = True
+            loop.log.texts({f"{NAME}/prompts": "\n".join(self._names)})
         self._film(loop, recorded, self._info(loop, first, names[0], rows))
 
     def _left_out(self) -> list[str]:
         """Return the text of a sheet that names the classes without rows; none if the config chose the classes."""
         without = [name for label, name in enumerate(self._names) if label not in self._labels]
-        if self.classes or not without:
+        if self.classes or self._is_prompted or not without:
             return []
         return [f"{len(without)} of {len(self._names)} classes are not shown: {listed(without, 3)}"]
 
     def _info(self, loop: Loop, sampler: Any, weights: str, rows: Sequence[int]) -> dict[str, Any]:
         """Return how the images of a picture were made; `rows` are the labels of its rows, if there are any."""
-        classes = {"classes": [self._names[label] if label >= 0 else "-" for label in rows]} if rows else {}
+        kind = "prompts" if self._is_prompted else "classes"
+        classes = {kind: [self._names[label] if label >= 0 else "-" for label in rows]} if rows else {}
         with loop.using(sampler=sampler):
             about = sampler_info(loop, weights)
         return {"weights": [weights], "seed": self.seed, **about, **classes}
@@ -223,9 +257,10 @@ class SampleGrid(Periodic):
         def request(part: range) -> SampleRequest:
             rows = slice(part.start, part.stop)
             begin = None if noise is None else noise[rows]
-            return SampleRequest(
-                len(part), self.seed, part.start, weights=weights, labels=labels[rows] or None, noise=begin
-            )
+            own: Any = {"labels": labels[rows] or None}
+            if self._is_prompted:
+                own = {"texts": self._of_prompts(loop, labels[rows])}
+            return SampleRequest(len(part), self.seed, part.start, weights=weights, noise=begin, **own)
 
         with loop.using(sampler=sampler):
             images = torch.cat(list(ImageMaker(loop).make(range(num), request)))
@@ -239,7 +274,8 @@ class SampleGrid(Periodic):
     def _panel(self, images: Tensor, title: str) -> Panel:
         if not self._labels:
             return Panel(images, self.columns, title)
-        return evolve(by_class(images, self._labels, self._names, self.columns), title=title)
+        names = [cut(name) for name in self._names] if self._is_prompted else self._names
+        return evolve(by_class(images, self._labels, names, self.columns), title=title)
 
     def _between(self, loop: Loop, sampler: Any, weights: str) -> Picture:
         """Return a row of images between each of some pairs of noises."""
@@ -256,7 +292,8 @@ class SampleGrid(Periodic):
         """Write the filmstrip and the animated denoising; `info` is that of a panel."""
         if loop.run_dir is None:
             return
-        if film := filmstrip(picture_files(loop.run_dir, NAME), _FILMED, info.get("classes", ())):
+        rows = info.get("classes") or info.get("prompts", ())
+        if film := filmstrip(picture_files(loop.run_dir, NAME), _FILMED, rows):
             _write(loop.run_dir / NAME / "filmstrip.png", evolve(film, info={**info, **film.info}).save)
         if recorded and recorded.is_complete and self.animation != "none":
             shown = (recorded.frames[k] for k in recorded.evenly(_FRAMES))

@@ -17,6 +17,7 @@ from hookdiff.options.choices import Choice
 from hookdiff.options.fields import about
 
 INPUTS = "image"  # the name of the encoder of the inputs; any other is that of a condition
+CAPTIONS = "text"  # the usual name of the captions of a source
 
 
 class Encoded(Protocol):
@@ -119,7 +120,7 @@ class TextEncoder(Encoder):
     """Turns the captions of a source into conditions. What it makes of an empty text stands for no caption."""
 
     texts: str = field(
-        default="text",
+        default=CAPTIONS,
         alias="of",
         kw_only=True,
         validator=min_len(1),

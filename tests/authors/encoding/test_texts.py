@@ -1,6 +1,7 @@
 """Test runs with captions: what is encoded once, drawn, kept, given to the network, and the same on resume."""
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from attrs import define
+from PIL import Image
 from torch import Tensor
 
 from hookdiff import ConfigError, InMemory, load_config, load_run
 from hookdiff.authors import EncodedTexts, TextEncoder, on_ranks
 from hookdiff.experiment.build import build_feed, build_loop
+from hookdiff.log import read_info
 from tests.conftest import check_facts, check_refused, records, refused, warnings
 
 CONFIG = """
@@ -297,3 +300,37 @@ def test_a_run_draws_prompts_without_its_data(path: Path, tmp_path: Path) -> Non
     with pytest.raises(ConfigError) as caught:
         load_run(tmp_path / "run", ["data.encode.text.version=2"], trust=True).sample(1)
     check_facts(caught.value, "data.encode.text", "halved 1", "halved 2")
+
+
+def test_samples_have_a_row_for_each_prompt(path: Path, tmp_path: Path, succeed: Callable[..., str]) -> None:
+    long = "a very long prompt " * 5
+    (tmp_path / "prompts.txt").write_text(f"red\n\n{long}\n")
+    extra = f'[plugins.samples]\nnum = 4\nprompts = "{tmp_path}/prompts.txt"\n'
+    path = edited(path, 'plugins = ["checkpoint", "ema"]', 'plugins = ["checkpoint", "ema", "samples"]')
+    path.write_text(path.read_text() + extra)
+    succeed("run", path, "--out", tmp_path / "run")
+    with Image.open(tmp_path / "run" / "samples" / "step-00000006.png") as picture:
+        info = read_info(picture)
+    assert info["prompts"] == ["red", long.strip()]
+    assert info["panels"][0]["columns"] == 2
+    logged = [json.loads(line)["texts"] for line in (tmp_path / "run" / "texts.jsonl").read_text().splitlines()]
+    assert [one["samples/prompts"] for one in logged if "samples/prompts" in one] == [f"red\n{long.strip()}"]
+    (tmp_path / "prompts.txt").write_text("blue\n")
+    succeed("resume", tmp_path / "run", "--steps", "8", "--trust")
+    with Image.open(tmp_path / "run" / "samples" / "step-00000008.png") as picture:
+        assert read_info(picture)["prompts"] == ["blue"]
+
+
+BAD_PROMPTS = [
+    ('"nowhere.txt"', ("nowhere.txt",)),
+    ('["red"]\nclasses = [1]', ("plugins.samples", "classes", "prompts")),
+]
+
+
+@pytest.mark.parametrize(("value", "facts"), BAD_PROMPTS)
+def test_prompts_that_cannot_be_drawn_are_refused(
+    path: Path, hookdiff: Callable[..., Any], value: str, facts: tuple[str, ...]
+) -> None:
+    path = edited(path, 'plugins = ["checkpoint", "ema"]', 'plugins = ["checkpoint", "ema", "samples"]')
+    path.write_text(f"{path.read_text()}\n[plugins.samples]\nprompts = {value}\n")
+    check_refused(hookdiff("run", path, "--out", path.parent / "run"), *facts)
