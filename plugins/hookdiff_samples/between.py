@@ -1,9 +1,10 @@
-"""Images between two noises, and between two classes."""
+"""Images between two noises, two classes, and two prompts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,45 +31,53 @@ def noise_between(shape: Sequence[int], seed: int, rows: int, num: int) -> Tenso
 
 @define(frozen=True)
 class _Blend(Guidance):
-    """(1 - share) a + share b, for the outputs a with the labels of the images and b with `label`, each guided.
+    """(1 - share) a + share b, for the outputs a with what the images have and b with the `other`, each guided.
 
     As an output is linear in the score, this is the score of p(x|a)^(1 - share) p(x|b)^share, up to its constant.
     """
 
     guidance: Guidance
-    label: int
+    other: Given
     share: float
 
     def output(self, ask: Ask, x: Tensor, at: Point, given: Given) -> Tensor:
-        other = {**given, "labels": torch.full_like(given["labels"], self.label)}
+        rows = {name: value.to(given[name]).expand_as(given[name]) for name, value in self.other.items()}
         if self.share in (0, 1):
-            return self.guidance.output(ask, x, at, other if self.share else given)
-        first, second = (self.guidance.output(ask, x, at, one) for one in (given, other))
+            return self.guidance.output(ask, x, at, {**given, **rows} if self.share else given)
+        first, second = (self.guidance.output(ask, x, at, one) for one in (given, {**given, **rows}))
         return torch.lerp(first, second, self.share)
 
 
 @define(eq=False)
-class TowardsClass(Solver):
-    """Makes the steps of `solver`, for images that are a `share` of the way from their class to the class `label`.
+class Towards(Solver):
+    """Makes the steps of `solver`, for images that are a `share` of the way from what they have to the `other`.
 
-    It is a solver, since plugins such as `autoguidance` may replace the guidance of a chain before it starts.
+    `other` has a label, or conditions, of one image. It is a solver, since plugins such as `autoguidance` may replace
+    the guidance of a chain before it starts.
     """
 
     solver: Solver
-    label: int
+    other: Given
     share: float
 
     def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
         if not isinstance(chain.guidance, _Blend):
-            chain.guidance = _Blend(chain.guidance, self.label, self.share)
+            chain.guidance = _Blend(chain.guidance, self.other, self.share)
         return self.solver.step(chain, x, start, end)
 
 
-def between_noises(run: Run, labels: Sequence[int] | None, seed: int, rows: int, num: int) -> Iterator[Tensor]:
-    """Yield `rows` strips of `num` images in parts; see `noise_between`. `labels` are those of the strips."""
-    options: dict[str, Any] = {"labels": labels and [label for label in labels for _ in range(num)]}
+def between_noises(
+    run: Run, labels: Sequence[int] | None, asked: Mapping[str, Any], seed: int, rows: int, num: int
+) -> Iterator[Tensor]:
+    """Yield `rows` strips of `num` images in parts; see `noise_between`. `labels` are those of the strips.
+
+    `asked` has the prompts of the strips, in turn, and what else the images are asked by.
+    """
+    options: dict[str, Any] = {**asked, "labels": labels and [label for label in labels for _ in range(num)]}
     objective: Any = run.loop.objective
-    if getattr(objective, "conditions", ()):  # of the examples, the same ones for all images of a strip
+    if prompts := asked.get("prompts"):
+        options["prompts"] = [text for text in islice(cycle(prompts), rows) for _ in range(num)]
+    elif getattr(objective, "conditions", ()):  # of the examples, the same ones for all images of a strip
         given = objective.given(run.loop.feed.examples(lambda known: [k // num % known for k in range(rows * num)]))
         own = given.pop("labels", None)
         options |= {"conditions": given, "labels": options["labels"] or (None if own is None else own.tolist())}
@@ -76,23 +85,43 @@ def between_noises(run: Run, labels: Sequence[int] | None, seed: int, rows: int,
     yield from paced(run.batches(rows * num, seed=seed, noise=noise, **options), rows * num, "images")
 
 
-def between_classes(run: Run, ends: Sequence[int], seed: int, rows: int, num: int) -> Iterator[Tensor]:
-    """Yield `rows` strips of `num` images from one class to another, in one part; a strip has the noise of one image.
+def between_classes(run: Run, ends: Sequence[int]) -> Given:
+    """Return what `between` leads to: the second of two classes."""
+    return {"labels": torch.tensor([ends[1]])}
+
+
+def between_prompts(run: Run, ends: Sequence[str]) -> Given:
+    """Return what `between` leads to: the second of two prompts.
+
+    Raises:
+        UserError: for a network without captions.
+    """
+    texts = getattr(run.loop.feed.reader, "texts", None)
+    if texts is None:
+        raise UserError("--prompt: the network was trained without captions")
+    objective: Any = run.loop.objective
+    made = texts.embed({kind: [ends[1]] for kind in texts.kinds})
+    return {name: rows for name, rows in made.items() if name in objective.condition_names}
+
+
+def between(run: Run, other: Given, first: Mapping[str, Any], seed: int, rows: int, num: int) -> Iterator[Tensor]:
+    """Yield `rows` strips of `num` images from what `first` asks for to `other`, in one part.
+
+    A strip has the noise of one image.
 
     Raises:
         UserError: if the sampler is not hookdiff's.
     """
     if not isinstance(run.loop.sampler, Sampling):
-        raise UserError("--interpolate between classes is for hookdiff's own Sampling")
+        raise UserError("--interpolate between classes or prompts is for hookdiff's own Sampling")
     objective: Any = run.loop.objective
     fitted = run.loop.sampler.fit(objective)
     solver = fitted.sampler
     assert solver is not None
 
     def made(share: float) -> Tensor:
-        towards = TowardsClass(solver, ends[1], share)
-        with run.loop.using(sampler=evolve(fitted, sampler=towards)):
-            return torch.cat(list(run.batches(rows, labels=ends[:1], seed=seed)))
+        with run.loop.using(sampler=evolve(fitted, sampler=Towards(solver, other, share))):
+            return torch.cat(list(run.batches(rows, seed=seed, **first)))
 
     frames = paced(map(made, torch.linspace(0, 1, num).tolist()), rows * num, "images")
     yield torch.stack(list(frames), 1).flatten(0, 1)

@@ -1,5 +1,6 @@
 """`hookdiff sample`: make images from a trained run."""
 
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 @click.option("--compile/--no-compile", default=None, help="Compile the network first: pays for many images.")
 @guidance_option
 @click.option("--labels", metavar="A,B,...", help="Classes by name or number, in turn; -1: none.  [default: all]")
+@click.option("--prompt", "prompt", multiple=True, metavar="TEXT", help="Text to draw; may be repeated, in turn.")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), metavar="FILE", help="File with a text to draw in each line."
+)
+@click.option("--negative", metavar="TEXT", help="Text that guidance leads away from.  [default: no text]")
 @click.option(
     "--images",
     multiple=True,
@@ -64,6 +70,9 @@ def command(
     num: int | None,
     interpolate: int | None,
     labels: str | None,
+    prompt: tuple[str, ...],
+    prompts: Path | None,
+    negative: str | None,
     images: tuple[Path, ...],
     mask: Path | None,
     strength: float | None,
@@ -85,11 +94,13 @@ def command(
     NPZ file has them as arr_0 (uint8, n h w c), and their class numbers as arr_1 if the run has classes, as the
     evaluators of the field read them. --steps, --sampler, --precision, --compile and --guidance-scale replace the
     values of the config, and --set any others, such as `data.encode.image.path` of an autoencoder that has moved. With
-    --images, a higher --strength leaves less of the picture; with --mask, the black part stays as it is.
+    --images, a higher --strength leaves less of the picture; with --mask, the black part stays as it is. --prompt and
+    --prompts are for a network that was trained on captions: there is a row for each text, and --each writes it beside
+    the picture.
 
     --interpolate makes strips whose noise goes from that of one image to that of the next one, on the sphere; with two
-    --labels, strips of one noise each that go from one class to the other. They are written as a PNG and as a GIF file.
-    Unless --sampler says otherwise, the sampler is ddim, which adds no noise.
+    --labels or two --prompt, strips of one noise each that go from one to the other. They are written as a PNG and as a
+    GIF file. Unless --sampler says otherwise, the sampler is ddim, which adds no noise.
     """
     from hookdiff import load_run
     from hookdiff.cli import chosen_weights
@@ -97,18 +108,21 @@ def command(
     from hookdiff.log import to_uint8
     from hookdiff.run_dir import run_of
     from hookdiff.terminal import paced
-    from hookdiff_samples.between import between_classes, between_noises
+    from hookdiff_samples.between import between, between_classes, between_noises, between_prompts
     from hookdiff_samples.pictures import Output, class_name, free_name, picture_files, read_mask, read_pictures
+    from hookdiff_samples.prompts import cut, read_prompts
 
     if mask is not None and not images:
         raise UserError("--mask needs --images, the pictures to paint in")
     if interpolate and (images or columns):
         raise UserError(f"--interpolate with {'--images' if images else '--columns'}: only one of them is possible")
     words = None if labels is None else [label.strip() for label in labels.split(",")]
-    if interpolate and words and len(words) > 2:
-        raise UserError("--interpolate: name one class in --labels to go between noises, or two to go between them")
+    texts = [*prompt, *(read_prompts(prompts) if prompts else ())]
+    for option, given in (("--labels", words), ("--prompt", texts)):
+        if interpolate and given and len(given) > 2:
+            raise UserError(f"--interpolate: give one {option} to go between noises, or two to go between them")
     files = picture_files(images)
-    num = (num or 4) * interpolate if interpolate else num or len(files) or 64
+    num = (num or 4) * interpolate if interpolate else num or len(files) or len(texts) or 64
     stem = f"{'interpolation-' if interpolate else ''}seed-{seed}"
     usual = None if each else free_name(run_of(run) / "samples", stem, overwrite)
     output = Output(out or usual, each, num, overwrite, interpolate or 0)
@@ -122,8 +136,12 @@ def command(
         strength = strength or opened.usual_strength(region)
         rows = num // (interpolate or 1)
         numbers = opened.labels(words, rows)
-        is_between_classes = interpolate and words and len(words) == 2
-        ends = (opened.labels(words, 2) or ()) if is_between_classes else ()
+        asked: dict[str, Any] = {"prompts": texts or None, "negative": negative}
+        is_between = {name for name, given in (("labels", words), ("prompts", texts)) if given and len(given) == 2}
+        if len(is_between) == 2 and interpolate:
+            raise UserError("--interpolate goes between two --labels or two --prompt, not both")
+        ends = (opened.labels(words, 2) or ()) if interpolate and "labels" in is_between else ()
+        opposite = texts if interpolate and "prompts" in is_between else []
         if interpolate and isinstance(opened.loop.sampler, Sampling):
             sampling["sampler"] = sampling["sampler"] or "ddim"  # fresh noise would hide how the images change
         with chosen_weights(opened, weights) as name, opened.sampling(**sampling):
@@ -132,22 +150,31 @@ def command(
                 info |= {"images": [file.name for file in files[:num]], "strength": strength}
             if mask:
                 info["mask"] = mask.name
+            info |= {key: value for key, value in asked.items() if value}
             if interpolate:
                 info["interpolate"] = interpolate
-            if ends:
-                parts, numbers = between_classes(opened, ends, seed, rows, interpolate or 0), None
+            if ends or opposite:
+                other = between_classes(opened, ends) if ends else between_prompts(opened, opposite)
+                first = {**asked, **({"labels": ends[:1]} if ends else {"labels": numbers, "prompts": opposite[:1]})}
+                parts, numbers = between(opened, other, first, seed, rows, interpolate or 0), None
             elif interpolate:
-                parts = between_noises(opened, numbers, seed, rows, interpolate)
+                parts = between_noises(opened, numbers, asked, seed, rows, interpolate)
                 numbers = numbers and tuple(label for label in numbers for _ in range(interpolate))
             else:
                 starts: dict[str, Any] = {"images": pictures, "mask": region, "strength": strength}
-                parts = paced(opened.batches(num, labels=numbers, seed=seed, **starts), num, "images")
+                parts = paced(opened.batches(num, labels=numbers, seed=seed, **starts, **asked), num, "images")
             classes = [class_name(label, opened.classes) for label in numbers or ()]
+            if texts and not opposite:
+                output.texts = (
+                    list(islice(cycle(texts), rows))
+                    if not interpolate
+                    else [text for text in islice(cycle(texts), rows) for _ in range(interpolate)]
+                )
             done = 0
             for part in parts:
                 output.add(to_uint8(part), info, classes[done : done + len(part)])
                 done += len(part)
-        named = [class_name(label, opened.classes) for label in ends]
+        named = [class_name(label, opened.classes) for label in ends] or [cut(text) for text in opposite]
         paths = output.finish(numbers, opened.classes, columns, info, named)
         origin = opened.origin(name)
     images_of = "1 image" if num == 1 else f"{num:,} images"

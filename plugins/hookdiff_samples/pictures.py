@@ -32,6 +32,7 @@ from hookdiff.images import (
     with_images,
 )
 from hookdiff.log import Panel, Picture, as_pictures, as_pillow, grid
+from hookdiff_samples.prompts import cut
 
 logger = logging.getLogger("hookdiff")
 
@@ -104,6 +105,7 @@ class Output:
     num: int
     overwrite: bool
     between: int = 0  # images of a strip; 0: there are no strips
+    texts: Sequence[str] = ()  # the prompt of each image, if there are prompts
     _pixels: list[Tensor] = field(factory=list, init=False)  # uint8, n c h w
     _singles: list[Path] = field(factory=list, init=False)  # that are written
     _replaced: dict[int, list[Path]] = field(factory=dict, init=False)  # pictures of earlier calls, by number
@@ -161,12 +163,18 @@ class Output:
             for row, image in enumerate(pixels):
                 number, name = len(self._singles), names[row] if names else ""
                 path = self.each / single_name(number, name)
-                more = {"classes": [name]} if name else {}
+                more: dict[str, Any] = {"classes": [name]} if name else {}
+                if self.texts:
+                    more["prompts"] = [self.texts[number]]
                 with writing(path):
                     for earlier in self._replaced.get(number, ()):  # of another class
                         if earlier != path:
                             earlier.unlink(missing_ok=True)
                     Picture(numpy.asarray(as_pillow(image)), {**info, **more, "number": number}).save(path)
+                    if self.texts:
+                        text_file = path.with_suffix(".txt")
+                        check_free(text_file, self.overwrite)
+                        text_file.write_text(f"{self.texts[number]}\n", "utf-8")
                 self._singles.append(path)
 
     def finish(
@@ -191,8 +199,8 @@ class Output:
                 if self.between:
                     panel = self._strips(pixels, labels, names, ends)
                 else:
-                    panel = by_class(pixels, labels, names, columns) if labels else Panel(pixels, columns)
-                rows = list(ends) or [name for name in panel.row_names if name]
+                    panel = self._grid(pixels, labels, names, columns)
+                rows = list(ends) or [name for name in panel.row_names if name and not self.texts]
                 with writing(self.out):
                     sheet([panel], info={**info, **({"classes": rows} if rows else {})}).save(self.out)
         if self.animation:
@@ -200,10 +208,18 @@ class Output:
                 _animate(pixels, self.between, self.animation)
         return [path for path in (self.out, self.animation, self.each) if path]
 
+    def _grid(self, pixels: Tensor, labels: Sequence[int] | None, names: Sequence[str], columns: int | None) -> Panel:
+        if self.texts:
+            different = list(dict.fromkeys(self.texts))
+            numbers = [different.index(text) for text in self.texts]
+            return by_class(pixels, numbers, [cut(text) for text in different], columns)
+        return by_class(pixels, labels, names, columns) if labels else Panel(pixels, columns)
+
     def _strips(self, pixels: Tensor, labels: Sequence[int] | None, names: Sequence[str], ends: Sequence[str]) -> Panel:
         """Return a panel with a strip in each row."""
         columns = [ends[0], *[""] * (self.between - 2), ends[1]] if ends else []
         rows = [class_name(label, names) for label in labels[:: self.between]] if labels and not ends else []
+        rows = [cut(text) for text in self.texts[:: self.between]] or rows
         return Panel(as_pictures(pixels), self.between, column_names=columns, row_names=rows)
 
 

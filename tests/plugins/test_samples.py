@@ -36,7 +36,7 @@ from hookdiff.options.structure import Problems, arguments
 from hookdiff.run_dir.pictures_png import find_pictures, picture_files, picture_path
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_samples import SampleGrid
-from hookdiff_samples.between import TowardsClass, noise_between
+from hookdiff_samples.between import Towards, noise_between
 from hookdiff_samples.chain import Recorded
 from hookdiff_samples.film import frames, growing_up
 from tests.conftest import SMALL, check_facts, refused, warnings
@@ -446,7 +446,7 @@ def test_on_the_way_to_a_class_the_outputs_for_both_classes_are_mixed(scale: flo
         return sampling.sample(net, diffusion, (1, 4, 4), SampleRequest(2).generators(), "cpu", labels=labels)
 
     for solver in (Solver.of("dpmpp_2m"), Solver.of("heun")):
-        towards = TowardsClass(solver, label=7, share=share)
+        towards = Towards(solver, {"labels": torch.tensor([7])}, share)
         found = made(net, towards, Diffusion(conditional=True), guidance={"use": "cfg", "scale": scale})
         torch.testing.assert_close(found, made(mixed, solver, Diffusion()), rtol=1e-4, atol=1e-4)
 

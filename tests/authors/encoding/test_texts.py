@@ -16,7 +16,7 @@ from hookdiff import ConfigError, InMemory, load_config, load_run
 from hookdiff.authors import EncodedTexts, TextEncoder, on_ranks
 from hookdiff.experiment.build import build_feed, build_loop
 from hookdiff.log import read_info
-from tests.conftest import check_facts, check_refused, records, refused, warnings
+from tests.conftest import check_facts, check_refused, output, records, refused, warnings
 
 CONFIG = """
 [run]
@@ -334,3 +334,36 @@ def test_prompts_that_cannot_be_drawn_are_refused(
     path = edited(path, 'plugins = ["checkpoint", "ema"]', 'plugins = ["checkpoint", "ema", "samples"]')
     path.write_text(f"{path.read_text()}\n[plugins.samples]\nprompts = {value}\n")
     check_refused(hookdiff("run", path, "--out", path.parent / "run"), *facts)
+
+
+def test_the_command_draws_prompts(path: Path, tmp_path: Path, hookdiff: Callable[..., Any]) -> None:
+    run, out = tmp_path / "run", tmp_path / "out.png"
+    output(hookdiff("run", edited(edited(path, ":Bytes", ":Halved"), ":Net", ":Shows"), "--out", run))
+    sample = ("sample", run, "--trust", "--steps", "2")
+    output(hookdiff(*sample, "--prompt", "red", "--prompt", "a cat", "--num", "4", "--out", out, "--negative", "dog"))
+    with Image.open(out) as picture:
+        info = read_info(picture)
+    assert (info["prompts"], info["negative"]) == (["red", "a cat"], "dog")
+    assert info["panels"][0]["columns"] == 2
+    (tmp_path / "prompts.txt").write_text("blue\ngreen\n")
+    output(hookdiff(*sample, "--prompts", tmp_path / "prompts.txt", "--each", tmp_path / "each"))
+    assert [file.read_text() for file in sorted((tmp_path / "each").glob("*.txt"))] == ["blue\n", "green\n"]
+    check_refused(hookdiff(*sample, "--prompt", "red", "--each", tmp_path / "each"), "000000.png", "--overwrite")
+    strips = ("--interpolate", "3", "--num", "2", "--out", out, "--overwrite")
+    output(hookdiff(*sample, *strips, "--prompt", "red", "--prompt", "blue"))
+    output(hookdiff(*sample, *strips, "--prompt", "red"))
+    check_refused(hookdiff(*sample, "--prompts", tmp_path / "none.txt"), "none.txt")
+
+
+def test_prompts_for_a_network_without_captions_are_refused(
+    path: Path, tmp_path: Path, hookdiff: Callable[..., Any]
+) -> None:
+    path.write_text(
+        '[run]\nsteps = 2\nbatch_size = 4\nplugins = ["checkpoint"]\n[data]\nsource = "digits"\n'
+        '[model]\nuse = "unet"\nchannels = 8\nnum_res_blocks = 1\nhead_dim = 8\n'
+    )
+    output(hookdiff("run", path, "--out", tmp_path / "run"))
+    check_refused(hookdiff("sample", tmp_path / "run", "--prompt", "red", "--steps", "1"), "texts", "without")
+    prompts = 'plugins.samples.prompts=["red"]'
+    done = hookdiff("run", path, "--plugins", "samples", "--set", prompts, "--out", tmp_path / "other")
+    check_refused(done, "plugins.samples.prompts", "without captions")
