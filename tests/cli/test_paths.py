@@ -71,7 +71,7 @@ def test_a_wrong_path_is_refused_before_torch_is_imported(kind: str, tmp_path: P
 
 
 # The options and arguments that name a file or a folder to read; all others name what is written.
-READ = {"--images", "--mask", "--feature-weights", "--weights", "folder"}
+READ = {"--images", "--mask", "--prompts", "--feature-weights", "--weights", "folder"}
 # For each of the others a line that would write what exists; and those that start a new run or never replace a folder.
 WRITTEN = {
     "run --out": "run c.toml --out there.run",
@@ -125,7 +125,7 @@ METAVARS = {
     click.types.FloatParamType: {"X", "X X"},
     click.Path: {"FILE", "DIR", "FILE|DIR", "CONFIG"},
     click.types.StringParamType: {"NAME", "NAME|FILE", "NAME,no:NAME", "A,B,...", "HEX", "FILE", "X"}
-    | {"KEY=VALUE", "TABLE.KEY=VALUE", "NAME=X"},
+    | {"KEY=VALUE", "TABLE.KEY=VALUE", "NAME=X", "TEXT"},
 }
 # These mean something else in each command.
 DIFFERENT = {"--out", "--steps", "--num", "--columns", "--lr", "--set", "--to"}
