@@ -32,7 +32,7 @@ _SHARD_SIZE = 256.0  # MiB
     help=f"Size of a tar file in MiB.  [default: {_SHARD_SIZE:g}]",
 )
 @click.option("--reconstruction", type=click.IntRange(2), metavar="N", help="Encode and decode N pictures.")
-@click.option("--features", metavar="NAME", help="Space of their features.  [default: by the size of the pictures]")
+@click.option("--features", metavar="NAME", help="Space of the features.  [default: by the size of the images]")
 def command(
     config: Path,
     plugins: tuple[str, ...],
