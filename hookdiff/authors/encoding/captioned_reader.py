@@ -25,7 +25,7 @@ from hookdiff.images.store import Store
 class CaptionedReader:
     """Reads the samples of `inner`, a `Reader`, with what `encoders` make of their captions in `source`.
 
-    All else is asked of `inner`.
+    If it does not encode, it only has the captions. All else is asked of `inner`.
     """
 
     inner: Any
@@ -34,6 +34,7 @@ class CaptionedReader:
     keys: CaptionKeys
     store: Store
     device: torch.device
+    encodes: bool = True
     seed: int = field(init=False, default=0)
     captions: dict[str, CaptionsOf] = field(init=False)
     rows: dict[str, TextRows] = field(init=False)
@@ -46,7 +47,8 @@ class CaptionedReader:
         self.captions = {
             name: CaptionsOf(name, given, self.keys, self.inner.describe, usable) for name, given in texts.items()
         }
-        self.rows = {name: TextRows(name, one, self.store, self.device) for name, one in self.encoders.items()}
+        encoders = self.encoders if self.encodes else {}
+        self.rows = {name: TextRows(name, one, self.store, self.device) for name, one in encoders.items()}
         for name, rows in self.rows.items():
             if self.keys.shuffle_tags is not None and rows.is_kept:
                 raise UserError(f"shuffle_tags: captions change in each step, so encode.{name} needs store = 'none'")
@@ -87,4 +89,4 @@ class CaptionedReader:
     def fingerprint(self) -> str | None:
         own = self.inner.fingerprint()
         digests = [(rows.encoder.digest(), self.captions[rows.encoder.texts].digest()) for rows in self.rows.values()]
-        return None if own is None else repr((own, digests))
+        return own if own is None or not digests else repr((own, digests))
