@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from attrs import evolve
@@ -149,10 +149,11 @@ def _problems_of(where: str) -> Iterator[None]:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def build_feed(config: Config, decode: bool = True, encode: bool = True) -> Feed:
+def build_feed(config: Config, decode: bool = True, encode: bool | Literal["pictures"] = True) -> Feed:
     """Make the Feed of the data; without `decode`, only its shape and labels are read.
 
-    Without `encode` it is the Feed of the pictures, also of a config with encoders.
+    Without `encode` it is the Feed of the pictures, also of a config with encoders; with "pictures" these are encoded,
+    and captions are not. `reader.captions` has those for encoders of texts in any case.
 
     Raises:
         ConfigError: for data that cannot be trained on.
@@ -181,8 +182,9 @@ def build_feed(config: Config, decode: bool = True, encode: bool = True) -> Feed
             return feed_of(source, as_they_are, store, **shared)
         else:
             reader = feed_of(source, as_they_are, store, **shared).reader
-        if texts and encode:
-            reader = CaptionedReader(reader, source, texts, config.data.of(CaptionKeys), store, device)
+        if texts:
+            keys, encodes = config.data.of(CaptionKeys), encode is True
+            reader = CaptionedReader(reader, source, texts, keys, store, device, encodes)
         return Feed(reader, **config.data.shared[Feed])
 
 

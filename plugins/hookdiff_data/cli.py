@@ -53,8 +53,8 @@ def command(
     picture shows the first batch as the model sees it, augmentation included.
 
     With --to-shards there is no report: the samples, as they are before any resizing, are written in their order into
-    tar files in the folder DIR, or in the place of pictures what the encoders of CONFIG make of them. The table [data]
-    that trains on them is printed.
+    tar files in the folder DIR, or in the place of pictures what the encoders of CONFIG make of them. Captions are
+    written as they are. The table [data] that trains on them is printed.
 
     With --reconstruction there is no report either: N samples, evenly spread, are encoded and decoded by the
     autoencoder of a config that trains on latents. The mean PSNR of the pictures that come back is printed, and the
@@ -133,7 +133,7 @@ def _to_shards(config: Any, folder: Path, size: float, overwrite: bool) -> dict[
     from hookdiff_data.shards import check_place, write_shards
 
     check_place(folder, overwrite)  # before the data is looked at
-    feed = build_feed(config, decode=False).bind(1, config.run.seed)
+    feed = build_feed(config, decode=False, encode="pictures").bind(1, config.run.seed)
     written = write_shards(feed, folder, int(size * 2**20))
     shared = {name: value for keys in config.data.shared.values() for name, value in keys.items()}
     shared |= {"encoded": True} if is_encoded(feed) else {}

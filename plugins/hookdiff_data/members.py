@@ -1,10 +1,10 @@
-"""The members of a sample in a shard: its picture, its label and its conditions as the content of files."""
+"""The members of a sample in a shard: its picture, label, conditions and captions as the content of files."""
 
 import io
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,14 @@ import numpy
 import torch
 from torch import Tensor
 
-from hookdiff import Feed, InMemory, UserError
+from hookdiff import Feed, InMemory, UserError, shown
 from hookdiff.data import Images
-from hookdiff.images import Unreadable, open_picture, parts_of, reason, seed_all, usual_suffix, with_images
+from hookdiff.images import Unreadable, lines_of, open_picture, parts_of, reason, seed_all, usual_suffix, with_images
 
 logger = logging.getLogger("hookdiff")
 
+CAPTIONS = "txt"  # extension of the captions
+_TEXT = "text"  # what the source "shards" calls them
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,60}")  # of a condition, as part of the name of a file
 
 Members = dict[str, bytes]  # by extension
@@ -45,6 +47,32 @@ def members(feed: Feed) -> Iterator[tuple[int, Members]]:
         if len(sample) < 1 + (label is not None) + len(others):
             raise UserError(f"the names of the conditions differ only by capitals: {', '.join(others)}")
         yield index, sample
+
+
+def with_captions(feed: Feed, samples: Iterator[tuple[int, Members]]) -> Iterator[tuple[int, Members]]:
+    """Yield `samples` with the captions that each has in the source of `feed`, if that has any: one on each line.
+
+    Raises UserError for captions that the source "shards" would not read as they are.
+    """
+    captions = getattr(feed.reader, "captions", {})
+    if others := [name for name in captions if name != _TEXT]:
+        about = f"shards hold those that their source calls {_TEXT!r}, and no others"
+        raise UserError(f"captions {shown(others[0])!r}: {about}")
+    for index, sample in samples:
+        if captions:
+            sample = {**sample, CAPTIONS: _lines(feed.describe(index), captions[_TEXT].given[index])}
+        yield index, sample
+
+
+def _lines(name: str, captions: Sequence[str]) -> bytes:
+    try:
+        content = "\n".join(captions).encode()
+        if lines_of(content) == tuple(captions):
+            return content
+        problem = "expected each on one line, without space around it"
+    except ValueError as error:
+        problem = str(error)
+    raise UserError(f"{name}: captions {shown(repr([*captions])[:60])} cannot be written to a shard: {problem}")
 
 
 def member_name(condition: str) -> str:

@@ -18,7 +18,7 @@ from hookdiff.cli import check_free
 from hookdiff.disk import new_folder, write_file, writing
 from hookdiff.terminal import paced
 from hookdiff_data.encoded import Encodings, is_encoded
-from hookdiff_data.members import Members, conditions_of, members
+from hookdiff_data.members import CAPTIONS, Members, conditions_of, members, with_captions
 
 _BLOCK = tarfile.BLOCKSIZE
 _CLASSES = "classes.json"
@@ -38,15 +38,15 @@ def check_place(folder: Path, overwrite: bool) -> None:
 def write_shards(feed: Feed, folder: Path, most: int) -> dict[str, Any]:
     """Write all usable samples of `feed` into shards of at most `most` bytes, and the names of the classes beside them.
 
-    Of encoded samples it writes what the encoders have made, and facts about that. The folder is there when all of it
-    is written, or not at all, and replaces an earlier one. Returns the numbers of "samples", "shards" and "bytes", and
-    as "data" the keys of [data] that read them. Raises UserError for samples that cannot be written, or not alike, and
-    if the folder cannot be written.
+    Of encoded samples it writes what the encoders of pictures have made, and facts about that; captions as they are.
+    The folder is there when all of it is written, or not at all, and replaces an earlier one. Returns the numbers of
+    "samples", "shards" and "bytes", and as "data" the keys of [data] that read them. Raises UserError for samples that
+    cannot be written, or not alike, and if the folder cannot be written.
     """
     encoded = Encodings(feed) if is_encoded(feed) else None
     with writing(folder), new_folder(folder) as partial:
         with closing(_Writer(partial, most)) as writer:
-            found = encoded.members() if encoded else members(feed)
+            found = with_captions(feed, encoded.members() if encoded else members(feed))
             samples = paced(_alike(feed, found), len(feed.usable), "data: shards", "samples", size=lambda _: 1)
             with closing(samples):
                 for sample in samples:
@@ -62,6 +62,8 @@ def write_shards(feed: Feed, folder: Path, most: int) -> dict[str, Any]:
         data["image"] = image
     if conditions := encoded.conditions if encoded else conditions_of(feed, sample):
         data["conditions"] = conditions
+    if CAPTIONS in sample:
+        data["captions"] = CAPTIONS
     return {"samples": writer.samples, "shards": writer.shards, "bytes": writer.bytes, "data": data}
 
 

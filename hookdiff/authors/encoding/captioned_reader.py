@@ -25,7 +25,7 @@ from hookdiff.images.store import Store
 class CaptionedReader:
     """Reads the samples of `inner`, a `Reader`, with what `encoders` make of their captions in `source`.
 
-    All else is asked of `inner`.
+    If it does not encode, it only has the captions. All else is asked of `inner`.
     """
 
     inner: Any
@@ -34,6 +34,7 @@ class CaptionedReader:
     keys: CaptionKeys
     store: Store
     device: torch.device
+    encodes: bool = True
     seed: int = field(init=False, default=0)
     captions: dict[str, CaptionsOf] = field(init=False)
     texts: TextConditions = field(init=False)
@@ -46,7 +47,8 @@ class CaptionedReader:
         self.captions = {
             name: CaptionsOf(name, each, self.keys, self.inner.describe, usable) for name, each in given.items()
         }
-        rows_of = {name: TextRows(name, one, self.store, self.device) for name, one in self.encoders.items()}
+        encoders = self.encoders if self.encodes else {}
+        rows_of = {name: TextRows(name, one, self.store, self.device) for name, one in encoders.items()}
         self.texts = TextConditions(rows_of)
         for name, rows in rows_of.items():
             if self.keys.shuffle_tags is not None and rows.is_kept:
@@ -84,11 +86,13 @@ class CaptionedReader:
     def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
         for inputs, labels, indices, conditions in self.inner.stacks(shares, epoch):
             drawn = {name: captions.drawn(indices, self.seed, epoch) for name, captions in self.captions.items()}
-            made = self.texts.embed(drawn)
+            made = self.texts.embed(drawn) if self.encodes else {}
             texts = {name: to_device(column, self.device) for name, column in made.items()}
             yield inputs, labels, indices, {**conditions, **texts}
 
     def fingerprint(self) -> str | None:
-        own = self.inner.fingerprint()
+        own: str | None = self.inner.fingerprint()
+        if own is None or not self.encodes:
+            return own
         captions = {name: one.digest() for name, one in self.captions.items()}
-        return None if own is None else repr((own, self.texts.digests, captions))
+        return repr((own, self.texts.digests, captions))

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy
 import pytest
+import tomli
 import torch
 from attrs import define
 from PIL import Image
@@ -21,6 +23,7 @@ from torch.nn import functional
 from hookdiff import ConfigError, SampleRequest, UserError, load_config, load_run
 from hookdiff.authors import Encoded, PictureEncoder, on_ranks
 from hookdiff.experiment.build import build_feed, build_loop
+from tests.authors.encoding.test_texts import ENCODED
 from tests.conftest import check_facts, check_refused, records, refused
 
 CONFIG = """
@@ -283,8 +286,9 @@ def test_a_table_without_room_is_refused_before_anything_is_encoded(write: Any) 
 def shards(write: Any, succeed: Callable[..., str], tmp_path: Path) -> Callable[..., Path]:
     """Return a function that writes what the encoders of a config make as shards, and a config of these."""
 
-    def shards(*extra: str) -> Path:
-        path = write()
+    def shards(*extra: str, without: str = "", keys: str = "") -> Path:
+        path = write(without)
+        path.write_text(path.read_text().replace("flip = true", f"flip = true\n{keys}"))
         path.write_text(path.read_text().replace("[model]", "\n".join([*extra, "[model]"])))
         printed = succeed("data", path, "--to-shards", tmp_path / "shards", "--shard-size", "0.05")
         before, _, after = path.read_text().partition("[data]")
@@ -306,14 +310,42 @@ def test_shards_of_what_was_encoded_train_as_the_pictures_do(
     pictures = build_feed(load_config(tmp_path / "latents.toml")).bind(6, 5)
     CALLS.clear()
     ours = build_feed(load_config(made, settings=[f"data.store={store}"])).bind(6, 5)
-    assert (ours.shape, ours.picture_shape, ours.classes) == (pictures.shape, pictures.picture_shape, pictures.classes)
     assert ours.reader.scale(ours.training) == pictures.reader.scale(pictures.training)
+    assert_same_batches(ours, pictures)
+    assert CALLS == []
+
+
+def assert_same_batches(ours: Any, pictures: Any) -> None:
+    assert (ours.shape, ours.picture_shape, ours.classes) == (pictures.shape, pictures.picture_shape, pictures.classes)
     for one, other in zip(ours.batches(1), pictures.batches(1), strict=True):
         assert torch.equal(one.inputs, other.inputs)
         assert torch.equal(one.labels, other.labels)
         assert one.conditions.keys() == other.conditions.keys()
         assert all(torch.equal(one.conditions[key], other.conditions[key]) for key in one.conditions)
-    assert CALLS == []
+
+
+@pytest.mark.parametrize("of_pictures", [ENCODE, ""], ids=["latents", "pictures"])
+def test_captions_are_in_the_shards_as_the_source_has_them(
+    write: Any, shards: Any, tmp_path: Path, of_pictures: str
+) -> None:
+    write()
+    for index in range(39):  # the last picture has none
+        lines = [f"ü {index}", *[f"{index} of a picture"] * (index % 3 == 0)]
+        (tmp_path / "pictures" / "ab"[index % 2] / f"{index:02}.txt").write_text("\n".join(lines), "utf-8")
+    text = '[data.encode.text]\nuse = "tests.authors.encoding.test_texts:Bytes"'
+    keys = 'captions = "txt"\nprefix = "a "\nmissing = "empty"'
+    ENCODED.clear()
+    made = shards(text, *[ENCODE] * bool(of_pictures), without=ENCODE, keys=keys)
+    assert ENCODED == []
+    table = tomli.loads(made.read_text())["data"]
+    assert (table["source"], table["captions"], table["prefix"]) == ("shards", "txt", "a ")
+    assert table["encode"]["text"]["use"] == "tests.authors.encoding.test_texts:Bytes"
+    with tarfile.open(tmp_path / "shards" / "shard-000000.tar") as tar:
+        member = tar.extractfile("000000000.txt")
+        assert member is not None
+        assert member.read() == "ü 0\n0 of a picture".encode()
+    feeds = (build_feed(load_config(path)).bind(6, 5) for path in (made, tmp_path / "latents.toml"))
+    assert_same_batches(*feeds)
 
 
 def test_a_run_on_shards_of_latents_samples_pictures_and_asks_for_a_reference(

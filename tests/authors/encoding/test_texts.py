@@ -218,6 +218,40 @@ def test_captions_that_nothing_takes_are_refused(path: Path, hookdiff: Callable[
     check_refused(hookdiff("run", path, "--out", path.parent / "run"), "data: texts", "'text'", "[data.encode]")
 
 
+def in_two_lines() -> InMemory:
+    return InMemory(torch.zeros(12, 3, 4, 4), texts={"text": [["red"], ["red\nblue"]] * 6})
+
+
+def with_space() -> InMemory:
+    return InMemory(torch.zeros(12, 3, 4, 4), texts={"text": [["red"], ["blue "]] * 6})
+
+
+def of_half_a_character() -> InMemory:
+    return InMemory(torch.zeros(12, 3, 4, 4), texts={"text": [["red"], ["\ud800"]] * 6})
+
+
+def under_another_name() -> InMemory:
+    return InMemory(torch.zeros(12, 3, 4, 4), texts={"words": [["red"]] * 12})
+
+
+@pytest.mark.parametrize(
+    ("source", "facts"),
+    [
+        ("in_two_lines", ("sample 1", "red\\nblue", "one line")),
+        ("with_space", ("sample 1", "'blue '", "space")),
+        ("of_half_a_character", ("sample 1", "surrogates")),
+        ("under_another_name", ("captions 'words'", "'text'")),
+    ],
+)
+def test_captions_that_shards_do_not_give_back_are_refused(
+    path: Path, hookdiff: Callable[..., Any], source: str, facts: tuple[str, ...]
+) -> None:
+    settings = ["--set", "data.encode.text.of=words"] * (source == "under_another_name")
+    done = hookdiff("data", edited(path, ":drawings", f":{source}"), "--to-shards", path.parent / "to", *settings)
+    check_refused(done, *facts)
+    assert not (path.parent / "to").exists()
+
+
 def test_a_run_with_captions_resumes_and_samples_without_its_data(path: Path, tmp_path: Path) -> None:
     config = load_config(path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
