@@ -145,6 +145,9 @@ class Text(TextEncoder):
         kind = _CLASSES[self.config()["architectures"][0]]
         tokenizer, limit = self.tokenizer_folder, self.limit
         logger.info("data.encode: the %s in %s, with the tokenizer in %s", kind, self.folder, tokenizer)
+        show = transformers.utils.logging
+        had_bar = show.is_progress_bar_enabled()
+        show.disable_progress_bar()  # it would be drawn into the lines of the run
         try:
             network = getattr(transformers, kind).from_pretrained(
                 str(self.folder), local_files_only=True, use_safetensors=True
@@ -155,6 +158,9 @@ class Text(TextEncoder):
         except Exception as error:  # of any type, for a file that does not fit
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"data.encode: {self.path} cannot be loaded: {reason}") from None
+        finally:
+            if had_bar:
+                show.enable_progress_bar()
         if tokens.pad_token_id is None:
             raise UserError(f"data.encode: the tokenizer in {tokenizer} has no token to fill captions with (pad_token)")
         network = network.to(device, torch.bfloat16 if self.precision == "bf16" else torch.float32)
