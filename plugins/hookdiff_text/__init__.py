@@ -145,7 +145,7 @@ class Text(TextEncoder):
         kind = _CLASSES[self.config()["architectures"][0]]
         tokenizer, limit = self.tokenizer_folder, self.limit
         logger.info("data.encode: the %s in %s, with the tokenizer in %s", kind, self.folder, tokenizer)
-        show = transformers.utils.logging
+        show: Any = transformers.utils.logging
         had_bar = show.is_progress_bar_enabled()
         show.disable_progress_bar()  # it would be drawn into the lines of the run
         try:
