@@ -1,4 +1,4 @@
-"""Encodes captions by a text encoder of transformers: `[data.encode.text] use = "text"`."""
+"""Encodes captions by text encoders of transformers, alone or as a pipeline does: `[data.encode.text] use = "text"`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from attrs import define, field
 from attrs.validators import ge, in_, optional
 from torch import Tensor
 
-from hookdiff import UserError, listed, why_missing
+from hookdiff import UserError, listed
 from hookdiff.authors import EncodedTexts, TextEncoder, digest_of
-from hookdiff.disk import read_file
 from hookdiff.options import about
+from hookdiff_text.folder import (
+    config_in,
+    has_tokenizer,
+    lengths_of,
+    network_in,
+    tokenizer_files,
+    tokenizer_in,
+    weights_in,
+)
 
 logger = logging.getLogger("hookdiff")
 
@@ -34,8 +42,6 @@ _CLASSES = {
         )
     },
 }
-_OF_TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _USUAL = 128  # tokens of an encoder that takes more
 
 
@@ -88,7 +94,7 @@ class Text(TextEncoder):
         name = self.folder.resolve().name
         beside = self.folder.resolve().parent / name.replace("text_encoder", "tokenizer")
         for folder in (self.folder, beside, self.folder.resolve().parent / "tokenizer"):
-            if any((folder / file).is_file() for file in _OF_TOKENIZER):
+            if has_tokenizer(folder):
                 return folder
         raise UserError(f"data.encode: {self.path} has no tokenizer, and there is none in {beside}")
 
@@ -98,21 +104,17 @@ class Text(TextEncoder):
         Raises:
             UserError: if there is none, or not of a class that is known here.
         """
-        if not self.folder.is_dir():
-            raise UserError(f"data.encode: {self.path}: {why_missing(self.folder) or 'no such folder'}")
-        file = self.folder / "config.json"
-        if not file.is_file():
-            raise UserError(f"data.encode: {self.path} has no {file.name}, so it is no model of transformers")
-        try:
-            config = json.loads(read_file(file))
-            (name,) = config["architectures"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"data.encode: {file} names no class of transformers in `architectures`") from None
+        config = config_in(self.folder, "config.json", "model of transformers")
+        match config.get("architectures"):
+            case [str(name)]:
+                pass
+            case _:
+                raise UserError(f"data.encode: {self.path} names no class of transformers in `architectures`")
         if name not in _CLASSES:
             raise UserError(
                 f"data.encode: {self.path} holds a {name}; expected {listed(list(_CLASSES), len(_CLASSES))}"
             )
-        return dict(config)
+        return config
 
     @property
     def limit(self) -> int | None:
@@ -128,44 +130,19 @@ class Text(TextEncoder):
         return self.length
 
     def digest(self) -> str:
-        config, weights = self.config(), sorted(self.folder.glob("*.safetensors"))
-        if not weights:
-            pickled = [path.name for pattern in _PICKLES for path in self.folder.glob(pattern)]
-            found = f"; {pickled[0]} is a pickle, which may run code: save it as safetensors" if pickled else ""
-            raise UserError(f"data.encode: {self.path} has no weights in safetensors{found}")
-        known = (*_OF_TOKENIZER, "tokenizer_config.json", "special_tokens_map.json")
-        files = [self.tokenizer_folder / name for name in known]
+        config, weights = self.config(), weights_in(self.folder)
         options = (self.limit, self.layer, self.attend, self.pooled, self.mask, self.precision)
         text = json.dumps([config, options], sort_keys=True)
-        return digest_of([*weights, *(file for file in files if file.is_file())], text)
+        return digest_of([*weights, *tokenizer_files(self.tokenizer_folder)], text)
 
     def open(self, device: torch.device) -> EncodedTexts:
-        import transformers
-
         kind = _CLASSES[self.config()["architectures"][0]]
         tokenizer, limit = self.tokenizer_folder, self.limit
         logger.info("data.encode: the %s in %s, with the tokenizer in %s", kind, self.folder, tokenizer)
-        show: Any = transformers.utils.logging
-        had_bar = show.is_progress_bar_enabled()
-        show.disable_progress_bar()  # it would be drawn into the lines of the run
-        try:
-            network = getattr(transformers, kind).from_pretrained(
-                str(self.folder), local_files_only=True, use_safetensors=True
-            )
-            tokens = transformers.AutoTokenizer.from_pretrained(
-                str(tokenizer), local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # of any type, for a file that does not fit
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"data.encode: {self.path} cannot be loaded: {reason}") from None
-        finally:
-            if had_bar:
-                show.enable_progress_bar()
-        if tokens.pad_token_id is None:
-            raise UserError(f"data.encode: the tokenizer in {tokenizer} has no token to fill captions with (pad_token)")
-        network = network.to(device, torch.bfloat16 if self.precision == "bf16" else torch.float32)
+        network = network_in(self.folder, kind, device, self.precision)
+        tokens = tokenizer_in(tokenizer, "AutoTokenizer")
         attend = self.attend or ("all" if kind.startswith("CLIP") else "tokens")
-        return _Network(self, network.eval().requires_grad_(False), tokens, limit or _USUAL, attend == "tokens")
+        return _Network(self, network, tokens, limit or _USUAL, attend == "tokens")
 
 
 @define(eq=False)
@@ -200,4 +177,4 @@ class _Network:
         return states[layer]
 
     def lengths(self, texts: Sequence[str]) -> Sequence[int]:
-        return [len(one) for one in self.tokenizer(list(texts), verbose=False)["input_ids"]]
+        return lengths_of(self.tokenizer, list(texts))

@@ -29,20 +29,27 @@ first, *others = KINDS
 every_kind = pytest.mark.parametrize("kind", [first, *(pytest.param(kind, marks=pytest.mark.slow) for kind in others)])
 
 
+def words_tokenizer(**options: Any) -> Any:
+    """Return a tokenizer of a few words."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 3)])
+    special = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special, **options)
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that saves a small encoder with random weights and a tokenizer of a few words."""
+    """Return a function that saves a small encoder with random weights and its tokenizer."""
 
     def write(kind: str) -> Path:
         import transformers
-        from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-        words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
-        words.pre_tokenizer = pre_tokenizers.Whitespace()
-        words.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 3)])
-        special = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
         folder = tmp_path / kind
-        transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+        words_tokenizer().save_pretrained(folder)
         config, options = KINDS[kind]
         torch.manual_seed(0)
         made = getattr(transformers, config)(vocab_size=len(WORDS), **options)

@@ -1,0 +1,218 @@
+"""The text side of a pipeline of diffusers: `[data.encode.text] use = "pipeline"`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from attrs import define, field
+from attrs.validators import ge, in_, optional
+from torch import Tensor
+
+from hookdiff import UserError, listed
+from hookdiff.authors import EncodedTexts, TextEncoder, digest_of
+from hookdiff.options import about
+from hookdiff_text.folder import (
+    config_in,
+    has_tokenizer,
+    lengths_of,
+    network_in,
+    reason_of,
+    tokenizer_files,
+    tokenizer_in,
+    weights_in,
+)
+
+logger = logging.getLogger("hookdiff")
+
+_TOKENIZERS = (
+    *("CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast"),
+    *("PreTrainedTokenizerFast", "TokenizersBackend"),
+)
+
+
+@define(frozen=True)
+class _Side:
+    """The text side of a class of pipelines."""
+
+    encoders: tuple[str, ...]  # classes of text_encoder, text_encoder_2 and so on
+    # By the name of what is made: the keyword of the network, and the places, in what `encode_prompt` returns, of that
+    # of the prompts and of that of no prompt.
+    returned: Mapping[str, tuple[str, int, int]]
+    length: int | None = None  # its own `max_sequence_length`; None: it has none
+    lowers: bool = False  # whether it takes texts in lower case
+
+
+_EMBEDDED = ("encoder_hidden_states", 0, 1)
+_MASKED = {"": ("encoder_hidden_states", 0, 2), "_mask": ("encoder_attention_mask", 1, 3)}
+_SIDES = {
+    "StableDiffusionPipeline": _Side(("CLIPTextModel",), {"": _EMBEDDED}),
+    "StableDiffusionXLPipeline": _Side(
+        ("CLIPTextModel", "CLIPTextModelWithProjection"),
+        {"": _EMBEDDED, "_pooled": ("added_cond_kwargs.text_embeds", 2, 3)},
+    ),
+    "StableDiffusion3Pipeline": _Side(
+        ("CLIPTextModelWithProjection", "CLIPTextModelWithProjection", "T5EncoderModel"),
+        {"": _EMBEDDED, "_pooled": ("pooled_projections", 2, 3)},
+        length=256,
+    ),
+    "SanaPipeline": _Side(("Gemma2Model",), _MASKED, length=300, lowers=True),
+    "PixArtAlphaPipeline": _Side(("T5EncoderModel",), _MASKED, length=120, lowers=True),
+    "PixArtSigmaPipeline": _Side(("T5EncoderModel",), _MASKED, length=300, lowers=True),
+}
+
+
+@define(frozen=True)
+class _Part:
+    """A text encoder of a pipeline with its tokenizer."""
+
+    kind: str
+    folder: Path
+    tokenizer_kind: str
+    tokenizer_folder: Path
+    limit: int  # tokens
+
+
+@define(frozen=True)
+class Pipeline(TextEncoder):
+    """The text encoders and tokenizers of a pipeline of diffusers, joined by its own `encode_prompt`."""
+
+    path: str = field(metadata=about("folder of the pipeline, with model_index.json"))
+    length: int | None = field(
+        default=None,
+        validator=optional(ge(1)),
+        metadata=about("tokens of a caption, which the pipeline calls max_sequence_length; unless given, its own"),
+    )
+    precision: Literal["float32", "bf16"] = field(
+        default="float32", validator=in_(("float32", "bf16")), metadata=about("dtype of the networks")
+    )
+
+    def index(self) -> dict[str, Any]:
+        """Read model_index.json.
+
+        Raises:
+            UserError: if there is none, or not of a class that is known here.
+        """
+        index = config_in(Path(self.path).expanduser(), "model_index.json", "pipeline of diffusers")
+        if (name := index.get("_class_name")) not in list(_SIDES):
+            raise UserError(f"data.encode: {self.path} holds a {name}; expected {listed(list(_SIDES), len(_SIDES))}")
+        return index
+
+    def parts(self) -> list[_Part]:
+        """Return the text encoders, in order.
+
+        Raises:
+            UserError: for one that is missing, or not of the class that is known here, and for a wrong `length`.
+        """
+        index = self.index()
+        side = _SIDES[index["_class_name"]]
+        if self.length and not side.length:
+            raise UserError(f"data.encode: length: a {index['_class_name']} has none; its tokenizer cuts captions")
+        return [
+            self._part(index, suffix, kind, self.length or side.length)
+            for suffix, kind in zip(("", "_2", "_3"), side.encoders, strict=False)
+        ]
+
+    def _part(self, index: Mapping[str, Any], suffix: str, kind: str, limit: Any) -> _Part:
+        folders, kinds = [], []
+        for name, known in ((f"text_encoder{suffix}", (kind,)), (f"tokenizer{suffix}", _TOKENIZERS)):
+            match index.get(name):
+                case ["transformers", str(found)] if found in known:
+                    folders.append(Path(self.path).expanduser() / name)
+                    kinds.append(found)
+                case found:
+                    expected = f"{listed(known, len(known))} of transformers"
+                    raise UserError(f"data.encode: the {name} of {self.path} is {found}; expected {expected}")
+        if not has_tokenizer(folders[1]):
+            raise UserError(f"data.encode: {folders[1]} has no tokenizer")
+        where = "length"
+        if kind.startswith("CLIP"):
+            limit = config_in(folders[1], "tokenizer_config.json", "tokenizer").get("model_max_length")
+            where = f"{folders[1] / 'tokenizer_config.json'}: model_max_length"
+        most = config_in(folders[0], "config.json", "model of transformers").get("max_position_embeddings", limit)
+        if not (isinstance(limit, int) and isinstance(most, int) and limit <= most):
+            raise UserError(f"data.encode: {where} = {limit}: {folders[0]} takes at most {most} tokens")
+        return _Part(kind, folders[0], kinds[1], folders[1], limit)
+
+    @property
+    def limit(self) -> int:
+        """The tokens at which the first of the tokenizers cuts."""
+        return min(part.limit for part in self.parts())
+
+    def digest(self) -> str:
+        index, files = self.index(), list[Path]()
+        facts: list[Any] = [index["_class_name"], _flags(index), self.precision]
+        for part in self.parts():
+            facts += [part.tokenizer_kind, part.limit, config_in(part.folder, "config.json", "model")]
+            files += [*weights_in(part.folder), *tokenizer_files(part.tokenizer_folder)]
+        return digest_of(files, json.dumps(facts, sort_keys=True))
+
+    def open(self, device: torch.device) -> EncodedTexts:
+        index, parts = self.index(), self.parts()
+        name = index["_class_name"]
+        side = _SIDES[name]
+        keywords = ", ".join(f'"{keyword}" = "NAME{own}"' for own, (keyword, *_) in side.returned.items())
+        logger.info("data.encode: the text side of the %s in %s, for conditions = { %s }", name, self.path, keywords)
+        made: dict[str, Any] = {}
+        for part in parts:
+            made[part.folder.name] = network_in(part.folder, part.kind, device, self.precision)
+            made[part.tokenizer_folder.name] = tokenizer_in(part.tokenizer_folder, part.tokenizer_kind)
+        try:
+            import diffusers
+
+            kind = getattr(diffusers, name)
+            for where in (kind.__module__, "transformers.tokenization_utils_base"):
+                logging.getLogger(where).setLevel(logging.ERROR)  # they warn of each chunk; the run counts what is cut
+            # Not by its `from_pretrained`, which in some versions imports a file of the folder.
+            taken, flags = inspect.signature(kind).parameters, _flags(index)
+            others = {key: flags.get(key) for key, one in taken.items() if key in flags or one.default is one.empty}
+            pipeline = kind(**{**others, **made})
+        except Exception as error:  # of any type
+            raise UserError(f"data.encode: {self.path} cannot be loaded: {reason_of(error)}") from None
+        given: dict[str, Any] = {f"prompt_{number}": None for number in range(2, len(parts) + 1)}
+        if side.length:
+            given["max_sequence_length"] = self.length or side.length
+        first = min(part.limit for part in parts)
+        tokenizers = [made[part.tokenizer_folder.name] for part in parts if part.limit == first]
+        return _Network(side, pipeline, given, tokenizers, device)
+
+
+def _flags(index: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the options of the pipeline itself, such as `force_zeros_for_empty_prompt`."""
+    return {name: value for name, value in index.items() if isinstance(value, bool)}
+
+
+@define(eq=False)
+class _Network:
+    side: _Side
+    pipeline: Any
+    given: Mapping[str, Any]  # to `encode_prompt`
+    tokenizers: Sequence[Any]  # those that cut first
+    device: torch.device
+
+    def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
+        is_empty = torch.tensor([not text for text in texts])
+        with torch.no_grad():
+            made = self.pipeline.encode_prompt(
+                list(texts),
+                device=self.device,
+                num_images_per_prompt=1,
+                do_classifier_free_guidance=bool(is_empty.any()),
+                **self.given,
+            )
+        found = {}
+        for name, (_, prompted, unprompted) in self.side.returned.items():
+            rows = made[prompted].cpu()
+            if is_empty.any():
+                rows[is_empty] = made[unprompted].cpu()[is_empty]
+            found[name] = rows.bool() if name == "_mask" else rows.float()
+        return found
+
+    def lengths(self, texts: Sequence[str]) -> Sequence[int]:
+        taken = [text.lower().strip() if self.side.lowers else text for text in texts]
+        return [max(all_of) for all_of in zip(*(lengths_of(one, taken) for one in self.tokenizers), strict=True)]

@@ -1,0 +1,211 @@
+"""Test the text side of pipelines of diffusers: what it makes equals their own, and what is none is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hookdiff import UserError, load_config
+from hookdiff.experiment.build import build_feed
+from hookdiff_text.pipeline import Pipeline
+from tests.conftest import refused
+from tests.plugins.test_text import CAPTIONS, CLIP, KINDS, LAYERS, T5, WORDS, words_tokenizer
+
+pytest.importorskip("transformers", reason="needs hookdiff[text]")
+pytest.importorskip("diffusers", reason="needs hookdiff[diffusers]")
+
+CPU = torch.device("cpu")
+GEMMA = {**LAYERS, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 3}
+TWO = ("CLIPTextConfig", {**CLIP, "hidden_size": 32, "projection_dim": 16})
+WIDE = ("T5Config", {**T5, "d_model": 112})  # than both CLIPs together
+JOINED, MASKED = {"": (0, 1), "_pooled": (2, 3)}, {"": (0, 2), "_mask": (1, 3)}
+ONE, PROJECTED, SMALL_T5 = "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"
+# By class: the encoders; the places of what `encode_prompt` returns for prompts and for none; its own number of tokens.
+PIPELINES: dict[str, tuple[list[tuple[str, Any]], dict[str, tuple[int, int]], int | None]] = {
+    "StableDiffusionPipeline": ([(ONE, KINDS[ONE])], {"": (0, 1)}, None),
+    "StableDiffusionXLPipeline": ([(ONE, KINDS[ONE]), (PROJECTED, TWO)], JOINED, None),
+    "StableDiffusion3Pipeline": ([(PROJECTED, KINDS[PROJECTED]), (PROJECTED, TWO), (SMALL_T5, WIDE)], JOINED, 256),
+    "SanaPipeline": ([("Gemma2Model", ("Gemma2Config", GEMMA))], MASKED, 300),
+    "PixArtAlphaPipeline": ([(SMALL_T5, KINDS[SMALL_T5])], MASKED, 120),
+    "PixArtSigmaPipeline": ([(SMALL_T5, KINDS[SMALL_T5])], MASKED, 300),
+}
+CLIP_TOKENS = 12
+first, *others = PIPELINES
+every_kind = pytest.mark.parametrize("kind", [first, *(pytest.param(kind, marks=pytest.mark.slow) for kind in others)])
+Write = Callable[..., tuple[Any, Path]]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Return a function that makes and saves a pipeline of small text encoders with random weights, and no others."""
+
+    def write(kind: str, **options: Any) -> tuple[Any, Path]:
+        import diffusers
+        import transformers
+
+        torch.manual_seed(0)
+        parts: dict[str, Any] = dict.fromkeys(("vae", "unet", "transformer", "scheduler"))
+        parts |= dict.fromkeys(("safety_checker", "feature_extractor"))
+        for suffix, (name, (config, values)) in zip(("", "_2", "_3"), PIPELINES[kind][0], strict=False):
+            made = getattr(transformers, config)(vocab_size=len(WORDS), **values)
+            parts[f"text_encoder{suffix}"] = getattr(transformers, name)(made).eval()
+            parts[f"tokenizer{suffix}"] = words_tokenizer(model_max_length=CLIP_TOKENS)
+        pipeline_class = getattr(diffusers, kind)
+        taken, _ = pipeline_class._get_signature_keys(pipeline_class)
+        pipeline = pipeline_class(**{name: part for name, part in parts.items() if name in taken}, **options)
+        folder = tmp_path / kind
+        pipeline.save_pretrained(folder)
+        (folder / "None.py").write_text("raise SystemExit('code of the folder was run')")  # earlier diffusers run it
+        return pipeline, folder
+
+    return write
+
+
+@every_kind
+def test_it_makes_what_the_pipeline_makes(kind: str, write: Write) -> None:
+    pipeline, folder = write(kind)
+    encoders, places, own_length = PIPELINES[kind]
+    prompts = dict.fromkeys(("prompt_2", "prompt_3")[: len(encoders) - 1])
+    for length in (None, 10) if own_length else (None,):
+        given = {**prompts, **({"max_sequence_length": length} if length else {})}
+        with torch.no_grad():
+            own = pipeline.encode_prompt(
+                CAPTIONS, device=CPU, num_images_per_prompt=1, do_classifier_free_guidance=True, **given
+            )
+        encoder = Pipeline(path=str(folder), length=length)
+        network = encoder.open(CPU)
+        found = network.encode(CAPTIONS)
+        assert found.keys() == places.keys()
+        for name, (prompted, unprompted) in places.items():
+            assert torch.equal(found[name][::2], own[prompted][::2])
+            assert torch.equal(found[name][1], own[unprompted][1])
+            assert found[name].dtype == (torch.bool if name == "_mask" else torch.float32)
+        tokens = [CLIP_TOKENS] * kind.startswith("Stable") + [length or own_length or 0] * (own_length is not None)
+        assert found[""].shape[1] == sum(tokens)
+        assert encoder.limit == min(tokens)
+        marked = 3 if places is MASKED else 5  # "</s>" is one token, and these take texts in lower case
+        assert network.lengths([*CAPTIONS, "</S>"]) == [6, 2, 27, marked]
+
+
+@pytest.mark.slow
+def test_no_prompt_of_xl_is_zeros_if_its_config_says_so(write: Write) -> None:
+    digests = set()
+    for force in (True, False):
+        _, folder = write("StableDiffusionXLPipeline", force_zeros_for_empty_prompt=force)
+        encoder = Pipeline(path=str(folder))
+        for rows in encoder.open(CPU).encode([""]).values():
+            assert bool(rows.any()) is not force
+        digests.add(encoder.digest())
+    assert len(digests) == 2
+
+
+def spoil(folder: Path, how: str) -> None:
+    encoder, index = folder / "text_encoder", folder / "model_index.json"
+    content = json.loads(index.read_text())
+    match how:
+        case "no folder":
+            folder.rename(folder.with_name("elsewhere"))
+        case "no index":
+            index.unlink()
+        case "no JSON":
+            index.write_text("[")
+        case "another class":
+            index.write_text(json.dumps({**content, "_class_name": "FluxPipeline"}))
+        case "code of its own":
+            index.write_text(json.dumps({**content, "_class_name": ["mine", "Mine"]}))
+        case "an encoder of its own":
+            index.write_text(json.dumps({**content, "text_encoder": ["mine", "Mine"]}))
+        case "pickled":
+            (encoder / "model.safetensors").rename(encoder / "pytorch_model.bin")
+        case "no tokenizer":
+            (folder / "tokenizer" / "tokenizer.json").unlink()
+        case "no length":
+            (folder / "tokenizer" / "tokenizer_config.json").write_text("{}")
+
+
+BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("no folder", {}, ("has no 'StableDiffusionPipeline'",)),
+    ("no index", {}, ("model_index.json", "diffusers")),
+    ("no JSON", {}, ("model_index.json", "JSON")),
+    ("another class", {}, ("FluxPipeline", "SanaPipeline")),
+    ("code of its own", {}, ("Mine", "SanaPipeline")),
+    ("an encoder of its own", {}, ("text_encoder", "Mine", "CLIPTextModel")),
+    ("pickled", {}, ("pytorch_model.bin", "safetensors")),
+    ("no tokenizer", {}, ("tokenizer",)),
+    ("no length", {}, ("model_max_length = None", "at most 12")),
+    ("", {"length": 10}, ("length", "StableDiffusionPipeline")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "options", "facts"), BAD)
+def test_what_is_no_pipeline_is_refused(
+    write: Write, how: str, options: dict[str, Any], facts: tuple[str, ...]
+) -> None:
+    _, folder = write(first)
+    spoil(folder, how)
+    with refused(UserError, "data.encode", *facts):
+        Pipeline(path=str(folder), **options).digest()
+
+
+@pytest.mark.slow
+def test_a_damaged_part_is_refused(write: Write) -> None:
+    _, folder = write(first)
+    (folder / "text_encoder" / "model.safetensors").write_bytes(b"damaged")
+    with refused(UserError, "data.encode", "text_encoder", "cannot be loaded"):
+        Pipeline(path=str(folder)).open(CPU)
+
+
+CONFIG = """
+[run]
+steps = 2
+batch_size = 6
+device = "cpu"
+plugins = ["checkpoint"]
+
+[data]
+source = "tests.plugins.test_text:drawings"
+cache_dir = "{folder}/cache"
+
+[data.encode.text]
+use = "pipeline"
+path = "{folder}/StableDiffusion3Pipeline"
+length = 10
+
+[model]
+use = "diffusers:SD3Transformer2DModel"
+patch_size = 2
+num_layers = 2
+num_attention_heads = 2
+attention_head_dim = 8
+joint_attention_dim = 112
+caption_projection_dim = 16
+pooled_projection_dim = 48
+
+[diffusion]
+conditions = {{ encoder_hidden_states = "text", pooled_projections = "text_pooled" }}
+
+[sampling]
+steps = 2
+guidance = {{ scale = 2.0 }}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of layers in diffusers
+def test_a_network_of_diffusers_is_trained_from_a_config(
+    write: Write, succeed: Callable[..., str], tmp_path: Path
+) -> None:
+    pipeline, _ = write("StableDiffusion3Pipeline")
+    path = tmp_path / "text.toml"
+    path.write_text(CONFIG.format(folder=tmp_path))
+    succeed("run", path, "--out", tmp_path / "run")
+    succeed("sample", tmp_path / "run", "--num", "2", "--out", tmp_path / "two.png", "--trust")
+    nothing = build_feed(load_config(path)).nothing
+    with torch.no_grad():
+        own = pipeline.encode_prompt([""], None, None, CPU, max_sequence_length=10)
+    for name, place in (("text", 1), ("text_pooled", 3)):
+        torch.testing.assert_close(nothing[name], own[place][0], atol=2e-3, rtol=2e-3)  # kept in float16
