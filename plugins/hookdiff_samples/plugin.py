@@ -122,7 +122,6 @@ class SampleGrid(Periodic):
     _labels: tuple[int, ...] = field(init=False, default=())  # of the images of a panel: numbers of classes or prompts
     _names: tuple[str, ...] = field(init=False, default=())  # of the classes, or the prompts
     _is_prompted: bool = field(init=False, default=False)
-    _is_told: bool = field(init=False, default=False)  # whether the prompts were logged
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -138,7 +137,7 @@ class SampleGrid(Periodic):
             raise UserError("plugins.samples.interpolation: the sampler of this run cannot start from given `noise`")
         prompts: tuple[str, ...]
         prompts = read_prompts(Path(self.prompts)) if isinstance(self.prompts, str) else self.prompts
-        self._labels, self._names, self._is_prompted, self._is_told = (), prompts, bool(prompts), False
+        self._labels, self._names, self._is_prompted = (), prompts, bool(prompts)
         if prompts:
             if self.classes:
                 raise UserError("plugins.samples: classes and prompts exclude each other")
@@ -221,8 +220,7 @@ class SampleGrid(Periodic):
         if between:
             pictures[f"{NAME}/interpolation"] = between
         loop.log.images(pictures)
-        if self._is_prompted and not self._is_told:
-            self._is_told = True
+        if self._is_prompted:
             loop.log.texts({f"{NAME}/prompts": "\n".join(self._names)})
         self._film(loop, recorded, self._info(loop, first, names[0], rows))
 
