@@ -171,9 +171,12 @@ def _width(text: str) -> int:
 
 
 def _write(picture: Image.Image, text: str, left: int, top: int, width: int) -> None:
-    """Write as much of `text` as fits into the middle of a line of this width."""
-    draw, font, whole = ImageDraw.Draw(picture), _font(), text
-    while text and draw.textlength(text, font) > width:
-        whole = whole[:-1]
-        text = f"{whole}..." if whole else ""
-    draw.text((left + width / 2, top + _LINE / 2), text, fill=0, font=font, anchor="mm")
+    """Write `text`, or as much of its begin and end as fits, into the middle of a line of this width."""
+    font = _font()
+    for kept in range(min(len(text), width), 0, -1):  # characters
+        half = kept // 2
+        fitting = text if kept == len(text) else f"{text[: kept - half]}...{text[len(text) - half :]}"
+        if font.getlength(fitting) <= width:
+            place = left + width / 2, top + _LINE / 2
+            ImageDraw.Draw(picture).text(place, fitting, fill=0, font=font, anchor="mm")
+            return

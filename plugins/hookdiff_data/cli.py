@@ -8,12 +8,14 @@ from typing import Any
 
 import click
 
-from hookdiff import listed
+from hookdiff import listed, shown
 from hookdiff.cli import check_output, config_argument, json_option, out_option, override_options, overwrite_option
 from hookdiff.terminal import byte_size, rate
 
 _LISTED = 10  # the most classes, sizes or files in a list
 _DRAWN = 64  # the most images in the picture
+_CAPTIONED = 160  # pixels of the width of an image with a caption below
+_SHOWN = 60  # characters of a caption in a list
 _SHARD_SIZE = 256.0  # MiB
 
 
@@ -49,8 +51,9 @@ def command(
 ) -> None:
     """Report on the data of CONFIG, and with --out, draw its first batch.
 
-    Every sample is read once. The report lists sizes, classes, broken files, duplicates and the loading speed. The
-    picture shows the first batch as the model sees it, augmentation included.
+    Every sample is read once. The report lists sizes, classes, broken files, duplicates and the loading speed, and of
+    captions how often they occur and how many tokens they have. The picture shows the first batch as the model sees it,
+    augmentation included, with the captions below.
 
     With --to-shards there is no report: the samples, as they are before any resizing, are written in their order into
     tar files in the folder DIR, or in the place of pictures what the encoders of CONFIG make of them. Captions are
@@ -64,6 +67,7 @@ def command(
     from hookdiff.disk import writing
     from hookdiff.experiment import build_feed, pick_device
     from hookdiff.log import save_grid
+    from hookdiff_data.captions import captions, captions_below
     from hookdiff_data.report import report
 
     if out is not None:
@@ -79,16 +83,25 @@ def command(
         return
     device = pick_device(checked.run.device)
     feed = build_feed(checked, encode=False).bind(checked.run.batch_size, checked.run.seed, device)
-    found = {"source": checked.data.use, **report(feed, seconds), "picture": None}
+    about = captions(feed)
+    found = {
+        "source": checked.data.use,
+        **report(feed, seconds),
+        **({"captions": about} if about else {}),
+        "picture": None,
+    }
     if out is not None:
         batch = next(feed.batches(0))[:_DRAWN]
         columns = math.ceil(math.sqrt(len(batch)))
         with writing(out):
-            save_grid(batch.inputs, out, columns)
+            below = captions_below(feed, batch)
+            scale = -(-_CAPTIONED // batch.inputs.shape[-1]) if below else None
+            save_grid(batch.inputs, out, columns, scale, below)
         labels = [] if batch.labels is None else batch.labels.tolist()
         names = [feed.classes[label] if feed.classes and label >= 0 else str(label) for label in labels]
         rows = [names[start : start + columns] for start in range(0, len(names), columns)]
         found["picture"] = {"path": str(out), "images": len(batch), "labels": rows}
+        found["picture"] |= {"captions": below} if below else {}
     click.echo(json.dumps(found) if as_json else "\n".join(f"{name:<12} {text}" for name, text in _rows(found)))
 
 
@@ -162,6 +175,7 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "balance", f"{least:,} to {most:,} samples a class{ratio}"
     else:
         yield "classes", "no labels"
+    yield from _captions(found.get("captions", {}))
     values, store = found["values"], found["store"]
     yield "inputs", f"{' x '.join(map(str, found['shape']))}, from {values['min']:.3g} to {values['max']:.3g}"
     yield "mean", ", ".join(f"{value:.4f}" for value in values["mean"])
@@ -185,3 +199,13 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if picture := found["picture"]:
         yield "picture", f"{picture['path']}: the first {picture['images']} images of epoch 0"
         yield from (("", " ".join(row)) for row in picture["labels"])
+
+
+def _captions(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, about in found.items():
+        yield "captions", f"{shown(name)}: {about['count']:,}, {about['unique']:,} different, {about['empty']:,} empty"
+        for text, count in about["frequent"]:
+            yield "", f"{count:,} x {shown(text if len(text) <= _SHOWN else f'{text[:_SHOWN]}...') or '(empty)'}"
+        for encoder, tokens in about["tokens"].items():
+            cut = f"{tokens['cut']:,} cut at {tokens['limit']:,}" if tokens["limit"] else "none is cut"
+            yield "tokens", f"{encoder}: {tokens['min']:,} to {tokens['max']:,}, median {tokens['median']:,}; {cut}"

@@ -36,6 +36,12 @@ def _check_folder(path: Path) -> None:
     show_default=True,
     help="The network: hookdiff's own, or one of diffusers, which `hookdiff export --to diffusers` can write.",
 )
+@click.option(
+    "--text-encoder",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Train on the captions, the .txt beside the images, by the text encoder of transformers in this folder.",
+)
 @click.option("--schema", is_flag=True, help="Also write the schema with which an editor completes the config.")
 @overwrite_option
 def command(
@@ -44,17 +50,20 @@ def command(
     minutes: float | None,
     image_size: int | None,
     model: str,
+    text_encoder: Path | None,
     schema: bool,
     overwrite: bool,
 ) -> None:
     """Write a config that trains on the images in DIR, or, without DIR, on handwritten digits.
 
-    The images are looked at: their sizes, colours and sub-folders, which are the classes. A few steps are tried on this
-    machine, to choose a size and a number of steps that take about --minutes. Every line of the config may be changed.
+    The images are looked at: their sizes, colours and sub-folders, which are the classes, and with --text-encoder their
+    captions instead. A few steps are tried on this machine, to choose a size and a number of steps that take about
+    --minutes. Every line of the config may be changed.
     """
     from importlib.util import find_spec
 
     from hookdiff.disk import new_file
+    from hookdiff_init.captions import with_captions
     from hookdiff_init.fit import check_side, fit
     from hookdiff_init.look import digits, look
     from hookdiff_init.write import text
@@ -66,7 +75,13 @@ def command(
         check_side(image_size)
     if model == "diffusers" and find_spec("diffusers") is None:
         raise UserError("--model diffusers needs a package: pip install 'hookdiff[diffusers]'")
+    if text_encoder:
+        _check_folder(text_encoder)
+        if model == "diffusers":
+            raise UserError("--text-encoder: the network of --model diffusers takes no text; leave out one of them")
     pictures = look(folder) if folder else digits()
+    if text_encoder:
+        pictures = with_captions(pictures, text_encoder)
     plan = fit(pictures, 60 * minutes if minutes else None, image_size, model == "diffusers")
     try:
         config = text(pictures, plan, out).encode()
@@ -80,3 +95,6 @@ def command(
     click.echo(f"  hookdiff run {out}\n  hookdiff sample runs/{out.stem}")
     if plan.diffusers:
         click.echo(f"  hookdiff export runs/{out.stem} {out.stem} --to diffusers")
+    if pictures.are_captioned and not pictures.texts:
+        use = f"`hookdiff init {folder} --text-encoder DIR` trains on them by a text encoder of transformers"
+        click.echo(f"{pictures.captioned:,} of the images have a .txt of captions, which is not used: {use}")

@@ -84,15 +84,17 @@ def _rounded(steps: float) -> int:
 
 
 def rehearse(pictures: Pictures, plan: Plan) -> float:
-    """Return the seconds of a step of `plan` on this machine, on black images."""
+    """Return the seconds of a step of `plan` on this machine, on black images that are called so."""
     images = torch.zeros(2 * plan.batch_size, pictures.channels, plan.side, plan.side, dtype=torch.uint8)
     labels = torch.arange(len(images)) % len(pictures.classes) if pictures.classes else None
+    texts = {"text": [["black"]] * len(images)} if pictures.texts else None
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trial.toml"
         path.write_text(text(pictures, plan, path), "utf-8", errors="replace")
         skipped = ("no:samples", "no:checkpoint", "no:progress", "no:lr")  # they take no part in a few steps
         config = load_config(path, skipped, [f"run.steps={_TRIED}"])
-        black = evolve(config.data.bare(), target=lambda: InMemory(images, labels))
+        encode = {kind: {k: v for k, v in keys.items() if k == "encode"} for kind, keys in config.data.shared.items()}
+        black = evolve(config.data.bare(), target=lambda: InMemory(images, labels, texts=texts), shared=encode)
         ticks = []
         with build_loop(evolve(config, data=black), Path(folder) / "run") as loop:
             for _ in loop.steps():

@@ -14,6 +14,15 @@ _SMALL = 0.1  # share of the images that may be smaller than the training images
 
 
 @define(frozen=True)
+class Texts:
+    """The captions to train on."""
+
+    encoder: str  # the folder
+    width: int  # features of a token
+    lacking: int  # images without a caption
+
+
+@define(frozen=True)
 class Pictures:
     """The images to train on."""
 
@@ -28,12 +37,20 @@ class Pictures:
     transparent: bool = False
     unreadable: int = 0
     others: int = 0  # files that are no images
+    captioned: int = 0  # that have a .txt beside them
+    texts: Texts | None = None
 
     @property
     def summary(self) -> str:
         """Number, colour and classes, in words."""
         classes = f" in {len(self.classes):,} classes" if self.classes else ""
-        return f"{self.num:,} {'grey' if self.channels == 1 else 'colour'} image{'s' * (self.num != 1)}{classes}"
+        kind, captions = "grey" if self.channels == 1 else "colour", " with captions" * bool(self.texts)
+        return f"{self.num:,} {kind} image{'s' * (self.num != 1)}{classes}{captions}"
+
+    @property
+    def are_captioned(self) -> bool:
+        """Whether at least half of the images have a .txt beside them."""
+        return 0 < self.num <= 2 * self.captioned
 
     @property
     def square(self) -> bool:
@@ -87,6 +104,7 @@ def look(path: Path) -> Pictures:
         transparent=any(kind.mode in ("LA", "PA", "RGBA") for kind in kinds),
         unreadable=len(source) - num,
         others=sum(count for count, _ in source.passed_over.values()),
+        captioned=sum(source.path_of(index).with_suffix(".txt").is_file() for index in range(len(source))),
     )
 
 

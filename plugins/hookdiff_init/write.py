@@ -67,30 +67,38 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
     yield "", ""
     yield from (_of_diffusers if plan.diffusers else _own)(pictures, plan.network)
     yield "", ""
+    if pictures.texts:
+        yield "[diffusion]", ""
+        yield 'conditions = ["text", "text_mask"]', "train on the captions: their tokens, and which of these count"
+        yield "", ""
     if pictures.classes:
         yield "[diffusion]", ""
         yield "conditional = true", f"train on the classes: {listed([*map(_plain, pictures.classes)], 5)}"
         yield "", ""
-    if pictures.classes or plan.diffusers:
+    given = "caption" if pictures.texts else "class" if pictures.classes else ""
+    if given or plan.diffusers:
         yield "[sampling]", ""
         if plan.diffusers:
             yield 'sampler = "euler"', "the sampler that diffusers has for a flow, too"
-        if pictures.classes:
-            yield "guidance = { scale = 2.0 }", "1 follows the class less, 4 more"
+        if given:
+            yield "guidance = { scale = 2.0 }", f"1 follows the {given} less, 4 more"
         yield "", ""
     yield "[plugins.samples]", ""
     yield f"every = {max(1, plan.steps // 5)}", f"steps; the grids are in runs/{name}/samples"
     yield f"num = {min(len(pictures.classes), _ROWS) * 4 or 16}", "in each panel; classes have rows of their own"
 
 
-def _own(_: Pictures, network: Network) -> Iterator[tuple[str, str]]:
+def _own(pictures: Pictures, network: Network) -> Iterator[tuple[str, str]]:
     yield "", "This network is hookdiff's own, and no class of diffusers: `hookdiff export` writes its weights to"
-    yield "", "safetensors. `hookdiff init --model diffusers` writes a config with a network that diffusers loads."
+    other = " `hookdiff init --model diffusers` writes a config with a network that diffusers loads."
+    yield "", "safetensors." + other * (not pictures.texts)
     yield "[model]", ""
     yield 'use = "unet"', ""
     yield f"channels = {network.channels}", "a wider network makes better images, and takes longer"
     yield f"channel_mults = {list(network.mults)}", "one number for each halving of the image"
     yield f"num_res_blocks = {network.blocks}", ""
+    if pictures.texts:
+        yield f"text_dim = {pictures.texts.width}", "features of a token that the text encoder makes"
 
 
 def _of_diffusers(pictures: Pictures, network: Network) -> Iterator[tuple[str, str]]:
@@ -138,6 +146,15 @@ def _data(pictures: Pictures, plan: Plan) -> Iterator[tuple[str, str]]:
     if pictures.unreadable:
         yield 'unreadable = "skip"', f"{pictures.unreadable} of the files cannot be read"
     yield "flip = false", "true also trains on mirror images"
+    if texts := pictures.texts:
+        yield 'captions = "txt"', "the lines of the .txt beside each image"
+        if texts.lacking:
+            yield 'missing = "empty"', f"{texts.lacking:,} of the images have no caption"
+        yield "", ""
+        yield "[data.encode.text]", ""
+        yield 'use = "text"', "a frozen text encoder of transformers"
+        yield tomli_w.dumps({"path": texts.encoder}).strip(), ""
+        yield "mask = true", "which tokens are of the caption"
 
 
 def _plain(name: object) -> str:

@@ -129,6 +129,20 @@ def test_a_caption_stands_below_each_image(tmp_path: Path) -> None:
         assert (below[:, left - PADDING : left] == 255).all()  # a long name stays in its column
 
 
+def test_a_long_caption_is_cut_in_the_middle(tmp_path: Path) -> None:
+    image = noise(1, 1, 64, 64)
+    captions = (
+        "first words, and the last",
+        "first words or the last",
+        "other words, and the last",
+        "first words, and no end",
+    )
+    one, middle, begin, end = (saved(image, tmp_path / "one.png", scale=1, captions=[text]) for text in captions)
+    assert torch.equal(one, middle)
+    assert not torch.equal(one, begin)
+    assert not torch.equal(one, end)
+
+
 def pixels(picture: Picture) -> Tensor:
     """Return the pixels of a picture as n rows of RGB."""
     return torch.from_numpy(numpy.array(picture.as_pillow().convert("RGB")))

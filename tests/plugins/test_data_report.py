@@ -7,8 +7,12 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from PIL import Image
 
+from hookdiff import load_config
+from hookdiff.experiment.build import build_feed
+from tests.authors.encoding.test_texts import CONFIG, Letters
 from tests.conftest import check_facts, pixels
 
 
@@ -147,3 +151,31 @@ def test_latents_have_no_mode(hookdiff: Any, write_config: Any, user_module: Any
     assert code == 0, err
     assert "sizes" not in table(out)
     check_facts(table(out)["inputs"][0], "5 x 4 x 4", 0)
+
+
+def test_captions_are_counted_measured_and_drawn(hookdiff: Any, tmp_path: Path) -> None:
+    path = tmp_path / "text.toml"
+    path.write_text(CONFIG.format(cache=tmp_path / "cache"))
+    code, out, err = hookdiff("data", path, "--seconds", "0", "--out", "first.png", "--json")
+    found = json.loads(out)
+    assert code == 0, err
+    assert not (tmp_path / "cache").exists()  # nothing is encoded
+    assert found["captions"] == {
+        "text": {
+            "count": 44,
+            "unique": 7,
+            "empty": 0,
+            "frequent": [["red", 14], ["green", 13], ["blue", 13], ["red, 0", 1], ["green, 10", 1]],
+            "tokens": {"text": {"min": 3, "median": 4, "max": 9, "limit": 8, "cut": 1}},
+        }
+    }
+    batch = next(build_feed(load_config(path)).bind(6).batches(0))
+    given = Letters().encode(found["picture"]["captions"])[""].half().float()
+    assert torch.equal(given, batch.conditions["text"])
+    with Image.open("first.png") as picture:
+        drawn = numpy.array(picture.convert("L"))
+    assert drawn.shape == (2 * (160 + 4 + 15) + 4, 3 * (160 + 4) + 4)
+    assert (drawn[4 + 160 : 4 + 160 + 15, 4 : 4 + 160] < 128).any()
+    _, out, _ = hookdiff("data", path, "--seconds", "0", "--set", 'data.prefix="a "')
+    assert table(out)["captions"][:2] == ["text: 44, 7 different, 0 empty", "14 x a red"]
+    assert table(out)["tokens"] == ["text: 5 to 11, median 6; 3 cut at 8"]

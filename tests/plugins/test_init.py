@@ -16,7 +16,7 @@ from hookdiff import load_config
 from hookdiff.experiment.build import build_feed
 from hookdiff.log.picture import read_info
 from hookdiff.log.placement import panel_layouts
-from tests.conftest import check_facts, pixels
+from tests.conftest import check_facts, check_refused, pixels
 
 Say = Callable[..., tuple[int, str, str]]
 
@@ -224,6 +224,41 @@ def test_a_folder_without_usable_images_is_refused(hookdiff: Say, images: Callab
     code, _, err = hookdiff("init", "mine")
     assert (code, Path("mine.toml").exists()) == (2, False)
     check_facts(err, *facts)
+
+
+def captions(num: int) -> None:
+    for k in range(num):
+        Path(f"mine/{k}.txt").write_text("a disc")
+
+
+def test_captions_are_seen(hookdiff: Say) -> None:
+    several(7, "{k}.png")
+    for num, is_seen in ((3, False), (4, True)):
+        captions(num)
+        code, out, err = hookdiff("init", "mine", "--minutes", "0.02", "--overwrite")
+        assert code == 0, err
+        assert ("--text-encoder DIR" in out) == is_seen
+        assert "captions" not in tomli.loads(Path("mine.toml").read_text())["data"]
+
+
+@pytest.mark.parametrize(
+    ("num", "words", "facts"),
+    [
+        (3, ["mine", "--text-encoder", "."], ("3 of 7", ".txt", "half")),
+        (7, ["mine", "--text-encoder", "."], ("--text-encoder", "hidden_size", "config.json")),
+        (7, ["mine", "--text-encoder", "min"], ("'mine'",)),
+        (7, ["mine", "--text-encoder", ".", "--model", "diffusers"], ("--text-encoder", "--model diffusers")),
+        (7, ["--text-encoder", "."], ("digits", "captions")),
+    ],
+)
+def test_captions_that_cannot_be_trained_on_are_refused(
+    hookdiff: Say, num: int, words: list[str], facts: tuple[str, ...]
+) -> None:
+    pytest.importorskip("transformers")
+    several(7, "{k}.png")
+    captions(num)
+    check_refused(hookdiff("init", *words), *facts)
+    assert not Path("mine.toml").exists()
 
 
 @pytest.mark.slow

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 import torch
+from PIL import Image
 
 from hookdiff import InMemory, UserError
 from hookdiff_text import Text
@@ -198,3 +200,40 @@ def test_a_dit_is_trained_on_captions_from_a_config(
     succeed("run", path, "--out", tmp_path / "run")
     succeed("sample", tmp_path / "run", "--num", "2", "--out", tmp_path / "two.png", "--trust")
     check_refused(hookdiff("run", path, "--set", "model.text_dim=32", "--out", tmp_path / "other"), "model", 64, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["CLIPTextModel", "T5EncoderModel"])
+def test_three_commands_go_from_a_folder_with_captions_to_samples(
+    kind: str,
+    write: Callable[[str], Path],
+    succeed: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for k in range(24):
+        path = Path("mine") / "ab"[k % 2] / f"{k}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (12, 12), ("red", "blue")[k % 2]).save(path)
+        if k:
+            path.with_suffix(".txt").write_text(("a red disc", "a blue ring\na ring")[k % 2])
+    encoder = write(kind).name
+    out = succeed("init", "mine", "--text-encoder", encoder, "--minutes", "0.02")
+    assert "24 colour images with captions" in out
+    table = tomli.loads(Path("mine.toml").read_text())
+    assert table["data"] == {
+        "source": "folder",
+        "path": "mine",
+        "labels": "none",
+        "flip": False,
+        "captions": "txt",
+        "missing": "empty",
+        "encode": {"text": {"use": "text", "path": encoder, "mask": True}},
+    }
+    assert table["diffusion"] == {"conditions": ["text", "text_mask"]}
+    assert (table["model"]["use"], table["model"]["text_dim"]) == ("unet", 64)
+    succeed("run", "mine.toml", "--set", "run.steps=4", "--set", "sampling.steps=2")
+    succeed("sample", "runs/mine", "--num", "4", "--steps", "2")
+    assert Path("runs/mine/samples/seed-0.png").is_file()

@@ -1,0 +1,61 @@
+"""The facts about the captions of a data set: how often each occurs, and how many tokens encoders make of them."""
+
+from collections import Counter
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from hookdiff import Batch, Feed
+from hookdiff.authors import TextEncoder
+from hookdiff.log import as_pictures
+from hookdiff.terminal import paced
+
+_AT_ONCE = 1024  # texts
+_FREQUENT = 5  # captions that are listed
+
+
+def captions(feed: Feed) -> dict[str, Any]:
+    """Return facts about the captions that encoders take, by their name in the source, which JSON can hold.
+
+    Each encoder is opened on the CPU. Raises UserError for one that cannot be.
+    """
+    found = {}
+    for name, own in _captions(feed).items():
+        counts = Counter(own.every())
+        takers = {key: encoder for key, encoder in feed.reader.encoders.items() if encoder.texts == name}
+        found[name] = {
+            "count": counts.total(),
+            "unique": len(counts),
+            "empty": counts[""],
+            "frequent": [[text, count] for text, count in counts.most_common(_FREQUENT)],
+            "tokens": {key: _tokens(key, encoder, counts) for key, encoder in takers.items()},
+        }
+    return found
+
+
+def captions_below(feed: Feed, batch: Batch) -> list[str]:
+    """Return what to write below the pictures of a `batch` of epoch 0: the captions that are drawn for them."""
+    if not (named := _captions(feed)):
+        return []
+    assert batch.indices is not None
+    texts = zip(*(own.drawn(batch.indices, feed.seed, 0) for own in named.values()), strict=True)
+    times = len(as_pictures(batch.inputs)) // len(batch)  # the channels of latents are shown one by one
+    return [" ".join(" | ".join(own).split()) for own in texts for _ in range(times)]
+
+
+def _captions(feed: Feed) -> Any:
+    return getattr(feed.reader, "captions", {})
+
+
+def _tokens(name: str, encoder: TextEncoder, counts: Counter[str]) -> dict[str, Any]:
+    """Return the lengths of texts in tokens, each as often as it occurs, and how many are cut."""
+    network, lengths, texts = encoder.open(torch.device("cpu")), Counter[int](), list(counts)
+    parts = (texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE))
+    with closing(paced(parts, len(texts), f"data: data.encode.{name}", "captions")) as paced_parts:
+        for part in paced_parts:
+            for text, length in zip(part, network.lengths(part), strict=True):
+                lengths[length] += counts[text]
+    limit, every = encoder.limit, sorted(lengths.elements())
+    cut = sum(count for length, count in lengths.items() if limit is not None and length > limit)
+    return {"min": every[0], "median": every[len(every) // 2], "max": every[-1], "limit": limit, "cut": cut}

@@ -1,0 +1,47 @@
+"""Looks at captions beside images, and at the text encoder that is to read them."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from hookdiff import UserError
+from hookdiff.disk import read_file
+from hookdiff.images import Folder
+from hookdiff_init.look import Pictures, Texts
+
+_WIDTHS = ("hidden_size", "d_model", "dim")  # what config.json calls the features of a token, by kind of model
+
+
+def with_captions(pictures: Pictures, encoder: Path) -> Pictures:
+    """Return `pictures` with the captions beside them, which take the place of classes.
+
+    Raises UserError if most images have none, or some cannot be read, and for what is no text encoder.
+    """
+    if pictures.path is None:
+        raise UserError("--text-encoder: the digits have no captions; name a folder of images")
+    if not pictures.are_captioned:
+        most = f"{pictures.captioned:,} of {pictures.num:,} images in {pictures.path} have a .txt of their name"
+        raise UserError(f"--text-encoder: {most}, expected half of them at least")
+    if find_spec("transformers") is None:
+        raise UserError("--text-encoder needs a package: pip install 'hookdiff[text]'")
+    width = _width(encoder)
+    found = Folder(pictures.path, "none", "txt").texts
+    assert found is not None
+    texts = Texts(str(encoder), width, sum(not captions for captions in found["text"]))
+    return evolve(pictures, texts=texts, classes=(), flat=pictures.flat or bool(pictures.classes))
+
+
+def _width(encoder: Path) -> int:
+    """Return the features of a token that the text encoder in a folder makes."""
+    file = encoder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(read_file(file))
+        config = {**config, **config.get("text_config", {})}
+        (width, *_) = [config[key] for key in _WIDTHS if isinstance(config.get(key), int)]
+    except (OSError, ValueError, TypeError, AttributeError):
+        expected = f"expected a text encoder of transformers, with {' or '.join(_WIDTHS)} in {file.name}"
+        raise UserError(f"--text-encoder {encoder}: {expected}") from None
+    return int(width)
