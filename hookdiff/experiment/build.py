@@ -169,6 +169,12 @@ def build_feed(config: Config, decode: bool = True, encode: bool | Literal["pict
         transforms, encoding = config.data.of(Transforms), config.data.of(Encoding)
         pictures, texts, is_encoded = encoding.of_pictures, encoding.of_texts, encoding.encoded
         as_they_are = Transforms() if is_encoded and INPUTS in pictures else transforms
+        for name, other in (encoding.encode or {}).items():
+            if name not in {**pictures, **texts}:
+                kind = type(other).__name__
+                raise UserError(
+                    f"encode.{name}: {kind} must derive from PictureEncoder or TextEncoder, not from Encoder"
+                )
         if is_encoded and not pictures:
             raise UserError("encoded: there is no [data.encode.NAME] that has made the samples")
         source = InMemory(source) if isinstance(source, Tensor) else source

@@ -32,6 +32,7 @@ def test_a_config_with_a_dit_is_printed_with_every_default(check):
         "patch_size": 2,
         "hidden_size": 1152,
         "depth": 28,
+        "text_dim": 0,
         "num_heads": 16,
         "mlp_ratio": 4.0,
         "num_classes": 10,

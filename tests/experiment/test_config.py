@@ -10,6 +10,7 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from hookdiff import Config, ConfigError, Every, Feed, UserError, experiment, load_config
+from hookdiff.authors.encoding.captions import CaptionKeys
 from hookdiff.authors.encoding.encoder import Encoding
 from hookdiff.experiment.config import SOURCES
 from hookdiff.experiment.toml_file import read_toml
@@ -318,6 +319,7 @@ def test_set_reaches_every_table(path):
         ItemKeys: {},
         Feed: {},
         Encoding: {},
+        CaptionKeys: {},
     }
     assert load_config(path, settings=["optimizer.use=sgd"]).optimizer.target.__name__ == "SGD"
     assert load_config(path, settings=["run.steps=none", "run.epochs=2"]).run.epochs == 2

@@ -15,7 +15,7 @@ from attrs import evolve
 from PIL import Image
 
 from hookdiff import SampleRequest, UserError, load_config, load_run
-from hookdiff.authors import Encoder
+from hookdiff.authors import PictureEncoder
 from hookdiff.experiment.build import build_feed
 from hookdiff.log.pixels import to_uint8
 from hookdiff_features import spaces
@@ -252,7 +252,7 @@ NO_CONVOLUTIONS = {"use_quant_conv": False, "use_post_quant_conv": False, "scali
 MOMENTS = {"latents_mean": [0.1, 0.2, 0.3, 0.4], "latents_std": [0.2, 0.3, 0.4, 0.5]}
 
 
-class OfMine(Encoder):
+class OfMine(PictureEncoder):
     """Fields of 2 x 2 pixels; it cannot be exported."""
 
     def digest(self) -> str:

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from hookdiff import ConfigError, InMemory, load_config, load_run
-from hookdiff.authors import EncodedTexts, TextEncoder, on_ranks
+from hookdiff.authors import EncodedTexts, Encoder, TextEncoder, on_ranks
 from hookdiff.experiment.build import build_feed, build_loop
 from hookdiff.log import read_info
 from tests.conftest import check_facts, check_refused, output, records, refused, warnings
@@ -401,3 +401,16 @@ def test_prompts_for_a_network_without_captions_are_refused(
     prompts = 'plugins.samples.prompts=["red"]'
     done = hookdiff("run", path, "--plugins", "samples", "--set", prompts, "--out", tmp_path / "other")
     check_refused(done, "plugins.samples.prompts", "without captions")
+
+
+@define(frozen=True)
+class Neither(Encoder):
+    """An encoder of no kind."""
+
+    def digest(self) -> str:
+        return "neither"
+
+
+def test_an_encoder_of_no_kind_is_refused(path: Path) -> None:
+    with refused(ConfigError, "encode.text", "Neither", "PictureEncoder", "TextEncoder"):
+        build_feed(load_config(edited(path, ":Bytes", ":Neither")))
