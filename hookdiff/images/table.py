@@ -48,6 +48,11 @@ class Column:
     shape: tuple[int, ...]
     checksums: list[int] = field(factory=list)  # CRC-32 of each chunk; a SHA-256 would take ten times longer
 
+    @classmethod
+    def of(cls, rows: Tensor, num: int) -> Column:
+        """Return the column of `num` rows such as `rows`."""
+        return cls(str(rows.dtype).removeprefix("torch."), (num, *rows.shape[1:]))
+
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * numpy.dtype(self.dtype).itemsize

@@ -102,7 +102,7 @@ class Autoencoder(PictureEncoder):
                 str(self.folder), local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False
             )
         except Exception as error:  # of any type, for a file that does not fit
-            raise UserError(f"data.encode: {self.path} cannot be loaded: {str(error).splitlines()[0]}") from None
+            raise UserError(f"data.encode: {self.path} cannot be loaded: {str(error).splitlines()[0]}") from error
 
     def moments(self) -> tuple[Sequence[float], Sequence[float]] | None:
         if self.scale == "measured":

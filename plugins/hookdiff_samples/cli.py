@@ -110,7 +110,7 @@ def command(
     from hookdiff.terminal import paced
     from hookdiff_samples.between import between, between_classes, between_noises, between_prompts
     from hookdiff_samples.pictures import Output, class_name, free_name, picture_files, read_mask, read_pictures
-    from hookdiff_samples.prompts import cut, read_prompts
+    from hookdiff_samples.prompts import read_prompts
 
     if mask is not None and not images:
         raise UserError("--mask needs --images, the pictures to paint in")
@@ -174,7 +174,7 @@ def command(
             for part in parts:
                 output.add(to_uint8(part), info, classes[done : done + len(part)])
                 done += len(part)
-        named = [class_name(label, opened.classes) for label in ends] or [cut(text) for text in opposite]
+        named = [class_name(label, opened.classes) for label in ends] or opposite
         paths = output.finish(numbers, opened.classes, columns, info, named)
         origin = opened.origin(name)
     images_of = "1 image" if num == 1 else f"{num:,} images"

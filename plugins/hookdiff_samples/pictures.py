@@ -32,7 +32,6 @@ from hookdiff.images import (
     with_images,
 )
 from hookdiff.log import Panel, Picture, as_pictures, as_pillow, grid
-from hookdiff_samples.prompts import cut
 
 logger = logging.getLogger("hookdiff")
 
@@ -212,14 +211,14 @@ class Output:
         if self.texts:
             different = list(dict.fromkeys(self.texts))
             numbers = [different.index(text) for text in self.texts]
-            return by_class(pixels, numbers, [cut(text) for text in different], columns)
+            return by_class(pixels, numbers, different, columns)
         return by_class(pixels, labels, names, columns) if labels else Panel(pixels, columns)
 
     def _strips(self, pixels: Tensor, labels: Sequence[int] | None, names: Sequence[str], ends: Sequence[str]) -> Panel:
         """Return a panel with a strip in each row."""
         columns = [ends[0], *[""] * (self.between - 2), ends[1]] if ends else []
         rows = [class_name(label, names) for label in labels[:: self.between]] if labels and not ends else []
-        rows = [cut(text) for text in self.texts[:: self.between]] or rows
+        rows = list(self.texts[:: self.between]) or rows
         return Panel(as_pictures(pixels), self.between, column_names=columns, row_names=rows)
 
 

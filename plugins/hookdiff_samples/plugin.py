@@ -21,7 +21,7 @@ from hookdiff.run_dir import picture_files
 from hookdiff_samples.between import noise_between
 from hookdiff_samples.chain import Recorded
 from hookdiff_samples.film import filmstrip, growing_up
-from hookdiff_samples.prompts import cut, read_prompts
+from hookdiff_samples.prompts import read_prompts
 
 logger = logging.getLogger("hookdiff")
 
@@ -272,8 +272,7 @@ class SampleGrid(Periodic):
     def _panel(self, images: Tensor, title: str) -> Panel:
         if not self._labels:
             return Panel(images, self.columns, title)
-        names = [cut(name) for name in self._names] if self._is_prompted else self._names
-        return evolve(by_class(images, self._labels, names, self.columns), title=title)
+        return evolve(by_class(images, self._labels, self._names, self.columns), title=title)
 
     def _between(self, loop: Loop, sampler: Any, weights: str) -> Picture:
         """Return a row of images between each of some pairs of noises."""

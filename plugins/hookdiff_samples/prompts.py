@@ -1,11 +1,10 @@
-"""Prompts: read from a file, and cut to fit beside a picture."""
+"""Prompts that are read from a file."""
 
 from pathlib import Path
 
 from hookdiff import UserError, why_missing
 from hookdiff.disk import read_file
 
-_SHOWN = 40  # characters beside a row
 _LARGEST = 1 << 20  # bytes of a file
 
 
@@ -29,9 +28,3 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     if not prompts:
         raise UserError(f"{path}: has no prompt, expected one in each line")
     return prompts
-
-
-def cut(text: str) -> str:
-    """Return a prompt that fits beside a row: a long one is cut in the middle."""
-    half = (_SHOWN - 1) // 2
-    return text if len(text) <= _SHOWN else f"{text[:half]}\u2026{text[-half:]}"

@@ -87,7 +87,7 @@ def _loaded(folder: Path, kind: str, **options: Any) -> Any:
         with _without_bars(transformers.utils.logging):
             return getattr(transformers, kind).from_pretrained(str(folder), local_files_only=True, **options)
     except Exception as error:  # of any type, for a file that does not fit
-        raise UserError(f"data.encode: {folder} cannot be loaded: {reason_of(error)}") from None
+        raise UserError(f"data.encode: {folder} cannot be loaded: {reason_of(error)}") from error
 
 
 @contextmanager

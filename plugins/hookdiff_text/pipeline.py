@@ -173,7 +173,7 @@ class Pipeline(TextEncoder):
             others = {key: flags.get(key) for key, one in taken.items() if key in flags or one.default is one.empty}
             pipeline = kind(**{**others, **made})
         except Exception as error:  # of any type
-            raise UserError(f"data.encode: {self.path} cannot be loaded: {reason_of(error)}") from None
+            raise UserError(f"data.encode: {self.path} cannot be loaded: {reason_of(error)}") from error
         given: dict[str, Any] = {f"prompt_{number}": None for number in range(2, len(parts) + 1)}
         if side.length:
             given["max_sequence_length"] = self.length or side.length

@@ -127,7 +127,7 @@ class Encode:
         pictures = self.open_pictures()
         first = pictures.reader.first
         made = self.sides_of(first) | _beside(pictures, first)
-        sizes = {name: Column(_dtype(one), (self.num, *one.shape[1:])) for name, one in made.items()}
+        sizes = {name: Column.of(one, self.num) for name, one in made.items()}
         check_room(path, sizes)
         return sizes
 
@@ -270,7 +270,3 @@ def decoded_shape(encoder: PictureEncoder, shape: tuple[int, ...], device: torch
     except RuntimeError as error:  # of a layer
         reason = str(error).partition("\n")[0]
         raise UserError(f"encode.{INPUTS}: it cannot decode latents of {size_text(shape)}: {reason}") from None
-
-
-def _dtype(values: Tensor) -> str:
-    return str(values.dtype).removeprefix("torch.")

@@ -133,7 +133,7 @@ class TextRows:
 
         def sizes() -> dict[str, Column]:
             first = self._halves(texts[:1])
-            columns = {name: Column(_dtype(rows), (len(texts), *rows.shape[1:])) for name, rows in first.items()}
+            columns = {name: Column.of(rows, len(texts)) for name, rows in first.items()}
             size = byte_size(sum(column.num_bytes for column in columns.values()))
             logger.info("data: encoding %s texts by %s into %s: %s", f"{len(texts):,}", self.where, path, size)
             check_room(path, columns)
@@ -254,7 +254,3 @@ def _read(path: Path, num: int) -> tuple[list[str], dict[str, Tensor]]:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-
-
-def _dtype(values: Tensor) -> str:
-    return str(values.dtype).removeprefix("torch.")
