@@ -18,8 +18,9 @@ class Images(Protocol):
 
     Optional attributes: `shape` (c, h, w), if all samples have the same, so that their headers are not read;
     `known_kinds()`, the `Kind`s of pictures with a known header, and the positions of all others, of which the headers
-    are read; `fingerprint()`, a string that changes with the data, for the store "disk"; `one_at_a_time`, True if one
-    process alone must read all pictures before training; `problems`, a list of what is wrong with the labels, say: all
+    are read; `known_sizes()`, height and width of each picture with a known header (n 2, int64), zeros of the others;
+    `fingerprint()`, a string that changes with the data, for the store "disk"; `one_at_a_time`, True if one process
+    alone must read all pictures before training; `problems`, a list of what is wrong with the labels, say: all
     of it is reported together with what is wrong with the pictures, and no run starts; `passed_over`, what lies among
     the pictures and is none: by kind, the number and the name of the first one, which is logged; `texts`, the captions:
     by name, for each sample a sequence of one or more in order, empty for a sample without any; None if there are none.

@@ -69,14 +69,10 @@ def read_item(
 
     Raises UserError for an item that cannot be used.
     """
-    seed_all(seed, epoch, index)
-    image, label, others = parts_of(source[index], index, keys)
-    if not isinstance(image, Tensor) and not hasattr(image, "convert"):  # as an image of Pillow has
-        kind = type(image).__name__
-        raise UserError(f"sample {index} of the data is a {kind}, expected a tensor c h w or a Pillow image")
+    image, label, others = picture_in(source, keys, seed, epoch, index)
     place, conditions = f"sample {index} of the data", {}
     try:
-        sides = _sides(image) if others else ()  # before `fit`, which may reduce or turn an image of Pillow
+        sides = sides_of(image) if others else ()  # before `fit`, which may reduce or turn an image of Pillow
         pixels = transforms.fit(image)
         for name, value in others.items():
             place = f"sample {index} of the data: {name!r}"
@@ -84,6 +80,21 @@ def read_item(
     except (OSError, ValueError) as error:
         raise UserError(f"{place}: {reason(error)}") from error
     return pixels, label, index, conditions
+
+
+def picture_in(
+    source: Source, keys: ItemKeys, seed: int, epoch: int, index: int
+) -> tuple[Any, int | None, dict[str, Any]]:
+    """Return the picture, the label and all else, by name, in an item of a map-style data set, seeded as `read_item`.
+
+    Raises UserError for an item without a picture.
+    """
+    seed_all(seed, epoch, index)
+    image, label, others = parts_of(source[index], index, keys)
+    if not isinstance(image, Tensor) and not hasattr(image, "convert"):  # as an image of Pillow has
+        kind = type(image).__name__
+        raise UserError(f"sample {index} of the data is a {kind}, expected a tensor c h w or a Pillow image")
+    return image, label, others
 
 
 def seed_all(seed: int, epoch: int, index: int) -> None:
@@ -129,9 +140,9 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, (int, numpy.integer))
 
 
-def _sides(image: Any) -> tuple[int, ...]:
-    """Return height and width of a picture."""
-    return tuple(image.shape[-2:]) if isinstance(image, Tensor) else upright_size(image)[::-1]
+def sides_of(image: Any) -> tuple[int, ...]:
+    """Return height and width of a picture, of pixels ... h w or of Pillow; of that only the header is read."""
+    return tuple(image.shape[-2:]) if hasattr(image, "shape") else upright_size(image)[::-1]
 
 
 def _condition(value: Any, picture: Sequence[int], transforms: Transforms) -> Tensor:
@@ -140,8 +151,8 @@ def _condition(value: Any, picture: Sequence[int], transforms: Transforms) -> Te
     Raises ValueError for an image that does not fit, and for a value of another type.
     """
     if hasattr(value, "convert"):
-        if not is_paired(_sides(value), picture):
-            got, expected = size_text(_sides(value)), size_text(picture[1:])
+        if not is_paired(sides_of(value), picture):
+            got, expected = size_text(sides_of(value)), size_text(picture[1:])
             raise ValueError(f"an image of {got}, expected {expected}, as the picture")
         return evolve(transforms, channels=None).fit(value)
     try:

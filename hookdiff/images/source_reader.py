@@ -24,6 +24,7 @@ from hookdiff.images.augment import augment, center_crop
 from hookdiff.images.items import ItemKeys, read_item
 from hookdiff.images.loader import Loader, Workers, read_batch, read_image
 from hookdiff.images.mistakes import without_loader
+from hookdiff.images.sizes import sizes_of
 from hookdiff.images.store import Prepared, Store, prepare
 from hookdiff.images.transforms import Transforms, size_text
 from hookdiff.machine.randomness import default_generators_kept
@@ -204,6 +205,10 @@ class SourceReader:
         options = self.transforms
         first_stage = (options.image_size, options.side, options.upscale, options.channels, options.background)
         return repr((type(self.source).__qualname__, own, *first_stage))
+
+    def sizes(self) -> Tensor:
+        """Return height and width of the pictures, before they are resized; see `sizes_of`."""
+        return sizes_of(self.source, self.prepared.survey, self.keys)
 
     def close(self) -> None:
         while self._idle:

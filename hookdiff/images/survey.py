@@ -6,7 +6,10 @@ from collections.abc import Collection, Iterable, Sequence
 from textwrap import indent
 from typing import Any
 
-from attrs import Factory, define
+import numpy
+import torch
+from attrs import Factory, define, field
+from torch import Tensor
 
 from hookdiff.data.source import Images, sample_name
 from hookdiff.errors import UserError
@@ -48,6 +51,8 @@ class Survey:
     kinds: list[Kind] = Factory(list)
     unreadable: dict[int, str] = Factory(dict)  # by sample, the reason why the header cannot be read
     undecodable: dict[int, str] = Factory(dict)  # by sample, the reason why the pixels cannot be decoded
+    # Height and width of each picture whose header was read: n 2, int64, zeros of others; None if none was.
+    sizes: Tensor | None = field(default=None, eq=False)
 
 
 def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
@@ -64,7 +69,7 @@ def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
     if len(unknown) > _MANY:
         logger.info("data: reading the headers of %s images", f"{len(unknown):,}")
     found = {(kind.mode, kind.width, kind.height): kind for kind in known}
-    unreadable = {}
+    unreadable, sizes = {}, numpy.zeros((len(source), 2), numpy.int64)
     for index, kind in with_images(source, unknown, _kind_of, "data: headers"):
         if isinstance(kind, Unreadable):
             unreadable[index] = str(kind)
@@ -72,6 +77,7 @@ def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
         kind = found.setdefault((kind.mode, kind.width, kind.height), kind)
         kind.count += 1
         kind.example = kind.example or sample_name(source, index)
+        sizes[index] = kind.height, kind.width
     kinds = list(found.values())
     problems = [*problems_of(source), *_misfits(kinds, transforms)]
     if (problems or (unreadable and not skip)) and len(source) <= _MANY:  # then their pixels are quickly tried too
@@ -79,7 +85,7 @@ def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
         broken = {i: str(error) for i, error in with_images(source, readable, _read_pixels) if error is not None}
         unreadable = dict(sorted((unreadable | broken).items()))
     refuse([*unreadable_problems(unreadable.values(), len(source), skip), *problems])
-    return Survey(first_stage_shape(kinds, transforms), kinds, unreadable)
+    return Survey(first_stage_shape(kinds, transforms), kinds, unreadable, sizes=torch.from_numpy(sizes))
 
 
 def kind_of_shape(shape: Sequence[int], count: int = 0, example: str = "") -> Kind:

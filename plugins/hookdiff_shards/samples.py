@@ -11,6 +11,7 @@ from typing import Any
 from zlib import crc32
 
 import numpy
+import torch
 from torch import Tensor
 
 from hookdiff import StorageError, nearest, shown
@@ -183,6 +184,11 @@ class Samples:
         if crc32(content[:BLOCK]) != column.head[index]:
             raise StorageError(f"{shown(self.name(index))} is no longer where it was: its shard has changed")
         return content[BLOCK:]
+
+    def known_sizes(self) -> Tensor:
+        """Return height and width of the pictures whose headers are in the indices: n 2, int64, zeros of all others."""
+        sides, known = numpy.stack([self.pictures.height, self.pictures.width], 1), self.pictures.mode > 0
+        return torch.from_numpy(numpy.where(known[:, None], sides, 0))
 
     def fingerprint(self) -> str:
         found = hashlib.sha256(repr(self.image).encode())

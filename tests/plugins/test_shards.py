@@ -383,6 +383,15 @@ def test_labels_that_are_none_are_refused(made: Path, texts: list[bytes], option
 # Conditions
 
 
+@pytest.mark.parametrize("conditions", [None, {"age": "txt"}])
+def test_the_sizes_of_pictures_are_in_the_index(made: Path, conditions: Any) -> None:
+    numbers = [sample(1, txt=b"1"), {"0002.png": encoded(2, side=14), "0002.txt": b"2"}]
+    path = write(made / "one.tar", {**numbers[0], **numbers[1]})
+    reader = feed_of(shards("one.tar", conditions=conditions), Transforms(image_size=8), Store(store="none")).reader
+    path.unlink()
+    assert as_list(reader.sizes()) == [[10, 10], [14, 14]]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_conditions_are_read_with_the_picture(made: Path, workers: int) -> None:
     def one(number: int) -> Members:

@@ -24,6 +24,7 @@ from hookdiff.data.source import sample_name
 from hookdiff.errors import UserError
 from hookdiff.images.augment import FLIP
 from hookdiff.images.cache import key_of, place_of
+from hookdiff.images.sizes import common_size
 from hookdiff.images.store import Store
 from hookdiff.images.survey import Survey, left_out_text
 from hookdiff.images.transforms import Transforms, size_text
@@ -65,6 +66,7 @@ class EncodedReader:
     codec: PictureCodec | None = field(init=False, default=None)
     seed: int = field(init=False, default=0)
     _samples: Feed | None = field(init=False, default=None)
+    _survey: Survey = field(init=False)
     _picture_shape: tuple[int, ...] = field(init=False)
     _rows: dict[str, EncodedRows] = field(init=False, factory=dict)  # what each encoder has made of all samples
     _makers: dict[str, Encode | GivenSides] = field(init=False, factory=dict)  # of those that are not kept in rows
@@ -75,7 +77,7 @@ class EncodedReader:
         if any(self.transforms.color_jitter):
             raise UserError("color_jitter: random colours cannot be encoded once; leave it out")
         self.labels, self.classes = labels_of(self.source, len(self.source))
-        survey = self._take() if self.is_encoded else self._encode()
+        self._survey = survey = self._take() if self.is_encoded else self._encode()
         if self._rows and self.labels is None:
             self.labels = next(iter(self._rows.values())).labels
         self.unreadable = {*survey.unreadable, *survey.undecodable}
@@ -212,6 +214,16 @@ class EncodedReader:
     def fingerprint(self) -> str | None:
         keys = [self._key(encoder) for encoder in self.encoders.values()]
         return None if None in keys else repr(keys)
+
+    def sizes(self) -> Tensor | None:
+        """Return height and width of the pictures, before they are resized; None if only what was made of them is here.
+
+        See `hookdiff.images.sizes.sizes_of`.
+        """
+        if self.is_encoded and INPUTS in self.encoders:
+            return None
+        common = None if self.is_encoded else common_size(self._survey, len(self))
+        return self.open_pictures().reader.sizes() if common is None else common
 
     def close(self) -> None:
         if self._samples is not None:
