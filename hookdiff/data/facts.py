@@ -60,7 +60,8 @@ class Facts:
         """Return the facts about a `Feed`; if the samples have conditions, the first samples are loaded."""
         texts: Any = getattr(feed.reader, "texts", None)
         kept: dict[str, Any] = {}
-        if columns := {name: one for name, one in feed.reader.first.conditions.items() if name not in feed.nothing}:
+        first, nothing = feed.reader.first.conditions, feed.nothing
+        if columns := {name: one for name, one in first.items() if nothing.get(name) is None}:
             size = sum(column[:1].nbytes for column in columns.values())
             count = max(1, min(MOST, LIMIT // max(1, size)))
         if columns or texts:

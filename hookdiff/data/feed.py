@@ -199,8 +199,8 @@ class Feed:
         return Facts.about(self)
 
     @property
-    def nothing(self) -> Mapping[str, Tensor]:
-        """What stands for no condition, by name and for one sample, such as an empty text; else zeros do."""
+    def nothing(self) -> Mapping[str, Tensor | None]:
+        """What stands for no condition, by name, of one sample; None: the condition stays. Of other names, zeros do."""
         return getattr(self.reader, "nothing", {})
 
     def examples(self, choose: Callable[[int], Sequence[int]]) -> Batch:

@@ -29,7 +29,7 @@ class _Absent:
 
     def __init__(self, facts: Facts, names: Mapping[int, str], codec: Codec | None, texts: Any) -> None:
         self.facts, self.names, self.codec, self.texts = facts, names, codec, texts
-        self.nothing: Mapping[str, Tensor] = texts.nothing if texts else {}
+        self.nothing: Mapping[str, Tensor | None] = texts.nothing if texts else {}
         self.shape, self.classes, self.are_pictures = facts.shape, facts.classes, facts.are_pictures
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class _Absent:
         labels = None if known.num_classes is None else torch.zeros(1, dtype=torch.int64)
         labels = labels if known.labels is None else known.labels[:1]
         conditions = {name: column[:1] for name, column in known.conditions.items()}
-        conditions |= {name: value[None] for name, value in self.nothing.items()}
+        conditions |= {name: value[None] for name, value in self.nothing.items() if value is not None}
         return Batch(torch.zeros(1, *known.shape), labels, conditions=conditions)
 
     def bound(self, *_: Any) -> _Absent:

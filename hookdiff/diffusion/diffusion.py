@@ -139,7 +139,7 @@ class Diffusion:
         metadata=about("standard deviation of the images, as `data_mean`; sampling maps images back to [-1, 1]"),
     )
     _constants: dict[tuple[str, torch.device, torch.dtype], Tensor] = field(init=False, factory=dict, repr=False)
-    _nothing: Mapping[str, Tensor] = field(init=False, factory=dict, repr=False)
+    _nothing: Mapping[str, Tensor | None] = field(init=False, factory=dict, repr=False)
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "weighting", self.weighting.fit(self.prediction))
@@ -153,26 +153,35 @@ class Diffusion:
                     f"of 1; write {name} = {{ use = {part.use!r}, sigma_data = 1.0 }}"
                 )
 
-    def bind(self, nothing: Mapping[str, Tensor]) -> Diffusion:
+    def bind(self, nothing: Mapping[str, Tensor | None]) -> Diffusion:
         """Return a copy for which samples without a condition have the value `nothing` of its name, of one sample.
 
-        It is `Feed.nothing`, such as the embedding of an empty text. A condition that is not in it becomes zeros.
+        It is `Feed.nothing`, such as the embedding of an empty text. A condition whose value is None stays as it is,
+        and one that is not in it becomes zeros.
+
+        Raises:
+            ValueError: if `label_dropout` names a condition that stays.
         """
+        shares = self.label_dropout if isinstance(self.label_dropout, dict) else {}
+        if stay := [name for name in shares if name in nothing and nothing[name] is None]:
+            raise ValueError(f"'label_dropout' is not for {stay[0]!r}, which samples without conditions keep")
         one = copy(self)
         object.__setattr__(one, "_nothing", nothing)
         object.__setattr__(one, "_constants", {})
         return one
 
     def without(self, given: Given) -> dict[str, Tensor]:
-        """Return what the network gets for samples without label and conditions: label -1, and what `bind` got."""
+        """Return what the network gets for samples without label and conditions: label -1, and what `bind` says."""
         return {name: self._without(name, column) for name, column in given.items()}
 
     def _without(self, name: str, column: Tensor) -> Tensor:
         if name == _LABELS or name not in self._nothing:
             return torch.full_like(column, -1 if name == _LABELS else 0)
+        if (nothing := self._nothing[name]) is None:
+            return column
         key = f"nothing {name}", column.device, column.dtype
         if key not in self._constants:
-            self._constants[key] = self._nothing[name].to(column)
+            self._constants[key] = nothing.to(column)
         return self._constants[key].expand_as(column)
 
     @cached_property

@@ -306,7 +306,8 @@ def fit_to_model(config: Config, model: nn.Module) -> Config:
 
 def build_objective(config: Config, feed: Feed) -> tuple[Diffusion, Sampling]:
     """Make the objective and the sampler; raises ConfigError unless they fit each other and the data."""
-    objective: Diffusion = config.diffusion.build().bind(feed.nothing)
+    with _problems_of("diffusion"):
+        objective: Diffusion = config.diffusion.build().bind(feed.nothing)
     if objective.conditional:
         _check_labels(config, feed)
     with _problems_of("diffusion"):

@@ -153,6 +153,17 @@ def test_nothing_is_what_the_feed_says_or_zeros() -> None:
     assert brightness(made) == pytest.approx([5.0, 5.0])  # 1 + 2 (3 - 1)
 
 
+def test_a_condition_may_stay_as_it_is() -> None:
+    batch = of(200)
+    options: Any = {"conditions": ("caption", "number")}
+    diffusion = Diffusion(**options, label_dropout=0.5).bind({"number": None})
+    drawn = diffusion.draw(batch, seeded()).draws
+    assert 0 < (drawn["caption"] == 0).all((1, 2)).sum() < 200
+    assert torch.equal(drawn["number"], batch.conditions["number"])
+    with refused(ValueError, "'label_dropout'", "'number'"):
+        Diffusion(**options, label_dropout={"number": 0.0, "all": 0.1}).bind({"number": None})
+
+
 def test_missing_conditions_are_refused_by_name() -> None:
     with refused(ValueError, "'depth'", "'caption'", "'mask'"):
         Diffusion(conditions=("caption", "depth")).draw(of(2), seeded())
