@@ -396,7 +396,7 @@ def _texts(config: Config, facts: Facts) -> TextConditions | None:
     """Return what makes conditions of texts; raises ConfigError if an encoder is another than in the training."""
     device = pick_device(config.run.device)
     rows = {name: TextRows(name, one, Store(), device) for name, one in config.data.of(Encoding).of_texts.items()}
-    texts = TextConditions(rows)
+    texts = TextConditions(rows, facts.picture_shape or facts.shape)
     for name, digest in texts.digests.items():
         if digest != (expected := facts.encoders.get(name)):
             raise _another_encoder(name, digest, expected)

@@ -31,8 +31,7 @@ def augment(samples: Batch, transforms: Transforms, seed: int, epoch: int) -> Ba
 
     def move(images: Tensor) -> Tensor:
         if size is not None and size != side:
-            places = (draws[:, [_TOP, _LEFT]] * (side - size + 1)).long()
-            top, left = to_device(places, images.device).unbind(1)
+            top, left = to_device(_places(draws, side - size), images.device).unbind(1)
             windows = images.unfold(2, size, 1).unfold(3, size, 1)  # n c y x size size: a view of every window
             images = windows[torch.arange(len(images), device=images.device), :, top, left]
         if transforms.flip:
@@ -54,8 +53,24 @@ def center_crop(samples: Batch, transforms: Transforms) -> Batch:
     size = transforms.image_size
     if size is None:
         return in_unit_range(samples)
-    start = round((samples.inputs.shape[-1] - size) / 2)
+    start = _centre(samples.inputs.shape[-1] - size)
     return _moved(samples, lambda images: images[..., start : start + size, start : start + size])
+
+
+def corners(transforms: Transforms, indices: Tensor, seed: int, epoch: int | None) -> Tensor:
+    """Return top and left (n 2, int64) of what the random stage keeps of the samples `indices`; None: of the centre."""
+    slack = (transforms.side or 0) - (transforms.image_size or 0)
+    if epoch is None:
+        return torch.full((len(indices), 2), _centre(slack))
+    return _places(uniforms(seed, "augment", epoch, indices, _LEFT + 1), slack)
+
+
+def _places(draws: Tensor, slack: int) -> Tensor:
+    return (draws[:, [_TOP, _LEFT]] * (slack + 1)).long()
+
+
+def _centre(slack: int) -> int:
+    return round(slack / 2)
 
 
 def _moved(samples: Batch, move: Callable[[Tensor], Tensor]) -> Batch:

@@ -94,6 +94,13 @@ class Transforms:
         """Whether there is a second, random stage."""
         return self.side != self.image_size or bool(self.flip) or any(self.color_jitter)
 
+    def corner(self, height: int, width: int) -> tuple[int, int]:
+        """Return top and left of what the first stage keeps of a picture of this size, which it resizes before."""
+        if self.side is None:
+            return 0, 0
+        *_, left, top = _resized_box(width, height, self.side)
+        return top, left
+
     def fits(self, shape: Sequence[int]) -> bool:
         """Return whether pictures of `shape` (c h w) need no first stage."""
         square = self.side is None or tuple(shape[1:]) == (self.side, self.side)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,11 +152,10 @@ def _scalar(loss: Tensor) -> Tensor:
     return loss
 
 
-def _embedded(loop: Loop, texts: Mapping[str, Sequence[str]]) -> Mapping[str, Tensor]:
+def _encoders(loop: Loop) -> Any:
     if (encoders := getattr(loop.feed.reader, "texts", None)) is None:
         raise UserError("texts were given, but the network was trained without: no encoder makes conditions of them")
-    made: Mapping[str, Tensor] = encoders.embed(texts)
-    return made
+    return encoders
 
 
 def _objective(loop: Loop, request: SampleRequest) -> Any:
@@ -164,7 +163,7 @@ def _objective(loop: Loop, request: SampleRequest) -> Any:
     objective: Any = loop.objective
     if request.negative is None:
         return objective
-    made = _embedded(loop, {name: [text] for name, text in request.negative.items()})
+    made = _encoders(loop).embed({name: [text] for name, text in request.negative.items()})
     return objective.bind({**loop.feed.nothing, **{name: rows[0] for name, rows in made.items()}})
 
 
@@ -173,7 +172,7 @@ def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:
     wanted: dict[str, Any] = {}
     objective: Any = loop.objective
     labels, conditions, names = request.labels, request.conditions, getattr(objective, "condition_names", ())
-    made = {} if request.texts is None else _embedded(loop, request.texts)
+    made = {} if request.texts is None else _encoders(loop).of_prompts(request.texts)
     if conditions is None and names:
         if made.keys() >= set(names):
             conditions = {}

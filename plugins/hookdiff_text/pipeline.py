@@ -44,6 +44,7 @@ class _Side:
     # By the name of what is made: the keyword of the network, and the places, in what `encode_prompt` returns, of that
     # of the prompts and of that of no prompt.
     returned: Mapping[str, tuple[str, int, int]]
+    time_ids: bool = False  # whether its network gets the sizes and the crop of a picture
     length: int | None = None  # its own `max_sequence_length`; None: it has none
     lowers: bool = False  # whether it takes texts in lower case
 
@@ -55,6 +56,7 @@ _SIDES = {
     "StableDiffusionXLPipeline": _Side(
         ("CLIPTextModel", "CLIPTextModelWithProjection"),
         {"": _EMBEDDED, "_pooled": ("added_cond_kwargs.text_embeds", 2, 3)},
+        time_ids=True,
     ),
     "StableDiffusion3Pipeline": _Side(
         ("CLIPTextModelWithProjection", "CLIPTextModelWithProjection", "T5EncoderModel"),
@@ -144,6 +146,10 @@ class Pipeline(TextEncoder):
         """The tokens at which the first of the tokenizers cuts."""
         return min(part.limit for part in self.parts())
 
+    @property
+    def time_ids(self) -> bool:
+        return _SIDES[self.index()["_class_name"]].time_ids
+
     def digest(self) -> str:
         index, files = self.index(), list[Path]()
         facts: list[Any] = [index["_class_name"], _flags(index), self.precision]
@@ -156,7 +162,9 @@ class Pipeline(TextEncoder):
         index, parts = self.index(), self.parts()
         name = index["_class_name"]
         side = _SIDES[name]
-        keywords = ", ".join(f'"{keyword}" = "NAME{own}"' for own, (keyword, *_) in side.returned.items())
+        keywords_of = {own: keyword for own, (keyword, *_) in side.returned.items()}
+        keywords_of |= {"_time_ids": "added_cond_kwargs.time_ids"} if side.time_ids else {}
+        keywords = ", ".join(f'"{keyword}" = "NAME{own}"' for own, keyword in keywords_of.items())
         logger.info("data.encode: the text side of the %s in %s, for conditions = { %s }", name, self.path, keywords)
         made: dict[str, Any] = {}
         for part in parts:

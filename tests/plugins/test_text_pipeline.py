@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
-from hookdiff import UserError, load_config
+from hookdiff import UserError, load_config, load_run
 from hookdiff.experiment.build import build_feed
 from hookdiff_text.pipeline import Pipeline
-from tests.conftest import refused
+from tests.conftest import as_list, refused
 from tests.plugins.test_text import CAPTIONS, CLIP, KINDS, LAYERS, T5, WORDS, words_tokenizer
 
 pytest.importorskip("transformers", reason="needs hookdiff[text]")
@@ -209,3 +210,78 @@ def test_a_network_of_diffusers_is_trained_from_a_config(
         own = pipeline.encode_prompt([""], None, None, CPU, max_sequence_length=10)
     for name, place in (("text", 1), ("text_pooled", 3)):
         torch.testing.assert_close(nothing[name], own[place][0], atol=2e-3, rtol=2e-3)  # kept in float16
+
+
+XL_CONFIG = """
+[run]
+steps = 4
+batch_size = 4
+device = "cpu"
+plugins = ["checkpoint", "ema"]
+
+[data]
+source = "folder"
+path = "{folder}/pictures"
+captions = "txt"
+labels = "none"
+image_size = 16
+flip = true
+cache_dir = "{folder}/cache"
+
+[data.encode.text]
+use = "pipeline"
+path = "{folder}/StableDiffusionXLPipeline"
+
+[model]
+use = "diffusers:UNet2DConditionModel"
+block_out_channels = [8, 8]
+layers_per_block = 1
+norm_num_groups = 4
+down_block_types = ["DownBlock2D", "CrossAttnDownBlock2D"]
+up_block_types = ["CrossAttnUpBlock2D", "UpBlock2D"]
+cross_attention_dim = 96
+attention_head_dim = 4
+addition_embed_type = "text_time"
+addition_time_embed_dim = 8
+projection_class_embeddings_input_dim = 64
+
+[diffusion.conditions]
+encoder_hidden_states = "text"
+"added_cond_kwargs.text_embeds" = "text_pooled"
+"added_cond_kwargs.time_ids" = "text_time_ids"
+
+[sampling]
+steps = 1
+guidance = {{ scale = 2.0 }}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of layers in diffusers
+def test_a_network_of_sdxl_gets_sizes_and_crops(write: Write, succeed: Callable[..., str], tmp_path: Path) -> None:
+    pipeline, _ = write("StableDiffusionXLPipeline")
+    (tmp_path / "pictures").mkdir()
+    for k in range(12):
+        size, words = [(20, 30), (40, 16), (16, 16)][k % 3], ["a red disc", "a blue ring\n", "a large square"][k % 3]
+        Image.new("RGB", size, "red").save(tmp_path / "pictures" / f"{k:02}.png")
+        (tmp_path / "pictures" / f"{k:02}.txt").write_text(words)
+    path = tmp_path / "xl.toml"
+    path.write_text(XL_CONFIG.format(folder=tmp_path))
+    feed = build_feed(load_config(path))
+    numbers = [[30, 20, 4, 0, 16, 16], [16, 40, 0, 12, 16, 16], [16, 16, 0, 0, 16, 16]]  # 20 x 30 becomes 16 x 24
+    assert as_list(next(feed.unaugmented(torch.arange(3))).conditions["text_time_ids"]) == numbers
+    assert "bit for bit" in succeed("selftest", "resume", path)
+    succeed("run", path, "--out", tmp_path / "run")
+    succeed("sample", tmp_path / "run", "--prompt", "a red disc", "--out", tmp_path / "one.png", "--trust")
+    calls: list[dict[str, torch.Tensor]] = []
+    with load_run(tmp_path / "run", trust=True) as run:
+        net: Any = run.loop.model
+        net.register_forward_pre_hook(lambda _, __, given: calls.append(given["added_cond_kwargs"]), with_kwargs=True)
+        run.sample(1, prompts=["a red disc"], negative="a blue ring")
+        run.sample(1, prompts=["a red disc"])
+    pipeline.register_modules(unet=net)
+    default = pipeline._get_add_time_ids((16, 16), (0, 0), (16, 16), torch.float32, 16)
+    for given in calls:
+        assert torch.equal(given["time_ids"], default.expand(2, 6))
+    assert calls[0]["text_embeds"][1].any()  # of the negative prompt
+    assert not calls[-1]["text_embeds"][1].any()  # SDXL has zeros for no prompt

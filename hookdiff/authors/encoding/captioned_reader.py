@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
@@ -14,11 +15,15 @@ from torch import Tensor
 from hookdiff.authors.encoding.captions import CaptionKeys, CaptionsOf, captions_for
 from hookdiff.authors.encoding.encoder import INPUTS, TextEncoder
 from hookdiff.authors.encoding.text_rows import Nothing, TextConditions, TextRows
+from hookdiff.authors.encoding.time_ids import TimeIds
 from hookdiff.data.batch import Batch
 from hookdiff.data.memory import to_device
 from hookdiff.data.reader import Parts, Stack
 from hookdiff.errors import UserError
 from hookdiff.images.store import Store
+from hookdiff.images.transforms import size_text
+
+logger = logging.getLogger("hookdiff")
 
 
 @define(eq=False, slots=False)
@@ -38,6 +43,7 @@ class CaptionedReader:
     seed: int = field(init=False, default=0)
     captions: dict[str, CaptionsOf] = field(init=False)
     texts: TextConditions = field(init=False)
+    _time_ids: TimeIds | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         if INPUTS in self.encoders:
@@ -49,11 +55,28 @@ class CaptionedReader:
         }
         encoders = self.encoders if self.encodes else {}
         rows_of = {name: TextRows(name, one, self.store, self.device) for name, one in encoders.items()}
-        self.texts = TextConditions(rows_of)
+        self.texts = self._conditions(rows_of)
         for name, rows in rows_of.items():
             if self.keys.shuffle_tags is not None and rows.is_kept:
                 raise UserError(f"shuffle_tags: captions change in each step, so encode.{name} needs store = 'none'")
             rows.want(self.captions[rows.encoder.texts].every())
+
+    def _conditions(self, rows_of: Mapping[str, TextRows]) -> TextConditions:
+        """Return what the encoders make; if they ask for the sizes of the pictures, these are found now."""
+        if not (asking := [name for name, rows in rows_of.items() if rows.encoder.time_ids]):
+            return TextConditions(rows_of, ())
+        shape = self.inner.codec.shape if self.inner.codec else self.inner.shape
+        if len(shape) != 3:
+            raise UserError(
+                f"encode.{asking[0]}: it asks for the sizes of pictures; samples of {size_text(shape)} are none"
+            )
+        texts = TextConditions(rows_of, shape)
+        if (sizes := self.inner.sizes()) is None:
+            what = "the samples hold what was made of pictures, whose sizes are not here"
+            logger.warning("data: %s, so there is no condition %s", what, " or ".join(texts.time_ids))
+        else:
+            self._time_ids = TimeIds(sizes, self.inner.transforms, shape[1:])
+        return texts
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "inner":  # of a copy that is not filled yet
@@ -80,13 +103,16 @@ class CaptionedReader:
     @cached_property
     def first(self) -> Batch:
         batch: Batch = self.inner.first
-        none = {name: value[None].expand(len(batch), *value.shape) for name, value in self.nothing.items()}
-        return evolve(batch, conditions={**batch.conditions, **none})
+        own = {name: value for name, value in self.nothing.items() if value is not None}
+        own |= self.texts.time_ids if self._time_ids else {}
+        return evolve(batch, conditions={**batch.conditions, **{name: value[None] for name, value in own.items()}})
 
     def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
         for inputs, labels, indices, conditions in self.inner.stacks(shares, epoch):
             drawn = {name: captions.drawn(indices, self.seed, epoch) for name, captions in self.captions.items()}
             made = self.texts.embed(drawn) if self.encodes else {}
+            if self._time_ids:
+                made |= dict.fromkeys(self.texts.time_ids, self._time_ids.of(indices, self.seed, epoch))
             texts = {name: to_device(column, self.device) for name, column in made.items()}
             yield inputs, labels, indices, {**conditions, **texts}
 

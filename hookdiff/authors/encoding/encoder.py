@@ -132,6 +132,11 @@ class TextEncoder(Encoder):
         """The tokens of a text at which it is cut; None: at none."""
         return None
 
+    @property
+    def time_ids(self) -> bool:
+        """Whether its network also gets sizes and crop of each picture, as the condition NAME_time_ids: see TimeIds."""
+        return False
+
     @abstractmethod
     def open(self, device: torch.device) -> EncodedTexts:
         """Load the network."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from attrs import define, field
 from torch import Tensor
 
 from hookdiff.authors.encoding.encoder import EncodedTexts, TextEncoder
+from hookdiff.authors.encoding.time_ids import TIME_IDS, of_prompt
 from hookdiff.disk.files import make_folder
 from hookdiff.errors import UserError, listed, nearest, shown
 from hookdiff.images.store import Store
@@ -187,17 +188,21 @@ class TextRows:
         self.network = None  # its memory is for the training
 
 
-class Nothing(Mapping[str, Tensor]):
-    """What the encoders of `rows` make of an empty text, by the names of conditions: made when it is first needed."""
+class Nothing(Mapping[str, Tensor | None]):
+    """What the encoders of `rows` make of an empty text, by the names of conditions: made when it is first needed.
 
-    def __init__(self, rows: Mapping[str, TextRows]) -> None:
-        self._rows = rows
+    It is None for those that `stay` as they are.
+    """
+
+    def __init__(self, rows: Mapping[str, TextRows], stay: Collection[str]) -> None:
+        self._rows, self._stay = rows, stay
 
     @cached_property
-    def _made(self) -> dict[str, Tensor]:
-        return {name: value for rows in self._rows.values() for name, value in rows.nothing().items()}
+    def _made(self) -> dict[str, Tensor | None]:
+        made = {name: value for rows in self._rows.values() for name, value in rows.nothing().items()}
+        return {**made, **dict.fromkeys(self._stay)}
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Tensor | None:
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -212,10 +217,14 @@ class TextConditions:
     """What the encoders of texts make: conditions of a request for images, and what stands for no text."""
 
     rows: Mapping[str, TextRows]  # by the names of the encoders
+    shape: Sequence[int]  # of a picture, c h w
+    time_ids: dict[str, Tensor] = field(init=False)  # of a prompt, by the names of conditions: 6, float32
     nothing: Nothing = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.nothing = Nothing(self.rows)
+        names = [name + TIME_IDS for name, rows in self.rows.items() if rows.encoder.time_ids]
+        self.time_ids = {name: of_prompt(self.shape[1:]) for name in names}
+        self.nothing = Nothing(self.rows, self.time_ids)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -243,6 +252,11 @@ class TextConditions:
                 raise UserError(f"texts: {rows.where} needs {rows.encoder.texts!r} too")
             made |= rows.rows(list(texts[rows.encoder.texts]))
         return made
+
+    def of_prompts(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+        """Return what `texts` become, as `embed`, and the sizes of the pictures that are drawn of them."""
+        made, num = self.embed(texts), max(map(len, texts.values()), default=0)
+        return {**made, **{name: numbers.expand(num, -1) for name, numbers in self.time_ids.items()}}
 
 
 def _read(path: Path, num: int) -> tuple[list[str], dict[str, Tensor]]:

@@ -1,0 +1,39 @@
+"""Sizes and crop of a picture as a condition of the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from hookdiff.images.augment import corners
+from hookdiff.images.transforms import Transforms
+
+TIME_IDS = "_time_ids"  # appended to the name of an encoder
+
+
+@define(eq=False)
+class TimeIds:
+    """Six numbers of a sample, as SDXL takes them: Podell et al. 2023 (arXiv 2307.01952), section 2.2.
+
+    They are height and width of its picture before it is resized, top and left of its crop in the resized picture, and
+    height and width of the sample, all in pixels. A flip changes none of them.
+    """
+
+    sizes: Tensor  # of all pictures, height and width: n 2, int64
+    transforms: Transforms
+    target: tuple[int, ...]  # height and width of a sample
+
+    def of(self, indices: Tensor, seed: int, epoch: int | None) -> Tensor:
+        """Return the numbers (n 6, float32) of the samples `indices`, in an epoch or without augmentation."""
+        sizes = self.sizes[indices]
+        cut = torch.tensor([self.transforms.corner(*size) for size in sizes.tolist()]).view(-1, 2)
+        places = cut + corners(self.transforms, indices, seed, epoch)
+        return torch.cat([sizes, places, torch.tensor(self.target).expand_as(sizes)], 1).float()
+
+
+def of_prompt(target: Sequence[int]) -> Tensor:
+    """Return the six numbers (float32) of a picture that is drawn: nothing of it was resized or cut off."""
+    return torch.tensor([*target, 0, 0, *target], dtype=torch.float32)
