@@ -16,7 +16,10 @@ from tests.conftest import check_refused, refused
 
 pytest.importorskip("transformers", reason="needs hookdiff[text]")
 
-WORDS = ("<pad>", "<s>", "<unk>", "</s>", "a", "on", "disc", "square", "ring", "red", "green", "blue", "large", "small")
+WORDS = (
+    *("<pad>", "<s>", "<unk>", "</s>", "a", "on", "disc", "square", "ring", "large", "small"),
+    *("red", "green", "blue", "yellow", "white", "black"),
+)
 CAPTIONS = ["a large red disc", "", "a small unheard square on " + "blue " * 20]
 LAYERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 CLIP = {**LAYERS, "max_position_embeddings": 12, "bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 0}
@@ -43,22 +46,22 @@ def words_tokenizer(**options: Any) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special, **options)
 
 
+def save_encoder(folder: Path, kind: str) -> Path:
+    """Save a small encoder with random weights and its tokenizer; return `folder`."""
+    import transformers
+
+    words_tokenizer().save_pretrained(folder)
+    config, options = KINDS[kind]
+    torch.manual_seed(0)
+    made = getattr(transformers, config)(vocab_size=len(WORDS), **options)
+    getattr(transformers, kind)(made).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that saves a small encoder with random weights and its tokenizer."""
-
-    def write(kind: str) -> Path:
-        import transformers
-
-        folder = tmp_path / kind
-        words_tokenizer().save_pretrained(folder)
-        config, options = KINDS[kind]
-        torch.manual_seed(0)
-        made = getattr(transformers, config)(vocab_size=len(WORDS), **options)
-        getattr(transformers, kind)(made).save_pretrained(folder)
-        return folder
-
-    return write
+    """Return a function that saves an encoder of a kind."""
+    return lambda kind: save_encoder(tmp_path / kind, kind)
 
 
 @every_kind
