@@ -194,6 +194,56 @@ def test_what_does_not_fit_is_refused(write: Any, settings: list[str], facts: tu
     assert CALLS == []
 
 
+class OddPooling(Pooling):
+    """Returns what its name says, of which each is wrong."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def encode(self, pictures: Tensor) -> Any:
+        mean, std = super().encode(pictures)
+        is_large = len(pictures) > 1
+        return {
+            "tensor": mean,
+            "numpy": (mean.numpy(), None),
+            "one row": (mean[:1], None),
+            "int64": (mean.long(), None),
+            "other deviation": (mean, std[:, :1]),
+            "sometimes": (mean, std if is_large else None),
+        }.get(self.name, (mean, std))
+
+
+@define(frozen=True)
+class OddPictures(PictureEncoder):
+    """An encoder with a mistake."""
+
+    name: str = ""
+
+    def digest(self) -> Any:
+        return 3 if self.name == "digest" else "odd"
+
+    def open(self, device: torch.device) -> Encoded:
+        return OddPooling(self.name)
+
+
+WRONG = [
+    ("tensor", ("Tensor", "pair")),
+    ("numpy", ("'mean' of n = 1", "ndarray", "tensor")),
+    ("one row", ("'mean' of n = 32", "(1, 3, 8, 8)", "n rows")),
+    ("int64", ("'mean'", "int64", "float")),
+    ("other deviation", ("deviation", "(1, 8, 8)", "(3, 8, 8)")),
+    ("sometimes", ("'std' (3, 8, 8) float16", "digest 'odd'")),
+    ("digest", ("digest()", "3", "string")),
+]
+
+
+@pytest.mark.parametrize(("name", "facts"), WRONG)
+def test_what_an_encoder_returns_is_checked(write: Any, name: str, facts: tuple[str, ...]) -> None:
+    path = write("Pooled", "OddPictures")
+    with refused(ConfigError, "data.encode.image: OddPictures", "expected", *facts):
+        build_feed(load_config(path, settings=[f"data.encode.image.name={name}"]))
+
+
 class WithMasks:
     """Pictures with masks, which are asymmetric, and no fingerprint."""
 
