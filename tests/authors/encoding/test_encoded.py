@@ -167,6 +167,16 @@ def test_a_run_trains_resumes_and_samples_pictures_without_its_data(
         load_run(tmp_path / "run", ["data.encode.image.version=2"], trust=True).sample(1)
 
 
+@pytest.mark.parametrize("name", ["image", "small"])
+def test_a_run_does_not_go_on_with_another_encoder(
+    write: Any, hookdiff: Callable[..., Any], succeed: Callable[..., str], tmp_path: Path, name: str
+) -> None:
+    succeed("run", write("encode.image", f"encode.{name}"), "--out", tmp_path / "run")
+    done = hookdiff("resume", tmp_path / "run", "--steps", "6", "--trust", "--set", f"data.encode.{name}.version=2")
+    check_refused(done, f"data.encode.{name}", "another encoder", Pooled(1).digest(), Pooled(2).digest())
+    succeed("resume", tmp_path / "run", "--steps", "6", "--trust")
+
+
 def test_pictures_to_start_from_are_encoded_and_what_is_known_stays(write: Any, tmp_path: Path) -> None:
     config = load_config(write())
     with build_loop(config, Path("unused"), hooks=("sample",)) as loop:

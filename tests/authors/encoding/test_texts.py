@@ -375,6 +375,13 @@ def test_a_run_with_captions_resumes_and_samples_without_its_data(path: Path, tm
         loop.run()
     losses = [[line["loss"] for line in records(one) if "loss" in line] for one in (whole, parts)]
     assert losses[0][-1] == losses[1][-1]
+    with (
+        refused(UserError, "data.encode.text", "another encoder", Bytes(1).digest(), Bytes(2).digest()),
+        build_loop(load_config(path, settings=["data.encode.text.version=2", "run.steps=8"]), parts, resume=True),
+    ):
+        pass
+    with build_loop(load_config(path, settings=["data.encode.text.store=none"]), parts, resume=True) as loop:
+        assert loop.progress.step == 6
     with load_run(parts, trust=True) as run:  # without the data
         assert run.sample(2).shape == (2, 3, 4, 4)
         assert torch.equal(run.loop.objective.without({"text": torch.zeros(1, 8, 2)})["text"][0], letters(""))  # type: ignore[attr-defined]
