@@ -23,6 +23,11 @@ def _are_rows(facts: Any, _: Attribute[Any], conditions: Mapping[str, Tensor]) -
         raise ValueError("conditions and labels must have the same number of rows, and at least one")
 
 
+def another_encoder(name: str, digest: str, expected: str | None) -> str:
+    """Return the text of the error that an encoder of [data] is not the one of the training."""
+    return f"data.encode.{name}: this is another encoder than that of the training: {digest}, expected {expected}"
+
+
 @define(frozen=True, eq=False, kw_only=True)
 class Facts:
     """The facts about the data that a run needs after its training.
@@ -41,7 +46,7 @@ class Facts:
     labels: Tensor | None = field(default=None, validator=shaped(None, dtype=torch.int64))  # of the examples: n, int64
     conditions: dict[str, Tensor] = field(default=Factory(dict), validator=_are_rows)  # of the examples: n rows each
     texts: dict[str, tuple[str, ...]] = Factory(dict)  # of the examples, by kind: n each; conditions are made of them
-    encoders: dict[str, str] = Factory(dict)  # digests of the encoders of texts, by name
+    encoders: dict[str, str] = Factory(dict)  # digests of all encoders, by name
 
     @classmethod
     def of(cls, state: Any) -> Facts:
@@ -78,7 +83,7 @@ class Facts:
             codec=feed.codec.digest if feed.codec else None,
             num_classes=feed.num_classes,
             classes=None if feed.classes is None else tuple(map(str, feed.classes)),
-            encoders=texts.digests if texts else {},
+            encoders=getattr(feed.reader, "digests", {}),
             **kept,
         )
 

@@ -146,7 +146,7 @@ def _problems_of(where: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, UserError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(str(error) if str(error).startswith(f"{where}.") else f"{where}: {error}") from error
 
 
 def build_feed(config: Config, decode: bool = True, encode: bool | Literal["pictures"] = True) -> Feed:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,12 +10,15 @@ from attrs import evolve
 from torch import nn
 from torch.optim import Optimizer
 
+from hookdiff.authors.encoding.captions import captions_for
+from hookdiff.authors.encoding.encoder import CAPTIONS, Encoding
 from hookdiff.builtin.start import Start
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.build import build_model, build_sampling, pick_device
 from hookdiff.experiment.config import Config
 from hookdiff.experiment.optimizers import build_optimizers, check_patterns, check_trainable, patterns_of
 from hookdiff.experiment.part import Part
+from hookdiff.images.folder import Folder
 from hookdiff.images.transforms import Transforms
 from hookdiff.loop.registry import Plugins
 from hookdiff.loop.state import as_tuple
@@ -35,6 +39,7 @@ def try_config(config: Config, *, resume: bool = False) -> None:
     problems = Problems()
     steps: list[Callable[[], Any]] = [
         lambda: pick_device(config.run.device),
+        lambda: _probe_captions(config),
         lambda: _probe_model(config),
         lambda: try_optimizers(config),
         lambda: build_sampling(config, config.diffusion.build()),
@@ -49,6 +54,16 @@ def try_config(config: Config, *, resume: bool = False) -> None:
             problems.found.append(str(error))
     problems.refuse(config.path)
     Plugins({name: part.build() for name, part in config.plugins.items()})  # raises if they break the contract
+
+
+def _probe_captions(config: Config) -> None:
+    """Raise UserError if encoders and captions do not fit; only of a folder, the config says which captions it has."""
+    if config.data.target is Folder:
+        texts = {CAPTIONS: ()} if config.data.arguments.get("captions") else None
+        try:
+            captions_for(SimpleNamespace(texts=texts), config.data.of(Encoding).of_texts)
+        except UserError as error:
+            raise ConfigError(f"data: {error}") from None
 
 
 def _probe_model(config: Config) -> None:

@@ -20,7 +20,7 @@ from hookdiff.authors.encoding.encoder import CAPTIONS, INPUTS, Encoding
 from hookdiff.authors.encoding.text_rows import TextConditions, TextRows
 from hookdiff.authors.generation import ImageMaker
 from hookdiff.authors.sampler_info import sampler_info, takes_noise
-from hookdiff.data.facts import Facts
+from hookdiff.data.facts import Facts, another_encoder
 from hookdiff.data.feed import Feed
 from hookdiff.data.remembered import Remembered, absent
 from hookdiff.errors import ConfigError, NoCheckpoint, UserError, nearest
@@ -399,14 +399,8 @@ def _texts(config: Config, facts: Facts) -> TextConditions | None:
     texts = TextConditions(rows, facts.picture_shape or facts.shape)
     for name, digest in texts.digests.items():
         if digest != (expected := facts.encoders.get(name)):
-            raise _another_encoder(name, digest, expected)
+            raise ConfigError(another_encoder(name, digest, expected))
     return texts if rows else None
-
-
-def _another_encoder(name: str, digest: str, expected: str | None) -> ConfigError:
-    return ConfigError(
-        f"data.encode.{name}: this is another encoder than that of the training: {digest}, expected {expected}"
-    )
 
 
 def _codec(config: Config, facts: Facts) -> PictureCodec | None:
@@ -415,7 +409,7 @@ def _codec(config: Config, facts: Facts) -> PictureCodec | None:
     if encoder is None or facts.picture_shape is None:
         return None
     if (digest := encoder.digest()) != facts.codec:
-        raise _another_encoder(INPUTS, digest, facts.codec)
+        raise ConfigError(another_encoder(INPUTS, digest, facts.codec))
 
     def absent_pictures() -> Feed:
         raise absent()

@@ -8,6 +8,7 @@ from typing import Any
 from attrs import define
 from torch import Tensor, nn
 
+from hookdiff.data.facts import another_encoder
 from hookdiff.disk.paths import is_empty, no_such_folder
 from hookdiff.disk.tree import State
 from hookdiff.errors import NoCheckpoint, UserError, listed
@@ -78,10 +79,15 @@ class Restoring:
             before = facts.get("num_samples", num_samples)
             counts = f"{num_samples:,} samples to train on; the checkpoint was made with {before:,}"
             moved = _moved(facts.get("classes") or (), tuple(map(str, self.run.feed.classes or ())))
+            known = dict(facts.get("encoders") or {})
+        encoders = self.run.feed.facts.encoders if known else {}
+        others = [another_encoder(k, v, known[k]) for k, v in encoders.items() if known.get(k, v) != v]
         if seed != own:
             raise UserError(
                 f"the checkpoint was made with the seed {seed}, from which all randomness follows; this run has {own}"
             )
+        if others:
+            raise UserError("\n".join(others))
         if before != num_samples:
             logger.warning("the data has %s", counts)
         if moved and getattr(self.run.objective, "conditional", False):

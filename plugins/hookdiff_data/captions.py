@@ -29,7 +29,7 @@ def captions(feed: Feed) -> dict[str, Any]:
             "unique": len(counts),
             "empty": counts[""],
             "frequent": [[text, count] for text, count in counts.most_common(_FREQUENT)],
-            "tokens": {key: _tokens(key, encoder, counts) for key, encoder in takers.items()},
+            "tokens": {key: one for key, encoder in takers.items() if (one := _tokens(key, encoder, counts))},
         }
     return found
 
@@ -49,8 +49,10 @@ def _captions(feed: Feed) -> Any:
 
 
 def _tokens(name: str, encoder: TextEncoder, counts: Counter[str]) -> dict[str, Any]:
-    """Return the lengths of texts in tokens, each as often as it occurs, and how many are cut."""
+    """Return the lengths of texts in tokens, each as often as it occurs, and how many are cut; {}: it has no tokens."""
     network, lengths, texts = encoder.open(torch.device("cpu")), Counter[int](), list(counts)
+    if not hasattr(network, "lengths"):
+        return {}
     parts = (texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE))
     with closing(paced(parts, len(texts), f"data: data.encode.{name}", "captions")) as paced_parts:
         for part in paced_parts:

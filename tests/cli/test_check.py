@@ -7,7 +7,7 @@ import tomli
 from PIL import Image
 
 from hookdiff.log.event import as_json
-from tests.conftest import check_facts, output, pixels
+from tests.conftest import check_facts, check_refused, output, pixels
 
 DIT = {"use": "dit", "num_classes": 10}
 
@@ -91,3 +91,19 @@ def test_json_has_the_config_of_the_text(hookdiff, check):
     assert found["config"] == as_json(tomli.loads(check()[1]))
     assert found["warnings"] == []
     assert found["set_by_data"]
+
+
+@pytest.mark.parametrize(
+    ("captions", "of", "facts"),
+    [
+        (None, "text", ("data: encode.text.of", "'text'", "none", "set captions", "caption_column")),
+        ("txt", "words", ("data: encode.text.of", "'words'", "has text")),
+    ],
+)
+def test_an_encoder_without_its_captions_is_refused(check, write_config, captions, of, facts):
+    keys = {"captions": captions} if captions else {}
+    encode = {"text": {"use": "tests.authors.encoding.test_texts:Bytes", "of": of}}
+    write_config(data={"source": "folder", "path": "elsewhere", "encode": encode, **keys})
+    check_refused(check(), *facts)
+    write_config(data={"source": "folder", "path": "elsewhere", "captions": "txt"})
+    check_refused(check(), "data: texts", "no encoder", "'text'")

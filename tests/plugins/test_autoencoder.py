@@ -116,8 +116,9 @@ def test_a_run_measures_pictures_and_samples_without_its_data(
     assert measured[name] == pytest.approx(json.loads(found)[name], rel=1e-4)
     # It needs the autoencoder, wherever that is, and not the data.
     (folder / "vae").rename(folder / "moved")
-    (folder / "pictures").rename(folder / "gone")
     moved = "--trust", "--set", f"data.encode.image.path={folder / 'moved'}"
+    succeed("resume", folder / "run", "--steps", "6", "--out", folder / "branch", *moved)
+    (folder / "pictures").rename(folder / "gone")
     succeed("sample", folder / "run", "--num", "2", "--out", folder / "two.png", *moved)
     succeed("export", folder / "run", folder / "weights.safetensors", *moved)
     check_refused(hookdiff("sample", folder / "run", "--trust"), folder / "vae")

@@ -179,3 +179,6 @@ def test_captions_are_counted_measured_and_drawn(hookdiff: Any, tmp_path: Path) 
     _, out, _ = hookdiff("data", path, "--seconds", "0", "--set", 'data.prefix="a "')
     assert table(out)["captions"][:2] == ["text: 44, 7 different, 0 empty", "14 x a red"]
     assert table(out)["tokens"] == ["text: 5 to 11, median 6; 3 cut at 8"]
+    path.write_text(path.read_text().replace(":Bytes", ":OddTexts"))  # whose network has no `lengths`
+    _, out, _ = hookdiff("data", path, "--seconds", "0")
+    assert "tokens" not in table(out)

@@ -203,6 +203,10 @@ def test_a_dit_is_trained_on_captions_from_a_config(
     succeed("run", path, "--out", tmp_path / "run")
     succeed("sample", tmp_path / "run", "--num", "2", "--out", tmp_path / "two.png", "--trust")
     check_refused(hookdiff("run", path, "--set", "model.text_dim=32", "--out", tmp_path / "other"), "model", 64, 32)
+    (tmp_path / first).rename(tmp_path / "moved")
+    resume = "resume", tmp_path / "run", "--steps", "6", "--trust", "--set", f"data.encode.text.path={tmp_path}/moved"
+    check_refused(hookdiff(*resume, "--set", "data.encode.text.layer=-2"), "data.encode.text", "another encoder")
+    succeed(*resume)
 
 
 @pytest.mark.slow

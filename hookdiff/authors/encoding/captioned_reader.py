@@ -96,6 +96,11 @@ class CaptionedReader:
         """What stands for no caption, by the names of conditions."""
         return self.texts.nothing
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digests of all encoders, by name."""
+        return getattr(self.inner, "digests", {}) | self.texts.digests
+
     def texts_of(self, indices: Tensor) -> dict[str, list[str]]:
         """Return the first caption of each of the samples `indices`, by the kinds of captions."""
         return {name: captions.drawn(indices, 0, None) for name, captions in self.captions.items()}

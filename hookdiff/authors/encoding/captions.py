@@ -118,7 +118,8 @@ def captions_for(source: object, encoders: Mapping[str, TextEncoder]) -> dict[st
     texts = getattr(source, "texts", None) or {}
     wanted = {one.texts: name for name, one in encoders.items()}
     if lacking := [of for of in wanted if of not in texts]:
-        known = f"{', '.join(texts) or 'none'}{nearest(lacking[0], texts)}"
+        way_out = "none: set captions or caption_column; a source of your own has them as `texts`"
+        known = f"{', '.join(texts) or way_out}{nearest(lacking[0], texts)}"
         raise UserError(f"encode.{wanted[lacking[0]]}.of: the source has no captions {lacking[0]!r}; it has {known}")
     if unused := [name for name in texts if name not in wanted]:
         raise UserError(f"texts: no encoder in [data.encode] takes the captions {unused[0]!r} of the source")

@@ -15,6 +15,7 @@ from torch import Generator, Tensor
 from hookdiff.authors.encoding.codec import PictureCodec
 from hookdiff.authors.encoding.encoder import INPUTS, PictureEncoder
 from hookdiff.authors.encoding.given import MEAN, STD, GivenSides, Made
+from hookdiff.authors.encoding.returned import Returned
 from hookdiff.authors.encoding.tables import Encode, EncodedRows, decoded_shape, kept_in_memory
 from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
@@ -77,6 +78,7 @@ class EncodedReader:
         if any(self.transforms.color_jitter):
             raise UserError("color_jitter: random colours cannot be encoded once; leave it out")
         self.labels, self.classes = labels_of(self.source, len(self.source))
+        digests = self.digests
         self._survey = survey = self._take() if self.is_encoded else self._encode()
         if self._rows and self.labels is None:
             self.labels = next(iter(self._rows.values())).labels
@@ -84,7 +86,12 @@ class EncodedReader:
         self.left_out = left_out_text([*survey.unreadable.values(), *survey.undecodable.values()], len(self))
         if INPUTS in self.encoders:
             own = self.encoders[INPUTS]
-            self.codec = PictureCodec(own, own.digest(), self._picture_shape, self.open_pictures, self.device)
+            self.codec = PictureCodec(own, digests[INPUTS], self._picture_shape, self.open_pictures, self.device)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digests of the encoders, by name."""
+        return {name: Returned(f"data.encode.{name}", one).digest() for name, one in self.encoders.items()}
 
     def _encode(self) -> Survey:
         for name, encoder in self.encoders.items():
@@ -319,8 +326,7 @@ class EncodedReader:
     def made(self, part: EncodedPart) -> Made:
         """Return the facts about such parts as `part`."""
         columns = [f"{name}.{column}" for name, found in part.sides.items() for column in found]
-        digests = {name: encoder.digest() for name, encoder in self.encoders.items()}
-        return Made(self._picture_shape, next(iter(part.sides.values()))[MEAN].shape[1], digests, tuple(columns))
+        return Made(self._picture_shape, next(iter(part.sides.values()))[MEAN].shape[1], self.digests, tuple(columns))
 
     def scale(self, indices: Tensor) -> tuple[Sequence[float], Sequence[float]]:
         """Return mean and deviation of each channel of the inputs, as they are drawn from the samples `indices`.

@@ -59,7 +59,7 @@ class Encoder(Choice, ABC):
 
     @abstractmethod
     def digest(self) -> str:
-        """Return a hash of all that the encoded values depend on beside the samples: weights, and options.
+        """Return a text, such as a hash, of all that the values depend on beside the samples: weights, and options.
 
         Raises:
             UserError: if the weights are not here, or are no network of this kind.
@@ -105,14 +105,15 @@ class EncodedTexts(Protocol):
     """The network of an encoder of texts, in eval mode."""
 
     def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return what `texts` become, n rows each, by the names of conditions: "" stands for the encoder's own name.
+        """Return what `texts` become, n rows each, on any device, float, bool or int64.
 
-        A name that begins with "_" is appended to that, as "_mask". All calls return the same names, shapes and dtypes;
-        n tokens features for the tokens, and n tokens, bool, for their mask.
+        A key is the end of the name of a condition, which begins with that of the encoder: "" for the tokens (n tokens
+        features), or begins with "_", as "_mask" for their mask (n tokens, bool). In all calls, whatever the texts,
+        names, shapes and dtypes of rows are the same.
         """
 
     def lengths(self, texts: Sequence[str]) -> Sequence[int]:
-        """Return the number of tokens of each text, those that are cut included."""
+        """Return the number of tokens of each text before it is cut. An encoder without a `limit` need not have it."""
 
 
 @define(frozen=True)

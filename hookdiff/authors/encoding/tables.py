@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hookdiff.authors.encoding.encoder import INPUTS, Encoded, PictureEncoder
 from hookdiff.authors.encoding.given import MEAN, STD, GivenSides
+from hookdiff.authors.encoding.returned import Returned
 from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
 from hookdiff.disk.files import make_folder
@@ -68,7 +69,11 @@ class Encode:
     device: torch.device
     num: int  # samples
     network: Encoded | None = field(default=None, init=False)
+    returned: Returned = field(init=False)
     _fitting: Fitting | None = field(default=None, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.returned = Returned(self.where, self.encoder)
 
     def rows(self, path: Path | None) -> EncodedRows:
         """Return the rows in the table `path`; they are made if it is missing or damaged. All ranks must call this.
@@ -189,7 +194,7 @@ class Encode:
         blank = torch.zeros(1, *shape, device=self.device)
         with torch.no_grad():
             try:
-                latents, _ = self.network.encode(blank)
+                latents = self.returned.of_pictures(self.network.encode(blank), 1)[MEAN]
                 back = self.network.decode(latents).shape[1:] if self.name == INPUTS else shape
             except RuntimeError as error:  # of a layer
                 reason = str(error).partition("\n")[0]
@@ -219,11 +224,9 @@ class Encode:
         pictures = pictures[part.start : part.stop]
         sides = [pictures, pictures.flip(-1)] if self.flips else [pictures]
         with torch.no_grad():
-            made = [self.network.encode(side.to(self.device)) for side in sides]
-        columns = {MEAN: torch.stack([mean for mean, _ in made], 1)}
-        if (std := made[0][1]) is not None:
-            columns[STD] = torch.stack([std, *(one for _, one in made[1:] if one is not None)], 1)
-        return {name: column.half().cpu() for name, column in columns.items()}
+            encoded = [self.network.encode(side.to(self.device)) for side in sides]
+            made = [self.returned.of_pictures(one, len(pictures)) for one in encoded]
+            return {name: torch.stack([side[name] for side in made], 1).half().cpu() for name in made[0]}
 
 
 def kept_in_memory(samples: Feed, makers: Mapping[str, GivenSides], survey: Survey) -> dict[str, EncodedRows]:

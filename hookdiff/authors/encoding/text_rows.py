@@ -14,10 +14,12 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from hookdiff.authors.encoding.digests import digest_of
 from hookdiff.authors.encoding.encoder import EncodedTexts, TextEncoder
+from hookdiff.authors.encoding.returned import Returned
 from hookdiff.authors.encoding.time_ids import TIME_IDS, of_prompt
 from hookdiff.disk.files import make_folder
-from hookdiff.errors import UserError, listed, nearest, shown
+from hookdiff.errors import UserError, listed, nearest
 from hookdiff.images.store import Store
 from hookdiff.images.table import Column, check_room, found, locked, read_table, save_table
 from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, num_ranks, rank
@@ -41,8 +43,12 @@ class TextRows:
     store: Store
     device: torch.device
     network: EncodedTexts | None = field(default=None, init=False)
+    returned: Returned = field(init=False)
     _parts: list[_Kept] = field(factory=list, init=False)
     _places: dict[str, tuple[int, int]] = field(factory=dict, init=False)  # part and row, by the digest of a text
+
+    def __attrs_post_init__(self) -> None:
+        self.returned = Returned(self.where, self.encoder)
 
     @property
     def where(self) -> str:
@@ -62,7 +68,7 @@ class TextRows:
         """
         if not self.is_kept:
             return
-        folder = self.store.folder / "texts" / self.encoder.digest()
+        folder = self.store.folder / "texts" / digest_of([], self.returned.digest())
         first_rank_does(lambda: make_folder(folder))
         wanted = sorted({"", *texts})
         if not agree(bool(self._lacking(folder, wanted))):
@@ -101,17 +107,14 @@ class TextRows:
         return {name: rows[0] for name, rows in self.rows([""]).items()}
 
     def _ready(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        named = {self.name + name if name[:1] in ("", "_") else name: rows for name, rows in made.items()}
-        return {name: (rows.float() if rows.is_floating_point() else rows) for name, rows in named.items()}
+        return {self.name + name: rows.float() if rows.is_floating_point() else rows for name, rows in made.items()}
 
     def _open(self) -> EncodedTexts:
         if self.network is None:
             self.network = self.encoder.open(self.device)
+            if self.encoder.limit and not hasattr(self.network, "lengths"):
+                raise self.returned.wrong(f"limit = {self.encoder.limit}", "lengths(texts) of what open() returns")
         return self.network
-
-    def _encoded(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        with torch.no_grad():
-            return {name: rows.cpu() for name, rows in self._open().encode(texts).items()}
 
     def _lacking(self, folder: Path, wanted: Sequence[str], report: bool = False) -> list[str]:
         """Read the files in `folder`, and return the texts that are in none of them."""
@@ -122,6 +125,9 @@ class TextRows:
             if part is not None:
                 self._places |= {digest: (len(self._parts), row) for row, digest in enumerate(part[0])}
                 self._parts.append(part[1])
+        for rows in self._parts[:1]:
+            columns = {name: Column.of(column, len(column)) for name, column in rows.items()}
+            self.returned.forms = {name: (column.shape[1:], column.dtype) for name, column in columns.items()}
         size = sum(column.nbytes for part in self._parts for column in part.values())
         if self.encoder.stored(self.store).in_memory(size):
             self._parts = [{name: column.clone() for name, column in part.items()} for part in self._parts]
@@ -131,9 +137,9 @@ class TextRows:
         """Encode `texts` into one more file."""
         name = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
         path = folder / f"{name}-{len(texts)}"
+        first = gathered_or_raised(lambda: self._halves(texts[:1]))[0]  # its form is that of all, on all ranks
 
         def sizes() -> dict[str, Column]:
-            first = self._halves(texts[:1])
             columns = {name: Column.of(rows, len(texts)) for name, rows in first.items()}
             size = byte_size(sum(column.num_bytes for column in columns.values()))
             logger.info("data: encoding %s texts by %s into %s: %s", f"{len(texts):,}", self.where, path, size)
@@ -169,12 +175,13 @@ class TextRows:
                 yield from filter(None, gathered_or_raised(encode))
 
     def _halves(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        made = self._encoded(texts)
-        halves = {name: rows.half() if rows.is_floating_point() else rows for name, rows in made.items()}
+        with torch.no_grad():
+            made = self.returned.of_texts(self._open().encode(texts), len(texts))
+            halves = {name: (rows.half() if rows.is_floating_point() else rows).cpu() for name, rows in made.items()}
         for rows in halves.values():
             if rows.is_floating_point() and not rows.isfinite().all():
-                bad = int((~rows.flatten(1).isfinite().all(1)).nonzero()[0])
-                raise UserError(f"{self.where}: {shown(texts[bad][:_SHOWN])} becomes values that float16 does not hold")
+                bad = int((~rows.isfinite().view(len(texts), -1).all(1)).nonzero()[0])
+                raise UserError(f"{self.where}: {texts[bad][:_SHOWN]!r} becomes values that float16 does not hold")
         return halves
 
     def _report_cut(self, texts: Sequence[str]) -> None:
@@ -183,7 +190,7 @@ class TextRows:
         if cut := [text for text, length in zip(texts, lengths, strict=False) if limit and length > limit]:
             logger.warning(
                 "%s: %s of %s texts are cut at %s tokens, such as %s",
-                *(self.where, f"{len(cut):,}", f"{len(texts):,}", limit, shown(cut[0][:_SHOWN])),
+                *(self.where, f"{len(cut):,}", f"{len(texts):,}", limit, repr(cut[0][:_SHOWN])),
             )
         self.network = None  # its memory is for the training
 
@@ -234,7 +241,7 @@ class TextConditions:
     @property
     def digests(self) -> dict[str, str]:
         """The digests of the encoders, by name."""
-        return {name: rows.encoder.digest() for name, rows in self.rows.items()}
+        return {name: rows.returned.digest() for name, rows in self.rows.items()}
 
     def embed(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
         """Return what `texts` become, n of each kind, by the names of conditions: n rows each.

@@ -167,6 +167,16 @@ def test_a_run_trains_resumes_and_samples_pictures_without_its_data(
         load_run(tmp_path / "run", ["data.encode.image.version=2"], trust=True).sample(1)
 
 
+@pytest.mark.parametrize("name", ["image", "small"])
+def test_a_run_does_not_go_on_with_another_encoder(
+    write: Any, hookdiff: Callable[..., Any], succeed: Callable[..., str], tmp_path: Path, name: str
+) -> None:
+    succeed("run", write("encode.image", f"encode.{name}"), "--out", tmp_path / "run")
+    done = hookdiff("resume", tmp_path / "run", "--steps", "6", "--trust", "--set", f"data.encode.{name}.version=2")
+    check_refused(done, f"data.encode.{name}", "another encoder", Pooled(1).digest(), Pooled(2).digest())
+    succeed("resume", tmp_path / "run", "--steps", "6", "--trust")
+
+
 def test_pictures_to_start_from_are_encoded_and_what_is_known_stays(write: Any, tmp_path: Path) -> None:
     config = load_config(write())
     with build_loop(config, Path("unused"), hooks=("sample",)) as loop:
@@ -192,6 +202,56 @@ def test_what_does_not_fit_is_refused(write: Any, settings: list[str], facts: tu
     with refused(UserError, *facts):
         build_feed(load_config(path, settings=settings))
     assert CALLS == []
+
+
+class OddPooling(Pooling):
+    """Returns what its name says, of which each is wrong."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def encode(self, pictures: Tensor) -> Any:
+        mean, std = super().encode(pictures)
+        is_large = len(pictures) > 1
+        return {
+            "tensor": mean,
+            "numpy": (mean.numpy(), None),
+            "one row": (mean[:1], None),
+            "int64": (mean.long(), None),
+            "other deviation": (mean, std[:, :1]),
+            "sometimes": (mean, std if is_large else None),
+        }.get(self.name, (mean, std))
+
+
+@define(frozen=True)
+class OddPictures(PictureEncoder):
+    """An encoder with a mistake."""
+
+    name: str = ""
+
+    def digest(self) -> Any:
+        return 3 if self.name == "digest" else "odd"
+
+    def open(self, device: torch.device) -> Encoded:
+        return OddPooling(self.name)
+
+
+WRONG = [
+    ("tensor", ("Tensor", "pair")),
+    ("numpy", ("'mean' of n = 1", "ndarray", "tensor")),
+    ("one row", ("'mean' of n = 32", "(1, 3, 8, 8)", "n rows")),
+    ("int64", ("'mean'", "int64", "float")),
+    ("other deviation", ("deviation", "(1, 8, 8)", "(3, 8, 8)")),
+    ("sometimes", ("'std' (3, 8, 8) float16", "digest 'odd'")),
+    ("digest", ("digest()", "3", "string")),
+]
+
+
+@pytest.mark.parametrize(("name", "facts"), WRONG)
+def test_what_an_encoder_returns_is_checked(write: Any, name: str, facts: tuple[str, ...]) -> None:
+    path = write("Pooled", "OddPictures")
+    with refused(ConfigError, "data.encode.image: OddPictures", "expected", *facts):
+        build_feed(load_config(path, settings=[f"data.encode.image.name={name}"]))
 
 
 class WithMasks:

@@ -12,7 +12,7 @@ from attrs import define
 from PIL import Image
 from torch import Tensor
 
-from hookdiff import ConfigError, InMemory, load_config, load_run
+from hookdiff import ConfigError, InMemory, UserError, load_config, load_run
 from hookdiff.authors import EncodedTexts, Encoder, TextEncoder, on_ranks
 from hookdiff.experiment.build import build_feed, build_loop
 from hookdiff.log import read_info
@@ -194,6 +194,7 @@ def test_long_captions_are_counted(path: Path, caplog: pytest.LogCaptureFixture)
     build_feed(load_config(path, settings=['data.prefix="a very "']))
     (warning,) = [one for one in warnings(caplog) if "cut" in one]
     assert "7 of 8" in warning
+    assert "such as 'a very " in warning
     assert "8 tokens" in warning
 
 
@@ -252,6 +253,117 @@ def test_captions_that_shards_do_not_give_back_are_refused(
     assert not (path.parent / "to").exists()
 
 
+class Odd:
+    """Returns what its name says, of which each is wrong."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def encode(self, texts: Sequence[str]) -> Any:
+        num, longest = len(texts), max(map(len, texts)) or 1
+        rows, mask = torch.zeros(num, 8, 2), torch.ones(num, 8, dtype=torch.bool)
+        if self.name == "infinite":
+            rows[["red" in text for text in texts]] = torch.inf
+        return {
+            "list": [rows],
+            "numpy": {"": rows.numpy()},
+            "nothing": {},
+            "mask": {"": rows, "mask": mask},
+            "number": {"": rows, "_mask": torch.tensor(1.0)},
+            "one row": {"": rows, "_mask": mask[:1]},
+            "no tokens": {"": rows[:, :0]},
+            "int32": {"": rows, "_mask": mask.int()},
+            "longest": {"": torch.zeros(num, longest, 2)},
+            "sometimes": {"": rows, **({"_mask": mask} if longest > 1 else {})},
+        }.get(self.name, {"": rows})
+
+
+@define(frozen=True)
+class OddTexts(Bytes):
+    """An encoder with a mistake."""
+
+    name: str = ""
+
+    @property
+    def limit(self) -> Any:
+        return 8 if self.name == "limit" else None
+
+    def digest(self) -> Any:
+        return {"no text": "", "integer": 3}.get(self.name, "odd")
+
+    def open(self, device: torch.device) -> Any:
+        return Odd(self.name)
+
+
+WRONG = [
+    ("list", ("list", '"_mask"')),
+    ("nothing", ("[]", '"_mask"')),
+    ("mask", ("['', 'mask']", '"_mask"')),
+    ("numpy", ("'text'", "ndarray", "tensor")),
+    ("number", ("'text_mask'", "()", "n rows")),
+    ("one row", ("'text_mask'", "n =", "(1, 8)", "n rows")),
+    ("no tokens", ("'text'", "0, 2)", "not empty")),
+    ("int32", ("'text_mask'", "int32", "float", "bool", "int64")),
+    ("longest", ("'text' (", "float16", "digest 'odd'")),
+    ("sometimes", ("'text_mask' (8,) bool", "digest 'odd'")),
+    ("no text", ("digest()", "''", "string")),
+    ("integer", ("digest()", "3", "string")),
+    ("limit", ("limit = 8", "lengths(texts)")),
+]
+
+
+@pytest.mark.parametrize("store", ["disk", "none"])
+@pytest.mark.parametrize(("name", "facts"), WRONG)
+def test_what_an_encoder_returns_is_checked(path: Path, name: str, facts: tuple[str, ...], store: str) -> None:
+    settings = [f"data.encode.text.name={name}", f"data.encode.text.store={store}"]
+    with refused(UserError, "data.encode.text: OddTexts", "expected", *facts):
+        feed = build_feed(load_config(edited(path, ":Bytes", ":OddTexts"), settings=settings)).bind(6, 0)
+        assert feed.facts.encoders
+        list(feed.batches(0))
+
+
+def test_a_text_of_values_that_float16_does_not_hold_is_named(path: Path) -> None:
+    settings = ["data.encode.text.name=infinite", "data.prefix='a\t'"]
+    with refused(ConfigError, "data.encode.text: 'a\\tred' becomes", "float16"):
+        build_feed(load_config(edited(path, ":Bytes", ":OddTexts"), settings=settings))
+
+
+def test_a_row_of_another_form_than_those_of_earlier_runs_is_refused(path: Path) -> None:
+    path = edited(path, ":Bytes", ":OddTexts")
+    build_feed(load_config(path))
+    more = ["data.prefix=a "]
+    with refused(ConfigError, "data.encode.text: OddTexts", "'text_mask'", "digest 'odd'"):
+        build_feed(load_config(path, settings=[*more, "data.encode.text.name=sometimes"]))
+    build_feed(load_config(path, settings=more))
+
+
+@define(frozen=True)
+class Named(Bytes):
+    """An encoder with a digest of any characters, which makes tokens as numbers."""
+
+    name: str = "v1"
+
+    def digest(self) -> str:
+        return self.name
+
+    def open(self, device: torch.device) -> Any:
+        network: Any = Letters()
+        network.encode = lambda texts: {"": torch.tensor([[len(text), 7] for text in texts])}
+        return network
+
+
+@pytest.mark.parametrize("digest", ["../../../out", "/tmp", "a/b", ".", "é \0\ud800", "x" * 300])
+def test_no_digest_leads_out_of_the_cache(path: Path, digest: str) -> None:
+    before = {*path.parent.iterdir(), path.parent / "cache"}
+    settings = [f"data.encode.text.name={json.dumps(digest)}"]
+    batch = next(build_feed(load_config(edited(path, ":Bytes", ":Named"), settings=settings)).bind(6, 0).batches(0))
+    assert batch.conditions["text"][:, 1].tolist() == [7] * 6
+    assert {*path.parent.iterdir()} == before
+    assert [one.parent.name for one in (path.parent / "cache").rglob("*-*")] == [
+        one.name for one in (path.parent / "cache" / "texts").iterdir() if one.is_dir()
+    ]
+
+
 def test_a_run_with_captions_resumes_and_samples_without_its_data(path: Path, tmp_path: Path) -> None:
     config = load_config(path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -263,6 +375,13 @@ def test_a_run_with_captions_resumes_and_samples_without_its_data(path: Path, tm
         loop.run()
     losses = [[line["loss"] for line in records(one) if "loss" in line] for one in (whole, parts)]
     assert losses[0][-1] == losses[1][-1]
+    with (
+        refused(UserError, "data.encode.text", "another encoder", Bytes(1).digest(), Bytes(2).digest()),
+        build_loop(load_config(path, settings=["data.encode.text.version=2", "run.steps=8"]), parts, resume=True),
+    ):
+        pass
+    with build_loop(load_config(path, settings=["data.encode.text.store=none"]), parts, resume=True) as loop:
+        assert loop.progress.step == 6
     with load_run(parts, trust=True) as run:  # without the data
         assert run.sample(2).shape == (2, 3, 4, 4)
         assert torch.equal(run.loop.objective.without({"text": torch.zeros(1, 8, 2)})["text"][0], letters(""))  # type: ignore[attr-defined]
