@@ -44,7 +44,8 @@ def command(
     from hookdiff import SampleRequest, UserError, evaluating, load_run
     from hookdiff.cli import chosen_weights
     from hookdiff_checkpoint.export import about, check_place, write_weights
-    from hookdiff_checkpoint.to_diffusers import equivalent_of, write_folder
+    from hookdiff_checkpoint.scheduler import equivalent_of
+    from hookdiff_checkpoint.to_diffusers import write_folder
 
     for setting in settings:
         table = setting.partition(".")[0].strip()
