@@ -15,7 +15,7 @@ from hookdiff.cli import overwrite_option, run_argument, settings_option, solver
     default="safetensors",
     show_default=True,
     type=click.Choice(["safetensors", "diffusers"]),
-    help="safetensors: FILE with the model's keys. diffusers: DIR with model, autoencoder, scheduler and pipeline.",
+    help="safetensors: FILE with the model's keys. diffusers: DIR with model, encoders, scheduler and pipeline.",
 )
 @weights_option
 @solver_options
