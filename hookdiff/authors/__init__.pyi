@@ -10,6 +10,7 @@ from .encoding.encoder import (
     Encoded as Encoded,
     EncodedTexts as EncodedTexts,
     Encoder as Encoder,
+    ExportedTexts as ExportedTexts,
     PictureEncoder as PictureEncoder,
     TextEncoder as TextEncoder,
 )

@@ -32,7 +32,7 @@ def adapt(model: nn.Module) -> nn.Module:
         ValueError: for a number of embeddings that leaves no class.
     """
     theirs: Any = model
-    if _takes_time_later(model) and _name_time not in model._forward_pre_hooks.values():
+    if takes_time_later(model) and _name_time not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_name_time, with_kwargs=True)
     if not any(map(is_of_diffusers, type(model).__mro__)) or _take_sample in model._forward_hooks.values():
         return model
@@ -53,8 +53,8 @@ def adapt(model: nn.Module) -> nn.Module:
     return model
 
 
-def _takes_time_later(model: nn.Module) -> bool:
-    """Return whether the argument `timestep` of the model is not its second one."""
+def takes_time_later(model: nn.Module) -> bool:
+    """Return whether `model` takes the time as its argument `timestep`, after its second one."""
     with suppress(ValueError, TypeError):  # a forward without a signature
         return _TIME in list(inspect.signature(model.forward).parameters)[2:]
     return False

@@ -15,7 +15,7 @@ from hookdiff.cli import overwrite_option, run_argument, settings_option, solver
     default="safetensors",
     show_default=True,
     type=click.Choice(["safetensors", "diffusers"]),
-    help="safetensors: FILE with the model's keys. diffusers: DIR with model, autoencoder, scheduler and pipeline.",
+    help="safetensors: FILE with the model's keys. diffusers: DIR with model, encoders, scheduler and pipeline.",
 )
 @weights_option
 @solver_options
@@ -44,7 +44,8 @@ def command(
     from hookdiff import SampleRequest, UserError, evaluating, load_run
     from hookdiff.cli import chosen_weights
     from hookdiff_checkpoint.export import about, check_place, write_weights
-    from hookdiff_checkpoint.to_diffusers import equivalent_of, write_folder
+    from hookdiff_checkpoint.scheduler import equivalent_of
+    from hookdiff_checkpoint.to_diffusers import write_folder
 
     for setting in settings:
         table = setting.partition(".")[0].strip()

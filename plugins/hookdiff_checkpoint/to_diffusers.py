@@ -1,63 +1,31 @@
-"""Writes a run as a folder that diffusers loads: the model, and a scheduler that makes the steps of the run's sampler.
+"""Writes a run as a folder that diffusers loads: the model, its encoders, and a scheduler.
 
-The options of the schedulers are those of diffusers 0.42. A sampler that no scheduler reproduces is refused, because
-the images would differ from those of the run.
+With it goes the code that makes the images of the run: a call of a pipeline, or a loop.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import define, evolve, field
+from torch import nn
 
 import hookdiff.diffusion as parts
 from hookdiff import Loop, UserError
+from hookdiff.authors import ExportedTexts
 from hookdiff.disk import new_folder, write_file, write_tensors
-from hookdiff.options import Choice, name_of
+from hookdiff.models import takes_time_later
 from hookdiff_checkpoint.export import plain_tensors
+from hookdiff_checkpoint.scheduler import OTHERWISE, Equivalent
 
-_UNBOUNDED = 1e9  # largest range of dynamic thresholding, which has no limit here
-_OTHERWISE = "--to safetensors"
 _DECODERS = {"LDMPipeline": "vqvae"}  # name of the autoencoder in a pipeline; in others it is "vae"
-
-
-@define(frozen=True)
-class Equivalent:
-    """The calls in diffusers that sample as the sampler of a run does."""
-
-    scheduler: str  # class
-    options: Mapping[str, Any]
-    times: str  # argument of set_timesteps
-    step: Mapping[str, Any] = field(factory=dict)  # arguments of each step
-    pipeline: str | None = None  # class that makes these calls, for a UNet2DModel of pictures without classes
-    scales: bool = False  # the scheduler scales the noise, and what the network gets
-    guidance: Any = None  # of the run
-
-
-def equivalent_of(loop: Loop) -> Equivalent:
-    """Return the calls that sample as the sampler of `loop` does; raises UserError with the key if there are none."""
-    kind = type(loop.model)
-    if kind.__module__.partition(".")[0] != "diffusers":
-        raise UserError(f"--to diffusers: model.use: {kind.__name__} is no class of diffusers; use {_OTHERWISE}")
-    objective: Any = loop.objective
-    sampling: Any = loop.sampler
-    for key, neutral in () if loop.feed.codec else (("data_mean", 0), ("data_std", 1)):
-        given = getattr(objective, key)
-        if any(value != neutral for value in given):
-            raise _refusal(f"diffusion.{key}", given, "its pipelines would not undo the standardisation", _OTHERWISE)
-    _check("diffusion.process", objective.process, (parts.VP, parts.DDPMProcess, parts.Flow, parts.EDM))
-    kinds: dict[type, Callable[[Any, Any], Equivalent]] = {
-        parts.VP: _with_timesteps,
-        parts.DDPMProcess: _with_timesteps,
-        parts.Flow: _flow,
-        parts.EDM: _edm,
-    }
-    return evolve(kinds[type(objective.process)](objective, sampling.fit(objective)), guidance=sampling.guidance)
+_SD = "StableDiffusionPipeline"
+_NO_CHECKER = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
 
 
 def write_folder(out: Path, loop: Loop, sampling: Equivalent, about: Mapping[str, str]) -> str:
-    """Write the model of `loop`, the autoencoder of its latents and a scheduler to the folder `out`.
+    """Write the model of `loop`, its encoders of latents and texts and a scheduler to the folder `out`.
 
     Returns the code that uses them. `about` goes into the metadata of the model's weights.
     """
@@ -69,26 +37,52 @@ def write_folder(out: Path, loop: Loop, sampling: Equivalent, about: Mapping[str
     if kind == "UNet2DModel":  # it takes any size; a pipeline reads here which size to generate
         model.register_to_config(sample_size=shape[-1] if shape[-1] == shape[-2] else list(shape[1:]))
     vae = codec.encoder.to_diffusers(objective.data_mean, objective.data_std) if codec else None
-    pipeline, arguments = _pipeline(sampling, model, vae)
+    texts = _texts(loop, str(out))
+    pipeline, arguments = _pipeline(loop, sampling, vae, texts)
     name = "unet" if kind.startswith("UNet") else "transformer"
     models = {name: model} if vae is None else {name: model, _DECODERS.get(pipeline, "vae"): vae}
+    if pipeline == _SD:
+        scheduler.register_to_config(steps_offset=1)  # which it would set with a warning, and its steps do not use
     with new_folder(out) as folder:
         for each, part in models.items():
             _write_config(folder / each, part)
             tensors, origin = plain_tensors(part), about if part is model else None
             write_tensors(folder / each / "diffusion_pytorch_model.safetensors", tensors, origin)
+        for each, part in texts.parts.items():
+            _write_of_transformers(folder / each, part)
         _write_config(folder / "scheduler", scheduler)
         if not pipeline:
-            return _own_loop(out, name, model, sampling, vae)
-        made = getattr(diffusers, pipeline)(**models, scheduler=scheduler)
+            return _own_loop(loop, out, name, sampling, vae, texts)
+        others = {**texts.parts, **_NO_CHECKER} if pipeline == _SD else {}
+        made = getattr(diffusers, pipeline)(**models, **others, scheduler=scheduler)
         if pipeline == "DiTPipeline" and loop.feed.classes:
             made.register_to_config(id2label=dict(enumerate(loop.feed.classes)))
         _write_config(folder, made)
         return f"{pipeline}.from_pretrained({str(out)!r})({arguments})"
 
 
-def _pipeline(sampling: Equivalent, model: Any, vae: Any) -> tuple[str, str]:
+def _texts(loop: Loop, folder: str) -> ExportedTexts:
+    """Return the encoder of texts of a run, which will be written to `folder`; without one it has no parts.
+
+    Raises:
+        UserError: for several, and for one that cannot be exported.
+    """
+    conditions = getattr(loop.feed.reader, "texts", None)
+    rows = conditions.rows if conditions else {}
+    if not rows:
+        return ExportedTexts({}, "", {})
+    if len(rows) > 1:
+        several = f"data.encode: {', '.join(rows)}: only one encoder of texts can be exported"
+        raise UserError(f"--to diffusers: {several}; use {OTHERWISE}")
+    [(name, one)] = rows.items()
+    exported: ExportedTexts = one.encoder.to_diffusers(name, folder)
+    return exported
+
+
+def _pipeline(loop: Loop, sampling: Equivalent, vae: Any, texts: ExportedTexts) -> tuple[str, str]:
     """Return the class of the pipeline that makes the images of the run, and the arguments of its call; "" for none."""
+    model: Any = loop.model
+    objective: Any = loop.objective
     kind, num_classes, scale = type(model).__name__, getattr(model, "num_classes", 0), _scale(sampling.guidance)
     if not sampling.pipeline:
         return "", ""
@@ -96,6 +90,11 @@ def _pipeline(sampling: Equivalent, model: Any, vae: Any) -> tuple[str, str]:
         is_square, config = isinstance(model.config.get("sample_size"), int), vae.config
         if not is_square or config.get("shift_factor") or config.get("latents_std"):
             return "", ""
+    if kind == "UNet2DConditionModel" and _is_stable_diffusion(loop, sampling, vae, texts):
+        eta = f", eta={sampling.step['eta']}" if "eta" in sampling.step else ""
+        return _SD, f"prompts, guidance_scale={scale}, {sampling.times}{eta}"
+    if objective.keywords:
+        return "", ""
     if kind == "UNet2DModel" and not num_classes:
         return sampling.pipeline if vae is None else "LDMPipeline", sampling.times + _keywords(sampling.step)
     # DiTPipeline guides away from class 1000, by more than 1, and gives the scheduler no options.
@@ -105,26 +104,63 @@ def _pipeline(sampling: Equivalent, model: Any, vae: Any) -> tuple[str, str]:
     return "", ""
 
 
-def _own_loop(out: Path, name: str, model: Any, sampling: Equivalent, vae: Any) -> str:
-    """Return the code of a loop that makes the images of the run with `model` in the folder `name` of `out`."""
+def _is_stable_diffusion(loop: Loop, sampling: Equivalent, vae: Any, texts: ExportedTexts) -> bool:
+    """Return whether StableDiffusionPipeline does with a UNet2DConditionModel what the run does."""
+    objective: Any = loop.objective
+    if vae is None or texts.pipeline != _SD or objective.conditional:
+        return False
+    side, scale = loop.feed.picture_shape[-1], _scale(sampling.guidance) or 0
+    factor = 2 ** (len(vae.config.get("block_out_channels", ())) - 1)  # as the pipeline finds it
+    return (
+        [*objective.keywords] == ["encoder_hidden_states"]
+        and objective.condition_names[0] in texts.conditions
+        and scale >= 1
+        and side == loop.feed.shape[-1] * factor
+        and side % 8 == 0
+        and sampling.options["timestep_spacing"] == "trailing"
+    )
+
+
+def _own_loop(loop: Loop, out: Path, name: str, sampling: Equivalent, vae: Any, texts: ExportedTexts) -> str:
+    """Return the code of a loop that makes the images of the run with the model in the folder `name` of `out`."""
+    model: Any = loop.model
+    objective: Any = loop.objective
     num_classes = getattr(model, "num_classes", 0)
     start, seen = "noise * scheduler.init_noise_sigma", "scheduler.scale_model_input(x, t)"
-    given = "t.expand(len(x))" + ", class_labels=labels" * bool(num_classes)
-    output = f"model({seen if sampling.scales else 'x'}, {given}).sample"
+    first = f"{seen if sampling.scales else 'x'}, {'timestep=' * takes_time_later(model)}t.expand(len(x))"
+    labels = "labels", f"torch.full_like(labels, {num_classes})"
+    others = {each: f"conditions[{each!r}]" for each in objective.condition_names}
+    conditions = {each: (one, f"torch.zeros_like({one})") for each, one in others.items()} | {**texts.conditions}
+
+    def call(which: int) -> str:
+        """Return a call of the model with labels and conditions (0), or without them (1)."""
+        given = {keyword: conditions[each][which] for keyword, each in objective.keywords.items()}
+        return f"model({first}{f', class_labels={labels[which]}' * bool(num_classes)}{_nested(given)}).sample"
+
     opened = [("model", type(model).__name__, name), ("scheduler", sampling.scheduler, "scheduler")]
     opened += [] if vae is None else [("vae", type(vae).__name__, "vae")]
     lines = [f"  {key} = {kind}.from_pretrained({str(out)!r}, subfolder={at!r})\n" for key, kind, at in opened]
     return (
         "diffusers has no pipeline that makes these images; in a loop of your own:\n"
         f"{''.join(lines)}"
+        f"{textwrap.indent(texts.code, '  ')}"
         f"  scheduler.set_timesteps({sampling.times})\n"
         f"  x = {start if sampling.scales else 'noise'}\n"
         f"  for t in scheduler.timesteps:\n"
-        f"      output = {output}\n"
-        f"{_guided(output, sampling.guidance, num_classes) if num_classes else ''}"
+        f"      output = {call(0)}\n"
+        f"{_guided(call(1), sampling.guidance) if num_classes or objective.keywords else ''}"
         f"      x = scheduler.step(output, t, x{_keywords(sampling.step)}).prev_sample"
         f"{'' if vae is None else _decoded(vae.config)}"
     )
+
+
+def _nested(given: Mapping[str, str]) -> str:
+    """Return expressions as arguments of a call, by its keywords; one with a dot is a key in a dict."""
+    found: dict[str, list[str]] = {}
+    for keyword, value in given.items():
+        outer, dot, key = keyword.partition(".")
+        found.setdefault(outer, []).append(f"{key!r}: {value}" if dot else value)
+    return _keywords({outer: given.get(outer, f"{{{', '.join(items)}}}") for outer, items in found.items()})
 
 
 def _keywords(arguments: Mapping[str, Any]) -> str:
@@ -150,114 +186,25 @@ def _scale(guidance: Any) -> float | None:
     return None
 
 
-def _guided(output: str, guidance: Any, num_classes: int) -> str:
-    """Return the lines of code that guide what the call `output` has returned; a comment for another guidance."""
+def _guided(without: str, guidance: Any) -> str:
+    """Return the lines of code that guide `output` away from the call `without`; a comment for another guidance."""
     scale = _scale(guidance)
     if scale is None:
         return f"      # left out: sampling.guidance, {guidance}\n"
-    none = output.replace("=labels", f"=torch.full_like(labels, {num_classes})")
-    guided = f"      without = {none}\n      output = without + {scale} * (output - without)\n"
+    guided = f"      without = {without}\n      output = without + {scale} * (output - without)\n"
     return "" if scale == 1 else guided
 
 
-def _with_timesteps(objective: Any, sampling: Any) -> Equivalent:
-    process, sampler, spacing, clipping = objective.process, sampling.sampler, sampling.spacing, sampling.clipping
-    steps, timesteps = sampling.steps, process.timesteps
-    _check("diffusion.prediction", objective.prediction, (parts.Epsilon, parts.SamplePrediction, parts.VPrediction))
-    _check("sampling.spacing", spacing, (parts.Trailing, parts.Leading))
-    _check("sampling.clipping", clipping, (parts.NoClipping, parts.Clamp, parts.DynamicThreshold))
-    if timesteps % steps:
-        near = min((n for n in range(1, timesteps + 1) if timesteps % n == 0), key=lambda n: abs(n - steps))
-        why = f"its schedulers visit other timesteps unless this divides diffusion.process.timesteps = {timesteps}"
-        raise _refusal("sampling.steps", steps, why, f"--steps {near}")
-    options = {
-        "num_train_timesteps": timesteps,
-        # For all schedules: diffusers does not know some, and rescales to zero terminal SNR in another way.
-        "trained_betas": process.tables.betas.tolist(),
-        "prediction_type": objective.prediction.use,  # both libraries have the same names
-        "timestep_spacing": spacing.use,
-    }
-    if type(clipping) is parts.DynamicThreshold:
-        options |= {"thresholding": True, "dynamic_thresholding_ratio": clipping.ratio, "sample_max_value": _UNBOUNDED}
-    times, clamps = f"num_inference_steps={steps}", {"clip_sample": type(clipping) is parts.Clamp}
-    _check("sampling.sampler", sampler, (parts.DDIM, parts.DDPM, parts.Euler, parts.DPMSolver2M))
-    _check_noise(sampler, "churn")
-    if type(sampler) in (parts.DDIM, parts.Euler):
-        # By default the scheduler goes on with noise that does not match the clipped image.
-        step = {"eta": getattr(sampler, "eta", 0.0), "use_clipped_model_output": type(clipping) is not parts.NoClipping}
-        return Equivalent("DDIMScheduler", {**options, **clamps, "set_alpha_to_one": True}, times, step, "DDIMPipeline")
-    if type(sampler) is parts.DDPM:
-        if sampler.variance == "fixed_large" and type(spacing) is parts.Trailing and steps < timesteps:
-            why = "with spacing 'trailing' its DDPMScheduler adds this noise to the image itself"
-            way_out = "--set sampling.sampler.variance=fixed_small"
-            raise _refusal("sampling.sampler.variance", sampler.variance, why, way_out)
-        options |= {**clamps, "variance_type": sampler.variance}
-        return Equivalent("DDPMScheduler", options, times, pipeline="DDPMPipeline")
-    _check("sampling.spacing", spacing, (parts.Trailing,))
-    if process.ends_in_noise:
-        why = "its DPMSolverMultistepScheduler cannot begin where nothing of the image is left"
-        raise _refusal("diffusion.process.rescale_betas_zero_snr", True, why, "--sampler ddim")
-    if type(clipping) is parts.Clamp:
-        options |= {"thresholding": True, "sample_max_value": 1.0}  # a range of at most 1 clamps
-    return Equivalent("DPMSolverMultistepScheduler", options, times, pipeline="DDPMPipeline")
-
-
-def _flow(objective: Any, sampling: Any) -> Equivalent:
-    scale, spacing = objective.process.time_scale, sampling.spacing
-    _check_free(objective, sampling, parts.FlowPrediction, (parts.Trailing, parts.Shifted))
-    if scale != int(scale):
-        raise _refusal("diffusion.process.time_scale", scale, "its flow scheduler takes whole numbers", _OTHERWISE)
-    shift = spacing.shift if type(spacing) is parts.Shifted else objective.process.shift
-    # The times of the scheduler would end at 1 / time_scale, and not at 1 / steps.
-    times = f"sigmas=[1 - i / {sampling.steps} for i in range({sampling.steps})]"
-    return Equivalent("FlowMatchEulerDiscreteScheduler", {"num_train_timesteps": int(scale), "shift": shift}, times)
-
-
-def _edm(objective: Any, sampling: Any) -> Equivalent:
-    process = objective.process
-    _check_free(objective, sampling, parts.EDMPrediction, (parts.Karras,))
-    if process.time_scale != 1:
-        why = "its EDMEulerScheduler gives the network ln(sigma) / 4"
-        raise _refusal("diffusion.process.time_scale", process.time_scale, why, _OTHERWISE)
-    options = {
-        "sigma_min": process.sigma_min,
-        "sigma_max": process.sigma_max,
-        "sigma_data": objective.prediction.sigma_data,
-        "rho": sampling.spacing.rho,
-        "prediction_type": "epsilon",  # the scheduler's name for the output of a preconditioned network
-    }
-    return Equivalent("EDMEulerScheduler", options, f"num_inference_steps={sampling.steps}", scales=True)
-
-
-def _check_free(objective: Any, sampling: Any, prediction: type[Choice], spacings: tuple[type[Choice], ...]) -> None:
-    """Refuse every sampler but Euler's method for `prediction`, without noise and without clipping."""
-    _check("diffusion.prediction", objective.prediction, (prediction,))
-    _check("sampling.sampler", sampling.sampler, (parts.Euler, parts.DDIM))
-    _check_noise(sampling.sampler, "churn", "eta")
-    _check("sampling.spacing", sampling.spacing, spacings)
-    _check("sampling.clipping", sampling.clipping, (parts.NoClipping,))
-
-
-def _check_noise(sampler: Any, *options: str) -> None:
-    for option in options:
-        if value := getattr(sampler, option, 0):
-            key = f"sampling.sampler.{option}"
-            why = "its schedulers add no noise, or only after the network has seen the image"
-            raise _refusal(key, value, why, f"--set {key}=0")
-
-
-def _check(key: str, part: Choice, known: tuple[type[Choice], ...]) -> None:
-    """Refuse a part of another class than those `known`; a derived class may compute something else."""
-    if type(part) not in known:
-        names = [name_of(kind) for kind in known]
-        way_out = f"--set {key}={names[0]}" if key.startswith("sampling.") else _OTHERWISE
-        way_out = f"--sampler {names[0]}" if key == "sampling.sampler" else way_out
-        raise _refusal(key, part.use, f"with the other options its schedulers have only {', '.join(names)}", way_out)
-
-
-def _refusal(key: str, value: object, why: str, way_out: str) -> UserError:
-    shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    return UserError(f"--to diffusers: {key} = {shown}: {why}; use {way_out}")
+def _write_of_transformers(folder: Path, part: Any) -> None:
+    """Write a network of transformers, or a tokenizer."""
+    if isinstance(part, nn.Module):
+        config: Any = part.config
+        config.architectures, config.dtype = [type(part).__name__], part.dtype
+        folder.mkdir()
+        write_file(folder / "config.json", config.to_json_string().encode())
+        write_tensors(folder / "model.safetensors", plain_tensors(part))
+    else:
+        part.save_pretrained(folder)
 
 
 def _write_config(folder: Path, part: Any) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from attrs.validators import ge, in_, optional
 from torch import Tensor
 
 from hookdiff import UserError, listed
-from hookdiff.authors import EncodedTexts, TextEncoder, digest_of
+from hookdiff.authors import ExportedTexts, TextEncoder, digest_of
 from hookdiff.options import about
 from hookdiff_text.folder import (
     config_in,
@@ -135,7 +135,7 @@ class Text(TextEncoder):
         text = json.dumps([config, options], sort_keys=True)
         return digest_of([*weights, *tokenizer_files(self.tokenizer_folder)], text)
 
-    def open(self, device: torch.device) -> EncodedTexts:
+    def open(self, device: torch.device) -> _Network:
         kind = _CLASSES[self.config()["architectures"][0]]
         tokenizer, limit = self.tokenizer_folder, self.limit
         logger.info("data.encode: the %s in %s, with the tokenizer in %s", kind, self.folder, tokenizer)
@@ -143,6 +143,37 @@ class Text(TextEncoder):
         tokens = tokenizer_in(tokenizer, "AutoTokenizer")
         attend = self.attend or ("all" if kind.startswith("CLIP") else "tokens")
         return _Network(self, network, tokens, limit or _USUAL, attend == "tokens")
+
+    def to_diffusers(self, name: str, folder: str) -> ExportedTexts:
+        opened = evolve(self, precision="float32").open(torch.device("cpu"))
+        network, tokenizer, kind = opened.network, opened.tokenizer, type(opened.network).__name__
+        tokenizer.model_max_length = opened.length  # at which a pipeline cuts
+        made = {"": "made.last_hidden_state" if self.layer == -1 else f"made.hidden_states[{self.layer}]"}
+        if self.pooled:
+            made["_pooled"] = f"made.{'text_embeds' if kind.endswith('WithProjection') else 'pooler_output'}"
+        if self.mask:
+            made["_mask"] = "tokens.attention_mask.bool()"
+        returned = ", ".join(f"{name + own!r}: {value}" for own, value in made.items())
+        attends = ", attention_mask=tokens.attention_mask" * opened.is_masked
+        layers = ", output_hidden_states=True" * (self.layer != -1)
+        code = f"""\
+tokenizer = AutoTokenizer.from_pretrained({folder!r}, subfolder='tokenizer')
+text_encoder = {kind}.from_pretrained({folder!r}, subfolder='text_encoder')
+def encode(texts):
+    filled = dict(padding='max_length', truncation=True, max_length={opened.length})
+    tokens = tokenizer(texts, **filled, return_tensors='pt')
+    made = text_encoder(tokens.input_ids{attends}{layers})
+    return {{{returned}}}
+given, none = encode(prompts), encode([''] * len(prompts))
+"""
+        has_mask = getattr(network.config, "use_attention_mask", False)  # by which the pipeline decides
+        is_usual = kind == "CLIPTextModel" and self.layer == -1 and opened.is_masked == bool(has_mask)
+        return ExportedTexts(
+            {"text_encoder": network, "tokenizer": tokenizer},
+            code,
+            {name + own: (f"given[{name + own!r}]", f"none[{name + own!r}]") for own in made},
+            "StableDiffusionPipeline" if is_usual else "",
+        )
 
 
 @define(eq=False)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from attrs.validators import ge, in_, optional
 from torch import Tensor
 
 from hookdiff import UserError, listed
-from hookdiff.authors import EncodedTexts, TextEncoder, digest_of
+from hookdiff.authors import ExportedTexts, TextEncoder, digest_of
 from hookdiff.options import about
 from hookdiff_text.folder import (
     config_in,
@@ -158,7 +158,7 @@ class Pipeline(TextEncoder):
             files += [*weights_in(part.folder), *tokenizer_files(part.tokenizer_folder)]
         return digest_of(files, json.dumps(facts, sort_keys=True))
 
-    def open(self, device: torch.device) -> EncodedTexts:
+    def open(self, device: torch.device) -> _Network:
         index, parts = self.index(), self.parts()
         name = index["_class_name"]
         side = _SIDES[name]
@@ -182,12 +182,30 @@ class Pipeline(TextEncoder):
             pipeline = kind(**{**others, **made})
         except Exception as error:  # of any type
             raise UserError(f"data.encode: {self.path} cannot be loaded: {reason_of(error)}") from error
-        given: dict[str, Any] = {f"prompt_{number}": None for number in range(2, len(parts) + 1)}
+        given = {"num_images_per_prompt": 1, **{f"prompt_{number}": None for number in range(2, len(parts) + 1)}}
         if side.length:
             given["max_sequence_length"] = self.length or side.length
         first = min(part.limit for part in parts)
         tokenizers = [made[part.tokenizer_folder.name] for part in parts if part.limit == first]
-        return _Network(side, pipeline, given, tokenizers, device)
+        return _Network(side, pipeline, made, others, given, tokenizers, device)
+
+    def to_diffusers(self, name: str, folder: str) -> ExportedTexts:
+        opened = evolve(self, precision="float32").open(torch.device("cpu"))
+        kind, parts = type(opened.pipeline).__name__, opened.parts
+        code = "".join(
+            f"{each} = {type(part).__name__}.from_pretrained({folder!r}, subfolder={each!r})\n"
+            for each, part in parts.items()
+        )
+        taken = [f"{each}={value!r}" for each, value in opened.others.items() if each not in parts]
+        code += f"pipeline = {kind}({', '.join([*taken, *(f'{each}={each}' for each in parts)])})\n"
+        given = {"device": "cpu", "do_classifier_free_guidance": True, **opened.given}
+        asked = ", ".join(f"{each}={value!r}" for each, value in given.items())
+        code += f"made = pipeline.encode_prompt(prompts, {asked})\n"
+        conditions = {}
+        for own, (_, prompted, unprompted) in opened.side.returned.items():
+            as_bool = ".bool()" * (own == "_mask")
+            conditions[name + own] = f"made[{prompted}]{as_bool}", f"made[{unprompted}]{as_bool}"
+        return ExportedTexts(parts, code, conditions, kind)
 
 
 def _flags(index: Mapping[str, Any]) -> dict[str, bool]:
@@ -199,6 +217,8 @@ def _flags(index: Mapping[str, Any]) -> dict[str, bool]:
 class _Network:
     side: _Side
     pipeline: Any
+    parts: Mapping[str, Any]  # of the pipeline: networks and tokenizers
+    others: Mapping[str, Any]  # to the pipeline
     given: Mapping[str, Any]  # to `encode_prompt`
     tokenizers: Sequence[Any]  # those that cut first
     device: torch.device
@@ -207,11 +227,7 @@ class _Network:
         is_empty = torch.tensor([not text for text in texts])
         with torch.no_grad():
             made = self.pipeline.encode_prompt(
-                list(texts),
-                device=self.device,
-                num_images_per_prompt=1,
-                do_classifier_free_guidance=bool(is_empty.any()),
-                **self.given,
+                list(texts), device=self.device, do_classifier_free_guidance=bool(is_empty.any()), **self.given
             )
         found = {}
         for name, (_, prompted, unprompted) in self.side.returned.items():

@@ -20,7 +20,7 @@ from hookdiff.diffusion.process import VP, Flow
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.diffusion.solvers import DDIM, DDPM, Euler
 from hookdiff.diffusion.spacing import Trailing
-from hookdiff_checkpoint.to_diffusers import equivalent_of
+from hookdiff_checkpoint.scheduler import equivalent_of
 from hookdiff_networks import UNet
 from tests.conftest import check_facts, refused
 

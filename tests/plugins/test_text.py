@@ -46,22 +46,22 @@ def words_tokenizer(**options: Any) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special, **options)
 
 
-def save_encoder(folder: Path, kind: str) -> Path:
-    """Save a small encoder with random weights and its tokenizer; return `folder`."""
+def save_encoder(kind: str, folder: Path) -> Path:
+    """Save a small encoder with random weights and its tokenizer in a folder of its name, and return that."""
     import transformers
 
-    words_tokenizer().save_pretrained(folder)
+    words_tokenizer().save_pretrained(folder / kind)
     config, options = KINDS[kind]
     torch.manual_seed(0)
     made = getattr(transformers, config)(vocab_size=len(WORDS), **options)
-    getattr(transformers, kind)(made).save_pretrained(folder)
-    return folder
+    getattr(transformers, kind)(made).save_pretrained(folder / kind)
+    return folder / kind
 
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that saves an encoder of a kind."""
-    return lambda kind: save_encoder(tmp_path / kind, kind)
+    """Return a function that saves an encoder."""
+    return lambda kind: save_encoder(kind, tmp_path)
 
 
 @every_kind

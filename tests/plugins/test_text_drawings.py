@@ -46,7 +46,7 @@ path = "vae"
 
 [data.encode.text]
 use = "text"
-path = "clip"
+path = "CLIPTextModel"
 
 [optimizer]
 lr = 2e-3
@@ -155,7 +155,7 @@ def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path = into / f"{caption} {k}.png"
             draw(caption, chance).save(path)
             path.with_suffix(".txt").write_text(caption)
-    save_encoder(folder / "clip", "CLIPTextModel")
+    save_encoder("CLIPTextModel", folder)
     script = Path("examples/train_autoencoder.py").absolute()
     options = ["--image-size", "32", "--steps", "1500"]
     subprocess.run([sys.executable, script, "drawings", "vae", *options], cwd=folder, check=True)

@@ -39,30 +39,30 @@ every_kind = pytest.mark.parametrize("kind", [first, *(pytest.param(kind, marks=
 Write = Callable[..., tuple[Any, Path]]
 
 
+def save_pipeline(kind: str, folder: Path, **options: Any) -> Any:
+    """Save a pipeline of small text encoders with random weights, and no others, and return it."""
+    import diffusers
+    import transformers
+
+    torch.manual_seed(0)
+    parts: dict[str, Any] = dict.fromkeys(("vae", "unet", "transformer", "scheduler"))
+    parts |= dict.fromkeys(("safety_checker", "feature_extractor"))
+    for suffix, (name, (config, values)) in zip(("", "_2", "_3"), PIPELINES[kind][0], strict=False):
+        made = getattr(transformers, config)(vocab_size=len(WORDS), **values)
+        parts[f"text_encoder{suffix}"] = getattr(transformers, name)(made).eval()
+        parts[f"tokenizer{suffix}"] = words_tokenizer(model_max_length=CLIP_TOKENS)
+    pipeline_class = getattr(diffusers, kind)
+    taken, _ = pipeline_class._get_signature_keys(pipeline_class)
+    pipeline = pipeline_class(**{name: part for name, part in parts.items() if name in taken}, **options)
+    pipeline.save_pretrained(folder)
+    (folder / "None.py").write_text("raise SystemExit('code of the folder was run')")  # earlier diffusers run it
+    return pipeline
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Return a function that makes and saves a pipeline of small text encoders with random weights, and no others."""
-
-    def write(kind: str, **options: Any) -> tuple[Any, Path]:
-        import diffusers
-        import transformers
-
-        torch.manual_seed(0)
-        parts: dict[str, Any] = dict.fromkeys(("vae", "unet", "transformer", "scheduler"))
-        parts |= dict.fromkeys(("safety_checker", "feature_extractor"))
-        for suffix, (name, (config, values)) in zip(("", "_2", "_3"), PIPELINES[kind][0], strict=False):
-            made = getattr(transformers, config)(vocab_size=len(WORDS), **values)
-            parts[f"text_encoder{suffix}"] = getattr(transformers, name)(made).eval()
-            parts[f"tokenizer{suffix}"] = words_tokenizer(model_max_length=CLIP_TOKENS)
-        pipeline_class = getattr(diffusers, kind)
-        taken, _ = pipeline_class._get_signature_keys(pipeline_class)
-        pipeline = pipeline_class(**{name: part for name, part in parts.items() if name in taken}, **options)
-        folder = tmp_path / kind
-        pipeline.save_pretrained(folder)
-        (folder / "None.py").write_text("raise SystemExit('code of the folder was run')")  # earlier diffusers run it
-        return pipeline, folder
-
-    return write
+    """Return a function that saves a pipeline in a folder of its name, and returns both."""
+    return lambda kind, **options: (save_pipeline(kind, tmp_path / kind, **options), tmp_path / kind)
 
 
 @every_kind

@@ -65,6 +65,11 @@ class Encoder(Choice, ABC):
             UserError: if the weights are not here, or are no network of this kind.
         """
 
+    def _not_exported(self, name: str) -> UserError:
+        return UserError(
+            f"data.encode.{name}: the encoder {self.use!r} cannot be exported to diffusers; use --to safetensors"
+        )
+
 
 @define(frozen=True)
 class PictureEncoder(Encoder):
@@ -96,9 +101,7 @@ class PictureEncoder(Encoder):
         Raises:
             UserError: if it cannot be exported, as by default.
         """
-        raise UserError(
-            f"data.encode.{INPUTS}: the encoder {self.use!r} cannot be exported to diffusers; use --to safetensors"
-        )
+        raise self._not_exported(INPUTS)
 
 
 class EncodedTexts(Protocol):
@@ -114,6 +117,16 @@ class EncodedTexts(Protocol):
 
     def lengths(self, texts: Sequence[str]) -> Sequence[int]:
         """Return the number of tokens of each text before it is cut. An encoder without a `limit` need not have it."""
+
+
+@define(frozen=True)
+class ExportedTexts:
+    """An encoder of texts for diffusers, which `hookdiff export` writes, and the code that encodes with it."""
+
+    parts: Mapping[str, Any]  # networks of transformers and tokenizers, by their names in a pipeline
+    code: str  # opens them in their folder, and encodes the list `prompts`
+    conditions: Mapping[str, tuple[str, str]]  # by name, expressions after that code: of the prompts, and of no prompts
+    pipeline: str = ""  # class that encodes a prompt in the same way, with its parts of these names; "": none
 
 
 @define(frozen=True)
@@ -141,6 +154,14 @@ class TextEncoder(Encoder):
     @abstractmethod
     def open(self, device: torch.device) -> EncodedTexts:
         """Load the network."""
+
+    def to_diffusers(self, name: str, folder: str) -> ExportedTexts:
+        """Return the parts of the encoder `name`, and code that finds them in `folder`, where they will be written.
+
+        Raises:
+            UserError: if it cannot be exported, as by default.
+        """
+        raise self._not_exported(name)
 
 
 @define(frozen=True, kw_only=True)

@@ -1,0 +1,151 @@
+"""The scheduler of diffusers that makes the steps of a run's sampler.
+
+The options of the schedulers are those of diffusers 0.42. A sampler that no scheduler reproduces is refused, because
+the images would differ from those of the run.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import define, evolve, field
+
+import hookdiff.diffusion as parts
+from hookdiff import Loop, UserError
+from hookdiff.options import Choice, name_of
+
+_UNBOUNDED = 1e9  # largest range of dynamic thresholding, which has no limit here
+OTHERWISE = "--to safetensors"
+
+
+@define(frozen=True)
+class Equivalent:
+    """The calls in diffusers that sample as the sampler of a run does."""
+
+    scheduler: str  # class
+    options: Mapping[str, Any]
+    times: str  # argument of set_timesteps
+    step: Mapping[str, Any] = field(factory=dict)  # arguments of each step
+    pipeline: str | None = None  # class that makes these calls, for a UNet2DModel of pictures without classes
+    scales: bool = False  # the scheduler scales the noise, and what the network gets
+    guidance: Any = None  # of the run
+
+
+def equivalent_of(loop: Loop) -> Equivalent:
+    """Return the calls that sample as the sampler of `loop` does; raises UserError with the key if there are none."""
+    kind = type(loop.model)
+    if kind.__module__.partition(".")[0] != "diffusers":
+        raise UserError(f"--to diffusers: model.use: {kind.__name__} is no class of diffusers; use {OTHERWISE}")
+    objective: Any = loop.objective
+    sampling: Any = loop.sampler
+    for key, neutral in () if loop.feed.codec else (("data_mean", 0), ("data_std", 1)):
+        given = getattr(objective, key)
+        if any(value != neutral for value in given):
+            raise _refusal(f"diffusion.{key}", given, "its pipelines would not undo the standardisation", OTHERWISE)
+    _check("diffusion.process", objective.process, (parts.VP, parts.DDPMProcess, parts.Flow, parts.EDM))
+    kinds: dict[type, Callable[[Any, Any], Equivalent]] = {
+        parts.VP: _with_timesteps,
+        parts.DDPMProcess: _with_timesteps,
+        parts.Flow: _flow,
+        parts.EDM: _edm,
+    }
+    return evolve(kinds[type(objective.process)](objective, sampling.fit(objective)), guidance=sampling.guidance)
+
+
+def _with_timesteps(objective: Any, sampling: Any) -> Equivalent:
+    process, sampler, spacing, clipping = objective.process, sampling.sampler, sampling.spacing, sampling.clipping
+    steps, timesteps = sampling.steps, process.timesteps
+    _check("diffusion.prediction", objective.prediction, (parts.Epsilon, parts.SamplePrediction, parts.VPrediction))
+    _check("sampling.spacing", spacing, (parts.Trailing, parts.Leading))
+    _check("sampling.clipping", clipping, (parts.NoClipping, parts.Clamp, parts.DynamicThreshold))
+    if timesteps % steps:
+        near = min((n for n in range(1, timesteps + 1) if timesteps % n == 0), key=lambda n: abs(n - steps))
+        why = f"its schedulers visit other timesteps unless this divides diffusion.process.timesteps = {timesteps}"
+        raise _refusal("sampling.steps", steps, why, f"--steps {near}")
+    options = {
+        "num_train_timesteps": timesteps,
+        # For all schedules: diffusers does not know some, and rescales to zero terminal SNR in another way.
+        "trained_betas": process.tables.betas.tolist(),
+        "prediction_type": objective.prediction.use,  # both libraries have the same names
+        "timestep_spacing": spacing.use,
+    }
+    if type(clipping) is parts.DynamicThreshold:
+        options |= {"thresholding": True, "dynamic_thresholding_ratio": clipping.ratio, "sample_max_value": _UNBOUNDED}
+    times, clamps = f"num_inference_steps={steps}", {"clip_sample": type(clipping) is parts.Clamp}
+    _check("sampling.sampler", sampler, (parts.DDIM, parts.DDPM, parts.Euler, parts.DPMSolver2M))
+    _check_noise(sampler, "churn")
+    if type(sampler) in (parts.DDIM, parts.Euler):
+        # By default the scheduler goes on with noise that does not match the clipped image.
+        step = {"eta": getattr(sampler, "eta", 0.0), "use_clipped_model_output": type(clipping) is not parts.NoClipping}
+        return Equivalent("DDIMScheduler", {**options, **clamps, "set_alpha_to_one": True}, times, step, "DDIMPipeline")
+    if type(sampler) is parts.DDPM:
+        if sampler.variance == "fixed_large" and type(spacing) is parts.Trailing and steps < timesteps:
+            why = "with spacing 'trailing' its DDPMScheduler adds this noise to the image itself"
+            way_out = "--set sampling.sampler.variance=fixed_small"
+            raise _refusal("sampling.sampler.variance", sampler.variance, why, way_out)
+        options |= {**clamps, "variance_type": sampler.variance}
+        return Equivalent("DDPMScheduler", options, times, pipeline="DDPMPipeline")
+    _check("sampling.spacing", spacing, (parts.Trailing,))
+    if process.ends_in_noise:
+        why = "its DPMSolverMultistepScheduler cannot begin where nothing of the image is left"
+        raise _refusal("diffusion.process.rescale_betas_zero_snr", True, why, "--sampler ddim")
+    if type(clipping) is parts.Clamp:
+        options |= {"thresholding": True, "sample_max_value": 1.0}  # a range of at most 1 clamps
+    return Equivalent("DPMSolverMultistepScheduler", options, times, pipeline="DDPMPipeline")
+
+
+def _flow(objective: Any, sampling: Any) -> Equivalent:
+    scale, spacing = objective.process.time_scale, sampling.spacing
+    _check_free(objective, sampling, parts.FlowPrediction, (parts.Trailing, parts.Shifted))
+    if scale != int(scale):
+        raise _refusal("diffusion.process.time_scale", scale, "its flow scheduler takes whole numbers", OTHERWISE)
+    shift = spacing.shift if type(spacing) is parts.Shifted else objective.process.shift
+    # The times of the scheduler would end at 1 / time_scale, and not at 1 / steps.
+    times = f"sigmas=[1 - i / {sampling.steps} for i in range({sampling.steps})]"
+    return Equivalent("FlowMatchEulerDiscreteScheduler", {"num_train_timesteps": int(scale), "shift": shift}, times)
+
+
+def _edm(objective: Any, sampling: Any) -> Equivalent:
+    process = objective.process
+    _check_free(objective, sampling, parts.EDMPrediction, (parts.Karras,))
+    if process.time_scale != 1:
+        why = "its EDMEulerScheduler gives the network ln(sigma) / 4"
+        raise _refusal("diffusion.process.time_scale", process.time_scale, why, OTHERWISE)
+    options = {
+        "sigma_min": process.sigma_min,
+        "sigma_max": process.sigma_max,
+        "sigma_data": objective.prediction.sigma_data,
+        "rho": sampling.spacing.rho,
+        "prediction_type": "epsilon",  # the scheduler's name for the output of a preconditioned network
+    }
+    return Equivalent("EDMEulerScheduler", options, f"num_inference_steps={sampling.steps}", scales=True)
+
+
+def _check_free(objective: Any, sampling: Any, prediction: type[Choice], spacings: tuple[type[Choice], ...]) -> None:
+    """Refuse every sampler but Euler's method for `prediction`, without noise and without clipping."""
+    _check("diffusion.prediction", objective.prediction, (prediction,))
+    _check("sampling.sampler", sampling.sampler, (parts.Euler, parts.DDIM))
+    _check_noise(sampling.sampler, "churn", "eta")
+    _check("sampling.spacing", sampling.spacing, spacings)
+    _check("sampling.clipping", sampling.clipping, (parts.NoClipping,))
+
+
+def _check_noise(sampler: Any, *options: str) -> None:
+    for option in options:
+        if value := getattr(sampler, option, 0):
+            key = f"sampling.sampler.{option}"
+            why = "its schedulers add no noise, or only after the network has seen the image"
+            raise _refusal(key, value, why, f"--set {key}=0")
+
+
+def _check(key: str, part: Choice, known: tuple[type[Choice], ...]) -> None:
+    """Refuse a part of another class than those `known`; a derived class may compute something else."""
+    if type(part) not in known:
+        names = [name_of(kind) for kind in known]
+        way_out = f"--set {key}={names[0]}" if key.startswith("sampling.") else OTHERWISE
+        way_out = f"--sampler {names[0]}" if key == "sampling.sampler" else way_out
+        raise _refusal(key, part.use, f"with the other options its schedulers have only {', '.join(names)}", way_out)
+
+
+def _refusal(key: str, value: object, why: str, way_out: str) -> UserError:
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    return UserError(f"--to diffusers: {key} = {shown}: {why}; use {way_out}")
