@@ -173,16 +173,17 @@ def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:
     objective: Any = loop.objective
     labels, conditions, names = request.labels, request.conditions, getattr(objective, "condition_names", ())
     made = {} if request.texts is None else _encoders(loop).of_prompts(request.texts)
+    made = {name: rows for name, rows in made.items() if name in names}
     if conditions is None and names:
-        if made.keys() >= set(names):
+        if len(made) == len(set(names)):
             conditions = {}
         else:
             conditions = objective.given(loop.feed.examples(request.rows))
             own = conditions.pop("labels", None)
             labels = labels or (None if own is None else tuple(own.tolist()))
-        conditions |= {name: made[name] for name in names if name in made}
+        conditions |= made
     if conditions is not None:
-        wanted["conditions"] = conditions
+        wanted["conditions"] = {**made, **conditions}
     if getattr(objective, "conditional", False):
         num_classes: int = getattr(loop.model, "num_classes", 0)
         labels = labels or request.default_labels(num_classes, loop.feed.labels)

@@ -35,7 +35,7 @@ class SampleRequest:
     strength: float = 0.8  # with `images`: share of the sampler's steps to run, in (0, 1]; with a mask, 1 is usual
     # By name, one row per image; None: those of training samples, if the objective needs any (see `rows`).
     conditions: Mapping[str, Tensor] | None = field(default=None, eq=False, validator=_has_a_row_each)
-    texts: Mapping[str, Sequence[str]] | None = field(default=None, validator=_has_a_row_each)  # in place of conditions
+    texts: Mapping[str, Sequence[str]] | None = field(default=None, validator=_has_a_row_each)  # beside conditions
     negative: Mapping[str, str] | None = None  # texts that guidance leads away from, by name; None: nothing
     raw: bool = False  # as the sampler and the plugins made them: not decoded, and not clamped
 
