@@ -28,6 +28,7 @@ from hookdiff.experiment.discovery import LeftOut, is_needed
 from hookdiff.experiment.optimizers import build_optimizers
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.settle import filled_in, prepare_process, recorded, settle
+from hookdiff.images.item_texts import with_texts
 from hookdiff.images.items import ItemKeys
 from hookdiff.images.loader import Workers
 from hookdiff.images.mistakes import remedy, without_loader
@@ -178,6 +179,8 @@ def build_feed(config: Config, decode: bool = True, encode: bool | Literal["pict
         if is_encoded and not pictures:
             raise UserError("encoded: there is no [data.encode.NAME] that has made the samples")
         source = InMemory(source) if isinstance(source, Tensor) else source
+        if texts:
+            source = with_texts(source, config.data.of(ItemKeys), config.data.of(Workers))
         captions_for(source, texts)  # refused before the pictures are looked at
         device = pick_device(config.run.device)
         if pictures and encode:
