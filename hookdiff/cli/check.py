@@ -16,13 +16,13 @@ from hookdiff.cli.arguments import config_argument, json_option, override_option
 def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool, as_json: bool) -> None:
     """Check CONFIG, and print it with every default.
 
-    Of the data, only the names in a folder are read, so the arguments of the model that the data gives are left out. No
-    file is written. With --json: an object with the config, the keys that the data gives, and warnings; NaN and
-    infinity are null.
+    Of the data, only the names in a folder are read, so the arguments of the model that the data gives are left out. A
+    comment says how the model is called. No file is written. With --json: an object with the config, the keys that the
+    data gives, the call of the model, and warnings; NaN and infinity are null.
     """
     import tomli_w
 
-    from hookdiff.errors import ConfigError
+    from hookdiff.errors import ConfigError, shown
     from hookdiff.experiment.build import set_by_data, unused_classes
     from hookdiff.experiment.config import load_config
     from hookdiff.experiment.probe import try_config
@@ -30,7 +30,7 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], t
     from hookdiff.log.event import as_json as as_strict
 
     checked = load_config(config, plugins, settings, trust=trust)
-    try_config(checked)
+    call = try_config(checked)
     warnings = []
     if checked.data.target is Folder:
         with suppress(ConfigError):  # the folder may be on another machine
@@ -42,12 +42,14 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], t
     for name in left_out:
         table["model"].pop(name, None)
     if as_json:
-        found = {"config": table, "set_by_data": left_out, "warnings": warnings}
+        found = {"config": table, "set_by_data": left_out, "call": call, "warnings": warnings}
         click.echo(json.dumps(as_strict(found), indent=1))
         return
     for warning in warnings:
         click.echo(warning, err=True)
-    text = tomli_w.dumps(table)
-    if left_out:  # tomli_w writes no comments
-        text = text.replace("\n[model]\n", f"\n[model] # the data gives {', '.join(left_out)}\n", 1)
-    click.echo(text, nl=False)
+    head = "[model]"  # with comments, which tomli_w does not write
+    if left_out:
+        head += f" # the data gives {', '.join(left_out)}"
+    if call:
+        head += f"\n# {shown(call)}"
+    click.echo(tomli_w.dumps(table).replace("\n[model]\n", f"\n{head}\n", 1), nl=False)

@@ -53,7 +53,8 @@ class Source(Protocol):
 
     Conditions are tensors, arrays, numbers or lists of numbers, of one shape and dtype in all samples, or Pillow
     images. An image of the height and width of the picture (h w or c h w) is resized, cropped and flipped with it, and
-    becomes float32 in [-1, 1] if it is uint8. All others are passed on as they are.
+    becomes float32 in [-1, 1] if it is uint8. All others are passed on as they are. A text or a list of texts, in all
+    samples, are captions: in a config with encoders of texts they are `texts`, by their names.
 
     `source[i]` may augment with numbers from `random`, `numpy.random` and torch's default generator: all three are
     seeded for the sample. The attributes `labels`, `classes`, `texts` and `describe` are optional, and the same as in

@@ -28,6 +28,7 @@ from hookdiff.experiment.discovery import LeftOut, is_needed
 from hookdiff.experiment.optimizers import build_optimizers
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.settle import filled_in, prepare_process, recorded, settle
+from hookdiff.images.item_texts import with_texts
 from hookdiff.images.items import ItemKeys
 from hookdiff.images.loader import Workers
 from hookdiff.images.mistakes import remedy, without_loader
@@ -178,6 +179,8 @@ def build_feed(config: Config, decode: bool = True, encode: bool | Literal["pict
         if is_encoded and not pictures:
             raise UserError("encoded: there is no [data.encode.NAME] that has made the samples")
         source = InMemory(source) if isinstance(source, Tensor) else source
+        if texts:
+            source = with_texts(source, config.data.of(ItemKeys), config.data.of(Workers))
         captions_for(source, texts)  # refused before the pictures are looked at
         device = pick_device(config.run.device)
         if pictures and encode:
@@ -276,19 +279,26 @@ def build_model(part: Part) -> nn.Module:
         return adapt(model)
 
 
+def time_dtype(objective: Diffusion) -> torch.dtype:
+    """Return the dtype of the times that a network gets."""
+    return objective.process.network_time(objective.times.draw(objective.process, 1, Generator())).dtype
+
+
 def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusion, trains: bool) -> None:
     """Raise ConfigError unless `model` takes the inputs of `objective` for the data, and returns the same shape.
 
     If it `trains`, a gradient must reach its output.
     """
-    part, times = config.model, objective.process.network_time(objective.times.draw(objective.process, 1, Generator()))
+    part = config.model
     asked, known = getattr(model, "num_classes", None) or 0, feed.num_classes or 0
     if 0 < asked < known:
         raise ConfigError(f"{part.where}: {part.use} has num_classes = {asked}, the data has {known} classes")
     try:
         conditions = objective.named(objective.given(feed.blank(2))) if objective.conditions else {}
         labels = bool(objective.conditional)
-        check_forward(model, feed.shape, labels=labels, times=times.dtype, conditions=conditions, trains=trains)
+        check_forward(
+            model, feed.shape, labels=labels, times=time_dtype(objective), conditions=conditions, trains=trains
+        )
     except ValueError as error:
         differing = [f"{k} = {v}" for k, v in _facts(feed).items() if part.arguments.get(k, v) != v]
         likely = f"; the data has {', '.join(differing)}" if differing else ""

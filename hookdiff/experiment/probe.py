@@ -1,9 +1,10 @@
 """Finds problems of a config that only building shows, without its data and without a loop."""
 
 from collections.abc import Callable
+from inspect import isclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from attrs import evolve
@@ -11,24 +12,29 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookdiff.authors.encoding.captions import captions_for
-from hookdiff.authors.encoding.encoder import CAPTIONS, Encoding
+from hookdiff.authors.encoding.encoder import CAPTIONS, INPUTS, Encoding
 from hookdiff.builtin.start import Start
 from hookdiff.errors import ConfigError, UserError
-from hookdiff.experiment.build import build_model, build_sampling, pick_device
+from hookdiff.experiment.build import build_model, build_sampling, pick_device, time_dtype
 from hookdiff.experiment.config import Config
 from hookdiff.experiment.optimizers import build_optimizers, check_patterns, check_trainable, patterns_of
 from hookdiff.experiment.part import Part
 from hookdiff.images.folder import Folder
-from hookdiff.images.transforms import Transforms
+from hookdiff.images.transforms import Transforms, size_text
 from hookdiff.loop.registry import Plugins
 from hookdiff.loop.state import as_tuple
-from hookdiff.models.adapters import NoGradient, check_forward
+from hookdiff.models.adapters import NoGradient, call_text, check_forward
 from hookdiff.models.load import check_file
 from hookdiff.options.structure import Problems, missing
 
+Made = TypeVar("Made")
 
-def try_config(config: Config, *, resume: bool = False) -> None:
+
+def try_config(config: Config, *, resume: bool = False) -> str | None:
     """Find the problems that only building shows, without the data and without a loop.
+
+    Returns how the model will be called, as far as the config says, such as "forward(x = images 32 x 32, timesteps =
+    times int64, context = text)"; None if it cannot be made yet.
 
     The model is made on the meta device, which takes no memory, or for real if it cannot be made there; the optimizer
     on a few small layers. With `resume`, the file that the model started from may be missing.
@@ -37,23 +43,26 @@ def try_config(config: Config, *, resume: bool = False) -> None:
         ConfigError: that lists every problem.
     """
     problems = Problems()
-    steps: list[Callable[[], Any]] = [
-        lambda: pick_device(config.run.device),
-        lambda: _probe_captions(config),
-        lambda: _probe_model(config),
-        lambda: try_optimizers(config),
-        lambda: build_sampling(config, config.diffusion.build()),
-        *(part.build for part in config.plugins.values()),
-    ]
-    if (file := config.model.of(Start).start_from) and not resume:
-        steps.insert(2, lambda: check_file(Path(file)))
-    for step in steps:
+
+    def attempt(step: Callable[[], Made]) -> Made | None:
         try:
-            step()
+            return step()
         except UserError as error:
             problems.found.append(str(error))
+        return None
+
+    attempt(lambda: pick_device(config.run.device))
+    attempt(lambda: _probe_captions(config))
+    model = attempt(lambda: _probe_model(config))
+    if (file := config.model.of(Start).start_from) and not resume:
+        attempt(lambda: check_file(Path(file)))
+    attempt(lambda: try_optimizers(config))
+    call = attempt(lambda: _probe_objective(config, model))
+    for part in config.plugins.values():
+        attempt(part.build)
     problems.refuse(config.path)
     Plugins({name: part.build() for name, part in config.plugins.items()})  # raises if they break the contract
+    return call
 
 
 def _probe_captions(config: Config) -> None:
@@ -66,10 +75,12 @@ def _probe_captions(config: Config) -> None:
             raise ConfigError(f"data: {error}") from None
 
 
-def _probe_model(config: Config) -> None:
+def _probe_model(config: Config) -> Any:
+    """Return the model, of some size if the data decides about it; its class if it cannot be made yet, or None."""
     part, side = config.model, config.data.of(Transforms).image_size
+    found: Any = part.target if isclass(part.target) and issubclass(part.target, nn.Module) else None
     if missing(part.target, part.arguments):
-        return
+        return found
     names = [name for name in ("image_size", "sample_size") if part.accepts(name)]
     sides = (side,) if side or not names else (8, 28, 32, 64, 96, 256)
     errors = []
@@ -84,11 +95,37 @@ def _probe_model(config: Config) -> None:
             check_patterns(config.optimizer, model)
             check_trainable(model)
             _probe_gradient(part, model, guess)
+            found = model
         except ConfigError as error:
             errors.append(str(error))
     # If the data decides the size, a problem must be the same for all sizes.
     if len(errors) == len(sides) and len(set(errors)) == 1:
         raise ConfigError(errors[0])
+    return found
+
+
+def _probe_objective(config: Config, model: Any) -> str | None:
+    """Return how `model`, of `_probe_model`, will be called, if that is known; refuse one that has other arguments."""
+    part, transforms, objective = config.model, config.data.of(Transforms), config.diffusion.build()
+    build_sampling(config, objective)
+    if model is None:
+        return None
+    labels = objective.conditional
+    if labels is None:
+        wanted = part.arguments.get("num_classes", "num_classes" in missing(part.target, part.arguments))
+        labels = bool(wanted if isclass(model) else getattr(model, "num_classes", 0))
+    images = "images"
+    if INPUTS in config.data.of(Encoding).of_pictures:
+        images = "latents"
+    elif side := transforms.image_size:
+        images = f"images {size_text([*filter(None, [transforms.channels]), side, side])}"
+    given = [images, f"times {str(time_dtype(objective)).removeprefix('torch.')}", *["labels"] * labels]
+    try:
+        return call_text(model, given, objective.keywords)
+    except ValueError as error:
+        if isclass(model):  # only the network itself knows whether it takes labels
+            return None
+        raise ConfigError(f"{part.where}: {part.use} {error}") from None
 
 
 def _probe_gradient(part: Part, model: nn.Module, side: int | None) -> None:

@@ -15,6 +15,7 @@ from hookdiff.data.source import Source
 from hookdiff.errors import UserError, nearest
 from hookdiff.images.decoding import upright_size
 from hookdiff.images.opened import reason
+from hookdiff.images.texts import is_text
 from hookdiff.images.transforms import Transforms, size_text
 from hookdiff.machine.randomness import derive_seed
 from hookdiff.options.fields import about
@@ -158,7 +159,8 @@ def _condition(value: Any, picture: Sequence[int], transforms: Transforms) -> Te
     try:
         found = value if isinstance(value, Tensor) else torch.tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{_text(value)}, expected a tensor, an array, a number or an image") from None
+        way_out = "; an encoder in [data.encode] of a config makes one of a text" if is_text(value) else ""
+        raise ValueError(f"{_text(value)}, expected a tensor, an array, a number or an image{way_out}") from None
     *channels, height, width = found.shape if found.dim() > 1 else (0, 0)
     if not is_paired(found.shape, picture) or transforms.side is None or height == width == transforms.side:
         return found

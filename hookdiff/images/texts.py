@@ -5,6 +5,13 @@ import io
 LARGEST_CAPTIONS = 1 << 20  # bytes of a file with the captions of one sample
 
 
+def is_text(value: object) -> bool:
+    """Return whether `value` is a text, or a list of one or more."""
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(isinstance(text, str) for text in value)
+    return isinstance(value, str)
+
+
 def captions_of(value: object) -> tuple[str, ...]:
     """Return the captions in a text or a list of texts: each stripped, without empty ones. None has none.
 
@@ -12,7 +19,7 @@ def captions_of(value: object) -> tuple[str, ...]:
         ValueError: for another value, and for half a character, which JSON may hold.
     """
     texts = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"expected a caption or a list of captions, got {repr(value)[:60]}")
     for text in texts:
         text.encode()

@@ -9,12 +9,14 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from hookdiff.errors import nearest
 from hookdiff.models.weights import Buffers, evaluating
 
 _TIME = "timestep"  # the argument that networks of diffusers with a text take later
@@ -53,11 +55,17 @@ def adapt(model: nn.Module) -> nn.Module:
     return model
 
 
-def takes_time_later(model: nn.Module) -> bool:
-    """Return whether `model` takes the time as its argument `timestep`, after its second one."""
-    with suppress(ValueError, TypeError):  # a forward without a signature
-        return _TIME in list(inspect.signature(model.forward).parameters)[2:]
-    return False
+def _forward(model: nn.Module | type[nn.Module]) -> inspect.Signature | None:
+    """Return the signature of `forward`, without `self`; None if it has none, as that of a compiled function."""
+    with suppress(ValueError, TypeError):
+        return inspect.signature(partial(model.forward, None) if isinstance(model, type) else model.forward)
+    return None
+
+
+def takes_time_later(model: nn.Module | type[nn.Module]) -> bool:
+    """Return whether the model takes the time as its argument `timestep`, after its second one."""
+    forward = _forward(model)
+    return forward is not None and _TIME in list(forward.parameters)[2:]
 
 
 def _name_time(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -65,8 +73,34 @@ def _name_time(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
         return args, kwargs
     image, times, *others = args
     if others:
-        raise ValueError(f"takes no labels: the second argument of {type(model).__name__} is not the time")
+        raise ValueError("takes no labels: its second argument is not the time")
     return (image,), {**kwargs, _TIME: times}
+
+
+def call_text(model: nn.Module | type[nn.Module], given: Sequence[str], conditions: Mapping[str, str]) -> str:
+    """Return how a model is called, such as "forward(x = images, timesteps = times, context = text)".
+
+    `given` has words for the image, the times and perhaps the labels; `conditions` has them by keyword, one with a dot
+    in a dict.
+
+    Raises ValueError if `forward` cannot be called so. The message continues a sentence that begins with the model's
+    name.
+    """
+    args, kwargs = tuple(given), dict.fromkeys(keyword.partition(".")[0] for keyword in conditions)
+    by_keyword = [f"{keyword} = {name}" for keyword, name in conditions.items()]
+    if takes_time_later(model):
+        args, kwargs = _name_time(model, args, kwargs)
+    names: dict[str, str] = {}
+    hooks = getattr(model, "_forward_pre_hooks", {}).values()  # others may change the arguments
+    if (forward := _forward(model)) and {*hooks} <= {_name_time, _use_null_row}:
+        try:
+            bound = forward.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            near = next((nearest(name, forward.parameters) for name in kwargs if name not in forward.parameters), "")
+            raise ValueError(f"cannot be called with {', '.join([*given, *by_keyword])}: {error}{near}") from None
+        names = {word: name for name, word in bound.items() if isinstance(word, str)}
+    by_place = [f"{names[word]} = {word}" if word in names else word for word in given]
+    return f"forward({', '.join([*by_place, *by_keyword])})"
 
 
 def is_of_diffusers(kind: object) -> bool:

@@ -5,6 +5,7 @@ import json
 import pytest
 import tomli
 from PIL import Image
+from torch import nn
 
 from hookdiff.log.event import as_json
 from tests.conftest import check_facts, check_refused, output, pixels
@@ -42,6 +43,82 @@ def test_a_config_with_a_dit_is_printed_with_every_default(check):
         "init": "default",
         "zero_output": False,
     }
+
+
+class TimeSecond(nn.Conv2d):
+    def __init__(self, channels: int = 3) -> None:
+        super().__init__(channels, channels, 1)
+
+    def forward(self, x, t, context, mask=None):
+        return super().forward(x)
+
+
+class TextSecond(TimeSecond):
+    def forward(self, sample, context, size=None, timestep=None):
+        return nn.Conv2d.forward(self, sample)
+
+
+class WithDict(TimeSecond):
+    num_classes = 2
+
+    def forward(self, sample, times, classes, context=None, added=None):
+        return nn.Conv2d.forward(self, sample)
+
+
+class WithAny(TimeSecond):
+    def forward(self, *given, **others):
+        return nn.Conv2d.forward(self, given[0])
+
+
+class Hooked(TimeSecond):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_pre_hook(lambda _, args, named: (args, {"context": named["text"]}), with_kwargs=True)
+
+
+class Unmade(TimeSecond):
+    def __init__(self, in_channels: int) -> None:
+        super().__init__(in_channels)
+
+
+CONTEXT = {"context": "text"}
+CALLS = [  # a network, its conditions, and how it is called: or why it is refused
+    (TimeSecond, CONTEXT, "forward(x = {}, t = {}, context = text)"),
+    (TimeSecond, ["mask", "context"], "forward(x = {}, t = {}, mask = mask, context = context)"),
+    (TextSecond, CONTEXT, "forward(sample = {}, timestep = {}, context = text)"),
+    (
+        WithDict,
+        {**CONTEXT, "added.pooled": "pooled", "added.size": "size"},
+        "forward(sample = {}, times = {}, classes = labels, context = text, added.pooled = pooled, added.size = size)",
+    ),
+    (WithAny, CONTEXT, "forward({}, {}, context = text)"),
+    (Hooked, ["text"], "forward({}, {}, text = text)"),
+    (Unmade, CONTEXT, "forward(x = {}, t = {}, context = text)"),
+    (TimeSecond, {"contxt": "text"}, ["'context'; did you mean 'context'?"]),
+    (TextSecond, {**CONTEXT, "sizes": "size"}, ["context = text, sizes = size", "'sizes'; did you mean 'size'?"]),
+    (TextSecond, [], ["{}, {}", "'context'"]),
+    (WithDict, {"extra.size": "size"}, ["labels, extra.size = size", "'extra'"]),
+]
+
+
+@pytest.mark.parametrize(("network", "conditions", "expected"), CALLS)
+def test_a_network_is_checked_for_its_arguments(hookdiff, write_config, tmp_path, network, conditions, expected):
+    config = write_config(
+        run={"steps": 1},
+        data={"source": "digits", "image_size": 16, "channels": 3},
+        model={"use": f"{__name__}:{network.__name__}"},
+        diffusion={"conditions": conditions, "process": "vp"},
+    )
+    words = "images 3 x 16 x 16", "times int64"
+    if isinstance(expected, str):
+        out = output(hookdiff("check", config))
+        assert f"\n# {expected.format(*words)}\n" in out
+        assert tomli.loads(out)["diffusion"]["conditions"] == conditions
+        assert json.loads(output(hookdiff("check", config, "--json")))["call"] == expected.format(*words)
+        return
+    for command in ("check", "run"):
+        facts = [fact.format(*words) for fact in expected]
+        check_refused(hookdiff(command, config), f"model: {__name__}:{network.__name__} cannot be called", *facts)
 
 
 def test_the_printed_config_makes_the_same_run(hookdiff, tmp_path, monkeypatch):

@@ -1,16 +1,22 @@
-"""Captions of a folder: in .txt files beside the pictures, and in a column of the file of labels."""
+"""Captions in .txt files beside the pictures of a folder, in a column of its file of labels, and in items."""
 
 import os
+import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 from PIL import Image
 
-from hookdiff import UserError
-from hookdiff.images import feed_of
+from hookdiff import InMemory, UserError
+from hookdiff.images import Workers, feed_of
 from hookdiff.images.folder import Folder
+from hookdiff.images.item_texts import with_texts
+from hookdiff.images.items import ItemKeys
 from tests.conftest import as_list, check_facts, refused
 
 NAMES = ("a.png", "b/b.x.png", "c.png")
@@ -150,3 +156,103 @@ def test_captions_that_are_not_there_are_refused(
     with pytest.raises((UserError, ValueError)) as caught:
         feed_of(Folder(str(root), labels, captions))
     check_facts(caught.value, *facts)
+
+
+PICTURE = torch.zeros(1, 2, 2)
+ITEMS: list[tuple[list[Any], dict[str, Any], dict[str, Any]]] = [  # items, the captions in them, and all else
+    ([{"image": PICTURE, "label": 1, "text": " a red disc ", "size": 3}], {"text": [("a red disc",)]}, {"size": 3}),
+    (
+        [
+            {"inputs": PICTURE, "text": one}
+            for one in (["one", " ", "two"], "three", ("four",), [], None, "", ["", "5"])
+        ],
+        {"text": [("one", "two"), ("three",), ("four",), (), (), (), ("5",)]},
+        {},
+    ),
+    ([{"image": PICTURE, "a": "", "b": ["b"]}], {"a": [()], "b": [("b",)]}, {}),
+    ([(PICTURE, "one", 7), (PICTURE, ["two", "three"], 7)], {"item1": [("one",), ("two", "three")]}, {"item2": 7}),
+    ([(PICTURE, 1, "one", 5, "two")] * 130, {"item2": [("one",)] * 130, "item4": [("two",)] * 130}, {"item3": 5}),
+]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("items", "texts", "others"), ITEMS)
+def test_texts_in_items_are_captions_and_all_else_stays(
+    items: list[Any], texts: dict[str, Any], others: dict[str, Any], workers: int
+) -> None:
+    given = with_texts(items, ItemKeys(), Workers(workers=workers))
+    assert dict(given.texts) == texts
+    (batch,) = feed_of(given, workers=workers).bind(len(items)).batches(0)
+    assert {name: set(column.tolist()) for name, column in batch.conditions.items()} == {
+        name: {value} for name, value in others.items()
+    }
+    assert batch.inputs.shape[1:] == PICTURE.shape
+
+
+class Drawn:
+    """Items with other keys, that draw their caption by all generators and have attributes of their own."""
+
+    labels, classes = torch.tensor([0, 1, 0]), ("a", "b")
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read.append(index)
+        number = f"{random.random()} {numpy.random.rand()} {float(torch.rand(()))}"
+        return {"pixels": PICTURE, "kind": index, "label": 0.5, "text": number}
+
+    def describe(self, index: int) -> str:
+        return f"picture {index}"
+
+
+def test_items_are_read_once_for_their_texts_if_these_are_asked_for() -> None:
+    source, keys = Drawn(), ItemKeys(image_key="pixels", label_key="kind")
+    draws = random.Random(0), numpy.random.RandomState(0), torch.Generator().manual_seed(0)
+    expected = draws[0].random(), draws[1].rand(), torch.rand((), generator=draws[2])
+    random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+    given = with_texts(source, keys, Workers())
+    assert (list(given.texts), source.read) == (["text"], [0])
+    assert given.texts["text"] is given.texts["text"]
+    assert source.read == [0, 0, 1, 2]
+    assert given.texts["text"] == with_texts(Drawn(), keys, Workers()).texts["text"]
+    assert len({*given.texts["text"]}) == 3
+    assert (random.random(), numpy.random.rand(), torch.rand(())) == expected  # what a run draws is not changed
+    feed = feed_of(pickle.loads(pickle.dumps(given)), image_key="pixels", label_key="kind").bind(3)
+    assert (feed.classes, feed.describe(1)) == (("a", "b"), "picture 1")
+    (batch,) = feed.batches(0)
+    assert batch.conditions.keys() == {"label"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        [PICTURE],
+        [(PICTURE, 1)],
+        [{"image": PICTURE, "text": [1, 2]}],
+        [],
+        InMemory(PICTURE[None], texts={"t": [["a"]]}),
+    ],
+)
+def test_a_source_without_texts_in_its_items_stays_as_it_is(source: Any) -> None:
+    assert with_texts(source, ItemKeys(), Workers()) is source
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("broken", "facts"),
+    [
+        ({"text": 5}, ("'text'", "a caption or a list of captions", 5)),
+        ({"text": torch.zeros(2)}, ("'text'", "a caption or a list of captions")),
+        ({"text": ["a", 5]}, ("'text'", "a caption or a list of captions", "['a', 5]")),
+        ({"text": "\ud800"}, ("'text'", "surrogates")),
+        ({"txet": "a"}, ("no 'text'", "a text in sample 0")),
+    ],
+)
+def test_items_without_the_text_of_the_first_are_refused(broken: Any, facts: tuple[Any, ...], workers: int) -> None:
+    items = [{"image": PICTURE, "text": "a"}, {"image": PICTURE, **broken}]
+    with refused(UserError, "sample 1 of the data", *facts):
+        with_texts(items, ItemKeys(), Workers(workers=workers)).texts["text"]

@@ -189,7 +189,8 @@ def without(key: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("broken", "facts"),
     [
-        (sample(caption="a cat"), ["'caption'", "str", "tensor"]),
+        (sample(caption="a cat"), ["'caption'", "str", "tensor", "[data.encode]"]),
+        (sample(caption=["a cat"]), ["'caption'", "list", "tensor", "[data.encode]"]),
         (sample(caption=None), ["'caption'", "NoneType", "tensor"]),
         (sample(caption={"a": 1}), ["'caption'", "dict", "tensor"]),
         (sample(caption=torch.zeros(8)), ["'caption'", 8, 7, "float32"]),

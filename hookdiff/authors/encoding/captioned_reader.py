@@ -36,7 +36,7 @@ class CaptionedReader:
     inner: Any
     source: Any
     encoders: Mapping[str, TextEncoder]
-    keys: CaptionKeys
+    caption_keys: CaptionKeys
     store: Store
     device: torch.device
     encodes: bool = True
@@ -51,13 +51,13 @@ class CaptionedReader:
         given = captions_for(self.source, self.encoders)
         usable = [index for index in range(len(self.inner)) if index not in self.inner.unreadable]
         self.captions = {
-            name: CaptionsOf(name, each, self.keys, self.inner.describe, usable) for name, each in given.items()
+            name: CaptionsOf(name, each, self.caption_keys, self.inner.describe, usable) for name, each in given.items()
         }
         encoders = self.encoders if self.encodes else {}
         rows_of = {name: TextRows(name, one, self.store, self.device) for name, one in encoders.items()}
         self.texts = self._conditions(rows_of)
         for name, rows in rows_of.items():
-            if self.keys.shuffle_tags is not None and rows.is_kept:
+            if self.caption_keys.shuffle_tags is not None and rows.is_kept:
                 raise UserError(f"shuffle_tags: captions change in each step, so encode.{name} needs store = 'none'")
             rows.want(self.captions[rows.encoder.texts].every())
 

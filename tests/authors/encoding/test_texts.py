@@ -13,9 +13,10 @@ from PIL import Image
 from torch import Tensor
 
 from hookdiff import ConfigError, InMemory, UserError, load_config, load_run
-from hookdiff.authors import EncodedTexts, Encoder, TextEncoder, on_ranks
+from hookdiff.authors import EncodedTexts, Encoder, TextEncoder, assert_same, on_ranks
 from hookdiff.experiment.build import build_feed, build_loop
 from hookdiff.log import read_info
+from hookdiff_shards import shards
 from tests.conftest import check_facts, check_refused, output, records, refused, warnings
 
 CONFIG = """
@@ -97,6 +98,17 @@ def drawings() -> InMemory:
     return InMemory(torch.rand(40, 3, 4, 4, generator=torch.Generator()) * 2 - 1, texts={"text": captions})
 
 
+def items() -> list[dict[str, Any]]:
+    """The same as items of a map-style data set."""
+    data = drawings()
+    assert data.texts is not None
+    captions = data.texts["text"]
+    return [
+        {"image": image, "text": texts[0] if len(texts) == 1 else texts}
+        for image, texts in zip(data.images, captions, strict=True)
+    ]
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     ENCODED.clear()
@@ -134,6 +146,17 @@ def test_each_caption_is_encoded_once_and_a_changed_one_alone(path: Path, monkey
     (rows / "about.json").write_bytes(content)
     build_feed(load_config(path))
     assert 1 < len(set(ENCODED)) < len(different)  # those of the damaged file
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_texts_in_items_give_the_batches_of_texts_in_memory(path: Path, workers: int) -> None:
+    expected = build_feed(load_config(path)).bind(6, 3)
+    feed = build_feed(load_config(edited(path, ":drawings", ":items"), settings=[f"data.workers={workers}"])).bind(6, 3)
+    for epoch in range(3):
+        for one, other in zip(feed.batches(epoch), expected.batches(epoch), strict=True):
+            assert torch.equal(one.inputs, other.inputs)
+            assert_same(one.conditions, other.conditions)
+    feed.close()
 
 
 @pytest.mark.parametrize("store", ["memory", "disk", "none"])
@@ -214,9 +237,33 @@ def test_what_does_not_fit_is_refused(
     check_refused(hookdiff("run", edited(path, old, new), "--out", path.parent / "run"), *facts)
 
 
-def test_captions_that_nothing_takes_are_refused(path: Path, hookdiff: Callable[..., Any]) -> None:
-    path = edited(path, '[data.encode.text]\nuse = "tests.authors.encoding.test_texts:Bytes"', "")
-    check_refused(hookdiff("run", path, "--out", path.parent / "run"), "data: texts", "'text'", "[data.encode]")
+def two_kinds() -> list[dict[str, Any]]:
+    return [{**item, "alt": "a drawing"} for item in items()]
+
+
+@pytest.mark.parametrize(
+    ("source", "has_encoder", "facts"),
+    [
+        ("drawings", False, ("data: texts", "'text'")),
+        ("items", False, ("sample 0", "'text'")),
+        ("two_kinds", True, ("data: texts", "'alt'")),
+    ],
+)
+def test_captions_that_nothing_takes_are_refused(
+    path: Path, hookdiff: Callable[..., Any], source: str, has_encoder: bool, facts: tuple[str, ...]
+) -> None:
+    path = edited(path, ":drawings", f":{source}")
+    if not has_encoder:
+        path = edited(path, '[data.encode.text]\nuse = "tests.authors.encoding.test_texts:Bytes"', "")
+    check_refused(hookdiff("run", path, "--out", path.parent / "run"), "[data.encode]", *facts)
+
+
+def test_texts_in_items_are_written_to_shards(path: Path, succeed: Callable[..., str]) -> None:
+    folder = path.parent / "shards"
+    succeed("data", edited(path, ":drawings", ":items"), "--to-shards", folder)
+    written = shards(str(folder), image="npy", captions="txt", index_dir=str(path.parent)).texts
+    assert written is not None
+    assert [*map(list, written["text"])] == (drawings().texts or {})["text"]
 
 
 def in_two_lines() -> InMemory:
@@ -364,7 +411,9 @@ def test_no_digest_leads_out_of_the_cache(path: Path, digest: str) -> None:
     ]
 
 
-def test_a_run_with_captions_resumes_and_samples_without_its_data(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["drawings", "items"])
+def test_a_run_with_captions_resumes_and_samples_without_its_data(path: Path, tmp_path: Path, source: str) -> None:
+    path = edited(path, ":drawings", f":{source}")
     config = load_config(path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     with build_loop(config, whole) as loop:

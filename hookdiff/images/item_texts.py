@@ -1,0 +1,115 @@
+"""The captions in the items of a map-style data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import cached_property, partial
+from typing import Any
+
+from attrs import define
+
+from hookdiff.data.memory import InMemory
+from hookdiff.data.source import Images, Source
+from hookdiff.errors import UserError
+from hookdiff.images.items import ItemKeys, parts_of, seed_all
+from hookdiff.images.loader import Loader, Workers
+from hookdiff.images.texts import captions_of, is_text
+from hookdiff.machine.randomness import default_generators_kept
+from hookdiff.terminal.pace import paced
+
+_CHUNK = 64  # items that a worker takes at a time
+
+_Captions = tuple[str, ...]  # of one sample
+
+
+def with_texts(source: Any, keys: ItemKeys, workers: Workers) -> Any:
+    """Return `source` with the captions in its items as its `texts`, by their keys, and without them in its items.
+
+    Only a map-style data set whose first item holds a text, or a list of texts, is another one then. All items are read
+    once, when the captions of one key are first asked for, which raises UserError for an item without them.
+    """
+    if isinstance(source, (InMemory, Images)) or getattr(source, "texts", None) or not len(source):
+        return source
+    with default_generators_kept():
+        names = tuple(name for name, value in _others(source, keys, 0).items() if is_text(value))
+    if not names:
+        return source
+    return _Captioned(source, keys, names, _ItemTexts(names, partial(_read, source, keys, names, workers)))
+
+
+def _others(source: Source, keys: ItemKeys, index: int) -> dict[str, Any]:
+    """Return what an item holds beside its picture and label, by name: as in epoch 0 of seed 0, if it is drawn."""
+    seed_all(0, 0, index)
+    return parts_of(source[index], index, keys)[2]
+
+
+@define(eq=False)
+class _Captioned:
+    """A map-style data set of which `texts` has the captions. All else is asked of `source`."""
+
+    source: Any
+    keys: ItemKeys
+    names: Sequence[str]  # of what holds captions
+    texts: _ItemTexts
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image, label, others = parts_of(self.source[index], index, self.keys)
+        kept = {name: value for name, value in others.items() if name not in self.names}
+        return {self.keys.image_key or "image": image, self.keys.label_key or "label": label, **kept}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "source":  # of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+
+@define(eq=False, slots=False)
+class _ItemTexts(Mapping[str, Sequence[_Captions]]):
+    """The captions of all samples, by `names`, which are read when those of one name are asked for."""
+
+    names: Sequence[str]
+    read: Callable[[], dict[str, Sequence[_Captions]]]
+
+    @cached_property
+    def _found(self) -> dict[str, Sequence[_Captions]]:
+        return self.read()
+
+    def __getitem__(self, name: str) -> Sequence[_Captions]:
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def _read(source: Source, keys: ItemKeys, names: Sequence[str], workers: Workers) -> dict[str, Sequence[_Captions]]:
+    """Return the captions of all samples under each of `names`."""
+    num = len(source)
+    chunks = [range(start, min(start + _CHUNK, num)) for start in range(0, num, _CHUNK)]
+    loader = Loader(partial(_captions, source, keys, names), workers.workers, workers.prefetch, pin_memory=False)
+    shown = paced(loader.load(chunks), num, "data: captions")
+    with default_generators_kept(), closing(loader), closing(shown):
+        rows = [row for part in shown for row in part]
+    return {name: [row[place] for row in rows] for place, name in enumerate(names)}
+
+
+def _captions(source: Source, keys: ItemKeys, names: Sequence[str], indices: Sequence[int]) -> list[list[_Captions]]:
+    """Return the captions of the samples `indices`, under each of `names`."""
+    rows = []
+    for index in indices:
+        others, row = _others(source, keys, index), list[_Captions]()
+        for name in names:
+            if name not in others:
+                raise UserError(f"sample {index} of the data has no {name!r}, which is a text in sample 0")
+            try:
+                row.append(captions_of(others[name]))
+            except ValueError as error:
+                raise UserError(f"sample {index} of the data: {name!r}: {error}") from None
+        rows.append(row)
+    return rows
