@@ -226,7 +226,7 @@ BAD = [
      ("data: encode.text.of", "'txet'", "'text'")),
     ("[data.encode.text]", "[data.encode.image]", ("data: encode.image", "texts")),
     ("[data.encode.text]", "[data.encode.words]", ("conditions", "'text'", "'words'")),
-    ('conditions = ["text", "text_mask"]', 'conditions = ["text", "text_maks"]', ("'text_maks'", "'text_mask'")),
+    ('["text", "text_mask"]', '{ text = "text", text_mask = "text_maks" }', ("'text_maks'", "'text_mask'")),
 ]  # fmt: skip
 
 
