@@ -10,6 +10,7 @@ import subprocess
 import sys
 import venv
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from hookdiff import Hooks, Loop, load_config
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.cli import COMMANDS, main
 from hookdiff.loop.hookspecs import HOOK_NAMES, HOOKS
+from hookdiff.options.default_names import DEFAULT_PLUGINS
 from hookdiff.options.imports import installed
+from hookdiff.run_dir import History
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
@@ -36,6 +39,7 @@ SHORT = [
 # A walk makes a package: its blocks are commands, files, and tables of the package's config.
 FILES = re.compile(r"Put this into `(\S+)`:\n\n```python\n(.*?)^```$", re.M | re.S)
 WALKS = [page for page in PAGES if FILES.search((ROOT / page).read_text("utf-8"))]
+TEXTBOOK = "docs/how-to/from-a-textbook-loop.md"  # its blocks of TOML are parts of the last one
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -71,9 +75,7 @@ def test_the_python_code_runs(page: str, folder: Path, monkeypatch: pytest.Monke
             monkeypatch.setattr(sys, "argv", [*shlex.split(line), "--overwrite"])
             with pytest.raises(SystemExit, match=r"^0$"):
                 main()
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for block in blocks(page, "python"):
-        exec(compile(block, page, "exec"), names)
+    exec(compile("".join(blocks(page, "python")), page, "exec"), {"__name__": "__main__"})
 
 
 def commands() -> Iterator[Any]:
@@ -157,7 +159,7 @@ def test_the_batch_scripts_are_valid_bash() -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in WALKS and blocks(page, "toml")])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in (*WALKS, TEXTBOOK) and blocks(page, "toml")])
 def test_the_toml_is_valid(page: str, tmp_path: Path) -> None:
     for block in blocks(page, "toml"):
         table = tomli.loads(block)
@@ -168,6 +170,35 @@ def test_the_toml_is_valid(page: str, tmp_path: Path) -> None:
         path = tmp_path / "config.toml"
         path.write_text(tomli_w.dumps(table))
         load_config(path)
+
+
+def merged(first: Any, second: Any) -> Any:
+    """Return two configs as one: tables have the keys of both, and lists the items."""
+    if isinstance(first, dict):
+        return first | {key: merged(first[key], value) if key in first else value for key, value in second.items()}
+    return first + second
+
+
+def test_the_parts_beside_the_textbook_loop_are_one_config_and_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *parts, whole = blocks(TEXTBOOK, "toml")
+    assert max(len(part.splitlines()) for part in parts) <= 3
+    config = reduce(merged, map(tomli.loads, parts), {"run": {"plugins": [*DEFAULT_PLUGINS]}})
+    assert config == tomli.loads(whole)
+    named = set(re.findall(r"`(\w+)`", (ROOT / TEXTBOOK).read_text("utf-8")))
+    assert named & {*OURS} == {*config["run"]["plugins"]}
+    (tmp_path / "mine.toml").write_text(whole)
+    often = [f"--set=plugins.{key}" for key in ("samples.every=2", "checkpoint.every=2", "diversity.num_samples=20")]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["hookdiff", "run", "mine.toml", *SHORT, *often])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main()
+    run = History.of(tmp_path / "runs" / "mine")
+    logged = {"lr", "clip/share", "ema/decay", "debug/by_image", "gradients/update_ratio", "fd/digits"}
+    assert logged | {"diversity/digits/memorised"} <= run.series.keys()
+    made = ("samples/training.gif", "checkpoints/step-00000004", "diversity/step-00000004.png", "tensorboard")
+    assert all((tmp_path / "runs" / "mine" / name).exists() for name in made)
 
 
 def test_the_hook_reference_has_every_hook_with_its_arguments_and_kind() -> None:
