@@ -10,19 +10,25 @@ import subprocess
 import sys
 import venv
 from collections.abc import Iterator
+from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli
 import tomli_w
+from click import Context
 
 import hookdiff
 from hookdiff import Hooks, Loop, load_config
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.cli import COMMANDS, main
-from hookdiff.loop.hookspecs import HOOK_NAMES, HOOKS
-from hookdiff.options.imports import installed
+from hookdiff.cli.command_line import group
+from hookdiff.loop.hookspecs import ELSEWHERE, HOOK_NAMES, HOOKS
+from hookdiff.options.default_names import DEFAULT_PLUGINS
+from hookdiff.options.imports import import_object, installed
+from hookdiff.run_dir import History
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
@@ -36,6 +42,8 @@ SHORT = [
 # A walk makes a package: its blocks are commands, files, and tables of the package's config.
 FILES = re.compile(r"Put this into `(\S+)`:\n\n```python\n(.*?)^```$", re.M | re.S)
 WALKS = [page for page in PAGES if FILES.search((ROOT / page).read_text("utf-8"))]
+TEXTBOOK = "docs/how-to/from-a-textbook-loop.md"  # its blocks of TOML are parts of the last one
+TRAINERS = "docs/how-to/from-other-trainers.md"
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -71,9 +79,7 @@ def test_the_python_code_runs(page: str, folder: Path, monkeypatch: pytest.Monke
             monkeypatch.setattr(sys, "argv", [*shlex.split(line), "--overwrite"])
             with pytest.raises(SystemExit, match=r"^0$"):
                 main()
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for block in blocks(page, "python"):
-        exec(compile(block, page, "exec"), names)
+    exec(compile("".join(blocks(page, "python")), page, "exec"), {"__name__": "__main__"})
 
 
 def commands() -> Iterator[Any]:
@@ -157,7 +163,7 @@ def test_the_batch_scripts_are_valid_bash() -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in WALKS and blocks(page, "toml")])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in (*WALKS, TEXTBOOK) and blocks(page, "toml")])
 def test_the_toml_is_valid(page: str, tmp_path: Path) -> None:
     for block in blocks(page, "toml"):
         table = tomli.loads(block)
@@ -168,6 +174,93 @@ def test_the_toml_is_valid(page: str, tmp_path: Path) -> None:
         path = tmp_path / "config.toml"
         path.write_text(tomli_w.dumps(table))
         load_config(path)
+
+
+def merged(first: Any, second: Any) -> Any:
+    """Return two configs as one: tables have the keys of both, and lists the items."""
+    if isinstance(first, dict):
+        return first | {key: merged(first[key], value) if key in first else value for key, value in second.items()}
+    return first + second
+
+
+def test_the_parts_beside_the_textbook_loop_are_one_config_and_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *parts, whole = blocks(TEXTBOOK, "toml")
+    assert max(len(part.splitlines()) for part in parts) <= 3
+    config = reduce(merged, map(tomli.loads, parts), {"run": {"plugins": [*DEFAULT_PLUGINS]}})
+    assert config == tomli.loads(whole)
+    named = set(re.findall(r"`(\w+)`", (ROOT / TEXTBOOK).read_text("utf-8")))
+    assert named & {*OURS} == {*config["run"]["plugins"]}
+    (tmp_path / "mine.toml").write_text(whole)
+    often = [f"--set=plugins.{key}" for key in ("samples.every=2", "checkpoint.every=2", "diversity.num_samples=20")]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["hookdiff", "run", "mine.toml", *SHORT, *often])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main()
+    run = History.of(tmp_path / "runs" / "mine")
+    logged = {"lr", "clip/share", "ema/decay", "debug/by_image", "gradients/update_ratio", "fd/digits"}
+    assert logged | {"diversity/digits/memorised"} <= run.series.keys()
+    made = ("samples/training.gif", "checkpoints/step-00000004", "diversity/step-00000004.png", "tensorboard")
+    assert all((tmp_path / "runs" / "mine" / name).exists() for name in made)
+
+
+@pytest.fixture(scope="module")
+def keys() -> set[str]:
+    """Return all keys in docs/config.md, such as "plugins.ema.decay"."""
+    _, *parts = re.split(r"^## \[(\S+)\]$", (ROOT / "docs" / "config.md").read_text("utf-8"), flags=re.M)
+    tables = zip(parts[::2], parts[1::2], strict=True)
+    found = {f"{table}.{key}" for table, text in tables for key in re.findall(r"^\| `(\w+)` \|", text, re.M)}
+    return found | {"model.use", "optimizer.use"}
+
+
+def check_name(name: str, keys: set[str], tmp_path: Path) -> None:
+    """Assert that what a page names exists: a hook, plugin, key, command with options, or something of the Loop."""
+    program, *rest = shlex.split(name)
+    if program == "hookdiff":
+        command = group.get_command(Context(group), rest[0])
+        assert command, name
+        assert {*rest[1:]} <= {option for one in command.params for option in one.opts}, name
+    elif " = " in name:
+        config = {"run": {"steps": 1}, "data": {"source": "digits"}, "model": {"use": "unet"}}
+        (tmp_path / "config.toml").write_text(tomli_w.dumps(merged(config, tomli.loads(name))))
+        load_config(tmp_path / "config.toml")
+    elif name.startswith("loop."):
+        attrgetter(name.removeprefix("loop."))(toy_loop())
+    elif ":" in name:
+        import_object(name, "a test")
+    else:
+        assert name in keys | {*HOOK_NAMES, *OURS, *hookdiff.__all__}, name
+
+
+def rows(page: str) -> list[tuple[list[str], list[str]]]:
+    """Return what the two columns of each table name."""
+    cells = re.findall(r"^\| (.+) \| (.+) \|$", (ROOT / page).read_text("utf-8"), re.M)
+    return [(re.findall("`([^`]+)`", theirs), re.findall("`([^`]+)`", ours)) for theirs, ours in cells]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [pytest.param(*row, id=" ".join(row[0])) for row in rows(TRAINERS)])
+def test_what_replaces_a_name_of_another_trainer_exists(
+    theirs: list[str], ours: list[str], keys: set[str], tmp_path: Path
+) -> None:
+    for name in ours:
+        check_name(name, keys, tmp_path)
+    # The message about a hook of another trainer has the same answer.
+    answers = {ELSEWHERE[name.lower()].partition(".")[0] for name in theirs if name.lower() in ELSEWHERE}
+    assert answers <= {*ours}
+
+
+@pytest.mark.parametrize("page", [TEXTBOOK, TRAINERS])
+def test_the_keys_in_the_text_exist(page: str, keys: set[str]) -> None:
+    tables = {key.partition(".")[0] for key in keys}
+    for name in re.findall(r"`(\w+)((?:\.\w+)+)`", (ROOT / page).read_text("utf-8")):
+        assert name[0] not in tables or "".join(name) in keys
+
+
+def test_what_a_page_names_by_its_module_exists() -> None:
+    for page in PAGES:
+        for name in re.findall(r"\bhookdiff(?:\.\w+)+:\w+", (ROOT / page).read_text("utf-8")):
+            import_object(name, page)
 
 
 def test_the_hook_reference_has_every_hook_with_its_arguments_and_kind() -> None:
