@@ -17,7 +17,7 @@ from hookdiff.authors import TextEncoder
 from tests.conftest import check_facts, check_refused, output
 from tests.plugins.test_autoencoder import save_autoencoder
 from tests.plugins.test_text import save_encoder
-from tests.plugins.test_text_pipeline import save_pipeline
+from tests.plugins.test_text_pipeline import SD3_MODEL, save_pipeline
 
 diffusers = pytest.importorskip("diffusers", reason="needs hookdiff[diffusers]")
 transformers = pytest.importorskip("transformers", reason="needs hookdiff[text]")
@@ -74,17 +74,8 @@ spacing = "trailing"
 clipping = "none"
 guidance = { scale = 3.0 }
 """,
-    "sd3": """
-[model]
-use = "diffusers:SD3Transformer2DModel"
-patch_size = 2
-num_layers = 2
-num_attention_heads = 2
-attention_head_dim = 8
-joint_attention_dim = 112
-caption_projection_dim = 16
-pooled_projection_dim = 48
-
+    "sd3": SD3_MODEL
+    + """
 [diffusion]
 process = "flow"
 conditions = { encoder_hidden_states = "text", pooled_projections = "text_pooled" }

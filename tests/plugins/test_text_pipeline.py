@@ -160,7 +160,19 @@ def test_a_damaged_part_is_refused(write: Write) -> None:
         Pipeline(path=str(folder)).open(CPU)
 
 
-CONFIG = """
+SD3_MODEL = """
+[model]
+use = "diffusers:SD3Transformer2DModel"
+patch_size = 2
+num_layers = 2
+num_attention_heads = 2
+attention_head_dim = 8
+joint_attention_dim = 112
+caption_projection_dim = 16
+pooled_projection_dim = 48
+"""
+CONFIG = (
+    """
 [run]
 steps = 2
 batch_size = 6
@@ -176,16 +188,9 @@ use = "pipeline"
 path = "{folder}/StableDiffusion3Pipeline"
 length = 10
 
-[model]
-use = "diffusers:SD3Transformer2DModel"
-patch_size = 2
-num_layers = 2
-num_attention_heads = 2
-attention_head_dim = 8
-joint_attention_dim = 112
-caption_projection_dim = 16
-pooled_projection_dim = 48
-
+"""
+    + SD3_MODEL
+    + """
 [diffusion]
 conditions = {{ encoder_hidden_states = "text", pooled_projections = "text_pooled" }}
 
@@ -193,6 +198,7 @@ conditions = {{ encoder_hidden_states = "text", pooled_projections = "text_poole
 steps = 2
 guidance = {{ scale = 2.0 }}
 """
+)
 
 
 @pytest.mark.slow
