@@ -15,11 +15,15 @@ from typing import Any
 import numpy
 import pytest
 import tomli
+import torch
 from PIL import Image
 from torch import distributed
 
 from hookdiff.disk import user_cache
-from tests.conftest import PATIENCE, check_facts, wait_until, write_small
+from hookdiff.run_dir import History
+from tests.conftest import PATIENCE, check_facts, pixels, wait_until, write_small
+from tests.data.test_fashion_mnist import write_part
+from tests.test_docs import SHORT
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 HOW_TO = EXAMPLES.parent / "docs" / "how-to"
@@ -35,10 +39,100 @@ def test_embed_trains_in_both_styles(tmp_path: Path) -> None:
     assert (tmp_path / "embed.png").is_file()
 
 
-def test_the_basic_example_is_a_valid_config(hookdiff: Any) -> None:
-    code, out, err = hookdiff("check", EXAMPLES / "basic.toml", "--plugins", "ema,amp,fid")
-    assert code == 0, err
-    assert {"ema", "amp", "fid"} < set(tomli.loads(out)["run"]["plugins"])
+def test_the_classifier_names_the_digits_that_it_was_not_trained_on(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "classifier.py", "--out", tmp_path / "run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=PATIENCE)
+    shares = re.findall(r"^([\d.]+)% of 359 .* (model|ema)$", done.stdout, re.M)
+    assert [weights for _, weights in shares] == ["model", "ema"]
+    assert min(float(share) for share, _ in shares) > 95
+    assert History.of(tmp_path / "run").last("accuracy") == pytest.approx(float(shares[1][0]) / 100, abs=0.01)
+
+
+def cells(path: Path) -> list[Any]:
+    """Return the cells with code of a notebook."""
+    return [cell for cell in json.loads(path.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
+
+
+def kinds(path: Path) -> list[Any]:
+    """Return for each cell with code of a notebook what its outputs are: an error is one too."""
+    return [[(one["output_type"], sorted(one.get("data", ()))) for one in cell["outputs"]] for cell in cells(path)]
+
+
+def test_the_notebook_has_its_outputs_and_nothing_else_of_a_machine() -> None:
+    made = cells(EXAMPLES / "notebook.ipynb")
+    assert [cell["execution_count"] for cell in made] == [*range(1, len(made) + 1)]
+    assert all(cell["metadata"] == {} for cell in made)  # no times
+    outputs = json.dumps([cell["outputs"] for cell in made])
+    assert len(outputs) <= 200_000
+    assert not re.search(r"/(home|root|tmp|Users|usr)/", outputs)
+    assert "error" not in {kind for cell in kinds(EXAMPLES / "notebook.ipynb") for kind, _ in cell}
+
+
+@pytest.mark.slow
+def test_the_notebook_has_the_same_kinds_of_outputs_when_it_is_executed(tmp_path: Path) -> None:
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("nbclient")
+    made = shutil.copy(EXAMPLES / "notebook.ipynb", tmp_path)
+    execute = "import nbclient.cli; nbclient.cli.main()"  # as `jupyter execute --inplace` does
+    command = [sys.executable, "-c", execute, "--inplace", made]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=2 * PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert kinds(Path(made)) == kinds(EXAMPLES / "notebook.ipynb")
+
+
+GALLERY = (EXAMPLES.parent / "docs" / "gallery.md").read_text("utf-8")
+
+
+def test_the_gallery_has_every_example() -> None:
+    linked = set(re.findall(r"\]\(\.\./examples/([^)]+)\)", GALLERY))
+    assert linked == {path.name for path in EXAMPLES.iterdir() if path.name[0] not in "._" and path.name != "runs"}
+
+
+def stand_in(config: dict[str, Any]) -> None:
+    """Write small and random folders where a config reads its data, autoencoder and text encoder."""
+    data = config["data"]
+    if data["source"] == "fashion-mnist":
+        for part in ("train", "t10k"):
+            write_part(Path(data["root"]), part, torch.randint(256, (40, 28, 28)), torch.arange(40) % 10)
+    if data["source"] == "folder":
+        for index in range(45):
+            path = Path(data["path"], str(index % 9), f"{index}.png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels(index, 64)).save(path)
+            path.with_suffix(".txt").write_text("a red disc\nred\n")
+    for encoder in data.get("encode", {}).values():
+        path = Path(encoder["path"])
+        if encoder["use"] == "autoencoder":
+            from tests.plugins.test_autoencoder import save_autoencoder  # skips without diffusers
+
+            save_autoencoder(path)
+        else:
+            from tests.plugins.test_text import save_encoder  # skips without transformers
+
+            sizes = {"hidden_size": config["model"]["text_dim"], "max_position_embeddings": encoder["length"]}
+            path.parent.mkdir(parents=True)
+            save_encoder("BertModel", path.parent, **sizes).rename(path)
+
+
+@pytest.mark.parametrize("config", sorted(path.stem for path in EXAMPLES.glob("*.toml")))
+def test_the_command_of_the_gallery_trains_each_config(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, succeed: Any
+) -> None:
+    (line,) = re.findall(rf"^hookdiff (\w+ examples/{config}\.toml.*)$", GALLERY, re.M)
+    command, *words = shlex.split(line)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    if config == "latents-dit":  # which is for GPUs
+        assert command == "check"
+        assert tomli.loads(succeed(command, *words))["model"]["depth"] == 28
+        return
+    assert command == "run"
+    stand_in(tomli.loads((EXAMPLES / f"{config}.toml").read_text("utf-8")))
+    succeed(command, *words, *SHORT, "--set", "plugins.samples.num=9")
+    run = History.of(Path("runs", config))
+    assert (run.state, run.outcome.step) == ("done", 4)
+    assert Path("runs", config, "samples", "step-00000004.png").is_file()
+    assert any(name.startswith("fd/") for name in run.series) == ("fid" in line)
 
 
 def test_the_page_has_the_memory_of_the_example_of_latents(
@@ -46,7 +140,7 @@ def test_the_page_has_the_memory_of_the_example_of_latents(
 ) -> None:
     pytest.importorskip("diffusers")
     monkeypatch.chdir(tmp_path)
-    _, page = (EXAMPLES.parent / "docs" / "ranks.md").read_text("utf-8").split("## Count the memory of DiT-XL/2\n")
+    _, page = (HOW_TO / "train-on-several-devices.md").read_text("utf-8").split("## Count the memory of DiT-XL/2\n")
     section = page.partition("\n## ")[0]
     (code,) = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
     exec(code)
