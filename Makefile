@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo aim test test-all lint types clean
+.PHONY: demo aim test test-all lint types docs release clean
 
 demo: .venv/ready
 	$(BIN)/hookdiff run examples/basic.toml --plugins ema,amp,fid --overwrite
@@ -24,6 +24,16 @@ lint: .venv/ready-dev
 
 types: .venv/ready-dev
 	$(BIN)/mypy
+
+# The site of docs/: build/docs/index.html.
+docs: .venv/ready-dev
+	rm -rf build/docs
+	$(BIN)/python -m sphinx -n -W --keep-going -q docs build/docs
+
+# Needs no .venv: it installs what the wheel needs in an environment that it removes. With LEND=yes the packages are those
+# of PYTHON, which has `.[dev]`, as in `make release VERSION=0.1.0 PYTHON=.venv/bin/python LEND=yes`.
+release:
+	$(PYTHON) tests/release.py "$(VERSION)" $(if $(LEND),--lend)
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -3,12 +3,14 @@
 import ast
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import tomli
 
+from hookdiff.cli import COMMANDS, group
 from hookdiff.cli.hooks import contract, example, imports
 from hookdiff.experiment.catalog import kinds, shortest_path
 from hookdiff.images import PICTURE_FORMATS
@@ -24,6 +26,7 @@ _FORMATS = re.compile(r"(<!-- formats -->\n).*?(<!-- end -->)", re.DOTALL)
 _FACES = re.compile(r"(<!-- faces -->\n).*?(<!-- end -->)", re.DOTALL)
 _PART_KINDS = re.compile(r"(<!-- part kinds -->\n).*?(<!-- end -->)", re.DOTALL)
 _PACKAGES = re.compile(r"(<!-- packages -->\n).*?(<!-- end -->)", re.DOTALL)
+_COMMANDS = re.compile(r"(<!-- commands -->\n).*?(<!-- end -->)", re.DOTALL)
 _IMPORTS = re.compile(r"(<!-- imports -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -84,6 +87,33 @@ def packages() -> str:
     return "\n".join(lines) + "\n"
 
 
+def commands() -> str:
+    """Return the help of each command of this project, in the order of `hookdiff --help`."""
+    outer = click.Context(group, info_name="hookdiff", **group.context_settings)
+    names = (*COMMANDS, *sorted(_entry_points()["hookdiff.commands"]))
+    return "\n".join(section for name in names for section in _helps(outer, name))
+
+
+def _helps(outer: click.Context, name: str) -> Iterator[str]:
+    """Yield the section of the command `name`, and those of the commands in it."""
+    assert isinstance(outer.command, click.Group)
+    command = outer.command.get_command(outer, name)
+    assert command is not None
+    context = click.Context(command, info_name=name, parent=outer)
+    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
+    records = (one.get_help_record(context) for one in command.params if isinstance(one, click.Option))
+    rows = [f"| `{_in_cell(names)}` | {_in_cell(text)} |" for names, text in filter(None, records)]
+    table = ["| option | |", "|---|---|", *rows, ""] if rows else []
+    text = inspect.cleandoc(command.help or "")
+    yield "\n".join([f"## {context.command_path}", "", "```", usage, "```", "", text, "", *table])
+    for inner in command.list_commands(context) if isinstance(command, click.Group) else ():
+        yield from _helps(context, inner)
+
+
+def _in_cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
 def part_kinds() -> str:
     """Return the table of the kinds of parts: the base class of each, and what a part must define."""
     lines = ["| kind | derives from | defines |", "|---|---|---|"]
@@ -127,7 +157,7 @@ def refresh(text: str) -> str:
     ` without a, b`, and of a plugin also the import of its class; a signature after `<!-- signature of module:Name
     -->`; a hook after `<!-- hook NAME -->`; the imports of all examples after `<!-- imports -->`; the suffixes of
     pictures after `<!-- formats -->`; the public modules after `<!-- faces -->`; the packages of plugins/ after
-    `<!-- packages -->`; the kinds of parts after `<!-- part kinds -->`.
+    `<!-- packages -->`; the kinds of parts after `<!-- part kinds -->`; the commands after `<!-- commands -->`.
     """
 
     def table(path: str, without: str | None) -> str:
@@ -145,6 +175,7 @@ def refresh(text: str) -> str:
     text = _FORMATS.sub(lambda found: f"{found[1]}\n{formats()}\n{found[2]}", text)
     text = _FACES.sub(lambda found: f"{found[1]}\n{faces()}\n{found[2]}", text)
     text = _PART_KINDS.sub(lambda found: f"{found[1]}\n{part_kinds()}\n{found[2]}", text)
+    text = _COMMANDS.sub(lambda found: f"{found[1]}\n{commands()}\n{found[2]}", text)
     text = _PACKAGES.sub(lambda found: f"{found[1]}\n{packages()}\n{found[2]}", text)
     return _IMPORTS.sub(lambda found: found[1] + _python("\n".join(imports(map(example, HOOK_NAMES)))) + found[2], text)
 

@@ -464,7 +464,7 @@ def test_torch_distributed_is_known_in_few_files(path: Path) -> None:
         assert not is_used, f"{name(path)}:{node.lineno}"
 
 
-# The rooms of the core, lowest first: each room may import those before it. See docs/architecture.md.
+# The rooms of the core, lowest first: each room may import those before it. See docs/explanation/architecture.md.
 ROOMS = [
     *("errors", "machine", "disk", "options", "terminal", "log", "data", "images", "models", "diffusion", "loop"),
     *("run_dir", "authors", "builtin", "experiment", "cli", "__init__", "__main__"),
@@ -485,7 +485,7 @@ def test_the_heart_is_small_and_the_docs_begin_with_it() -> None:
     found = heart.heart()
     assert len(found) <= heart.MOST_MODULES
     assert sum(found.values()) <= heart.MOST_LINES
-    page = (ROOT / "docs" / "architecture.md").read_text("utf-8").partition("## Rooms")[0]
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text("utf-8").partition("## Rooms")[0]
     files = {name.removeprefix("hookdiff.").replace(".", "/") + ".py" for name in found}
     folders = {f"{path.parent.relative_to(CORE)}.py" for path in CORE.glob("*/__init__.py")}
     listed = re.findall(r"`([\w/]+\.py)`", page.partition("1. ")[2])
@@ -493,14 +493,14 @@ def test_the_heart_is_small_and_the_docs_begin_with_it() -> None:
 
 
 def test_the_docs_list_the_rooms_in_their_order() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text("utf-8")
     rows = re.findall(r"^\| `(\w+)(/?)` \| .+ \|$", page.partition("## Packages")[0], re.M)
     assert [room for room, _ in rows] == ROOMS
     assert all((CORE / room).is_dir() == bool(slash) for room, slash in rows)
 
 
 def test_the_places_in_the_docs_exist() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text("utf-8")
     places = re.findall(r"`([\w.]+/[\w./]*)`", page.partition("## Where to add something")[2])
     assert len(places) > 20
     assert [place for place in places if not ((CORE / place).exists() or (ROOT / place).exists())] == []

@@ -6,11 +6,13 @@ import pydoc
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import venv
 from collections.abc import Iterator
 from functools import reduce
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -39,9 +41,11 @@ SHORT = [
 ]
 
 
+INDEX = (ROOT / "docs" / "index.md").read_text("utf-8")
+TUTORIAL = [f"docs/{path}" for path in re.findall(r"^\* \[.+\]\((tutorial/\S+)\)", INDEX, re.M)]  # in order
 # A walk makes a package: its blocks are commands, files, and tables of the package's config.
 FILES = re.compile(r"Put this into `(\S+)`:\n\n```python\n(.*?)^```$", re.M | re.S)
-WALKS = [page for page in PAGES if FILES.search((ROOT / page).read_text("utf-8"))]
+WALKS = [page for page in PAGES if FILES.search((ROOT / page).read_text("utf-8")) and page not in TUTORIAL]
 TEXTBOOK = "docs/how-to/from-a-textbook-loop.md"  # its blocks of TOML are parts of the last one
 TRAINERS = "docs/how-to/from-other-trainers.md"
 
@@ -57,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the examples and a short version of the first run in the tutorial."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "examples").symlink_to(ROOT / "examples")
-    first = shlex.split(blocks("docs/tutorial.md", "sh")[0])[1:]
+    first = shlex.split(blocks(TUTORIAL[0], "sh")[0])[1:]
     command = [sys.executable, "-c", "from hookdiff.cli import main; main()", *first, *SHORT]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -84,7 +88,7 @@ def test_the_python_code_runs(page: str, folder: Path, monkeypatch: pytest.Monke
 
 def commands() -> Iterator[Any]:
     for page in PAGES:
-        for block in blocks(page, "sh") if page not in WALKS else ():
+        for block in blocks(page, "sh") if page not in (*WALKS, *TUTORIAL) else ():
             for line in block.splitlines():
                 yield pytest.param(line, id=f"{page}: {line}")
 
@@ -108,6 +112,60 @@ def test_the_commands_run(
         main()
     assert end.value.code == 0
     assert capsys.readouterr().out
+
+
+def carry_out(line: str, folder: Path, stops: bool) -> tuple[int, str]:
+    """Run a command, and interrupt its training if it `stops`; return the exit code and what is printed."""
+    program, *rest = shlex.split(line)
+    programs = {"hookdiff": [sys.executable, "-m", "hookdiff"], "python": [sys.executable]}
+    command, printed = [*programs.get(program, [program]), *rest], ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder) as process:
+        assert process.stdout is not None
+        for part in process.stdout:
+            printed += part
+            if stops and part.startswith("step "):
+                process.send_signal(signal.SIGINT)
+                stops = False
+    return process.returncode, printed
+
+
+def pattern(text: str) -> str:
+    """Return `text` without what differs between machines: numbers, times and the width of columns."""
+    return re.sub(r"\d[\d.,:]*(?: s\b| min\b)?", "#", " ".join(text.split()))
+
+
+@pytest.mark.parametrize(
+    "short", [pytest.param(SHORT, id="short"), pytest.param([], id="whole", marks=pytest.mark.slow)]
+)
+def test_the_tutorial_can_be_walked(short: list[str], tmp_path: Path) -> None:
+    # From page to page in one folder, as a reader does. Only a whole walk, of ten minutes, prints what the pages show.
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    block = re.compile(r"(?:Put this into `(\S+)`:\n\n)?^```(\w*)\n(.*?)^```$(?=\n*(.{,20}))", re.M | re.S)
+    seen = ""
+    for page in TUTORIAL:
+        shown: list[str] = []
+        for path, language, text, after in block.findall((ROOT / page).read_text("utf-8")):
+            if path:
+                (tmp_path / path).write_text(text)
+            elif language:
+                command = text.split()[1]
+                add = {"run": shlex.join(short), "resume": "--steps 6" * bool(short)}.get(command, "")
+                stops = after.startswith("Press Ctrl-C") and not short
+                code, printed = carry_out(f"{text.strip()} {add}", tmp_path, stops)
+                seen += printed
+                assert code == (130 if stops else 2 if after.startswith("```\nhookdiff: ") else 0), printed
+            else:
+                shown += re.split(r"\n|\.\.\.", text)
+        seen += "".join(config.read_text("utf-8") for config in tmp_path.glob("*.toml"))
+        for line in shown if not short else ():
+            # Only a terminal has bars.
+            assert pattern(line) in pattern(seen) or re.search("[\u2581-\u2588\u2501]", line), line
+
+
+def test_each_page_of_the_tutorial_leads_to_the_next() -> None:
+    for page, following in pairwise(TUTORIAL):
+        *_, last = re.findall(r"\]\((.+?)\)", (ROOT / page).read_text("utf-8"))
+        assert Path(page).parent / last == Path(following)
 
 
 def write_files(page: str, project: Path) -> None:
@@ -207,8 +265,8 @@ def test_the_parts_beside_the_textbook_loop_are_one_config_and_it_runs(
 
 @pytest.fixture(scope="module")
 def keys() -> set[str]:
-    """Return all keys in docs/config.md, such as "plugins.ema.decay"."""
-    _, *parts = re.split(r"^## \[(\S+)\]$", (ROOT / "docs" / "config.md").read_text("utf-8"), flags=re.M)
+    """Return all keys in docs/reference/config.md, such as "plugins.ema.decay"."""
+    _, *parts = re.split(r"^## \[(\S+)\]$", (ROOT / "docs" / "reference" / "config.md").read_text("utf-8"), flags=re.M)
     tables = zip(parts[::2], parts[1::2], strict=True)
     found = {f"{table}.{key}" for table, text in tables for key in re.findall(r"^\| `(\w+)` \|", text, re.M)}
     return found | {"model.use", "optimizer.use"}
@@ -264,7 +322,7 @@ def test_what_a_page_names_by_its_module_exists() -> None:
 
 
 def test_the_hook_reference_has_every_hook_with_its_arguments_and_kind() -> None:
-    page = (ROOT / "docs" / "hooks.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reference" / "hooks.md").read_text("utf-8")
     found = re.findall(r"^### (\w+)\((.*)\)\n\n(Moment|Seam|Question): ", page, re.M)
     said = {name: (arguments, kind) for name, arguments, kind in found}
     assert said.keys() == set(HOOK_NAMES)
@@ -287,7 +345,7 @@ def test_the_page_of_the_loop_has_every_attribute_and_method_with_a_short_exampl
     loop = toy_loop()
     methods = [name for name, member in vars(Loop).items() if inspect.isfunction(member)]
     public = {name for name in (*vars(loop), *methods) if not name.startswith("_")}
-    page = sections("docs/loop.md")
+    page = sections("docs/reference/loop.md")
     assert {heading.partition("(")[0] for heading in page} == public
     for heading, text in page.items():
         name, _, arguments = heading.partition("(")
@@ -301,15 +359,16 @@ def test_the_page_of_the_loop_has_every_attribute_and_method_with_a_short_exampl
 
 def test_help_shows_the_public_names_and_all_of_the_loop() -> None:
     assert set(hookdiff.__all__) <= set(dir(hookdiff))
-    assert "docs/loop.md" in pydoc.render_doc(Loop, renderer=pydoc.plaintext)
+    assert "docs/reference/loop.md" in pydoc.render_doc(Loop, renderer=pydoc.plaintext)
     assert all(inspect.getdoc(getattr(Loop, name)) for name in vars(Loop) if not name.startswith("_"))
 
 
-def test_the_readme_names_every_plugin_and_every_hook() -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    rows = re.findall(r"^\| (`.+`) \| .+ \|$", readme, re.M)
-    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    assert sorted(named) == sorted([*OURS, *HOOK_NAMES])
+@pytest.mark.parametrize(
+    ("page", "names"), [("README.md", OURS), ("docs/reference/hooks.md", HOOK_NAMES)], ids=["plugins", "hooks"]
+)
+def test_a_table_has_every_plugin_and_every_hook(page: str, names: list[str]) -> None:
+    rows = re.findall(r"^\| (`.+`) \| .+ \|$", (ROOT / page).read_text("utf-8"), re.M)
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(names)
 
 
 def anchors(page: Path) -> list[str]:
@@ -319,7 +378,9 @@ def anchors(page: Path) -> list[str]:
 
 
 @pytest.mark.skipif(not (ROOT / "hookdiff").is_dir(), reason="needs the sources, which the pages link to")
-@pytest.mark.parametrize("page", [*PAGES, "benchmarks/README.md", "benchmarks/tried.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "page", [*PAGES, "benchmarks/README.md", "benchmarks/tried.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+)
 def test_linked_files_and_headings_exist(page: str) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text("utf-8")):
         if not link.startswith("https://"):
@@ -329,10 +390,13 @@ def test_linked_files_and_headings_exist(page: str) -> None:
             assert not heading or heading in anchors(target), link
 
 
-def test_the_index_of_tasks_lists_every_page_once() -> None:
-    pages = (ROOT / "docs" / "how-to").glob("*.md")
-    listed = re.findall(r"^\* \[.+\]\((\S+)\)", (ROOT / "docs" / "how-to" / "README.md").read_text("utf-8"), re.M)
-    assert sorted([*listed, "README.md"]) == sorted(path.name for path in pages)
+@pytest.mark.parametrize("folder", ["tutorial", "how-to", "reference", "explanation"])
+def test_an_index_lists_every_page_once(folder: str) -> None:
+    index = ROOT / "docs" / "how-to" / "README.md" if folder == "how-to" else ROOT / "docs" / "index.md"
+    links = re.findall(r"^\* \[.+?\]\((\S+?)\)", index.read_text("utf-8"), re.M)
+    listed = [path for link in links if (path := index.parent / link).parent.name == folder]
+    own = [index] if folder == "how-to" else []
+    assert sorted(listed + own) == sorted((ROOT / "docs" / folder).glob("*.md"))
 
 
 def test_the_commands_of_the_readme_are_in_the_makefile() -> None:
@@ -340,3 +404,29 @@ def test_the_commands_of_the_readme_are_in_the_makefile() -> None:
     (command,) = blocks("README.md", "sh")
     assert command.strip() in rules
     assert "pip install -e ." in rules
+
+
+def test_the_list_of_a_step_has_its_hooks_in_their_order() -> None:
+    page = (ROOT / "docs" / "explanation" / "one-step.md").read_text("utf-8").partition("## From top to bottom")[2]
+    listed = re.findall(r"^ *(\w+)  ", page.split("```")[1], re.M)
+    step = HOOK_NAMES[HOOK_NAMES.index("make_batch") : HOOK_NAMES.index("between_steps") + 1]
+    assert listed == [name for name in step if name != "on_epoch_end"]
+
+
+def sentences(page: str) -> Iterator[str]:
+    """Yield the words of each sentence, item and cell of at least 8 words that `page` has beside code and headings."""
+    text = (ROOT / page).read_text("utf-8")
+    text = re.sub(r"<!-- (?!end -->).*?<!-- end -->|^```.*?^```$|^(#| {4})[^\n]*", "\n\n", text, flags=re.M | re.S)
+    text = re.sub(r"\]\([^)]*\)", "]", text)  # where links lead
+    for part in re.split(r"\n\s*\n|^\s*(?:[*-]|\d+\.) |\||(?<=[.:;?!])\s", text, flags=re.M):
+        if len(words := re.findall(r"\w+", part.lower())) >= 8:
+            yield " ".join(words)
+
+
+def test_no_sentence_stands_twice() -> None:
+    places: dict[str, list[str]] = {}
+    for page in PAGES:
+        for sentence in sentences(page):
+            places.setdefault(sentence, []).append(page)
+    assert len(places) > 1000
+    assert {sentence: pages for sentence, pages in places.items() if len(pages) > 1} == {}

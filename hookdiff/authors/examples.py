@@ -1,4 +1,4 @@
-"""An example of each hook, in the order of the hooks: plugins to copy. `hookdiff hooks` and docs/hooks.md show them."""
+"""An example of each hook, in the order of the hooks. `hookdiff hooks` and docs/reference/hooks.md show them."""
 
 import json
 import math

@@ -48,7 +48,7 @@ class Events:
         steps = loop.config.expected_steps(loop.progress, loop.feed.num_batches)
         details = {**environment(loop), "steps": steps}
         loop.log.event(Event("resume" if resumed else "start", text, details=details))
-        for left_out in loop.feed.reader.left_out:  # a warning in the log has said it
+        for left_out in loop.feed.reader.left_out:  # the log has a warning of it
             loop.log.event(Event.of(Finding("warning", f"data: {left_out}")))
 
     @hookimpl

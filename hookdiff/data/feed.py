@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hookdiff.data.facts import Facts
 
 _CPU = torch.device("cpu")
-_NAMED = 64  # samples whose names all ranks compare
+_NAMED = 64  # samples of which all ranks compare the names
 
 
 def _check_held_out(_: Any, __: Any, held_out: int | float) -> None:
@@ -200,7 +200,7 @@ class Feed:
 
     @property
     def nothing(self) -> Mapping[str, Tensor | None]:
-        """What stands for no condition, by name, of one sample; None: the condition stays. Of other names, zeros do."""
+        """The value of a missing condition, by name, of one sample; None: the condition stays. Others have zeros."""
         return getattr(self.reader, "nothing", {})
 
     def examples(self, choose: Callable[[int], Sequence[int]]) -> Batch:

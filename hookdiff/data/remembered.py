@@ -21,7 +21,7 @@ _CPU = torch.device("cpu")
 
 
 class _Absent:
-    """The reader of a run whose data is not here."""
+    """The reader of a run without its data."""
 
     labels: Tensor | None = None
     left_out: Sequence[str] = ()

@@ -154,10 +154,10 @@ class Diffusion:
                 )
 
     def bind(self, nothing: Mapping[str, Tensor | None]) -> Diffusion:
-        """Return a copy for which samples without a condition have the value `nothing` of its name, of one sample.
+        """Return a copy with other null conditions: what an unconditional sample has in place of each condition.
 
-        It is `Feed.nothing`, such as the embedding of an empty text. A condition whose value is None stays as it is,
-        and one that is not in it becomes zeros.
+        `nothing` has them by name, for one sample. The loop gives those of the feed, such as the embedding of an empty
+        text. A condition with the value None stays as it is, and one without a value becomes zeros.
 
         Raises:
             ValueError: if `label_dropout` names a condition that stays.
@@ -171,7 +171,7 @@ class Diffusion:
         return one
 
     def without(self, given: Given) -> dict[str, Tensor]:
-        """Return what the network gets for samples without label and conditions: label -1, and what `bind` says."""
+        """Return the inputs of unconditional samples: the label -1, and the null conditions of `bind`, else zeros."""
         return {name: self._without(name, column) for name, column in given.items()}
 
     def _without(self, name: str, column: Tensor) -> Tensor:

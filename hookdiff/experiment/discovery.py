@@ -39,7 +39,7 @@ def trains_on_ranks(plugin: object) -> bool:
 
 
 def installed_that(fits: Callable[[type], bool], among: Collection[str] | None = None) -> list[str]:
-    """Return the names of the installed plugins, or of those `among` them, whose class `fits`: for advice.
+    """Return the names of the installed plugins, or of those `among` them, with a class that `fits`: for advice.
 
     They are imported; those that cannot be are left out, with a warning.
     """

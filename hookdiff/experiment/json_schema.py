@@ -31,7 +31,7 @@ _PATH: Schema = {"type": "string", "pattern": ":"}  # module:Name
 def config_schema() -> Schema:
     """Return the schema of a config, with all plugins and parts that are installed.
 
-    A name `module:Name` may have any options, and so may one whose packages are missing.
+    A name `module:Name` may have any options, and so may one with packages that are missing.
     """
     found = kinds()
     known = {name: kind.members() for name, kind in found.items()}
@@ -88,7 +88,7 @@ def _of(member: Member) -> Schema:
 def _chosen(
     members: list[Member], key: str, default: str | None, shared: Mapping[str, Schema], checks_needed: bool = True
 ) -> Schema:
-    """Return the schema of a table whose `key` names one of `members`, and of the name alone.
+    """Return the schema of a table in which `key` names one of `members`, and of the name alone.
 
     The editor completes keys by `properties` and names by `anyOf`. Conditions check, because they name what is wrong.
     """

@@ -137,7 +137,7 @@ def prepare_process(config: Config, device: torch.device) -> None:
 
 
 def _fitting(target: Callable[..., Any], table: Any) -> dict[str, Any]:
-    """Return those keys of a recorded `table` that `target` still takes, and whose values it takes."""
+    """Return those keys of a recorded `table` that `target` still takes, with values that it takes."""
     found = dict[str, Any]()
     for key, value in table.items() if isinstance(table, dict) else ():
         problems = Problems()

@@ -26,7 +26,7 @@ _Captions = tuple[str, ...]  # of one sample
 def with_texts(source: Any, keys: ItemKeys, workers: Workers) -> Any:
     """Return `source` with the captions in its items as its `texts`, by their keys, and without them in its items.
 
-    Only a map-style data set whose first item holds a text, or a list of texts, is another one then. All items are read
+    Only a map-style data set with a text, or a list of texts, in its first item is another one then. All items are read
     once, when the captions of one key are first asked for, which raises UserError for an item without them.
     """
     if isinstance(source, (InMemory, Images)) or getattr(source, "texts", None) or not len(source):

@@ -51,7 +51,7 @@ class Survey:
     kinds: list[Kind] = Factory(list)
     unreadable: dict[int, str] = Factory(dict)  # by sample, the reason why the header cannot be read
     undecodable: dict[int, str] = Factory(dict)  # by sample, the reason why the pixels cannot be decoded
-    # Height and width of each picture whose header was read: n 2, int64, zeros of others; None if none was.
+    # Height and width of each picture, as its header has them: n 2, int64, zeros if it was not read; None if none was.
     sizes: Tensor | None = field(default=None, eq=False)
 
 

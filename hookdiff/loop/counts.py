@@ -108,7 +108,7 @@ class LoopConfig:
             )
 
     def planned_steps(self, num_batches: int) -> int | None:
-        """Return the step at which a run whose batches all change the weights ends, or None without a limit.
+        """Return the step at which a run ends if all batches change the weights, or None without a limit.
 
         An epoch has `num_batches` batches.
         """

@@ -159,7 +159,7 @@ def _encoders(loop: Loop) -> Any:
 
 
 def _objective(loop: Loop, request: SampleRequest) -> Any:
-    """Return the objective, for which nothing is what the request says."""
+    """Return the objective, with the negative texts of the request as its null conditions."""
     objective: Any = loop.objective
     if request.negative is None:
         return objective

@@ -76,7 +76,7 @@ class End(ReadOnly):
             self.conclude(*max(requests, key=lambda asked: asked[0] == "on_nan"))  # else that of the lowest rank
 
     def is_agreed(self) -> bool:
-        """Return whether the run is over, after all ranks have said so; all of them must call this."""
+        """Return whether the run is over on any rank; all of them must call this, and then agree."""
         if num_ranks() > 1 and not self.reason:
             self._agree()
         return self.reason is not None

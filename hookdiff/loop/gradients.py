@@ -116,7 +116,7 @@ class Gradients:
         self.clear()
 
     def take(self, loss: Tensor, gradients: Sequence[Tensor | None], measured: Tensor) -> None:
-        """Begin a pass whose `loss`, `gradients` of `parameters`, and their norms, `measured`, are known already."""
+        """Begin a pass of which `loss`, `gradients` of `parameters`, and their norms, `measured`, are known already."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         self.begin(loss)

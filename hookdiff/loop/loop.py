@@ -36,7 +36,7 @@ from hookdiff.models.weights import Buffers, HeldWeights
 class Loop(ReadOnly):
     """Trains `model` on `data` until the config, a plugin or the script ends the run.
 
-    All attributes, which docs/loop.md describes, are read-only; `using`, `weights` and the `set_...` change them.
+    All attributes are read-only; `using`, `weights` and the `set_...` change them: docs/reference/loop.md has each.
 
     Args:
         model: the bare network, used for state, averages and samples. Training calls `net`, which may wrap it.

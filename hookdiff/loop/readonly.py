@@ -6,7 +6,7 @@ from typing import Any
 
 
 class ReadOnly:
-    """The base of a class whose attributes are set in `__init__`, and after that only by its own methods.
+    """The base of a class with attributes that are set in `__init__`, and after that only by its own methods.
 
     Declare them `Final`, so that a type checker refuses an assignment too. The methods use `_set` and `_lending`.
     """

@@ -29,7 +29,7 @@ _MOMENT = 3.0  # seconds after which a rank that has not failed too is taken to 
 _GONE = re.compile("closed|reset|refused|broken pipe|abort", re.IGNORECASE)  # in what gloo and NCCL say of a lost rank
 _REFUSED = "hookdiff/refused"  # in the store: the exit code of a rank that has ended with an error of the user
 _joins = count()  # how often this process has joined the others
-_said: Counter[str] = Counter()  # how often this process has said each text
+_reported: Counter[str] = Counter()  # how often this process has reported each text
 
 
 def num_launched() -> int:
@@ -103,7 +103,7 @@ def joined(device: str = "auto") -> Iterator[None]:
         raise RankLost(_lost(error)) from error
     finally:
         forget_groups()
-        _said.clear()
+        _reported.clear()
         distributed.destroy_process_group()
 
 
@@ -136,11 +136,11 @@ def shown_once() -> Iterator[None]:
 
 
 def is_news(text: str) -> bool:
-    """Return whether this is the first rank to say `text`; a text that is said again is news once more."""
+    """Return whether this is the first rank to report `text`; a text that is reported again is news once more."""
     if not is_set_up():
         return True
-    _said[text] += 1
-    key = hashlib.sha256(f"{_said[text]} {text}".encode()).hexdigest()
+    _reported[text] += 1
+    key = hashlib.sha256(f"{_reported[text]} {text}".encode()).hexdigest()
     first: int = distributed.distributed_c10d._get_default_store().add(f"hookdiff/said/{key}", 1)
     return first == 1
 

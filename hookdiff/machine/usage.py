@@ -56,8 +56,8 @@ def thread_beside() -> Iterator[Callable[[], None]]:
 def keep_memory() -> None:
     """Let the C library keep memory that is freed: without it each step maps its large tensors anew.
 
-    Only glibc can, and variables such as MALLOC_TRIM_THRESHOLD_ come first; elsewhere nothing is changed. The effect is
-    in benchmarks/README.md.
+    Only glibc can, and variables such as `MALLOC_TRIM_THRESHOLD_` come first; elsewhere nothing is changed. The effect
+    is in benchmarks/README.md.
     """
     is_tuned = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     mallopt = None if is_tuned or os.name != "posix" else getattr(ctypes.CDLL(None), "mallopt", None)

@@ -1,8 +1,9 @@
 """The contract of models, and hooks that let models of other libraries follow it.
 
 A model is called as `model(x, timesteps)`, or as `model(x, timesteps, labels)` if its `num_classes` is above 0, where
-label -1 stands for "no class". One whose second argument is not the time gets it as `timestep`. It gets the objective's
-conditions by keyword. It returns a tensor. The hooks change neither its class nor the names of its parameters.
+label -1 stands for "no class". A model with another second argument gets the time as `timestep`. It gets the
+objective's conditions by keyword. It returns a tensor. The hooks change neither its class nor the names of its
+parameters.
 """
 
 import inspect

@@ -52,7 +52,7 @@ class Objective(Protocol):
         """
 
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput | Tensor:
-        """Return the loss of `batch`: a LossOutput, or a tensor whose mean is the loss."""
+        """Return the loss of `batch`: a LossOutput, or a tensor, of which the mean is taken."""
 
 
 class _Function:

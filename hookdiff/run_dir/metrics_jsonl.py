@@ -14,7 +14,7 @@ from hookdiff.log.event import STEP, TIME
 from hookdiff.run_dir.lines import Logged, Skim, Tail, at_step, number, read_lines, step_number
 
 METRICS = "metrics.jsonl"
-SMOOTHED = 10  # the newest losses whose mean is shown as "smoothed", where no plugin logs a smoothed one
+SMOOTHED = 10  # the newest losses, of which the mean is shown as "smoothed" where no plugin logs a smoothed one
 DISTANCES = ("fd/", "fid/")  # with which the names of FID values begin
 
 

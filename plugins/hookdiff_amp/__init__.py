@@ -119,7 +119,7 @@ class AMP:
         if scale <= self.min_scale or not loop.gradients.nonfinite():
             return True
         for flag in self._flags(loop):
-            flag.fill_(1)  # also if the overflow was in an earlier pass, whose gradients are gone
+            flag.fill_(1)  # also if the overflow was in an earlier pass, and its gradients are gone
         self._fell = [*self._fell[1 - _KEPT :], [loop.progress.position, scale]]
         self._lower()
         self.num_void += 1

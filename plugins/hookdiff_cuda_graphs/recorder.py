@@ -30,7 +30,7 @@ class Recorder:
         usual.wait_stream(self._stream)
 
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Call `work`, whose operations are only noted, and return a function that does them."""
+        """Call `work`, of which the operations are only noted, and return a function that does them."""
         graph, usual = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
         try:
             # "thread_local": the threads that write checkpoints and pin batches may go on meanwhile.

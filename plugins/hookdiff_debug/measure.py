@@ -18,7 +18,7 @@ from hookdiff.models import Buffers
 # Fractions of the way from image to noise at which the network is measured.
 LEVELS = (0.02, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.98)
 DRAWS = 1000  # times that are drawn, to see which noise levels are trained
-SETTLED = 6  # updates, after which a network whose layers start as zero has a gradient everywhere
+SETTLED = 6  # updates, after which a network with layers that start as zero has a gradient everywhere
 
 
 @define(frozen=True)
@@ -258,7 +258,7 @@ def draw_levels(
     noisy, predicted = [images], [images]
     for _, x_t, output, alpha, sigma, _, _ in _predictions(net, diffusion, images, given):
         x0, _ = diffusion.prediction.x0_and_noise(output, x_t, alpha, sigma)
-        # In a process whose noise has no bounds, the noisy image is shown as bright as the others.
+        # In a process with unbounded noise, the noisy image is shown as bright as the others.
         noisy.append(diffusion.denormalize(x_t / (alpha.square() + sigma.square()).sqrt()))
         predicted.append(diffusion.denormalize(x0))
     rows = decode(torch.stack((torch.stack(noisy, 1), torch.stack(predicted, 1)), 1).flatten(0, 2))

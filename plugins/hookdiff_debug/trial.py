@@ -40,7 +40,7 @@ class Trial:
 
     @property
     def first_bad(self) -> int | None:
-        """The first step, counted from 1, whose loss is not finite."""
+        """The first step, counted from 1, with a loss that is not finite."""
         return next((step for step, loss in enumerate(self.losses, 1) if not math.isfinite(loss)), None)
 
     @property

@@ -58,7 +58,7 @@ class Making:
 
 @define(frozen=True, eq=False)
 class ImageSet:
-    """Images whose features are computed in any number of spaces at once, and their name for people."""
+    """Images, to compute features in any number of spaces at once, and their name for people."""
 
     name: str
     total: int

@@ -101,7 +101,7 @@ class NoiseScale:
         return self.state[2]
 
     def after_first(self, norms: Tensor, part: int, share: float) -> None:
-        """Take the norms of this rank's first micro-batch, of `part` samples, whose loss was multiplied by `share`."""
+        """Take the norms of this rank's first micro-batch, of `part` samples; its loss was multiplied by `share`."""
         self._first, self._part = torch.linalg.vector_norm(norms) / share, part
 
     def after_last(self, norms: Tensor, whole: int) -> None:

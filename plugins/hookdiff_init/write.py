@@ -58,7 +58,7 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
     name = _plain(path.stem)
     yield "", f"Trains on {pictures.summary}: `hookdiff run {_plain(path)}`, then `hookdiff sample runs/{name}`."
     yield "", "All other keys have the values that made the best images in hookdiff's benchmarks."
-    yield "", "`hookdiff check` prints them; docs/config.md explains them."
+    yield "", "`hookdiff check` prints them; docs/reference/config.md explains them."
     yield "[run]", ""
     yield f"steps = {plan.steps}", f"about {plan.duration} on this machine; more steps give better images"
     yield f"batch_size = {plan.batch_size}", ""

@@ -111,7 +111,7 @@ class NoiseLevels:
         if self.has_floor:
             variance = self.variance
             rows += [self.objective.floor(times, variance), self.objective.target_variance(times, variance)]
-        # Not index_add_, whose sums on a GPU differ from run to run.
+        # Not index_add_: its sums on a GPU differ from run to run.
         here = torch.bucketize(log_snr, self._bounds) == self._bins
         for row, values in zip(self.sums, rows, strict=False):
             row += torch.where(here, values.float(), 0.0).sum(1)

@@ -21,7 +21,7 @@ from hookdiff_nan.kept import check_kept
 @click.option(
     "--anomaly",
     is_flag=True,
-    help="Name the forward operation whose derivative is NaN, with its line of code (torch's anomaly mode).",
+    help="Name the forward operation with a derivative that is NaN, with its line of code (torch's anomaly mode).",
 )
 def command(
     folder: Path, plugins: tuple[str, ...], settings: tuple[str, ...], lr: float | None, anomaly: bool, trust: bool

@@ -129,7 +129,7 @@ def _of_forward(forward: Forward) -> str:
     last = forward.last_finite
     if not forward.inputs_finite:
         after = f"after {last}, " if last else ""
-        return f"{after}before {forward.place}, whose inputs are not finite"
+        return f"{after}before {forward.place}, as its inputs are not finite"
     after = f", after {last}" if last and last.is_inside(forward.place) else ""
     return f"{forward.place} made {'NaN' if forward.has_nan else 'inf'} from finite inputs{after}"
 

@@ -60,7 +60,7 @@ class NamedModule:
 
 @define(frozen=True)
 class Forward:
-    """The first module whose output is not finite."""
+    """The first module with an output that is not finite."""
 
     place: NamedModule
     inputs: list[str]  # texts of `describe`
@@ -149,7 +149,7 @@ class Watch:
 
     def _let_go(self) -> None:
         # A hook holds the graph node of its value, and the node the hook. While they live, so does the whole graph,
-        # whose ends at the parameters remember the stream of the trial: no later step could be recorded elsewhere.
+        # and its ends at the parameters remember the stream of the trial: no later step could be recorded elsewhere.
         for listener in self._listeners:
             listener.remove()
         self._listeners, self._takers, self._makers = [], {}, {}

@@ -67,7 +67,7 @@ def sparkline(values: Iterable[float]) -> str:
     values = list(values)
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    size = (high / 2 - low / 2) or 1.0  # halves, whose difference is finite
+    size = (high / 2 - low / 2) or 1.0  # halves: their difference is finite
     return "".join(
         _BLOCKS[round((value / 2 - low / 2) / size * (len(_BLOCKS) - 1))] if math.isfinite(value) else "x"
         for value in values

@@ -32,7 +32,7 @@ class PlottedCurve:
     style: Style = "line"
     color: int = 0  # in the palette
     alpha: float = 1.0
-    low: Array | None = None  # lower end of a band, whose upper end is y
+    low: Array | None = None  # lower end of a band; y is the upper one
 
     @property
     def summary(self) -> str:

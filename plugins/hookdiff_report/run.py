@@ -14,7 +14,7 @@ from hookdiff.run_dir import BEGINS, SMOOTHED, History, asked_number, total_step
 
 Array = NDArray[numpy.float64]
 _WINDOWS = 200  # of the pace
-NEIGHBOURS = 100  # values of a loss that no plugin has smoothed, whose mean is drawn
+NEIGHBOURS = 100  # values of a loss that no plugin has smoothed: their mean is drawn
 
 
 @frozen(eq=False)

@@ -21,7 +21,7 @@ class Configs:
     _tables: dict[str, Mapping[str, Any]] = field(init=False, factory=dict)
 
     def read(self, history: History) -> Mapping[str, Any]:
-        """Return the config of a run, whose tables belong to other configs too; raises UserError as `History` does."""
+        """Return the config of a run, with tables that other configs share; raises UserError as `History` does."""
         try:
             text = read_file(history.run_dir / CONFIG).decode()
             if any(mark in text for mark in _UNUSUAL):

@@ -36,7 +36,7 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _is_common(values: Sequence[Any]) -> bool:
     """Return quickly whether all values are surely the same; most keys of many runs are."""
     first, kind = values[0], type(values[0])
-    if kind in (list, float):  # whose items may differ in kind, and NaN
+    if kind in (list, float):  # with items that may differ in kind, and NaN
         return len(set(map(repr, values))) == 1
     return all(type(value) is kind and value == first for value in values)
 

@@ -98,7 +98,7 @@ def command(
     --prompts are for a network that was trained on captions: there is a row for each text, and --each writes it beside
     the picture.
 
-    --interpolate makes strips whose noise goes from that of one image to that of the next one, on the sphere; with two
+    --interpolate makes strips with noise that goes from that of one image to that of the next, on the sphere; with two
     --labels or two --prompt, strips of one noise each that go from one to the other. They are written as a PNG and as a
     GIF file. Unless --sampler says otherwise, the sampler is ddim, which adds no noise.
     """

@@ -331,9 +331,9 @@ class Pair:
     def suspects(self, wrong: Sequence[Difference]) -> list[str]:
         """Return the plugins that may have made the resumed run different, the most likely first.
 
-        It is the plugin whose call first gave other weights, gradients or rates. But a call of the network also depends
-        on values that are not traced. If that call is the first difference, or if the weights never differ, it is a
-        plugin that owns one of `wrong` and restored other values, lost a field, or draws from a global generator. The
+        It is the plugin with the call that first gave other weights, gradients or rates. But a call of the network also
+        depends on values that are not traced. If that call is the first difference, or the weights never differ, it is
+        a plugin that owns one of `wrong` and restored other values, lost a field, or draws from a global generator. The
         owner of the first difference counts only if the weights stayed the same, because changed weights show in the
         logged numbers of every plugin.
         """
@@ -341,7 +341,7 @@ class Pair:
         changed, drew = self.changed(), self.whole.note(END).drew
         lost = [each.key.plugin for each in changed if each.key.kind == "saved value"]
         for each in changed:
-            # A plugin that saves nothing lost a number or a generator. A value whose type changes is most likely a mark
+            # A plugin that saves nothing lost a number or a generator. A value of another type is most likely a mark
             # that something was done once.
             kinds = {type(each.here), type(each.there)}
             if not keeps_state(plugins[each.key.plugin].target) and len(kinds) == 1 and bool not in kinds:

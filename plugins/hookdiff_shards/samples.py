@@ -186,7 +186,7 @@ class Samples:
         return content[BLOCK:]
 
     def known_sizes(self) -> Tensor:
-        """Return height and width of the pictures whose headers are in the indices: n 2, int64, zeros of all others."""
+        """Return height and width of the pictures with headers in the indices: n 2, int64, zeros of all others."""
         sides, known = numpy.stack([self.pictures.height, self.pictures.width], 1), self.pictures.mode > 0
         return torch.from_numpy(numpy.where(known[:, None], sides, 0))
 
@@ -205,7 +205,7 @@ class Shards(Samples):
         return open_picture(io.BytesIO(content))
 
     def known_kinds(self) -> tuple[list[Kind], list[int]]:
-        """Return the kinds of the pictures whose headers are in the indices, and the positions of all others."""
+        """Return the kinds of the pictures with headers in the indices, and the positions of all others."""
         kinds, known = dict[tuple[str, int, int], Kind](), self.pictures.mode > 0
         about = numpy.stack([self.shard, self.pictures.mode, self.pictures.width, self.pictures.height], 1)[known]
         (positions,) = known.nonzero()

@@ -63,7 +63,7 @@ class Text(TextEncoder):
     layer: int = field(
         default=-1,
         metadata=about(
-            "layer whose output is taken: -1 is the last, with its final norm; -2 the one before, without it"
+            "layer from which the output is taken: -1 is the last, with its final norm; -2 the one before, without it"
         ),
     )
     attend: Literal["all", "tokens"] | None = field(

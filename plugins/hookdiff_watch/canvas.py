@@ -111,5 +111,5 @@ def _scaled(values: Array, low: float, high: float, is_log: bool) -> Array:
     """Return the place of each value between `low` and `high`, from 0 to 1; 0.5 if they are equal."""
     if is_log:
         values, low, high = numpy.log10(values), float(numpy.log10(low)), float(numpy.log10(high))
-    size = high / 2 - low / 2  # halves, whose difference is finite
+    size = high / 2 - low / 2  # halves: their difference is finite
     return (values / 2 - low / 2) / size if size > 0 else numpy.full(len(values), 0.5)

@@ -19,13 +19,18 @@ def idx(values: Any) -> bytes:
 IMAGES, LABELS = torch.arange(5 * 28 * 28).view(5, 28, 28) % 251, [3, 1, 9, 0, 3]
 
 
+def write_part(root: Path, part: str, images: Any, labels: Any) -> None:
+    """Write the "train" or "t10k" part of a set like Fashion-MNIST to the files that have it in the folder `root`."""
+    folder = root / "FashionMNIST" / "raw"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{part}-images-idx3-ubyte").write_bytes(idx(images))
+    (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx(labels))
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    folder = tmp_path / "FashionMNIST" / "raw"
-    folder.mkdir(parents=True)
     for part, rows in (("train", slice(0, 5)), ("t10k", slice(3, 5))):
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(idx(IMAGES[rows]))
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx(LABELS[rows]))
+        write_part(tmp_path, part, IMAGES[rows], LABELS[rows])
     return tmp_path
 
 

@@ -1,7 +1,7 @@
 """Each key of a config refuses what it cannot take: in one line, with its place and what was given or is expected.
 
 The wrong values are made from the type and the limits of each key of each table, plugin and part. What a key must be
-beside another one is tested with its class. docs/config.md has the limits, so that none changes unseen.
+beside another one is tested with its class. docs/reference/config.md has the limits, so that none changes unseen.
 """
 
 import itertools

@@ -62,7 +62,7 @@ def test_the_tables_of_the_docs_are_those_of_the_classes() -> None:
 
 
 def test_the_config_reference_has_every_table_and_every_name() -> None:
-    page = (DOCS / "config.md").read_text("utf-8")
+    page = (DOCS / "reference" / "config.md").read_text("utf-8")
     made = [import_object(path, path) for path in re.findall(r"^<!-- keys of (\S+)", page, re.M)]
     assert [name for name, target in configured().items() if keys(target) and target not in made] == []
     headings = re.findall(r"^##+ (.+)$", page, re.M)

@@ -37,7 +37,7 @@ def call(*words: object, folder: Path, paths: tuple[Path, ...] = ()) -> str:
 
 
 def test_the_docs_list_the_kinds() -> None:
-    page = (ROOT / "docs" / "plugins.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reference" / "plugins.md").read_text("utf-8")
     section = page.partition("## Start from a template")[2].partition("\n## ")[0]
     assert sorted(re.findall(r"^\| `(\w+)` \|", section, re.M)) == sorted(KINDS)
     assert next(iter(KINDS)) == "plugin"

@@ -46,14 +46,14 @@ def words_tokenizer(**options: Any) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special, **options)
 
 
-def save_encoder(kind: str, folder: Path) -> Path:
+def save_encoder(kind: str, folder: Path, **sizes: int) -> Path:
     """Save a small encoder with random weights and its tokenizer in a folder of its name, and return that."""
     import transformers
 
     words_tokenizer().save_pretrained(folder / kind)
     config, options = KINDS[kind]
     torch.manual_seed(0)
-    made = getattr(transformers, config)(vocab_size=len(WORDS), **options)
+    made = getattr(transformers, config)(vocab_size=len(WORDS), **{**options, **sizes})
     getattr(transformers, kind)(made).save_pretrained(folder / kind)
     return folder / kind
 

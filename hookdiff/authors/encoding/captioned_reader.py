@@ -72,7 +72,7 @@ class CaptionedReader:
             )
         texts = TextConditions(rows_of, shape)
         if (sizes := self.inner.sizes()) is None:
-            what = "the samples hold what was made of pictures, whose sizes are not here"
+            what = "the samples hold what was made of pictures, and the sizes of these are not here"
             logger.warning("data: %s, so there is no condition %s", what, " or ".join(texts.time_ids))
         else:
             self._time_ids = TimeIds(sizes, self.inner.transforms, shape[1:])

@@ -15,7 +15,7 @@ _DIGITS = 1e-11  # relative error of the fast way that is accepted
 
 
 def frechet_distance(a: Moments | Gaussian, b: Moments | Gaussian) -> float:
-    """Return |m_a - m_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)), in the units of the features squared.
+    """Return `|m_a - m_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2))`, in the units of the features squared.
 
     It is the squared Wasserstein-2 distance of two Gaussians with these moments (Dowson & Landau 1982), which FID uses
     (Heusel et al. 2017, arXiv 1706.08500, eq. 6). It is at least 0, and 0 for equal moments. Its bias falls as 1/n:

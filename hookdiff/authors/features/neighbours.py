@@ -11,7 +11,7 @@ _PAIRS = 1 << 24  # distances in memory at a time
 def distances(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield the Euclidean distances of parts of the rows `a` (n d) to all rows `b` (m d): a slice of `a`, and k m.
 
-    They are computed in float64 by |x|^2 + |y|^2 - 2 x y around the mean of `b`, so that an offset costs no digits.
+    They are computed in float64 by `|x|^2 + |y|^2 - 2 x y` around the mean of `b`, so that an offset costs no digits.
     """
     centre = b.double().mean(dim=0)
     right = b.double() - centre

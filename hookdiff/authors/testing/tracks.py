@@ -253,7 +253,7 @@ class _Tests:
         fail(problem, (one.describe("metrics.jsonl", "the tracker") for one in differences))
 
     def check_faults(self, killed: _Killed) -> None:
-        """Check resumed runs whose tracker is new, as these make all calls of a sink."""
+        """Check resumed runs with a new tracker, as these make all calls of a sink."""
         alone = self.train_with(killed, None)
         defined = [
             call for call in _CALLS if getattr(type(self.make(self.new_folder())), call) is not getattr(Sink, call)

@@ -1,0 +1,202 @@
+"""How Sphinx makes the site of these pages: `make docs`. All pages also read as plain Markdown."""
+
+import ast
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+import hookdiff
+from hookdiff.options import keys
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+CORE = Path(hookdiff.__file__).parent
+MODULES = DOCS / "modules"  # made here, and ignored by git: a page for each public module
+
+project = "hookdiff"
+release = importlib.metadata.version("hookdiff")
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+html_theme = "furo"
+html_title = "hookdiff"
+html_static_path = ["static"]
+html_css_files = ["narrow.css"]
+html_search_scorer = str(DOCS / "static" / "scorer.js")
+html_copy_source = html_show_sourcelink = html_show_copyright = False
+smartquotes = False  # `--out` in a sentence is an option
+default_role = "code"  # docstrings write names as Markdown does
+myst_heading_anchors = 4
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 76
+highlight_language = "text"  # of blocks that name none
+# Annotations name types of torch and Python, and private ones of hookdiff, which no page describes.
+nitpick_ignore_regex = [("py:.*", r"(?!hookdiff\.\w+$).*")]
+
+_LIST = re.compile(r"(?:^\* \[.+\n(?:  .+\n)*)+", re.MULTILINE)
+_OUTSIDE = re.compile(r"\[([^]]+)\]\(((?:\.\./)+[^)#]+)[^)]*\)")
+
+
+def faces() -> dict[str, dict[str, str]]:
+    """Return the names of each public module, by its own name, and the module that defines each."""
+    found: dict[str, dict[str, str]] = {}
+    for stub in (CORE / "__init__.pyi", *sorted(CORE.glob("*/__init__.pyi"))):
+        module = ".".join(stub.parent.relative_to(CORE.parent).parts)
+        lines: Any = ast.parse(stub.read_text("utf-8")).body
+        found[module] = {one.name: f"{module}.{line.module}" for line in lines for one in line.names}
+    return found
+
+
+FACES = faces()
+# Where each name is documented, by its path in the source: in `hookdiff`, if that has it, else in its room.
+PUBLIC = {f"{origin}.{name}": f"{face}.{name}" for face in reversed(FACES) for name, origin in FACES[face].items()}
+
+
+def write_modules() -> None:
+    """Write the page of each public module."""
+    shutil.rmtree(MODULES, ignore_errors=True)
+    MODULES.mkdir()
+    for face, origins in FACES.items():
+        lines = [face, "=" * len(face), "", f".. automodule:: {face}"]
+        for name, origin in sorted(origins.items(), key=lambda item: item[0].lower()):
+            if PUBLIC[f"{origin}.{name}"] != f"{face}.{name}":
+                lines += ["", f":py:obj:`{name} <hookdiff.{name}>` is described in ``hookdiff``."]
+            else:
+                lines += ["", *directive(face, name)]
+        (MODULES / f"{face}.rst").write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def directive(face: str, name: str) -> list[str]:
+    """Return the lines by which autodoc describes a name; the arguments of a class stand there, and not as members."""
+    target = getattr(importlib.import_module(face), name)
+    if not inspect.isclass(target):
+        return [f".. auto{'function' if inspect.isroutine(target) else 'data'}:: {face}.{name}"]
+    if target is hookdiff.Hooks:
+        return [f".. autoclass:: {face}.{name}", "", "   :doc:`/reference/hooks` has each of them."]
+    arguments = ", ".join(key.name for key in keys(target))
+    options = ["   :members:", "   :undoc-members:", f"   :exclude-members: {arguments}"]
+    return [f".. autoclass:: {face}.{name}", *options]
+
+
+def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
+    """Let each list of links on a page of contents also be a part of the table of contents."""
+    if page not in ("index", "how-to/README"):
+        return
+    text, parts = source[0], []
+    for found in _LIST.finditer(text):
+        *_, caption = re.findall(r"^#+ (.+)", text[: found.start()], re.MULTILINE)
+        pages = re.findall(r"^\* \[.+?\]\((\S+?\.md)\)", found[0], re.MULTILINE)
+        parts.append("\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", *pages, "```", ""]))
+    if page == "index":
+        parts.append("\n## Modules\n\n```{toctree}\n:glob:\n:maxdepth: 1\n:caption: Modules\nmodules/*\n```\n")
+    source[0] = text + "".join(parts)
+
+
+def name_outside(app: Sphinx, page: str, source: list[str]) -> None:
+    """Replace links to folders and to pages outside of docs/ by their paths; other files are copied into the site."""
+
+    def named(found: re.Match[str]) -> str:
+        target = (DOCS / page).parent.joinpath(found[2]).resolve()
+        if target.is_relative_to(DOCS) or (target.is_file() and target.suffix != ".md"):
+            return found[0]
+        path = target.relative_to(ROOT).as_posix()
+        return found[1] if path in found[1] else f"{found[1]} (`{path}`)"
+
+    source[0] = _OUTSIDE.sub(named, source[0])
+
+
+@functools.cache
+def comments(target: Any) -> dict[str, str]:
+    """Return what comments say of the fields of a class, or of the constants of a module, by name."""
+    found, above = {}, ""
+    for line in inspect.getsource(target).splitlines():
+        field = re.match(r"(?: {4})?(\w+)(?:: | = )[^#]*(?:  # (?!type: )(.+))?$", line)
+        if field and (text := field[2] or above.strip()):
+            found[field[1]] = text
+        above = f"{above} {line.strip()[2:]}" if re.match(" *# ", line) else ""
+    return found
+
+
+def add_arguments(app: Sphinx, what: str, name: str, target: Any, options: Any, lines: list[str]) -> None:
+    """Describe the arguments of a class by the help and the comments of its fields, and link pages by their paths."""
+    if what == "class" and "Args:" not in lines:
+        said = comments(target)  # the help may be only a range, such as " (at least 1)"
+        helps = {key.name: said.get(key.name, "") * (key.help[:2] in ("", " (")) + key.help for key in keys(target)}
+        if any(helps.values()):
+            lines += ["Args:", *(f"    {name}: {text}" for name, text in helps.items() if text), ""]
+    lines[:] = [re.sub(r"\bdocs/([\w/-]+)\.md", r":doc:`/\1`", line) for line in lines]
+
+
+def add_comment(app: Sphinx, what: str, name: str, target: Any, options: Any, lines: list[str]) -> None:
+    """Describe a constant, or an attribute of a class, by its comment."""
+    owner, _, last = name.rpartition(".")
+    if what == "data":
+        lines[:] = [comments(importlib.import_module(FACES[owner][last])).get(last, "")]
+    elif what == "attribute":
+        module, _, cls = owner.rpartition(".")
+        if text := comments(getattr(importlib.import_module(module), cls)).get(last):
+            lines[:] = [text]
+
+
+def shorten(
+    app: Sphinx, what: str, name: str, target: Any, options: Any, signature: str | None, returned: str | None
+) -> Any:
+    """Write defaults that are classes by their names, other long ones as "...", and no arguments of a protocol."""
+    if getattr(target, "_is_protocol", False):
+        return "", returned
+    named = signature and re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", signature)
+    return named and re.sub(r"NOTHING|<function .+?>+", "...", named), returned
+
+
+def set_dashes(app: Sphinx, tree: nodes.document) -> None:
+    """Write a dash between an argument and its text: `smartquotes` is off."""
+    for text in list(tree.findall(nodes.Text)):
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
+
+
+def link(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, shown: nodes.TextElement) -> Any:
+    """Resolve a type of an annotation, which has its path in the source, to where it is documented."""
+    if node["refdomain"] != "py" or node["reftarget"] not in PUBLIC:
+        return None
+    domain = env.domains.python_domain
+    return domain.resolve_xref(
+        env, node["refdoc"], app.builder, node["reftype"], PUBLIC[node["reftarget"]], node, shown
+    )
+
+
+def find_source(app: Sphinx, module: str, name: str) -> str | None:
+    """Return the module that defines `name`, for viewcode."""
+    return FACES[module].get(name.partition(".")[0])
+
+
+def mend_links(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Correct the links from a source to the reference: viewcode takes all its names for those of one public module."""
+    if page.startswith("_modules/"):
+        link = r'id="(.+)">\n<a class="viewcode-back" href="(.+/modules/(.+)\.html)#.+"'
+        context["body"] = re.sub(link, r'id="\1">\n<a class="viewcode-back" href="\2#\3.\1"', context["body"])
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the functions above."""
+    write_modules()
+    app.connect("source-read", add_contents)
+    app.connect("source-read", name_outside)
+    app.connect("autodoc-process-docstring", add_arguments, priority=400)  # before napoleon, which reads "Args:"
+    # After it, as it takes "n, int64: ..." for a type.
+    app.connect("autodoc-process-docstring", add_comment, priority=600)
+    app.connect("autodoc-process-signature", shorten)
+    app.connect("doctree-read", set_dashes)
+    app.connect("missing-reference", link)
+    app.connect("viewcode-follow-imported", find_source)
+    app.connect("html-page-context", mend_links)
