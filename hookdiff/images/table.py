@@ -34,7 +34,7 @@ FORMAT = 5  # a table of another format is not used
 _ABOUT = "about.json"
 _CHUNK = 1 << 22  # bytes of a column with one checksum
 _PER_ROW = 10_000  # bytes of about.json, at most: a name and a reason
-_DTYPES = ("uint8", "int64", "float16", "float32", "bool")
+DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")  # of a column
 
 _Rows = Mapping[str, Any]  # the columns by name: arrays of numpy, which lie in files
 Checked = TypeVar("Checked")
@@ -134,7 +134,7 @@ def read_table(path: Path, num: int) -> tuple[Any, dict[str, Tensor]]:
         raise ValueError(f"{_ABOUT} has another digest")
     columns = {}
     for name, column in about.columns.items():
-        if column.dtype not in _DTYPES or min(column.shape, default=0) < 1 or column.shape[0] != num:
+        if column.dtype not in DTYPES or min(column.shape, default=0) < 1 or column.shape[0] != num:
             raise ValueError(f"{_ABOUT} is of other data")
         with open_file(path / _file_of(name)) as file:
             if os.fstat(file.fileno()).st_size != column.num_bytes:

@@ -9,7 +9,7 @@ from attrs import define, field
 from attrs.validators import ge, le, optional
 from torch import Tensor
 
-from hookdiff import Alarms, Every, Finding, Loop, UserError, parse_every, saved
+from hookdiff import Alarms, Every, Finding, Loop, UserError, hookimpl, parse_every, saved
 from hookdiff.authors import ROWS, Collected, ImageMetric, data_features
 from hookdiff.log import grid
 from hookdiff.machine import gathered_or_raised
@@ -58,6 +58,14 @@ class Diversity(ImageMetric):
         if len(loop.feed.training) < 2 * _PAIRS and not loop.end.reason:
             raise UserError(f"needs at least {2 * _PAIRS} training images")
         self._training, self._held_out = None, None
+
+    @hookimpl
+    def on_ready(self, loop: Loop) -> None:
+        """Ask for the pictures of the data, which samples that hold latents lack."""
+        try:
+            _ = loop.feed.pictures
+        except UserError as error:
+            raise UserError(f"diversity: {error}") from None
 
     def measure(self, loop: Loop) -> dict[str, float]:
         start = time.monotonic()

@@ -77,6 +77,16 @@ def save_tiny(path: Path) -> None:
     diffusers.AutoencoderTiny(**sizes, scaling_factor=3.0).save_pretrained(path)
 
 
+def save_dc(path: Path) -> None:
+    """Save a small AutoencoderDC with random weights."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"latent_channels": 4, "attention_head_dim": 8}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_block_types": "ResBlock", f"{side}_block_out_channels": (8, 16)}
+        sizes |= {f"{side}_layers_per_block": (1, 1), f"{side}_qkv_multiscales": ((), ())}
+    diffusers.AutoencoderDC(**sizes).save_pretrained(path)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder with 40 pictures, a small autoencoder with random weights, and a config of both."""
@@ -101,22 +111,51 @@ def test_latents_and_pictures_are_those_of_diffusers(folder: Path) -> None:
         torch.testing.assert_close(feed.codec.encode(images[:4]), own[:4], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(("save", "result"), [(save_tiny, "latents"), (save_dc, "latent")])
+def test_latents_of_classes_without_a_posterior_are_those_of_diffusers(
+    folder: Path, save: Callable[[Path], None], result: str
+) -> None:
+    save(folder / "vae")
+    feed = build_feed(load_config(folder / "latents.toml")).bind(6)
+    name = json.loads((folder / "vae" / "config.json").read_text())["_class_name"]
+    vae = getattr(diffusers, name).from_pretrained(folder / "vae").eval()
+    images = torch.cat([batch.inputs for batch in feed.pictures.unaugmented(torch.arange(40), 32)])
+    with torch.no_grad():
+        own = torch.cat([getattr(vae.encode(part), result) for part in images.split(32)])
+        for batch in feed.batches(0):
+            assert torch.equal(batch.inputs, own[batch.indices].half().float())
+        assert feed.codec is not None
+        torch.testing.assert_close(feed.codec.decode(own[:4]), vae.decode(own[:4]).sample, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("posterior", ["sample", "mean"])
+def test_the_posterior_or_its_mean_is_trained_on(folder: Path, posterior: str) -> None:
+    settings = [f"data.encode.image.posterior={posterior}"]
+    feed = build_feed(load_config(folder / "latents.toml", settings=settings)).bind(6)
+    columns = feed.reader._rows["image"].columns
+    mean, std = columns["mean"][:, 0].float(), columns["std"][:, 0].float()
+    drawn = torch.cat([(batch.inputs - mean[batch.indices]) / std[batch.indices] for batch in feed.batches(0)])
+    assert float(drawn.std()) == pytest.approx(float(posterior == "sample"), abs=0.05)
+
+
 def test_a_run_measures_pictures_and_samples_without_its_data(
     succeed: Callable[..., str], hookdiff: Callable[..., Any], folder: Path
 ) -> None:
     succeed("run", folder / "latents.toml", "--out", folder / "run")
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     (measured,) = [line for line in lines if any(key.startswith("fd/") for key in line)]
-    assert load_run(folder / "run", trust=True).sample(2).shape == (2, 3, 32, 32)
+    vae = diffusers.AutoencoderKL.from_pretrained(folder / "vae").eval()
+    with load_run(folder / "run", trust=True) as run, torch.no_grad():
+        made, raw = (run.loop.sample(SampleRequest(2, raw=raw)).images for raw in (False, True))
+        torch.testing.assert_close(made, vae.decode(raw).sample.clamp(-1, 1), atol=1e-5, rtol=0)
     name = next(key for key in measured if key.startswith("fd/"))
-    found = succeed(
-        *("fid", folder / "run", folder / "pictures", "--num", "8", "--json", "--trust"),
-        *("--features", "tests.plugins.test_autoencoder:mean_colours"),
-    )
-    assert measured[name] == pytest.approx(json.loads(found)[name], rel=1e-4)
+    own = "--num", "8", "--json", "--features", "tests.plugins.test_autoencoder:mean_colours"
+    found = json.loads(succeed("fid", folder / "run", folder / "pictures", *own, "--trust"))
+    assert measured[name] == pytest.approx(found[name], rel=1e-4)
     # It needs the autoencoder, wherever that is, and not the data.
     (folder / "vae").rename(folder / "moved")
     moved = "--trust", "--set", f"data.encode.image.path={folder / 'moved'}"
+    assert json.loads(succeed("fid", folder / "run", folder / "pictures", *own, *moved)) == found
     succeed("resume", folder / "run", "--steps", "6", "--out", folder / "branch", *moved)
     (folder / "pictures").rename(folder / "gone")
     succeed("sample", folder / "run", "--num", "2", "--out", folder / "two.png", *moved)
@@ -201,8 +240,10 @@ def spoil(folder: Path, how: str) -> None:
     config = json.loads((vae / "config.json").read_text())
     if how == "no config":
         (vae / "config.json").unlink()
-    if how == "no class":
-        (vae / "config.json").write_text(json.dumps({**config, "_class_name": "UNet2DModel"}))
+    if how in ("UNet2DModel", "AutoencoderKLWan"):
+        (vae / "config.json").write_text(json.dumps({**config, "_class_name": how}))
+    if how == "no weights":
+        (vae / "diffusion_pytorch_model.safetensors").unlink()
     if how == "pickled":
         (vae / "diffusion_pytorch_model.safetensors").rename(vae / "diffusion_pytorch_model.bin")
 
@@ -212,7 +253,9 @@ def spoil(folder: Path, how: str) -> None:
     [
         ("no folder", ["data.encode.image.path=nowhere"], ("nowhere",)),
         ("no config", [], ("config.json",)),
-        ("no class", [], ("UNet2DModel", "AutoencoderKL")),
+        ("UNet2DModel", [], ("UNet2DModel", "AutoencoderKL")),
+        ("AutoencoderKLWan", [], ("AutoencoderKLWan", "AutoencoderKL")),
+        ("no weights", [], ("vae", "safetensors")),
         ("pickled", [], ("safetensors", "diffusion_pytorch_model.bin", "pickle")),
         ("a side", ["data.image_size=30"], ("data.encode.image", "image_size", 4, "28", "32")),
         ("grey", ["data.channels=1"], ("3 channels", "data.channels = 3")),

@@ -25,9 +25,11 @@ from hookdiff.data.source import sample_name
 from hookdiff.errors import UserError
 from hookdiff.images.augment import FLIP
 from hookdiff.images.cache import key_of, place_of
+from hookdiff.images.items import ItemKeys
 from hookdiff.images.sizes import common_size
 from hookdiff.images.store import Store
 from hookdiff.images.survey import Survey, left_out_text
+from hookdiff.images.table import FORMAT
 from hookdiff.images.transforms import Transforms, size_text
 from hookdiff.machine.randomness import derive_seed, uniforms
 
@@ -60,6 +62,7 @@ class EncodedReader:
     make_samples: Callable[[], Feed]
     device: torch.device
     is_encoded: bool = False
+    keys: ItemKeys = field(factory=ItemKeys)
     labels: Tensor | None = field(init=False)
     classes: Sequence[str] | None = field(init=False)
     left_out: Sequence[str] = field(init=False)
@@ -170,10 +173,11 @@ class EncodedReader:
     def _key(self, encoder: PictureEncoder) -> tuple[Any, ...] | None:
         transforms = self.transforms
         if isinstance(self.source, InMemory):
-            data: tuple[Any, ...] = (hash_of(self.source.images), transforms.side, transforms.upscale)
+            kept = sorted((name, hash_of(column)) for name, column in self.source.conditions.items())
+            data: tuple[Any, ...] = (FORMAT, hash_of(self.source.images), kept, transforms.side, transforms.upscale)
             data += (transforms.channels, transforms.background)
         elif hasattr(self.source, "fingerprint"):
-            data = key_of(self.source, transforms)
+            data = (*key_of(self.source, transforms), self.keys)
         else:
             return None
         return ("encoded", *data, encoder.digest(), bool(transforms.flip), self.store.unreadable)
@@ -255,14 +259,14 @@ class EncodedReader:
         return inputs, labels, share, {**given, **made}
 
     def _read(self, shares: Sequence[Tensor]) -> Iterator[tuple[Tensor, Batch | None]]:
-        """Yield each of `shares` with its samples as the source has them, or None if nothing of these is needed."""
+        """Yield the samples of each share and what the source has of them, or None if nothing of this is needed."""
         if not self._reads_samples:
             yield from ((share, None) for share in shares)
             return
         samples = self._open() if self.is_encoded else self.open_pictures()
-        for share, made in zip(shares, samples.reader.stacks(shares, None), strict=True):
-            inputs, labels, indices, conditions = made
-            yield share, Batch(inputs, labels, indices, conditions=conditions)
+        for inputs, labels, indices, conditions in samples.reader.stacks(shares, None):
+            # Where a sample cannot be decoded, these are of another.
+            yield indices, Batch(inputs, labels, indices, conditions=conditions)
 
     def _flipped(self, share: Tensor, epoch: int | None) -> Tensor:
         """Return which of the samples are mirrored: the same as of pictures that are not encoded."""

@@ -23,7 +23,7 @@ from hookdiff.disk.files import make_folder
 from hookdiff.errors import UserError
 from hookdiff.images.cache import facts_of, survey_of
 from hookdiff.images.survey import Survey
-from hookdiff.images.table import Column, check_room, found, locked, read_table, save_table
+from hookdiff.images.table import DTYPES, Column, check_room, found, locked, read_table, save_table
 from hookdiff.images.transforms import size_text
 from hookdiff.machine.fitting import Fitting
 from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, num_ranks, rank
@@ -133,6 +133,10 @@ class Encode:
         first = pictures.reader.first
         made = self.sides_of(first) | _beside(pictures, first)
         sizes = {name: Column.of(one, self.num) for name, one in made.items()}
+        for name, column in sizes.items():
+            if column.dtype not in DTYPES:
+                what = f"conditions: {name.removeprefix(_OF_SOURCE)!r} is {column.dtype}"
+                raise UserError(f"{what}, which no table of encoded samples holds; expected one of {', '.join(DTYPES)}")
         check_room(path, sizes)
         return sizes
 
@@ -174,13 +178,8 @@ class Encode:
         if not chunks:
             return
         for batch in pictures.unaugmented(torch.cat(chunks), _CHUNK):
-            columns = self.sides_of(batch)
             assert batch.indices is not None
-            for name, values in columns.items():
-                if bad := (~values.flatten(1).isfinite().all(1)).nonzero().flatten().tolist():
-                    sample = pictures.describe(int(batch.indices[bad[0]]))
-                    raise UserError(f"{self.where}: {sample} becomes a {name} that is not finite in float16")
-            yield batch.indices, columns | _beside(pictures, batch)
+            yield batch.indices, self.sides_of(batch) | _beside(pictures, batch)
 
     def open(self, shape: tuple[int, ...]) -> None:
         """Load the network, and check that it takes pictures of `shape` (c h w), and returns such pictures.
@@ -213,11 +212,21 @@ class Encode:
         return f"data.encode.{self.name}"
 
     def sides_of(self, batch: Batch) -> dict[str, Tensor]:
-        """Return mean and deviation of the pictures of `batch`, and of their mirror images: n, sides, ..., float16."""
+        """Return mean and deviation of the pictures of `batch`, and of their mirror images: n, sides, ..., float16.
+
+        Raises:
+            UserError: for a picture that becomes what is not finite.
+        """
         self.open(tuple(batch.inputs.shape[1:]))
         self._fitting = self._fitting or Fitting(_CHUNK, self.device)
         parts = [*self._fitting.parts(range(len(batch)), partial(self._both_sides, batch.inputs))]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        for name, values in columns.items():
+            if bad := (~values.flatten(1).isfinite().all(1)).nonzero().flatten().tolist():
+                index = 0 if batch.indices is None else int(batch.indices[bad[0]])  # a batch without them is the first
+                sample = self.open_pictures().describe(index)
+                raise UserError(f"{self.where}: {sample} becomes a {name} that is not finite in float16")
+        return columns
 
     def _both_sides(self, pictures: Tensor, part: range) -> dict[str, Tensor]:
         assert self.network is not None
