@@ -52,6 +52,11 @@ def _shares(value: float | Mapping[str, float]) -> float | dict[str, float]:
     return dict(value) if isinstance(value, Mapping) else value
 
 
+def _share_of(name: str, shares: Iterable[str]) -> str:
+    """Return the one of `shares` that is for a condition: NAME is also for NAME_mask, which has none of its own."""
+    return max((one for one in shares if f"{name}_".startswith(f"{one}_")), key=len, default="")
+
+
 def _are_of_conditions(diffusion: Any, option: Attribute[Any], value: float | dict[str, float]) -> None:
     conditions = diffusion.conditions
     known = (_ALL, _LABELS, *(conditions.values() if isinstance(conditions, Mapping) else conditions))
@@ -123,7 +128,8 @@ class Diffusion:
         validator=[between(0, 1), _are_of_conditions],
         metadata=about(
             "share of samples without their label and conditions in training, for guidance; or a table of shares that "
-            "are drawn each on their own: for `labels`, for each condition, and for `all` of them together"
+            "are drawn each on their own: for `labels`, for each condition (NAME also leaves out NAME_mask and any other "
+            "NAME_... without a share of its own), and for `all` of them together"
         ),
     )
     data_mean: float | tuple[float, ...] = field(
@@ -196,8 +202,13 @@ class Diffusion:
 
     @property
     def drops(self) -> bool:
-        """Whether some samples are trained on without their label or conditions."""
-        return any(self.label_dropout.values()) if isinstance(self.label_dropout, dict) else self.label_dropout > 0
+        """Whether the label, and each condition, is left out in some samples of the training."""
+        shares, names = self._dropout, (*[_LABELS] * bool(self.conditional), *self.condition_names)
+        return bool(shares.get(_ALL)) or all(shares.get(_share_of(name, shares)) for name in names)
+
+    @property
+    def _dropout(self) -> dict[str, float]:
+        return self.label_dropout if isinstance(self.label_dropout, dict) else {_ALL: self.label_dropout}
 
     def remarks(self) -> list[str]:
         """Return a warning if the weighting leaves the noise level at which sampling starts untrained."""
@@ -226,14 +237,13 @@ class Diffusion:
         times = batch.own(self.times.draw(self.process, batch.total, generator))
         drawn = {"noise": to_device(noise, device), "timesteps": to_device(times, device)}
         if given := self.given(batch):
-            shares = self.label_dropout if isinstance(self.label_dropout, dict) else {_ALL: self.label_dropout}
             dropped = {}
             for name in (_ALL, *given):
-                if name in shares:
+                if name in self._dropout:
                     chance = batch.own(torch.rand(batch.total, generator=generator, device=where, dtype=torch.float32))
-                    dropped[name] = to_device(chance < shares[name], device)
+                    dropped[name] = to_device(chance < self._dropout[name], device)
             for name, nothing in self.without(given).items():
-                gone = [dropped[each] for each in (_ALL, name) if each in dropped]
+                gone = [dropped[each] for each in (_ALL, _share_of(name, dropped)) if each in dropped]
                 rows = torch.stack(gone).any(0) if gone[1:] else gone[0] if gone else None
                 column = given[name]
                 drawn[name] = column if rows is None else _replaced(column, rows, nothing)

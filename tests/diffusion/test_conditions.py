@@ -116,8 +116,40 @@ def test_shares_of_a_table_are_drawn_each_on_their_own() -> None:
         Diffusion(conditions="caption", label_dropout={"captoin": 0.1})
     with refused(ValueError, "'label_dropout'", "1.5"):
         Diffusion(conditions="caption", label_dropout={"caption": 1.5})
+
+
+def test_the_parts_of_a_text_are_dropped_with_it() -> None:
+    given = {name: torch.ones(2000, 3) for name in ("text", "text_mask", "text_pooled", "texture")}
+    batch = Batch(torch.zeros(2000, 1, 4, 4), conditions=given)
+    shares = {"text": 0.3, "text_pooled": 0.5, "texture": 0.0}
+    drawn = Diffusion(conditions=tuple(given), label_dropout=shares).draw(batch, seeded()).draws
+    gone = {name: drawn[name][:, 0] == 0 for name in given}
+    assert torch.equal(gone["text"], gone["text_mask"])
+    assert float(gone["text"].double().mean()) == pytest.approx(0.3, abs=0.04)
+    assert float(gone["text_pooled"].double().mean()) == pytest.approx(0.5, abs=0.04)
+    assert not gone["texture"].any()
+
+
+@pytest.mark.parametrize(
+    ("shares", "fits"),
+    [
+        (0.1, True),
+        (0.0, False),
+        ({"all": 0.0}, False),
+        ({"all": 0.1}, True),
+        ({"labels": 0.1}, False),
+        ({"text": 0.1}, False),
+        ({"labels": 0.1, "text_mask": 0.1}, False),
+        ({"labels": 0.1, "text": 0.1}, True),
+    ],
+)
+def test_guidance_needs_a_network_that_was_trained_without_each_condition(shares: Any, fits: bool) -> None:
+    diffusion = Diffusion(conditional=True, conditions=("text", "text_mask"), label_dropout=shares)
+    if fits:
+        ClassifierFree(scale=2.0).check(diffusion)
+        return
     with refused(ValueError, "'guidance'", "diffusion.label_dropout"):
-        ClassifierFree(scale=2.0).check(Diffusion(conditional=True, label_dropout={"all": 0.0}))
+        ClassifierFree(scale=2.0).check(diffusion)
 
 
 def test_the_network_gets_conditions_by_its_own_keywords() -> None:

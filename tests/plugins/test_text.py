@@ -160,7 +160,7 @@ CONFIG = """
 steps = 4
 batch_size = 6
 device = "cpu"
-plugins = ["checkpoint", "ema"]
+plugins = ["checkpoint", "ema", "samples"]
 
 [data]
 source = "tests.plugins.test_text:drawings"
@@ -185,11 +185,16 @@ conditions = ["text", "text_mask"]
 [sampling]
 steps = 2
 guidance = {{ scale = 2.0 }}
+
+[plugins.samples]
+every = 2
+prompts = ["a red ring"]
+num = 2
 """
 
 
 def drawings() -> InMemory:
-    return InMemory(torch.zeros(12, 1, 4, 4), texts={"text": [["a red disc"], ["a blue ring"]] * 6})
+    return InMemory(torch.zeros(12, 1, 4, 4), texts={"text": [["a red disc", "red"], ["a blue ring"]] * 6})
 
 
 @pytest.mark.slow
@@ -202,6 +207,7 @@ def test_a_dit_is_trained_on_captions_from_a_config(
     assert "bit for bit" in succeed("selftest", "resume", path)
     succeed("run", path, "--out", tmp_path / "run")
     succeed("sample", tmp_path / "run", "--num", "2", "--out", tmp_path / "two.png", "--trust")
+    check_refused(hookdiff("run", path, "--set", "model.text_dim=0", "--out", tmp_path / "other"), "text_dim", "64")
     check_refused(hookdiff("run", path, "--set", "model.text_dim=32", "--out", tmp_path / "other"), "model", 64, 32)
     (tmp_path / first).rename(tmp_path / "moved")
     resume = "resume", tmp_path / "run", "--steps", "6", "--trust", "--set", f"data.encode.text.path={tmp_path}/moved"

@@ -62,7 +62,7 @@ class CaptionsOf:
 
     def __attrs_post_init__(self) -> None:
         self.counts = torch.tensor([len(self.of(index)) for index in range(len(self.given))])
-        empty = [index for index in self.usable if not any(map(str.strip, self.of(index)))]
+        empty = [index for index in self.usable if self.of(index) == [""]]
         if not empty:
             return
         named = listed([self.describe(index) for index in empty], _NAMED)
@@ -72,8 +72,8 @@ class CaptionsOf:
         logger.warning("data: %s; it is empty", text)
 
     def of(self, index: int) -> Sequence[str]:
-        """Return the captions of a sample, one at least, without what is added to each."""
-        return self.given[index] or (self.keys.caption or "",)
+        """Return the captions of a sample that are not blank, without what is added to each; else that of the config."""
+        return [text for text in self.given[index] if text.strip()] or [self.keys.caption or ""]
 
     def whole(self, caption: str) -> str:
         """Return a caption with what is added to it; an empty one stays empty."""

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import cattrs
 import torch
 from attrs import define, field
 from torch import Tensor
@@ -21,8 +22,9 @@ from hookdiff.authors.encoding.time_ids import TIME_IDS, of_prompt
 from hookdiff.disk.files import make_folder
 from hookdiff.errors import UserError, listed, nearest
 from hookdiff.images.store import Store
-from hookdiff.images.table import Column, check_room, found, locked, read_table, save_table
+from hookdiff.images.table import FORMAT, Column, check_room, found, locked, read_table, save_table
 from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, num_ranks, rank
+from hookdiff.options.structure import structured
 from hookdiff.terminal.pace import paced
 from hookdiff.terminal.words import byte_size
 
@@ -46,6 +48,7 @@ class TextRows:
     returned: Returned = field(init=False)
     _parts: list[_Kept] = field(factory=list, init=False)
     _places: dict[str, tuple[int, int]] = field(factory=dict, init=False)  # part and row, by the digest of a text
+    _cut: set[str] = field(factory=set, init=False)  # the digests of texts that the encoder cuts
 
     def __attrs_post_init__(self) -> None:
         self.returned = Returned(self.where, self.encoder)
@@ -66,11 +69,15 @@ class TextRows:
         Raises:
             UserError: if the disk has no room for them.
         """
-        if not self.is_kept:
-            return
-        folder = self.store.folder / "texts" / digest_of([], self.returned.digest())
-        first_rank_does(lambda: make_folder(folder))
         wanted = sorted({"", *texts})
+        if self.is_kept:
+            self._keep(wanted)
+        if rank() == 0:
+            self._report_cut(wanted)
+
+    def _keep(self, wanted: Sequence[str]) -> None:
+        folder = self.store.folder / "texts" / digest_of([], self.returned.digest(), str(FORMAT))
+        first_rank_does(lambda: make_folder(folder))
         if not agree(bool(self._lacking(folder, wanted))):
             return
         with locked(folder, shared=False) if rank() == 0 else nullcontext():
@@ -118,12 +125,13 @@ class TextRows:
 
     def _lacking(self, folder: Path, wanted: Sequence[str], report: bool = False) -> list[str]:
         """Read the files in `folder`, and return the texts that are in none of them."""
-        self._parts, self._places = [], {}
+        self._parts, self._places, self._cut = [], {}, set()
         for path in sorted(folder.glob("*-*")):
             num = path.name.rpartition("-")[2]
             part = found(path, "table of texts", partial(_read, num=int(num)), report) if num.isdecimal() else None
             if part is not None:
-                self._places |= {digest: (len(self._parts), row) for row, digest in enumerate(part[0])}
+                self._places |= {digest: (len(self._parts), row) for row, digest in enumerate(part[0].digests)}
+                self._cut |= {part[0].digests[row] for row in part[0].cut}
                 self._parts.append(part[1])
         for rows in self._parts[:1]:
             columns = {name: Column.of(column, len(column)) for name, column in rows.items()}
@@ -156,10 +164,11 @@ class TextRows:
             for start, made in self._rounds(texts):
                 for name, values in made.items():
                     rows[name][start : start + len(values)] = values.numpy()
-            return [_digest(text) for text in texts]
+            about = _Facts([_digest(text) for text in texts], self._rows_cut(texts))
+            self.network = None  # its memory is for the training
+            return cattrs.unstructure(about)
 
         save_table(path, columns, fill)
-        self._report_cut(texts)
 
     def _rounds(self, texts: Sequence[str]) -> Iterator[tuple[int, dict[str, Tensor]]]:
         starts = range(0, len(texts), _CHUNK)
@@ -184,15 +193,19 @@ class TextRows:
                 raise UserError(f"{self.where}: {texts[bad][:_SHOWN]!r} becomes values that float16 does not hold")
         return halves
 
+    def _rows_cut(self, texts: Sequence[str]) -> list[int]:
+        """Return the positions of those of `texts` that are cut."""
+        if not (limit := self.encoder.limit):
+            return []
+        return [row for row, length in enumerate(self._open().lengths(texts)) if length > limit]
+
     def _report_cut(self, texts: Sequence[str]) -> None:
-        limit = self.encoder.limit
-        lengths = self._open().lengths(texts) if limit else []
-        if cut := [text for text, length in zip(texts, lengths, strict=False) if limit and length > limit]:
+        rows = range(len(texts)) if self.is_kept else self._rows_cut(texts)
+        if cut := [texts[row] for row in rows if not self.is_kept or _digest(texts[row]) in self._cut]:
             logger.warning(
                 "%s: %s of %s texts are cut at %s tokens, such as %s",
-                *(self.where, f"{len(cut):,}", f"{len(texts):,}", limit, repr(cut[0][:_SHOWN])),
+                *(self.where, f"{len(cut):,}", f"{len(texts):,}", self.encoder.limit, repr(cut[0][:_SHOWN])),
             )
-        self.network = None  # its memory is for the training
 
 
 class Nothing(Mapping[str, Tensor | None]):
@@ -266,11 +279,18 @@ class TextConditions:
         return {**made, **{name: numbers.expand(num, -1) for name, numbers in self.time_ids.items()}}
 
 
-def _read(path: Path, num: int) -> tuple[list[str], dict[str, Tensor]]:
-    texts, columns = read_table(path, num)
-    if not isinstance(texts, list) or len(texts) != num or not all(isinstance(text, str) for text in texts):
+@define(frozen=True)
+class _Facts:
+    digests: list[str]  # of the texts, in the order of their rows
+    cut: list[int]  # rows of texts that the encoder cuts
+
+
+def _read(path: Path, num: int) -> tuple[_Facts, dict[str, Tensor]]:
+    found, columns = read_table(path, num)
+    about = structured(_Facts, found)
+    if len(about.digests) != num or not all(0 <= row < num for row in about.cut):
         raise ValueError("it is of other texts")
-    return texts, columns
+    return about, columns
 
 
 def _digest(text: str) -> str:

@@ -209,16 +209,39 @@ def test_samples_without_a_caption_are_named(path: Path, caplog: pytest.LogCaptu
     assert any("6 of 12" in warning for warning in warnings(caplog))
     nothing = next(feed.unaugmented(torch.tensor([1]))).conditions["text"][0]
     assert torch.equal(nothing, letters(""))
-    feed = build_feed(load_config(path, settings=["data.missing=empty", "data.caption=a dog"]))
-    assert torch.equal(next(feed.unaugmented(torch.tensor([1]))).conditions["text"][0], letters("a dog"))
+    feed = build_feed(load_config(path, settings=["data.caption=a dog", "data.suffix=s"]))
+    for row in next(feed.unaugmented(torch.tensor([1, 2]))).conditions["text"]:  # none, and a blank one
+        assert torch.equal(row, letters("a dogs"))
 
 
-def test_long_captions_are_counted(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    build_feed(load_config(path, settings=['data.prefix="a very "']))
-    (warning,) = [one for one in warnings(caplog) if "cut" in one]
-    assert "7 of 8" in warning
-    assert "such as 'a very " in warning
-    assert "8 tokens" in warning
+@pytest.mark.parametrize("store", ["auto", "none"])
+def test_long_captions_are_counted(path: Path, caplog: pytest.LogCaptureFixture, store: str) -> None:
+    for _ in range(2):  # encoded, then from the table
+        caplog.clear()
+        build_feed(load_config(path, settings=['data.prefix="a very "', f"data.encode.text.store={store}"]))
+        (warning,) = [one for one in warnings(caplog) if "cut" in one]
+        check_facts(warning, "7 of 8", "such as 'a very ", "8 tokens")
+
+
+def tagged() -> InMemory:
+    captions = [["a, b, c, d, e, f"]] * 12
+    return InMemory(torch.zeros(12, 3, 4, 4), texts={"text": captions})
+
+
+def test_tags_are_shuffled_anew_in_each_epoch_but_the_first(path: Path) -> None:
+    path = edited(path, ":drawings", ":tagged")
+    settings = ["data.shuffle_tags=2", "data.encode.text.store=none"]
+    feed = build_feed(load_config(path, settings=settings)).bind(12, 0)
+
+    def seen(epoch: int) -> list[str]:
+        ENCODED.clear()
+        (batch,) = feed.batches(epoch)
+        assert batch.indices is not None
+        return [ENCODED[int(row)] for row in batch.indices.argsort()]
+
+    first, second = seen(0), seen(1)
+    assert all(text.startswith("a, b, ") and sorted(text) == sorted("a, b, c, d, e, f") for text in first)
+    assert (len(set(first)) > 6, first == second, first == seen(0)) == (True, False, True)
 
 
 BAD = [
@@ -449,6 +472,21 @@ def test_two_ranks_encode_the_same_rows(path: Path, tmp_path: Path) -> None:
     for made in on_ranks(2, captions):
         assert torch.equal(made, alone)
     assert rows() == known
+
+
+def test_two_ranks_train_on_texts_as_one_does(path: Path, tmp_path: Path) -> None:
+    path = edited(path, "[sampling]", '[optimizer]\nuse = "adamw"\n\n[sampling]')
+
+    def trained(name: str, *plugins: str) -> None:
+        settings = ["run.steps=10", "run.log_every=1"]
+        with build_loop(load_config(path, plugins, settings=settings), tmp_path / name) as loop:
+            loop.run()
+
+    trained("alone")
+    on_ranks(2, lambda rank: trained("both", "ddp"))
+    alone, both = (records(tmp_path / name)[-1] for name in ("alone", "both"))
+    assert (alone["step"], both["step"]) == (10, 10)
+    assert both["loss"] == pytest.approx(alone["loss"], rel=1e-5)
 
 
 class Shows(torch.nn.Module):
