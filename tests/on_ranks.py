@@ -11,7 +11,7 @@ import torch
 from attrs import evolve
 from torch import Generator, Tensor, nn
 
-from hookdiff import Batch, Loop, LoopConfig, LossOutput, hookimpl
+from hookdiff import Batch, Loop, LoopConfig, LossOutput, build_loop, hookimpl, load_config
 from hookdiff.experiment.config import make_plugin
 from hookdiff.experiment.optimizers import weights_of
 from hookdiff.machine.dtensor import whole
@@ -179,6 +179,14 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     end = (loop.end.reason, loop.end.message)
     shown = gathered({"steps": steps, "seen": sees.steps, "passes": sees.passes, "end": end})
     return {"weights": weights, "averages": averages, "ranks": shown}
+
+
+def train_config(spec: dict[str, Any]) -> dict[str, Any]:
+    """Train ten steps of the config at `spec["path"]` with the plugins of the spec; return the loss of the last one."""
+    config = load_config(spec["path"], spec["plugins"], settings=["run.steps=10", "run.log_every=1"])
+    with build_loop(config, spec["out"]) as loop:
+        loss = [step.loss for step in loop.steps()][-1]
+    return {"step": loop.progress.step, "loss": loss}
 
 
 Work = Callable[[dict[str, Any]], dict[str, Any]]

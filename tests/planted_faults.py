@@ -106,12 +106,7 @@ FAULTS = (
         "range(rank, total, num_ranks)",
         "range(0, total, num_ranks)",
     ),
-    Fault(
-        "images: a random crop never reaches the last place",
-        "hookdiff/images/augment.py",
-        "(side - size + 1)",
-        "(side - size)",
-    ),
+    Fault("images: a random crop never reaches the last place", "hookdiff/images/augment.py", "(slack + 1)", "slack"),
     Fault(
         "images: classes have the order of their first images",
         "hookdiff/images/labels.py",

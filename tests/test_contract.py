@@ -15,6 +15,7 @@ from pathlib import Path
 
 import heart
 import import_graph
+import planted_faults
 import pytest
 
 import hookdiff
@@ -580,6 +581,11 @@ def test_every_public_name_exists_and_has_a_docstring() -> None:
         value = getattr(hookdiff, public)
         assert value.__doc__ or public in ("Reason", "Verdict", "hookimpl"), public
     assert len(hookdiff.__all__) <= 45
+
+
+def test_each_fault_can_be_planted() -> None:
+    root = Path(__file__).parents[1]
+    assert [one.name for one in planted_faults.FAULTS if (root / one.file).read_text("utf-8").count(one.old) != 1] == []
 
 
 def public_docstrings() -> Iterator[tuple[str, str]]:

@@ -77,8 +77,8 @@ class ClassifierFree(Guidance):
                 )
             if not diffusion.drops:
                 raise ValueError(
-                    "'guidance' needs diffusion.label_dropout above 0, for the label and each condition or for `all`: the "
-                    "network was never trained without them"
+                    "'guidance' needs diffusion.label_dropout above 0, for the label and each condition or for `all`: "
+                    "the network was never trained without them"
                 )
 
 

@@ -72,7 +72,7 @@ class CaptionsOf:
         logger.warning("data: %s; it is empty", text)
 
     def of(self, index: int) -> Sequence[str]:
-        """Return the captions of a sample that are not blank, without what is added to each; else that of the config."""
+        """Return the captions of a sample, without what is added to each; if all are blank, that of the config."""
         return [text for text in self.given[index] if text.strip()] or [self.keys.caption or ""]
 
     def whole(self, caption: str) -> str:

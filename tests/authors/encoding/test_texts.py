@@ -18,6 +18,7 @@ from hookdiff.experiment.build import build_feed, build_loop
 from hookdiff.log import read_info
 from hookdiff_shards import shards
 from tests.conftest import check_facts, check_refused, output, records, refused, warnings
+from tests.on_ranks import done, train_config
 
 CONFIG = """
 [run]
@@ -477,14 +478,8 @@ def test_two_ranks_encode_the_same_rows(path: Path, tmp_path: Path) -> None:
 def test_two_ranks_train_on_texts_as_one_does(path: Path, tmp_path: Path) -> None:
     path = edited(path, "[sampling]", '[optimizer]\nuse = "adamw"\n\n[sampling]')
 
-    def trained(name: str, *plugins: str) -> None:
-        settings = ["run.steps=10", "run.log_every=1"]
-        with build_loop(load_config(path, plugins, settings=settings), tmp_path / name) as loop:
-            loop.run()
-
-    trained("alone")
-    on_ranks(2, lambda rank: trained("both", "ddp"))
-    alone, both = (records(tmp_path / name)[-1] for name in ("alone", "both"))
+    alone = train_config({"path": path, "plugins": (), "out": tmp_path / "alone"})
+    both = done(tmp_path, 2, train_config, {"path": path, "plugins": ("ddp",), "out": tmp_path / "both"})
     assert (alone["step"], both["step"]) == (10, 10)
     assert both["loss"] == pytest.approx(alone["loss"], rel=1e-5)
 
