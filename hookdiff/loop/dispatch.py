@@ -275,7 +275,7 @@ def _surround(hook: Hook, returns: type, wrapper: HookCall, body: Callable[..., 
             raise HookError(
                 f"the plugin {plugin!r} returned {_shown(result)} from its wrapper of the hook {name!r}, expected "
                 f"{_named(given)}: return the result of its yield{_place(wrapper.method)}"
-            )
+            ) from None
         return result
 
     def call(**arguments: Any) -> Any:

@@ -6,6 +6,7 @@ import importlib
 import io
 import logging
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,8 +54,15 @@ def find_display(draw: Draw, is_kept: bool = True) -> Display | None:
     if sys.stderr is None:
         raise ValueError("it is closed")
     if _is_terminal(sys.stderr) and _moves_its_cursor():
-        return Bottom(draw, is_kept)
-    return Cell(draw, is_kept) if _is_notebook() else None
+        kind: type[Bottom | Cell] = Bottom
+    elif _is_notebook():
+        kind = Cell
+    else:
+        return None
+    generator = random.getstate()
+    importlib.import_module("rich.style")  # which draws from Python's generator
+    random.setstate(generator)
+    return kind(draw, is_kept)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy
+import torch
 from attrs import define
 from torch import Tensor
+
+from hookdiff.authors import seeded
 
 _FEWEST = 5  # samples that are expected of a mode, or chance alone may leave it empty
 _SHARE = 0.25  # of the expected samples: with fewer, a mode is not covered
@@ -31,7 +34,8 @@ def modes(samples: Tensor, data: Tensor, num: int, seed: int = 0) -> Modes:
     A mode is covered if at least a quarter of the expected samples are in it. A mode of which fewer than 5 samples are
     expected is not judged, and there are at most n / 10 modes.
     """
-    from sklearn.cluster import KMeans  # slow to import
+    with seeded(seed, torch.device("cpu")):  # what it imports draws from Python's generator
+        from sklearn.cluster import KMeans  # slow to import
 
     num = max(2, min(num, len(samples) // (2 * _FEWEST), len(data) // (2 * _FEWEST)))
     clusters = KMeans(num, n_init=_STARTS, random_state=seed).fit(data.double().numpy())

@@ -1,13 +1,13 @@
 """The promise of the author's kit that a plugin keeps the rules of its hooks: each mistake gets its word."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from attrs import define, field
 
-from hookdiff import Loop, hookimpl
+from hookdiff import Batch, Loop, hookimpl
 from hookdiff.authors.testing.companions import COMPANIONS
 from hookdiff.authors.testing.contract import assert_keeps_contract
 from hookdiff.loop.hookspecs import HOOKS, Hooks
@@ -64,6 +64,48 @@ def reads(loop: Loop) -> None:
     loop.log({"mine": loop.output.loss.item()})
 
 
+def reads_a_weight(loop: Loop) -> None:
+    next(loop.model.parameters()).detach().sum().item()
+
+
+class ReadsForBatch:
+    """Waits for the device when it makes the batch, before the step begins."""
+
+    @hookimpl
+    def make_batch(self, loop: Loop, batch: Batch) -> Batch:
+        reads_a_weight(loop)
+        return batch
+
+
+class ReadsAround:
+    """Waits for the device after all others at the end of a step."""
+
+    @hookimpl(wrapper=True)
+    def after_optimizer_step(self, loop: Loop) -> Iterator[None]:
+        yield
+        reads_a_weight(loop)
+
+
+class CountsInTheClass:
+    """Adds tensors to a number of the class."""
+
+    total: Any = 0.0
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        type(self).total += loop.output.loss.detach()
+
+
+class LastInTheClass:
+    """Keeps the newest step in the class."""
+
+    last: Any = None
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        type(self).last = loop.progress.step
+
+
 def reads_if_due(loop: Loop) -> None:
     if loop.log.due:
         reads(loop)
@@ -82,6 +124,12 @@ def in_hook(hook: str, work: Callable[..., Any]) -> Callable[[], object]:
         (InTheClass, ("seen", "belongs to the class", "field(factory=list, init=False)")),
         (in_hook("after_optimizer_step", lambda: print("x")), ("prints in after_optimizer_step", "logging.getLogger")),
         (in_hook("after_optimizer_step", reads), ("every step", "after_optimizer_step", "loop.log takes tensors")),
+        (in_hook("before_step", reads_a_weight), ("every step", "before_step", "loop.log takes tensors")),
+        (in_hook("between_steps", reads_a_weight), ("every step", "between_steps")),
+        (ReadsForBatch, ("every step", "make_batch")),
+        (ReadsAround, ("every step", "after_optimizer_step")),
+        (CountsInTheClass, ("total", "belongs to the class", "total = field(default=0.0, init=False)")),
+        (LastInTheClass, ("last", "belongs to the class", "last = field(default=None, init=False)")),
         (in_hook("after_backward", shrinks), ("weights in after_backward", "optimizer_step")),
         (in_hook("on_stop", shrinks), ("weights in on_stop", "offer_weights")),
         (in_hook("before_step", doubles), ("gradients in before_step", "after_backward")),

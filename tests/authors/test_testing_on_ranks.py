@@ -9,6 +9,7 @@ from hookdiff import Batch, Loop, hookimpl
 from hookdiff.authors.rehearsal import rehearsing
 from hookdiff.authors.testing.on_ranks import assert_trains_on_ranks
 from hookdiff.authors.testing.threads import OutOfStep, on_ranks
+from hookdiff.loop.hookspecs import declaration_of
 from hookdiff.machine.ranks import first_rank_says, gathered, num_ranks, rank, summed
 from tests.conftest import acting, refused
 from tests.first_party import KINDS, LOOP, OPTIONS, net
@@ -23,7 +24,7 @@ EXCEPT: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in REAL])
 def test_each_plugin_trains_on_two_ranks_as_on_one(name: str) -> None:
-    for module in getattr(KINDS[name], "needs", {}):
+    for module in declaration_of(KINDS[name]).needs:
         pytest.importorskip(module, reason=f"{name} needs the extra package {module}")
     # In fp16 a part of a batch overflows at another scale than the whole.
     options = {"precision": "bf16"} if name == "amp" else OPTIONS.get(name, {})

@@ -200,6 +200,7 @@ def test_golden_message_of_a_wrapper_that_forgets_to_return():
         f"return the result of its yield\n  {__file__}:{line_of(Forgetful.optimizer_step)}"
     )
     assert all(entry.filename == __file__ for entry in traceback.extract_tb(caught.tb))
+    assert caught.value.__suppress_context__  # the StopIteration of the wrapper
 
 
 def test_golden_message_of_a_seam_that_forgets_to_return():

@@ -9,6 +9,7 @@ import pytest
 from hookdiff.authors.testing.companions import COMPANIONS
 from hookdiff.authors.testing.contract import assert_keeps_contract
 from hookdiff.authors.testing.promises import assert_any_order, assert_removable, assert_resumes
+from hookdiff.loop.hookspecs import declaration_of
 from hookdiff.options.imports import installed
 from tests.first_party import KINDS, LOOP, OPTIONS, net
 
@@ -19,7 +20,7 @@ CHANGES: dict[str, Any] = {"amp": "training", "clip": "training", "lr": "trainin
 class TestEveryPlugin:
     def make(self, name: str) -> Any:
         """Return a function that makes the plugin; skip the test if a package that the plugin needs is missing."""
-        for module in getattr(KINDS[name], "needs", {}):
+        for module in declaration_of(KINDS[name]).needs:
             pytest.importorskip(module, reason=f"{name} needs the extra package {module}")
         return lambda: KINDS[name](**OPTIONS.get(name, {}))
 

@@ -118,3 +118,16 @@ def test_a_closed_stdout_ends_nothing(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stdout
     assert b"work" in found.stdout
     assert b"done" in found.stdout
+
+
+def test_the_first_bar_draws_from_no_generator_of_the_run() -> None:
+    code = """
+import random, sys
+from hookdiff.terminal import bars
+bars._is_notebook = lambda: True
+random.seed(0)
+bars.find_display(lambda columns, blocks: [])
+print("rich.style" in sys.modules, random.random() == random.Random(0).random())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout == "True True\n", done.stderr

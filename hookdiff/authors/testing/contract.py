@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import attrs
@@ -69,9 +70,9 @@ def assert_keeps_contract(
                 raise
         after = _of_all_instances(kind)
         facts = [
-            f"{name} belongs to the class and changed in the run: {name} = field(factory={before[name][0]}, init=False)"
+            f"{name} belongs to the class and changed in the run: {name} = field({_begin(*before[name])}, init=False)"
             for name in before
-            if before[name] != after[name]
+            if before[name] != after.get(name)
         ]
         fail(_BROKEN, [*facts, *seen.facts()])
 
@@ -106,9 +107,13 @@ def _of_class(kind: Any) -> Iterator[str]:
 def _of_all_instances(kind: type) -> dict[str, tuple[str, str]]:
     """Return type and text of the plain values in the bodies of a class and its bases, by name."""
     bodies = [vars(base) for base in kind.__mro__[:-1]]
-    plain = (*_MUTABLE, bool, int, float, str)
+    plain = (*_MUTABLE, bool, int, float, str, NoneType, Tensor)
     found = {name: value for body in reversed(bodies) for name, value in body.items() if not name.startswith("__")}
     return {name: (type(one).__name__, repr(one)) for name, one in found.items() if isinstance(one, plain)}
+
+
+def _begin(kind: str, text: str) -> str:
+    return f"factory={kind}" if kind in [one.__name__ for one in _MUTABLE] else f"default={text}"
 
 
 class _Transfers(CountTransfers):
@@ -139,6 +144,7 @@ class _Watch:
     _graphs: Graphs = field(factory=Graphs, init=False)
     _found: dict[str, None] = field(factory=dict, init=False)  # facts, each once
     _reading: set[str] = field(factory=set, init=False)  # hooks that have waited for the device
+    _is_logged: bool | None = field(default=None, init=False)  # this step; None: it has made no update
     _quiet: list[bool] = field(factory=list, init=False)  # of each step that is not logged: whether none has waited
 
     @hookimpl(tryfirst=True)
@@ -148,36 +154,42 @@ class _Watch:
         loop.plugins.instrument(self._call)
         loop.resources.callback(loop.plugins.instrument, None)
 
-    @hookimpl(tryfirst=True)
-    def before_step(self) -> None:
-        self.transfers.count = 0
-
     @hookimpl(trylast=True)
     def after_optimizer_step(self, loop: Loop) -> None:
-        if not loop.log.due:
-            self._quiet.append(not self.transfers.count)
+        self._is_logged = loop.log.due
 
     @hookimpl(trylast=True)
     def between_steps(self) -> None:
+        if self._is_logged is False:
+            self._quiet.append(not self.transfers.count)
+        self.transfers.count, self._is_logged = 0, None
         if self._graphs.num_alive:
             self._note("a graph of compute_loss outlives its step: detach() what the plugin keeps")
 
     @contextmanager
     def _call(self, plugin: str, hook: str) -> Iterator[None]:
         if plugin != PLUGIN:
-            outer, self.transfers.is_own = self.transfers.is_own, False
-            yield
-            self.transfers.is_own = outer
+            with self._counting(False):
+                yield
             return
         before, place, count = self._held(), self.printed.tell(), self.transfers.count
-        outer, self.transfers.is_own = self.transfers.is_own, hook in _OF_STEPS
-        yield
-        self.transfers.is_own = outer
-        if self.printed.tell() > place and hook in _OF_STEPS:
-            self._note(f'it prints in {hook}: use logging.getLogger("hookdiff")')
-        if self.transfers.count > count:
-            self._reading.add(hook)
-        self._compare(hook, before)
+        try:
+            with self._counting(hook in _OF_STEPS):
+                yield
+        finally:  # also after the StopIteration of a wrapper
+            if self.printed.tell() > place and hook in _OF_STEPS:
+                self._note(f'it prints in {hook}: use logging.getLogger("hookdiff")')
+            if self.transfers.count > count:
+                self._reading.add(hook)
+            self._compare(hook, before)
+
+    @contextmanager
+    def _counting(self, is_own: bool) -> Iterator[None]:
+        outer, self.transfers.is_own = self.transfers.is_own, is_own
+        try:
+            yield
+        finally:
+            self.transfers.is_own = outer
 
     def _compare(self, hook: str, before: dict[str, dict[str, Tensor]]) -> None:
         after, may = self._held(), HOOKS[hook].may_change
