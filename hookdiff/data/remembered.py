@@ -68,7 +68,7 @@ class _Absent:
 
 
 def absent() -> UserError:
-    """Return the error of a run that asks for a sample."""
+    """Return the error for whoever asks for samples of a run whose data is not loaded."""
     return UserError("the data of the run is not loaded here: it can make images, but no batches")
 
 

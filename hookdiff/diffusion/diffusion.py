@@ -274,7 +274,8 @@ class Diffusion:
         labels and conditions as drawn. The error is computed in float32 and averaged over c h w, then weighted
         and averaged over the samples; `LossOutput.per_sample` is without the weights.
 
-        Raises ValueError if the network's output has another shape than its images.
+        Raises:
+            ValueError: if the network's output has another shape than its images.
         """
         noise, times = batch.draws["noise"], batch.draws["timesteps"]
         alpha, sigma, log_snr = self.process.rates(times, noise.ndim)

@@ -146,7 +146,8 @@ class Run:
     def loop(self) -> Loop:
         """The Loop that holds the model: it samples, and cannot train.
 
-        Raises UserError if the run has no checkpoint, or what it needs is not here.
+        Raises:
+            UserError: if the run has no checkpoint, or what it needs is not here.
         """
         config = run_config(
             self.path, settings=self.settings, trust=self.trust, without=("data", "optimizer"), hooks=_IMAGE_HOOKS

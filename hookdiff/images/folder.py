@@ -91,7 +91,8 @@ class Folder:
     def texts(self) -> Mapping[str, Sequence[Sequence[str]]] | None:
         """The captions of each image as `text`; None without the key `captions`. Files are read at the first use.
 
-        Raises UserError that lists the files that cannot be read.
+        Raises:
+            UserError: for files that cannot be read, with a list of them.
         """
         if self._beside is None:
             return None if self._column is None else {"text": self._column}

@@ -25,7 +25,7 @@ def warning_if(holds: object, what: str, remedy: str = "", why: str = "") -> Rul
 def judge(numbers: str, *rules: Rule) -> Finding:
     """Return the finding of the first rule with a true condition, or else "ok".
 
-    The measured `numbers` become the text of "ok", or the `why` of a finding that has none.
+    A text with the measured `numbers` stands in "ok", and in a finding that does not say why.
     """
     finding = next((finding for holds, finding in rules if holds), Finding("ok", numbers))
     return finding if finding.why or finding.severity == "ok" else evolve(finding, why=numbers)

@@ -54,7 +54,11 @@ class History:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The whole config, as in config.toml. Raises UserError if it cannot be read."""
+        """The whole config, as in config.toml.
+
+        Raises:
+            UserError: if it cannot be read.
+        """
         return read_config(self.run_dir)
 
     @property

@@ -21,8 +21,6 @@ class Arrays:
 
     An .npz, or an .npy in the order of Fortran, is read into memory.
 
-    Raises ValueError for a file that cannot be read, an array that does not hold images, and labels that do not match.
-
     Args:
         path: an .npy or .npz file
         images: name of the array in an .npz; unless given, "images", or the only array
@@ -30,6 +28,9 @@ class Arrays:
             unknown); unless given, "labels" if the .npz has it
         layout: "n h w", "n h w c" or "n c h w"; unless given, the only layout that the shape allows
         value_range: [low, high], the values of black and white; required unless the array is uint8
+
+    Raises:
+        ValueError: for a file that cannot be read, an array that does not hold images, and labels that do not match.
     """
 
     def __init__(

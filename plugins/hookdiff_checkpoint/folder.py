@@ -77,7 +77,11 @@ def file_of(part: str, of_rank: str = "") -> str:
 def find_checkpoints(run_dir: Path) -> tuple[list[CheckpointInfo], list[UserError]]:
     """Return the checkpoints in a run directory, newest first, and the errors of those that cannot be read.
 
-    `run_dir` may also be a checkpoint itself. Raises NewerFormat, and UserError if the folder cannot be read.
+    `run_dir` may also be a checkpoint itself.
+
+    Raises:
+        NewerFormat: for a checkpoint of a newer version.
+        UserError: if the folder cannot be read.
     """
     found, problems = [], []
     for path in [run_dir] if os.path.lexists(run_dir / MANIFEST) else _folders(run_dir / CHECKPOINTS):
@@ -140,8 +144,10 @@ def read_checkpoint(path: Path, share: int = 0, num_shares: int = 1) -> dict[str
     """Verify the checkpoint at `path`, and return its state, with tensors on the CPU.
 
     The values of the tensors are read when they are used, from files mapped into memory; see `Pieces` for those that
-    are sharded. Of several processes that read it together, each verifies the digests of one share of the files. Raises
-    UserError for a file that is missing, cut short, changed, or of another kind.
+    are sharded. Of several processes that read it together, each verifies the digests of one share of the files.
+
+    Raises:
+        UserError: for a file that is missing, cut short, changed, or of another kind.
     """
     manifest = read_manifest(path)
     try:

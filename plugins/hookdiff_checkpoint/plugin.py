@@ -132,7 +132,8 @@ class Checkpoint:
     def open(self, loop: Loop) -> None:
         """Prepare the folder.
 
-        Raises UserError if it cannot be written, holds another run, or is not the same for ranks that write pieces.
+        Raises:
+            UserError: if it cannot be written, holds another run, or is not the same for ranks that write pieces.
         """
         known = first_rank_does(lambda: self._prepare(loop))
         if known is None:

@@ -63,8 +63,9 @@ class EMA:
     least float32, holds tied weights once, and does not change in void or skipped steps.
 
     The length of an average is a decay, a half-life, or the width of a power function that grows with the training
-    (Karras et al. 2024, arXiv 2312.02696, eq. 2). A number gives the first average, lists give further ones in this
-    order: decay, half_life, std. From snapshots of two widths `hookdiff ema` makes averages of other widths later.
+    (Karras et al. 2024, arXiv 2312.02696, eq. 2). A number gives the first average, lists give further ones: those of
+    `decay` before those of `half_life`, and these before those of `std`. From snapshots of two widths
+    `hookdiff ema` makes averages of other widths later.
     """
 
     decay: Length = field(default=None, validator=each(and_(ge(0), lt(1))), metadata=about("decay per update"))

@@ -15,7 +15,9 @@ def inception_score(logits: Tensor) -> tuple[float, float]:
     """Return exp(E KL(p(y|x) || p(y))) of `logits` (n k): its mean over ten random parts, and their deviation.
 
     It lies between 1 and k (Salimans et al. 2016, arXiv 1606.03498, section 4), and grows with the number of images.
-    Raises ValueError for fewer than 10 images.
+
+    Raises:
+        ValueError: for fewer than 10 images.
     """
     if len(logits) < _PARTS:
         raise ValueError(f"the Inception Score needs at least {_PARTS} images, got {len(logits)}")

@@ -18,7 +18,8 @@ def kernel_distance(a: Tensor, b: Tensor) -> tuple[float, float]:
     variance, and the mean that the average over random subsets of the paper has. The error is that of a U-statistic to
     first order in 1/n (Sutherland et al. 2017, arXiv 1611.04488, section 2).
 
-    Raises ValueError for fewer than 2 samples in either set, or sets that differ in dimension.
+    Raises:
+        ValueError: for fewer than 2 samples in either set, or sets that differ in dimension.
     """
     n, m = len(a), len(b)
     if min(n, m) < 2:

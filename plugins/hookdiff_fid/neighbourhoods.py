@@ -20,8 +20,10 @@ def neighbourhoods(samples: Tensor, data: Tensor) -> dict[str, float]:
       of data points with a sample in theirs; they reach to the 5th nearest (Naeem et al. 2020, arXiv 2002.09797, eq. 3
       and 4). Density may exceed 1.
 
-    Sets of equal size are compared: they begin with as many rows as the smaller has. Raises ValueError for fewer than 6
-    of each.
+    Sets of equal size are compared: they begin with as many rows as the smaller has.
+
+    Raises:
+        ValueError: for fewer than 6 of each.
     """
     num = min(len(samples), len(data))
     samples, data = samples[:num], data[:num]

@@ -109,7 +109,12 @@ def diagnose_gradients(numbers: Numbers, limits: Limits) -> dict[Cause, Finding]
 def diagnose_nan(norms: Sequence[float], loss: float, num_bad: int, num_tensors: int, limits: Limits) -> Finding:
     """Return the cause of a step that is not finite.
 
-    norms: total norms of the steps before, oldest first. num_bad: number of tensors with a gradient that is not finite.
+    Args:
+        norms: total norms of the steps before, oldest first.
+        loss: that of the step.
+        num_bad: number of tensors with a gradient that is not finite.
+        num_tensors: number of all tensors with a gradient.
+        limits: those of the other diagnoses.
     """
     recent = num_recent(len(norms))
     usual = statistics.median(norms[:-recent]) if len(norms) > recent else math.nan

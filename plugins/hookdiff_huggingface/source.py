@@ -18,8 +18,6 @@ from hookdiff.options import is_served
 class HuggingFace:
     """The images in one column of a data set; needs `pip install 'hookdiff[hf]'`.
 
-    Raises ValueError for a set, split or column that does not exist, and UserError without the library.
-
     Args:
         path: a folder that `save_to_disk` wrote, a folder of images or of .parquet files, a .parquet file, or a name
             on the hub
@@ -28,6 +26,10 @@ class HuggingFace:
         image_column: column with the images; unless given, the first column of images
         label_column: column with the labels; "auto": the first column of class labels; "none": no labels
         caption_column: column with the captions of each image: a text or a list of texts
+
+    Raises:
+        ValueError: for a set, split or column that does not exist.
+        UserError: without the library.
     """
 
     def __init__(
@@ -76,7 +78,8 @@ class HuggingFace:
     def texts(self) -> Mapping[str, Sequence[Sequence[str]]] | None:
         """The captions of each image as `text`, read at the first use; None without a `caption_column`.
 
-        Raises UserError for a value that is no text.
+        Raises:
+            UserError: for a value that is no text.
         """
         if self._captions is None:
             return None

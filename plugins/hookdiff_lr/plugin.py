@@ -102,8 +102,9 @@ class LR:
     def curve(self, steps: int | None) -> RateCurve:
         """Return the curve of a run of `steps`. A warm-up is cut at the first fall of the schedule.
 
-        Raises UserError if the schedule needs an end, and neither `steps` nor `total` is given, or if the warm-up is a
-        share of a run without end.
+        Raises:
+            UserError: if the schedule needs an end, and neither `steps` nor `total` is given, or if the warm-up is a
+                share of a run without end.
         """
         total = (self.total or steps or 0) if self.schedule.needs_end else 0
         if self.schedule.needs_end and not total:

@@ -29,8 +29,7 @@ class DiT(Network):
     the class. All gates and the output start as zero, so a fresh model predicts exactly zero and each of its blocks is
     the identity. Layout and initialisation are those of Peebles and Xie 2023 (arXiv:2212.09748), with adaLN-Zero; no
     variance is learned. With `text_dim` each block also reads a text, by cross-attention between attention and MLP that
-    starts as zero (Chen et al. 2023, arXiv:2310.00426). Raises ValueError for an argument that is out of range or does
-    not fit another; the message names the nearest valid value.
+    starts as zero (Chen et al. 2023, arXiv:2310.00426).
 
     Args:
         in_channels: channels of the images, in and out; in a config, unless given, those of the data
@@ -46,6 +45,9 @@ class DiT(Network):
         dropout: probability that an activation is dropped in training, at the end of self-attention and MLP
         gradient_checkpointing: keep only the inputs of the blocks in training and compute the rest again in the
             backward pass: the same gradients for less memory and about a third more time
+
+    Raises:
+        ValueError: for an argument that is out of range or does not fit another, with the nearest valid value.
     """
 
     def __init__(

@@ -35,8 +35,7 @@ class UNet(Network):
 
     The layout is that of Ho et al. 2020 (arXiv:2006.11239); scale and shift by the time, and heads of a fixed width,
     are from Dhariwal and Nichol 2021 (arXiv:2105.05233). With `text_dim`, each self-attention is followed by
-    cross-attention to a text, which starts as zero (Chen et al. 2023, arXiv:2310.00426). Raises ValueError for an
-    argument that is out of range or does not fit another; the message names the nearest valid value.
+    cross-attention to a text, which starts as zero (Chen et al. 2023, arXiv:2310.00426).
 
     Args:
         in_channels: channels of the images, in and out; in a config, unless given, those of the data
@@ -54,6 +53,9 @@ class UNet(Network):
             them; 0: no text
         gradient_checkpointing: keep only the inputs of the blocks in training and compute the rest again in the
             backward pass: the same gradients for less memory and about a third more time
+
+    Raises:
+        ValueError: for an argument that is out of range or does not fit another, with the nearest valid value.
     """
 
     def __init__(

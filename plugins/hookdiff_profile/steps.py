@@ -109,7 +109,9 @@ def _warm_up(loop: Loop, step: Callable[[], float], num: int) -> None:
 def measure(config: Config, steps: int, trace: Path | None = None) -> Profile:
     """Return the profile of `steps` steps of `config`; write a Chrome trace of some more to the file `trace`.
 
-    Raises UserError for a config that cannot be built, and OSError for a file that cannot be written.
+    Raises:
+        UserError: for a config that cannot be built.
+        OSError: for a file that cannot be written.
     """
     with running(config, 2 * steps + _TRACED) as (loop, step):
         first, length = loop.progress.step, _length(loop)

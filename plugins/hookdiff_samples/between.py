@@ -52,8 +52,8 @@ class _Blend(Guidance):
 class Towards(Solver):
     """Makes the steps of `solver`, for images that are a `share` of the way from what they have to the `other`.
 
-    `other` has a label, or conditions, of one image. It is a solver, since plugins such as `autoguidance` may replace
-    the guidance of a chain before it starts.
+    `other` has a label, or conditions, of one image. The guidance is replaced in a step, because plugins such as
+    `autoguidance` may set that of a chain before its first step.
     """
 
     solver: Solver

@@ -1,4 +1,4 @@
-"""The plugin with which a tested run records its own state."""
+"""The plugin with which a tested run records its own state, in a process that is killed for real."""
 
 import io
 import json

@@ -71,7 +71,11 @@ def member_of(text: str, option: str) -> Condition:
 
 
 class Items(Samples):
-    """Pictures or arrays in shards, and all that they have beside them. Raises UserError if there are any problems."""
+    """Pictures or arrays in shards, and all that they have beside them.
+
+    Raises:
+        UserError: if there are any problems.
+    """
 
     def __init__(
         self, conditions: Mapping[str, Condition], files: Any, indices: Sequence[Index], *options: Any

@@ -29,9 +29,6 @@ def shards(
 
     Nothing is streamed: an index of each shard, which is made once, says where each sample is.
 
-    Raises ValueError for shards, members or labels that are missing or cannot be read, and UserError if a URL needs a
-    package that is missing.
-
     Args:
         path: the shards: a path or a URL that fsspec reads, with ranges as in "train-{000..123}.tar", or stars; a
             folder, which means its .tar files; or a list of these
@@ -50,6 +47,10 @@ def shards(
             passwords belong in the environment
         index_dir: folder of the indices, and of captions that were read; unless given, `hookdiff/shards` in the user's
             cache
+
+    Raises:
+        ValueError: for shards, members or labels that are missing or cannot be read.
+        UserError: if a URL needs a package that is missing.
     """
     options, asked = storage_options or {}, parse(conditions or {})
     member = None if captions is None else texts.parse(captions)

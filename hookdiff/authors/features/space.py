@@ -50,8 +50,11 @@ class Space:
     def __call__(self, images: Tensor) -> Embedding:
         """Return features and logits of `images` (n c h w, uint8): float32, on the CPU.
 
-        They are computed in float32 without TF32 and outside of autocast, so that machines agree. Raises UserError for
-        images that the space does not take, and ValueError for features that are not finite.
+        They are computed in float32 without TF32 and outside of autocast, so that machines agree.
+
+        Raises:
+            UserError: for images that the space does not take.
+            ValueError: for features that are not finite.
         """
         self.check(images.shape[1:])
         with exact(self.device):
