@@ -159,6 +159,7 @@ def _report(config: Config, loop: Loop, reason: str, resume: bool | Path, run_di
         report += f"\nto continue: hookdiff resume {run_dir}{and_trust}"
     if reason == "on_nan":
         report += (
-            "\n--resume repeats the step: add --skip-batches 1 to skip its batch, or --lr X for a lower learning rate"
+            "\n--resume repeats the step: unless a way out is named above, add --skip-batches 1 to skip its batch, or "
+            "--lr X for a lower learning rate"
         )
     return report

@@ -159,8 +159,8 @@ class Section:
 
 
 def _import_source(path: str, purpose: str) -> Any:
-    module, _, name = path.partition(":")
-    return vision(name) if module == "torchvision" else import_object(path, purpose)
+    module, _, name = path.partition(":")  # a set of torchvision may also be named by its module
+    return vision(name) if module.partition(".")[0] == "torchvision" else import_object(path, purpose)
 
 
 SOURCES = {

@@ -11,7 +11,7 @@ from hookdiff.disk.reading import open_file
 from hookdiff.errors import nearest, why_missing
 from hookdiff.images.caption_files import read_captions
 from hookdiff.images.formats import HEAD, is_picture, suffixes
-from hookdiff.images.labels import encode, read_labels, some
+from hookdiff.images.labels import encode, normal, read_labels, some
 from hookdiff.images.opened import open_picture
 from hookdiff.images.survey import PassedOver, kinds_text
 
@@ -96,7 +96,8 @@ class Folder:
         """
         if self._beside is None:
             return None if self._column is None else {"text": self._column}
-        return {"text": read_captions(self.path, [self._beside.get(os.path.splitext(one)[0]) for one in self.files])}
+        stems = (os.path.splitext(normal(file))[0] for file in self.files)
+        return {"text": read_captions(self.path, list(map(self._beside.get, stems)))}
 
     def fingerprint(self) -> str:
         found = hashlib.sha256(os.fsencode(self.path.resolve()))
@@ -123,7 +124,7 @@ def _find(root: Path, labels: str) -> tuple[list[str], PassedOver, dict[str, str
     for below, names in _walk(root):
         pictures, rest, stems = [], [], set()
         for name in names:
-            stem, suffix = os.path.splitext(name)
+            stem, suffix = os.path.splitext(normal(name))
             suffix = suffix.lower()
             if name.startswith(".") or name.lower() in _OF_SYSTEMS:
                 continue
@@ -135,7 +136,7 @@ def _find(root: Path, labels: str) -> tuple[list[str], PassedOver, dict[str, str
         files += [f"{below}{name}" for name in pictures]
         for stem, suffix, name in sorted(rest):
             if suffix == _CAPTIONS and stem in stems:
-                captions[f"{below}{stem}"] = f"{below}{name}"
+                captions[normal(f"{below}{stem}")] = f"{below}{name}"
             if (suffix in _NOT_COUNTED and stem in stems) or f"{below}{name}" == labels:
                 continue
             kind = suffix if suffix.strip(".") else "without a suffix"

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy
 
-_BITS, _PHOTOMETRIC, _PLANES, _SAMPLE_FORMAT, _SUBSAMPLING = 258, 262, 284, 339, 530  # tags of TIFF
+# Tags of TIFF.
+_BITS, _PHOTOMETRIC, _PLANES, _COLOURS, _SAMPLE_FORMAT, _SUBSAMPLING = 258, 262, 284, 320, 339, 530
 _SIGNED = 2  # a sample format
 # Raw modes that Pillow reads alike, whether black or white is 0.
 _INVERTIBLE = ("I;16", "I;16N", "F;32F", "F;32BF", "F;32NF")
@@ -87,6 +88,9 @@ def _tiff(image: Any) -> Loaded:
         _set_raw_mode(image, lambda raw: f"{raw};16{'L' if little else 'B'}"[-5:])
     raw = _raw_mode(image)
     image.load()
+    if photometric == 3 and max(colours := tags.get(_COLOURS, (256,))) < 256:
+        # Old programs wrote bytes in place of 16-bit numbers, which Pillow divides by 256.
+        image.putpalette(numpy.array(colours, numpy.uint8).reshape(3, -1).T.tobytes())
     if image.mode == "La":
         image = image.convert("LA")
     if raw == "I;12":

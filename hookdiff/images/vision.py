@@ -14,6 +14,7 @@ from hookdiff.errors import UserError, nearest
 from hookdiff.images.mistakes import may_be_data
 from hookdiff.options.fields import Writes
 
+_WRITE_ALWAYS = ("Cityscapes", "ImageNet", "PhotoTour")  # they unpack archives, or write a file of their own
 _NOT_KEYS = ("transform", "target_transform", "transforms", "loader", "is_valid_file")
 
 
@@ -31,10 +32,9 @@ def vision(name: str) -> Callable[..., Vision]:
     kind = kinds[name]
     signature = inspect.signature(kind)
     keys = [parameter for key, parameter in signature.parameters.items() if key not in _NOT_KEYS]
-    if "download" in signature.parameters:
-        keys = [
-            key.replace(annotation=Annotated[str, Writes("download")]) if key.name == "root" else key for key in keys
-        ]
+    if "download" in signature.parameters or name in _WRITE_ALWAYS:
+        written = Annotated[str, Writes("" if name in _WRITE_ALWAYS else "download")]
+        keys = [key.replace(annotation=written) if key.name == "root" else key for key in keys]
 
     def make(**arguments: Any) -> Vision:
         return Vision(name, kind(**arguments))

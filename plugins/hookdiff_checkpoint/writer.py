@@ -147,6 +147,8 @@ def _floating(parts: Parts) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
+    if tensor.itemsize == 1:  # float8, of which torch makes no sum
+        tensor = tensor.float()
     # A sum takes a tenth of the time; that of finite values may overflow.
     return bool(tensor.sum().isfinite() or tensor.isfinite().all())
 

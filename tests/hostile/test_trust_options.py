@@ -172,7 +172,18 @@ WRITING: list[tuple[str, dict[str, Any]]] = [
     ("data.cache_dir", {"data": {"source": "digits", "store": "disk", "cache_dir": "FOLDER"}}),
     ("data.index_dir", {"data": {"source": "shards", "path": "x.tar", "index_dir": "FOLDER"}}),
     ("data.root", {"data": {"source": "fashion-mnist", "root": "FOLDER", "download": True}}),
-    ("data.root", {"data": {"source": "torchvision:CIFAR10", "root": "FOLDER", "download": True}}),
+    *(
+        ("data.root", {"data": {"source": source, "root": "FOLDER", "download": True}})
+        for source in (
+            "torchvision:CIFAR10",
+            "torchvision.datasets:FashionMNIST",
+            "torchvision.datasets.mnist:FashionMNIST",
+        )
+    ),
+    *(
+        ("data.root", {"data": {"source": f"torchvision:{name}", "root": "FOLDER", **keys}})
+        for name, keys in {"PhotoTour": {"name": "notredame"}, "ImageNet": {}, "Cityscapes": {}}.items()
+    ),
     ("plugins.tensorboard.dir", {"run": {"plugins": ["tensorboard"]}, "plugins": {"tensorboard": {"dir": "FOLDER"}}}),
     ("plugins.wandb.dir", {"run": {"plugins": ["wandb"]}, "plugins": {"wandb": {"dir": "FOLDER"}}}),
     ("plugins.aim.repo", {"run": {"plugins": ["aim"]}, "plugins": {"aim": {"repo": "FOLDER"}}}),

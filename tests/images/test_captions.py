@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,16 @@ def test_the_lines_of_a_text_beside_a_picture_are_its_captions(tmp_path: Path) -
     assert data.texts == {"text": [FILES[0][1], *(captions for _, captions in FILES)]}
     assert data.passed_over == {".txt": (1, "notes.txt")}
     assert data.path_of(1) == tmp_path / "0.png"
+
+
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_a_text_in_the_other_unicode_form_is_beside_its_picture(tmp_path: Path, forms: tuple[Any, Any]) -> None:
+    picture, text = (unicodedata.normalize(form, "café") for form in forms)
+    (tmp_path / "é").mkdir()
+    Image.new("L", (3, 3)).save(tmp_path / "é" / f"{picture}.png")
+    (tmp_path / "é" / f"{text}.txt").write_text("a cup")
+    data = Folder(str(tmp_path), captions="txt")
+    assert (data.texts, data.passed_over) == ({"text": [("a cup",)]}, {})
     assert data.fingerprint() == Folder(str(tmp_path)).fingerprint()
     assert Folder(str(tmp_path)).texts is None
 

@@ -170,8 +170,10 @@ def of_tiff() -> Iterator[Variant]:
             yield f"{name}-grey-extra-{extra}", tiff(raw, 8, 2, 1, t338=[extra], **how), twin if extra else grey(8)
         for bits in (1, 2, 4, 8):
             colours, place = _DRAW.integers(0, 256, (2**bits, 3)), LEVELS % 2**bits
-            table = (257 * colours.T).reshape(-1).tolist()
-            yield f"{name}-palette-{bits}", tiff(packed(place, bits), bits, 1, 3, t320=table, **how), colours[place]
+            for kind, scale in (("palette", 257), ("palette-of-bytes", 1)):
+                table = (scale * colours.T).reshape(-1).tolist()
+                made = tiff(packed(place, bits), bits, 1, 3, t320=table, **how)
+                yield f"{name}-{kind}-{bits}", made, colours[place]
     for orientation in range(1, 9):
         turned = upright(grey(8), orientation)
         raw, white = packed(deep(255 - grey(8), 16), 16, "<"), {"t274": [orientation]}

@@ -160,6 +160,8 @@ INF, ZERO = torch.tensor([math.inf]), torch.zeros(1)
     [
         ({1: ZERO, 5: INF}, 4),
         ({1: ZERO, 5: INF.half()}, 4),
+        ({1: ZERO.to(torch.float8_e5m2), 5: INF.to(torch.float8_e5m2)}, 4),
+        ({1: ZERO.to(torch.float8_e4m3fn), 5: ZERO.to(torch.float8_e4m3fn)}, 8),
         ({1: ZERO, 7: INF * 0}, 6),
         ({1: INF, 3: ZERO, 5: INF}, 4),  # finite at a save
         ({1: INF}, 8),  # a mask that is filled in the first step
