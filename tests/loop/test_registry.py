@@ -86,6 +86,7 @@ class ForgetsTheStateOfItsBase(Evaluation):
 
 REFUSED = {
     "a state without that of the base": (ForgetsTheStateOfItsBase(), ["measured_at", "lost", "saved"]),
+    "half a state": (type("H", (), {"state_dict": lambda self: {}})(), ["state_dict", "load_state_dict"]),
     "a class": (Good, ["Good()"]),
     "an unmarked method": (Unmarked(), ["after_backward", "@hookimpl"]),
     "an unmarked inherited method": (Inherits(), ["after_backward", "@hookimpl"]),
@@ -102,6 +103,10 @@ REFUSED = {
     "an async generator": (acting(before_step=asynchronous_generator), ["before_step", "async"]),
     "a question without @hookimpl": (type("Q", (), {"check_state": print})(), ["check_state", "@hookimpl"]),
     "a wrapper of a question": (marked(lambda: (yield), "needs_host", wrapper=True), ["needs_host"]),
+    "a misspelt hook": (
+        acting(after_optimiser_step=lambda: None),
+        ["'after_optimiser_step'", "'after_optimizer_step'"],
+    ),
     "a hook of another trainer": (
         acting(on_train_batch_end=lambda: None),
         ["'on_train_batch_end'", "'after_optimizer_step'"],

@@ -5,6 +5,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors import safe_open
@@ -163,6 +164,24 @@ def test_the_averages_differ(trained: Any) -> None:
     run = trained("ours", OURS)
     made = [images(run, 1, weights) for weights in ("model", "ema", "ema/decay=0.1", "half")]
     assert all(not torch.equal(one, other) for k, one in enumerate(made) for other in made[:k])
+
+
+def test_the_weights_that_the_config_names_are_exported_and_drawn(trained: Any, command: Any, tmp_path: Path) -> None:
+    run, values, drawn = trained("halved", OURS, "sampling.weights=half"), [], []
+    for name in ("", "half", "ema"):
+        words = ("--weights", name) if name else ()
+        file, archive = tmp_path / f"of-{name}.safetensors", tmp_path / f"of-{name}.npz"
+        code, out, error = command("export", run, file, *words)
+        assert code == 0, error
+        check_facts(out, f"{name or 'half'} weights")
+        values.append(load_file(file))
+        code, _, error = command("sample", run, "--num", "2", "--trust", "--out", archive, *words)
+        assert code == 0, error
+        with numpy.load(archive) as arrays:
+            drawn.append(arrays[arrays.files[0]])
+    assert_same(values[0], values[1])
+    assert (drawn[0] == drawn[1]).all()
+    assert (drawn[0] != drawn[2]).any()
 
 
 def test_weights_from_a_file(trained: Any, command: Any, tmp_path: Path) -> None:
