@@ -30,6 +30,7 @@ PICTURE_FORMATS = (
     Format(("JPEG2000",), (".jp2", ".j2k"), rb"\xff\x4f\xff\x51|\0\0\0\x0cjP {2}\r\n\x87\n"),
     Format(("QOI",), (".qoi",), rb"qoif"),
     Format(("DDS",), (".dds",), rb"DDS \x7c\0\0\0"),
+    Format(("ICO",), (".ico",), rb"\0\0\x01\0[^\0]\0"),
     Format(("PCX",), (".pcx",), rb"\n[\0\2\3\5][\0\1][\1\2\4\x08]"),
     Format(("SGI",), (".sgi",), rb"\x01\xda[\0\1][\1\2]"),
     Format(("HEIF",), (".heic", ".heif"), rb".{4}ftyp(hei[cxms]|hev[cx]|mif1|msf1)", is_extra=True),

@@ -3,6 +3,7 @@
 Pillow alone reads some variants otherwise, such as white as black. A variant without a known meaning is refused.
 """
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ def load(image: Any) -> Any:
 
     # Else Pillow maps some files: one that shrinks kills the process, and a TIFF to be rotated has swapped sides.
     image.filename = ""
+    image = _of_icon(image) if image.format == "ICO" else image
     is_lazy = bool(getattr(image, "tile", None))
     image, black, white = _READERS.get(image.format if is_lazy else None, _plain)(image)
     if orientation(image) != 1:
@@ -98,6 +100,15 @@ def _tiff(image: Any) -> Loaded:
     if photometric == 0 and raw in _INVERTIBLE:
         return image, 1.0 if image.mode == "F" else 65535.0, 0.0
     return image, None, None
+
+
+def _of_icon(image: Any) -> Any:
+    """Return the largest picture of an icon, which Pillow loads without the transparency of a PNG in it."""
+    from PIL import Image
+
+    entry = image.ico.entry[image.ico.getentryindex(image.size)]
+    content = _content(image)[entry.offset :][: entry.size]
+    return Image.open(io.BytesIO(content), formats=["PNG"]) if content.startswith(b"\x89PNG") else image
 
 
 def _jpeg(image: Any) -> Loaded:

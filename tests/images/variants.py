@@ -208,10 +208,14 @@ def of_others() -> Iterator[Variant]:
         four = numpy.dstack([RGB, ALPHA])[::-1].transpose(2, 0, 1) * (257 if bytes_each == 2 else 1)
         yield f"{bytes_each}.sgi", head + four.astype(f">u{bytes_each}").tobytes(), over_white(RGB, ALPHA)
     colour, see_through = of_bytes(RGB), of_bytes(numpy.dstack([RGB, ALPHA]))
+    (_, inner, twin), *_ = [one for one in of_png() if one[0] == "rgb-alpha-8"]
+    entry = struct.pack("<HHHBBBBHHII", 0, 1, 1, SIDE, SIDE, 0, 0, 1, 32, len(inner), 22)
+    yield "png.ico", entry + inner, twin
     for kind, suffix, options in (
         ("WEBP", "webp", {"lossless": True, "exact": True}),
         ("QOI", "qoi", {}),
         ("DDS", "dds", {}),
+        ("ICO", "ico", {"sizes": [(SIDE, SIDE)]}),
         ("AVIF", "avif", {"quality": 100, "subsampling": "4:4:4"}),
     ):
         yield f"rgb.{suffix}", saved(colour, kind, **options), RGB
