@@ -186,8 +186,8 @@ def build_feed(config: Config, decode: bool = True, encode: bool | Literal["pict
         if pictures and encode:
             read = evolve(store, store="auto" if isinstance(source, InMemory) else "none")
             samples = partial(feed_of, source, as_they_are, read, **shared)
-            keys = config.data.of(ItemKeys)
-            reader: Any = EncodedReader(source, transforms, store, pictures, samples, device, is_encoded, keys)
+            of_items = config.data.of(ItemKeys)
+            reader: Any = EncodedReader(source, transforms, store, pictures, samples, device, is_encoded, of_items)
         elif not texts:
             return feed_of(source, as_they_are, store, **shared)
         else:
