@@ -128,8 +128,8 @@ class Diffusion:
         validator=[between(0, 1), _are_of_conditions],
         metadata=about(
             "share of samples without their label and conditions in training, for guidance; or a table of shares that "
-            "are drawn each on their own: for `labels`, for each condition (NAME is also for NAME_mask and any other "
-            "NAME_... without a share of its own), and for `all` of them together"
+            "are drawn each on their own: for `labels`, for each condition (that of `text` is also for `text_mask` and "
+            "others that begin so, unless they have their own), and for `all` of them together"
         ),
     )
     data_mean: float | tuple[float, ...] = field(
