@@ -128,7 +128,7 @@ class Diffusion:
         validator=[between(0, 1), _are_of_conditions],
         metadata=about(
             "share of samples without their label and conditions in training, for guidance; or a table of shares that "
-            "are drawn each on their own: for `labels`, for each condition (that of `text` is also for `text_mask` and "
+            "are drawn each on their own: for `labels`, for each condition (that of `size` is also for `size_mask` and "
             "others that begin so, unless they have their own), and for `all` of them together"
         ),
     )
