@@ -43,9 +43,9 @@ def command(
 ) -> None:
     """List the installed plugins, and the parts that packages publish.
 
-    NAME is a plugin, a kind of part, such as sampler, or one part, such as sampler.ddim or only ddim. A kind is listed,
-    with the parts of the core. Of a plugin or part, print a description, the import for a script, and the keys of its
-    table. With --order: print the plugins of CONFIG that each hook calls, in call order.
+    NAME is a plugin, a kind of part, such as sampler, or one part, such as sampler.ddim or only ddim. Of a kind, list
+    all parts, also those of the core. Of a plugin or part, print a description, the import for a script, and the keys
+    of its table. With --order: print the plugins of CONFIG that each hook calls, in call order.
     """
     if order is not None:
         calls = _order(order, plugins, settings, trust)

@@ -299,7 +299,7 @@ class Hooks(Protocol):
 
     @moment("after", like="on_train_epoch_end epoch_end after_epoch after_train")
     def on_epoch_end(self, loop: Loop) -> None:
-        """Moment: the data is exhausted, and `loop.progress.epoch` counts the epoch.
+        """Moment: the data is exhausted, and `loop.progress.epoch` already includes the epoch.
 
         It is not called when the run ends within an epoch.
         May change: own state, files.

@@ -135,7 +135,7 @@ def landmark(step: int, share: float, end: int | None) -> int:
     """Return the newest step, up to `step`, at which a guide is taken; 0 before the first.
 
     A run that ends at `end` takes it after `share` of its steps, before that after `share` of these, and so on, so that
-    its first guides are soon replaced. Without an end, a guide is replaced when it has had `share` of the steps.
+    its first guides are soon replaced. In a run without an end, the guide of step s is replaced at step s / `share`.
     """
     at = 1.0 if end is None else end * share
     while end is None and at / share <= step:
