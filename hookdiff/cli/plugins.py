@@ -103,9 +103,11 @@ def _description(member: Member, title: str) -> list[str]:
 
 def _summary(name: str, entries: list[EntryPoint]) -> str:
     """Return the first line of the docstring, from the source where possible: the import of torch takes long."""
-    from hookdiff.options.imports import check_needs
+    from hookdiff.options.imports import check_needs, distribution
 
-    found = definition_at(entries[0].value) if len(entries) == 1 else None
+    # The core may have a part of the same name as that of another package.
+    is_sure = len(entries) == 1 and ("." not in name or distribution(entries[0]).partition(" ")[0] == "hookdiff")
+    found = definition_at(entries[0].value) if is_sure else None
     docstring = found and ast.get_docstring(found)
     if found is None or not docstring:
         from hookdiff.experiment.catalog import named

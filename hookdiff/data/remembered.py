@@ -68,7 +68,7 @@ class _Absent:
 
 
 def absent() -> UserError:
-    """Return the error for whoever asks for samples of a run whose data is not loaded."""
+    """Return the error for samples that are asked of a run without its data."""
     return UserError("the data of the run is not loaded here: it can make images, but no batches")
 
 

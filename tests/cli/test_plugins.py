@@ -101,7 +101,9 @@ def test_parts_that_cannot_be_used_are_listed_with_the_reason_and_refused(hookdi
         check_facts(found[f"weighting.{name}"], "cannot be used", *facts)
         check_refused(hookdiff("plugins", f"weighting.{name}"), *facts[:1])
     assert found["weighting.min_snr"].startswith("min(SNR, gamma)")
-    check_facts(rows(output(hookdiff("plugins")))["weighting.gone"], "hd_nowhere")
+    everything = rows(output(hookdiff("plugins")))
+    check_facts(everything["weighting.gone"], "hd_nowhere")
+    check_facts(everything["weighting.uniform"], "cannot be used", "hookdiff-one")
 
 
 def test_json_has_what_the_text_has(hookdiff, folder):

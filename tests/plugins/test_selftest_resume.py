@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import tomllib
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import IO, Any
@@ -12,6 +13,7 @@ import tomli_w
 import torch
 from click.testing import CliRunner, Result
 from hypothesis import given, strategies as st
+from PIL import Image
 from torch import Tensor
 
 from hookdiff import UserError, load_config
@@ -215,6 +217,18 @@ def test_a_field_is_put_back_in_place_where_it_can_be_shared() -> None:
 def test_a_run_that_completes_no_checkpoint_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint of 'mute' was complete"):
         selftest(config(folder, "tests.faulty:Mute"))
+
+
+@pytest.mark.slow
+def test_a_network_that_takes_its_shape_from_the_data_resumes_exactly(folder: Path) -> None:
+    for index in range(40):
+        Image.new("RGB", (16, 16), (6 * index, 0, 0)).save(folder / f"{index}.png")
+    path = config(folder, "checkpoint")
+    tables = tomllib.loads(path.read_text())
+    tables["data"] = {"source": "folder", "path": str(folder)}
+    tables["model"] = {"use": "dit", "hidden_size": 32, "depth": 1, "num_heads": 4, "patch_size": 4}
+    path.write_text(tomli_w.dumps(tables))
+    assert "bit for bit" in selftest(path).stdout
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ class EncodedReader:
     make_samples: Callable[[], Feed]
     device: torch.device
     is_encoded: bool = False
-    keys: ItemKeys = field(factory=ItemKeys)
+    item_keys: ItemKeys = field(factory=ItemKeys)
     labels: Tensor | None = field(init=False)
     classes: Sequence[str] | None = field(init=False)
     left_out: Sequence[str] = field(init=False)
@@ -171,16 +171,19 @@ class EncodedReader:
         return rows
 
     def _key(self, encoder: PictureEncoder) -> tuple[Any, ...] | None:
+        """Return all that what `encoder` makes depends on; None if the source does not say when its data changes."""
+        if (data := self._data_key) is None:
+            return None
+        return ("encoded", *data, encoder.digest(), bool(self.transforms.flip), self.store.unreadable)
+
+    @cached_property
+    def _data_key(self) -> tuple[Any, ...] | None:
         transforms = self.transforms
         if isinstance(self.source, InMemory):
-            kept = sorted((name, hash_of(column)) for name, column in self.source.conditions.items())
-            data: tuple[Any, ...] = (FORMAT, hash_of(self.source.images), kept, transforms.side, transforms.upscale)
-            data += (transforms.channels, transforms.background)
-        elif hasattr(self.source, "fingerprint"):
-            data = (*key_of(self.source, transforms), self.keys)
-        else:
-            return None
-        return ("encoded", *data, encoder.digest(), bool(transforms.flip), self.store.unreadable)
+            beside = sorted((name, hash_of(column)) for name, column in self.source.conditions.items())
+            first_stage = (transforms.side, transforms.upscale, transforms.channels, transforms.background)
+            return (FORMAT, hash_of(self.source.images), beside, *first_stage)
+        return (*key_of(self.source, transforms), self.item_keys) if hasattr(self.source, "fingerprint") else None
 
     def __len__(self) -> int:
         return len(self.source)

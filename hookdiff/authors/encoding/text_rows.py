@@ -200,8 +200,11 @@ class TextRows:
         return [row for row, length in enumerate(self._open().lengths(texts)) if length > limit]
 
     def _report_cut(self, texts: Sequence[str]) -> None:
-        rows = range(len(texts)) if self.is_kept else self._rows_cut(texts)
-        if cut := [texts[row] for row in rows if not self.is_kept or _digest(texts[row]) in self._cut]:
+        if self.is_kept:
+            cut = [text for text in texts if _digest(text) in self._cut]
+        else:
+            cut = [texts[row] for row in self._rows_cut(texts)]
+        if cut:
             logger.warning(
                 "%s: %s of %s texts are cut at %s tokens, such as %s",
                 *(self.where, f"{len(cut):,}", f"{len(texts):,}", self.encoder.limit, repr(cut[0][:_SHOWN])),

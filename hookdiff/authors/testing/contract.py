@@ -70,7 +70,7 @@ def assert_keeps_contract(
                 raise
         after = _of_all_instances(kind)
         facts = [
-            f"{name} belongs to the class and changed in the run: {name} = field({_begin(*before[name])}, init=False)"
+            f"{name} belongs to the class and changed in the run: {name} = {_field_of(*before[name])}"
             for name in before
             if before[name] != after.get(name)
         ]
@@ -112,8 +112,10 @@ def _of_all_instances(kind: type) -> dict[str, tuple[str, str]]:
     return {name: (type(one).__name__, repr(one)) for name, one in found.items() if isinstance(one, plain)}
 
 
-def _begin(kind: str, text: str) -> str:
-    return f"factory={kind}" if kind in [one.__name__ for one in _MUTABLE] else f"default={text}"
+def _field_of(kind: str, text: str) -> str:
+    """Return the field that gives each instance a value of its own, of type `kind` and written as `text`."""
+    first = f"factory={kind}" if kind in [one.__name__ for one in _MUTABLE] else f"default={text}"
+    return f"field({first}, init=False)"
 
 
 class _Transfers(CountTransfers):
