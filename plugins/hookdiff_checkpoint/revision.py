@@ -7,25 +7,29 @@ The working directory may be in a repository of a stranger. Git runs programs th
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hookdiff.disk import read_file
+from hookdiff.disk import check_kind, read_file
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _REF = re.compile(r"refs/[^\0\n]+")
 # Of the repository's own config: how its files are compared, and nothing else.
 _COMPARED = r"^core\.(filemode|autocrlf|eol|symlinks|ignorecase)$"
+_SECONDS = 10.0  # for git; a pipe in the repository lets it wait for ever
 _VALUES = ("true", "false", "input", "lf", "crlf", "native")
 
 
 def revision(runs: Iterable[Path]) -> dict[str, Any] | None:
     """Return the commit of the working directory, and whether files differ from it.
 
-    None without a repository, a commit or git, and for a repository in one of the directories `runs`.
+    None without a repository, a commit or git, if git takes more than seconds, and for a repository in one of the
+    directories `runs`.
     """
     try:
         root = next((folder for folder in (Path.cwd(), *Path.cwd().parents) if os.path.lexists(folder / ".git")), None)
@@ -71,24 +75,36 @@ def _is_changed(root: Path, own: Path, common: Path, commit: str) -> bool:
             (ours / name).mkdir()
         (ours / "HEAD").write_text(commit)
         for file in (own / "index", *own.glob("sharedindex.*")):
+            check_kind(file)
             # With its time: git compares the content of a file as new as the index, by whole seconds.
             shutil.copy2(file, ours / file.name)
+        until = time.monotonic() + _SECONDS
         # None of the caller's variables: a hook of git that starts a run sets some.
         around = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        around |= {"GIT_DIR": folder, "GIT_WORK_TREE": os.fspath(root), "GIT_OBJECT_DIRECTORY": f"{common / 'objects'}"}
         config = common / "config"
         config = config if config.is_file() else Path(os.devnull)  # a pipe would be read for ever
-        asked = _git(around, "config", "--file", os.fspath(config), "--get-regexp", _COMPARED, codes=(0, 1))
+        asked = _git(around, until, "config", "--file", os.fspath(config), "--get-regexp", _COMPARED, codes=(0, 1))
         known = (line.partition(" ") for line in asked.splitlines())
         lines = [f"{key.removeprefix('core.')} = {value}" for key, _, value in known if value in _VALUES]
         if len(commit) == 64:
             lines += ["repositoryformatversion = 1", "[extensions]", "objectformat = sha256"]
         (ours / "config").write_text("\n".join(["[core]", *lines, ""]))
-        around |= {"GIT_DIR": folder, "GIT_WORK_TREE": os.fspath(root), "GIT_OBJECT_DIRECTORY": f"{common / 'objects'}"}
-        return bool(_git(around, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all"))
+        return bool(_git(around, until, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all"))
 
 
-def _git(around: Mapping[str, str], *words: str, codes: tuple[int, ...] = (0,)) -> str:
-    done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=300, env=dict(around))
-    if done.returncode not in codes:
-        raise subprocess.CalledProcessError(done.returncode, words)
-    return done.stdout.strip()
+def _git(around: Mapping[str, str], until: float, *words: str, codes: tuple[int, ...] = (0,)) -> str:
+    """Return what git writes; raises SubprocessError if it fails, or runs at the time `until`."""
+    # A session of its own, to end what it has started with it.
+    options: Any = {"env": dict(around), "start_new_session": True, "text": True}
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(["git", *words], stdin=null, stdout=pipe, stderr=null, **options) as process:
+        try:
+            out, _ = process.communicate(timeout=max(0.0, until - time.monotonic()))
+        finally:
+            if process.poll() is None and os.name != "nt":
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+    if process.returncode not in codes:
+        raise subprocess.CalledProcessError(process.returncode, words)
+    return str(out).strip()

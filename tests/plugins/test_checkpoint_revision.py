@@ -12,6 +12,7 @@ import pytest
 
 from hookdiff_checkpoint.revision import revision
 from tests.conftest import write_small
+from tests.hostile.mutations import in_time
 
 AUTHOR = {f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
@@ -175,3 +176,34 @@ def test_only_a_repository_around_the_run_is_recorded(
     monkeypatch.chdir(run / "checkpoints")
     assert hookdiff("resume", "..", "--steps", "4")[0] == 0
     assert recorded(run) is None
+
+
+# What git or we read, by whether the revision is known all the same once a pipe has its place.
+PIPES = {
+    "a .git that is a pipe": (".git", False),
+    "HEAD": (".git/HEAD", False),
+    "a branch": (".git/refs/heads/main", False),
+    "packed refs": (".git/packed-refs", True),
+    "index": (".git/index", False),
+    "config": (".git/config", True),
+    "commondir": (".git/commondir", True),
+    "alternates": (".git/objects/info/alternates", False),
+    "index of a pack": (".git/objects/pack/pack-1.idx", None),  # git may leave it out
+    "attributes": (".gitattributes", False),
+}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+@pytest.mark.parametrize(("path", "is_known"), PIPES.values(), ids=PIPES)
+def test_a_pipe_is_not_waited_for(
+    repo: Path, monkeypatch: pytest.MonkeyPatch, path: str, is_known: bool | None
+) -> None:
+    if path.endswith(".idx"):
+        (repo / path).with_suffix(".pack").write_bytes(b"PACK")
+    if (repo / path).exists():
+        (repo / path).rename(repo / "aside")
+    os.mkfifo(repo / path)
+    monkeypatch.chdir(repo)
+    with in_time():
+        found = revision([])
+    assert is_known is None or (found is not None) == is_known
