@@ -9,6 +9,7 @@ from pathlib import Path
 from attrs import frozen
 from PIL import Image, ImageDraw, ImageFont
 
+from hookdiff.disk.files import new_file
 from hookdiff.disk.paths import check_writable
 from hookdiff.errors import UserError
 
@@ -55,8 +56,9 @@ def draw_charts(charts: Sequence[Chart], path: Path) -> None:
         _draw(chart, ImageDraw.Draw(picture), top)
         top += chart.height
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture.resize((WIDTH, height), Image.Resampling.LANCZOS).save(path)
+        with new_file(path) as partial:
+            kind = Image.registered_extensions()[path.suffix.lower()]
+            picture.resize((WIDTH, height), Image.Resampling.LANCZOS).save(partial, kind)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error}") from None
 

@@ -1,14 +1,17 @@
 from .files import (
     Written as Written,
     cannot_write as cannot_write,
+    copy_file as copy_file,
     discard as discard,
     make_folder as make_folder,
     new_file as new_file,
     new_folder as new_folder,
+    open_own as open_own,
+    own_files as own_files,
     write_file as write_file,
     writing as writing,
 )
-from .lock import check_place as check_place, lock_run_dir as lock_run_dir
+from .lock import check_place as check_place, confine as confine, lock_run_dir as lock_run_dir
 from .paths import (
     check_writable as check_writable,
     folder_in as folder_in,

@@ -7,14 +7,17 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 from attrs import define
 
-from hookdiff.disk.lock import check_place
+from hookdiff.disk.lock import check_place, is_in_run
 from hookdiff.disk.paths import partial_of
+from hookdiff.disk.reading import open_file
 from hookdiff.errors import StorageError, UserError
 
 _CHUNK = 1 << 22  # bytes that are hashed and written at a time; other threads run meanwhile
@@ -112,6 +115,43 @@ def new_folder(path: Path) -> Iterator[Path]:
         discard(partial)
     sync_folder(path.parent)
     discard(replaced)
+
+
+def open_own(path: Path, mode: str) -> FileIO:
+    """Open a file to change it, unbuffered, in a binary mode that may create it.
+
+    A file that has a second name (a hard link, as in a copy by `cp -al`) is first replaced by a copy, so that nobody
+    sees the changes under the other name.
+
+    Raises:
+        OSError: for a link out of a run directory, a pipe, a socket or a device.
+    """
+    check_place(path)
+    with suppress(FileNotFoundError):
+        if path.is_file() and os.stat(path).st_nlink > 1:
+            copy_file(path, Path(os.path.realpath(path)))
+    return open_file(path, mode)
+
+
+def own_files(folder: Path) -> None:
+    """Replace the files below a folder of a run that have a second name by copies, before a library writes to them."""
+    if is_in_run(folder):
+        for place, _, names in os.walk(folder):
+            for path in (Path(place, name) for name in names):
+                if stat.S_ISREG((found := path.lstat()).st_mode) and found.st_nlink > 1:
+                    copy_file(path, path)
+
+
+def has_other_name(file: FileIO) -> bool:
+    """Return whether an open file has got a second name (a hard link), so that it must not be written any more."""
+    return os.fstat(file.fileno()).st_nlink > 1
+
+
+def copy_file(path: Path, copy: Path) -> None:
+    """Write the content of the file at `path` to a new file, which takes the name `copy`."""
+    with open_file(path) as file, new_file(copy) as partial:
+        write_parts(partial, map(memoryview, iter(lambda: file.read(_CHUNK), b"")))
+        shutil.copymode(path, partial)
 
 
 def discard(path: Path) -> None:

@@ -39,24 +39,45 @@ class _Held:
         if found is None or not all(map(os.path.samestat, found, (self.folder, self.lock))):
             gone = f"{self.path}, or its {LOCK}, was moved or removed during the run"
             raise StorageError(f"{gone}; the run ends, and writes nothing more")
-        real = os.path.realpath(path)
-        if not Path(real).is_relative_to(os.path.realpath(self.path)):
-            raise OSError(errno.EXDEV, f"A link leads out of the run directory, to {real}", str(path))
+        _check_inside(path, self.path)
 
 
 _held: dict[Path, _Held] = {}  # by real path; the system would grant one process the same lock twice
+_confined: dict[Path, None] = {}  # other run directories out of which nothing is written, as given and as real paths
+
+
+def confine(run_dir: Path) -> None:
+    """Let `check_place` refuse, from now on, links that lead out of a run directory, which may be a stranger's."""
+    _confined.update(dict.fromkeys((Path(os.path.abspath(run_dir)), Path(os.path.realpath(run_dir)))))
 
 
 def check_place(path: Path) -> None:
-    """Check a file or folder before it is written, if it is in a run directory that this process has locked.
+    """Check a file or folder before it is written, if it is in a run directory that is locked or confined here.
 
     Raises:
-        StorageError: if that directory or its lock has been moved or removed since.
-        OSError: if a link leads out of that directory.
+        StorageError: if a locked directory or its lock has been moved or removed since.
+        OSError: if a link leads out of the directory.
     """
     for held in list(_held.values()):  # another thread may lock a directory meanwhile
         if held.has(path):
             held.check(path)
+    place = Path(os.path.abspath(path))
+    for folder in [folder for folder in place.parents if folder in _confined]:
+        _check_inside(path, folder)
+
+
+def is_in_run(path: Path) -> bool:
+    """Return whether `path` is in a run directory, or is one, that is locked or confined here."""
+    place = Path(os.path.abspath(path))
+    return any(held.has(path) for held in list(_held.values())) or any(
+        folder in _confined for folder in (place, *place.parents)
+    )
+
+
+def _check_inside(path: Path, run_dir: Path) -> None:
+    real = os.path.realpath(path)
+    if not Path(real).is_relative_to(os.path.realpath(run_dir)):
+        raise OSError(errno.EXDEV, f"A link leads out of the run directory, to {real}", str(path))
 
 
 def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
@@ -75,23 +96,50 @@ def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
     lock = run_dir / LOCK
     if os.path.lexists(lock) and not stat.S_ISREG(os.lstat(lock).st_mode):
         raise UserError(f"{lock} is a link, a folder, a pipe or a device, and no lock; remove it")
-    file = lock.open("a+b", buffering=0)
-    try:
-        if os.name != "nt":  # Windows has no such lock
-            _lock(file)
-    except OSError as error:
-        host, process = [*_owner(file), "?", "?"][:2]
-        file.close()
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            raise UserError(f"{lock}: cannot be locked: {error.strerror}") from None
-        holder = f"process {process} on {host}"
-        raise UserError(f"{run_dir} is in use by {holder}; wait for it, stop it, or choose --out DIR") from None
+    file = _locked(run_dir, lock)
     if owner := _owner(file):
         logger.info("%s: took over the lock of process %s, which no longer runs", run_dir, owner[-1])
     _held[path] = _Held(run_dir, resources, os.stat(run_dir), os.fstat(file.fileno()))
     resources.callback(_release, path, file)
     file.truncate(0)
     file.write(f"{socket.gethostname()} {os.getpid()}\n".encode())
+
+
+def _locked(run_dir: Path, lock: Path) -> FileIO:
+    """Open and lock the file `lock`; a new one takes the place of one that has a second name (a hard link)."""
+    while True:
+        if _is_held(lock):  # as the copy of a run of this process; to open and close it would release that lock
+            if os.stat(lock).st_nlink == 1:
+                raise UserError(f"{run_dir} is in use by another Loop of this process")
+            lock.unlink()
+        file = lock.open("a+b", buffering=0)
+        try:
+            if os.name != "nt":  # Windows has no such lock
+                _lock(file)
+        except OSError as error:
+            host, process = [*_owner(file), "?", "?"][:2]
+            file.close()
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise UserError(f"{lock}: cannot be locked: {error.strerror}") from None
+            holder = f"process {process} on {host}"
+            raise UserError(f"{run_dir} is in use by {holder}; wait for it, stop it, or choose --out DIR") from None
+        found, is_there = os.fstat(file.fileno()), os.path.lexists(lock)
+        if found.st_nlink == 1 and is_there and os.path.samestat(os.lstat(lock), found):
+            return file
+        if os.name == "nt":
+            file.close()  # no open file can be removed there
+        if found.st_nlink > 1 and is_there:
+            lock.unlink()  # while it is locked, so that no other process takes it for the lock
+        file.close()
+
+
+def _is_held(lock: Path) -> bool:
+    """Return whether this process holds the lock of that file, perhaps under another name."""
+    try:
+        found = os.stat(lock)
+    except OSError:
+        return False
+    return any(os.path.samestat(found, held.lock) for held in list(_held.values()))
 
 
 def _lock(file: FileIO) -> None:
@@ -109,6 +157,8 @@ def is_locked(run_dir: Path) -> bool:
     """Return whether a process, this one or another, holds the lock of `run_dir`."""
     if _held and run_dir.resolve() in _held:
         return True  # and the file is not opened: to close it would release the lock
+    if _is_held(run_dir / LOCK):  # as the copy of a run that this process makes
+        return True
     try:
         check_kind(run_dir / LOCK)
         file = FileIO(run_dir / LOCK)
@@ -129,7 +179,8 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def _release(path: Path, file: FileIO) -> None:
-    file.truncate(0)  # not deleted: another process may have it open, and would then lock a deleted file
+    if os.fstat(file.fileno()).st_nlink < 2:  # else a copy of the run, made meanwhile, has the same file
+        file.truncate(0)  # not deleted: another process may have it open, and would then lock a deleted file
     file.close()
     del _held[path]
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from hookdiff.disk.lock import LOCK
+from hookdiff.disk.lock import LOCK, check_place
 from hookdiff.errors import UserError, why_missing
 
 
@@ -45,6 +45,10 @@ def no_such_folder(path: Path) -> UserError:
 
 def check_writable(path: Path) -> None:
     """Raise UserError if no file can be written at `path`; the check writes nothing."""
+    try:
+        check_place(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
     parent = next((folder for folder in path.absolute().parents if folder.exists()), path)
     if path.is_dir() or not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise UserError(f"{path}: cannot be written; expected a file in a directory with write permission")

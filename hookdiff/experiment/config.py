@@ -22,6 +22,7 @@ from hookdiff.data.feed import Feed
 from hookdiff.diffusion.clipping import NoClipping
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
+from hookdiff.disk.lock import confine
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest
 from hookdiff.experiment.discovery import LeftOut, is_needed, plugin_class, plugin_name
 from hookdiff.experiment.expected import MODEL, OPTIMIZER, SOURCE, Expected
@@ -262,6 +263,8 @@ def load_config(
         )
     for setting in settings:
         _set(table, setting, problems)
+    if is_of_run(path):
+        confine(path.parent)
     is_strangers = is_of_run(path) and not trust
     if not is_strangers:
         _make_importable(table, path)

@@ -22,6 +22,7 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff.disk.files import cannot_write, make_folder, new_folder, write_file
+from hookdiff.disk.lock import check_place
 from hookdiff.disk.reading import open_file, read_file
 from hookdiff.errors import UserError
 from hookdiff.images.opened import reason
@@ -113,7 +114,9 @@ def locked(path: Path, shared: bool) -> Iterator[None]:
     Raises:
         OSError: if the file of the lock cannot be opened.
     """
-    with open_file(path.with_suffix(".lock"), "ab") as lock:
+    place = path.with_suffix(".lock")
+    check_place(place)
+    with open_file(place, "ab") as lock:  # nothing is written to it
         if os.name != "nt":  # Windows has no such lock
             import fcntl
 

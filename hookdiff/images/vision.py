@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy
 import torch
 from torch import Tensor
 
+from hookdiff.disk.files import own_files
 from hookdiff.errors import UserError, nearest
 from hookdiff.images.mistakes import may_be_data
 from hookdiff.options.fields import Writes
 
-_WRITE_ALWAYS = ("Cityscapes", "ImageNet", "PhotoTour")  # they unpack archives, or write a file of their own
+# They unpack archives, write a file of their own, or make the folder that they are to read.
+_WRITE_ALWAYS = ("Caltech101", "Caltech256", "Cityscapes", "INaturalist", "ImageNet", "PhotoTour")
 _NOT_KEYS = ("transform", "target_transform", "transforms", "loader", "is_valid_file")
 
 
@@ -32,11 +35,16 @@ def vision(name: str) -> Callable[..., Vision]:
     kind = kinds[name]
     signature = inspect.signature(kind)
     keys = [parameter for key, parameter in signature.parameters.items() if key not in _NOT_KEYS]
-    if "download" in signature.parameters or name in _WRITE_ALWAYS:
-        written = Annotated[str, Writes("" if name in _WRITE_ALWAYS else "download")]
+    download = signature.parameters.get("download")
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    if download or passes_on or name in _WRITE_ALWAYS:
+        always = name in _WRITE_ALWAYS or (download and download.default)  # some download unless they are told not to
+        written = Annotated[str, Writes("" if always else "download")]
         keys = [key.replace(annotation=written) if key.name == "root" else key for key in keys]
 
     def make(**arguments: Any) -> Vision:
+        if isinstance(root := arguments.get("root"), str) and (arguments.get("download") or name in _WRITE_ALWAYS):
+            own_files(Path(root))
         return Vision(name, kind(**arguments))
 
     make.__signature__ = signature.replace(parameters=keys, return_annotation=Vision)  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from hookdiff.disk.lock import LOCK
+from hookdiff.disk.lock import LOCK, confine
 from hookdiff.disk.paths import is_empty, no_such_folder
 from hookdiff.errors import UserError
 from hookdiff.run_dir.checkpoints import CHECKPOINTS
@@ -40,13 +40,17 @@ def check_run_dir(path: Path, resume: bool = False, overwrite: bool = False) -> 
 def run_of(path: Path) -> Path:
     """Return the run directory of `path`, which is that directory itself or a checkpoint in it.
 
+    From now on nothing is written through links that lead out of that directory.
+
     Raises:
         UserError: for any other path.
     """
     if (path / CONFIG).is_file():
+        confine(path)
         return path
     above = Path(os.path.realpath(path)).parent.parent  # Path.resolve raises for a link to itself
     if path.is_dir() and (above / CONFIG).is_file():
+        confine(above)
         return above
     if path.exists():
         raise UserError(f"{path} is no run directory: it has no {CONFIG}")

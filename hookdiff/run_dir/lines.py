@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from attrs import define, field, frozen
 
-from hookdiff.disk.files import cannot_write, make_folder, writing
+from hookdiff.disk.files import cannot_write, copy_file, has_other_name, make_folder, open_own, writing
 from hookdiff.disk.lock import check_place
 from hookdiff.disk.reading import open_file, read_file
 from hookdiff.errors import listed
@@ -114,7 +114,7 @@ class Lines:
             if not path.exists() and (earlier := _earlier_file(source, path.name)):
                 self._begin_branch(path, read_file(earlier), step)
             existed = path.exists()
-            open_file(path, "ab").close()
+            open_own(path, "ab").close()
             self._file, expected = open_file(path, "r+b"), self.length
             if not self.is_cut:
                 expected = self.length = self._file.seek(0, 2)
@@ -142,6 +142,7 @@ class Lines:
         was_full = bool(self._waiting)
         self._waiting += json.dumps(as_json(line), allow_nan=False).encode() + b"\n"
         try:
+            file = self._own(file)
             while self._waiting:
                 self._waiting = self._waiting[file.write(self._waiting) :]
             self.length = file.tell()
@@ -161,7 +162,7 @@ class Lines:
         self.length, self._waiting = length, b""
         if self._file and not self._file.closed:
             with writing(Path(str(self._file.name))):
-                self._cut(self._file)
+                self._cut(self._own(self._file))
 
     def close(self) -> None:
         """Close the file; lines that still wait for space are lost, with a warning."""
@@ -175,7 +176,20 @@ class Lines:
         """Write the `lines` of the run that is continued, without those of steps that the branch does not have."""
         if not self.is_cut:  # the others are cut to the checkpoint
             lines = b"".join(line for line in lines.splitlines(keepends=True) if _step(line) <= step)
-        path.write_bytes(lines)
+        with open_own(path, "wb") as file:
+            while lines:
+                lines = lines[file.write(lines) :]
+
+    def _own(self, file: FileIO) -> FileIO:
+        """Return the open file, or a copy in its place if it has got a second name, as by a snapshot of the run."""
+        if not has_other_name(file):
+            return file
+        path, place = Path(str(file.name)), file.tell()
+        copy_file(path, Path(os.path.realpath(path)))
+        file.close()
+        self._file = open_file(path, "r+b")
+        self._file.seek(place)
+        return self._file
 
     def _cut(self, file: FileIO) -> tuple[bytes, bytes]:
         """Cut `file` after the last whole line within `length`; return its content before and after that."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import struct
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hookdiff.disk.files import discard
+from hookdiff.disk.files import copy_file, discard
 from hookdiff.disk.reading import check_kind
 from hookdiff.log.picture import Picture, read_info
 from hookdiff.run_dir.checkpoints import CHECKPOINTS
@@ -48,8 +47,7 @@ def copy_pictures(source: Path, run_dir: Path, until: int) -> None:
         for step, path in pictures.items():
             copied = picture_path(run_dir, name, step)
             if step <= until and not copied.exists():
-                copied.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, copied)
+                copy_file(path, copied)
 
 
 def find_pictures(run_dir: Path, after: int = -1) -> dict[str, dict[int, Path]]:

@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 
 from hookdiff import Loop, Sink, TrackedRun, UserError, plugin
 from hookdiff.authors import Call, earlier
+from hookdiff.disk import own_files
 from hookdiff.log import Distribution, Event, Picture
 from hookdiff.options import Writes, about
 
@@ -83,6 +84,7 @@ class Aim(Sink):
     def open(self, run: TrackedRun) -> list[Call] | None:
         folder = self._folder(run)
         if "://" not in folder:
+            own_files(Path(folder, ".aim"))
             _create(folder)
         if self._run is None:  # otherwise this is the repetition of a call that failed further down
             self._run = self._open_run(folder, run)

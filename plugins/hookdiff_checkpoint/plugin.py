@@ -14,7 +14,7 @@ from attrs.validators import ge
 from torch import Tensor
 
 from hookdiff import PASS, Alarms, Due, Every, Loop, Reason, StorageError, UserError, Verdict, hookimpl, parse_every
-from hookdiff.disk import cannot_write, lock_run_dir, make_folder
+from hookdiff.disk import cannot_write, lock_run_dir, make_folder, write_file
 from hookdiff.loop import implements
 from hookdiff.machine import first_rank_does, first_rank_says, gathered, gathered_or_raised, is_sharded, num_ranks, rank
 from hookdiff.options import about
@@ -153,7 +153,7 @@ class Checkpoint:
             make_folder(folder)
             finish_interrupted(folder)
             (folder / _PROBE).unlink(missing_ok=True)  # perhaps a link
-            (folder / _PROBE).touch()
+            write_file(folder / _PROBE, b"")
             (folder / _PROBE).unlink()
         except OSError as error:
             if error.errno == errno.EROFS and loop.end.reason:
@@ -402,7 +402,7 @@ def _check_shared(folder: Path) -> None:
             time.sleep(0.1)
 
     try:
-        first_rank_does(lambda: probe.write_text(mark, "utf-8"))
+        first_rank_does(lambda: write_file(probe, mark.encode()))
         if blind := [str(at) for at, found in enumerate(gathered(seen())) if not found]:
             raise UserError(
                 f"{folder}: rank {', '.join(blind)} does not see what the first rank writes there; weights in pieces "

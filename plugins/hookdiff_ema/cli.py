@@ -57,12 +57,13 @@ def command(
 
 
 def _make(run: Path, std: float, step: int | None, out: Path | None) -> None:
-    from hookdiff.disk import new_file, write_tensors, writing
+    from hookdiff.disk import confine, new_file, write_tensors, writing
     from hookdiff_ema.profiles import MAX_STD
     from hookdiff_ema.snapshots import find_snapshots, plan, reconstruct
 
     if not 0 < std <= MAX_STD:
         raise UserError(f"--std {std:g}: expected a width above 0 and at most {MAX_STD:.4f}")
+    confine(run)
     planned = plan(find_snapshots(run), std, step)
     out = out or run / f"ema-step-{planned.step:08d}-std={std}.safetensors"
     with writing(out), new_file(out) as path:

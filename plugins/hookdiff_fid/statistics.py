@@ -47,7 +47,7 @@ def write_statistics(path: Path, moments: Moments) -> None:
     rows, covariance = gaussian.rows, gaussian.covariance
     covariance = rows.T @ rows if rows is not None else covariance
     assert covariance is not None
-    with writing(path), new_file(path) as partial, partial.open("wb") as file:
+    with writing(path), new_file(path) as partial, partial.open("xb") as file:
         numpy.savez(file, mu=gaussian.mean.numpy(), sigma=covariance.numpy(), num=moments.num)
 
 

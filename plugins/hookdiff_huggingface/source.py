@@ -1,6 +1,7 @@
 """Image data sets of Hugging Face: on the hub, or as the `datasets` library reads them from disk."""
 
 import io
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -110,7 +111,7 @@ def _open(path: str, split: str, name: str | None) -> Any:
         raise ValueError("there is no data set of this name")
     if not place.exists() and (place.is_absolute() or path.startswith((".", "~"))):
         raise ValueError(why_missing(place))
-    with _plain_urls():
+    with _plain_urls(), _own_cache():
         return datasets.load_dataset(str(place) if place.exists() else path, name, split=split)
 
 
@@ -135,6 +136,30 @@ def _plain_urls() -> Iterator[None]:
         yield
     finally:
         data_files.resolve_pattern = resolve
+
+
+@contextmanager
+def _own_cache() -> Iterator[None]:
+    """Raise ValueError if a set, such as by a version in its README, would be written outside of the library's cache.
+
+    The library joins the cache, the name of the set, its version and a hash, and checks none of them.
+    """
+    from datasets import DatasetBuilder
+
+    build = DatasetBuilder._build_cache_dir
+
+    def checked(self: Any) -> str:
+        folder = str(build(self))
+        if not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(self._cache_dir_root)):
+            named = f"the version {str(self.config.version)!r}"
+            raise ValueError(f"its README names {named}, with which it would be written outside of the cache")
+        return folder
+
+    DatasetBuilder._build_cache_dir = checked
+    try:
+        yield
+    finally:
+        DatasetBuilder._build_cache_dir = build
 
 
 def _labels(path: str, data: Any, given: str) -> tuple[Tensor | None, Sequence[str] | None]:

@@ -18,7 +18,7 @@ from hookdiff import UserError
 from hookdiff.authors import by_class, save_animation, sheet
 from hookdiff.cli import check_free
 from hookdiff.data import to_unit_range
-from hookdiff.disk import check_writable, new_file, writing
+from hookdiff.disk import check_place, check_writable, new_file, write_file, writing
 from hookdiff.images import (
     Folder,
     Transforms,
@@ -168,12 +168,14 @@ class Output:
                 with writing(path):
                     for earlier in self._replaced.get(number, ()):  # of another class
                         if earlier != path:
+                            check_place(earlier)
                             earlier.unlink(missing_ok=True)
                     Picture(numpy.asarray(as_pillow(image)), {**info, **more, "number": number}).save(path)
                     if self.texts:
                         text_file = path.with_suffix(".txt")
                         check_free(text_file, self.overwrite)
-                        text_file.write_text(f"{self.texts[number]}\n", "utf-8")
+                        with new_file(text_file) as partial:
+                            write_file(partial, f"{self.texts[number]}\n".encode())
                 self._singles.append(path)
 
     def finish(
@@ -244,5 +246,5 @@ def _write_archive(path: Path, pixels: Tensor, labels: Sequence[int] | None) -> 
     arrays: list[Any] = [pixels.permute(0, 2, 3, 1).contiguous().numpy()]
     if labels is not None:
         arrays.append(numpy.array(labels, dtype=numpy.int64))
-    with new_file(path) as partial, partial.open("wb") as file:  # a name would get another suffix
+    with new_file(path) as partial, partial.open("xb") as file:  # a name would get another suffix
         numpy.savez(file, *arrays)

@@ -182,7 +182,11 @@ WRITING: list[tuple[str, dict[str, Any]]] = [
     ),
     *(
         ("data.root", {"data": {"source": f"torchvision:{name}", "root": "FOLDER", **keys}})
-        for name, keys in {"PhotoTour": {"name": "notredame"}, "ImageNet": {}, "Cityscapes": {}}.items()
+        for name, keys in {"PhotoTour": {"name": "notredame"}, "ImageNet": {}, "Cityscapes": {}, "SEMEION": {}}.items()
+    ),
+    *(
+        ("data.root", {"data": {"source": f"torchvision:{name}", "root": "FOLDER"}})
+        for name in ("Caltech101", "Caltech256", "INaturalist")
     ),
     ("plugins.tensorboard.dir", {"run": {"plugins": ["tensorboard"]}, "plugins": {"tensorboard": {"dir": "FOLDER"}}}),
     ("plugins.wandb.dir", {"run": {"plugins": ["wandb"]}, "plugins": {"wandb": {"dir": "FOLDER"}}}),

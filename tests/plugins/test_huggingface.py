@@ -1,5 +1,6 @@
 """Test data sets of Hugging Face with the real library and without the network."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,21 @@ def test_a_missing_label_is_minus_one_or_refused(tmp_path: Path, alone: Any) -> 
     assert data.labels.tolist() == [1, -1, 0]
     with refused(ValueError, "set", "'name'", None):
         HuggingFace(str(tmp_path / "set"), label_column="name")
+
+
+@pytest.mark.parametrize("key", ["version", "config_name", "data_files"])
+def test_a_readme_names_no_folder_outside_of_the_cache(tmp_path: Path, made: Any, key: str) -> None:
+    folder = tmp_path / "set"
+    (folder / "data").mkdir(parents=True)
+    made.to_parquet(str(folder / "data" / "part-0.parquet"))
+    for name in ("x", "hf"):  # an empty folder there would be removed
+        (tmp_path / name).mkdir()
+    configs = {"config_name": "default", "data_files": "data/*.parquet", "version": "1.0.0"}
+    configs |= {"version": {key: "../../../../x"}, "config_name": {key: "../../x"}}.get(
+        key, {key: [{"split": "../../x", "path": "data/*.parquet"}]}
+    )
+    (folder / "README.md").write_text(f"---\nconfigs:\n- {json.dumps(configs)}\n---\n")
+    with refused(ValueError, "set"):
+        HuggingFace(str(folder))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "set", "x"]
+    assert not list((tmp_path / "x").iterdir())
