@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -163,11 +164,24 @@ def locked(run: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what hookdiff writes to the user's cache in a folder of the tests."""
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what hookdiff and its libraries write to the user's home, cache and settings in folders of the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        for name in ("HOME", "XDG_CONFIG_HOME", "APPDATA"):  # of Linux and macOS, of Linux, of Windows
+            patch.setenv(name, str(tmp_path_factory.mktemp("home")))
         yield
+
+
+@pytest.fixture
+def another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return a function that gives the process a new home, in which no run is remembered: all are a stranger's."""
+
+    def move() -> None:
+        for name in ("HOME", "XDG_CONFIG_HOME", "APPDATA"):
+            monkeypatch.setenv(name, tempfile.mkdtemp(dir=tmp_path))
+
+    return move
 
 
 @pytest.fixture

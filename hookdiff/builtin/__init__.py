@@ -1,6 +1,7 @@
 """The plugins of every configured run, which a script adds with one call."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from hookdiff.builtin.changes import Changes
@@ -23,6 +24,7 @@ def builtin_plugins(
     skip_batches: int = 0,
     defaults: Mapping[str, Any] | None = None,
     fixed: Mapping[str, str] | None = None,
+    written: Callable[[Path, bytes], object] | None = None,
 ) -> dict[str, object]:
     """Return the plugins of every run by name, in the order in which they are called.
 
@@ -37,13 +39,19 @@ def builtin_plugins(
         skip_batches: number of batches to skip at the start
         defaults: defaults of the config; if given, a resumed run logs what has changed since its checkpoint
         fixed: keys that must not have changed then, beside those that are so in every run, with the reasons
+        written: called with the path and the bytes of config.toml once the run has written it
     """
     plugins: dict[str, object] = {"signals": Signals()} if signals else {}
     if fit_micro_batch:
         from hookdiff.builtin.micro_batch import FitMicroBatch
 
         plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes the size that it finds
-    plugins |= {"run_dir": RunDir(overwrite), "metrics": Metrics(), "texts": Texts(), "distributions": Distributions()}
+    plugins |= {
+        "run_dir": RunDir(overwrite, written),
+        "metrics": Metrics(),
+        "texts": Texts(),
+        "distributions": Distributions(),
+    }
     plugins |= {"images": Pictures(), "events": Events()}
     if defaults is not None:
         plugins["changes"] = Changes(defaults, fixed or {})

@@ -3,7 +3,7 @@
 import errno
 import logging
 import shutil
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class RunDir:
     """
 
     overwrite: bool = False  # delete an earlier run in the directory
+    written: Callable[[Path, bytes], object] | None = None  # called with the config when it is written
     _existed: bool = field(init=False, default=False)
     _config: bytes = field(init=False, default=b"")
     _is_ready: bool = field(init=False, default=False)  # the directory is written
@@ -98,6 +99,8 @@ class RunDir:
             write_job(path, launch())
             with new_file(path / CONFIG) as partial:
                 write_file(partial, self._config)
+        if self.written:
+            self.written(path / CONFIG, self._config)
         self._is_ready = True
 
     @hookimpl(wrapper=True, tryfirst=True)

@@ -95,7 +95,9 @@ def _all(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 config_argument = path_argument("config", read_toml)
 # For commands that read the config of a run.
 trust_option = click.option(
-    "--trust", is_flag=True, help="Trust the config of a run: its code, its URLs, and the folders that it writes to."
+    "--trust",
+    is_flag=True,
+    help="Trust the config of a run, now and later: its code, its URLs, and the folders that it writes to.",
 )
 settings_option = click.option(
     "--set",

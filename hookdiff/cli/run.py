@@ -139,11 +139,19 @@ def _train(config: Config, run_dir: Path, *, resume: bool | Path, overwrite: boo
     return 128 + signals.caught if signals.caught and reason == "signal" else EXIT_CODES[reason]
 
 
+def _is_remembered(run_dir: Path) -> bool:
+    from hookdiff.disk.reading import read_file
+    from hookdiff.experiment.own_runs import is_remembered
+    from hookdiff.run_dir.config_toml import CONFIG
+
+    return is_remembered(run_dir / CONFIG, read_file(run_dir / CONFIG))
+
+
 def _report(config: Config, loop: Loop, reason: str, resume: bool | Path, run_dir: Path) -> str:
     """Return what the command says at the end: the summary, and how to go on."""
     from hookdiff.cli.summary import run_summary
 
-    and_trust = " --trust" * bool(config.needs_trust)
+    and_trust = " --trust" * (bool(config.needs_trust) and not _is_remembered(run_dir))
     if reason == "done" and resume and loop.progress.step == loop.first_step:
         unit = "steps" if config.run.epochs is None else "epochs"
         source, out = (run_dir, "") if resume is True else (resume, f" --out {run_dir}" * (resume != run_dir))

@@ -22,10 +22,12 @@ from hookdiff.data.feed import Feed
 from hookdiff.data.memory import InMemory
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
+from hookdiff.disk.reading import read_file
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.config import Config
 from hookdiff.experiment.discovery import LeftOut, is_needed
 from hookdiff.experiment.optimizers import build_optimizers
+from hookdiff.experiment.own_runs import is_remembered, remember
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.settle import filled_in, prepare_process, recorded, settle
 from hookdiff.images.item_texts import with_texts
@@ -44,6 +46,8 @@ from hookdiff.models.attention_forms import use_attention
 from hookdiff.models.compiler import sampling_errors, try_compiler
 from hookdiff.models.init import Initialisation, layers_called
 from hookdiff.options.structure import missing, parameters
+from hookdiff.run_dir.config_toml import CONFIG
+from hookdiff.run_dir.layout import run_of
 from hookdiff.terminal.bars import shown_works
 
 logger = logging.getLogger("hookdiff")
@@ -116,6 +120,7 @@ def build_loop(
         skip_batches=skip_batches,
         defaults=config.defaults() if resume else None,
         fixed=config.fixed() if resume else None,
+        written=partial(remember, asks=bool(config.needs_trust)) if _is_own(config, run_dir, resume) else None,
         **config.model.shared[Start],
     )
     plugins = {**(plugins or {}), **own}
@@ -139,6 +144,18 @@ def build_loop(
         resume=resume,
         fresh=fresh,
     )
+
+
+def _is_own(config: Config, run_dir: Path, resume: bool | Path) -> bool:
+    """Return whether nothing of the run is a stranger's: neither the config, nor a run whose choices it takes over."""
+    place = run_dir if resume is True else resume
+    if not config.is_own or not place:
+        return config.is_own
+    try:
+        earlier = run_of(place) / CONFIG
+        return earlier.samefile(config.path) or is_remembered(earlier, read_file(earlier))
+    except UserError:  # there is none
+        return True
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Nothing is built here: a table names a class or function by its key `use` (or `s
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -27,8 +28,9 @@ from hookdiff.errors import ConfigError, PluginError, UserError, nearest
 from hookdiff.experiment.discovery import LeftOut, is_needed, plugin_class, plugin_name
 from hookdiff.experiment.expected import MODEL, OPTIMIZER, SOURCE, Expected
 from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
+from hookdiff.experiment.own_runs import is_remembered, remember
 from hookdiff.experiment.part import Part
-from hookdiff.experiment.toml_file import read_toml
+from hookdiff.experiment.toml_file import read_with_bytes
 from hookdiff.experiment.trust import dangers, is_of_run
 from hookdiff.images.items import ItemKeys
 from hookdiff.images.loader import Workers
@@ -198,6 +200,7 @@ class Config:
     sampling: Part
     plugins: Mapping[str, Part]  # the plugins of the run, in order
     trust: bool = False  # whether the user trusts all that it names, also if the config is a run's
+    is_own: bool = False  # whether it is the user's: no run's, or trusted now or once
     needs_trust: tuple[str, ...] = ()  # what a run of it needs trust for: code that is not installed, and keys
 
     def resolved(self) -> dict[str, Any]:
@@ -240,7 +243,8 @@ def load_config(
     A file called config.toml, or one beside the files of a run, is the config of a run, which may be a stranger's.
     Without `trust` it imports only torch, torchvision, diffusers, hookdiff and what installed packages publish, opens
     only URLs of common services, hands no options to a library, and names no folder to write in but in the run
-    directory. Nothing is ever imported from a run directory. Any other config is a program of whoever wrote it.
+    directory. Nothing is ever imported from a run directory. Any other config is a program of whoever wrote it. A run
+    that this user has made, or has once trusted, is trusted while neither its place nor a byte of its config changes.
 
     Args:
         path: the file.
@@ -254,7 +258,7 @@ def load_config(
         ConfigError: lists every problem.
     """
     path = Path(path)
-    table, problems, settings = read_toml(path), Problems(), sorted(settings, key=_set_order)
+    (table, data), problems, settings = read_with_bytes(path), Problems(), sorted(settings, key=_set_order)
     if is_run_dir(path.parent) and (lacking := [key for key in _NAMED if not _names(table, key)]):
         raise ConfigError(
             f"{path} has no {' and no '.join(lacking)}: a script made the run, and only the script can make its network"
@@ -265,6 +269,7 @@ def load_config(
         _set(table, setting, problems)
     if is_of_run(path):
         confine(path.parent)
+        trust = trust or is_remembered(path, data)
     is_strangers = is_of_run(path) and not trust
     if not is_strangers:
         _make_importable(table, path)
@@ -272,7 +277,10 @@ def load_config(
         config = _check(table, path, plugins, problems, without, hooks, path.parent if is_strangers else None)
     if hooks is None:
         _warn_of_unused(settings, config)
-    return evolve(config, trust=trust, needs_trust=(*imports.own, *config.needs_trust))
+    needs_trust = (*imports.own, *config.needs_trust)
+    if is_of_run(path) and trust and os.environ.get("RANK", "0") == "0":
+        remember(path, data, bool(needs_trust))
+    return evolve(config, trust=trust, is_own=not is_strangers, needs_trust=needs_trust)
 
 
 def make_plugin(

@@ -12,9 +12,15 @@ from hookdiff.experiment import windows_paths
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse the file at `path`; raises ConfigError that names the line that is not TOML."""
+    return read_with_bytes(path)[0]
+
+
+def read_with_bytes(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Parse the file at `path`, and return its bytes too; raises ConfigError as `read_toml` does."""
     text = ""
     try:
-        table = tomli.loads(text := read_file(path).decode("utf-8-sig"))  # editors of Windows begin a file with a mark
+        data = read_file(path)
+        table = tomli.loads(text := data.decode("utf-8-sig"))  # editors of Windows begin a file with a mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
     except RecursionError as error:
@@ -31,4 +37,4 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     if wrong := windows_paths.misread(table):
         raise ConfigError(f"{path}: a backslash was read as an escape: {'; '.join(wrong)}")
-    return table
+    return table, data

@@ -319,8 +319,10 @@ def test_a_set_that_reads_a_pickle_is_no_source(name: str) -> None:
         vision(name)
 
 
-def test_only_a_trusted_run_runs_its_own_code(tmp_path: Path, start: Callable[..., Any]) -> None:
-    """A run with code of its own is sampled and resumed from another folder, with trust; a forged one is refused."""
+def test_only_a_trusted_run_runs_its_own_code(
+    tmp_path: Path, start: Callable[..., Any], another_user: Callable[[], None]
+) -> None:
+    """Another user's run with code of its own is sampled and resumed once it is trusted; a forged one is refused."""
     home, away = tmp_path / "home", tmp_path / "away"
     home.mkdir()
     away.mkdir()
@@ -330,6 +332,7 @@ def test_only_a_trusted_run_runs_its_own_code(tmp_path: Path, start: Callable[..
     path = write_small(home / "own.toml", run={"steps": 2, "plugins": ["checkpoint"]}, **table)
     code, _, err = finish(start(away, "run", path, "--out", run))
     assert code == 0, err
+    another_user()
     commands = {"sample": ["--num", "2", "--out", "x.png"], "resume": ["--steps", "3"]}
     for command, words in commands.items():
         code, out, err = finish(start(away, command, run, *words))
@@ -339,9 +342,10 @@ def test_only_a_trusted_run_runs_its_own_code(tmp_path: Path, start: Callable[..
     for command, words in commands.items():
         code, out, err = finish(start(away, command, run, *words, "--trust"))
         assert code == 0, err
-    code, out, _ = finish(start(away, "resume", run, "--trust"))
+    code, out, _ = finish(start(away, "resume", run))
     assert code == 0
-    check_facts(out, f"hookdiff resume {run} --steps N --trust")
+    check_facts(out, f"hookdiff resume {run} --steps N")
+    assert "--trust" not in out
 
 
 @pytest.mark.parametrize("command", ["check", "run", "sample", "resume", "export"])
