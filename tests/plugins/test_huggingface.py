@@ -186,7 +186,7 @@ def test_a_readme_names_no_folder_outside_of_the_cache(tmp_path: Path, made: Any
     for name in ("x", "hf"):  # an empty folder there would be removed
         (tmp_path / name).mkdir()
     configs = {"config_name": "default", "data_files": "data/*.parquet", "version": "1.0.0"}
-    configs |= {"version": {key: "../../../../x"}, "config_name": {key: "../../x"}}.get(
+    configs |= {"version": {key: "../../../x"}, "config_name": {key: "../../x"}}.get(
         key, {key: [{"split": "../../x", "path": "data/*.parquet"}]}
     )
     (folder / "README.md").write_text(f"---\nconfigs:\n- {json.dumps(configs)}\n---\n")
