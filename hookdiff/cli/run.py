@@ -144,7 +144,8 @@ def _is_remembered(run_dir: Path) -> bool:
     from hookdiff.experiment.own_runs import is_remembered
     from hookdiff.run_dir.config_toml import CONFIG
 
-    return is_remembered(run_dir / CONFIG, read_file(run_dir / CONFIG))
+    path = run_dir / CONFIG
+    return path.is_file() and is_remembered(path, read_file(path))
 
 
 def _report(config: Config, loop: Loop, reason: str, resume: bool | Path, run_dir: Path) -> str:
