@@ -229,6 +229,12 @@ FAULTS = (
         "step / max(1, total)",
     ),
     Fault(
+        "lr: a fall by chance is a fall",
+        "plugins/hookdiff_lr/find.py",
+        "falls = rises = None\n",
+        "falls, rises = 0, None\n",
+    ),
+    Fault(
         "fid: the kernel distance counts a sample with itself",
         "plugins/hookdiff_fid/kid.py",
         "(in_a - own_a) / (n - 1)",

@@ -25,6 +25,10 @@ _LONG = Every(86400, "seconds")
 _SHARE = 0.1  # suggested rate over the one from which the loss rises
 _CHANCE = 8  # standard errors of the smoothed loss that are no chance
 _WINDOWS = 20  # the loss is smoothed over this share of the rates
+_FIRST = 10  # the rates have this many parts; in the first, the loss varies by chance alone
+_LEAST = 3  # standard deviations of the loss there that are a fall or a rise
+_FIRST = 10  # the loss of the first of this many parts of the rates shows how far it varies by chance
+_LEAST = 3  # standard deviations of that loss; less is no fall
 
 
 @define(frozen=True)
@@ -35,14 +39,15 @@ class RangeTest:
     losses: list[float]  # after the update at each of the rates, all finite
     smooth: list[float]  # running median of the losses
     has_diverged: bool
+    deviation: float  # standard deviation of the losses at the first tenth of the rates
     falls: float | None  # rate from which the loss is below that of the lowest rates; None if it never is
     lowest: float  # rate with the lowest loss
     rises: float | None  # rate from which the loss rises for good; None if it never does
 
     @property
     def suggested(self) -> float | None:
-        """A tenth of the rate from which the loss rises, with two digits; None if it never does."""
-        return None if self.rises is None else float(f"{_SHARE * self.rises:.1e}")
+        """A tenth of the rate from which the loss rises, with two digits; None if it never falls or never rises."""
+        return None if self.falls is None or self.rises is None else float(f"{_SHARE * self.rises:.1e}")
 
     @property
     def limit(self) -> float:
@@ -53,7 +58,13 @@ class RangeTest:
         """Yield a sentence on each result that says less than it could, with all `rates` that were to be tried."""
         low, high = rates[0], rates[-1]
         if self.falls is None:
-            yield "the loss falls at none of the rates, as in a network that is trained already"
+            fall = self.smooth[0] - min(self.smooth)
+            yield (
+                f"no rate is suggested: the loss falls by {fall:.3g}, and it varies by {self.deviation:.3g} (standard "
+                f"deviation) at the first tenth of the rates, of which a fall takes {_LEAST}; more rates (--steps "
+                f"{4 * len(rates)}) or larger batches (--set run.batch_size=N) show a smaller fall, and a network that "
+                "is trained already has none"
+            )
         if self.rises is None:
             yield f"the loss does not rise up to the rate {high:g}: go on with --rates {low:g} {100 * high:g}"
         elif self.suggested is not None and self.suggested < low:
@@ -124,14 +135,16 @@ def judge(rates: Sequence[float], losses: Sequence[float], has_diverged: bool) -
     half = _half(len(losses))
     smooth = [statistics.median(finite[max(0, k - half) : k + half + 1]) for k in range(len(finite))]
     start, lowest = smooth[0], min(smooth)
+    deviation = statistics.stdev(finite[: max(2, len(finite) // _FIRST)])
     at = smooth.index(lowest)
     noise = _noise(finite[: max(at, 4 * half)], 2 * half + 1)  # before a rise, which is wild
     margin = max(0.1 * (start - lowest), 3 * noise)
     falls = rises = None
     # The smallest of many medians is low by chance, hence the larger factor.
-    if start - lowest > _CHANCE * noise:
+    least = max(_CHANCE * noise, _LEAST * deviation)
+    if start - lowest > least:
         falls = next((k for k in range(at, 0, -1) if smooth[k - 1] >= start - margin), 0)
-    if has_diverged or smooth[-1] - lowest > _CHANCE * noise:
+    if has_diverged or smooth[-1] - lowest > least:
         rises = 1 + max(k for k, loss in enumerate(smooth) if loss <= lowest + margin)
         while rises - 1 > at and smooth[rises - 2] < smooth[rises - 1]:  # there it is beyond doubt; it began before
             rises -= 1
@@ -140,6 +153,7 @@ def judge(rates: Sequence[float], losses: Sequence[float], has_diverged: bool) -
         finite,
         smooth,
         has_diverged,
+        deviation,
         falls=None if falls is None else rates[falls],
         lowest=rates[at],
         rises=None if rises is None else rates[min(rises, len(finite) - 1)],

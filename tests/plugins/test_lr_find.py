@@ -56,6 +56,24 @@ def test_the_loss_of_a_quadratic_rises_from_its_largest_stable_rate(momentum, no
         assert (losses[-1] < losses[0] / 2) is converges
 
 
+@pytest.mark.parametrize("tail", [0.0, 1.0, 2.0])
+def test_no_rate_is_suggested_where_the_loss_varies_by_chance(tail):
+    """`tail` is the deviation of the logarithm of the samples' weights: the largest has losses far above the mean."""
+    rates = growing(1e-9, 1e-7, 80)
+    for seed in range(8):
+        torch.manual_seed(seed)
+
+        def weighted(net, batch):
+            return ((CURVATURES * net(batch.inputs).square()).sum(1) * (tail * torch.randn(16)).exp()).mean()
+
+        sgd = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
+        options = {"model": Bowl(), "optimizers": sgd, "data": torch.randn(400, 3), "batch_size": 16, "steps": 1000}
+        with toy_loop(objective=weighted, **options) as loop:
+            test = find(loop, rates)
+        assert (test.falls, test.suggested) == (None, None), seed
+        check_facts(list(test.remarks(rates)), "no rate is suggested", f"{test.deviation:.3g}", "--steps 320")
+
+
 def two_groups(model):
     groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[3].parameters(), "lr": 0.001}]
     return torch.optim.SGD(groups)
