@@ -115,7 +115,7 @@ class CaptionedReader:
     def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
         for inputs, labels, indices, conditions in self.inner.stacks(shares, epoch):
             drawn = {name: captions.drawn(indices, self.seed, epoch) for name, captions in self.captions.items()}
-            made = self.texts.embed(drawn) if self.encodes else {}
+            made = self.texts.embed(drawn, are_prompts=False) if self.encodes else {}
             if self._time_ids:
                 made |= dict.fromkeys(self.texts.time_ids, self._time_ids.of(indices, self.seed, epoch))
             texts = {name: to_device(column, self.device) for name, column in made.items()}

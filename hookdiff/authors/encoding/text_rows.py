@@ -49,6 +49,7 @@ class TextRows:
     _parts: list[_Kept] = field(factory=list, init=False)
     _places: dict[str, tuple[int, int]] = field(factory=dict, init=False)  # part and row, by the digest of a text
     _cut: set[str] = field(factory=set, init=False)  # the digests of texts that the encoder cuts
+    _reported: set[str] = field(factory=set, init=False)  # the prompts that have been looked at
 
     def __attrs_post_init__(self) -> None:
         self.returned = Returned(self.where, self.encoder)
@@ -99,6 +100,7 @@ class TextRows:
         if lacking := sorted({text for text in texts if _digest(text) not in self._places}):
             self._places |= {_digest(text): (len(self._parts), row) for row, text in enumerate(lacking)}
             self._parts.append(self._halves(lacking))
+            self._cut |= {_digest(lacking[row]) for row in self._rows_cut(lacking)}
             self.network = None
         places = torch.tensor([self._places[_digest(text)] for text in texts]).view(-1, 2)
         made: dict[str, Tensor] = {}
@@ -108,6 +110,13 @@ class TextRows:
                 own = places[:, 0] == number
                 made[name][own] = self._parts[number][name][places[own, 1]]
         return self._ready(made)
+
+    def report_prompts(self, texts: Iterable[str]) -> None:
+        """Warn of those of `texts`, which `rows` has encoded, that are cut: once of each."""
+        new = sorted(set(texts) - self._reported)
+        self._reported.update(new)
+        if new and rank() == 0:
+            self._report_cut(new)
 
     def nothing(self) -> dict[str, Tensor]:
         """Return what an empty text becomes, by the names of conditions."""
@@ -259,8 +268,10 @@ class TextConditions:
         """The digests of the encoders, by name."""
         return {name: rows.returned.digest() for name, rows in self.rows.items()}
 
-    def embed(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+    def embed(self, texts: Mapping[str, Sequence[str]], are_prompts: bool = True) -> dict[str, Tensor]:
         """Return what `texts` become, n of each kind, by the names of conditions: n rows each.
+
+        If they `are_prompts`, and no captions, there is a warning of those that an encoder cuts.
 
         Raises:
             UserError: for a kind of texts that no encoder takes, and for one that is lacking.
@@ -274,6 +285,8 @@ class TextConditions:
             if rows.encoder.texts not in texts:
                 raise UserError(f"texts: {rows.where} needs {rows.encoder.texts!r} too")
             made |= rows.rows(list(texts[rows.encoder.texts]))
+            if are_prompts:
+                rows.report_prompts(texts[rows.encoder.texts])
         return made
 
     def of_prompts(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
