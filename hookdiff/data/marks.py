@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -67,7 +66,8 @@ def changed_parts(before: Mapping[str, Mark], now: Mapping[str, Mark]) -> list[s
 def _of_names(source: Any) -> Mark:
     num, describe = len(source), getattr(source, "describe", str)
     names = [str(describe(index)) for index in range(num)]
-    common = len(os.path.commonprefix([min(names), max(names)])) if num > 1 else 0  # the folder, which may move
+    ends = enumerate(zip(min(names), max(names), strict=False)) if num > 1 else ()
+    common = next((at for at, (one, two) in ends if one != two), 0)  # letters of the folder, which may move
     mark = _of_texts(name[common:] for name in names)
     return Mark(mark.num, mark.ordered, mark.members, _hash(str(source.fingerprint()).encode()))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from hookdiff.authors.encoding.returned import Returned
 from hookdiff.authors.encoding.time_ids import TIME_IDS, of_prompt
 from hookdiff.disk.files import make_folder
 from hookdiff.errors import UserError, listed, nearest
+from hookdiff.images.rest import make_in_chunks
 from hookdiff.images.store import Store
-from hookdiff.images.table import FORMAT, Column, check_room, found, locked, read_table, save_table
-from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, num_ranks, rank
+from hookdiff.images.table import FORMAT, Column, found, locked, read_table
+from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, rank
 from hookdiff.options.structure import structured
-from hookdiff.terminal.pace import paced
 from hookdiff.terminal.words import byte_size
 
 logger = logging.getLogger("hookdiff")
@@ -156,41 +156,21 @@ class TextRows:
         path = folder / f"{name}-{len(texts)}"
         first = gathered_or_raised(lambda: self._halves(texts[:1]))[0]  # its form is that of all, on all ranks
 
-        def sizes() -> dict[str, Column]:
-            columns = {name: Column.of(rows, len(texts)) for name, rows in first.items()}
-            size = byte_size(sum(column.num_bytes for column in columns.values()))
-            logger.info("data: encoding %s texts by %s into %s: %s", f"{len(texts):,}", self.where, path, size)
-            check_room(path, columns)
-            return columns
+        columns = {name: Column.of(rows, len(texts)) for name, rows in first.items()}
+        size = byte_size(sum(column.num_bytes for column in columns.values()))
+        first_rank_does(lambda: logger.info("data: encoding %s texts into %s: %s", f"{len(texts):,}", path, size))
+        chunks = torch.split(torch.arange(len(texts)), _CHUNK)
 
-        columns = first_rank_does(sizes)
-        if rank():
-            for _ in self._rounds(texts):
-                pass
-            return
+        def make(numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor], None]]:
+            for number in numbers:
+                start = int(chunks[number][0])
+                yield number, self._halves(texts[start : start + _CHUNK]), None
 
-        def fill(rows: Mapping[str, Any]) -> Any:
-            for start, made in self._rounds(texts):
-                for name, values in made.items():
-                    rows[name][start : start + len(values)] = values.numpy()
-            about = _Facts([_digest(text) for text in texts], self._rows_cut(texts))
-            self.network = None  # its memory is for the training
-            return cattrs.unstructure(about)
+        def facts(_: list[Any]) -> Any:
+            return cattrs.unstructure(_Facts([_digest(text) for text in texts], self._rows_cut(texts)))
 
-        save_table(path, columns, fill)
-
-    def _rounds(self, texts: Sequence[str]) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        starts = range(0, len(texts), _CHUNK)
-        own = iter(starts[rank() :: num_ranks()])
-        rounds = -(-len(starts) // num_ranks())
-
-        def encode() -> tuple[int, dict[str, Tensor]] | None:
-            start = next(own, None)
-            return None if start is None else (start, self._halves(texts[start : start + _CHUNK]))
-
-        with closing(paced(range(rounds), rounds, f"data: {self.where}", "chunks", size=lambda _: 1)) as shown_rounds:
-            for _ in shown_rounds:
-                yield from filter(None, gathered_or_raised(encode))
+        make_in_chunks(path, columns, chunks, f"encoding by {self.where}", max(texts), make, facts)
+        self.network = None  # its memory is for the training
 
     def _halves(self, texts: Sequence[str]) -> dict[str, Tensor]:
         with torch.no_grad():
