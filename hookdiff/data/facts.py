@@ -10,7 +10,7 @@ from attrs import Attribute, Factory, asdict, define, field
 from attrs.validators import deep_iterable, ge, optional
 from torch import Tensor
 
-from hookdiff.data.marks import Mark, marks_of
+from hookdiff.data.marks import Mark, marks_of_data
 from hookdiff.errors import UserError
 from hookdiff.options.structure import COUNT, Problems, shaped, structured
 
@@ -86,7 +86,7 @@ class Facts:
             num_classes=feed.num_classes,
             classes=None if feed.classes is None else tuple(map(str, feed.classes)),
             encoders=getattr(feed.reader, "digests", {}),
-            marks=marks_of(feed),
+            marks=marks_of_data(feed),
             **kept,
         )
 

@@ -37,13 +37,13 @@ class Mark:
         return "edited, moved or written anew" if self.files != before.files else ""
 
 
-def marks_of(feed: Any) -> dict[str, Mark]:
+def marks_of_data(feed: Any) -> dict[str, Mark]:
     """Return the marks of the parts of the data of a `Feed`, by the names of the parts in a message.
 
     Its pictures have one if they are in memory, or if their source has a `fingerprint`.
     """
     reader: Any = feed.reader
-    source, name = getattr(reader, "source", reader.samples), "pictures" if len(feed.picture_shape) == 3 else "samples"
+    source, name = getattr(reader, "source", reader.samples), "pictures" if len(feed.picture_shape) == 3 else "inputs"
     made = {}
     if not isinstance(source, InMemory) and hasattr(source, "fingerprint"):
         made[name] = _of_names(source)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hookdiff.disk.files import discard, make_folder, sync_folder, write_file, writing
 from hookdiff.disk.reading import open_file, read_file
-from hookdiff.images.table import FORMAT, Column, check_room, file_of, finish_table, is_locked
+from hookdiff.images.table import FORMAT, Column, check_room, column_file, finish_table, is_in_use
 from hookdiff.machine.ranks import first_rank_does, gathered_or_raised, num_ranks, rank
 from hookdiff.terminal.pace import paced
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("hookdiff")
 _JOURNAL = "chunks.jsonl"  # what is made, and then of each chunk that is there: its number, checksum and facts
 
 # Given the chunks of this rank, yields each with its rows, by column, and facts about it that JSON can hold.
-Make = Callable[[Sequence[int]], Iterator[tuple[int, Mapping[str, Tensor], Any]]]
+MakeChunks = Callable[[Sequence[int]], Iterator[tuple[int, Mapping[str, Tensor], Any]]]
 
 
 def make_in_chunks(
@@ -36,7 +36,7 @@ def make_in_chunks(
     chunks: Sequence[Tensor],
     of: str,
     origin: str,
-    make: Make,
+    make: MakeChunks,
     facts: Callable[[list[Any]], Any],
 ) -> None:
     """Write the table `path`, which all ranks make together: they must all call this.
@@ -100,7 +100,7 @@ class Rest:
             check_room(self.path, self.columns, _allocated(self.folder))
             make_folder(self.folder)
             for name, column in self.columns.items():
-                place = self.folder / file_of(name)
+                place = self.folder / column_file(name)
                 self._files[name] = open_file(place, "r+b" if place.exists() else "x+b")
                 self._files[name].truncate(column.num_bytes)
             for line in lines[1:] if lines[:1] == [head] else ():
@@ -130,7 +130,7 @@ class Rest:
                 _write(self._files[_JOURNAL], f"{json.dumps([number, checksum, facts])}\n".encode())
 
     def finish(self, facts: Callable[[list[Any]], Any]) -> None:
-        """Make the table of the files, all chunks of which are there."""
+        """MakeChunks the table of the files, all chunks of which are there."""
         with writing(self.folder):
             for file in self._files.values():
                 os.fsync(file.fileno())
@@ -193,7 +193,7 @@ class Rest:
                 continue
             table = folder.with_name(folder.name.removeprefix(".").removesuffix(".rest"))
             locks = {table, table.parent} - {self.path.parent}  # this process holds its own
-            if not any(map(is_locked, locks)):
+            if not any(map(is_in_use, locks)):
                 logger.info("data: %s: removes %s, which was begun with other data or another encoder", self.of, folder)
                 discard(folder)
 

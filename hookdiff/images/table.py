@@ -121,7 +121,7 @@ def locked(path: Path, shared: bool) -> Iterator[None]:
         yield
 
 
-def is_locked(path: Path) -> bool:
+def is_in_use(path: Path) -> bool:
     """Return whether a process holds the lock of a table; where there are no locks, as if one did."""
     if os.name == "nt":
         return True
@@ -152,10 +152,10 @@ def read_table(path: Path, num: int) -> tuple[Any, dict[str, Tensor]]:
     for name, column in about.columns.items():
         if column.dtype not in DTYPES or min(column.shape, default=0) < 1 or column.shape[0] != num:
             raise ValueError(f"{_ABOUT} is of other data")
-        with open_file(path / file_of(name)) as file:
+        with open_file(path / column_file(name)) as file:
             if os.fstat(file.fileno()).st_size != column.num_bytes:
                 raise ValueError(f"{name} has another size")
-            if _checksums(path / file_of(name)) != column.checksums:
+            if _checksums(path / column_file(name)) != column.checksums:
                 raise ValueError(f"{name} has other checksums")
             columns[name] = torch.from_numpy(numpy.memmap(file, column.dtype, "c", shape=column.shape))
     return about.facts, columns
@@ -171,7 +171,7 @@ def save_table(path: Path, columns: Mapping[str, Column], fill: Callable[[_Rows]
     check_room(path, columns)
     with new_folder(path) as folder:
         rows = {
-            name: numpy.memmap(folder / file_of(name), one.dtype, "w+", shape=one.shape)
+            name: numpy.memmap(folder / column_file(name), one.dtype, "w+", shape=one.shape)
             for name, one in columns.items()
         }
         facts = fill(rows)
@@ -182,7 +182,7 @@ def save_table(path: Path, columns: Mapping[str, Column], fill: Callable[[_Rows]
 
 def finish_table(folder: Path, columns: Mapping[str, Column], facts: Any) -> None:
     """Write the facts of a table beside the files of its columns, which are whole, and their checksums."""
-    written = {name: evolve(one, checksums=_checksums(folder / file_of(name))) for name, one in columns.items()}
+    written = {name: evolve(one, checksums=_checksums(folder / column_file(name))) for name, one in columns.items()}
     about = _About(written, facts)
     discard(folder / _ABOUT)
     write_file(folder / _ABOUT, json.dumps(cattrs.unstructure(evolve(about, digest=about.digested()))).encode())
@@ -195,7 +195,7 @@ def check_room(path: Path, columns: Mapping[str, Column], there: int = 0) -> Non
         raise UserError(f"{path.parent}: needs {byte_size(size)}, {byte_size(free)} are free")
 
 
-def file_of(name: str) -> str:
+def column_file(name: str) -> str:
     """Return the name of the file of a column."""
     return name if name.isidentifier() else hashlib.sha256(name.encode()).hexdigest()[:16]
 

@@ -25,8 +25,8 @@ ROWS = torch.arange(40)
 IMAGES, LABELS = torch.linspace(-1, 1, 160).reshape(40, 4), ROWS % 2
 CHANGES: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({}, {}),
-    ({"images": IMAGES * 0.5}, {"samples": "others"}),
-    ({"images": IMAGES.flip(0)}, {"samples": "in another order"}),
+    ({"images": IMAGES * 0.5}, {"inputs": "others"}),
+    ({"images": IMAGES.flip(0)}, {"inputs": "in another order"}),
     ({"labels": (ROWS > 25).long()}, {"labels": "others", "held-out samples": "others"}),
     ({"conditions": {"mask": ROWS[:, None] > 21}}, {"conditions 'mask'": "others"}),
 ]

@@ -46,6 +46,8 @@ class TextRows:
     device: torch.device
     network: EncodedTexts | None = field(default=None, init=False)
     returned: Returned = field(init=False)
+    holds_network: bool = field(default=False, init=False)  # after a text too, since others will follow
+    _tried: _Kept | None = field(default=None, init=False)  # the rows that were made first
     _parts: list[_Kept] = field(factory=list, init=False)
     _places: dict[str, tuple[int, int]] = field(factory=dict, init=False)  # part and row, by the digest of a text
     _cut: set[str] = field(factory=set, init=False)  # the digests of texts that the encoder cuts
@@ -64,6 +66,10 @@ class TextRows:
         """Whether rows are kept; else a text is encoded each time."""
         return self.encoder.stored(self.store).store != "none"
 
+    def known(self, texts: Iterable[str]) -> bool:
+        """Return whether all `texts`, and the empty one, have rows, or need none. All ranks must call this."""
+        return not (self.is_kept and agree(bool(self._lacking(self._folder, sorted({"", *texts})))))
+
     def want(self, texts: Iterable[str]) -> None:
         """Encode those of `texts` that have no row yet, in sorted order, and the empty one. All ranks must call this.
 
@@ -73,11 +79,16 @@ class TextRows:
         wanted = sorted({"", *texts})
         if self.is_kept:
             self._keep(wanted)
+            self.network, self.holds_network = None, False  # its memory is for the training
         if rank() == 0:
             self._report_cut(wanted)
 
+    @property
+    def _folder(self) -> Path:
+        return self.store.folder / "texts" / digest_of([], self.returned.digest(), str(FORMAT))
+
     def _keep(self, wanted: Sequence[str]) -> None:
-        folder = self.store.folder / "texts" / digest_of([], self.returned.digest(), str(FORMAT))
+        folder = self._folder
         first_rank_does(lambda: make_folder(folder))
         if not agree(bool(self._lacking(folder, wanted))):
             return
@@ -100,8 +111,9 @@ class TextRows:
         if lacking := sorted({text for text in texts if _digest(text) not in self._places}):
             self._places |= {_digest(text): (len(self._parts), row) for row, text in enumerate(lacking)}
             self._parts.append(self._halves(lacking))
+            self._tried = self._tried or self._parts[-1]
             self._cut |= {_digest(lacking[row]) for row in self._rows_cut(lacking)}
-            self.network = None
+            self.network = self.network if self.holds_network else None
         places = torch.tensor([self._places[_digest(text)] for text in texts]).view(-1, 2)
         made: dict[str, Tensor] = {}
         for name, first in self._parts[0].items():
@@ -154,7 +166,8 @@ class TextRows:
         """Encode `texts` into one more file."""
         name = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
         path = folder / f"{name}-{len(texts)}"
-        first = gathered_or_raised(lambda: self._halves(texts[:1]))[0]  # its form is that of all, on all ranks
+        # The form of the first is that of all, on all ranks.
+        first = gathered_or_raised(lambda: self._tried or self._halves(texts[:1]))[0]
 
         columns = {name: Column.of(rows, len(texts)) for name, rows in first.items()}
         size = byte_size(sum(column.num_bytes for column in columns.values()))
