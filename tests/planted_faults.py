@@ -106,6 +106,12 @@ FAULTS = (
         "range(rank, total, num_ranks)",
         "range(0, total, num_ranks)",
     ),
+    Fault(
+        "data: a resumed run does not see that captions have changed",
+        "hookdiff/data/marks.py",
+        "if self.members != before.members:",
+        "if self.files != before.files:",
+    ),
     Fault("images: a random crop never reaches the last place", "hookdiff/images/augment.py", "(slack + 1)", "slack"),
     Fault(
         "images: classes have the order of their first images",

@@ -16,21 +16,23 @@ from hookdiff.cli.arguments import config_argument, json_option, override_option
 def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool, as_json: bool) -> None:
     """Check CONFIG, and print it with every default.
 
-    Of the data, only the names in a folder are read, so the arguments of the model that the data gives are left out. A
-    comment says how the model is called. No file is written. With --json: an object with the config, the keys that the
-    data gives, the call of the model, and warnings; NaN and infinity are null.
+    Of the data, only the names in a folder are read, so the arguments of the model that the data gives are left out;
+    with encoders, all captions and the headers of the pictures are read, and the first sample is encoded. A comment
+    says how the model is called. No file of a run is written. With --json: an object with the config, the keys that
+    the data gives, the call of the model, and warnings; NaN and infinity are null.
     """
     import tomli_w
 
     from hookdiff.errors import ConfigError, shown
     from hookdiff.experiment.build import set_by_data, unused_classes
     from hookdiff.experiment.config import load_config
-    from hookdiff.experiment.probe import try_config
+    from hookdiff.experiment.probe import try_config, try_data
     from hookdiff.images.folder import Folder
     from hookdiff.log.event import as_json as as_strict
 
     checked = load_config(config, plugins, settings, trust=trust)
     call = try_config(checked)
+    try_data(checked)
     warnings = []
     if checked.data.target is Folder:
         with suppress(ConfigError):  # the folder may be on another machine

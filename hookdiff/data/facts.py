@@ -10,6 +10,7 @@ from attrs import Attribute, Factory, asdict, define, field
 from attrs.validators import deep_iterable, ge, optional
 from torch import Tensor
 
+from hookdiff.data.marks import Mark, marks_of_data
 from hookdiff.errors import UserError
 from hookdiff.options.structure import COUNT, Problems, shaped, structured
 
@@ -47,6 +48,7 @@ class Facts:
     conditions: dict[str, Tensor] = field(default=Factory(dict), validator=_are_rows)  # of the examples: n rows each
     texts: dict[str, tuple[str, ...]] = Factory(dict)  # of the examples, by kind: n each; conditions are made of them
     encoders: dict[str, str] = Factory(dict)  # digests of all encoders, by name
+    marks: dict[str, Mark] = Factory(dict)  # of the parts of the data, by name
 
     @classmethod
     def of(cls, state: Any) -> Facts:
@@ -84,12 +86,14 @@ class Facts:
             num_classes=feed.num_classes,
             classes=None if feed.classes is None else tuple(map(str, feed.classes)),
             encoders=getattr(feed.reader, "digests", {}),
+            marks=marks_of_data(feed),
             **kept,
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the facts as a part of a state, without those that are None."""
-        return asdict(self, recurse=False, filter=lambda _, value: value is not None)
+        known = asdict(self, recurse=False, filter=lambda _, value: value is not None)
+        return {**known, "marks": {name: asdict(mark) for name, mark in self.marks.items()}}
 
 
 @define(frozen=True)

@@ -116,7 +116,7 @@ class Remembered(Feed):
         sizes = [*map(len, columns.values()), *map(len, known.texts.values())]
         rows = choose(sizes[0])
         if known.texts and self.texts:
-            columns |= self.texts.embed(known.texts)
+            columns |= self.texts.embed(known.texts, are_prompts=False)
         chosen = {name: column[rows].to(self.device) for name, column in columns.items()}
         labels = chosen.pop("labels", None)
         return Batch(torch.zeros(len(rows), *self.shape, device=self.device), labels, conditions=chosen)

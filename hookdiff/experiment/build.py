@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 from hookdiff.authors.encoding.captioned_reader import CaptionedReader
 from hookdiff.authors.encoding.captions import CaptionKeys, captions_for
 from hookdiff.authors.encoding.encoded_reader import EncodedReader
-from hookdiff.authors.encoding.encoder import INPUTS, Encoding
+from hookdiff.authors.encoding.encoder import INPUTS, Encoding, TextEncoder
 from hookdiff.builtin import builtin_plugins
 from hookdiff.builtin.start import Start
 from hookdiff.data.feed import Feed
@@ -40,7 +40,7 @@ from hookdiff.images.transforms import Transforms
 from hookdiff.loop.counts import AUTO
 from hookdiff.loop.loop import Loop
 from hookdiff.loop.state import check_real
-from hookdiff.machine.ranks import rank
+from hookdiff.machine.ranks import agree, rank
 from hookdiff.models.adapters import adapt, check_forward
 from hookdiff.models.attention_forms import use_attention
 from hookdiff.models.compiler import sampling_errors, try_compiler
@@ -53,6 +53,7 @@ from hookdiff.terminal.bars import shown_works
 logger = logging.getLogger("hookdiff")
 
 _TRAINING_ONLY = {"run_dir", "changes"}  # plugins of a run that trains
+_ENCODED = (EncodedReader, CaptionedReader)  # readers that may have to encode
 _SIZES = ("in_channels", "out_channels", "image_size", "sample_size")  # arguments of models, here and in diffusers
 
 
@@ -99,7 +100,10 @@ def build_loop(
     if hooks is None and rank() == 0 and (choices := filled_in(given, config, before)):
         written = ", ".join(f"{key} = {json.dumps(value)}" for key, value in choices.items())
         logger.info("chosen for this %s: %s", device.type, written)
-    feed = build_feed(config, decode=hooks is None) if feed is None else feed
+    check_read(config)
+    if feed is None:
+        check = None if make else partial(try_network, config, trains=trains)
+        feed = build_feed(config, decode=hooks is None, check=check)
     config = fit_to_data(config, feed)
     model = (make or make_model)(config, device)
     config = fit_to_model(config, model)
@@ -167,11 +171,17 @@ def _problems_of(where: str) -> Iterator[None]:
         raise ConfigError(str(error) if str(error).startswith(f"{where}.") else f"{where}: {error}") from error
 
 
-def build_feed(config: Config, decode: bool = True, encode: bool | Literal["pictures"] = True) -> Feed:
+def build_feed(
+    config: Config,
+    decode: bool = True,
+    encode: bool | Literal["pictures", "trial"] = True,
+    check: Callable[[Feed], None] | None = None,
+) -> Feed:
     """Make the Feed of the data; without `decode`, only its shape and labels are read.
 
     Without `encode` it is the Feed of the pictures, also of a config with encoders; with "pictures" these are encoded,
-    and captions are not. `reader.captions` has those for encoders of texts in any case.
+    and captions are not. `reader.captions` has those for encoders of texts in any case. With "trial" nothing is encoded
+    but the first sample: the Feed has the shapes of all. If anything is to be encoded, `check` gets such a Feed before.
 
     Raises:
         ConfigError: for data that cannot be trained on.
@@ -202,7 +212,7 @@ def build_feed(config: Config, decode: bool = True, encode: bool | Literal["pict
         device = pick_device(config.run.device)
         if pictures and encode:
             read = evolve(store, store="auto" if isinstance(source, InMemory) else "none")
-            samples = partial(feed_of, source, as_they_are, read, **shared)
+            samples = cache(partial(feed_of, source, as_they_are, read, **shared))
             of_items = config.data.of(ItemKeys)
             reader: Any = EncodedReader(source, transforms, store, pictures, samples, device, is_encoded, of_items)
         elif not texts:
@@ -210,9 +220,63 @@ def build_feed(config: Config, decode: bool = True, encode: bool | Literal["pict
         else:
             reader = feed_of(source, as_they_are, store, **shared).reader
         if texts:
-            keys, encodes = config.data.of(CaptionKeys), encode is True
+            keys, encodes = config.data.of(CaptionKeys), encode in (True, "trial")
             reader = CaptionedReader(reader, source, texts, keys, store, device, encodes)
+        stages = [one for one in (reader, getattr(reader, "inner", None)) if isinstance(one, _ENCODED)]
+        if encode == "trial":
+            return Feed(stages[0].trial() if stages else reader, **config.data.shared[Feed])
+        if check and agree(any(stage.pending for stage in stages)):
+            check(Feed(stages[0].trial(), **config.data.shared[Feed]))
+        for stage in reversed(stages):
+            stage.encode()
         return Feed(reader, **config.data.shared[Feed])
+
+
+def try_network(config: Config, feed: Feed, trains: bool = True) -> None:
+    """Raise ConfigError unless the network fits data of the shapes of `feed`, a trial: see `build_feed`."""
+    if _wants_scale(config, feed):  # it takes all samples
+        num = feed.shape[0]
+        config = evolve(config, diffusion=config.diffusion.given(data_mean=(0.0,) * num, data_std=(1.0,) * num))
+    fitted = fit_to_data(config, feed)
+
+    def attempt(model: nn.Module) -> None:
+        known = fit_to_model(fitted, model)
+        check_model(known, model, feed, build_objective(known, feed)[0], trains)
+
+    try:
+        with torch.device("meta"):
+            model = build_model(fitted.model)
+        attempt(model)
+    except Exception:  # a model may need values, which the meta device has not: what is wrong is wrong again
+        attempt(build_model(fitted.model))
+
+
+def check_read(config: Config) -> None:
+    """Raise ConfigError for an encoder of texts that makes conditions of which the network gets none.
+
+    An encoder of pictures gives a warning, as a plugin may read what it makes.
+    """
+    encoders = config.data.of(Encoding).encode or {}
+    conditions: Diffusion = config.diffusion.build()
+    read = set()
+    for name in conditions.condition_names:
+        own = [one for one in encoders if name == one or name.startswith(f"{one}_")]
+        read.add(max(own, key=len, default=""))
+    for name, encoder in encoders.items():
+        if name == INPUTS or name in read:
+            continue
+        gets = ", ".join(map(repr, conditions.condition_names)) or "none"
+        way_out = f"add {name!r} to diffusion.conditions, for a network with an argument for it, or remove the encoder"
+        text = f"data.encode.{name}: the network gets nothing of what it makes; its conditions are {gets}: {way_out}"
+        if isinstance(encoder, TextEncoder):
+            raise ConfigError(text)
+        logger.warning("%s", text)
+
+
+def _wants_scale(config: Config, feed: Feed) -> bool:
+    """Return whether mean and deviation of the data are to be measured."""
+    given = {"data_mean", "data_std"} <= config.diffusion.arguments.keys()  # such as those of a run that is resumed
+    return bool(feed.codec) and not given and config.diffusion.accepts("data_mean")
 
 
 def fit_to_data(config: Config, feed: Feed) -> Config:
@@ -223,8 +287,7 @@ def fit_to_data(config: Config, feed: Feed) -> Config:
     """
     if config.diffusion.arguments.get("conditional"):
         _check_labels(config, feed)
-    scaled = {"data_mean", "data_std"} <= config.diffusion.arguments.keys()  # such as those of a run that is resumed
-    if feed.codec and not scaled and config.diffusion.accepts("data_mean"):
+    if _wants_scale(config, feed):
         mean, std = feed.reader.scale(feed.training)
         config = evolve(config, diffusion=config.diffusion.given(data_mean=tuple(mean), data_std=tuple(std)))
     facts = _facts(feed)

@@ -15,7 +15,15 @@ from hookdiff.authors.encoding.captions import captions_for
 from hookdiff.authors.encoding.encoder import CAPTIONS, INPUTS, Encoding
 from hookdiff.builtin.start import Start
 from hookdiff.errors import ConfigError, UserError
-from hookdiff.experiment.build import build_model, build_sampling, pick_device, time_dtype
+from hookdiff.experiment.build import (
+    build_feed,
+    build_model,
+    build_sampling,
+    check_read,
+    pick_device,
+    time_dtype,
+    try_network,
+)
 from hookdiff.experiment.config import Config
 from hookdiff.experiment.optimizers import build_optimizers, check_patterns, check_trainable, patterns_of
 from hookdiff.experiment.part import Part
@@ -53,6 +61,7 @@ def try_config(config: Config, *, resume: bool = False) -> str | None:
 
     attempt(lambda: pick_device(config.run.device))
     attempt(lambda: _probe_captions(config))
+    attempt(lambda: check_read(config))
     model = attempt(lambda: _probe_model(config))
     if (file := config.model.of(Start).start_from) and not resume:
         attempt(lambda: check_file(Path(file)))
@@ -63,6 +72,23 @@ def try_config(config: Config, *, resume: bool = False) -> str | None:
     problems.refuse(config.path)
     Plugins({name: part.build() for name, part in config.plugins.items()})  # raises if they break the contract
     return call
+
+
+def try_data(config: Config) -> None:
+    """Find the problems that only the data shows: the captions, and the shapes of what encoders make of one sample.
+
+    Nothing happens without encoders, or if the data is not here.
+
+    Raises:
+        ConfigError: for the first problem.
+    """
+    if not config.data.of(Encoding).encode:
+        return
+    try:
+        config.data.build()
+    except ConfigError:  # it may be on another machine
+        return
+    try_network(config, build_feed(config, encode="trial"))
 
 
 def _probe_captions(config: Config) -> None:

@@ -21,7 +21,7 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
-from hookdiff.disk.files import cannot_write, make_folder, new_folder, write_file
+from hookdiff.disk.files import cannot_write, discard, make_folder, new_folder, write_file
 from hookdiff.disk.lock import check_place
 from hookdiff.disk.reading import open_file, read_file
 from hookdiff.errors import UserError
@@ -124,6 +124,22 @@ def locked(path: Path, shared: bool) -> Iterator[None]:
         yield
 
 
+def is_in_use(path: Path) -> bool:
+    """Return whether a process holds the lock of a table; where there are no locks, as if one did."""
+    if os.name == "nt":
+        return True
+    import fcntl
+
+    if not path.with_suffix(".lock").exists():
+        return False
+    with open_file(path.with_suffix(".lock"), "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def read_table(path: Path, num: int) -> tuple[Any, dict[str, Tensor]]:
     """Return the facts and the columns (memory-mapped) of a table of `num` rows.
 
@@ -139,10 +155,10 @@ def read_table(path: Path, num: int) -> tuple[Any, dict[str, Tensor]]:
     for name, column in about.columns.items():
         if column.dtype not in DTYPES or min(column.shape, default=0) < 1 or column.shape[0] != num:
             raise ValueError(f"{_ABOUT} is of other data")
-        with open_file(path / _file_of(name)) as file:
+        with open_file(path / column_file(name)) as file:
             if os.fstat(file.fileno()).st_size != column.num_bytes:
                 raise ValueError(f"{name} has another size")
-            if _checksums(path / _file_of(name)) != column.checksums:
+            if _checksums(path / column_file(name)) != column.checksums:
                 raise ValueError(f"{name} has other checksums")
             columns[name] = torch.from_numpy(numpy.memmap(file, column.dtype, "c", shape=column.shape))
     return about.facts, columns
@@ -158,25 +174,32 @@ def save_table(path: Path, columns: Mapping[str, Column], fill: Callable[[_Rows]
     check_room(path, columns)
     with new_folder(path) as folder:
         rows = {
-            name: numpy.memmap(folder / _file_of(name), one.dtype, "w+", shape=one.shape)
+            name: numpy.memmap(folder / column_file(name), one.dtype, "w+", shape=one.shape)
             for name, one in columns.items()
         }
         facts = fill(rows)
         for array in rows.values():
             array.flush()
-        written = {name: evolve(one, checksums=_checksums(folder / _file_of(name))) for name, one in columns.items()}
-        about = _About(written, facts)
-        write_file(folder / _ABOUT, json.dumps(cattrs.unstructure(evolve(about, digest=about.digested()))).encode())
+        finish_table(folder, columns, facts)
 
 
-def check_room(path: Path, columns: Mapping[str, Column]) -> None:
-    """Raise UserError if the disk of `path` has no room for `columns`."""
-    size, free = sum(column.num_bytes for column in columns.values()), shutil.disk_usage(path.parent).free
+def finish_table(folder: Path, columns: Mapping[str, Column], facts: Any) -> None:
+    """Write the facts of a table beside the files of its columns, which are whole, and their checksums."""
+    written = {name: evolve(one, checksums=_checksums(folder / column_file(name))) for name, one in columns.items()}
+    about = _About(written, facts)
+    discard(folder / _ABOUT)
+    write_file(folder / _ABOUT, json.dumps(cattrs.unstructure(evolve(about, digest=about.digested()))).encode())
+
+
+def check_room(path: Path, columns: Mapping[str, Column], there: int = 0) -> None:
+    """Raise UserError if the disk of `path` has no room for `columns`, of which so many bytes are `there`."""
+    size, free = sum(column.num_bytes for column in columns.values()) - there, shutil.disk_usage(path.parent).free
     if free < size:  # a mapped file that outgrows its disk kills the process without a message
         raise UserError(f"{path.parent}: needs {byte_size(size)}, {byte_size(free)} are free")
 
 
-def _file_of(name: str) -> str:
+def column_file(name: str) -> str:
+    """Return the name of the file of a column."""
     return name if name.isidentifier() else hashlib.sha256(name.encode()).hexdigest()[:16]
 
 

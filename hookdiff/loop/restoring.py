@@ -9,6 +9,7 @@ from attrs import define
 from torch import Tensor, nn
 
 from hookdiff.data.facts import another_encoder
+from hookdiff.data.marks import Mark, changed_parts
 from hookdiff.disk.paths import is_empty, no_such_folder
 from hookdiff.disk.tree import State
 from hookdiff.errors import NoCheckpoint, UserError, listed
@@ -80,6 +81,7 @@ class Restoring:
             counts = f"{num_samples:,} samples to train on; the checkpoint was made with {before:,}"
             moved = _moved(facts.get("classes") or (), tuple(map(str, self.run.feed.classes or ())))
             known = dict(facts.get("encoders") or {})
+            marks = structured(dict[str, Mark], facts.get("marks") or {})
         encoders = self.run.feed.facts.encoders if known else {}
         others = [another_encoder(k, v, known[k]) for k, v in encoders.items() if known.get(k, v) != v]
         if seed != own:
@@ -94,6 +96,8 @@ class Restoring:
             raise UserError(f"{moved}; the network has learnt the numbers, so the classes must keep their order")
         if moved:
             logger.warning("%s", moved)
+        if parts := changed_parts(marks, self.run.feed.facts.marks if marks else {}):
+            logger.warning("the data has changed since the checkpoint: %s", ", ".join(parts))
 
     def _check(self, saved: State, fresh: Collection[str]) -> None:
         """Raise UserError unless every part of `saved` fits the run; nothing is loaded before."""

@@ -13,6 +13,7 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff.authors.encoding.captions import CaptionKeys, CaptionsOf, captions_for
+from hookdiff.authors.encoding.encoded_reader import EncodedReader
 from hookdiff.authors.encoding.encoder import INPUTS, TextEncoder
 from hookdiff.authors.encoding.text_rows import Nothing, TextConditions, TextRows
 from hookdiff.authors.encoding.time_ids import TimeIds
@@ -30,7 +31,8 @@ logger = logging.getLogger("hookdiff")
 class CaptionedReader:
     """Reads the samples of `inner`, a `Reader`, with what `encoders` make of their captions in `source`.
 
-    If it does not encode, it only has the captions. All else is asked of `inner`.
+    If it does not encode, it only has the captions. All else is asked of `inner`. While captions are `pending`, each is
+    encoded when it is read; `encode` encodes all of them.
     """
 
     inner: Any
@@ -43,23 +45,51 @@ class CaptionedReader:
     seed: int = field(init=False, default=0)
     captions: dict[str, CaptionsOf] = field(init=False)
     texts: TextConditions = field(init=False)
+    pending: bool = field(init=False)  # some captions are not encoded yet
+    _usable: list[int] = field(init=False)
     _time_ids: TimeIds | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         if INPUTS in self.encoders:
             raise UserError(f"encode.{INPUTS}: what pictures become has this name; call an encoder of texts otherwise")
-        given = captions_for(self.source, self.encoders)
-        usable = [index for index in range(len(self.inner)) if index not in self.inner.unreadable]
-        self.captions = {
-            name: CaptionsOf(name, each, self.caption_keys, self.inner.describe, usable) for name, each in given.items()
-        }
+        self._usable = self._find_usable()
+        self.captions = self._find_captions()
         encoders = self.encoders if self.encodes else {}
         rows_of = {name: TextRows(name, one, self.store, self.device) for name, one in encoders.items()}
         self.texts = self._conditions(rows_of)
         for name, rows in rows_of.items():
             if self.caption_keys.shuffle_tags is not None and rows.is_kept:
                 raise UserError(f"shuffle_tags: captions change in each step, so encode.{name} needs store = 'none'")
+        every = {name: rows.known(self.captions[rows.encoder.texts].every()) for name, rows in rows_of.items()}
+        self.pending = not all(every.values())
+        for rows in rows_of.values():
+            rows.holds_network = self.pending
+
+    def encode(self) -> None:
+        """Encode the captions that are not encoded yet, after `inner` is encoded. All ranks must call this."""
+        if (usable := self._find_usable()) != self._usable:  # only now it is known which pictures cannot be decoded
+            self._usable = usable
+            self.captions = self._find_captions()
+        self.texts = TextConditions(self.texts.rows, self.texts.shape)  # without what was made on trial
+        self.pending = False
+        for rows in self.texts.rows.values():
             rows.want(self.captions[rows.encoder.texts].every())
+
+    def trial(self) -> CaptionedReader:
+        """Return a reader that tells the shapes of all that `encode` will make; see `EncodedReader.trial`."""
+        one = copy(self)
+        one.inner = one.inner.trial() if isinstance(one.inner, EncodedReader) else one.inner
+        one.texts = TextConditions(self.texts.rows, self.texts.shape)
+        return one
+
+    def _find_usable(self) -> list[int]:
+        return [index for index in range(len(self.inner)) if index not in self.inner.unreadable]
+
+    def _find_captions(self) -> dict[str, CaptionsOf]:
+        given = captions_for(self.source, self.encoders).items()
+        return {
+            name: CaptionsOf(name, each, self.caption_keys, self.inner.describe, self._usable) for name, each in given
+        }
 
     def _conditions(self, rows_of: Mapping[str, TextRows]) -> TextConditions:
         """Return what the encoders make; if they ask for the sizes of the pictures, these are found now."""
@@ -115,7 +145,7 @@ class CaptionedReader:
     def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
         for inputs, labels, indices, conditions in self.inner.stacks(shares, epoch):
             drawn = {name: captions.drawn(indices, self.seed, epoch) for name, captions in self.captions.items()}
-            made = self.texts.embed(drawn) if self.encodes else {}
+            made = self.texts.embed(drawn, are_prompts=False) if self.encodes else {}
             if self._time_ids:
                 made |= dict.fromkeys(self.texts.time_ids, self._time_ids.of(indices, self.seed, epoch))
             texts = {name: to_device(column, self.device) for name, column in made.items()}

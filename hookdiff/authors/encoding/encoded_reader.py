@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,9 @@ class EncodedPart:
 class EncodedReader:
     """Reads the samples of `source` as `encoders` make them, or have made them if `is_encoded`.
 
+    Encoders of which a table is missing are `pending` at first: until `encode` has made it, a sample is encoded when it
+    is read.
+
     `make_samples` opens the Feed of the samples as they are: of pictures, or of what was made of these.
     """
 
@@ -74,6 +78,7 @@ class EncodedReader:
     _picture_shape: tuple[int, ...] = field(init=False)
     _rows: dict[str, EncodedRows] = field(init=False, factory=dict)  # what each encoder has made of all samples
     _makers: dict[str, Encode | GivenSides] = field(init=False, factory=dict)  # of those that are not kept in rows
+    pending: dict[str, Encode] = field(init=False, factory=dict)  # those of them that are to be kept in rows
 
     def __attrs_post_init__(self) -> None:
         if self.transforms.side != self.transforms.image_size:
@@ -81,8 +86,27 @@ class EncodedReader:
         if any(self.transforms.color_jitter):
             raise UserError("color_jitter: random colours cannot be encoded once; leave it out")
         self.labels, self.classes = labels_of(self.source, len(self.source))
+        self._set(self._take() if self.is_encoded else self._find())
+
+    def encode(self) -> None:
+        """Make the tables that are missing. All ranks must call this."""
+        if self.pending:
+            for name, encode in self.pending.items():
+                del self._makers[name]
+                self._rows[name] = self._kept(encode)
+            self.pending = {}
+            self._set(self._survey_of_rows())
+
+    def trial(self) -> EncodedReader:
+        """Return a reader that tells the shapes of all that `encode` will make; it encodes no sample but the first."""
+        one = copy(self)
+        if one.labels is None and one.first.labels is not None:
+            one.labels = torch.zeros(len(self), dtype=torch.int64)  # they are read with the pictures
+        return one
+
+    def _set(self, survey: Survey) -> None:
         digests = self.digests
-        self._survey = survey = self._take() if self.is_encoded else self._encode()
+        self._survey = survey
         if self._rows and self.labels is None:
             self.labels = next(iter(self._rows.values())).labels
         self.unreadable = {*survey.unreadable, *survey.undecodable}
@@ -96,19 +120,27 @@ class EncodedReader:
         """The digests of the encoders, by name."""
         return {name: Returned(f"data.encode.{name}", one).digest() for name, one in self.encoders.items()}
 
-    def _encode(self) -> Survey:
+    def _find(self) -> Survey:
         for name, encoder in self.encoders.items():
             flips = bool(self.transforms.flip)
             encode = Encode(name, encoder, self.open_pictures, flips, self.device, len(self.source))
             if encoder.stored(self.store).store == "none":
                 self._makers[name] = encode
+                continue
+            key = self._key(encoder)
+            rows = None if key is None else encode.known(self._place(key))
+            if rows is None:
+                self._makers[name] = self.pending[name] = encode
             else:
-                self._rows[name] = self._kept(encode)
+                self._rows[name] = self._in_memory(name, rows)
         if not self._rows:
             pictures = self.open_pictures()
             self._picture_shape = pictures.shape
             found: Survey = pictures.reader.prepared.survey
             return found
+        return self._survey_of_rows()
+
+    def _survey_of_rows(self) -> Survey:
         survey = next(iter(self._rows.values())).survey
         self._picture_shape = survey.shape
         return survey
@@ -164,9 +196,16 @@ class EncodedReader:
         key = self._key(encode.encoder)
         if key is None:
             logger.warning("%s: the source has no fingerprint, so it is encoded in each run", encode.where)
-        rows = encode.rows(None if key is None else place_of(key, self.store.folder / "encoded"))
+        rows = encode.rows(None if key is None else self._place(key))
+        return rows if key is None else self._in_memory(encode.name, rows)
+
+    def _place(self, key: tuple[Any, ...]) -> Path:
+        return place_of(key, self.store.folder / "encoded")
+
+    def _in_memory(self, name: str, rows: EncodedRows) -> EncodedRows:
+        """Return the rows in memory, if they are to be there."""
         size = sum(column.nbytes for column in rows.columns.values())
-        if key is not None and self._store_of(encode.name).in_memory(size):
+        if self._store_of(name).in_memory(size):
             rows.columns = {name: column.clone() for name, column in rows.columns.items()}
         return rows
 

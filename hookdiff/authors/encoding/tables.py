@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from hookdiff.data.feed import Feed
 from hookdiff.disk.files import make_folder
 from hookdiff.errors import UserError
 from hookdiff.images.cache import facts_of, survey_of
+from hookdiff.images.rest import make_in_chunks
 from hookdiff.images.survey import Survey
-from hookdiff.images.table import DTYPES, Column, check_room, found, locked, read_table, save_table
+from hookdiff.images.table import DTYPES, Column, found, locked, read_table
 from hookdiff.images.transforms import size_text
 from hookdiff.machine.fitting import Fitting
 from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, num_ranks, rank
@@ -58,7 +59,7 @@ class EncodedRows:
         return {k.removeprefix(_OF_SOURCE): v for k, v in self.columns.items() if k.startswith(_OF_SOURCE)}
 
 
-@define(eq=False)
+@define(eq=False, slots=False)
 class Encode:
     """Encodes the pictures of a Feed, both sides of each if they are to be flipped."""
 
@@ -71,9 +72,18 @@ class Encode:
     network: Encoded | None = field(default=None, init=False)
     returned: Returned = field(init=False)
     _fitting: Fitting | None = field(default=None, init=False)
+    _tried: tuple[Batch, dict[str, Tensor]] | None = field(default=None, init=False)  # a first sample, and its sides
 
     def __attrs_post_init__(self) -> None:
         self.returned = Returned(self.where, self.encoder)
+
+    def known(self, path: Path) -> EncodedRows | None:
+        """Return the rows in the table `path`; None if a rank does not find it. All ranks must call this."""
+        kept = None
+        if path.exists():
+            with locked(path, shared=True):
+                kept = self._found(path)
+        return None if agree(kept is None) else kept
 
     def rows(self, path: Path | None) -> EncodedRows:
         """Return the rows in the table `path`; they are made if it is missing or damaged. All ranks must call this.
@@ -116,19 +126,14 @@ class Encode:
 
     def _make(self, path: Path) -> None:
         logger.info("data: encoding %s samples by %s into %s", f"{self.num:,}", self.where, path)
-        sizes = first_rank_does(lambda: self._sizes(path))  # before anything is encoded
-        if rank():
-            for _ in self._rounds():
-                pass
-            return
+        columns = first_rank_does(self._sizes)  # before anything is encoded
+        pictures = self.open_pictures()
+        of, origin = f"encoding by {self.where}", f"{type(pictures.samples).__name__} {pictures.describe(0)}"
+        make_in_chunks(path, columns, self._chunks, of, origin, self._encoded, self._facts)
+        self.network = None  # its memory is for the training
 
-        def fill(rows: Mapping[str, Any]) -> Any:
-            return self._fill({name: torch.from_numpy(column) for name, column in rows.items()})
-
-        save_table(path, sizes, fill)
-
-    def _sizes(self, path: Path) -> dict[str, Column]:
-        """Return the columns of the table `path`; raises UserError if the disk has no room for it."""
+    def _sizes(self) -> dict[str, Column]:
+        """Return the columns of the table."""
         pictures = self.open_pictures()
         first = pictures.reader.first
         made = self.sides_of(first) | _beside(pictures, first)
@@ -137,49 +142,50 @@ class Encode:
             if column.dtype not in DTYPES:
                 what = f"conditions: {name.removeprefix(_OF_SOURCE)!r} is {column.dtype}"
                 raise UserError(f"{what}, which no table of encoded samples holds; expected one of {', '.join(DTYPES)}")
-        check_room(path, sizes)
         return sizes
 
     def _in_memory(self) -> EncodedRows:
         columns: dict[str, Tensor] = {}
-        return self._rows_of(columns, self._fill(columns))
-
-    def _fill(self, columns: dict[str, Tensor]) -> dict[str, Any]:
-        """Encode all samples into `columns`, and return the facts about the pictures."""
-        pictures, missing = self.open_pictures(), torch.zeros(self.num, dtype=torch.bool)
-        missing[pictures.usable] = True
-        for indices, made in self._rounds():
-            missing[indices] = False
-            fill_rows(columns, indices, made, self.num)
-        survey = getattr(getattr(pictures.reader, "prepared", None), "survey", None) or Survey()
-        # Another sample was read in the place of one that cannot be decoded.
-        broken = {
-            index: f"{pictures.describe(index)}: cannot be decoded" for index in missing.nonzero().flatten().tolist()
-        }
-        return {
-            "shape": list(pictures.shape),
-            "survey": facts_of(evolve(survey, undecodable=survey.undecodable | broken)),
-        }
-
-    def _rounds(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Yield the positions and the columns of each chunk, on all ranks, which share the work."""
-        pictures = self.open_pictures()
-        chunks = torch.split(pictures.usable, _CHUNK)
-        own = chunks[rank() :: num_ranks()]
-        made = self._encoded(pictures, own)
-        rounds = -(-len(chunks) // num_ranks())
+        broken: list[list[int]] = []
+        made = self._encoded([*range(len(self._chunks))][rank() :: num_ranks()])
+        rounds = -(-len(self._chunks) // num_ranks())
         what = f"data: encoding by {self.where}"
         with closing(paced(range(rounds), rounds, what, "chunks", size=lambda _: 1)) as shown:
             for _ in shown:
-                yield from filter(None, gathered_or_raised(lambda: next(made, None)))
+                for number, values, missing in filter(None, gathered_or_raised(lambda: next(made, None))):
+                    fill_rows(columns, self._chunks[number], values, self.num)
+                    broken.append(missing)
         self.network = None  # its memory is for the training
+        return self._rows_of(columns, self._facts(broken))
 
-    def _encoded(self, pictures: Feed, chunks: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        if not chunks:
+    @cached_property
+    def _chunks(self) -> Sequence[Tensor]:
+        """The samples that are encoded together."""
+        usable = self.open_pictures().usable
+        return torch.split(usable, _CHUNK) if len(usable) else ()
+
+    def _encoded(self, numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor], list[int]]]:
+        """Yield the columns of the chunks with these numbers, and their samples that cannot be decoded: zeros."""
+        if not numbers:
             return
-        for batch in pictures.unaugmented(torch.cat(chunks), _CHUNK):
+        pictures = self.open_pictures()
+        batches = pictures.unaugmented(torch.cat([self._chunks[number] for number in numbers]), _CHUNK)
+        for number, batch in zip(numbers, batches, strict=True):
             assert batch.indices is not None
-            yield batch.indices, self.sides_of(batch) | _beside(pictures, batch)
+            made, there = self.sides_of(batch) | _beside(pictures, batch), batch.indices == self._chunks[number]
+            for rows in made.values():
+                rows[~there] = 0  # another sample was read in their place
+            yield number, made, self._chunks[number][~there].tolist()
+
+    def _facts(self, broken: list[list[int]]) -> dict[str, Any]:
+        """Return the facts about the pictures, of which those in `broken` cannot be decoded."""
+        pictures = self.open_pictures()
+        survey = getattr(getattr(pictures.reader, "prepared", None), "survey", None) or Survey()
+        others = {index: f"{pictures.describe(index)}: cannot be decoded" for part in broken for index in part}
+        return {
+            "shape": list(pictures.shape),
+            "survey": facts_of(evolve(survey, undecodable=survey.undecodable | others)),
+        }
 
     def open(self, shape: tuple[int, ...]) -> None:
         """Load the network, and check that it takes pictures of `shape` (c h w), and returns such pictures.
@@ -217,6 +223,13 @@ class Encode:
         Raises:
             UserError: for a picture that becomes what is not finite.
         """
+        if batch.indices is None:  # the first sample, which is asked for again and again
+            if self._tried is None or self._tried[0] is not batch:
+                self._tried = batch, self._sides(batch)
+            return dict(self._tried[1])
+        return self._sides(batch)
+
+    def _sides(self, batch: Batch) -> dict[str, Tensor]:
         self.open(tuple(batch.inputs.shape[1:]))
         self._fitting = self._fitting or Fitting(_CHUNK, self.device)
         parts = [*self._fitting.parts(range(len(batch)), partial(self._both_sides, batch.inputs))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from hookdiff.authors.encoding.returned import Returned
 from hookdiff.authors.encoding.time_ids import TIME_IDS, of_prompt
 from hookdiff.disk.files import make_folder
 from hookdiff.errors import UserError, listed, nearest
+from hookdiff.images.rest import make_in_chunks
 from hookdiff.images.store import Store
-from hookdiff.images.table import FORMAT, Column, check_room, found, locked, read_table, save_table
-from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, num_ranks, rank
+from hookdiff.images.table import FORMAT, Column, found, locked, read_table
+from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, rank
 from hookdiff.options.structure import structured
-from hookdiff.terminal.pace import paced
 from hookdiff.terminal.words import byte_size
 
 logger = logging.getLogger("hookdiff")
@@ -46,9 +46,12 @@ class TextRows:
     device: torch.device
     network: EncodedTexts | None = field(default=None, init=False)
     returned: Returned = field(init=False)
+    holds_network: bool = field(default=False, init=False)  # after a text too, since others will follow
+    _tried: _Kept | None = field(default=None, init=False)  # the rows that were made first
     _parts: list[_Kept] = field(factory=list, init=False)
     _places: dict[str, tuple[int, int]] = field(factory=dict, init=False)  # part and row, by the digest of a text
     _cut: set[str] = field(factory=set, init=False)  # the digests of texts that the encoder cuts
+    _reported: set[str] = field(factory=set, init=False)  # the prompts that have been looked at
 
     def __attrs_post_init__(self) -> None:
         self.returned = Returned(self.where, self.encoder)
@@ -63,6 +66,10 @@ class TextRows:
         """Whether rows are kept; else a text is encoded each time."""
         return self.encoder.stored(self.store).store != "none"
 
+    def known(self, texts: Iterable[str]) -> bool:
+        """Return whether all `texts`, and the empty one, have rows, or need none. All ranks must call this."""
+        return not (self.is_kept and agree(bool(self._lacking(self._folder, sorted({"", *texts})))))
+
     def want(self, texts: Iterable[str]) -> None:
         """Encode those of `texts` that have no row yet, in sorted order, and the empty one. All ranks must call this.
 
@@ -72,11 +79,16 @@ class TextRows:
         wanted = sorted({"", *texts})
         if self.is_kept:
             self._keep(wanted)
+            self.network, self.holds_network = None, False  # its memory is for the training
         if rank() == 0:
             self._report_cut(wanted)
 
+    @property
+    def _folder(self) -> Path:
+        return self.store.folder / "texts" / digest_of([], self.returned.digest(), str(FORMAT))
+
     def _keep(self, wanted: Sequence[str]) -> None:
-        folder = self.store.folder / "texts" / digest_of([], self.returned.digest(), str(FORMAT))
+        folder = self._folder
         first_rank_does(lambda: make_folder(folder))
         if not agree(bool(self._lacking(folder, wanted))):
             return
@@ -99,7 +111,9 @@ class TextRows:
         if lacking := sorted({text for text in texts if _digest(text) not in self._places}):
             self._places |= {_digest(text): (len(self._parts), row) for row, text in enumerate(lacking)}
             self._parts.append(self._halves(lacking))
-            self.network = None
+            self._tried = self._tried or self._parts[-1]
+            self._cut |= {_digest(lacking[row]) for row in self._rows_cut(lacking)}
+            self.network = self.network if self.holds_network else None
         places = torch.tensor([self._places[_digest(text)] for text in texts]).view(-1, 2)
         made: dict[str, Tensor] = {}
         for name, first in self._parts[0].items():
@@ -108,6 +122,13 @@ class TextRows:
                 own = places[:, 0] == number
                 made[name][own] = self._parts[number][name][places[own, 1]]
         return self._ready(made)
+
+    def report_prompts(self, texts: Iterable[str]) -> None:
+        """Warn of those of `texts`, which `rows` has encoded, that are cut: once of each."""
+        new = sorted(set(texts) - self._reported)
+        self._reported.update(new)
+        if new and rank() == 0:
+            self._report_cut(new)
 
     def nothing(self) -> dict[str, Tensor]:
         """Return what an empty text becomes, by the names of conditions."""
@@ -145,43 +166,24 @@ class TextRows:
         """Encode `texts` into one more file."""
         name = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
         path = folder / f"{name}-{len(texts)}"
-        first = gathered_or_raised(lambda: self._halves(texts[:1]))[0]  # its form is that of all, on all ranks
+        # The form of the first is that of all, on all ranks.
+        first = gathered_or_raised(lambda: self._tried or self._halves(texts[:1]))[0]
 
-        def sizes() -> dict[str, Column]:
-            columns = {name: Column.of(rows, len(texts)) for name, rows in first.items()}
-            size = byte_size(sum(column.num_bytes for column in columns.values()))
-            logger.info("data: encoding %s texts by %s into %s: %s", f"{len(texts):,}", self.where, path, size)
-            check_room(path, columns)
-            return columns
+        columns = {name: Column.of(rows, len(texts)) for name, rows in first.items()}
+        size = byte_size(sum(column.num_bytes for column in columns.values()))
+        first_rank_does(lambda: logger.info("data: encoding %s texts into %s: %s", f"{len(texts):,}", path, size))
+        chunks = torch.split(torch.arange(len(texts)), _CHUNK)
 
-        columns = first_rank_does(sizes)
-        if rank():
-            for _ in self._rounds(texts):
-                pass
-            return
+        def make(numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor], None]]:
+            for number in numbers:
+                start = int(chunks[number][0])
+                yield number, self._halves(texts[start : start + _CHUNK]), None
 
-        def fill(rows: Mapping[str, Any]) -> Any:
-            for start, made in self._rounds(texts):
-                for name, values in made.items():
-                    rows[name][start : start + len(values)] = values.numpy()
-            about = _Facts([_digest(text) for text in texts], self._rows_cut(texts))
-            self.network = None  # its memory is for the training
-            return cattrs.unstructure(about)
+        def facts(_: list[Any]) -> Any:
+            return cattrs.unstructure(_Facts([_digest(text) for text in texts], self._rows_cut(texts)))
 
-        save_table(path, columns, fill)
-
-    def _rounds(self, texts: Sequence[str]) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        starts = range(0, len(texts), _CHUNK)
-        own = iter(starts[rank() :: num_ranks()])
-        rounds = -(-len(starts) // num_ranks())
-
-        def encode() -> tuple[int, dict[str, Tensor]] | None:
-            start = next(own, None)
-            return None if start is None else (start, self._halves(texts[start : start + _CHUNK]))
-
-        with closing(paced(range(rounds), rounds, f"data: {self.where}", "chunks", size=lambda _: 1)) as shown_rounds:
-            for _ in shown_rounds:
-                yield from filter(None, gathered_or_raised(encode))
+        make_in_chunks(path, columns, chunks, f"encoding by {self.where}", max(texts), make, facts)
+        self.network = None  # its memory is for the training
 
     def _halves(self, texts: Sequence[str]) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -259,8 +261,10 @@ class TextConditions:
         """The digests of the encoders, by name."""
         return {name: rows.returned.digest() for name, rows in self.rows.items()}
 
-    def embed(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+    def embed(self, texts: Mapping[str, Sequence[str]], are_prompts: bool = True) -> dict[str, Tensor]:
         """Return what `texts` become, n of each kind, by the names of conditions: n rows each.
+
+        If they `are_prompts`, and no captions, there is a warning of those that an encoder cuts.
 
         Raises:
             UserError: for a kind of texts that no encoder takes, and for one that is lacking.
@@ -274,6 +278,8 @@ class TextConditions:
             if rows.encoder.texts not in texts:
                 raise UserError(f"texts: {rows.where} needs {rows.encoder.texts!r} too")
             made |= rows.rows(list(texts[rows.encoder.texts]))
+            if are_prompts:
+                rows.report_prompts(texts[rows.encoder.texts])
         return made
 
     def of_prompts(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:

@@ -556,6 +556,21 @@ def test_samples_have_a_row_for_each_prompt(path: Path, tmp_path: Path, succeed:
         assert read_info(picture)["prompts"] == ["blue"]
 
 
+@pytest.mark.parametrize("store", ["auto", "none"])
+def test_prompts_that_are_cut_are_named_once(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, store: str
+) -> None:
+    with build_loop(load_config(path, settings=[f"data.encode.text.store={store}"]), tmp_path / "run") as loop:
+        loop.run()
+    caplog.clear()
+    with load_run(tmp_path / "run", trust=True) as run:
+        for negative in ("far too long", None):
+            run.sample(2, prompts=["a red one", "red"], negative=negative)
+    second, first = sorted(one for one in warnings(caplog) if "cut" in one)
+    check_facts(first, "data.encode.text", "1 of 2", "a red one", "8 tokens")
+    check_facts(second, "data.encode.text", "1 of 1", "far too long", "8 tokens")
+
+
 BAD_PROMPTS = [
     ('"nowhere.txt"', ("nowhere.txt",)),
     ('["red"]\nclasses = [1]', ("plugins.samples", "classes", "prompts")),

@@ -1,0 +1,94 @@
+"""Hashes of the parts of the data, from which a resumed run finds which of them have changed, and how."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+from attrs import define
+from torch import Tensor
+
+from hookdiff.data.memory import InMemory
+
+_AT_ONCE = 1024  # rows
+
+
+@define(frozen=True)
+class Mark:
+    """Hashes of one part of the data, such as its labels: of its rows in their order, and in any order."""
+
+    num: int  # rows
+    ordered: str
+    members: str
+    files: str = ""  # fingerprint of a source of which the rows are no more than names
+
+    def change(self, before: Mark) -> str:
+        """Return in words how the part differs from what it was `before`; "" if it does not."""
+        if self.num != before.num:
+            return f"{before.num:,} -> {self.num:,}"
+        if self.members != before.members:
+            return "others"
+        if self.ordered != before.ordered:
+            return "in another order"
+        return "edited, moved or written anew" if self.files != before.files else ""
+
+
+def marks_of_data(feed: Any) -> dict[str, Mark]:
+    """Return the marks of the parts of the data of a `Feed`, by the names of the parts in a message.
+
+    Its pictures have one if they are in memory, or if their source has a `fingerprint`.
+    """
+    reader: Any = feed.reader
+    source, name = getattr(reader, "source", reader.samples), "pictures" if len(feed.picture_shape) == 3 else "inputs"
+    made = {}
+    if not isinstance(source, InMemory) and hasattr(source, "fingerprint"):
+        made[name] = _of_names(source)
+    elif isinstance(held := source if isinstance(source, InMemory) else reader.samples, InMemory):
+        made[name] = _of_tensor(held.images)
+        made |= {f"conditions {key!r}": _of_tensor(column) for key, column in held.conditions.items()}
+    if feed.labels is not None:
+        made["labels"] = _of_tensor(feed.labels)
+    for key, captions in getattr(reader, "captions", {}).items():
+        made[f"captions {key!r}"] = _of_texts("\n".join(texts) for texts in captions.given)
+    return {**made, "held-out samples": _of_tensor(feed.held_out_indices)}
+
+
+def changed_parts(before: Mapping[str, Mark], now: Mapping[str, Mark]) -> list[str]:
+    """Return in words the parts that both have, and that differ: "labels (in another order)"."""
+    both = {name: mark.change(before[name]) for name, mark in now.items() if name in before}
+    return [f"{name} ({change})" for name, change in both.items() if change]
+
+
+def _of_names(source: Any) -> Mark:
+    num, describe = len(source), getattr(source, "describe", str)
+    names = [str(describe(index)) for index in range(num)]
+    ends = enumerate(zip(min(names), max(names), strict=False)) if num > 1 else ()
+    common = next((at for at, (one, two) in ends if one != two), 0)  # letters of the folder, which may move
+    mark = _of_texts(name[common:] for name in names)
+    return Mark(mark.num, mark.ordered, mark.members, _hash(str(source.fingerprint()).encode()))
+
+
+def _of_texts(texts: Iterable[str]) -> Mark:
+    return _of_checksums([zlib.crc32(text.encode("utf-8", "surrogateescape")) for text in texts])
+
+
+def _of_tensor(rows: Tensor) -> Mark:
+    """Return the mark of `rows` (n ...)."""
+    found: list[int] = []
+    for part in torch.split(rows.detach(), _AT_ONCE):
+        values = part.cpu().contiguous().reshape(len(part), -1) if part.numel() else part.new_empty(len(part), 0).cpu()
+        found += map(zlib.crc32, values.view(torch.uint8).numpy())
+    return _of_checksums(found)
+
+
+def _of_checksums(rows: Sequence[int]) -> Mark:
+    column = numpy.array(rows, numpy.uint32)
+    return Mark(len(column), _hash(column.tobytes()), _hash(numpy.sort(column).tobytes()))
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
