@@ -34,7 +34,7 @@ def builtin_plugins(
         overwrite: delete an earlier run in the run directory
         signals: end the run cleanly on SIGINT and SIGTERM
         fit_micro_batch: find the largest micro-batch that fits in memory
-        start_from: safetensors file with the weights that a new run starts from
+        start_from: safetensors file, or index of several, with the weights that a new run starts from
         start_partial: load only the tensors of this file that fit
         skip_batches: number of batches to skip at the start
         defaults: defaults of the config; if given, a resumed run logs what has changed since its checkpoint

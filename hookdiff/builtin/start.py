@@ -1,4 +1,4 @@
-"""The plugin that starts a new run from the weights in a safetensors file."""
+"""The plugin that starts a new run from weights in safetensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class Start:
     start_from: str | None = field(
         default=None,
         validator=optional(min_len(1)),
-        metadata=about("safetensors file with the weights that a new run starts from; a resumed run has its own"),
+        metadata=about(
+            "safetensors file with the weights that a new run starts from, the index of several of them, or "
+            "the folder with it; a resumed run has its own"
+        ),
     )
     start_partial: bool = field(
         default=False,

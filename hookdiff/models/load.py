@@ -1,33 +1,28 @@
-"""Loads weights into a model: those of a safetensors file, ours or of another library, or of a saved state."""
+"""Loads weights into a model: those of safetensors files, ours or of another library, or of a saved state."""
 
 import logging
-import os
-import re
 from collections.abc import Mapping
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor, nn
 
-from hookdiff.disk.reading import open_file
-from hookdiff.disk.tensors import open_tensors
-from hookdiff.errors import ConfigError, nearest, why_missing
+from hookdiff.disk.sharded import read_weights, siblings
+from hookdiff.errors import ConfigError, nearest
 from hookdiff.machine.dtensor import fill_, is_sharded
 from hookdiff.models.names import is_inside, plain_name
 
 KEY = "model.start_from"
 _MOST_SHOWN = 5  # differences in a message
-_PART = re.compile(r"model-\d{5}-of-(?!00001)\d{5}\.safetensors")
 
 Shapes = Mapping[str, tuple[int, ...]]
 logger = logging.getLogger("hookdiff")
 
 
 def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str = KEY) -> None:
-    """Copy the tensors of the safetensors file at `path` into those of `model` that have their names.
+    """Copy the tensors of the weights at `path` (see `read_weights`) into those of `model` that have their names.
 
     A parametrised weight also takes the tensor that has its plain name. `asked_by` is the key or the option that names
     the file.
@@ -36,7 +31,8 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
         ConfigError: and leaves the model as it was, if the file cannot be used, if it has other names or shapes (unless
             `partial`), and if nothing in it fits.
     """
-    given = check_file(path, asked_by)
+    weights = read_weights(path, asked_by)
+    given = weights.shapes
     own = {
         name if name in given else plain_name(name): value
         for name, value in model.state_dict().items()
@@ -47,16 +43,19 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
     count = f"{len(fitting)} of the model's {len(own)} tensors"
     found = differences(shapes, given)
     if found and not (partial and fitting):
-        if _PART.fullmatch(path.name):
-            raise ConfigError(
-                f"{asked_by}: {path} is one of several files that hold the weights together; those of a run "
-                "become one file by hookdiff export RUN FILE --weights model"
+        num, index = siblings(path)
+        if num > 1:
+            none_here = (
+                "their index, such as model.safetensors.index.json, is not here; those of a run become one file by "
+                "hookdiff export RUN FILE --weights model"
             )
+            way_out = f"name their index, {index}" if index else none_here
+            raise ConfigError(f"{asked_by}: {path} is one of {num} files that hold the weights together; {way_out}")
         way_out = f"\n  start_partial = true loads what fits: {count}" if fitting and asked_by == KEY else ""
         raise ConfigError(f"{asked_by}: {path} is of another model: {found}{way_out}")
-    with open_tensors(path) as file, torch.no_grad():
-        for name in fitting:
-            fill_(own[name], file.get_tensor(name))
+    with torch.no_grad():
+        for name, tensor in weights.tensors(fitting):
+            fill_(own[name], tensor)
     logger.info("started from %s: %s", path, count)
     if found:
         logger.warning("tensors of %s that do not fit: %s", path, found)
@@ -72,31 +71,12 @@ def load_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def check_file(path: Path, asked_by: str = KEY) -> Shapes:
-    """Return the shapes of the tensors in the safetensors file at `path`, from its header alone.
+    """Return the shapes of the tensors in the weights at `path` (see `read_weights`), from the headers alone.
 
     Raises:
         ConfigError: for a file that is missing, cut short, or of another format.
     """
-    where = f"{asked_by}: {path}"
-    if os.path.isdir(path):  # False for a name that is too long, too
-        inside = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "no safetensors file"
-        raise ConfigError(f"{where} is a folder; name one file: it has {inside}")
-    try:
-        with open_file(path) as opened:
-            start = opened.read(2)
-        with open_tensors(path) as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 no mapping
-    except FileNotFoundError:
-        raise ConfigError(f"{where}: {why_missing(path)}") from None
-    except OSError as error:
-        raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from None
-    except safetensors.SafetensorError as error:
-        if start == b"PK" or start[:1] == b"\x80":  # torch.save writes a zip archive, before torch 1.6 a bare pickle
-            raise ConfigError(
-                f"{where} is a pickle, which may run any code when it is read; load it with "
-                "torch.load(..., weights_only=True) and write it with safetensors.torch.save_file"
-            ) from None
-        raise ConfigError(f"{where}: cut short, or no safetensors file: {error}") from None
+    return read_weights(path, asked_by).shapes
 
 
 def differences(own: Mapping[str, object], given: Mapping[str, object], kind: str = "shape") -> str:

@@ -1,10 +1,11 @@
+import json
 import logging
 from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hookdiff import ConfigError
@@ -91,6 +92,72 @@ def test_a_part_of_the_weights_is_refused_with_the_way_to_the_whole(tmp_path):
     with refused(ConfigError, part, "hookdiff export"):
         load_into(nn.Linear(2, 2), part)
     load_into(nn.Linear(2, 1), part)
+
+
+def save_shards(folder, model):
+    """Save the weights in four files with an index, and return that."""
+    parts = [{} for _ in range(4)]
+    for k, (name, value) in enumerate(model.state_dict().items()):
+        parts[k % 4][name] = value
+    names = [f"model-{k:05}-of-00004.safetensors" for k in range(1, 5)]
+    for name, part in zip(names, parts, strict=True):
+        save_file(part, folder / name)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {key: names[k % 4] for k, key in enumerate(model.state_dict())}}))
+    return index
+
+
+def test_shards_are_loaded_by_their_index_or_folder_and_one_of_them_is_refused_with_it(tmp_path):
+    theirs = Net()
+    index = save_shards(tmp_path, theirs)
+    for path in (index, tmp_path):
+        ours = Net()
+        load_into(ours, path)
+        assert_same(ours.state_dict(), theirs.state_dict())
+    assert check_file(tmp_path) == {name: tuple(value.shape) for name, value in theirs.state_dict().items()}
+    part = tmp_path / "model-00001-of-00004.safetensors"
+    for name, facts in ((part.name, (4, index)), ("renamed.safetensors", (4, index))):
+        if name != part.name:
+            index.write_text(index.read_text().replace(part.name, name))
+            part.rename(tmp_path / name)
+        with refused(ConfigError, tmp_path / name, *facts) as caught:
+            load_into(Net(), tmp_path / name)
+        assert "start_partial" not in str(caught.value)
+
+
+SPOILT = {
+    "a missing shard": ("", "model-00002-of-00004.safetensors"),
+    "a file outside": ("../model-00001-of-00004.safetensors", "outside"),
+    "an absolute path": ("/model-00001-of-00004.safetensors", "outside"),
+    "a pickle": ("pytorch_model.bin", "pytorch_model.bin"),
+    "no text": (3, "3"),
+    "a tensor in two shards": ("", "first.weight"),
+    "a tensor without a name": ("", "extra"),
+    "a tensor that is not there": ("model-00002-of-00004.safetensors", "first.weight"),
+    "no map": ("", "weight_map"),
+    "no JSON": ("", "JSON"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_an_index_that_its_files_contradict_is_refused(how, tmp_path):
+    index = save_shards(tmp_path, Net())
+    place, fact = SPOILT[how]
+    content = json.loads(index.read_text())
+    second = tmp_path / "model-00002-of-00004.safetensors"
+    if place:
+        content["weight_map"]["first.weight"] = place
+    index.write_text({"no map": "{}", "no JSON": "["}.get(how, json.dumps(content)))
+    if how == "a missing shard":
+        second.unlink()
+    elif how in ("a tensor in two shards", "a tensor without a name"):
+        save_file({**load_file(second), fact: torch.zeros(3, 2)}, second)
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with refused(ConfigError, "model.start_from", index, fact) as caught:
+        load_into(model, tmp_path, partial=True)
+    assert "\n" not in str(caught.value)
+    assert_same(model.state_dict(), before)
 
 
 def test_files_that_cannot_be_used_are_refused(tmp_path):
