@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import ClassVar
 
 import torch
@@ -23,11 +23,13 @@ from hookdiff.loop.loop import Loop
 from hookdiff.loop.saved import saved
 from hookdiff.machine.dtensor import is_sharded
 from hookdiff.machine.fitting import Fitting
+from hookdiff.machine.network import is_closed, no_connections
 from hookdiff.machine.ranks import gathered, gathered_or_raised
 from hookdiff.models.sampler import SampleRequest
 from hookdiff.options.choices import chosen
 from hookdiff.options.default_names import DEFAULT_FEATURES, FEATURES_OF_OTHERS
 from hookdiff.options.fields import about
+from hookdiff.options.imports import TRUST
 from hookdiff.options.structure import COUNT
 from hookdiff.terminal.pace import paced
 
@@ -77,6 +79,7 @@ class Generated:
     choice: Features | None  # None: the usual ones of such images
     seed: int
     weights: str | None  # "model" or the name of an average; None: an average if there is one
+    is_strangers: bool = False  # whether features are opened without connections, as a config that is not trusted asks
     space: Space = field(init=False)
     _maker: ImageMaker = field(init=False)
 
@@ -84,7 +87,8 @@ class Generated:
         shape = self.loop.feed.picture_shape
         features = self.choice or usual_features(shape)
         features.check(shape)
-        self.space = features.open(self.loop.device)
+        with no_connections(TRUST) if self.is_strangers else nullcontext():
+            self.space = features.open(self.loop.device)
         self.space.check(shape)
         self._maker = ImageMaker(self.loop)
         self.used()
@@ -157,11 +161,12 @@ class ImageMetric(Periodic):
     space: Space = field(init=False)
     generated: Generated = field(init=False)
     _acted_at: int | None = saved(None, key="measured_at", validator=COUNT)
+    _is_strangers: bool = field(init=False, factory=is_closed)  # whether it was made without connections
 
     @hookimpl(specname="on_start")
     def _open(self, loop: Loop) -> None:
         try:
-            self.generated = Generated(loop, self.features, self.seed, self.weights)
+            self.generated = Generated(loop, self.features, self.seed, self.weights, self._is_strangers)
             self.space = self.generated.space
             self.prepare(loop)
         except UserError as error:

@@ -31,7 +31,7 @@ from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
 from hookdiff.experiment.own_runs import is_remembered, remember
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.toml_file import read_with_bytes
-from hookdiff.experiment.trust import dangers, is_of_run
+from hookdiff.experiment.trust import asks, dangers, is_of_run
 from hookdiff.images.items import ItemKeys
 from hookdiff.images.loader import Workers
 from hookdiff.images.store import Store
@@ -39,7 +39,7 @@ from hookdiff.images.transforms import Transforms
 from hookdiff.images.vision import vision
 from hookdiff.loop.counts import AUTO, LoopConfig
 from hookdiff.loop.registry import check_partners, partner_problem
-from hookdiff.models.adapters import checkpointable
+from hookdiff.models.adapters import checkpointable, no_weights
 from hookdiff.models.attention_forms import Form
 from hookdiff.models.init import Initialisation
 from hookdiff.options.choices import Choice, check_claims, path_of
@@ -127,6 +127,7 @@ class Section:
     default: str | None = None
     find: Callable[[str, str], Any] = import_object
     adapt: Callable[[Any], Any] = lambda target: target
+    preset: Callable[[Any], Mapping[str, Any]] = lambda target: {}  # arguments that a table without them has
 
     @property
     def kind(self) -> str:
@@ -149,7 +150,7 @@ class Section:
         if target is None:
             return None
         rest = {key: value for key, value in table.items() if key not in beside}
-        given = arguments(target, rest, self.table, problems, beside)
+        given = {**self.preset(target), **arguments(target, rest, self.table, problems, beside)}
         return Part(self.table, str(use), target, given, self.key, shared)
 
     def target(self, use: Any) -> Any:
@@ -182,7 +183,7 @@ SECTIONS = (
         key="source",
         find=_import_source,
     ),
-    Section("model", {}, (Start, Initialisation), MODEL, adapt=checkpointable),
+    Section("model", {}, (Start, Initialisation), MODEL, adapt=checkpointable, preset=no_weights),
     Section("optimizer", OPTIMIZERS, (Groups,), OPTIMIZER, default=DEFAULT_OPTIMIZER),
 )
 
@@ -259,6 +260,7 @@ def load_config(
     """
     path = Path(path)
     (table, data), problems, settings = read_with_bytes(path), Problems(), sorted(settings, key=_set_order)
+    plugins = tuple(plugins)
     if is_run_dir(path.parent) and (lacking := [key for key in _NAMED if not _names(table, key)]):
         raise ConfigError(
             f"{path} has no {' and no '.join(lacking)}: a script made the run, and only the script can make its network"
@@ -410,6 +412,11 @@ def _check(
             )
         parts["sampling"] = parts["sampling"].given(clipping=NoClipping())
     plugins = _plugins(run.get("plugins", ()), tables.get("plugins", {}), problems, hooks)
+    if strangers:
+        parts = {name: part and evolve(part, is_strangers=not asks(tables.get(name))) for name, part in parts.items()}
+        for name, part in plugins.items():
+            theirs = part.use not in switches and not asks(tables.get("plugins", {}).get(name))
+            plugins[name] = evolve(part, is_strangers=theirs)
     for place, use, kind in _used(filter(None, (*parts.values(), *plugins.values()))):
         if problem := partner_problem(kind, plugins):
             problems.add(place, f"{use!r} {problem}")

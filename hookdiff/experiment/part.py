@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from attrs import define, evolve, field
 
-from hookdiff.errors import ConfigError
+from hookdiff.errors import ConfigError, UserError
+from hookdiff.machine.network import no_connections
+from hookdiff.options.imports import TRUST
 from hookdiff.options.structure import described, parameters, resolved
 
 Shared = TypeVar("Shared")
@@ -23,6 +26,7 @@ class Part:
     arguments: Mapping[str, Any] = field(factory=dict)
     key: str = ""  # the key of the table that holds `use`
     shared: Mapping[type, Mapping[str, Any]] = field(factory=dict)  # arguments of other classes in the same table
+    is_strangers: bool = False  # whether a config that is not trusted chose it, so that it is made without connections
 
     def accepts(self, name: str) -> bool:
         """Return whether the target has an argument `name` that the table does not set."""
@@ -36,7 +40,12 @@ class Part:
     def build(self, *first: Any) -> Any:
         """Call the target; an error because of its arguments becomes a ConfigError that names the table."""
         try:
-            return self.target(*first, **self.arguments)
+            with no_connections(TRUST) if self.is_strangers else nullcontext():
+                return self.target(*first, **self.arguments)
+        except UserError as error:
+            if not self.is_strangers or str(error).startswith(f"{self.where}"):
+                raise
+            raise ConfigError(f"{self.where}: {error}") from error
         except (ArithmeticError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"{self.where}: {str(error) or type(error).__name__}") from error
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from hookdiff.disk.paths import leads_out
 from hookdiff.options.fields import SERVICES, Handed, Writes, is_served
+from hookdiff.options.network import Connects
 from hookdiff.options.structure import Text, fields_of, marks_of
 from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.run_dir.layout import is_run_dir
@@ -41,6 +42,11 @@ def dangers(
             need trust, wherever it will be.
     """
     writes, handed = marks_of(target, Writes), marks_of(target, Handed)
+    if run_dir is not None:
+        for key, mark in marks_of(target, Connects).items():
+            own = isinstance(table, Mapping) and isinstance(table.get(key), Text)
+            if not own and mark.connects(arguments.get(key)):
+                yield f"{where}.{key}", "it would connect to its server: set it yourself with --set"
     for key, value in arguments.items():
         if not isinstance(table, Mapping) or key not in table:
             continue
@@ -59,6 +65,14 @@ def dangers(
             for part, its_table in pairs:
                 inner = {name: getattr(part, field.name) for name, field in fields_of(type(part)).items()}
                 yield from dangers(type(part), inner, its_table, place, run_dir)
+
+
+def asks(table: object) -> bool:
+    """Return whether the user himself, on the command line, has chosen a part, its weights, or a download."""
+    keys = [key for key, value in table.items() if isinstance(value, Text)] if isinstance(table, Mapping) else []
+    features = table.get("features") if isinstance(table, Mapping) else None
+    chosen = any(key in ("use", "source", "features", "download") or key.startswith("weights") for key in keys)
+    return chosen or (features is not None and asks(features))
 
 
 def _leaves(value: object) -> Iterator[object]:

@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -130,6 +131,16 @@ def checkpointable(kind: Any) -> Any:
     make.__module__ = kind.__module__
     make.__signature__ = signature.replace(parameters=[*signature.parameters.values(), extra])  # type: ignore[attr-defined]
     return make
+
+
+def no_weights(target: Any) -> dict[str, None]:
+    """Return None for each argument that names published weights, as `weights_backbone`, and has others by default.
+
+    torchvision would download them, although `weights` itself is None, to a network that a run trains from its seed.
+    """
+    signature = inspect.signature(target).parameters if callable(target) else {}
+    named = [name for name, one in signature.items() if isinstance(one.default, Enum)]
+    return dict.fromkeys(name for name in named if name.startswith("weights"))
 
 
 def check_forward(

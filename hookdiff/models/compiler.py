@@ -1,5 +1,6 @@
 """torch's compiler: its errors as one message, and networks that are compiled for a while."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -25,6 +26,8 @@ def compiler_errors(what: str, remedy: str) -> Iterator[None]:
 
 def try_compiler(device: torch.device, **options: Any) -> None:
     """Compile a small function for `device` with the `options` of torch.compile, to see whether the compiler works."""
+    # torch starts `python -c` to compile, which would import a `ctypes.py` of the working directory.
+    os.environ["PYTHONSAFEPATH"] = "1"
     torch.compile(lambda x: x.sin() + 1, **options)(torch.zeros(8, device=device))
 
 

@@ -14,6 +14,7 @@ from .fields import (
 )
 from .help import Key as Key, argument_texts as argument_texts, keys as keys, summary as summary
 from .imports import import_line as import_line, import_object as import_object
+from .network import Connects as Connects
 from .software import versions as versions
 from .structure import (
     COUNT as COUNT,

@@ -18,6 +18,7 @@ from torch import Tensor
 from hookdiff import UserError, listed, why_missing
 from hookdiff.authors import Encoded, PictureEncoder, digest_of
 from hookdiff.disk import read_file
+from hookdiff.machine import no_connections
 from hookdiff.options import about
 
 logger = logging.getLogger("hookdiff")
@@ -98,9 +99,10 @@ class Autoencoder(PictureEncoder):
         name = self.config()["_class_name"]
         logger.info("data.encode: the %s in %s", name, self.folder)
         try:
-            return getattr(diffusers, name).from_pretrained(
-                str(self.folder), local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False
-            )
+            with no_connections(f"{self.folder} has all that is read"):
+                return getattr(diffusers, name).from_pretrained(
+                    str(self.folder), local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False
+                )
         except Exception as error:  # of any type, for a file that does not fit
             raise UserError(f"data.encode: {self.path} cannot be loaded: {str(error).splitlines()[0]}") from error
 

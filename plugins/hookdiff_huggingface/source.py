@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hookdiff import UserError, nearest, why_missing
 from hookdiff.images import captions_of, encode, open_picture, reason
+from hookdiff.machine import connections
 from hookdiff.options import is_served
 
 
@@ -106,13 +107,30 @@ def _open(path: str, split: str, name: str | None) -> Any:
             raise ValueError(f"no split {split!r}{nearest(split, found)}; it has {', '.join(found)}")
         return found[split] if isinstance(found, dict) else found
     if place.is_file():
-        return datasets.load_dataset("parquet", data_files={split: str(place)}, split=split)
+        with _uncounted():
+            return datasets.load_dataset("parquet", data_files={split: str(place)}, split=split)
     if path == "pandas":  # a reader of pickles, in versions before 5
         raise ValueError("there is no data set of this name")
     if not place.exists() and (place.is_absolute() or path.startswith((".", "~"))):
         raise ValueError(why_missing(place))
     with _plain_urls(), _own_cache():
-        return datasets.load_dataset(str(place) if place.exists() else path, name, split=split)
+        if place.exists():
+            with _uncounted():
+                return datasets.load_dataset(str(place), name, split=split)
+        with connections():
+            return datasets.load_dataset(path, name, split=split)
+
+
+@contextmanager
+def _uncounted() -> Iterator[None]:
+    """Keep the library from reporting to its server that files of this machine were opened."""
+    from datasets import config
+
+    counts, config.HF_UPDATE_DOWNLOAD_COUNTS = config.HF_UPDATE_DOWNLOAD_COUNTS, False
+    try:
+        yield
+    finally:
+        config.HF_UPDATE_DOWNLOAD_COUNTS = counts
 
 
 @contextmanager

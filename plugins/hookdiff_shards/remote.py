@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from hookdiff import StorageError, UserError, nearest
 from hookdiff.images import reason
+from hookdiff.machine import connections
 
 logger = logging.getLogger("hookdiff")
 
@@ -82,7 +83,8 @@ def asked(url: str, options: Mapping[str, Any], call: Callable[[Any, str], Resul
     waits = iter(_WAITS)
     while True:
         try:
-            return call(*file_system(url, options))
+            with connections():
+                return call(*file_system(url, options))
         except Exception as error:  # of any library for any kind of server
             cause = _own_cause(error)
             why = "it has sent nothing in time" if isinstance(cause, TimeoutError) else reason(cause)

@@ -12,6 +12,7 @@ import torch
 
 from hookdiff import UserError, why_missing
 from hookdiff.disk import read_file
+from hookdiff.machine import no_connections
 
 _OF_TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
@@ -84,7 +85,7 @@ def _loaded(folder: Path, kind: str, **options: Any) -> Any:
     try:
         import transformers
 
-        with _without_bars(transformers.utils.logging):
+        with _without_bars(transformers.utils.logging), no_connections(f"{folder} has all that is read"):
             return getattr(transformers, kind).from_pretrained(str(folder), local_files_only=True, **options)
     except Exception as error:  # of any type, for a file that does not fit
         raise UserError(f"data.encode: {folder} cannot be loaded: {reason_of(error)}") from error

@@ -18,7 +18,7 @@ from hookdiff import Loop, Sink, TrackedRun, UserError, plugin
 from hookdiff.authors import Call, earlier
 from hookdiff.disk import folder_in
 from hookdiff.log import Distribution, Event, Picture
-from hookdiff.options import Writes, about
+from hookdiff.options import Connects, Writes, about
 
 logger = logging.getLogger("hookdiff")
 
@@ -41,7 +41,7 @@ class WandB(Sink):
         default=None, metadata=about("group of the run; without it the run directory's name, which resumed runs share")
     )
     tags: tuple[str, ...] = field(default=(), metadata=about("tags of the run"))
-    mode: Literal["online", "offline"] | None = field(
+    mode: Annotated[Literal["online", "offline"] | None, Connects(lambda mode: _is_online(mode))] = field(
         default=None,
         metadata=about("where the run is kept; without it W&B's own default, but offline if there is no key"),
     )
@@ -184,6 +184,12 @@ def _refuse_settings_of(run_dir: Path | None) -> None:
     for file in (Path(name, "settings").resolve() for name in _FOLDERS):
         if run_dir and file.exists() and file.is_relative_to(run_dir.resolve()):
             raise UserError(f"{file}: W&B would take its server from this file of the run; start from another folder")
+
+
+def _is_online(mode: str | None) -> bool:
+    """Return whether a run with this option would go to a server."""
+    wanted = mode or os.environ.get("WANDB_MODE")
+    return wanted == "online" or (wanted is None and _has_key())
 
 
 def _has_key() -> bool:
