@@ -276,6 +276,12 @@ FAULTS = (
         'torch._foreach_lerp(gradients, momenta, group["momentum"])',
         'torch._foreach_lerp(momenta, gradients, group["momentum"])',
     ),
+    Fault(
+        "autoencoder: a scale that config.json leaves out is one",
+        "plugins/hookdiff_autoencoder/__init__.py",
+        "config.get(key, known[key].default) for key",
+        "config.get(key, 1.0 if key == 'scaling_factor' else None) for key",
+    ),
 )
 
 

@@ -13,6 +13,8 @@ from .encoding.encoder import (
     ExportedTexts as ExportedTexts,
     PictureEncoder as PictureEncoder,
     TextEncoder as TextEncoder,
+    is_same_scale as is_same_scale,
+    scale_text as scale_text,
 )
 from .encoding.given import ENCODED as ENCODED
 from .features.collected import ROWS as ROWS, Collected as Collected

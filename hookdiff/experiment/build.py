@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 from hookdiff.authors.encoding.captioned_reader import CaptionedReader
 from hookdiff.authors.encoding.captions import CaptionKeys, captions_for
 from hookdiff.authors.encoding.encoded_reader import EncodedReader
-from hookdiff.authors.encoding.encoder import INPUTS, Encoding, TextEncoder
+from hookdiff.authors.encoding.encoder import INPUTS, Encoding, TextEncoder, is_same_scale, scale_text
 from hookdiff.builtin import builtin_plugins
 from hookdiff.builtin.start import Start
 from hookdiff.data.feed import Feed
@@ -108,6 +108,8 @@ def build_loop(
     model = (make or make_model)(config, device)
     config = fit_to_model(config, model)
     objective, sampler = build_objective(config, feed)
+    if hooks is None and rank() == 0:
+        _report_scale(objective, feed)
     if hooks is None and sampler.compile:
         with sampling_errors():
             try_compiler(device)  # now, and not at the first pictures, far into the run
@@ -277,6 +279,15 @@ def _wants_scale(config: Config, feed: Feed) -> bool:
     """Return whether mean and deviation of the data are to be measured."""
     given = {"data_mean", "data_std"} <= config.diffusion.arguments.keys()  # such as those of a run that is resumed
     return bool(feed.codec) and not given and config.diffusion.accepts("data_mean")
+
+
+def _report_scale(objective: Diffusion, feed: Feed) -> None:
+    """Warn of latents with another scale than their encoder gives, as those of a run that was made before have."""
+    own = feed.codec.encoder.moments() if feed.codec else None
+    kept = objective.data_mean, objective.data_std
+    if own and not is_same_scale(kept, own):  # type: ignore[arg-type]
+        text = "diffusion: the latents keep the scale %s; data.encode.%s gives %s"
+        logger.warning(text, scale_text(kept), INPUTS, scale_text(own))  # type: ignore[arg-type]
 
 
 def fit_to_data(config: Config, feed: Feed) -> Config:

@@ -104,6 +104,8 @@ def _probe_captions(config: Config) -> None:
 def _probe_model(config: Config) -> Any:
     """Return the model, of some size if the data decides about it; its class if it cannot be made yet, or None."""
     part, side = config.model, config.data.of(Transforms).image_size
+    if INPUTS in config.data.of(Encoding).of_pictures:
+        side = None  # the encoder decides it
     found: Any = part.target if isclass(part.target) and issubclass(part.target, nn.Module) else None
     if missing(part.target, part.arguments):
         return found

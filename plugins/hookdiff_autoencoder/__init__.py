@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -11,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 from attrs.validators import in_
 from torch import Tensor
 
 from hookdiff import UserError, listed, why_missing
-from hookdiff.authors import Encoded, PictureEncoder, digest_of
+from hookdiff.authors import Encoded, PictureEncoder, digest_of, is_same_scale, scale_text
 from hookdiff.disk import read_file
 from hookdiff.machine import no_connections
 from hookdiff.options import about
@@ -111,10 +113,38 @@ class Autoencoder(PictureEncoder):
             return None
         if self.scale == "none":
             return (0.0,), (1.0,)
+        return self._own_scale()
+
+    def _own_scale(self) -> tuple[Sequence[float], Sequence[float]]:
+        """Return mean and deviation so that (x - mean) / std is what pipelines of diffusers do with latents x.
+
+        What config.json leaves out has the default of its class, and keys that its class does not have count nothing.
+        """
+        import diffusers
+
         config = self.config()
-        if (mean := config.get("latents_mean")) and (std := config.get("latents_std")):
-            return tuple(mean), tuple(std)
-        return (float(config.get("shift_factor") or 0.0),), (1 / float(config.get("scaling_factor") or 1.0),)
+        known = inspect.signature(getattr(diffusers, config["_class_name"]).__init__).parameters
+        given = {key: config.get(key, known[key].default) for key in _UNSCALED if key in known}
+        num = config.get("latent_channels", known["latent_channels"].default)
+        [factor] = self._numbers("scaling_factor", given["scaling_factor"], 1, above=0)
+        shift = given.get("shift_factor")
+        mean = self._numbers("shift_factor", 0.0 if shift is None else shift, 1)
+        if (center := given.get("latents_mean")) is not None:
+            mean = self._numbers("latents_mean", center, num)
+        width = given.get("latents_std")
+        std = (1.0,) if width is None else self._numbers("latents_std", width, num, above=0)
+        return mean, tuple(one / factor for one in std)
+
+    def _numbers(self, key: str, value: Any, num: int, above: float = -math.inf) -> tuple[float, ...]:
+        """Return the `num` numbers of a key of config.json, which may be nested, as in a shape (1, num, 1, 1)."""
+        found = [value]
+        while any(isinstance(one, list | tuple) for one in found):
+            found = [each for one in found for each in (one if isinstance(one, list | tuple) else [one])]
+        are_numbers = all(type(one) in (int, float) and math.isfinite(one) and one > above for one in found)
+        if len(found) != num or not are_numbers:
+            expected = f"{num} finite number{'s' * (num != 1)}{f' above {above:g}' * math.isfinite(above)}"
+            raise UserError(f"data.encode: {self.folder / _CONFIG}: {key} = {value!r}, expected {expected}")
+        return tuple(map(float, found))
 
     def to_diffusers(self, mean: Sequence[float], std: Sequence[float]) -> Any:
         network = self._loaded()
@@ -122,13 +152,12 @@ class Autoencoder(PictureEncoder):
         if getattr(network, "quant_conv", None) is not None and network.post_quant_conv is not None:
             _fold(network, mean, std)
             network.register_to_config(**_UNSCALED)
-        elif (tuple(mean), tuple(std)) != evolve(self, scale="model").moments():
+        elif not is_same_scale((mean, std), own := self._own_scale()):
             raise UserError(
                 f"data.encode: the {type(network).__name__} in {self.path} has no quant_conv and post_quant_conv to "
-                'hold the scale of this run; only one with scale = "model" can be exported to diffusers'
+                f"hold the scale of this run, {scale_text((mean, std))}, and its {_CONFIG} has {scale_text(own)}; only "
+                'a run with scale = "model" can be exported to diffusers'
             )
-        elif network.config.get("latents_std"):
-            network.register_to_config(scaling_factor=1.0)  # diffusers divides by it too
         return network
 
 

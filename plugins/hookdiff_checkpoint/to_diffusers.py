@@ -88,7 +88,8 @@ def _pipeline(loop: Loop, sampling: Equivalent, vae: Any, texts: ExportedTexts) 
         return "", ""
     if vae is not None:  # pipelines of latents know one side and one factor
         is_square, config = isinstance(model.config.get("sample_size"), int), vae.config
-        if not is_square or config.get("shift_factor") or config.get("latents_std"):
+        per_channel = any(config.get(f"latents_{which}") is not None for which in ("mean", "std"))
+        if not is_square or config.get("shift_factor") or per_channel:
             return "", ""
     if kind == "UNet2DConditionModel" and _is_stable_diffusion(loop, sampling, vae, texts):
         eta = f", eta={sampling.step['eta']}" if "eta" in sampling.step else ""
@@ -170,9 +171,11 @@ def _keywords(arguments: Mapping[str, Any]) -> str:
 def _decoded(config: Mapping[str, Any]) -> str:
     """Return the line of code that makes pictures of what the model makes, with the scale that is in `config`."""
     scaled = "x" if config.get("scaling_factor", 1) == 1 else "x / vae.config.scaling_factor"
-    if config.get("latents_std"):
-        mean, std = (f"torch.tensor(vae.config.latents_{which}).view(-1, 1, 1)" for which in ("mean", "std"))
-        scaled += f" * {std} + {mean}"
+    mean, std = (f"torch.tensor(vae.config.latents_{which}).view(-1, 1, 1)" for which in ("mean", "std"))
+    if config.get("latents_std") is not None:
+        scaled += f" * {std}"
+    if config.get("latents_mean") is not None:
+        scaled += f" + {mean}"
     elif config.get("shift_factor"):
         scaled += " + vae.config.shift_factor"
     return f"\n  pictures = vae.decode({scaled}).sample.clamp(-1, 1)"

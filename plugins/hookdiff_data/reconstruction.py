@@ -9,7 +9,7 @@ from attrs import evolve
 from torch import Tensor
 
 from hookdiff import Config, Feed, UserError
-from hookdiff.authors import Moments, Space, few_images, frechet_distance, named_features, usual_features
+from hookdiff.authors import Moments, Space, TextEncoder, few_images, frechet_distance, named_features, usual_features
 from hookdiff.experiment import build_feed, pick_device
 from hookdiff.log import to_uint8
 from hookdiff.terminal import paced
@@ -29,7 +29,7 @@ def reconstruction(config: Config, num: int, features: str | None) -> tuple[dict
     Raises UserError if no encoder makes the inputs of `config`, for `features` that cannot be opened, and for pictures
     that cannot be encoded, or come back with values that are not finite.
     """
-    feed = build_feed(_of_few(config))
+    feed = build_feed(_of_few(config), encode="pictures")
     feed.blank(1)  # encodes a picture: an autoencoder that does not return pictures of this shape is refused
     space, texts = _open(features, feed.picture_shape, pick_device(config.run.device))
     num = min(num, len(feed.usable))
@@ -45,10 +45,14 @@ def reconstruction(config: Config, num: int, features: str | None) -> tuple[dict
 
 
 def _of_few(config: Config) -> Config:
-    """Return `config` with the encoder of the inputs alone, which keeps no table: that would be of all samples."""
+    """Return `config` with one encoder of pictures, that of the inputs, and no table, which would be of all samples.
+
+    Encoders of texts stay: they take the captions of the source, and encode none here.
+    """
     for kind, given in config.data.shared.items():
         if encoder := (given.get("encode") or {}).get(_INPUTS):
-            own = {**given, "encode": {_INPUTS: evolve(encoder, store="none")}}
+            texts = {name: one for name, one in given["encode"].items() if isinstance(one, TextEncoder)}
+            own = {**given, "encode": {**texts, _INPUTS: evolve(encoder, store="none")}}
             return evolve(config, data=evolve(config.data, shared={**config.data.shared, kind: own}))
     where = f"[data.encode.{_INPUTS}]"
     raise UserError(f"{config.path}: --reconstruction is about the autoencoder in {where}, which is not there")

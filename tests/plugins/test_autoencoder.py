@@ -3,6 +3,7 @@
 import json
 import re
 import textwrap
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,30 @@ def test_the_cost_of_the_autoencoder_alone_is_that_of_plain_torch(
     assert not [*folder.glob("cache/encoded/*")]  # which would take all samples
 
 
+def test_the_cost_of_the_autoencoder_is_measured_beside_encoders_of_texts(
+    succeed: Callable[..., str], folder: Path
+) -> None:
+    words = "--features", "tests.plugins.test_autoencoder:mean_colours", "--json", "--reconstruction", "8"
+    alone = json.loads(succeed("data", folder / "latents.toml", *words))
+    for picture in (folder / "pictures").glob("*.png"):
+        picture.with_suffix(".txt").write_text(f"picture {picture.stem}")
+    text = (folder / "latents.toml").read_text().replace("cache_dir", 'captions = "txt"\ncache_dir')
+    encoder = '[data.encode.text]\nuse = "tests.authors.encoding.test_texts:Bytes"\n\n[model]'
+    (folder / "texts.toml").write_text(text.replace("[model]", encoder))
+    assert json.loads(succeed("data", folder / "texts.toml", *words)) == alone
+
+
+def test_levels_with_attention_are_given_in_the_sides_of_the_latents(
+    succeed: Callable[..., str], hookdiff: Callable[..., Any], folder: Path
+) -> None:
+    sides = "data.image_size=32", "model.attention_resolutions=[8]"  # latents of 8 x 8 and a level of 4 x 4
+    own = [word for setting in sides for word in ("--set", setting)]
+    succeed("check", folder / "latents.toml", *own)
+    succeed("run", folder / "latents.toml", "--out", folder / "run", "--plugins", "no:fid", *own)
+    own[-1] = "model.attention_resolutions=[16]"
+    check_refused(hookdiff("check", folder / "latents.toml", *own), "attention_resolutions", 16, 8)
+
+
 def test_without_its_features_the_cost_of_an_autoencoder_is_a_psnr(
     hookdiff: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +337,73 @@ class OfMine(PictureEncoder):
         return torch.nn.functional.interpolate(latents, scale_factor=2)
 
 
+def edit_config(folder: Path, **keys: Any) -> None:
+    """Set keys of the autoencoder's config.json; a key that is `...` is left out."""
+    path = folder / "vae" / "config.json"
+    config = {**json.loads(path.read_text()), **keys}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+NESTED = {key: [[[[value]] for value in values]] for key, values in MOMENTS.items()}  # 1 4 1 1
+
+
+@pytest.mark.parametrize(
+    ("save", "keys", "mean", "std", "factor"),
+    [
+        (save_autoencoder, {"scaling_factor": ...}, 0.0, 1.0, 0.18215),
+        (save_autoencoder, {"scaling_factor": 2.0, "shift_factor": 0.5}, 0.5, 1.0, 2.0),
+        (save_autoencoder, {**MOMENTS, "scaling_factor": 0.5, "shift_factor": 0.3}, *MOMENTS.values(), 0.5),
+        (save_autoencoder, {**NESTED, "scaling_factor": ...}, *MOMENTS.values(), 0.18215),
+        (save_autoencoder, {"latents_mean": [1, 2, 3, 4], "shift_factor": 0.5}, [1, 2, 3, 4], 1.0, 0.18215),
+        (save_autoencoder, {"latents_std": [1, 2, 3, 4], "shift_factor": 0.5}, 0.5, [1, 2, 3, 4], 0.18215),
+        (save_tiny, {"scaling_factor": ..., "shift_factor": ...}, 0.0, 1.0, 1.0),
+        (save_tiny, {**MOMENTS, "shift_factor": 0.2}, 0.2, 1.0, 3.0),  # its class has no latents_mean
+        (save_dc, {"scaling_factor": ...}, 0.0, 1.0, 1.0),
+        (save_dc, {"scaling_factor": 0.41407, "shift_factor": 0.2}, 0.0, 1.0, 0.41407),  # nor this one a shift
+    ],
+)
+def test_the_scale_of_a_model_is_that_of_pipelines(
+    folder: Path, save: Callable[[Path], None], keys: dict[str, Any], mean: Any, std: Any, factor: float
+) -> None:
+    save(folder / "vae")
+    edit_config(folder, **keys)
+    scale = build_feed(load_config(folder / "latents.toml", settings=[OWN_SCALE])).reader.scale(torch.arange(4))
+    x = torch.randn(2, 4, 8, 8)
+    center, width, ours, own_width = (torch.as_tensor(one).view(-1, 1, 1) for one in (mean, std, *scale))
+    torch.testing.assert_close((x - ours) / own_width, (x - center) * factor / width)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "num"),
+    [
+        ("scaling_factor", None, 1),
+        ("scaling_factor", 0, 1),
+        ("scaling_factor", "0.18", 1),
+        ("shift_factor", [0.1, 0.2], 1),
+        ("latents_mean", [0.1, 0.2], 4),
+        ("latents_std", [1, 1, 1, -1], 4),
+        ("latents_std", [1, 1, 1, float("nan")], 4),
+    ],
+)
+def test_a_scale_that_is_none_is_refused(folder: Path, key: str, value: Any, num: int) -> None:
+    edit_config(folder, **{key: value})
+    feed = build_feed(load_config(folder / "latents.toml", settings=[OWN_SCALE]))
+    with refused(UserError, "config.json", key, f"expected {num}"):
+        feed.reader.scale(torch.arange(4))
+
+
+def test_a_resumed_run_keeps_its_scale_and_says_so(
+    succeed: Callable[..., str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = ("--set", OWN_SCALE, "--set", "diffusion.data_mean=0", "--set", "diffusion.data_std=1")
+    succeed("run", folder / "latents.toml", "--out", folder / "run", "--plugins", "no:fid", *before)
+    caplog.clear()
+    succeed("resume", folder / "run", "--steps", "5", "--trust")
+    check_facts(caplog.text, "data_std", "5.48998")  # 1 / 0.18215
+    written = tomllib.loads((folder / "run" / "config.toml").read_text())
+    assert written["diffusion"]["data_std"] in (1, [1])
+
+
 @pytest.fixture
 def export(folder: Path, hookdiff: Callable[..., Any], succeed: Callable[..., str]) -> Callable[..., Any]:
     """Return a function that trains a network on latents and exports it, without the data, to the folder `out`."""
@@ -365,6 +457,7 @@ def called(out: str, labels: list[int]) -> torch.Tensor:
         ("dit", (*DDIM, FEW, OWN_SCALE), None, "DiTPipeline"),  # None: a tiny one
         ("unet", (*DDIM, OWN_SCALE), {**NO_CONVOLUTIONS, "shift_factor": 0.2}, None),
         ("unet", (*DDIM, OWN_SCALE), {**NO_CONVOLUTIONS, **MOMENTS}, None),
+        ("unet", (*DDIM, OWN_SCALE), {**NO_CONVOLUTIONS, "latents_mean": MOMENTS["latents_mean"]}, None),
     ],
 )
 def test_an_export_to_diffusers_makes_the_pictures_of_the_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -95,13 +96,33 @@ class PictureEncoder(Encoder):
         """Return the network as a model of diffusers, which `hookdiff export` writes.
 
         The run trains on z = (latents - mean) / std. `mean` and `std` have one number, or one for each channel. The
-        model has this scale in its weights, or in its config: its `decode` takes z / scaling_factor + shift_factor, or
-        z / scaling_factor * latents_std + latents_mean.
+        model has this scale in its weights, or in its config: its `decode` takes z / scaling_factor * latents_std +
+        latents_mean; without latents_std that is 1, and without latents_mean it is shift_factor, or else 0.
 
         Raises:
             UserError: if it cannot be exported, as by default.
         """
         raise self._not_exported(INPUTS)
+
+
+Scale = tuple[Sequence[float], Sequence[float]]  # mean and deviation, one number or one for each channel
+
+
+def is_same_scale(scale: Scale, other: Scale) -> bool:
+    """Return whether both give the same latents, but for rounding."""
+    pairs: list[tuple[float, float]] = []
+    for ours, theirs in zip(scale, other, strict=True):
+        num = max(len(ours), len(theirs))
+        if {len(ours), len(theirs)} - {1, num}:
+            return False
+        pairs += zip(*([*one] * (num // len(one)) for one in (ours, theirs)), strict=True)
+    return all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in pairs)
+
+
+def scale_text(scale: Scale) -> str:
+    """Return a scale as its keys in [diffusion]."""
+    texts = (", ".join(f"{value:.6g}" for value in values) for values in scale)
+    return "data_mean = [{}] and data_std = [{}]".format(*texts)
 
 
 class EncodedTexts(Protocol):
