@@ -235,6 +235,12 @@ FAULTS = (
         "step / max(1, total)",
     ),
     Fault(
+        "samples: the transparent part of a mask is painted",
+        "plugins/hookdiff_samples/pictures.py",
+        'shape[-1], "black")',
+        'shape[-1], "white")',
+    ),
+    Fault(
         "lr: a fall by chance is a fall",
         "plugins/hookdiff_lr/find.py",
         "falls = rises = None\n",

@@ -69,7 +69,7 @@ def _png(image: Any) -> Loaded:
     if clear is not None and raw in ("I;16B", "RGB;16B"):  # of which Pillow compares one byte
         raise ValueError("PNG of 16 bits with a transparent colour")
     most = {"L;2": 3, "L;4": 15}.get(raw, 0)
-    if isinstance(clear, int) and clear <= most:  # Pillow scales the pixels to 8 bits, but not this value
+    if most and isinstance(clear, int) and clear <= most:  # Pillow scales the pixels to 8 bits, but not this value
         image.info["transparency"] = clear * 255 // most
     return _plain(image)
 

@@ -94,7 +94,8 @@ def command(
     NPZ file has them as arr_0 (uint8, n h w c), and their class numbers as arr_1 if the run has classes, as the
     evaluators of the field read them. --steps, --sampler, --precision, --compile and --guidance-scale replace the
     values of the config, and --set any others, such as `data.encode.image.path` of an autoencoder that has moved. With
-    --images, a higher --strength leaves less of the picture; with --mask, the black part stays as it is. --prompt and
+    --images, a higher --strength leaves less of the picture; with --mask, a picture of the same size, what is
+    black or transparent in it stays as it is. --prompt and
     --prompts are for a network that was trained on captions: there is a row for each text, and --each writes it beside
     the picture.
 
@@ -105,6 +106,7 @@ def command(
     from hookdiff import load_run
     from hookdiff.cli import chosen_weights
     from hookdiff.diffusion import Sampling
+    from hookdiff.images import Transforms
     from hookdiff.log import to_uint8
     from hookdiff.run_dir import run_of
     from hookdiff.terminal import paced
@@ -131,8 +133,9 @@ def command(
     with load_run(run, changes, device=device, trust=trust) as opened:
         shape = opened.loop.feed.picture_shape
         output.check_shape(shape)
-        pictures = read_pictures(files, shape) if files else None
-        region = None if mask is None else read_mask(mask, shape)
+        background = opened.config["data"].get("background", Transforms().background)
+        pictures = read_pictures(files, shape, background) if files else None
+        region = None if mask is None else read_mask(mask, files, shape)
         strength = strength or opened.usual_strength(region)
         rows = num // (interpolate or 1)
         numbers = opened.labels(words, rows)

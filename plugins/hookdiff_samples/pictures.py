@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -29,11 +29,14 @@ from hookdiff.images import (
     reason,
     refuse,
     unreadable_problems,
+    upright_size,
     with_images,
 )
 from hookdiff.log import Panel, Picture, as_pictures, as_pillow, grid
 
 logger = logging.getLogger("hookdiff")
+
+Read = TypeVar("Read")
 
 _WHITE = 128  # the least value of a pixel that is painted
 
@@ -63,28 +66,49 @@ def _load(image: Any) -> None:
     decode(image, None, "black")
 
 
-def read_pictures(files: Sequence[Path], shape: Sequence[int]) -> Tensor:
-    """Return the pictures in `files` as inputs of a model of images of `shape` (c h w): n c h w in [-1, 1]."""
+def read_pictures(files: Sequence[Path], shape: Sequence[int], background: str) -> Tensor:
+    """Return the pictures in `files` as inputs of a model of images of `shape` (c h w): n c h w in [-1, 1].
+
+    Transparent pixels are drawn in front of the colour `background`, as in the data of the run.
+    """
     channels, *sides = shape
     if channels not in (1, 3) or len(set(sides)) != 1:
         made = " x ".join(map(str, shape))
         raise UserError(f"--images {files[0]}: needs a model of square grey or RGB images; this one makes {made}")
-    return torch.stack([to_unit_range(_fitted(file, channels, sides[0])) for file in files])
+    return torch.stack([to_unit_range(_fitted(file, channels, sides[0], background)) for file in files])
 
 
-def read_mask(file: Path, shape: Sequence[int]) -> Tensor:
-    """Return the mask in `file`, 1 1 h w, bool: True where its picture is white."""
-    mask = _fitted(file, 1, shape[-1])[None] >= _WHITE
+def read_mask(file: Path, pictures: Sequence[Path], shape: Sequence[int]) -> Tensor:
+    """Return the mask in `file`, 1 1 h w, bool: True where it is white and not transparent.
+
+    It is resized and cropped as the files of the `pictures` are, so it must be as large as each of them.
+    """
+    width, height = _size(file)
+    for picture in pictures:
+        if (size := _size(picture)) != (width, height):
+            raise UserError(
+                f"--mask {file}: {width} x {height}, but {picture} is {size[0]} x {size[1]}; a mask needs the size of "
+                "each picture"
+            )
+    mask = _fitted(file, 1, shape[-1], "black")[None] >= _WHITE
     if not mask.any():
         raise UserError(f"--mask {file}: nothing of it is white, so there is nothing to paint")
     return mask
 
 
-def _fitted(path: Path, channels: int, side: int) -> Tensor:
-    transforms = Transforms(image_size=side, channels=1 if channels == 1 else 3, upscale=True)
+def _fitted(path: Path, channels: int, side: int, background: str) -> Tensor:
+    kept: Any = {"channels": 1 if channels == 1 else 3, "background": background}
+    return _read(path, Transforms(image_size=side, upscale=True, **kept).fit)
+
+
+def _size(path: Path) -> tuple[int, int]:
+    return _read(path, upright_size)
+
+
+def _read(path: Path, read: Callable[[Any], Read]) -> Read:
     try:
         with open_picture(str(path)) as picture:
-            return transforms.fit(picture)
+            return read(picture)
     except Exception as error:  # decoders raise errors of any type
         raise UserError(f"{path}: cannot be read as a picture: {reason(error)}") from None
 

@@ -294,8 +294,58 @@ def test_only_the_white_part_of_a_mask_is_painted(hookdiff, folder, run):
         (["--mask", "mask.png"], ("--mask", "--images")),
         (["--images", "a", "--mask", "a/3.png"], ("a/3.png",)),
         (["--images", "run/checkpoints"], ("--images", "run/checkpoints")),
+        (["--images", "a", "--images", "wide.png", "--mask", "mask.png"], ("mask.png", "8 x 8", "wide.png", "12 x 8")),
     ):
+        Image.new("L", (12, 8)).save(folder / "wide.png")
         check_refused(hookdiff("sample", "run", *words), *facts)
+
+
+def _strokes(mode, turn):
+    """A mask of 12 x 8 in `mode`, white in its right third; by `turn`, a value of Exif, stored on its side."""
+    white = numpy.zeros((8, 12), bool)
+    white[:, 8:] = True
+    stored = numpy.rot90(white) if turn == 6 else white
+    if mode == "LA":  # white everywhere, and transparent where nothing is to be painted
+        return Image.fromarray(numpy.stack([numpy.full(stored.shape, 255), 255 * stored], -1).astype(numpy.uint8))
+    if mode == "I;16":
+        return Image.fromarray(stored.astype(numpy.uint16) * 65535)
+    image = Image.fromarray(255 * stored.astype(numpy.uint8))
+    if mode == "P":
+        image = image.convert("P")
+        image.putpalette([*(255, 255, 255) * 256])  # each colour is white, and the first is transparent
+        image.info["transparency"] = 0
+        return image
+    return image.convert(mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "turn"), [("L", 1), ("1", 1), ("LA", 1), ("RGBA", 1), ("I;16", 1), ("P", 1), ("L", 6)]
+)
+def test_a_mask_lies_on_its_picture_whatever_its_format(mode, turn, hookdiff, folder, run):
+    """Of 12 x 8, the 8 x 8 in the centre are kept: in them, the mask has its last two columns."""
+    picture = numpy.tile(numpy.arange(12, dtype=numpy.uint8) * 20, (8, 1))
+    Image.fromarray(picture).save(folder / "wide.png")
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    _strokes(mode, turn).save(folder / "mask.png", **({"exif": exif} if turn != 1 else {}))
+    words = ("--images", "wide.png", "--mask", "mask.png", "--steps", 2, "--out", "x.npz")
+    output(hookdiff("sample", "run", *words))
+    made, known = numpy.load(folder / "x.npz")["arr_0"][0, ..., 0], picture[:, 2:10]
+    assert numpy.array_equal(made[:, :6], known[:, :6])
+    assert not numpy.array_equal(made[:, 6:], known[:, 6:])
+
+
+def test_a_transparent_picture_lies_on_the_background_of_the_run(hookdiff, folder, run):
+    Image.new("LA", (8, 8), (9, 0)).save(folder / "clear.png")
+    config = run / "config.toml"
+    words = ("--images", "clear.png", "--steps", 20, "--strength", 0.05, "--out", "x.npz", "--overwrite")
+    for background, value in (("white", 255), ("black", 0)):
+        text = config.read_text().replace('background = "white"', f'background = "{background}"')
+        config.write_text(
+            text if "background" in text else text.replace("[data]", f'[data]\nbackground = "{background}"')
+        )
+        output(hookdiff("sample", "run", *words))
+        assert abs(float(numpy.load(folder / "x.npz")["arr_0"].mean()) - value) < 40
 
 
 def test_a_run_without_a_checkpoint_is_refused(hookdiff, folder):
