@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hookdiff.disk.paths import leads_out
+from hookdiff.options.connects import Connects
 from hookdiff.options.fields import SERVICES, Handed, Writes, is_served
-from hookdiff.options.network import Connects
 from hookdiff.options.structure import Text, fields_of, marks_of
 from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.run_dir.layout import is_run_dir

@@ -1,4 +1,5 @@
 from .choices import Choice as Choice, chosen as chosen, name_of as name_of, parts as parts
+from .connects import Connects as Connects
 from .every import is_time as is_time
 from .fields import (
     IS_FINITE as IS_FINITE,
@@ -14,7 +15,6 @@ from .fields import (
 )
 from .help import Key as Key, argument_texts as argument_texts, keys as keys, summary as summary
 from .imports import import_line as import_line, import_object as import_object
-from .network import Connects as Connects
 from .software import versions as versions
 from .structure import (
     COUNT as COUNT,

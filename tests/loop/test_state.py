@@ -365,8 +365,9 @@ def test_another_number_of_samples_gives_a_warning(tmp_path: Path, caplog: pytes
     loop(40, steps=4, resume=True).run()
     assert not warnings(caplog)
     loop(30, steps=6, resume=True).run()
-    (warning,) = warnings(caplog)
-    check_facts(warning, "data", 30, 40)
+    number, parts = warnings(caplog)
+    check_facts(number, "data", 30, 40)
+    check_facts(parts, "pictures", "40 -> 30")
 
 
 class Conditional:
