@@ -247,6 +247,12 @@ FAULTS = (
         "falls, rises = 0, None\n",
     ),
     Fault(
+        "fid: pictures are not read as the data of the run",
+        "plugins/hookdiff_fid/sets.py",
+        "open_set(path, making, transforms=transforms)",
+        "open_set(path, making)",
+    ),
+    Fault(
         "fid: the kernel distance counts a sample with itself",
         "plugins/hookdiff_fid/kid.py",
         "(in_a - own_a) / (n - 1)",

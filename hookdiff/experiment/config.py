@@ -397,9 +397,8 @@ def _check(
         if section.table in tables and section.table not in without
     }
     parts |= {name: Part(name, "", partial(_not_read, name)) for name in without}
-    if "data" in without:  # pictures are decoded all the same
-        encode = {key: value for key, value in tables.get("data", {}).items() if key == "encode"}
-        parts["data"] = evolve(parts["data"], shared={Encoding: arguments(Encoding, encode, "data", problems)})
+    if "data" in without:  # pictures are decoded, and others are read, all the same
+        parts["data"] = evolve(parts["data"], shared=_without_source(tables.get("data", {}), problems))
     if "data" not in without and (data := parts.get("data")) and (lacking := missing(data.target, tables["data"])):
         problems.add("data", f"{data.use} needs {', '.join(lacking)}")
     for name, target in {"diffusion": Diffusion, "sampling": Sampling}.items():
@@ -428,6 +427,20 @@ def _check(
     problems.refuse(path)
     needs = tuple(place for place, _ in found)
     return Config(path=path, run=RunConfig(**run), plugins=plugins, needs_trust=needs, **parts)
+
+
+def _without_source(table: Mapping[str, Any], problems: Problems) -> dict[type, dict[str, Any]]:
+    """Return the arguments of `Encoding` and `Transforms` in the table [data] of a source that is not imported."""
+    encode = {key: value for key, value in table.items() if key == "encode"}
+    found = dict[str, Any]()
+    for key in described(Transforms):
+        if key in table:
+            given = arguments(Transforms, {**found, key: table[key]}, "data", refused := Problems())
+            if not refused.found:
+                found = given
+            elif isinstance(table[key], Text):  # else the key is one of the source itself, with values of its own
+                problems.found += refused.found
+    return {Encoding: arguments(Encoding, encode, "data", problems), Transforms: found}
 
 
 def _used(parts: Iterable[Part]) -> Iterator[tuple[str, str, object]]:

@@ -29,6 +29,7 @@ from hookdiff.experiment.config import Config, load_config
 from hookdiff.experiment.toml_file import read_toml
 from hookdiff.images.labels import normal
 from hookdiff.images.store import Store
+from hookdiff.images.transforms import Transforms
 from hookdiff.loop.hookspecs import hookimpl, hooks_of
 from hookdiff.loop.loop import Loop
 from hookdiff.loop.registry import implements
@@ -115,6 +116,12 @@ class Run:
         """The whole config, as in its config.toml: `run.config["optimizer"]["lr"]`."""
         return read_toml(self.run_dir / CONFIG)
 
+    @cached_property
+    def _checked(self) -> Config:
+        """The config as a loop needs it to make images."""
+        without = ("data", "optimizer")
+        return run_config(self.path, settings=self.settings, trust=self.trust, without=without, hooks=_IMAGE_HOOKS)
+
     def __repr__(self) -> str:
         """Return the path, the state of the run, and the step at which it has ended."""
         history = History(self.run_dir)
@@ -149,9 +156,7 @@ class Run:
         Raises:
             UserError: if the run has no checkpoint, or what it needs is not here.
         """
-        config = run_config(
-            self.path, settings=self.settings, trust=self.trust, without=("data", "optimizer"), hooks=_IMAGE_HOOKS
-        )
+        config = self._checked
         config = evolve(config, run=evolve(config.run, device=self.device or _device_of(config)))
         state = _state_of(config, self.run_dir, self.path)
         saved = {"saved": Saved({**state, "optimizers": {}})}
@@ -164,6 +169,7 @@ class Run:
 
     def close(self) -> None:
         """Forget the model; it is made again when it is needed."""
+        self.__dict__.pop("_checked", None)
         if (loop := self.__dict__.pop("loop", None)) is not None:
             loop.__exit__(None, None, None)
 
@@ -177,6 +183,18 @@ class Run:
     def step(self) -> int:
         """The updates that the weights have had."""
         return self.loop.progress.step
+
+    @property
+    def transforms(self) -> Transforms:
+        """What gives any picture the form of the samples of the run, as its data has it without augmentation.
+
+        Pictures keep their size if the samples are not square, and their channels if these are neither grey nor RGB.
+        """
+        given, (channels, *sides) = self._checked.data.of(Transforms), self.loop.feed.picture_shape
+        side = sides[0] if len(sides) == 2 and sides[0] == sides[1] else None
+        form: Any = {"image_size": side, "channels": channels if channels in (1, 3) else None}
+        resize = given.resize if given.image_size == side else None
+        return Transforms(**form, resize=resize, upscale=given.upscale, background=given.background)
 
     @property
     def classes(self) -> list[str]:

@@ -23,4 +23,4 @@ from .survey import (
 )
 from .table import locked as locked
 from .texts import LARGEST_CAPTIONS as LARGEST_CAPTIONS, captions_of as captions_of, lines_of as lines_of
-from .transforms import Transforms as Transforms
+from .transforms import Transforms as Transforms, size_text as size_text

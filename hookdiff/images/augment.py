@@ -13,7 +13,7 @@ from torch import Tensor
 from hookdiff.data.batch import Batch
 from hookdiff.data.memory import to_device
 from hookdiff.data.reader import in_unit_range, is_paired
-from hookdiff.images.transforms import Transforms
+from hookdiff.images.transforms import Transforms, centre_start
 from hookdiff.machine.randomness import uniforms
 
 # The columns of the random numbers. Each augmentation has its own, so that enabling one does not change another.
@@ -50,27 +50,19 @@ def augment(samples: Batch, transforms: Transforms, seed: int, epoch: int) -> Ba
 
 def center_crop(samples: Batch, transforms: Transforms) -> Batch:
     """Return the centre of first-stage `samples`, with images of uint8 as float32 in [-1, 1]."""
-    size = transforms.image_size
-    if size is None:
-        return in_unit_range(samples)
-    start = _centre(samples.inputs.shape[-1] - size)
-    return _moved(samples, lambda images: images[..., start : start + size, start : start + size])
+    return in_unit_range(samples) if transforms.image_size is None else _moved(samples, transforms.centre)
 
 
 def corners(transforms: Transforms, indices: Tensor, seed: int, epoch: int | None) -> Tensor:
     """Return top and left (n 2, int64) of what the random stage keeps of the samples `indices`; None: of the centre."""
     slack = (transforms.side or 0) - (transforms.image_size or 0)
     if epoch is None:
-        return torch.full((len(indices), 2), _centre(slack))
+        return torch.full((len(indices), 2), centre_start(slack))
     return _places(uniforms(seed, "augment", epoch, indices, _LEFT + 1), slack)
 
 
 def _places(draws: Tensor, slack: int) -> Tensor:
     return (draws[:, [_TOP, _LEFT]] * (slack + 1)).long()
-
-
-def _centre(slack: int) -> int:
-    return round(slack / 2)
 
 
 def _moved(samples: Batch, move: Callable[[Tensor], Tensor]) -> Batch:

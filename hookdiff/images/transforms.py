@@ -101,6 +101,13 @@ class Transforms:
         *_, left, top = _resized_box(width, height, self.side)
         return top, left
 
+    def centre(self, pixels: Tensor) -> Tensor:
+        """Return what is kept of first-stage `pixels` (... h w) where nothing is drawn at random: the centre."""
+        if self.image_size is None:
+            return pixels
+        start = centre_start(pixels.shape[-1] - self.image_size)
+        return pixels[..., start : start + self.image_size, start : start + self.image_size]
+
     def fits(self, shape: Sequence[int]) -> bool:
         """Return whether pictures of `shape` (c h w) need no first stage."""
         square = self.side is None or tuple(shape[1:]) == (self.side, self.side)
@@ -166,6 +173,11 @@ class Transforms:
         if self.channels == 3 and channels == 1:
             images = images.expand(-1, 3, -1, -1)
         return images.contiguous()
+
+
+def centre_start(slack: int) -> int:
+    """Return where the centre begins in a side that is longer by `slack`."""
+    return round(slack / 2)
 
 
 def size_text(shape: Sequence[int]) -> str:

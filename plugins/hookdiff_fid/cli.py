@@ -83,7 +83,8 @@ def command(
     A and B are each a folder of pictures, a run or a checkpoint (images are made of it), an NPZ file of images (arr_0),
     or an NPZ file of statistics (mu and sigma, such as papers publish). Without B, a run is compared with its training
     images. --steps, --sampler, --guidance-scale, --seed, --weights and --set are for the images of A and, if it is a
-    run, of B, as in `hookdiff sample`.
+    run, of B, as in `hookdiff sample`. Pictures beside a run are resized and cropped as its data is, with its channels
+    and its `background`.
 
     In the space "inception" the Fréchet distance is FID. Compare only values of the same space, recipe and number of
     images. The floor is the distance that a perfect model would have with as many images as A. With --json, each recipe
@@ -94,20 +95,20 @@ def command(
     from hookdiff.authors import Collected, frechet_distance
     from hookdiff.experiment import pick_device
     from hookdiff_fid.compare import compare, floor_of, too_few
-    from hookdiff_fid.sets import ImageSet, Making, Statistics, data_of, open_set
+    from hookdiff_fid.sets import ImageSet, Making, Statistics, data_of, open_set, open_sets
     from hookdiff_fid.statistics import write_statistics
 
     if save:
         _check_save(save, recipe, overwrite)
     making = Making(num, seed, device, trust, settings, weights, sampling)
-    others: list[ImageSet | Statistics] = []
-    labels = None
+    sets: list[ImageSet | Statistics]
     if reference:
-        others = [open_set(reference, making)]
-    elif not save:
+        sets = open_sets([samples, reference], making)
+    elif save:
+        sets = [open_set(samples, making)]
+    else:
         data, labels = data_of(samples, settings, trust)
-        others = [data]
-    sets = [open_set(samples, making, labels), *others]
+        sets = [open_set(samples, making, labels), data]
     images = [one for one in sets if isinstance(one, ImageSet)]
     for name, value in {**sampling, "weights": weights}.items():
         if value is not None and not any(one.made for one in images):
@@ -144,7 +145,7 @@ def command(
     except ValueError as error:  # too few images, or statistics of other features
         raise UserError(f"{' and '.join(one.name for one in sets)}: {error}") from None
     for one in images:
-        for text in one.left_out:
+        for text in one.remarks:
             logger.warning("%s: %s", one.name, text)
     if as_json:
         about: dict[str, Any] = {"sets": [one.name for one in sets], "num": [one.num for one in sets]}

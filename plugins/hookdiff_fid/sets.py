@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -28,7 +29,9 @@ from hookdiff.images import (
     open_array,
     passed_over_text,
     refuse,
+    size_text,
     unreadable_problems,
+    upright_size,
     with_images,
 )
 from hookdiff.log import to_uint8
@@ -38,6 +41,8 @@ from hookdiff_fid.statistics import MU, has_statistics, read_statistics
 
 _BATCH = 64  # images of one shape that are given together
 _ARRAY = "arr_0"  # of the images in an archive, as the evaluators of the field name it
+
+_RESIZED, _CROPPED = "resized", "cropped"
 
 _TRIED = 256  # images of the trial that tells the time
 _WAITING = 4 * _BATCH  # pictures of several sizes that wait for others of theirs
@@ -68,16 +73,21 @@ class ImageSet:
     passed_over: Sequence[str] = ()  # other files, in words
     made: Mapping[str, Any] = field(factory=dict)  # how its images are made of a run; empty for others
     is_data: bool = False  # of a run
+    transforms: Transforms | None = None  # of a run: they give other pictures the form of its samples
+    changed: dict[int, Sequence[str]] = field(factory=dict)  # by image, what gives it another size
 
     @property
     def num(self) -> int:
         return self.total - len(self.unreadable)
 
     @property
-    def left_out(self) -> list[str]:
-        """What is not used, in words."""
+    def remarks(self) -> list[str]:
+        """What is not used, and what is not used as it is, in words."""
         reasons = [self.unreadable[one] for one in sorted(self.unreadable)]
-        return [*left_out_text(reasons, self.total), *self.passed_over]
+        counts = Counter(change for changes in self.changed.values() for change in changes)
+        how = " and ".join(f"{counts[change]:,} {change}" for change in (_RESIZED, _CROPPED) if counts[change])
+        made = f"of {self.total:,} images {how} to {size_text(self.shape[1:])}, as the data of the run"
+        return [*([made] if how else []), *left_out_text(reasons, self.total), *self.passed_over]
 
     def check(self, space: Space) -> None:
         """Raise UserError unless `space` takes the first image, which needs none of the others."""
@@ -107,7 +117,22 @@ class Statistics:
         return self.gaussian.num
 
 
-def open_set(path: Path, making: Making, labels: Tensor | None = None) -> ImageSet | Statistics:
+def open_sets(paths: Sequence[Path], making: Making) -> list[ImageSet | Statistics]:
+    """Return what `open_set` does for each of `paths`; with a run among them, other pictures get the form of its data.
+
+    Raises UserError as `open_set` does.
+    """
+    found: dict[Path, ImageSet | Statistics] = {}
+    transforms = None
+    for path in sorted(dict.fromkeys(paths), key=_is_run, reverse=True):
+        found[path] = open_set(path, making, transforms=transforms)
+        transforms = transforms or getattr(found[path], "transforms", None)
+    return [found[path] for path in paths]
+
+
+def open_set(
+    path: Path, making: Making, labels: Tensor | None = None, transforms: Transforms | None = None
+) -> ImageSet | Statistics:
     """Return the images at `path`, or the statistics.
 
     * A run, or a checkpoint: its images are made once their features are wanted, with the noise of the plugin `fid`.
@@ -115,16 +140,19 @@ def open_set(path: Path, making: Making, labels: Tensor | None = None) -> ImageS
     * A folder: all pictures at any depth that can be read.
     * An .npz: its array arr_0 (uint8, n h w or n h w c), or the statistics mu and sigma.
 
+    The `transforms` of a run, if there is one to compare with, give the pictures of a folder or an archive the form
+    of its samples.
+
     Raises UserError for anything else, and for pictures that cannot be read.
     """
     if path.suffix.lower() == ".npz":
         if path.exists() and has_statistics(path):
             return Statistics(str(path), read_statistics(path))
-        return _archive(path)
+        return _archive(path, transforms)
     if not path.is_dir():
         reason = "no folder, run or .npz" if path.exists() else why_missing(path)
         raise UserError(f"{path}: {reason}")
-    return _made(path, making, labels) if _is_run(path) else _folder(path)
+    return _made(path, making, labels) if _is_run(path) else _folder(path, transforms)
 
 
 def data_of(path: Path, settings: Sequence[str], trust: bool) -> tuple[ImageSet, Tensor | None]:
@@ -168,7 +196,7 @@ def _made(path: Path, making: Making, known: Tensor | None) -> ImageSet:
         with run, run.weights(making.weights), run.sampling(**making.sampling), closing(parts):
             return _collected(spaces, map(to_uint8, parts))
 
-    return ImageSet(name, num, shape, read, made=made)
+    return ImageSet(name, num, shape, read, made=made, transforms=run.transforms)
 
 
 def _seconds(run: Run, num: int, info: Mapping[str, Any], options: Mapping[str, Any]) -> float | None:
@@ -216,7 +244,7 @@ def _order(num: int) -> Tensor:
     return torch.randperm(num, generator=torch.Generator().manual_seed(0))
 
 
-def _archive(path: Path) -> ImageSet:
+def _archive(path: Path, transforms: Transforms | None) -> ImageSet:
     try:
         pixels = numpy.asarray(open_array(path, _ARRAY, whole=True))
     except ValueError as error:
@@ -226,25 +254,33 @@ def _archive(path: Path) -> ImageSet:
         shape = " x ".join(map(str, pixels.shape))
         raise UserError(f"{path}: {_ARRAY} has {shape} of {pixels.dtype}, expected n x h x w x c of uint8")
     images = torch.from_numpy(pixels).reshape(*pixels.shape[:3], -1).permute(0, 3, 1, 2)
-    order = _order(len(images))
-    return _in_parts(str(path), len(images), lambda: (images[part] for part in torch.split(order, _BATCH)))
+    changed = dict.fromkeys(range(len(images)), _changes(transforms, images.shape[2:])) if transforms else {}
+
+    def parts() -> Iterator[Tensor]:
+        for part in torch.split(_order(len(images)), _BATCH):
+            yield torch.stack([_fitted(transforms, image) for image in images[part]]) if transforms else images[part]
+
+    try:
+        return evolve(_in_parts(str(path), len(images), parts), changed=changed)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
-def _folder(path: Path) -> ImageSet:
+def _folder(path: Path, transforms: Transforms | None) -> ImageSet:
     try:
         folder = Folder(str(path), labels="none")
     except ValueError as error:
         raise UserError(str(error)) from None
-    transforms, unreadable = Transforms(), dict[int, str]()
+    unreadable, changed = dict[int, str](), dict[int, Sequence[str]]()
 
     def parts() -> Iterator[Tensor]:
         waiting: dict[torch.Size, list[Tensor]] = {}  # pictures by their shape
         order = [index for index in _order(len(folder)).tolist() if index not in unreadable]
-        for index, found in with_images(folder, order, partial(_pixels, transforms)):
+        for index, found in with_images(folder, order, partial(_pixels, transforms or Transforms())):
             if isinstance(found, Unreadable):
                 unreadable[index] = str(found)
                 continue
-            pixels = torch.from_numpy(found)
+            pixels, changed[index] = torch.from_numpy(found[0]), found[1]
             same = waiting.setdefault(pixels.shape, [])
             same.append(pixels)
             if len(same) == _BATCH or sum(map(len, waiting.values())) == _WAITING:
@@ -252,8 +288,23 @@ def _folder(path: Path) -> ImageSet:
         refuse(unreadable_problems([unreadable[index] for index in sorted(unreadable)], len(folder), skip=True))
         yield from map(torch.stack, waiting.values())
 
-    return evolve(_in_parts(str(path), len(folder), parts), unreadable=unreadable, passed_over=passed_over_text(folder))
+    known: dict[str, Any] = {"unreadable": unreadable, "changed": changed, "passed_over": passed_over_text(folder)}
+    return evolve(_in_parts(str(path), len(folder), parts), **known)
 
 
-def _pixels(transforms: Transforms, image: Any) -> Any:
-    return transforms.fit(image).numpy()
+def _pixels(transforms: Transforms, image: Any) -> tuple[Any, Sequence[str]]:
+    """Return the pixels of a picture, c h w, uint8, and what gives them another size."""
+    changes = _changes(transforms, upright_size(image))  # before `fit`, which may reduce or turn the picture
+    return _fitted(transforms, image).numpy(), changes
+
+
+def _fitted(transforms: Transforms, image: Any) -> Tensor:
+    return transforms.centre(transforms.fit(image))
+
+
+def _changes(transforms: Transforms, sides: Sequence[int]) -> Sequence[str]:
+    """Return what `transforms` do to the size of a picture of these `sides`, in words."""
+    if transforms.side is None:
+        return ()
+    is_cropped = len(set(sides)) > 1 or transforms.side != transforms.image_size
+    return [*[_RESIZED] * (min(sides) != transforms.side), *[_CROPPED] * is_cropped]

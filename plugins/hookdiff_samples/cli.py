@@ -106,7 +106,6 @@ def command(
     from hookdiff import load_run
     from hookdiff.cli import chosen_weights
     from hookdiff.diffusion import Sampling
-    from hookdiff.images import Transforms
     from hookdiff.log import to_uint8
     from hookdiff.run_dir import run_of
     from hookdiff.terminal import paced
@@ -133,8 +132,7 @@ def command(
     with load_run(run, changes, device=device, trust=trust) as opened:
         shape = opened.loop.feed.picture_shape
         output.check_shape(shape)
-        background = opened.config["data"].get("background", Transforms().background)
-        pictures = read_pictures(files, shape, background) if files else None
+        pictures = read_pictures(files, shape, opened.transforms.background) if files else None
         region = None if mask is None else read_mask(mask, files, shape)
         strength = strength or opened.usual_strength(region)
         rows = num // (interpolate or 1)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from PIL import Image
 
 from hookdiff import SampleRequest, load_run
 from hookdiff.authors.features.collected import Collected
@@ -88,6 +89,63 @@ def test_folders_and_archives(sets: Path, compare: Row) -> None:
         assert row["fd/digits"] == pytest.approx(expected(ODD, EVEN), rel=1e-6)
         assert {"kid/digits", "precision/digits", "recall/digits", "density/digits", "coverage/digits"} < row.keys()
     assert compare("odd", "odd.npz")["fd/digits"] == pytest.approx(0, abs=1e-6)
+
+
+def _noisy(mode: str, height: int = 8, width: int = 8) -> list[Image.Image]:
+    """Return 12 pictures of this mode, with any colours and any transparency."""
+    pixels = numpy.random.default_rng(0).integers(0, 256, (12, height, width, 4), dtype=numpy.uint8)
+    return [Image.fromarray(one[..., : len(mode)].squeeze()) for one in pixels]
+
+
+@pytest.mark.parametrize(
+    ("mode", "sides", "data", "remarks"),
+    [
+        ("RGBA", (8, 8), {"background": "black"}, []),
+        (
+            "RGBA",
+            (12, 20),
+            {"image_size": 8, "background": "#c04020", "channels": 1},
+            ["12 resized", "12 cropped", "8 x 8"],
+        ),
+        ("RGB", (20, 20), {"image_size": 8, "resize": 12}, ["12 resized", "12 cropped"]),
+    ],
+)
+def test_pictures_are_compared_with_a_run_as_its_data(
+    mode: str,
+    sides: tuple[int, int],
+    data: dict[str, Any],
+    remarks: list[str],
+    tmp_path: Path,
+    write_config: Any,
+    hookdiff: Command,
+    compare: Row,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pictures").mkdir()
+    for number, picture in enumerate(_noisy(mode, *sides)):
+        picture.save(f"pictures/{number}.png")
+    Path("parts_here.py").write_text(
+        "def parts(images):\n    return images.mean(1).unfold(1, 4, 4).unfold(2, 4, 4).mean((3, 4)).flatten(1)"
+    )
+    config = write_config(
+        run={"steps": 1, "batch_size": 4, "plugins": ["checkpoint"]},
+        data={"source": "folder", "path": "pictures", **data},
+    )
+    assert hookdiff("run", config, "--out", "run")[0] == 0
+    words = ("--features", "parts_here:parts", "--num", 12)
+    expected = compare("run", *words)["fd/parts_here.parts"]
+    for pair in (("run", "pictures"), ("pictures", "run")):
+        assert compare(*pair, *words)["fd/parts_here.parts"] == pytest.approx(expected, rel=1e-4), pair
+    check_facts(caplog.text, *remarks)
+    assert ("resized" in caplog.text) == bool(remarks)
+    if data == {"background": "black"}:  # so are the pictures of an archive
+        numpy.savez("pictures.npz", arr_0=numpy.stack([numpy.array(one) for one in _noisy(mode, *sides)]))
+        assert compare("pictures.npz", "run", *words)["fd/parts_here.parts"] == pytest.approx(expected, rel=1e-4)
+        other = compare("run", "pictures", *words, "--set", "data.background=lime")["fd/parts_here.parts"]
+        assert other != pytest.approx(expected, rel=0.1)
+        check_refused(hookdiff("fid", "run", "pictures", *words, "--set", "data.background=lme"), "background", "lime")
 
 
 def test_golden_text(sets: Path, hookdiff: Command) -> None:
@@ -188,7 +246,7 @@ def test_no_image_is_made_of_a_run_before_all_is_known_to_fit(
 ) -> None:
     code, _, err = hookdiff("run", write_config(run={"steps": 1, "plugins": ["checkpoint"]}))
     assert code == 0, err
-    save_image(torch.zeros(3, 28, 28, dtype=torch.uint8), sets / "colour" / "0.png")
+    save_image(torch.zeros(3, 6, 9, dtype=torch.uint8), sets / "small" / "0.png")
     numpy.savez("three.npz", mu=numpy.zeros(3), sigma=numpy.eye(3))
     Path("recipes_here.py").write_text(RECIPES)
     (run,) = Path("runs").iterdir()
@@ -204,7 +262,7 @@ def test_no_image_is_made_of_a_run_before_all_is_known_to_fit(
     monkeypatch.setattr(Run, "batches", batches)
     for words, fact in (
         (["even", "--features", "fashion-mnist"], "1 x 8 x 8"),
-        (["colour", "--features", "digits"], "3 x 28 x 28"),
+        (["small"], "9 x 6 is smaller than 8 x 8; upscale = true"),
         (["even", "--features", "inception", "--feature-weights", "nowhere.pth"], "nowhere.pth"),
         (["three.npz"], "three.npz"),
         (["even", "--features", "recipes_here:Half", "--recipe", "all"], "no weights here"),
