@@ -22,5 +22,11 @@ from .survey import (
     unreadable_problems as unreadable_problems,
 )
 from .table import locked as locked
-from .texts import LARGEST_CAPTIONS as LARGEST_CAPTIONS, captions_of as captions_of, lines_of as lines_of
+from .texts import (
+    LARGEST_CAPTIONS as LARGEST_CAPTIONS,
+    captions_of as captions_of,
+    check_text as check_text,
+    lines_in as lines_in,
+    lines_of as lines_of,
+)
 from .transforms import Transforms as Transforms, size_text as size_text

@@ -4,27 +4,27 @@ from pathlib import Path
 
 from hookdiff import UserError, why_missing
 from hookdiff.disk import read_file
-
-_LARGEST = 1 << 20  # bytes of a file
+from hookdiff.images import LARGEST_CAPTIONS, lines_of
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """Return the lines of a file that are not empty, UTF-8.
+    """Return the prompts in a file: its lines, read as those of a file of captions.
 
     Raises:
         UserError: for a file that cannot be read, or has no prompt.
     """
     try:
-        if (size := path.expanduser().stat().st_size) > _LARGEST:
+        if (size := path.expanduser().stat().st_size) > LARGEST_CAPTIONS:
             raise UserError(f"{path}: has {size:,} bytes, expected a file with a prompt in each line")
-        text = read_file(path.expanduser()).decode("utf-8-sig")
+        prompts = lines_of(read_file(path.expanduser()))
     except FileNotFoundError:
         raise UserError(f"{path}: {why_missing(path) or 'no such file'}") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: is no text in UTF-8, expected a prompt in each line") from None
-    prompts = tuple(line.strip() for line in text.splitlines() if line.strip())
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
     if not prompts:
         raise UserError(f"{path}: has no prompt, expected one in each line")
     return prompts

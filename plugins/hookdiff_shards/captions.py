@@ -21,7 +21,7 @@ from hookdiff_shards.indices import Kind, block_of, kept_of
 from hookdiff_shards.samples import Column, Samples
 from hookdiff_shards.stored import are_ends, load_arrays, save_arrays, state_of
 
-_FORMAT = 1  # a file of another format is not used
+_FORMAT = 2  # a file of another format is not used
 _ARRAYS = ("texts", "ends", "numbers")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hookdiff import nearest, shown, why_missing
 from hookdiff.authors import ENCODED
 from hookdiff.disk import read_file
-from hookdiff.images import encode, normal, reason, some
+from hookdiff.images import check_text, encode, lines_in, normal, reason, some
 from hookdiff_shards.remote import asked, is_url
 
 _NAMES = ("classes.json", "classes.txt")
@@ -33,11 +33,11 @@ def read_classes(given: str | Sequence[str] | None, shard: str, options: Mapping
         return tuple(given)
     content = content_of(given, options)
     try:
-        text = content.decode("utf-8-sig")
         if given.lower().endswith(".json"):
-            names = json.loads(text)
+            names = json.loads(content.decode("utf-8-sig"))
         elif given.lower().endswith(".txt"):
-            names = text.removesuffix("\n").splitlines()
+            names = lines_in(content)
+            check_text("\n".join(names))
         else:
             raise ValueError("expected names of classes in a .txt or a .json")
     except (ValueError, RecursionError) as error:

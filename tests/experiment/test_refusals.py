@@ -70,6 +70,7 @@ OWN: dict[str, tuple[list[Any], list[Any]]] = {
     "data.channels": ([2], [1, 3]),
     "data.resize": ([1], []),
     "data.background": (["whit"], ["#ff8000", "white"]),
+    **dict.fromkeys(("data.caption", "data.prefix", "data.suffix"), (["a\0", "\x04:\x04"], ["a, ", " \n"])),
     "data.color_jitter": ([[0, 0, 0, 1], [-1, 0, 0, 0], [0, NAN, 0, 0], [0, 0, INF, 0]], [[2, 1, 1, 0.5]]),
     "data.held_out": ([1.0, -1, -0.5, NAN], [0, 0.5, 7]),
     "model.start_from": ([""], ["x"]),

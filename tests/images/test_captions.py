@@ -18,6 +18,7 @@ from hookdiff.images import Workers, feed_of
 from hookdiff.images.folder import Folder
 from hookdiff.images.item_texts import with_texts
 from hookdiff.images.items import ItemKeys
+from hookdiff_samples.prompts import read_prompts
 from tests.conftest import as_list, check_facts, refused
 
 NAMES = ("a.png", "b/b.x.png", "c.png")
@@ -27,6 +28,7 @@ FILES = [  # the content of a .txt, and the captions in it
     (b"\xef\xbb\xbf a red disc \r\n\r\n\ttwo, caf\xc3\xa9\r\n", ("a red disc", "two, café")),
     (b"one\rtwo\n\n\nthree\n", ("one", "two", "three")),
     ("one\u2028still\x0b one".encode(), ("one\u2028still\x0b one",)),
+    ("one\x85\x1c\x0c\u2029one\n\ufefftwo\ufeff\n\u200b\u2060".encode(), ("one\x85\x1c\x0c\u2029one", "two")),
     (b" \n\t\r\n", ()),
     (b"", ()),
     (b"x" * (1 << 20), ("x" * (1 << 20),)),
@@ -61,6 +63,21 @@ def test_the_lines_of_a_text_beside_a_picture_are_its_captions(tmp_path: Path) -
     assert data.path_of(1) == tmp_path / "0.png"
 
 
+@pytest.mark.parametrize(("content", "captions"), [(one, found) for one, found in FILES if one and found])
+def test_a_file_of_prompts_has_the_lines_of_one_of_captions(
+    tmp_path: Path, content: bytes, captions: tuple[str, ...]
+) -> None:
+    (tmp_path / "prompts.txt").write_bytes(content)
+    assert read_prompts(tmp_path / "prompts.txt") == captions
+
+
+@pytest.mark.parametrize("content", [b"", b" \r\n", b"a\0", "a dog".encode("utf-16-le"), b"\xff", b"x" * (2 << 20)])
+def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "prompts.txt").write_bytes(content)
+    with refused(UserError, tmp_path / "prompts.txt"):
+        read_prompts(tmp_path / "prompts.txt")
+
+
 @pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
 def test_a_text_in_the_other_unicode_form_is_beside_its_picture(tmp_path: Path, forms: tuple[Any, Any]) -> None:
     picture, text = (unicodedata.normalize(form, "café") for form in forms)
@@ -81,6 +98,11 @@ def too_large(path: Path) -> None:
 BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (lambda path: path.write_bytes(b"caf\xe9"), "utf-8"),
     (lambda path: path.write_text("x", "utf-16"), "utf-8"),
+    (lambda path: path.write_text("a red disc", "utf-16-le"), "UTF-16 without a mark"),
+    (lambda path: path.write_text("a red disc", "utf-16-be"), "UTF-16 without a mark"),
+    (lambda path: path.write_text("шар", "utf-16-le"), "UTF-16 without a mark"),
+    (lambda path: path.write_bytes(b"a red\0 disc"), "NUL"),
+    (lambda path: path.write_text("a “red” disc", "cp1252"), "utf-8"),
     (lambda path: path.write_bytes(b"x" * (1 << 20) + b"y"), "1,048,576"),
     (too_large, "1,048,576"),
     (os.mkfifo, "pipe"),

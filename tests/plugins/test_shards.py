@@ -353,8 +353,8 @@ def test_labels_are_numbers_or_names(made: Path, texts: list[bytes], options: An
 
 @pytest.mark.parametrize("name", ["classes.txt", "classes.json"])
 def test_names_beside_the_shards_are_those_of_the_classes(made: Path, name: str) -> None:
-    (made / "set" / name).write_text('["x", "y", "z"]' if name.endswith("json") else "x\ny\nz\n")
-    assert shards("set").classes == ("x", "y", "z")
+    (made / "set" / name).write_text('["x", "y\u2028", "z"]' if name.endswith("json") else "x\ny\u2028\r\nz\n", "utf-8")
+    assert shards("set").classes == ("x", "y\u2028", "z")
     assert shards("set", label="none").classes is None
     (made / "set" / name).write_text('["x"]' if name.endswith("json") else "x\n")
     with refused(UserError, 2, 1):

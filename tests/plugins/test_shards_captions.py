@@ -91,7 +91,7 @@ def forged(**values: Any) -> Any:
         lambda path: path.write_bytes(b""),
         lambda path: path.write_bytes(path.read_bytes()[:-1]),
         lambda path: path.write_bytes(path.read_bytes().replace(b"one", b"two")),
-        lambda path: path.write_bytes(path.read_bytes().replace(b'\\"format\\": 1', b'\\"fromat\\": 1')),
+        lambda path: path.write_bytes(path.read_bytes().replace(b'\\"format\\": 2', b'\\"fromat\\": 1')),
         forged(numbers=[5]),
         forged(numbers=numpy.full(10, 1 << 40)),
         forged(ends=[0, 9, 3]),

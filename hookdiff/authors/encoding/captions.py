@@ -6,19 +6,28 @@ import hashlib
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from attrs import define, field
+from attrs import Attribute, define, field
 from attrs.validators import ge, in_, optional
 from torch import Tensor
 
 from hookdiff.authors.encoding.encoder import TextEncoder
 from hookdiff.errors import UserError, listed, nearest
+from hookdiff.images.texts import captions_of, check_text
 from hookdiff.machine.randomness import derive_seed, uniforms
 from hookdiff.options.fields import about
 
 logger = logging.getLogger("hookdiff")
+
+
+def _is_text(_: object, attribute: Attribute[Any], value: str | None) -> None:
+    try:
+        check_text(value or "")
+    except ValueError as error:
+        raise ValueError(f"'{attribute.name}' {error}") from None
+
 
 _NAMED = 3  # samples in a message
 
@@ -27,9 +36,11 @@ _NAMED = 3  # samples in a message
 class CaptionKeys:
     """The keys of [data] about captions."""
 
-    caption: str | None = field(default=None, metadata=about("caption of the samples that have none of their own"))
-    prefix: str = field(default="", metadata=about("text before each caption"))
-    suffix: str = field(default="", metadata=about("text after each caption"))
+    caption: str | None = field(
+        default=None, validator=_is_text, metadata=about("caption of the samples that have none of their own")
+    )
+    prefix: str = field(default="", validator=_is_text, metadata=about("text before each caption"))
+    suffix: str = field(default="", validator=_is_text, metadata=about("text after each caption"))
     shuffle_tags: int | None = field(
         default=None,
         validator=optional(ge(0)),
@@ -50,7 +61,7 @@ class CaptionsOf:
     """The captions of all samples, under one name of the source. `describe` names a sample for messages.
 
     Raises:
-        UserError: for samples without a caption, unless they may be empty.
+        UserError: for samples without a caption, unless they may be empty, and for captions that are no texts.
     """
 
     name: str
@@ -62,7 +73,7 @@ class CaptionsOf:
 
     def __attrs_post_init__(self) -> None:
         self.counts = torch.tensor([len(self.of(index)) for index in range(len(self.given))])
-        empty = [index for index in self.usable if self.of(index) == [""]]
+        empty = [index for index in self.usable if self.of(index) == ("",)]
         if not empty:
             return
         named = listed([self.describe(index) for index in empty], _NAMED)
@@ -73,7 +84,10 @@ class CaptionsOf:
 
     def of(self, index: int) -> Sequence[str]:
         """Return the captions of a sample, without what is added to each; if all are blank, that of the config."""
-        return [text for text in self.given[index] if text.strip()] or [self.keys.caption or ""]
+        try:
+            return captions_of(self.given[index]) or captions_of(self.keys.caption) or ("",)
+        except ValueError as error:
+            raise UserError(f"{self.describe(index)}: {self.name}: {error}") from None
 
     def whole(self, caption: str) -> str:
         """Return a caption with what is added to it; an empty one stays empty."""
@@ -96,7 +110,7 @@ class CaptionsOf:
     def _shuffled(self, caption: str, seed: int, epoch: int, index: int) -> str:
         if (first := self.keys.shuffle_tags) is None:
             return caption
-        tags = [tag.strip() for tag in caption.split(",")]
+        tags = [tag for part in caption.split(",") if (tag := part.strip())]
         rest = tags[first:]
         random.Random(derive_seed(seed, f"tags {self.name}", epoch, part=index)).shuffle(rest)
         return ", ".join([*tags[:first], *rest])

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hookdiff.errors import UserError, listed, nearest
 from hookdiff.images.rest import make_in_chunks
 from hookdiff.images.store import Store
 from hookdiff.images.table import FORMAT, Column, found, locked, read_table
+from hookdiff.images.texts import check_text
 from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, rank
 from hookdiff.options.structure import structured
 from hookdiff.terminal.words import byte_size
@@ -267,8 +269,14 @@ class TextConditions:
         If they `are_prompts`, and no captions, there is a warning of those that an encoder cuts.
 
         Raises:
-            UserError: for a kind of texts that no encoder takes, and for one that is lacking.
+            UserError: for a kind of texts that no encoder takes, for one that is lacking, and for prompts that are no
+                texts.
         """
+        for prompt in chain.from_iterable(texts.values()) if are_prompts else ():
+            try:
+                check_text(prompt)
+            except ValueError as error:
+                raise UserError(f"prompt {prompt[:_SHOWN]!a}: {error}") from None
         for kind in texts:
             if kind not in self.kinds:
                 known = f"expected {listed(self.kinds, 3)}{nearest(kind, self.kinds)}"

@@ -198,7 +198,7 @@ def test_what_is_added_to_captions(path: Path) -> None:
 
 
 def without_some() -> InMemory:
-    captions = [["red"], [], [" "], ["blue"]] * 3
+    captions = [["red"], [], [" ", "\u200b"], ["blue"]] * 3
     return InMemory(torch.zeros(12, 3, 4, 4), texts={"text": captions})
 
 
@@ -211,6 +211,8 @@ def test_samples_without_a_caption_are_named(path: Path, caplog: pytest.LogCaptu
     nothing = next(feed.unaugmented(torch.tensor([1]))).conditions["text"][0]
     assert torch.equal(nothing, letters(""))
     feed = build_feed(load_config(path, settings=["data.caption=a dog", "data.suffix=s"]))
+    with refused(ConfigError, "6 of 12"):
+        build_feed(load_config(path, settings=["data.caption=' '"]))
     for row in next(feed.unaugmented(torch.tensor([1, 2]))).conditions["text"]:  # none, and a blank one
         assert torch.equal(row, letters("a dogs"))
 
@@ -225,7 +227,7 @@ def test_long_captions_are_counted(path: Path, caplog: pytest.LogCaptureFixture,
 
 
 def tagged() -> InMemory:
-    captions = [["a, b, c, d, e, f"]] * 12
+    captions = [["a, ,b, c, d, e,, f, "]] * 12  # an empty tag is none
     return InMemory(torch.zeros(12, 3, 4, 4), texts={"text": captions})
 
 
@@ -603,6 +605,10 @@ def test_the_command_draws_prompts(path: Path, tmp_path: Path, hookdiff: Callabl
     output(hookdiff(*sample, *strips, "--prompt", "red", "--prompt", "blue"))
     output(hookdiff(*sample, *strips, "--prompt", "red"))
     check_refused(hookdiff(*sample, "--prompts", tmp_path / "none.txt"), "none.txt")
+    for option in ("--prompt", "--negative"):  # bytes that are no UTF-8, and the controls that UTF-16 has
+        for text in (b"a \xff".decode(errors="surrogateescape"), "\x04:\x04>"):
+            refused_words = ("--prompt", "red", option, text, "--each", tmp_path / "no")
+            check_refused(hookdiff(*sample, *refused_words), "prompt", ascii(text)[1:-1])
 
 
 def test_prompts_for_a_network_without_captions_are_refused(
