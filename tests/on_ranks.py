@@ -159,6 +159,11 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     net = Net(spec.get("dropout", 0.0)).to(dtype)
     if spec.get("unused"):
         net.unused = nn.Linear(2, 2)
+    if spec.get("expanded"):
+        net.register_buffer("expanded", torch.ones(1).expand(4))
+        net.register_buffer("shown", torch.ones(1, dtype=dtype))
+        net.register_buffer("of_shown", net.shown.expand(4))
+        net.last.register_forward_pre_hook(lambda *_: [net.shown.add_(1), None][1])
     data = torch.randn(60, 4, generator=Generator().manual_seed(1))
     sees = Sees()
     plugins: dict[str, Any] = {"sees": sees}

@@ -143,6 +143,14 @@ def test_parameters_may_be_thawed_and_frozen(on_ranks: Trained, plugin: str) -> 
     assert apart(train({"plugins": plugins}), on_ranks(2, plugins=plugins)) < 1e-5
 
 
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+def test_ranks_may_have_expanded_buffers(on_ranks: Trained, plugin: str) -> None:
+    spec = {"plugins": {plugin: {}}, "expanded": True, "config": {"steps": 3}}
+    together = on_ranks(2, **spec)
+    assert apart(train(spec), together) < 1e-5
+    assert together["weights"]["of_shown"].tolist() == together["weights"]["shown"].tolist() * 4 == [4.0] * 4
+
+
 def test_ddp_names_a_parameter_without_a_part_in_the_loss(on_ranks: Trained, tmp_path: Path) -> None:
     with started(tmp_path, 2, train, {"plugins": {"ddp": {}}, "unused": True}) as processes:
         ends = [process.finish() for process in processes]

@@ -33,7 +33,7 @@ from hookdiff.images.transforms import Transforms
 from hookdiff.loop.hookspecs import hookimpl, hooks_of
 from hookdiff.loop.loop import Loop
 from hookdiff.loop.registry import implements
-from hookdiff.models.load import load_into
+from hookdiff.models.load import load_into, load_state
 from hookdiff.models.sampler import SampleRequest
 from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.run_dir.history import History
@@ -274,7 +274,7 @@ class Run:
         try:
             yield file
         finally:
-            model.load_state_dict(kept)
+            load_state(model, kept)
 
     def model(self, weights: str | None = None) -> nn.Module:
         """Return a copy of the model in eval mode; see `weights` for the names."""

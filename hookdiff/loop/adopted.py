@@ -84,7 +84,9 @@ class Adopted:
             )
         if every < 1:
             raise PluginError(f"the plugin {name!r}: loop.adopt takes `every` from 1 up, got {every}")
-        module.load_state_dict(first_rank_says(module.state_dict()))  # each rank may have drawn its own weights
+        from hookdiff.models.load import load_state
+
+        load_state(module, first_rank_says(module.state_dict()))  # each rank may have drawn its own weights
         self._trained.setdefault(name, []).append(Trained(module.to(self._like.device), optimizer, every))
 
     def __iter__(self) -> Iterator[Trained]:

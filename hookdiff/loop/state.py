@@ -119,8 +119,12 @@ def check_eps(optimizers: Iterable[Optimizer]) -> None:
 
 
 def check_real(model: nn.Module) -> None:
-    """Raise UserError for a trained parameter that is complex: neither norms nor optimizers here take one."""
+    """Raise UserError for a trained parameter that no optimizer here takes: a complex one, or one that overlaps."""
     for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.is_contiguous():
+            from hookdiff.machine.overlap import check_apart
+
+            check_apart(name, parameter)
         if parameter.is_complex() and parameter.requires_grad:
             kind = str(parameter.dtype).removeprefix("torch.")
             raise UserError(

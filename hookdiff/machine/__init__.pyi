@@ -13,6 +13,7 @@ from .dtensor import (
 )
 from .fitting import fits_in_memory as fits_in_memory, free_memory as free_memory, memory_in_use as memory_in_use
 from .network import connections as connections, is_closed as is_closed, no_connections as no_connections
+from .overlap import is_overlapping as is_overlapping
 from .randomness import derive_seed as derive_seed
 from .ranks import (
     agree as agree,

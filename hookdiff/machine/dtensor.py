@@ -86,7 +86,13 @@ def layout(tensor: Tensor) -> object:
 @torch.no_grad()
 def fill_(tensor: Tensor, values: Tensor) -> None:
     """Copy `values`, which are those of the whole `tensor` or sharded as it is, into this rank's part of it."""
-    local(tensor).copy_(local(values) if is_sharded(values) else values[place(tensor)])
+    if is_sharded(tensor):
+        tensor, values = local(tensor), local(values) if is_sharded(values) else values[place(tensor)]
+    elif not tensor.is_contiguous():
+        from hookdiff.machine.overlap import writable
+
+        tensor, values = writable(tensor, values)
+    tensor.copy_(values)
 
 
 def norms(tensors: Sequence[Tensor], dtype: torch.dtype, held: Sequence[Tensor] | None = None) -> Tensor:

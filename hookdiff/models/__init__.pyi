@@ -4,7 +4,7 @@ from .attention_forms import Form as Form, attention as attention, use_attention
 from .compiler import compiled as compiled, compiler_errors as compiler_errors, try_compiler as try_compiler
 from .footprint import HeldBytes as HeldBytes, as_fake as as_fake, storages as storages
 from .init import LAYERS as LAYERS, is_zero as is_zero, layers_called as layers_called
-from .load import check_file as check_file, load_into as load_into
+from .load import check_file as check_file, load_into as load_into, load_state as load_state
 from .names import modules_named as modules_named
 from .sampler import Sampler as Sampler
 from .weights import Buffers as Buffers, choose_weights as choose_weights, holding as holding

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hookdiff.disk.sharded import read_weights, siblings
 from hookdiff.errors import ConfigError, nearest
 from hookdiff.machine.dtensor import fill_, is_sharded
+from hookdiff.machine.overlap import is_overlapping
 from hookdiff.models.names import is_inside, plain_name
 
 KEY = "model.start_from"
@@ -35,7 +36,7 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
     given = weights.shapes
     own = {
         name if name in given else plain_name(name): value
-        for name, value in model.state_dict().items()
+        for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor) and (name in given or not is_inside(name))
     }
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
@@ -63,11 +64,12 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
 
 def load_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Load a saved state, which has the keys of `model.state_dict()`; of a sharded tensor, this rank takes its part."""
-    sharded = {name: own for name, own in model.state_dict().items() if isinstance(own, Tensor) and is_sharded(own)}
-    for name, own in sharded.items():
+    tensors = {name: own for name, own in model.state_dict(keep_vars=True).items() if isinstance(own, Tensor)}
+    # Torch copies no whole tensor into a sharded one, and nothing into an overlapping one.
+    ours = {name: own for name, own in tensors.items() if is_sharded(own) or is_overlapping(own)}
+    model.load_state_dict({name: value for name, value in saved.items() if name not in ours}, strict=not ours)
+    for name, own in ours.items():  # after the others, which overlapping ones may show
         fill_(own, saved[name])
-    others = {name: value for name, value in saved.items() if name not in sharded}
-    model.load_state_dict(others, strict=not sharded)  # torch copies no whole tensor into a sharded one
 
 
 def check_file(path: Path, asked_by: str = KEY) -> Shapes:

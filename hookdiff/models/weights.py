@@ -83,16 +83,12 @@ def holding(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         raise PluginError(f"the model has no parameter {min(unknown)!r} to hold{nearest(min(unknown), parameters)}")
     kept = {name: parameters[name].detach().clone() for name in tensors}
     try:
-        _copy(parameters, tensors)
+        for name, value in tensors.items():
+            fill_(parameters[name], value)
         yield
     finally:
-        _copy(parameters, kept)
-
-
-@torch.no_grad()
-def _copy(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, value in values.items():
-        fill_(parameters[name], value)
+        for name, value in kept.items():
+            fill_(parameters[name], value)
 
 
 @contextmanager
@@ -124,8 +120,7 @@ class Buffers:
     @torch.no_grad()
     def keep(self) -> None:
         """Keep the present values, in place of those kept before."""
-        found = {name: module._buffers.get(key) for name, (module, key) in self._places.items()}
-        values = {name: value for name, value in found.items() if value is not None}
+        values = {n: own for n, (module, key) in self._places.items() if (own := module._buffers.get(key)) is not None}
         if {name: value.shape for name, value in values.items()} != {n: kept.shape for n, kept in self.kept.items()}:
             self.kept = {name: value.clone() for name, value in values.items()}
         elif values:
@@ -137,6 +132,6 @@ class Buffers:
             module, key = self._places[name]
             value = module._buffers.get(key)
             if value is not None and value.shape == kept.shape:
-                value.copy_(kept)
+                fill_(value, kept)
             else:  # a forward pass has replaced the tensor
                 module._buffers[key] = kept.clone()

@@ -1,15 +1,34 @@
 """Trains on several devices, with a copy of the model on each."""
 
+from collections import Counter
 from collections.abc import Generator
 from typing import Any
 
+import torch
 from attrs import define, field
 from attrs.validators import gt
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hookdiff import PASS, Loop, LossOutput, UserError, hookimpl, listed, plugin
+from hookdiff.machine import is_overlapping
 from hookdiff.options import about
+
+
+def part_buffers(net: nn.Module) -> None:
+    """Give overlapping buffers, into which DistributedDataParallel cannot write, memory of their own.
+
+    One that shows another tensor of `net` goes on to do so; only the other tensor is sent to the ranks.
+    """
+    buffers = {name: buffer for name, buffer in net.named_buffers() if is_overlapping(buffer)}
+    if not buffers:
+        return
+    tensors = [tensor for tensor in (*net.parameters(), *net.buffers()) if tensor.layout == torch.strided]
+    held = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
+    shown = [name for name, buffer in buffers.items() if held[buffer.untyped_storage().data_ptr()] > 1]
+    for name in buffers.keys() - shown:
+        buffers[name].data = buffers[name].contiguous()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, shown)
 
 
 class Replica(nn.Module):
@@ -70,6 +89,7 @@ class DDP:
         self._net = None
         if loop.num_ranks == 1:
             return PASS
+        part_buffers(net)
         self._net = Replica(
             net,
             {

@@ -19,6 +19,7 @@ from hookdiff.authors import sheet
 from hookdiff.experiment import LeftOut, Part
 from hookdiff.log import Panel
 from hookdiff.loop import HOOKS, hooks_of
+from hookdiff.models import load_state
 from hookdiff.run_dir import run_of
 from hookdiff_debug import checks, measure
 from hookdiff_debug.measure import SETTLED, Drawn, Level, Outputs
@@ -76,7 +77,7 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
             with saved:
                 before, portrait = saved.progress.step, _portray(saved)
                 stack.enter_context(loop)
-                loop.model.load_state_dict(saved.model.state_dict())
+                load_state(loop.model, saved.model.state_dict())
                 for own, other in zip(loop.optimizers, saved.optimizers, strict=True):
                     own.load_state_dict(copy.deepcopy(other.state_dict()))
                 for mine, kept in zip(loop.adopted, saved.adopted, strict=True):

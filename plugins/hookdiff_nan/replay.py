@@ -16,6 +16,7 @@ from hookdiff.authors import rehearsing
 from hookdiff.data import Facts, Remembered
 from hookdiff.experiment import Part
 from hookdiff.loop import Progress, hooks_of, implements
+from hookdiff.machine import fill_
 from hookdiff_nan.diagnose import STEP_HOOKS, eagerly, may_be_compiled
 from hookdiff_nan.kept import kept_in
 from hookdiff_nan.plugin import NaN
@@ -57,7 +58,7 @@ class Replay:
         for name, value in self._record.parts["buffers"].items():
             own = buffers.get(name)
             if own is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
-                own.copy_(value)
+                fill_(own, value)
 
     @hookimpl(tryfirst=True)
     def before_step(self, batch: Batch) -> None:

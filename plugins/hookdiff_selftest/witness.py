@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hookdiff import Batch, Loop, Reason, hookimpl
 from hookdiff.authors import Calls, ValueKey, is_recording, snapshot
 from hookdiff.loop import hooks_of, keeps_state, restore_state, state_of
+from hookdiff.machine import fill_
 from hookdiff.options import about
 
 SAVED, RESUMED, END = "saved", "resumed", "end"  # the moments, and the files about them
@@ -158,7 +159,7 @@ class Witness:
 def put_back(held: Any, kept: Any) -> Any:
     """Return what a field has to hold to be as `kept`: `held` itself, changed in place, where others may share it."""
     if isinstance(held, Tensor) and isinstance(kept, Tensor) and (held.shape, held.dtype) == (kept.shape, kept.dtype):
-        held.detach().copy_(kept)
+        fill_(held, kept)
         return held
     if type(held) is not type(kept):
         return kept

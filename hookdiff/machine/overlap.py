@@ -1,0 +1,50 @@
+"""Tensors that show a place in memory several times, as those made by `expand` and `unfold` do.
+
+Torch reads them as any other tensor. It writes to none, or in silence once for each time that a place is shown.
+"""
+
+import torch
+from torch import Tensor
+
+from hookdiff.errors import UserError
+
+
+def is_overlapping(tensor: Tensor) -> bool:
+    """Return whether `tensor` shows a place in memory several times; only `as_strided` hides it from this."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return False
+    is_expanded = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return is_expanded or tensor.numel() > _span(tensor)
+
+
+def writable(tensor: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a tensor, and what has to be copied into it so that `tensor` holds `values`, which have its shape.
+
+    The memory of an overlapping tensor is filled, so that all that shares it shows the values too. If they have several
+    numbers for one place, `tensor` gets memory of its own.
+    """
+    if not is_overlapping(tensor):
+        return tensor, values
+    memory = tensor.as_strided((_span(tensor),), (1,))
+    places = torch.arange(len(memory), device=tensor.device).as_strided(tensor.shape, tensor.stride())
+    filled, wanted = memory.clone(), values.to(memory)
+    filled[places] = wanted
+    if torch.equal(filled[places], wanted):
+        return memory, filled
+    tensor.data = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return tensor, values
+
+
+def check_apart(name: str, parameter: Tensor) -> None:
+    """Raise UserError if a trained parameter overlaps: an update would change each number as often as it is shown."""
+    if is_overlapping(parameter):
+        raise UserError(
+            f"{name}, of shape {tuple(parameter.shape)}, shows a place in memory several times, as expand() does, and "
+            "no optimizer can train that; call clone() after expand(), or keep the smaller tensor as the parameter and "
+            "expand it in forward"
+        )
+
+
+def _span(tensor: Tensor) -> int:
+    """Return the number of elements in memory from the first to the last of `tensor`."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
