@@ -31,7 +31,7 @@ from hookdiff.terminal.words import byte_size
 
 logger = logging.getLogger("hookdiff")
 
-FORMAT = 6  # a table of another format is not used
+FORMAT = 7  # a table of another format is not used
 _ABOUT = "about.json"
 _CHUNK = 1 << 22  # bytes of a column with one checksum
 _PER_ROW = 10_000  # bytes of about.json, at most: a name and a reason

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import textwrap
 import tomllib
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from hookdiff.authors import PictureEncoder
 from hookdiff.experiment.build import build_feed
 from hookdiff.log.pixels import to_uint8
 from hookdiff_features import spaces
-from tests.conftest import check_facts, check_refused, output, pixels, refused
+from tests.conftest import check_facts, check_refused, output, pixels, refused, warnings
 from tests.forked import python
 
 diffusers = pytest.importorskip("diffusers")
@@ -227,6 +228,30 @@ def test_levels_with_attention_are_given_in_the_sides_of_the_latents(
     succeed("run", folder / "latents.toml", "--out", folder / "run", "--plugins", "no:fid", *own)
     own[-1] = "model.attention_resolutions=[16]"
     check_refused(hookdiff("check", folder / "latents.toml", *own), "attention_resolutions", 16, 8)
+
+
+@pytest.mark.parametrize("words", [("run",), ("data", "--reconstruction", "8")], ids=" ".join)
+def test_an_autoencoder_of_noise_is_reported_and_one_with_a_constant_channel_refused(
+    hookdiff: Callable[..., Any], folder: Path, caplog: pytest.LogCaptureFixture, words: tuple[str, ...]
+) -> None:
+    vae = diffusers.AutoencoderKL.from_pretrained(folder / "vae")
+    for values in vae.quant_conv.parameters():
+        values.data.zero_()  # mean 0 and deviation 1 for every picture
+    vae.save_pretrained(folder / "vae")
+    command, *rest = words
+    out = ("--out", folder / "run", "--plugins", "no:fid") if command == "run" else ()
+    output(hookdiff(command, folder / "latents.toml", *rest, *out))
+    (warning,) = [one for one in warnings(caplog) if "data.encode" in one]
+    check_facts(warning, "data.encode.image", "channels 0, 1, 2, 3", folder / "vae", "noise", "0.00%")
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    means = "--set", "data.encode.image.posterior=mean"
+    facts = "data.encode.image", "channels 0, 1, 2, 3", "constant", folder / "vae"
+    check_refused(hookdiff(command, folder / "latents.toml", *rest, *out, *means), *facts)
+    save_tiny(folder / "vae")
+    tiny = diffusers.AutoencoderTiny.from_pretrained(folder / "vae")
+    tiny.encoder.layers[-1].weight.data[2] = 0
+    tiny.save_pretrained(folder / "vae")
+    check_refused(hookdiff(command, folder / "latents.toml", *rest, *out), "channel 2 of", "constant", folder / "vae")
 
 
 def test_without_its_features_the_cost_of_an_autoencoder_is_a_psnr(

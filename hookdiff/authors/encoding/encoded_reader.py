@@ -17,6 +17,7 @@ from hookdiff.authors.encoding.codec import PictureCodec
 from hookdiff.authors.encoding.encoder import INPUTS, PictureEncoder
 from hookdiff.authors.encoding.given import MEAN, STD, GivenSides, Made
 from hookdiff.authors.encoding.returned import Returned
+from hookdiff.authors.encoding.soundness import AT_ONCE, Soundness, constant_channels, few_of
 from hookdiff.authors.encoding.tables import Encode, EncodedRows, decoded_shape, kept_in_memory
 from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
@@ -33,6 +34,7 @@ from hookdiff.images.survey import Survey, left_out_text
 from hookdiff.images.table import FORMAT
 from hookdiff.images.transforms import Transforms, size_text
 from hookdiff.machine.randomness import derive_seed, uniforms
+from hookdiff.machine.ranks import first_rank_does
 
 logger = logging.getLogger("hookdiff")
 
@@ -96,6 +98,9 @@ class EncodedReader:
                 self._rows[name] = self._kept(encode)
             self.pending = {}
             self._set(self._survey_of_rows())
+        for maker in self._makers.values():
+            if isinstance(maker, Encode):
+                first_rank_does(maker.look)
 
     def trial(self) -> EncodedReader:
         """Return a reader that tells the shapes of all that `encode` will make; it encodes no sample but the first."""
@@ -157,7 +162,8 @@ class EncodedReader:
             )
         if self.transforms.flip and (made is None or made.sides == 1):
             raise UserError("flip: the samples hold one side of each picture; leave it out")
-        givens = {name: GivenSides(name, made) for name in self.encoders}
+        givens = {name: GivenSides(name, made, samples.describe) for name in self.encoders}
+        first_rank_does(lambda: self._look(samples, givens))
         sides = {name: maker.sides_of(samples.reader.first) for name, maker in givens.items()}
         self._picture_shape = made.shape if made else decoded_shape(self.encoders[INPUTS], samples.shape, self.device)
         if self.transforms.image_size not in (None, self._picture_shape[-1]):
@@ -169,6 +175,17 @@ class EncodedReader:
         else:
             self._makers = dict(givens)
         return survey
+
+    def _look(self, samples: Feed, givens: Mapping[str, GivenSides]) -> None:
+        """Report what a few of the samples show of the encoders that have made them."""
+        batches = [*samples.unaugmented(few_of(samples.usable), AT_ONCE)]
+        for name, given in givens.items():
+            for batch in batches:
+                given.sides_of(batch)  # refuses what is not finite
+            parts = [given.values_of(batch) for batch in batches]
+            values = {column: torch.cat([part[column][:, 0] for part in parts]).cpu() for column in parts[0]}
+            differ = len(values[MEAN]) > 1  # the pictures are not here
+            Soundness.of(values[MEAN], values.get(STD), differ).report(name, self.encoders[name])
 
     def open_pictures(self) -> Feed:
         """Return the Feed of the pictures, which reads their headers when it is made.
@@ -378,23 +395,33 @@ class EncodedReader:
         """Return mean and deviation of each channel of the inputs, as they are drawn from the samples `indices`.
 
         They are what the encoder gives, or else measured.
+
+        Raises:
+            UserError: for a channel that is constant on them.
         """
         encoder = self.encoders[INPUTS]
         if given := encoder.moments():
             return given
         sums = squares = torch.zeros(self.shape[0], dtype=torch.float64)
+        low, high = torch.full([self.shape[0]], torch.inf), torch.full([self.shape[0]], -torch.inf)
         count, chance = 0, self._chance
         for part in self.parts(indices):
             columns = part.sides[INPUTS]
             mean = columns[MEAN].double()
-            second = mean.square()
+            second, lowest = mean.square(), columns[MEAN].float()
+            highest = lowest
             if STD in columns and encoder.draws:
-                second += columns[STD].double().square()
+                width = columns[STD].float()
+                second += width.double().square()
+                lowest, highest = lowest - width, highest + width
             weights = torch.tensor([1 - chance, chance] if mean.shape[1] == 2 else [1.0], dtype=torch.float64)
             weights = weights.view(1, -1, *[1] * (mean.dim() - 2))
             axes = [0, 1, *range(3, mean.dim())]
+            low, high = low.minimum(lowest.amin(axes)), high.maximum(highest.amax(axes))
             sums, squares = sums + (mean * weights).sum(axes), squares + (second * weights).sum(axes)
             count += len(mean) * mean[0, 0, 0].numel()
+        if constant := (low == high).nonzero().flatten().tolist():
+            raise constant_channels(f"data.encode.{INPUTS}", encoder, constant, f"all {len(indices):,} samples")
         center = sums / count
         return center.tolist(), (squares / count - center.square()).sqrt().tolist()
 

@@ -58,6 +58,11 @@ class Encoder(Choice, ABC):
         """Return where what it makes is kept, in a run with this `store` of [data]."""
         return store if self.store == "data" else evolve(store, store=self.store)
 
+    @property
+    def origin(self) -> str:
+        """Where it comes from, for messages: its `path`, if it has such an option, else its name."""
+        return str(getattr(self, "path", self.use))
+
     @abstractmethod
     def digest(self) -> str:
         """Return a text, such as a hash, of all that the values depend on beside the samples: weights, and options.

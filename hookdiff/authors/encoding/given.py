@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attrs import define, field
@@ -62,21 +62,36 @@ class GivenSides:
 
     name: str
     made: Made | None
+    describe: Callable[[int], str]  # names a sample
 
     def sides_of(self, batch: Batch) -> dict[str, Tensor]:
         """Return mean and perhaps deviation of the samples of `batch`: n, sides, and what comes out, float16.
 
         Raises:
-            UserError: if the batch lacks them.
+            UserError: if the batch lacks them, or they are not finite.
         """
+        columns = {column: values.half() for column, values in self.values_of(batch).items()}
+        check_finite(f"data.encode.{self.name}", columns, batch, self.describe)
+        return columns
+
+    def values_of(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the same as the source has it."""
         if self.made is None:
-            return {MEAN: batch.inputs[:, None].half()}
+            return {MEAN: batch.inputs[:, None]}
         values = {f"{INPUTS}.{MEAN}": batch.inputs, **batch.conditions}
         wanted = [column for column in (MEAN, STD) if f"{self.name}.{column}" in self.made.columns]
         if lacking := [one for column in wanted if (one := f"{self.name}.{column}") not in values]:
             raise UserError(f'conditions: lacks "{lacking[0]}" = "{lacking[0].lower()}.npy"')
-        return {column: values[f"{self.name}.{column}"].half() for column in wanted}
+        return {column: values[f"{self.name}.{column}"] for column in wanted}
 
     def is_own(self, condition: str) -> bool:
         """Return whether a condition of the source holds what this encoder has made."""
         return condition in (f"{self.name}.{MEAN}", f"{self.name}.{STD}")
+
+
+def check_finite(where: str, columns: Mapping[str, Tensor], batch: Batch, describe: Callable[[int], str]) -> None:
+    """Raise UserError if a sample of `batch` has become what is not finite in the float16 of `columns`: n rows each."""
+    for name, values in columns.items():
+        if bad := (~values.flatten(1).isfinite().all(1)).nonzero().flatten().tolist():
+            index = 0 if batch.indices is None else int(batch.indices[bad[0]])  # a batch without them is the first
+            raise UserError(f"{where}: {describe(index)} becomes a {name} that is not finite in float16")

@@ -6,17 +6,19 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import cattrs
 import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff.authors.encoding.encoder import INPUTS, Encoded, PictureEncoder
-from hookdiff.authors.encoding.given import MEAN, STD, GivenSides
+from hookdiff.authors.encoding.given import MEAN, STD, GivenSides, check_finite
 from hookdiff.authors.encoding.returned import Returned
+from hookdiff.authors.encoding.soundness import AT_ONCE, Soundness, few_of
 from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
 from hookdiff.disk.files import make_folder
@@ -28,6 +30,7 @@ from hookdiff.images.table import DTYPES, Column, found, locked, read_table
 from hookdiff.images.transforms import size_text
 from hookdiff.machine.fitting import Fitting
 from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, num_ranks, rank
+from hookdiff.options.structure import structured
 from hookdiff.terminal.pace import paced
 
 logger = logging.getLogger("hookdiff")
@@ -42,6 +45,7 @@ class EncodedRows:
 
     columns: Mapping[str, Tensor]  # "mean" and maybe "std": n, sides, and the shape of what comes out, float16
     survey: Survey  # of the pictures
+    soundness: Soundness | None = None  # of the encoder; None: it is not known
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,6 +63,13 @@ class EncodedRows:
         return {k.removeprefix(_OF_SOURCE): v for k, v in self.columns.items() if k.startswith(_OF_SOURCE)}
 
 
+@define(frozen=True)
+class _Facts:
+    shape: tuple[int, ...]  # of a picture
+    survey: Any
+    soundness: Soundness | None
+
+
 @define(eq=False, slots=False)
 class Encode:
     """Encodes the pictures of a Feed, both sides of each if they are to be flipped."""
@@ -72,18 +83,26 @@ class Encode:
     network: Encoded | None = field(default=None, init=False)
     returned: Returned = field(init=False)
     _fitting: Fitting | None = field(default=None, init=False)
+    _soundness: Soundness | None = field(default=None, init=False)
     _tried: tuple[Batch, dict[str, Tensor]] | None = field(default=None, init=False)  # a first sample, and its sides
 
     def __attrs_post_init__(self) -> None:
         self.returned = Returned(self.where, self.encoder)
 
     def known(self, path: Path) -> EncodedRows | None:
-        """Return the rows in the table `path`; None if a rank does not find it. All ranks must call this."""
+        """Return the rows in the table `path`; None if a rank does not find it. All ranks must call this.
+
+        Raises:
+            UserError: for inputs of which a channel is constant.
+        """
         kept = None
         if path.exists():
             with locked(path, shared=True):
                 kept = self._found(path)
-        return None if agree(kept is None) else kept
+        if agree(kept is None):
+            return None
+        self._report(kept)
+        return kept
 
     def rows(self, path: Path | None) -> EncodedRows:
         """Return the rows in the table `path`; they are made if it is missing or damaged. All ranks must call this.
@@ -109,7 +128,33 @@ class Encode:
         if agree(kept is None):
             raise UserError(f"data.cache_dir: not all ranks find {path}; all machines must share the folder")
         assert kept is not None
+        if self._soundness is None:  # another run has made it
+            self._report(kept)
         return kept
+
+    def look(self) -> None:
+        """Encode a few samples, and report what they show of the encoder: once, on the first rank.
+
+        Raises:
+            UserError: for inputs of which a channel is constant, and for a sample that becomes what is not finite.
+        """
+        pictures = self.open_pictures()
+        if rank() or self._soundness or not len(pictures.usable):
+            return
+        parts, seen = list[dict[str, Tensor]](), list[Tensor]()
+        for batch in pictures.unaugmented(few_of(pictures.usable), AT_ONCE):
+            made = self._columns(batch, torch.float32, False)
+            check_finite(self.where, {name: values.half() for name, values in made.items()}, batch, pictures.describe)
+            parts.append(made)
+            seen.append(batch.inputs.flatten(1))
+        values = {name: torch.cat([part[name] for part in parts])[:, 0] for name in parts[0]}
+        differ = any(bool((one != seen[0][:1]).any()) for one in seen)
+        self._soundness = Soundness.of(values[MEAN], values.get(STD), differ)
+        self._soundness.report(self.name, self.encoder)
+
+    def _report(self, rows: EncodedRows | None) -> None:
+        if rows and rows.soundness:
+            rows.soundness.report(self.name, self.encoder)
 
     def _found(self, path: Path, report: bool = False) -> EncodedRows | None:
         return found(path, "table of encoded samples", self._read, report=report)
@@ -121,8 +166,8 @@ class Encode:
         return self._rows_of(columns, facts)
 
     def _rows_of(self, columns: Mapping[str, Tensor], facts: Mapping[str, Any]) -> EncodedRows:
-        shape = tuple(int(side) for side in facts["shape"])
-        return EncodedRows(columns, survey_of(facts["survey"], shape, self.num))
+        about = structured(_Facts, facts)
+        return EncodedRows(columns, survey_of(about.survey, about.shape, self.num), about.soundness)
 
     def _make(self, path: Path) -> None:
         logger.info("data: encoding %s samples by %s into %s", f"{self.num:,}", self.where, path)
@@ -166,6 +211,7 @@ class Encode:
 
     def _encoded(self, numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor], list[int]]]:
         """Yield the columns of the chunks with these numbers, and their samples that cannot be decoded: zeros."""
+        self.look()
         if not numbers:
             return
         pictures = self.open_pictures()
@@ -179,13 +225,13 @@ class Encode:
 
     def _facts(self, broken: list[list[int]]) -> dict[str, Any]:
         """Return the facts about the pictures, of which those in `broken` cannot be decoded."""
+        self.look()  # the chunks may all have been there
         pictures = self.open_pictures()
         survey = getattr(getattr(pictures.reader, "prepared", None), "survey", None) or Survey()
         others = {index: f"{pictures.describe(index)}: cannot be decoded" for part in broken for index in part}
-        return {
-            "shape": list(pictures.shape),
-            "survey": facts_of(evolve(survey, undecodable=survey.undecodable | others)),
-        }
+        seen = facts_of(evolve(survey, undecodable=survey.undecodable | others))
+        facts: dict[str, Any] = cattrs.unstructure(_Facts(tuple(pictures.shape), seen, self._soundness))
+        return {**facts, "shape": list(pictures.shape)}
 
     def open(self, shape: tuple[int, ...]) -> None:
         """Load the network, and check that it takes pictures of `shape` (c h w), and returns such pictures.
@@ -230,25 +276,29 @@ class Encode:
         return self._sides(batch)
 
     def _sides(self, batch: Batch) -> dict[str, Tensor]:
-        self.open(tuple(batch.inputs.shape[1:]))
-        self._fitting = self._fitting or Fitting(_CHUNK, self.device)
-        parts = [*self._fitting.parts(range(len(batch)), partial(self._both_sides, batch.inputs))]
-        columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        for name, values in columns.items():
-            if bad := (~values.flatten(1).isfinite().all(1)).nonzero().flatten().tolist():
-                index = 0 if batch.indices is None else int(batch.indices[bad[0]])  # a batch without them is the first
-                sample = self.open_pictures().describe(index)
-                raise UserError(f"{self.where}: {sample} becomes a {name} that is not finite in float16")
+        columns = self._columns(batch, torch.float16, self.flips)
+        check_finite(self.where, columns, batch, lambda index: self.open_pictures().describe(index))
         return columns
 
-    def _both_sides(self, pictures: Tensor, part: range) -> dict[str, Tensor]:
-        assert self.network is not None
-        pictures = pictures[part.start : part.stop]
-        sides = [pictures, pictures.flip(-1)] if self.flips else [pictures]
-        with torch.no_grad():
-            encoded = [self.network.encode(side.to(self.device)) for side in sides]
-            made = [self.returned.of_pictures(one, len(pictures)) for one in encoded]
-            return {name: torch.stack([side[name] for side in made], 1).half().cpu() for name in made[0]}
+    def _columns(self, batch: Batch, dtype: torch.dtype, flips: bool) -> dict[str, Tensor]:
+        """Return mean and deviation of the pictures of `batch`, and if it `flips`, of their mirror images, on the CPU.
+
+        Both are n, sides, and the shape of what comes out.
+        """
+        self.open(tuple(batch.inputs.shape[1:]))
+        network = self.network
+        assert network is not None
+
+        def encoded(part: range) -> dict[str, Tensor]:
+            pictures = batch.inputs[part.start : part.stop]
+            sides = [pictures, pictures.flip(-1)] if flips else [pictures]
+            with torch.no_grad():
+                each = [self.returned.of_pictures(network.encode(one.to(self.device)), len(part)) for one in sides]
+                return {name: torch.stack([one[name] for one in each], 1).to(dtype).cpu() for name in each[0]}
+
+        self._fitting = self._fitting or Fitting(_CHUNK, self.device)
+        parts = [*self._fitting.parts(range(len(batch)), encoded)]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def kept_in_memory(samples: Feed, makers: Mapping[str, GivenSides], survey: Survey) -> dict[str, EncodedRows]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from hookdiff.authors.encoding.digests import digest_of
 from hookdiff.authors.encoding.encoder import EncodedTexts, TextEncoder
 from hookdiff.authors.encoding.returned import Returned
+from hookdiff.authors.encoding.soundness import AT_ONCE, TextSoundness, few_of, report_texts
 from hookdiff.authors.encoding.time_ids import TIME_IDS, of_prompt
 from hookdiff.disk.files import make_folder
 from hookdiff.errors import UserError, listed, nearest
@@ -53,6 +54,7 @@ class TextRows:
     _parts: list[_Kept] = field(factory=list, init=False)
     _places: dict[str, tuple[int, int]] = field(factory=dict, init=False)  # part and row, by the digest of a text
     _cut: set[str] = field(factory=set, init=False)  # the digests of texts that the encoder cuts
+    _soundness: list[tuple[TextSoundness, Sequence[str]]] = field(factory=list, init=False)  # and digests of its texts
     _reported: set[str] = field(factory=set, init=False)  # the prompts that have been looked at
 
     def __attrs_post_init__(self) -> None:
@@ -82,6 +84,10 @@ class TextRows:
         if self.is_kept:
             self._keep(wanted)
             self.network, self.holds_network = None, False  # its memory is for the training
+        else:
+            self._soundness = []
+            first_rank_does(lambda: self._look(wanted))
+            self._report(wanted)
         if rank() == 0:
             self._report_cut(wanted)
 
@@ -93,12 +99,15 @@ class TextRows:
         folder = self._folder
         first_rank_does(lambda: make_folder(folder))
         if not agree(bool(self._lacking(folder, wanted))):
+            self._report(wanted)
             return
         with locked(folder, shared=False) if rank() == 0 else nullcontext():
             # Another run may have made some meanwhile.
             lacking = first_rank_does(lambda: self._lacking(folder, wanted, report=True))
-            if lacking:
-                self._make(folder, lacking)
+            soundness = first_rank_does(lambda: self._look(lacking)) if lacking else None
+            self._report(wanted)
+            if soundness:
+                self._make(folder, lacking, soundness)
                 agree(False)  # wait for the first rank, which writes
         if agree(bool(self._lacking(folder, wanted))):
             raise UserError(f"data.cache_dir: not all ranks find {folder}; all machines must share the folder")
@@ -148,13 +157,14 @@ class TextRows:
 
     def _lacking(self, folder: Path, wanted: Sequence[str], report: bool = False) -> list[str]:
         """Read the files in `folder`, and return the texts that are in none of them."""
-        self._parts, self._places, self._cut = [], {}, set()
+        self._parts, self._places, self._cut, self._soundness = [], {}, set(), []
         for path in sorted(folder.glob("*-*")):
             num = path.name.rpartition("-")[2]
             part = found(path, "table of texts", partial(_read, num=int(num)), report) if num.isdecimal() else None
             if part is not None:
                 self._places |= {digest: (len(self._parts), row) for row, digest in enumerate(part[0].digests)}
                 self._cut |= {part[0].digests[row] for row in part[0].cut}
+                self._soundness.append((part[0].soundness, part[0].digests))
                 self._parts.append(part[1])
         for rows in self._parts[:1]:
             columns = {name: Column.of(column, len(column)) for name, column in rows.items()}
@@ -164,7 +174,7 @@ class TextRows:
             self._parts = [{name: column.clone() for name, column in part.items()} for part in self._parts]
         return [text for text in wanted if _digest(text) not in self._places]
 
-    def _make(self, folder: Path, texts: Sequence[str]) -> None:
+    def _make(self, folder: Path, texts: Sequence[str], soundness: TextSoundness) -> None:
         """Encode `texts` into one more file."""
         name = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
         path = folder / f"{name}-{len(texts)}"
@@ -182,15 +192,41 @@ class TextRows:
                 yield number, self._halves(texts[start : start + _CHUNK]), None
 
         def facts(_: list[Any]) -> Any:
-            return cattrs.unstructure(_Facts([_digest(text) for text in texts], self._rows_cut(texts)))
+            return cattrs.unstructure(_Facts([*map(_digest, texts)], self._rows_cut(texts), soundness))
 
         make_in_chunks(path, columns, chunks, f"encoding by {self.where}", max(texts), make, facts)
         self.network = None  # its memory is for the training
 
-    def _halves(self, texts: Sequence[str]) -> dict[str, Tensor]:
+    def _look(self, texts: Sequence[str]) -> TextSoundness:
+        """Return what a few of `texts` show of the encoder."""
+        rows: list[int] = few_of(torch.arange(len(texts))).tolist()
+        few = [texts[row] for row in rows]
+        starts = range(0, len(few), AT_ONCE)
+        parts = [self._made(few[start : start + AT_ONCE], torch.float32) for start in starts]
+        made = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        cut = {rows[place] for place in self._rows_cut(few)}
+        soundness = TextSoundness.of(dict(zip(rows, few, strict=True)), cut, made)
+        self._soundness.append((soundness, [*map(_digest, texts)]))
+        return soundness
+
+    def _report(self, texts: Sequence[str]) -> None:
+        """Warn of what is not sound about the encoder of `texts`."""
+        own = {_digest(text): text for text in texts}
+        parts = [
+            (soundness, found)
+            for soundness, digests in self._soundness
+            if (found := {row: own[digest] for row, digest in enumerate(digests) if digest in own})
+        ]
+        report_texts(self.where, self.encoder, parts)
+
+    def _made(self, texts: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return what `texts` become, on the CPU, numbers as `dtype`."""
         with torch.no_grad():
             made = self.returned.of_texts(self._open().encode(texts), len(texts))
-            halves = {name: (rows.half() if rows.is_floating_point() else rows).cpu() for name, rows in made.items()}
+            return {name: (rows.to(dtype) if rows.is_floating_point() else rows).cpu() for name, rows in made.items()}
+
+    def _halves(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        halves = self._made(texts, torch.float16)
         for rows in halves.values():
             if rows.is_floating_point() and not rows.isfinite().all():
                 bad = int((~rows.isfinite().view(len(texts), -1).all(1)).nonzero()[0])
@@ -300,6 +336,7 @@ class TextConditions:
 class _Facts:
     digests: list[str]  # of the texts, in the order of their rows
     cut: list[int]  # rows of texts that the encoder cuts
+    soundness: TextSoundness
 
 
 def _read(path: Path, num: int) -> tuple[_Facts, dict[str, Tensor]]:

@@ -112,7 +112,7 @@ def pooled(images: Tensor) -> Tensor:
 
 def test_samples_are_encoded_once_and_the_second_start_encodes_nothing(write: Any) -> None:
     feed = build_feed(load_config(write())).bind(6, 0)
-    assert [shape[0] for shape in CALLS] == [1, 1, 1, 32, 32, 8, 8]  # trials, then chunks, both sides
+    assert [shape[0] for shape in CALLS] == [1, 1, 1, 16, 16, 8, 32, 32, 8, 8]  # trials, then chunks, both sides
     assert feed.shape == (3, 8, 8)
     assert (feed.picture_shape, feed.classes) == ((3, 16, 16), ("a", "b"))
     CALLS.clear()
@@ -257,7 +257,7 @@ class OddPictures(PictureEncoder):
 WRONG = [
     ("tensor", ("Tensor", "pair")),
     ("numpy", ("'mean' of n = 1", "ndarray", "tensor")),
-    ("one row", ("'mean' of n = 32", "(1, 3, 8, 8)", "n rows")),
+    ("one row", ("'mean' of n = 16", "(1, 3, 8, 8)", "n rows")),
     ("int64", ("'mean'", "int64", "float")),
     ("other deviation", ("deviation", "(1, 8, 8)", "(3, 8, 8)")),
     ("sometimes", ("'std' (3, 8, 8) float16", "digest 'odd'")),
@@ -389,7 +389,7 @@ def test_a_condition_beside_encoded_pictures_keeps_its_dtype(write: Any, dtype: 
         batch = next(feed.batches(0))
         assert batch.conditions["size"].dtype == getattr(torch, dtype)
         assert torch.equal(batch.conditions["size"][:, 0], batch.indices.to(getattr(torch, dtype)))
-    assert len(CALLS) == 5  # trials and one chunk, both sides, of the first start
+    assert len(CALLS) == 6  # trials and one chunk, both sides, of the first start
 
 
 def test_a_condition_that_no_table_holds_is_refused_before_anything_is_encoded(write: Any) -> None:
@@ -613,7 +613,7 @@ def test_two_ranks_share_the_work_and_write_the_same_file(write: Any, tmp_path: 
     CALLS.clear()
     batches = on_ranks(2, lambda rank: batch_of(path))
     assert contents_of_table() == known
-    assert sorted(shape[0] for shape in CALLS) == [1, 1, 1, 1, 8, 8, 32, 32]  # each picture once, after trials
+    assert sorted(shape[0] for shape in CALLS) == [1, 1, 1, 1, 8, 8, 8, 16, 16, 32, 32]  # each once, after trials
     assert torch.equal(torch.stack(batches, 1).flatten(0, 1), alone)  # the samples alternate
 
 
