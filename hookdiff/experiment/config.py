@@ -243,7 +243,7 @@ def load_config(
 
     A file called config.toml, or one beside the files of a run, is the config of a run, which may be a stranger's.
     Without `trust` it imports only torch, torchvision, diffusers, hookdiff and what installed packages publish, opens
-    only URLs of common services, hands no options to a library, and names no folder to write in but in the run
+    no URL and makes no other connection, hands no options to a library, and names no folder to write in but in the run
     directory. Nothing is ever imported from a run directory. Any other config is a program of whoever wrote it. A run
     that this user has made, or has once trusted, is trusted while neither its place nor a byte of its config changes.
 
@@ -412,9 +412,10 @@ def _check(
         parts["sampling"] = parts["sampling"].given(clipping=NoClipping())
     plugins = _plugins(run.get("plugins", ()), tables.get("plugins", {}), problems, hooks)
     if strangers:
-        parts = {name: part and evolve(part, is_strangers=not asks(tables.get(name))) for name, part in parts.items()}
+        for name, part in parts.items():
+            parts[name] = part and evolve(part, is_strangers=not asks(tables.get(name), part.target))
         for name, part in plugins.items():
-            theirs = part.use not in switches and not asks(tables.get("plugins", {}).get(name))
+            theirs = part.use not in switches and not asks(tables.get("plugins", {}).get(name), part.target)
             plugins[name] = evolve(part, is_strangers=theirs)
     for place, use, kind in _used(filter(None, (*parts.values(), *plugins.values()))):
         if problem := partner_problem(kind, plugins):

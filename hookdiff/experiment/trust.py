@@ -1,7 +1,7 @@
 """What the config of a run may not do unless the user trusts it, since a stranger may have written it.
 
-It imports only what is installed (see `hookdiff.options.imports`), opens only URLs of `SERVICES`, hands no options to a
-library, and writes files in the run directory alone. Values from the command line are the user's own.
+It imports only what is installed (see `hookdiff.options.imports`), opens no URL and makes no other connection, hands no
+options to a library, and writes files in the run directory alone. Values from the command line are the user's own.
 """
 
 import os
@@ -13,13 +13,15 @@ from typing import Any
 
 from hookdiff.disk.paths import leads_out
 from hookdiff.options.connects import Connects
-from hookdiff.options.fields import SERVICES, Handed, Writes, is_served
+from hookdiff.options.fields import Handed, Writes
 from hookdiff.options.structure import Text, fields_of, marks_of
 from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.run_dir.layout import is_run_dir
 
+_CONNECTS = "it would connect to a server: set it yourself with --set"
 _ANYWHERE = Path(os.sep, "runs", "NAME")  # in place of a run directory that is not known yet
 _URL = re.compile(r"[\w.+-]+::|.*://", re.DOTALL)  # also chains of fsspec
+_FILE = re.compile(r"file://(?!.*::)", re.DOTALL)  # a URL of this machine
 
 
 def is_of_run(path: Path) -> bool:
@@ -42,11 +44,11 @@ def dangers(
             need trust, wherever it will be.
     """
     writes, handed = marks_of(target, Writes), marks_of(target, Handed)
-    if run_dir is not None:
-        for key, mark in marks_of(target, Connects).items():
-            own = isinstance(table, Mapping) and isinstance(table.get(key), Text)
-            if not own and mark.connects(arguments.get(key)):
-                yield f"{where}.{key}", "it would connect to its server: set it yourself with --set"
+    given = table if isinstance(table, Mapping) else {}
+    for key, mark in marks_of(target, Connects).items():
+        is_theirs = key in given if run_dir is None else not isinstance(given.get(key), Text)
+        if is_theirs and mark.connects(arguments.get(key)):
+            yield f"{where}.{key}", _CONNECTS
     for key, value in arguments.items():
         if not isinstance(table, Mapping) or key not in table:
             continue
@@ -55,8 +57,8 @@ def dangers(
         urls = [leaf for leaf in strangers if isinstance(leaf, str) and _URL.match(leaf)]
         if key in handed and strangers:
             yield place, "these options decide what a library opens"
-        elif refused := next((url for url in urls if not is_served(url)), None):
-            yield place, f"{refused!r} is no URL of {', '.join(SERVICES)}"
+        elif remote := next((url for url in urls if not _FILE.match(url)), None):
+            yield place, f"{remote!r}: {_CONNECTS}"
         elif key in writes and strangers and (not (when := writes[key].when) or arguments.get(when)):
             if not _is_inside(str(value), run_dir or _ANYWHERE, writes[key].in_run_dir):
                 yield place, f"{str(value)!r} is outside of the run directory, and files would be written there"
@@ -67,12 +69,19 @@ def dangers(
                 yield from dangers(type(part), inner, its_table, place, run_dir)
 
 
-def asks(table: object) -> bool:
-    """Return whether the user himself, on the command line, has chosen a part, its weights, or a download."""
-    keys = [key for key, value in table.items() if isinstance(value, Text)] if isinstance(table, Mapping) else []
-    features = table.get("features") if isinstance(table, Mapping) else None
-    chosen = any(key in ("use", "source", "features", "download") or key.startswith("weights") for key in keys)
-    return chosen or (features is not None and asks(features))
+def asks(table: object, target: Callable[..., Any] | None = None) -> bool:
+    """Return whether the user himself, on the command line, has chosen a part, its weights, a download, or a server.
+
+    Args:
+        table: the table of the part, in which values of the command line are `Text`.
+        target: the class or function that takes its values, of which options may be marked as `Connects`.
+    """
+    if not isinstance(table, Mapping):
+        return False
+    own = {key: value for key, value in table.items() if isinstance(value, Text)}
+    keys = {"use", "source", "features", "download", *(marks_of(target, Connects) if target else ())}
+    is_chosen = any(key in keys or key.startswith("weights") or _URL.match(value) for key, value in own.items())
+    return is_chosen or asks(table.get("features"))
 
 
 def _leaves(value: object) -> Iterator[object]:

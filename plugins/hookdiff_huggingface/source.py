@@ -6,15 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from hookdiff import UserError, nearest, why_missing
 from hookdiff.images import captions_of, encode, open_picture, reason
-from hookdiff.machine import connections
-from hookdiff.options import is_served
+from hookdiff.options import Connects, is_served
 
 
 class HuggingFace:
@@ -36,7 +35,7 @@ class HuggingFace:
 
     def __init__(
         self,
-        path: str,
+        path: Annotated[str, Connects(lambda path: not _is_here(path))],
         split: str = "train",
         name: str | None = None,
         image_column: str | None = None,
@@ -97,6 +96,12 @@ class HuggingFace:
         return str(self.images._fingerprint)
 
 
+def _is_here(path: str) -> bool:
+    """Return whether `path` is of this machine, and no name on the hub."""
+    place = Path(path).expanduser()
+    return place.is_absolute() or path.startswith((".", "~")) or place.exists()
+
+
 def _open(path: str, split: str, name: str | None) -> Any:
     import datasets
 
@@ -111,14 +116,13 @@ def _open(path: str, split: str, name: str | None) -> Any:
             return datasets.load_dataset("parquet", data_files={split: str(place)}, split=split)
     if path == "pandas":  # a reader of pickles, in versions before 5
         raise ValueError("there is no data set of this name")
-    if not place.exists() and (place.is_absolute() or path.startswith((".", "~"))):
+    if not place.exists() and _is_here(path):
         raise ValueError(why_missing(place))
     with _plain_urls(), _own_cache():
         if place.exists():
             with _uncounted():
                 return datasets.load_dataset(str(place), name, split=split)
-        with connections():
-            return datasets.load_dataset(path, name, split=split)
+        return datasets.load_dataset(path, name, split=split)
 
 
 @contextmanager

@@ -83,8 +83,7 @@ def asked(url: str, options: Mapping[str, Any], call: Callable[[Any, str], Resul
     waits = iter(_WAITS)
     while True:
         try:
-            with connections():
-                return call(*file_system(url, options))
+            return call(*file_system(url, options))
         except Exception as error:  # of any library for any kind of server
             cause = _own_cause(error)
             why = "it has sent nothing in time" if isinstance(cause, TimeoutError) else reason(cause)
@@ -147,7 +146,10 @@ def check_parts(url: str, options: Mapping[str, Any]) -> None:
 def read_range(url: str, options: Mapping[str, Any], start: int, size: int) -> bytes:
     """Return `size` bytes of the file at `url`, fewer at its end. Raises StorageError if that fails."""
     try:
-        found: bytes = asked(url, options, lambda system, path: system.cat_file(path, start=start, end=start + size))
+        with connections():  # the source was made, so its server is permitted
+            found: bytes = asked(
+                url, options, lambda system, path: system.cat_file(path, start=start, end=start + size)
+            )
     except FileNotFoundError:
         raise StorageError(f"{url}: the server has this file no more") from None
     except (PermissionError, ValueError) as error:

@@ -149,14 +149,25 @@ def test_headers_of_the_user_reach_the_server(run: Path, server: str) -> None:
     assert {headers["X-Token"] for _, headers in Counting.asked} == {"1"}
 
 
-SERVED = ["file://x.tar", "http://h/x.tar", "https://h/x.tar", "s3://b/x.tar", "gs://b/x.tar", "az://b/x.tar"]
+SERVERS = ["http://h/x.tar", "https://h/x.tar", "s3://b/x.tar", "gs://b/x.tar", "az://b/x.tar", "hf://datasets/a/b/x"]
+HERE = ["x.tar", "file://x.tar"]
 
 
-def test_urls_of_services_and_what_the_user_sets_need_no_trust(run: Path) -> None:
-    for path in [*SERVED, "hf://datasets/a/b/x.tar", [*SERVED, "x.tar"], "x::y.tar"[3:]]:
+def test_urls_need_trust_unless_the_user_sets_them(run: Path) -> None:
+    for path in [*HERE, HERE]:
         config = load_config(write_small(run / "config.toml", data={"source": "shards", "path": path}))
         assert config.data.arguments["path"] == path
+        assert config.data.is_strangers
         assert config.needs_trust == ()
+    of_hub = {"source": "huggingface", "path": "a/b"}
+    for data in (*({"source": "shards", "path": path} for path in [*SERVERS, [*HERE, *SERVERS]]), of_hub):
+        path = write_small(run / "config.toml", data=data)
+        with refused(ConfigError, "data.path", "--set", "--trust"):
+            load_config(path)
+        assert load_config(path, trust=True).needs_trust == ("data.path",)
+        assert load_config(write_small(run.parent / "own.toml", data=data)).needs_trust == ("data.path",)
+        if isinstance(data["path"], str):
+            assert not load_config(path, settings=[f"data.path={data['path']}"]).data.is_strangers  # it may connect
     stranger = write_small(run / "config.toml", data={"source": "shards", "path": "x.tar"})
     own = ["data.path=ftp://h/x.tar", "data.storage_options.client_kwargs.endpoint_url=http://h", "data.index_dir=own"]
     config = load_config(stranger, settings=own)
