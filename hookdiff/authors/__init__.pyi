@@ -17,6 +17,7 @@ from .encoding.encoder import (
     scale_text as scale_text,
 )
 from .encoding.given import ENCODED as ENCODED
+from .encoding.tokens import TokenFacts as TokenFacts, of_same_tokens as of_same_tokens
 from .features.collected import ROWS as ROWS, Collected as Collected
 from .features.frechet import few_images as few_images, frechet_distance as frechet_distance
 from .features.moments import Gaussian as Gaussian, Moments as Moments

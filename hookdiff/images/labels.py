@@ -6,6 +6,7 @@ import os
 import posixpath
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from io import BufferedReader, TextIOWrapper
 from itertools import islice
@@ -18,7 +19,7 @@ from torch import Tensor
 from hookdiff.data.memory import MAX_LABEL, check_range
 from hookdiff.disk.reading import open_file
 from hookdiff.errors import nearest, shown
-from hookdiff.images.texts import captions_of
+from hookdiff.images.texts import captions_of, check_text
 
 EXAMPLES = 5  # the most examples in a message
 _SUFFIXES = (".csv", ".jsonl")
@@ -115,18 +116,55 @@ def read_labels(
 
 
 def _csv(file: TextIO) -> Iterator[tuple[int, Any]]:
-    rows = csv.DictReader(file)
-    for row in rows:
-        yield rows.line_num, row
+    """Yield the rows below the header as dicts, or what is wrong with one, and their lines."""
+    rows = csv.reader(file, strict=True)  # else an open quote would take all that follows
+    header: list[str] = []
+    try:
+        for row in filter(None, rows):
+            if not header:
+                header = row
+                _check_header(header, rows.line_num)
+            elif len(row) != len(header):
+                counts = f"{len(row)} cells below a header of {len(header)}"
+                given = shown(",".join(row))[:60]
+                yield rows.line_num, ValueError(f"{given}: {counts}; a text with a comma needs quotes around it")
+            else:
+                yield rows.line_num, dict(zip(header, row, strict=True))
+    except csv.Error as error:
+        raise ValueError(f"line {rows.line_num}: {error}; a quote in a quoted text is written twice") from None
+
+
+def _check_header(header: Sequence[str], line: int) -> None:
+    """Raise ValueError for names that are there twice, and for a row that commas do not part."""
+    check_text(",".join(header))
+    if twice := sorted({name for name in header if name and header.count(name) > 1}):
+        raise ValueError(f"line {line}: the column {twice[0]!r} is there twice")
+    if found := [mark for mark in ";\t|" if len(header) == 1 and mark in header[0]]:
+        raise ValueError(f"line {line}: {shown(header[0])[:60]} has {found[0]!r} between the columns, expected commas")
 
 
 def _jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
     for line, text in enumerate(file, 1):
         if text.strip():
             try:
-                yield line, json.loads(text)
-            except (ValueError, RecursionError) as error:
+                yield line, parse_json(text)
+            except (json.JSONDecodeError, RecursionError) as error:
                 yield line, ValueError(f"not JSON: {error}")
+            except ValueError as error:
+                yield line, error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what JSON holds. Raises ValueError for a key that is there twice, of which `json` would take the last."""
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+            raise ValueError(f"the key {twice!r} is there twice")
+        return found
+
+    return json.loads(text, object_pairs_hook=table)
 
 
 def _name(row: Any, needs_label: bool) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hookdiff import Batch, Feed
-from hookdiff.authors import TextEncoder
+from hookdiff.authors import TextEncoder, TokenFacts, of_same_tokens
 from hookdiff.log import as_pictures
 from hookdiff.terminal import paced
 
@@ -49,7 +49,11 @@ def _captions(feed: Feed) -> Any:
 
 
 def _tokens(name: str, encoder: TextEncoder, counts: Counter[str]) -> dict[str, Any]:
-    """Return the lengths of texts in tokens, each as often as it occurs, and how many are cut; {}: it has no tokens."""
+    """Return the lengths of texts in tokens, each as often as it occurs, and what is lost; {}: it has no tokens.
+
+    Texts that are cut are counted as often as they occur. Those with hardly a word that the tokenizer knows, and those
+    with the same tokens as another text, are counted once.
+    """
     network, lengths, texts = encoder.open(torch.device("cpu")), Counter[int](), list(counts)
     if not hasattr(network, "lengths"):
         return {}
@@ -60,4 +64,6 @@ def _tokens(name: str, encoder: TextEncoder, counts: Counter[str]) -> dict[str, 
                 lengths[length] += counts[text]
     limit, every = encoder.limit, sorted(lengths.elements())
     cut = sum(count for length, count in lengths.items() if limit is not None and length > limit)
-    return {"min": every[0], "median": every[len(every) // 2], "max": every[-1], "limit": limit, "cut": cut}
+    facts = TokenFacts.of(network, texts, None)
+    lost = {"unknown": len(facts.unknown), "same": len(of_same_tokens(texts, facts.tokens)) if facts.tokens else 0}
+    return {"min": every[0], "median": every[len(every) // 2], "max": every[-1], "limit": limit, "cut": cut, **lost}

@@ -208,4 +208,8 @@ def _captions(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield "", f"{count:,} x {shown(text if len(text) <= _SHOWN else f'{text[:_SHOWN]}...') or '(empty)'}"
         for encoder, tokens in about["tokens"].items():
             cut = f"{tokens['cut']:,} cut at {tokens['limit']:,}" if tokens["limit"] else "none is cut"
+            if tokens["unknown"]:
+                cut += f"; {tokens['unknown']:,} of the different ones have hardly a word that the tokenizer knows"
+            if tokens["same"]:
+                cut += f"; {tokens['same']:,} of the different ones have the same tokens as another"
             yield "tokens", f"{encoder}: {tokens['min']:,} to {tokens['max']:,}, median {tokens['median']:,}; {cut}"

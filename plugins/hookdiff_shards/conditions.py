@@ -11,7 +11,7 @@ import torch
 from attrs import define
 
 from hookdiff import StorageError, nearest, shown
-from hookdiff.images import Unreadable, array_in, open_picture, reason, refuse
+from hookdiff.images import Unreadable, array_in, open_picture, parse_json, reason, refuse
 from hookdiff_shards.index import Index, is_picture
 from hookdiff_shards.samples import Samples, extension_of, is_array
 
@@ -38,7 +38,7 @@ class Condition:
             return array_in(content)
         if self.format != "json":
             return _number(content)
-        value = json.loads(content)
+        value = parse_json(content)
         if not self.key:
             return value
         if not isinstance(value, dict) or self.key not in value:

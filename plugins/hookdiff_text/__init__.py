@@ -23,6 +23,7 @@ from hookdiff_text.folder import (
     network_in,
     tokenizer_files,
     tokenizer_in,
+    tokens_of,
     weights_in,
 )
 
@@ -209,3 +210,6 @@ class _Network:
 
     def lengths(self, texts: Sequence[str]) -> Sequence[int]:
         return lengths_of(self.tokenizer, list(texts))
+
+    def tokens(self, texts: Sequence[str]) -> Sequence[Sequence[int | None]]:
+        return tokens_of(self.tokenizer, list(texts), self.length)

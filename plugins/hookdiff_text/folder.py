@@ -111,3 +111,11 @@ def reason_of(error: Exception) -> str:
 def lengths_of(tokenizer: Any, texts: list[str]) -> list[int]:
     """Return the number of tokens of each text, those that would be cut included."""
     return [len(one) for one in tokenizer(texts, verbose=False)["input_ids"]]
+
+
+def tokens_of(tokenizer: Any, texts: list[str], length: int) -> list[list[int | None]]:
+    """Return the tokens of each text, cut at `length`, None for an unknown one."""
+    rows = tokenizer(texts, truncation=True, max_length=length, verbose=False)["input_ids"]
+    unknown, blank = tokenizer.unk_token_id, tokenizer.convert_tokens_to_ids("\u2581")
+    blank = None if blank == unknown else blank  # it stands before each unknown word of sentencepiece
+    return [[None if token == unknown else token for token in row if token != blank] for row in rows]

@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from hookdiff_text.folder import (
     reason_of,
     tokenizer_files,
     tokenizer_in,
+    tokens_of,
     weights_in,
 )
 
@@ -185,8 +187,7 @@ class Pipeline(TextEncoder):
         given = {"num_images_per_prompt": 1, **{f"prompt_{number}": None for number in range(2, len(parts) + 1)}}
         if side.length:
             given["max_sequence_length"] = self.length or side.length
-        first = min(part.limit for part in parts)
-        tokenizers = [made[part.tokenizer_folder.name] for part in parts if part.limit == first]
+        tokenizers = [(made[part.tokenizer_folder.name], part.limit) for part in parts]
         return _Network(side, pipeline, made, others, given, tokenizers, device)
 
     def to_diffusers(self, name: str, folder: str) -> ExportedTexts:
@@ -220,7 +221,7 @@ class _Network:
     parts: Mapping[str, Any]  # of the pipeline: networks and tokenizers
     others: Mapping[str, Any]  # to the pipeline
     given: Mapping[str, Any]  # to `encode_prompt`
-    tokenizers: Sequence[Any]  # those that cut first
+    tokenizers: Sequence[tuple[Any, int]]  # and the tokens at which each cuts
     device: torch.device
 
     def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
@@ -238,5 +239,13 @@ class _Network:
         return found
 
     def lengths(self, texts: Sequence[str]) -> Sequence[int]:
-        taken = [text.lower().strip() if self.side.lowers else text for text in texts]
-        return [max(all_of) for all_of in zip(*(lengths_of(one, taken) for one in self.tokenizers), strict=True)]
+        taken, first = self._taken(texts), min(limit for _, limit in self.tokenizers)
+        lengths = (lengths_of(one, taken) for one, limit in self.tokenizers if limit == first)
+        return [max(all_of) for all_of in zip(*lengths, strict=True)]
+
+    def tokens(self, texts: Sequence[str]) -> Sequence[Sequence[int | None]]:
+        rows = (tokens_of(one, self._taken(texts), limit) for one, limit in self.tokenizers)
+        return [list(chain.from_iterable(all_of)) for all_of in zip(*rows, strict=True)]
+
+    def _taken(self, texts: Sequence[str]) -> list[str]:
+        return [text.lower().strip() if self.side.lowers else text for text in texts]

@@ -166,7 +166,7 @@ def test_captions_are_counted_measured_and_drawn(hookdiff: Any, tmp_path: Path) 
             "unique": 7,
             "empty": 0,
             "frequent": [["red", 14], ["green", 13], ["blue", 13], ["red, 0", 1], ["green, 10", 1]],
-            "tokens": {"text": {"min": 3, "median": 4, "max": 9, "limit": 8, "cut": 1}},
+            "tokens": {"text": {"min": 3, "median": 4, "max": 9, "limit": 8, "cut": 1, "unknown": 0, "same": 0}},
         }
     }
     batch = next(build_feed(load_config(path)).bind(6).batches(0))

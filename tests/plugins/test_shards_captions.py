@@ -182,6 +182,8 @@ def test_members_that_are_no_captions_are_refused(made: Path, captions: str, fac
         ("json", b"[" * 100_000, ["0001.json"]),
         ("json", b"5", ["0001.json", "caption", 5]),
         ("json:text", b'{"txet": "x"}', ["0001.json", "'text'", "did you mean 'txet'"]),
+        ("json:text", b'{"text": "x", "text": "y"}', ["0001.json", "'text'", "twice"]),
+        ("txt", "a dog".encode("utf-16-le"), ["0001.txt", "UTF-16"]),
         ("json:text", b'{"text": "\\ud800"}', ["0001.json", "surrogates"]),
     ],
 )

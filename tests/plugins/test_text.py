@@ -12,6 +12,7 @@ from PIL import Image
 
 from hookdiff import InMemory, UserError
 from hookdiff_text import Text
+from hookdiff_text.folder import tokens_of
 from tests.conftest import check_refused, refused
 
 pytest.importorskip("transformers", reason="needs hookdiff[text]")
@@ -86,9 +87,22 @@ def test_it_makes_what_the_model_of_transformers_makes(kind: str, write: Callabl
         assert found["_mask"].sum(1).tolist() == [6, 2, 10]
         if has_vector:
             assert torch.equal(found["_pooled"], own.text_embeds if "Projection" in kind else own.pooler_output)
-    assert made.open(torch.device("cpu")).lengths(CAPTIONS) == [6, 2, 27]
+    network = made.open(torch.device("cpu"))
+    assert network.lengths(CAPTIONS) == [6, 2, 27]
+    assert network.tokens(CAPTIONS) == [[1, 4, 9, 11, 6, 3], [1, 3], [1, 4, 10, None, 7, 5, *[13] * 3, 3]]
     assert made.limit == 10
     assert Text(path=str(folder)).limit == (128 if kind.startswith("T5") else 12)
+
+
+def test_a_blank_before_an_unknown_word_of_sentencepiece_is_no_word() -> None:
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    pieces = Tokenizer(models.Unigram([("<pad>", 0.0), ("<unk>", 0.0), ("▁a", -1.0), ("▁", -2.0)], unk_id=1))
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces, pad_token="<pad>", unk_token="<unk>")
+    assert tokens_of(tokenizer, ["a кот шар", "", "a a a"], 2) == [[2], [], [2, 2]]
+    assert tokens_of(tokenizer, ["a кот шар"], 9) == [[2, None, None]]
 
 
 @pytest.mark.slow

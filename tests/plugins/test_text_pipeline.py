@@ -89,6 +89,11 @@ def test_it_makes_what_the_pipeline_makes(kind: str, write: Write) -> None:
         assert encoder.limit == min(tokens)
         marked = 3 if places is MASKED else 5  # "</s>" is one token, and these take texts in lower case
         assert network.lengths([*CAPTIONS, "</S>"]) == [6, 2, 27, marked]
+        own_limit = length or own_length or 0
+        limits = [CLIP_TOKENS if name.startswith("CLIP") else own_limit for name, _ in encoders]
+        rows = network.tokens(CAPTIONS)
+        assert [len(row) for row in rows] == [6 * len(encoders), 2 * len(encoders), sum(min(27, own) for own in limits)]
+        assert [row.count(None) for row in rows] == [0, 0, len(encoders)]
 
 
 @pytest.mark.slow

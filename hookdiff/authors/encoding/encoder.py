@@ -144,6 +144,12 @@ class EncodedTexts(Protocol):
     def lengths(self, texts: Sequence[str]) -> Sequence[int]:
         """Return the number of tokens of each text before it is cut. An encoder without a `limit` need not have it."""
 
+    def tokens(self, texts: Sequence[str]) -> Sequence[Sequence[int | None]]:
+        """Return the tokens of each text as they are encoded: cut and not filled, None for an unknown word.
+
+        An encoder need not have it: then nobody is warned of texts that have the same tokens, or none that are known.
+        """
+
 
 @define(frozen=True)
 class ExportedTexts:

@@ -6,13 +6,14 @@ An encoder is looked at before it encodes all samples. The facts are kept beside
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from attrs import define
 from torch import Tensor
 
 from hookdiff.authors.encoding.encoder import INPUTS, Encoder, PictureEncoder
+from hookdiff.authors.encoding.tokens import TokenFacts
 from hookdiff.errors import UserError, listed
 from hookdiff.machine.ranks import rank
 
@@ -114,10 +115,11 @@ class TextSoundness:
     alike: list[list[int]]  # texts, by their row, that have become the same
 
     @classmethod
-    def of(cls, texts: Mapping[int, str], cut: Collection[int], made: Mapping[str, Tensor]) -> TextSoundness:
+    def of(cls, texts: Mapping[int, str], facts: TokenFacts, made: Mapping[str, Tensor]) -> TextSoundness:
         """Look at what `texts`, by their row, have become: n rows each, in float32, bool or int64.
 
-        Those that are `cut` may become the same, and so may texts that differ in capitals and spaces alone.
+        Those that are cut or have the same tokens may become the same. If the tokens are not known, those may that
+        differ in capitals and spaces alone.
         """
         shares, mask = [0.0], made.get("_mask")
         for values in made.values():
@@ -131,9 +133,9 @@ class TextSoundness:
         alike: dict[tuple[bytes, ...], dict[str, int]] = {}
         kept = [values.half() if values.is_floating_point() else values for values in made.values()]
         for place, (row, text) in enumerate(texts.items()):
-            if row not in cut:
+            if place not in facts.cut:
                 same = alike.setdefault(tuple(one[place].numpy().tobytes() for one in kept), {})
-                same.setdefault(" ".join(text.casefold().split()), row)
+                same.setdefault(facts.tokens[place] if facts.tokens else " ".join(text.casefold().split()), row)
         groups = [[*group.values()] for group in alike.values() if len(group) > 1]
         return cls(len(texts), _rounded(max(shares)), groups)
 
@@ -153,8 +155,8 @@ def report_texts(where: str, encoder: Encoder, parts: Sequence[tuple[TextSoundne
         first, second = (repr(text[:_SHOWN]) for text in groups[0][:2])
         _warn(
             f"{where}: of {sum(seen.num for seen, _ in parts)} texts that were tried, {sum(map(len, groups))} become "
-            f"the same as another, such as {first} and {second}: does the tokenizer of {encoder.origin} know their "
-            "words?"
+            f"the same as another, such as {first} and {second}: has {encoder.origin} all its weights, and does its "
+            "tokenizer know their words?"
         )
 
 

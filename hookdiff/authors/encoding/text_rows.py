@@ -21,6 +21,7 @@ from hookdiff.authors.encoding.encoder import EncodedTexts, TextEncoder
 from hookdiff.authors.encoding.returned import Returned
 from hookdiff.authors.encoding.soundness import AT_ONCE, TextSoundness, few_of, report_texts
 from hookdiff.authors.encoding.time_ids import TIME_IDS, of_prompt
+from hookdiff.authors.encoding.tokens import TokenFacts, of_same_tokens
 from hookdiff.disk.files import make_folder
 from hookdiff.errors import UserError, listed, nearest
 from hookdiff.images.rest import make_in_chunks
@@ -53,8 +54,8 @@ class TextRows:
     _tried: _Kept | None = field(default=None, init=False)  # the rows that were made first
     _parts: list[_Kept] = field(factory=list, init=False)
     _places: dict[str, tuple[int, int]] = field(factory=dict, init=False)  # part and row, by the digest of a text
-    _cut: set[str] = field(factory=set, init=False)  # the digests of texts that the encoder cuts
     _soundness: list[tuple[TextSoundness, Sequence[str]]] = field(factory=list, init=False)  # and digests of its texts
+    _facts: list[_Facts] = field(factory=list, init=False)  # of each of the parts
     _reported: set[str] = field(factory=set, init=False)  # the prompts that have been looked at
 
     def __attrs_post_init__(self) -> None:
@@ -89,7 +90,7 @@ class TextRows:
             first_rank_does(lambda: self._look(wanted))
             self._report(wanted)
         if rank() == 0:
-            self._report_cut(wanted)
+            self._report_tokens(wanted)
 
     @property
     def _folder(self) -> Path:
@@ -123,7 +124,7 @@ class TextRows:
             self._places |= {_digest(text): (len(self._parts), row) for row, text in enumerate(lacking)}
             self._parts.append(self._halves(lacking))
             self._tried = self._tried or self._parts[-1]
-            self._cut |= {_digest(lacking[row]) for row in self._rows_cut(lacking)}
+            self._facts.append(self._facts_of(lacking))
             self.network = self.network if self.holds_network else None
         places = torch.tensor([self._places[_digest(text)] for text in texts]).view(-1, 2)
         made: dict[str, Tensor] = {}
@@ -135,11 +136,11 @@ class TextRows:
         return self._ready(made)
 
     def report_prompts(self, texts: Iterable[str]) -> None:
-        """Warn of those of `texts`, which `rows` has encoded, that are cut: once of each."""
+        """Warn of those of `texts`, which `rows` has encoded, that lose something: once of each."""
         new = sorted(set(texts) - self._reported)
         self._reported.update(new)
         if new and rank() == 0:
-            self._report_cut(new)
+            self._report_tokens(new)
 
     def nothing(self) -> dict[str, Tensor]:
         """Return what an empty text becomes, by the names of conditions."""
@@ -157,14 +158,14 @@ class TextRows:
 
     def _lacking(self, folder: Path, wanted: Sequence[str], report: bool = False) -> list[str]:
         """Read the files in `folder`, and return the texts that are in none of them."""
-        self._parts, self._places, self._cut, self._soundness = [], {}, set(), []
+        self._parts, self._places, self._facts, self._soundness = [], {}, [], []
         for path in sorted(folder.glob("*-*")):
             num = path.name.rpartition("-")[2]
             part = found(path, "table of texts", partial(_read, num=int(num)), report) if num.isdecimal() else None
             if part is not None:
                 self._places |= {digest: (len(self._parts), row) for row, digest in enumerate(part[0].digests)}
-                self._cut |= {part[0].digests[row] for row in part[0].cut}
-                self._soundness.append((part[0].soundness, part[0].digests))
+                self._facts.append(part[0])
+                self._soundness += [(seen, part[0].digests)] if (seen := part[0].soundness) else []
                 self._parts.append(part[1])
         for rows in self._parts[:1]:
             columns = {name: Column.of(column, len(column)) for name, column in rows.items()}
@@ -192,7 +193,7 @@ class TextRows:
                 yield number, self._halves(texts[start : start + _CHUNK]), None
 
         def facts(_: list[Any]) -> Any:
-            return cattrs.unstructure(_Facts([*map(_digest, texts)], self._rows_cut(texts), soundness))
+            return cattrs.unstructure(self._facts_of(texts, soundness))
 
         make_in_chunks(path, columns, chunks, f"encoding by {self.where}", max(texts), make, facts)
         self.network = None  # its memory is for the training
@@ -204,8 +205,8 @@ class TextRows:
         starts = range(0, len(few), AT_ONCE)
         parts = [self._made(few[start : start + AT_ONCE], torch.float32) for start in starts]
         made = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        cut = {rows[place] for place in self._rows_cut(few)}
-        soundness = TextSoundness.of(dict(zip(rows, few, strict=True)), cut, made)
+        facts = TokenFacts.of(self._open(), few, self.encoder.limit)
+        soundness = TextSoundness.of(dict(zip(rows, few, strict=True)), facts, made)
         self._soundness.append((soundness, [*map(_digest, texts)]))
         return soundness
 
@@ -233,22 +234,30 @@ class TextRows:
                 raise UserError(f"{self.where}: {texts[bad][:_SHOWN]!r} becomes values that float16 does not hold")
         return halves
 
-    def _rows_cut(self, texts: Sequence[str]) -> list[int]:
-        """Return the positions of those of `texts` that are cut."""
-        if not (limit := self.encoder.limit):
-            return []
-        return [row for row, length in enumerate(self._open().lengths(texts)) if length > limit]
+    def _facts_of(self, texts: Sequence[str], soundness: TextSoundness | None = None) -> _Facts:
+        facts = TokenFacts.of(self._open(), texts, self.encoder.limit)
+        return _Facts([_digest(text) for text in texts], facts.cut, facts.unknown, facts.tokens, soundness)
 
-    def _report_cut(self, texts: Sequence[str]) -> None:
-        if self.is_kept:
-            cut = [text for text in texts if _digest(text) in self._cut]
-        else:
-            cut = [texts[row] for row in self._rows_cut(texts)]
+    def _report_tokens(self, texts: Sequence[str]) -> None:
+        """Warn of texts that are cut, or that are not what they were any more when they are tokens."""
+        parts, wanted = self._facts if self.is_kept else [self._facts_of(texts)], list(map(_digest, texts))
+        known = {digest: one for part in parts for digest, one in part.by_text(set(wanted)).items()}
+        facts = [known[digest] for digest in wanted]
+        cut = [text for text, one in zip(texts, facts, strict=True) if one.is_cut]
+        unknown = [text for text, one in zip(texts, facts, strict=True) if one.is_unknown]
+        tokens = [one.tokens for one in facts]
+        same = [] if "" in tokens else of_same_tokens(texts, tokens)
+        of_all = f"of {len(texts):,} texts"
         if cut:
-            logger.warning(
-                "%s: %s of %s texts are cut at %s tokens, such as %s",
-                *(self.where, f"{len(cut):,}", f"{len(texts):,}", self.encoder.limit, repr(cut[0][:_SHOWN])),
-            )
+            text = f"{len(cut):,} {of_all} are cut at {self.encoder.limit} tokens, such as {cut[0][:_SHOWN]!r}"
+            logger.warning("%s: %s", self.where, text)
+        if unknown:
+            text = f"{len(unknown):,} {of_all} have hardly a word that the tokenizer knows, such as "
+            logger.warning("%s: %s%r", self.where, text, unknown[0][:_SHOWN])
+        if same:
+            (text, other), num = same[0], f"{len(same):,} {of_all}"
+            one, first = text[:_SHOWN], other[:_SHOWN]
+            logger.warning("%s: %s have the same tokens as another, such as %r and %r", self.where, num, one, first)
 
 
 class Nothing(Mapping[str, Tensor | None]):
@@ -333,16 +342,34 @@ class TextConditions:
 
 
 @define(frozen=True)
+class _Text:
+    """What the tokenizer makes of a text."""
+
+    is_cut: bool
+    is_unknown: bool
+    tokens: str  # a hash; "": it is not known
+
+
+@define(frozen=True)
 class _Facts:
     digests: list[str]  # of the texts, in the order of their rows
     cut: list[int]  # rows of texts that the encoder cuts
-    soundness: TextSoundness
+    unknown: list[int] = field(factory=list)  # rows of texts of which it knows hardly any word
+    tokens: list[str] = field(factory=list)  # a hash of the tokens of each text, if they are known
+    soundness: TextSoundness | None = None  # of texts that were encoded for a table
+
+    def by_text(self, wanted: Collection[str]) -> dict[str, _Text]:
+        """Return the facts by the digests of texts, of those that are `wanted`."""
+        cut, unknown, tokens = set(self.cut), set(self.unknown), self.tokens or [""] * len(self.digests)
+        every = enumerate(zip(self.digests, tokens, strict=True))
+        return {digest: _Text(row in cut, row in unknown, own) for row, (digest, own) in every if digest in wanted}
 
 
 def _read(path: Path, num: int) -> tuple[_Facts, dict[str, Tensor]]:
     found, columns = read_table(path, num)
     about = structured(_Facts, found)
-    if len(about.digests) != num or not all(0 <= row < num for row in about.cut):
+    rows = (*about.cut, *about.unknown)
+    if {len(about.digests), len(about.tokens or about.digests)} != {num} or not all(0 <= row < num for row in rows):
         raise ValueError("it is of other texts")
     return about, columns
 

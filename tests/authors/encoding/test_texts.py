@@ -226,6 +226,48 @@ def test_long_captions_are_counted(path: Path, caplog: pytest.LogCaptureFixture,
         check_facts(warning, "7 of 8", "such as 'a very ", "8 tokens")
 
 
+class Words(Letters):
+    """Letters that are words of a tokenizer which knows few of them, and looks at four."""
+
+    def tokens(self, texts: Sequence[str]) -> Sequence[Sequence[int | None]]:
+        known = {"a": 1, "red": 2, "blue": 3, "disc": 4}
+        return [[0, *[known.get(word) for word in text.lower().split()[:4]], 9] for text in texts]
+
+
+@define(frozen=True)
+class FewWords(Bytes):
+    """An encoder of few words."""
+
+    def digest(self) -> str:
+        return "few words"
+
+    def open(self, device: torch.device) -> EncodedTexts:
+        return Words()
+
+
+def of_words() -> InMemory:
+    """Seven captions; those that the tokenizer does not know are all the same to it."""
+    captions = ["a red disc", "a Red  disc", "a blue disc", "кот", "шар", "a zorp", "красный шар"]
+    return InMemory(torch.zeros(7, 3, 4, 4), texts={"text": [[text] for text in captions]})
+
+
+@pytest.mark.parametrize("store", ["auto", "none"])
+def test_captions_that_the_tokenizer_loses_are_counted(
+    path: Path, caplog: pytest.LogCaptureFixture, hookdiff: Callable[..., Any], store: str
+) -> None:
+    path = edited(edited(path, ":drawings", ":of_words"), ":Bytes", ":FewWords")
+    for _ in range(2):  # encoded, then from the table
+        caplog.clear()
+        build_feed(load_config(path, settings=[f"data.encode.text.store={store}"]))
+        unknown, same = [one for one in warnings(caplog) if "cut" not in one]
+        check_facts(unknown, "data.encode.text", "3 of 8", "such as 'кот'", "knows")
+        check_facts(same, "data.encode.text", "1 of 8", "same tokens", "'шар' and 'кот'")
+    found = json.loads(output(hookdiff("data", path, "--seconds", "0", "--json")))["captions"]["text"]
+    assert (found["unique"], found["tokens"]["text"]["unknown"], found["tokens"]["text"]["same"]) == (7, 3, 1)
+    lines = output(hookdiff("data", path, "--seconds", "0"))
+    check_facts(lines, "7 different", "3 of the different ones", "1 of the different ones", "same tokens")
+
+
 def tagged() -> InMemory:
     captions = [["a, ,b, c, d, e,, f, "]] * 12  # an empty tag is none
     return InMemory(torch.zeros(12, 3, 4, 4), texts={"text": captions})
