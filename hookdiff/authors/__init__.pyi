@@ -16,6 +16,7 @@ from .encoding.encoder import (
     is_same_scale as is_same_scale,
     scale_text as scale_text,
 )
+from .encoding.encoder_folder import why_no_folder as why_no_folder
 from .encoding.given import ENCODED as ENCODED
 from .features.collected import ROWS as ROWS, Collected as Collected
 from .features.frechet import few_images as few_images, frechet_distance as frechet_distance

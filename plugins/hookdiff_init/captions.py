@@ -1,6 +1,7 @@
 """Looks at captions beside images, and at the text encoder that is to read them."""
 
 import json
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,18 @@ from typing import Any
 from attrs import evolve
 
 from hookdiff import UserError
+from hookdiff.authors import why_no_folder
 from hookdiff.disk import read_file
 from hookdiff.images import Folder
 from hookdiff_init.look import Pictures, Texts
 
 _WIDTHS = ("hidden_size", "d_model", "dim")  # what config.json calls the features of a token, by kind of model
+
+
+def check_encoder(encoder: Path) -> None:
+    """Raise UserError unless `encoder` is a folder of a network of transformers."""
+    if why := why_no_folder(str(encoder), "config.json", "text encoder of transformers", lambda t: bool(_widths(t))):
+        raise UserError(f"--text-encoder: {why}")
 
 
 def with_captions(pictures: Pictures, encoder: Path) -> Pictures:
@@ -27,6 +35,7 @@ def with_captions(pictures: Pictures, encoder: Path) -> Pictures:
         raise UserError(f"--text-encoder: {most}, expected half of them at least")
     if find_spec("transformers") is None:
         raise UserError("--text-encoder needs a package: pip install 'hookdiff[text]'")
+    check_encoder(encoder)
     width = _width(encoder)
     found = Folder(pictures.path, "none", "txt").texts
     assert found is not None
@@ -38,10 +47,14 @@ def _width(encoder: Path) -> int:
     """Return the features of a token that the text encoder in a folder makes."""
     file = encoder / "config.json"
     try:
-        config: dict[str, Any] = json.loads(read_file(file))
-        config = {**config, **config.get("text_config", {})}
-        (width, *_) = [config[key] for key in _WIDTHS if isinstance(config.get(key), int)]
+        (width, *_) = _widths(json.loads(read_file(file)))
     except (OSError, ValueError, TypeError, AttributeError):
         expected = f"expected a text encoder of transformers, with {' or '.join(_WIDTHS)} in {file.name}"
         raise UserError(f"--text-encoder {encoder}: {expected}") from None
     return int(width)
+
+
+def _widths(config: Mapping[str, Any]) -> list[int]:
+    inner = config.get("text_config")
+    config = {**config, **(inner if isinstance(inner, Mapping) else {})}
+    return [config[key] for key in _WIDTHS if isinstance(config.get(key), int)]
