@@ -1,19 +1,22 @@
 """Looks at captions beside images, and at the text encoder that is to read them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from attrs import evolve
 
 from hookdiff import UserError
-from hookdiff.authors import why_no_folder
+from hookdiff.authors import Encoder, why_no_folder
 from hookdiff.disk import read_file
 from hookdiff.images import Folder
 from hookdiff_init.look import Pictures, Texts
 
+_MULTIPLE = 8  # of tokens, which leaves some for prompts that are longer than the captions
+_AT_ONCE = 1024  # texts
 _WIDTHS = ("hidden_size", "d_model", "dim")  # what config.json calls the features of a token, by kind of model
 
 
@@ -39,7 +42,9 @@ def with_captions(pictures: Pictures, encoder: Path) -> Pictures:
     width = _width(encoder)
     found = Folder(pictures.path, "none", "txt").texts
     assert found is not None
-    texts = Texts(str(encoder), width, sum(not captions for captions in found["text"]))
+    longest = _longest(encoder, sorted({text for captions in found["text"] for text in captions}))
+    lacking = sum(not captions for captions in found["text"])
+    texts = Texts(str(encoder), width, lacking, _length(encoder, longest), longest)
     return evolve(pictures, texts=texts, classes=(), flat=pictures.flat or bool(pictures.classes))
 
 
@@ -52,6 +57,30 @@ def _width(encoder: Path) -> int:
         expected = f"expected a text encoder of transformers, with {' or '.join(_WIDTHS)} in {file.name}"
         raise UserError(f"--text-encoder {encoder}: {expected}") from None
     return int(width)
+
+
+def _opened(encoder: Path, **options: Any) -> Any:
+    return Encoder.of({"use": "text", "path": str(encoder), **options})
+
+
+def _longest(encoder: Path, texts: Sequence[str]) -> int:
+    """Return the tokens of the longest of `texts`."""
+    network = _opened(encoder).open(torch.device("cpu"))
+    parts = (texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE))
+    return max((length for part in parts for length in network.lengths(part)), default=1)
+
+
+def _length(encoder: Path, longest: int) -> int:
+    """Return the length that holds a caption of so many tokens, or else the most that the encoder takes."""
+
+    def is_taken(length: int) -> bool:
+        try:
+            return bool(_opened(encoder, length=length).limit)
+        except UserError:
+            return False
+
+    most = -(-longest // _MULTIPLE) * _MULTIPLE
+    return next(length for length in range(most, 0, -1) if is_taken(length))
 
 
 def _widths(config: Mapping[str, Any]) -> list[int]:
