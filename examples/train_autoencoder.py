@@ -2,8 +2,8 @@
 
 python examples/train_autoencoder.py emoji vae [--image-size 64] [--steps 2000] [--batch-size 16]
 
-It writes what `AutoencoderKL.from_pretrained` reads, and reconstructions.png: a picture of each class, above what
-becomes of it. A picture 64 x 64 becomes a latent 4 x 16 x 16.
+It writes what `AutoencoderKL.from_pretrained` reads, and reconstructions.png: pictures of each class, or evenly
+spread over those without classes, above what becomes of them. A picture 64 x 64 becomes a latent 4 x 16 x 16.
 """
 
 import argparse
@@ -64,12 +64,23 @@ def psnr(vae: AutoencoderKL, feed: Feed, indices: Tensor) -> float:
     return float(10 * torch.log10(4 / errors.mean()))  # 4: the square of the range of [-1, 1]
 
 
-def show(vae: AutoencoderKL, feed: Feed, path: Path) -> None:
-    """Draw a held-out picture of each class above its reconstruction."""
+def evenly(indices: Tensor, most: int) -> Tensor:
+    """Return at most `most` of `indices`, evenly spread."""
+    num = min(most, len(indices))
+    return indices[torch.arange(num) * len(indices) // num]
+
+
+def of_many_kinds(feed: Feed, most: int = 16) -> Tensor:
+    """Return held-out samples, as many of each class and in each evenly spread, of no more classes than `most`."""
     indices = feed.held_out_indices
-    if feed.labels is not None:
-        indices = torch.stack([indices[feed.labels[indices] == label][0] for label in feed.labels[indices].unique()])
-    (batch,) = feed.unaugmented(indices[:16])
+    labels = torch.zeros_like(indices) if feed.labels is None else feed.labels[indices]
+    classes = evenly(labels.unique(), most)
+    return torch.cat([evenly(indices[labels == label], most // len(classes)) for label in classes])
+
+
+def show(vae: AutoencoderKL, feed: Feed, path: Path) -> None:
+    """Draw held-out pictures of many kinds above their reconstructions."""
+    (batch,) = feed.unaugmented(of_many_kinds(feed))
     save_grid(torch.cat([batch.inputs, reconstructed(vae, batch.inputs)]), path, columns=len(batch))
 
 

@@ -83,8 +83,8 @@ def why_missing(path: Path) -> str:
     """Return a text on why `path` does not exist: its first missing part, and the nearest name in that folder."""
     parent = next(folder for folder in path.absolute().parents if folder.is_dir())
     missing = path.absolute().relative_to(parent).parts[0]
-    if (parent / missing).is_symlink():
-        return f"{parent / missing} is a link that leads nowhere"
+    if os.path.lexists(parent / missing):
+        return f"{parent / missing} is {'no folder' if (parent / missing).exists() else 'a link that leads nowhere'}"
     return f"{parent} has no {missing!r}{nearest(missing, os.listdir(parent))}"
 
 

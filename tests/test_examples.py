@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -19,6 +20,7 @@ import torch
 from PIL import Image
 from torch import distributed
 
+from hookdiff import Feed, InMemory
 from hookdiff.disk import user_cache
 from hookdiff.run_dir import History
 from tests.conftest import PATIENCE, check_facts, pixels, wait_until, write_small
@@ -336,3 +338,28 @@ def test_the_emoji_are_drawn_from_their_names(walk: Callable[..., Any], tmp_path
     *_, last = (tmp_path / "runs" / "text" / "texts.jsonl").read_text().splitlines()
     assert json.loads(last)["texts"]["samples/prompts"].splitlines()[0] == "red circle"
     assert (tmp_path / "runs" / "text" / "samples" / "seed-0.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("classes", "shown"),
+    [
+        (1, [*range(0, 64, 4)]),  # without labels: evenly over all
+        (2, [*range(0, 64, 4)]),
+        (16, [*range(0, 64, 4)]),  # one of each
+        (32, [*range(0, 64, 4)]),  # of each second class
+    ],
+)
+def test_reconstructions_are_drawn_of_many_kinds(tmp_path: Path, classes: int, shown: list[int]) -> None:
+    pytest.importorskip("diffusers")
+    example = runpy.run_path(str(EXAMPLES / "train_autoencoder.py"))
+    levels = torch.arange(64).view(-1, 1, 1, 1).expand(-1, 3, 8, 8) / 32 - 1
+    labels = None if classes == 1 else torch.arange(64) * classes // 64
+    # The first half is held out, in which picture k has the grey level k.
+    feed = Feed(InMemory(levels.repeat(2, 1, 1, 1), None if labels is None else labels.repeat(2))).bind(4)
+    feed.held_out_indices = torch.arange(64)
+    example["show"](example["make_autoencoder"]().cpu(), feed, tmp_path / "grid.png")
+    with Image.open(tmp_path / "grid.png") as picture:
+        grid = numpy.asarray(picture.convert("L"), float)
+    side = grid.shape[1] / len(shown)
+    row = [grid[int(grid.shape[0] / 4), int((column + 0.5) * side)] for column in range(len(shown))]
+    assert [round((level / 127.5) * 32) for level in row] == shown

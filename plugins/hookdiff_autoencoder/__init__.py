@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +17,8 @@ from attrs import define, field
 from attrs.validators import in_
 from torch import Tensor
 
-from hookdiff import UserError, listed, why_missing
-from hookdiff.authors import Encoded, PictureEncoder, digest_of, is_same_scale, scale_text
+from hookdiff import UserError, listed
+from hookdiff.authors import Encoded, PictureEncoder, digest_of, is_same_scale, scale_text, why_no_folder
 from hookdiff.disk import read_file
 from hookdiff.machine import no_connections
 from hookdiff.options import about
@@ -70,10 +70,8 @@ class Autoencoder(PictureEncoder):
         Raises:
             UserError: if there is none, or not of a class that is known here.
         """
-        if not self.folder.is_dir():
-            raise UserError(f"data.encode: {self.path}: {why_missing(self.folder) or 'no such folder'}")
-        if not (self.folder / _CONFIG).is_file():
-            raise UserError(f"data.encode: {self.path} has no {_CONFIG}, so it is no autoencoder of diffusers")
+        if why := why_no_folder(self.path, _CONFIG, "autoencoder of diffusers", _is_known):
+            raise UserError(f"data.encode: {why}")
         try:
             config = json.loads(read_file(self.folder / _CONFIG))
             name = config["_class_name"]
@@ -159,6 +157,10 @@ class Autoencoder(PictureEncoder):
                 'a run with scale = "model" can be exported to diffusers'
             )
         return network
+
+
+def _is_known(config: Mapping[str, Any]) -> bool:
+    return config.get("_class_name") in list(_CLASSES)
 
 
 @torch.no_grad()

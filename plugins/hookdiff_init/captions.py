@@ -1,18 +1,29 @@
 """Looks at captions beside images, and at the text encoder that is to read them."""
 
 import json
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from attrs import evolve
 
 from hookdiff import UserError
+from hookdiff.authors import Encoder, why_no_folder
 from hookdiff.disk import read_file
 from hookdiff.images import Folder
 from hookdiff_init.look import Pictures, Texts
 
+_MULTIPLE = 8  # of tokens, which leaves some for prompts that are longer than the captions
+_AT_ONCE = 1024  # texts
 _WIDTHS = ("hidden_size", "d_model", "dim")  # what config.json calls the features of a token, by kind of model
+
+
+def check_encoder(encoder: Path) -> None:
+    """Raise UserError unless `encoder` is a folder of a network of transformers."""
+    if why := why_no_folder(str(encoder), "config.json", "text encoder of transformers", lambda t: bool(_widths(t))):
+        raise UserError(f"--text-encoder: {why}")
 
 
 def with_captions(pictures: Pictures, encoder: Path) -> Pictures:
@@ -27,10 +38,13 @@ def with_captions(pictures: Pictures, encoder: Path) -> Pictures:
         raise UserError(f"--text-encoder: {most}, expected half of them at least")
     if find_spec("transformers") is None:
         raise UserError("--text-encoder needs a package: pip install 'hookdiff[text]'")
+    check_encoder(encoder)
     width = _width(encoder)
     found = Folder(pictures.path, "none", "txt").texts
     assert found is not None
-    texts = Texts(str(encoder), width, sum(not captions for captions in found["text"]))
+    longest = _longest(encoder, sorted({text for captions in found["text"] for text in captions}))
+    lacking = sum(not captions for captions in found["text"])
+    texts = Texts(str(encoder), width, lacking, _length(encoder, longest), longest)
     return evolve(pictures, texts=texts, classes=(), flat=pictures.flat or bool(pictures.classes))
 
 
@@ -38,10 +52,38 @@ def _width(encoder: Path) -> int:
     """Return the features of a token that the text encoder in a folder makes."""
     file = encoder / "config.json"
     try:
-        config: dict[str, Any] = json.loads(read_file(file))
-        config = {**config, **config.get("text_config", {})}
-        (width, *_) = [config[key] for key in _WIDTHS if isinstance(config.get(key), int)]
+        (width, *_) = _widths(json.loads(read_file(file)))
     except (OSError, ValueError, TypeError, AttributeError):
         expected = f"expected a text encoder of transformers, with {' or '.join(_WIDTHS)} in {file.name}"
         raise UserError(f"--text-encoder {encoder}: {expected}") from None
     return int(width)
+
+
+def _opened(encoder: Path, **options: Any) -> Any:
+    return Encoder.of({"use": "text", "path": str(encoder), **options})
+
+
+def _longest(encoder: Path, texts: Sequence[str]) -> int:
+    """Return the tokens of the longest of `texts`."""
+    network = _opened(encoder).open(torch.device("cpu"))
+    parts = (texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE))
+    return max((length for part in parts for length in network.lengths(part)), default=1)
+
+
+def _length(encoder: Path, longest: int) -> int:
+    """Return the length that holds a caption of so many tokens, or else the most that the encoder takes."""
+
+    def is_taken(length: int) -> bool:
+        try:
+            return bool(_opened(encoder, length=length).limit)
+        except UserError:
+            return False
+
+    most = -(-longest // _MULTIPLE) * _MULTIPLE
+    return next(length for length in range(most, 0, -1) if is_taken(length))
+
+
+def _widths(config: Mapping[str, Any]) -> list[int]:
+    inner = config.get("text_config")
+    config = {**config, **(inner if isinstance(inner, Mapping) else {})}
+    return [config[key] for key in _WIDTHS if isinstance(config.get(key), int)]

@@ -63,7 +63,7 @@ def command(
     from importlib.util import find_spec
 
     from hookdiff.disk import new_file
-    from hookdiff_init.captions import with_captions
+    from hookdiff_init.captions import check_encoder, with_captions
     from hookdiff_init.fit import check_side, fit
     from hookdiff_init.look import digits, look
     from hookdiff_init.write import text
@@ -76,7 +76,8 @@ def command(
     if model == "diffusers" and find_spec("diffusers") is None:
         raise UserError("--model diffusers needs a package: pip install 'hookdiff[diffusers]'")
     if text_encoder:
-        _check_folder(text_encoder)
+        if not text_encoder.is_dir():  # else its files are looked at after the captions
+            check_encoder(text_encoder)
         if model == "diffusers":
             raise UserError("--text-encoder: the network of --model diffusers takes no text; leave out one of them")
     pictures = look(folder) if folder else digits()

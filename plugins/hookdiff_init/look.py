@@ -20,6 +20,8 @@ class Texts:
     encoder: str  # the folder
     width: int  # features of a token
     lacking: int  # images without a caption
+    length: int  # tokens to which a caption is filled or cut
+    longest: int  # tokens of the longest caption
 
 
 @define(frozen=True)

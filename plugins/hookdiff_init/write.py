@@ -154,6 +154,8 @@ def _data(pictures: Pictures, plan: Plan) -> Iterator[tuple[str, str]]:
         yield "[data.encode.text]", ""
         yield 'use = "text"', "a frozen text encoder of transformers"
         yield tomli_w.dumps({"path": texts.encoder}).strip(), ""
+        about = f"the longest caption has {texts.longest}"
+        yield f"length = {texts.length}", f"tokens to which a caption is filled or cut; {about}"
         yield "mask = true", "which tokens are of the caption"
 
 

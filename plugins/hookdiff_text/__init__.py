@@ -46,6 +46,10 @@ _CLASSES = {
 _USUAL = 128  # tokens of an encoder that takes more
 
 
+def _is_known(config: Mapping[str, Any]) -> bool:
+    return config.get("architectures") in [[name] for name in _CLASSES]
+
+
 @define(frozen=True)
 class Text(TextEncoder):
     """A frozen text encoder in a folder, as transformers saves it, with its tokenizer: CLIP, T5, BERT and others."""
@@ -105,7 +109,7 @@ class Text(TextEncoder):
         Raises:
             UserError: if there is none, or not of a class that is known here.
         """
-        config = config_in(self.folder, "config.json", "model of transformers")
+        config = config_in(self.path, "config.json", "model of transformers", _is_known)
         match config.get("architectures"):
             case [str(name)]:
                 pass

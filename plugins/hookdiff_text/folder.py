@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hookdiff import UserError, why_missing
+from hookdiff import UserError
+from hookdiff.authors import why_no_folder
 from hookdiff.disk import read_file
 from hookdiff.machine import no_connections
 
@@ -19,20 +20,21 @@ _BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-def config_in(folder: Path, name: str, what: str) -> dict[str, Any]:
-    """Read the JSON file `name`, which makes `folder` `what`.
+def config_in(
+    folder: Path | str, name: str, what: str, fits: Callable[[Mapping[str, Any]], bool] = lambda _: True
+) -> dict[str, Any]:
+    """Read the JSON file `name`, which makes `folder` `what`; another folder is named if its file `fits`.
 
     Raises:
         UserError: if there is none, or it holds no table.
     """
-    if not folder.is_dir():
-        raise UserError(f"data.encode: {folder}: {why_missing(folder) or 'no such folder'}")
-    if not (folder / name).is_file():
-        raise UserError(f"data.encode: {folder} has no {name}, so it is no {what}")
+    if why := why_no_folder(str(folder), name, what, fits):
+        raise UserError(f"data.encode: {why}")
+    file = Path(folder).expanduser() / name
     try:
-        return dict(json.loads(read_file(folder / name)))
+        return dict(json.loads(read_file(file)))
     except (ValueError, TypeError, RecursionError):
-        raise UserError(f"data.encode: {folder / name} is no table in JSON") from None
+        raise UserError(f"data.encode: {file} is no table in JSON") from None
 
 
 def weights_in(folder: Path) -> list[Path]:

@@ -71,6 +71,10 @@ _SIDES = {
 }
 
 
+def _is_known(index: Mapping[str, Any]) -> bool:
+    return index.get("_class_name") in list(_SIDES)
+
+
 @define(frozen=True)
 class _Part:
     """A text encoder of a pipeline with its tokenizer."""
@@ -102,8 +106,9 @@ class Pipeline(TextEncoder):
         Raises:
             UserError: if there is none, or not of a class that is known here.
         """
-        index = config_in(Path(self.path).expanduser(), "model_index.json", "pipeline of diffusers")
-        if (name := index.get("_class_name")) not in list(_SIDES):
+        index = config_in(self.path, "model_index.json", "pipeline of diffusers", _is_known)
+        if not _is_known(index):
+            name = index.get("_class_name")
             raise UserError(f"data.encode: {self.path} holds a {name}; expected {listed(list(_SIDES), len(_SIDES))}")
         return index
 

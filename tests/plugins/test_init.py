@@ -245,8 +245,9 @@ def test_captions_are_seen(hookdiff: Say) -> None:
     ("num", "words", "facts"),
     [
         (3, ["mine", "--text-encoder", "."], ("3 of 7", ".txt", "half")),
-        (7, ["mine", "--text-encoder", "."], ("--text-encoder", "hidden_size", "config.json")),
-        (7, ["mine", "--text-encoder", "min"], ("'mine'",)),
+        (7, ["mine", "--text-encoder", "."], ("--text-encoder", "config.json")),
+        (7, ["mine", "--text-encoder", "min"], ("--text-encoder", "'mine'")),
+        (7, ["mine", "--text-encoder", "some/clip"], ("--text-encoder", "hf download some/clip")),
         (7, ["mine", "--text-encoder", ".", "--model", "diffusers"], ("--text-encoder", "--model diffusers")),
         (7, ["--text-encoder", "."], ("digits", "captions")),
     ],

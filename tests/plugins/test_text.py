@@ -11,6 +11,9 @@ import torch
 from PIL import Image
 
 from hookdiff import InMemory, UserError
+from hookdiff_init.captions import with_captions
+from hookdiff_init.look import look
+from hookdiff_init.write import Network, Plan, text
 from hookdiff_text import Text
 from hookdiff_text.folder import tokens_of
 from tests.conftest import check_refused, refused
@@ -229,6 +232,32 @@ def test_a_dit_is_trained_on_captions_from_a_config(
     succeed(*resume)
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "length"),  # the tokenizer adds two tokens
+    [
+        ("CLIPTextModel", 2, 8),
+        ("CLIPTextModel", 6, 8),
+        ("CLIPTextModel", 9, 12),  # all that it takes
+        ("CLIPTextModel", 40, 12),
+        ("T5EncoderModel", 40, 48),
+        ("T5EncoderModel", 200, 208),  # any number
+    ],
+)
+def test_init_writes_a_length_that_fits_the_captions(
+    write: Callable[[str], Path], tmp_path: Path, kind: str, words: int, length: int
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for k in range(4):
+        Image.new("RGB", (12, 12)).save(folder / f"{k}.png")
+        (folder / f"{k}.txt").write_text("red" if k else f"a red\n{'blue ' * words}")
+    pictures = with_captions(look(folder), write(kind))
+    config = tomli.loads(text(pictures, Plan(8, Network(8, 32, (1, 2), 1), 4), tmp_path / "mine.toml"))
+    encoder = config["data"]["encode"]["text"]
+    assert encoder["length"] == length
+    assert Text(path=encoder["path"], length=length).limit == length
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["CLIPTextModel", "T5EncoderModel"])
 def test_three_commands_go_from_a_folder_with_captions_to_samples(
@@ -257,7 +286,7 @@ def test_three_commands_go_from_a_folder_with_captions_to_samples(
         "flip": False,
         "captions": "txt",
         "missing": "empty",
-        "encode": {"text": {"use": "text", "path": encoder, "mask": True}},
+        "encode": {"text": {"use": "text", "path": encoder, "length": 8, "mask": True}},
     }
     assert table["diffusion"] == {"conditions": ["text", "text_mask"]}
     assert (table["model"]["use"], table["model"]["text_dim"]) == ("unet", 64)

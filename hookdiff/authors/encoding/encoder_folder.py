@@ -1,0 +1,72 @@
+"""The folder of an encoder: why the `path` of a config is none, and the nearest one that is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hookdiff.disk.reading import read_file
+from hookdiff.errors import why_missing
+
+_INDEX = "model_index.json"  # of a pipeline of diffusers
+# The address of the hub, the owner, the model and a place in it; a path may have lost a slash of the first.
+_ADDRESS = r"(https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/+)?"
+_HUB = re.compile(rf"{_ADDRESS}([a-z0-9][\w.-]*)(?:/([\w.-]+))?(/.*)?", re.IGNORECASE)
+_OF_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
+_MOST = 1_000  # entries of a folder that are looked at
+
+
+def why_no_folder(given: str, name: str, what: str, fits: Callable[[Mapping[str, Any]], bool]) -> str:
+    """Return why `given` is no folder with the JSON file `name`, and the way out; "" if it is one.
+
+    Args:
+        given: the option `path` of an encoder. A name of the Hugging Face hub is answered by how to download it.
+        name: the file that makes a folder the encoder's, such as "config.json".
+        what: what such a folder holds, in words.
+        fits: whether a table of such a file is of a class that is known. Folders nearby for which it is are named.
+    """
+    path = Path(given).expanduser()
+    if path.is_dir():
+        if (path / name).is_file():
+            return ""
+        whole = " but a whole pipeline" if name != _INDEX and (path / _INDEX).is_file() else ""
+        return f"{given} has no {name}, so it is no {what}{whole}{_nearest(path, name, fits)}"
+    if path.exists():
+        way_out = _nearest(path.parent, name, fits) or f", with {name} in it"
+        return f"{given} is a file, expected the folder of a {what}{way_out}"
+    why = why_missing(path)
+    return f"{given}: {why}{_download(given, 'did you mean' in why)}"
+
+
+def _nearest(folder: Path, name: str, fits: Callable[[Mapping[str, Any]], bool]) -> str:
+    """Return "; did you mean path = ...?" for `folder`, or those in it or around it that have such a file `name`."""
+    near = [folder, *folder.glob("snapshots/*"), *sorted(folder.glob("*"))[:_MOST], folder.parent]
+    found = [one for one in near if _fits(one / name, fits)]
+    return f"; did you mean {' or '.join(f'path = {str(one)!r}' for one in found)}?" if found else ""
+
+
+def _fits(file: Path, fits: Callable[[Mapping[str, Any]], bool]) -> bool:
+    try:
+        table = json.loads(read_file(file))
+        return isinstance(table, dict) and fits(table)
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _download(given: str, is_near: bool) -> str:
+    """Return how to download `given` if it may be a name of the hub; `is_near`: a folder here has a similar name."""
+    match = _HUB.fullmatch(given)
+    if not match or Path(given).suffix in _OF_FILES:
+        return ""
+    address, owner, model, inner = match.groups()
+    if not address and (Path(owner).exists() or (is_near and not model)):
+        return ""
+    name, place = f"{owner}/{model}" if model else owner, model or owner
+    inner = "" if address else inner or ""
+    return (
+        "; nothing is downloaded: if it is a name of the Hugging Face hub, run "
+        f"`hf download {name} --local-dir {place}` and set path = {place + inner!r}"
+    )
