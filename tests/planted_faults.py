@@ -271,6 +271,12 @@ FAULTS = (
         "self._makers[key] = place",
     ),
     Fault(
+        "logged: a checkpoint counts the last line of a run that is done",
+        "hookdiff/builtin/logged.py",
+        "@hookimpl(wrapper=True, tryfirst=True)  # after",
+        "@hookimpl(wrapper=True, trylast=True)  # after",
+    ),
+    Fault(
         "loss: any rise of the held-out loss is overfitting",
         "plugins/hookdiff_loss/held_out.py",
         "worse = held_out > RISE * self._best and trained_on < self._trained",
