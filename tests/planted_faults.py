@@ -271,10 +271,10 @@ FAULTS = (
         "self._makers[key] = place",
     ),
     Fault(
-        "logged: a checkpoint counts the last line of a run that is done",
+        "logged: any end of a run logs the open means",
         "hookdiff/builtin/logged.py",
-        "@hookimpl(wrapper=True, tryfirst=True)  # after",
-        "@hookimpl(wrapper=True, trylast=True)  # after",
+        'loop.end.reason == "done" and ',
+        "",
     ),
     Fault(
         "loss: any rise of the held-out loss is overfitting",
