@@ -26,7 +26,7 @@ def choose_weights(name: str | None, held: str, offers: Any) -> tuple[str, Tenso
     for offer in offers:
         averages |= {label: values for label, values in offer.items() if label not in averages}
     chosen = name or next(iter(averages), held)
-    known = {**averages, held: dict}
+    known: dict[str, Tensors] = {**averages, held: dict}
     if chosen not in known:
         raise UnknownWeights(chosen, tuple(known))
     return chosen, known[chosen]
