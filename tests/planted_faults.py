@@ -289,6 +289,12 @@ FAULTS = (
         "self._makers[key] = place",
     ),
     Fault(
+        "logged: any end of a run logs the open means",
+        "hookdiff/builtin/logged.py",
+        'loop.end.reason == "done" and ',
+        "",
+    ),
+    Fault(
         "loss: any rise of the held-out loss is overfitting",
         "plugins/hookdiff_loss/held_out.py",
         "worse = held_out > RISE * self._best and trained_on < self._trained",

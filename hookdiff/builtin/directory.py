@@ -14,6 +14,7 @@ from hookdiff.disk.lock import LOCK, check_place, lock_run_dir
 from hookdiff.errors import StorageError, UserError
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
+from hookdiff.machine.failures import Failures
 from hookdiff.machine.joining import launch
 from hookdiff.options.every import Every
 from hookdiff.run_dir.config_toml import CONFIG, config_bytes
@@ -37,6 +38,7 @@ class RunDir:
     written: Callable[[Path, bytes], object] | None = None  # called with the config when it is written
     _existed: bool = field(init=False, default=False)
     _config: bytes = field(init=False, default=b"")
+    _failures: Failures = field(init=False, factory=Failures)
     _is_ready: bool = field(init=False, default=False)  # the directory is written
 
     @hookimpl(tryfirst=True)
@@ -47,6 +49,7 @@ class RunDir:
         """
         path = loop.run_dir if loop.is_main else None
         self._is_ready = False
+        self._failures.begin()
         self._existed = path is not None and path.is_dir()
         if path is None or not self._existed:
             return
@@ -103,6 +106,11 @@ class RunDir:
             self.written(path / CONFIG, self._config)
         self._is_ready = True
 
+    @hookimpl(tryfirst=True)
+    def on_exception(self, error: BaseException) -> None:
+        """Let the first rank know of it, before this one leaves."""
+        self._failures.add(error)
+
     @hookimpl(wrapper=True, tryfirst=True)
     def on_stop(self, loop: Loop) -> Generator[None, Any, Any]:
         """Record why and where the run has ended, after all other plugins; a disk that fails gives a warning."""
@@ -113,6 +121,7 @@ class RunDir:
             return result
         except Exception as error:
             loop.end.close(error)
+            self._failures.add(error)
             raise
         finally:
             if loop.run_dir is not None and (self._is_ready or _lacks_outcome(loop, loop.run_dir, reason)):
@@ -120,8 +129,9 @@ class RunDir:
 
     def _record(self, loop: Loop, run_dir: Path, reason: str) -> None:
         progress = loop.progress
+        message = self._failures.first(loop.end.message) if reason == "error" else loop.end.message
         try:
-            write_outcome(run_dir, RunOutcome(reason, loop.end.message, progress.step, progress.epoch))
+            write_outcome(run_dir, RunOutcome(reason, message, progress.step, progress.epoch))
         except OSError as error:
             logger.warning("%s", cannot_write(run_dir / OUTCOME, error))
         except StorageError:  # the directory is gone

@@ -1,7 +1,7 @@
 """The plugins that keep logged numbers, texts and distributions in files of the run directory."""
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Generator, Mapping
+from typing import Any, ClassVar
 
 from attrs import define
 
@@ -39,13 +39,28 @@ class _KeepsLines:
 
 @define(eq=False)
 class Metrics(_KeepsLines):
-    """Writes logged values to `metrics.jsonl`; NaN and infinities, which JSON lacks, become null."""
+    """Writes logged values to `metrics.jsonl`; NaN and infinities, which JSON lacks, become null.
+
+    A run that is done between two logs gets a last line, with the means of the steps since the last log. It is written
+    after the last checkpoint. So the file is cut before it if the run is made longer, and ends as that of one long run.
+    """
 
     file_name = METRICS
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
         self._lines.add(loop, metrics_line(step, values))
+
+    @hookimpl(wrapper=True, tryfirst=True)  # after what writes checkpoints
+    def on_stop(self, loop: Loop) -> Generator[None, Any, Any]:
+        """Write the last line of a run that this process has brought to its end."""
+        result = yield
+        is_last = loop.end.reason == "done" and loop.progress.step > loop.first_step and not loop.log.due
+        if is_last and (means := loop.log.open_means()):
+            length = self._lines.length
+            self._lines.add(loop, metrics_line(loop.progress.step, means))
+            self._lines.length = length  # a state that is asked for now does not count the line either
+        return result
 
 
 @define(eq=False)

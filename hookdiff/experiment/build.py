@@ -39,7 +39,7 @@ from hookdiff.images.store import Store
 from hookdiff.images.transforms import Transforms
 from hookdiff.loop.counts import AUTO
 from hookdiff.loop.loop import Loop
-from hookdiff.loop.state import check_real
+from hookdiff.loop.state import check_parameters
 from hookdiff.machine.ranks import agree, rank
 from hookdiff.models.adapters import adapt, check_forward
 from hookdiff.models.attention_forms import use_attention
@@ -367,7 +367,7 @@ def build_model(part: Part) -> nn.Module:
     if not any(True for _ in model.parameters()):
         raise ConfigError(f"model.use: {part.use} made a model without parameters")
     with _problems_of(part.where):
-        check_real(model)
+        check_parameters(model)
         return adapt(model)
 
 

@@ -213,8 +213,7 @@ class Log:
             return
         is_due = self._updates() % self._every == 0  # of the step that is counted, whether a batch has begun or not
         if is_due and self._closed != self._updates() and (self._window or self._sums):
-            self._sum_window()
-            self({name: total / count for name, (total, count) in self._sums.items()})
+            self(self.open_means())
             self._sums, self._closed = {}, self._updates()
         if not self._records:
             return
@@ -225,6 +224,11 @@ class Log:
         for step, values in records.items():
             if ready := dict(_ratios(values, numbers)):  # pairs without a count are left out
                 self._call("on_log", step=step, values=ready)
+
+    def open_means(self) -> dict[str, float]:
+        """Return the means of `average` over the steps since the last log, which the next log has over more steps."""
+        self._sum_window()
+        return {name: total / count for name, (total, count) in self._sums.items()}
 
     @contextmanager
     def muted(self) -> Iterator[None]:

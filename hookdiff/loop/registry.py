@@ -140,8 +140,7 @@ class Plugins(Mapping[str, object]):
             try:
                 return _compiled(hook, started)(**arguments)
             except Exception:
-                has_failed = hook.name == "on_exception" or arguments["reason"] == "error"
-                if not has_failed:
+                if hook.name != "on_exception" and arguments["reason"] != "error":
                     raise
                 # The error that ended the run must not be hidden.
                 logger.exception("%s failed too, after the error that ended the run", hook.name)
@@ -157,9 +156,7 @@ class _Manager(pluggy.PluginManager):
     """Looks for hooks among the functions of a class only: a field that is not set yet must not be read."""
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
-        if not callable(_static(plugin, name)):
-            return None
-        return super().parse_hookimpl_opts(plugin, name)
+        return super().parse_hookimpl_opts(plugin, name) if callable(_static(plugin, name)) else None
 
 
 def check_contract(name: str, plugin: object) -> None:

@@ -65,7 +65,7 @@ class RunState:
     def hold(self, optimizers: Optimizers) -> tuple[Optimizer, ...]:
         """Make `optimizers`, one or several, part of the state, and return them as a tuple."""
         self.optimizers = as_tuple(optimizers)
-        check_real(self.model)
+        check_parameters(self.model)
         check_eps(self.optimizers)
         return self.optimizers
 
@@ -118,16 +118,10 @@ def check_eps(optimizers: Iterable[Optimizer]) -> None:
                     )
 
 
-def check_real(model: nn.Module) -> None:
+def check_parameters(model: nn.Module) -> None:
     """Raise UserError for a trained parameter that no optimizer here takes: a complex one, or one that overlaps."""
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not parameter.is_contiguous():
-            from hookdiff.machine.overlap import check_apart
+        if parameter.requires_grad and (parameter.is_complex() or not parameter.is_contiguous()):
+            from hookdiff.models.trainable import check_trainable
 
-            check_apart(name, parameter)
-        if parameter.is_complex() and parameter.requires_grad:
-            kind = str(parameter.dtype).removeprefix("torch.")
-            raise UserError(
-                f"{name} is {kind}, and complex weights cannot be trained; keep its real and imaginary part as a "
-                f"parameter of shape {(*parameter.shape, 2)}, and call torch.view_as_complex on it in forward"
-            )
+            check_trainable(name, parameter)

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from torch import distributed
 
-from hookdiff.machine.ranks import PATIENCE, is_set_up, num_ranks
+from hookdiff.errors import OnAnotherRank
+from hookdiff.machine.ranks import PATIENCE, is_set_up, num_ranks, rank
 
 Value = TypeVar("Value")
 
@@ -48,9 +49,11 @@ class Aside:
         try:
             distributed.all_gather_object(found, (value, own and _portable(own)), group=self._group)
         except RuntimeError as error:
-            raise ConnectionError("another rank has ended") from (own or error)
-        if problem := next(filter(None, (problem for _, problem in found)), None):
-            raise problem from own
+            here = f"; here: {own}" if own else ""
+            raise ConnectionError(f"another rank has ended{here}") from (own or error)
+        for other, (_, problem) in enumerate(found):
+            if problem:
+                raise problem from (own if other == rank() else OnAnotherRank(f"on rank {other}: {problem}"))
         return [value for value, _ in found]
 
 

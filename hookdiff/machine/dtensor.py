@@ -88,7 +88,7 @@ def fill_(tensor: Tensor, values: Tensor) -> None:
     """Copy `values`, which are those of the whole `tensor` or sharded as it is, into this rank's part of it."""
     if is_sharded(tensor):
         tensor, values = local(tensor), local(values) if is_sharded(values) else values[place(tensor)]
-    elif not tensor.is_contiguous():
+    elif tensor.layout == torch.strided and not tensor.is_contiguous():
         from hookdiff.machine.overlap import writable
 
         tensor, values = writable(tensor, values)

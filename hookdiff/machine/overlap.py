@@ -6,8 +6,6 @@ Torch reads them as any other tensor. It writes to none, or in silence once for 
 import torch
 from torch import Tensor
 
-from hookdiff.errors import UserError
-
 
 def is_overlapping(tensor: Tensor) -> bool:
     """Return whether `tensor` shows a place in memory several times; only `as_strided` hides it from this."""
@@ -33,16 +31,6 @@ def writable(tensor: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return memory, filled
     tensor.data = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     return tensor, values
-
-
-def check_apart(name: str, parameter: Tensor) -> None:
-    """Raise UserError if a trained parameter overlaps: an update would change each number as often as it is shown."""
-    if is_overlapping(parameter):
-        raise UserError(
-            f"{name}, of shape {tuple(parameter.shape)}, shows a place in memory several times, as expand() does, and "
-            "no optimizer can train that; call clone() after expand(), or keep the smaller tensor as the parameter and "
-            "expand it in forward"
-        )
 
 
 def _span(tensor: Tensor) -> int:

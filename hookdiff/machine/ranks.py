@@ -125,7 +125,7 @@ def gathered_or_raised(call: Callable[[], Value]) -> list[Value]:
     try:
         found = call()
     except Exception as error:  # raised again, as soon as the other ranks know
-        message = f"on another rank: {error}"
+        message = f"on rank {rank()}: {error}"
         if isinstance(error, UserError | OSError):
             gathered(OnAnotherRank(message, getattr(error, "exit_code", 1)))
         else:
@@ -133,7 +133,7 @@ def gathered_or_raised(call: Callable[[], Value]) -> list[Value]:
         raise
     problems: list[Exception | None] = gathered(None)
     for problem in filter(None, problems):
-        raise problem
+        raise problem from OnAnotherRank(str(problem))
     return gathered(found)
 
 

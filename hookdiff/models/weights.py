@@ -25,9 +25,8 @@ def choose_weights(name: str | None, held: str, offers: Any) -> tuple[str, Tenso
     averages: dict[str, Tensors] = {}
     for offer in offers:
         averages |= {label: values for label, values in offer.items() if label not in averages}
-    own: dict[str, Tensors] = {held: dict}
     chosen = name or next(iter(averages), held)
-    known = averages | own
+    known: dict[str, Tensors] = {**averages, held: dict}
     if chosen not in known:
         raise UnknownWeights(chosen, tuple(known))
     return chosen, known[chosen]
@@ -57,10 +56,8 @@ class HeldWeights:
             UnknownWeights: if nobody offers weights called `name`.
         """
         before = self.name
-        if before == "model":
-            chosen, values = choose_weights(name or self._usual(), before, self._offers())
-        else:
-            chosen, values = choose_weights(name, before, ())
+        usual, offers = (self._usual(), self._offers()) if before == "model" else (None, ())
+        chosen, values = choose_weights(name or usual, before, offers)
         with holding(self._model, values()):
             self.name = chosen
             try:

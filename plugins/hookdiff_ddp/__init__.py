@@ -28,7 +28,7 @@ def part_buffers(net: nn.Module) -> None:
     shown = [name for name, buffer in buffers.items() if held[buffer.untyped_storage().data_ptr()] > 1]
     for name in buffers.keys() - shown:
         buffers[name].data = buffers[name].contiguous()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, shown)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, shown)  # type: ignore[no-untyped-call]
 
 
 class Replica(nn.Module):

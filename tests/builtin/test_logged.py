@@ -1,6 +1,7 @@
 import json
 import math
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hookdiff import Loop, SampleRequest, hookimpl
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.builtin.logged import Metrics
 from hookdiff.run_dir.metrics_jsonl import read_metrics
+from hookdiff_checkpoint import Checkpoint
 from tests.conftest import Restores, RollsBack, StopAt, check_facts, fill, free, records, toy_run, warnings
 
 
@@ -37,6 +39,57 @@ def test_each_step_that_logs_writes_one_line(tmp_path: Path) -> None:
     for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
         assert list(line) == ["step", "time", "loss", "grad_norm"]
         assert began - 1 <= line["time"] <= time.time() + 1
+
+
+def run_of(run_dir: Path, steps: int, resume: bool = False, log_every: int = 10, **extra: object) -> Loop:
+    run_dir.mkdir(exist_ok=True)
+    plugins = {"metrics": Metrics(), **extra, "checkpoint": Checkpoint(every=8)}
+    return toy_loop(plugins, run_dir=run_dir, steps=steps, resume=resume, log_every=log_every)
+
+
+@pytest.mark.parametrize(
+    ("parts", "steps"),
+    [((25, 40), (10, 20, 25)), ((7, 9, 40), (9,)), ((20, 40), (10, 20)), ((39, 40), (10, 20, 30, 39))],
+)
+def test_a_run_that_is_done_ends_with_the_open_means_and_a_longer_one_has_the_lines_of_one_run(
+    tmp_path: Path, parts: tuple[int, ...], steps: tuple[int, ...]
+) -> None:
+    run_of(tmp_path / "whole", 40).run()
+    run_of(tmp_path / "each", 40, log_every=1).run()
+    whole, each = records(tmp_path / "whole"), records(tmp_path / "each")
+    assert [line["step"] for line in whole] == [10, 20, 30, 40]
+    for index, length in enumerate(parts[:-1]):
+        run_of(tmp_path / "parts", length, resume=index > 0).run()
+    *earlier, last = records(tmp_path / "parts")
+    assert [line["step"] for line in (*earlier, last)] == list(steps)
+    assert earlier == whole[: len(earlier)]
+    window = each[(length - 1) // 10 * 10 : length]
+    for name in ("loss", "grad_norm"):
+        assert last[name] == pytest.approx(sum(line[name] for line in window) / len(window), rel=1e-6)
+
+    before = (tmp_path / "parts" / "metrics.jsonl").read_bytes()
+    again = run_of(tmp_path / "parts", length, resume=True)
+    assert again.run() == "done"  # it is already, and makes no step
+    assert (tmp_path / "parts" / "metrics.jsonl").read_bytes() == before
+
+    longer = run_of(tmp_path / "parts", parts[-1], resume=True)
+    longer.run()
+    assert records(tmp_path / "parts") == whole
+
+
+@pytest.mark.parametrize("how", ["plugin", "signal", "time", "on_nan", "error"])
+def test_a_run_that_is_to_go_on_leaves_its_means_open(tmp_path: Path, how: Any) -> None:
+    class Ends:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            if loop.progress.step == 25:
+                if how == "error":
+                    raise KeyError("x")
+                loop.stop(how)
+
+    with pytest.raises(KeyError) if how == "error" else nullcontext():
+        run_of(tmp_path, 40, ends=Ends()).run()
+    assert [line["step"] for line in records(tmp_path)] == [10, 20]
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
@@ -98,14 +151,15 @@ def test_the_file_is_cut_before_the_first_step_of_a_resumed_run_whether_or_not_i
             assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before[:2])
 
     end = continue_from(tmp_path, state, steps=14, looks=Looks())
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before[:2])
-    assert length(end) == length(state)
+    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:-1] == before[:2]
+    assert records(tmp_path)[-1]["step"] == 14
+    assert length(end) == length(state)  # which does not count the last line
 
 
 def test_a_state_without_lines_empties_the_file(tmp_path: Path) -> None:
     state = train(tmp_path, 3)
     continue_from(tmp_path, state, steps=4)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    assert [line["step"] for line in records(tmp_path)] == [4]  # the end of the run
 
 
 @pytest.mark.parametrize("of", ["run", "checkpoint"])
@@ -117,7 +171,7 @@ def test_a_branch_begins_with_the_lines_of_its_source(tmp_path: Path, of: str) -
     continue_from(tmp_path / "branch", state, steps=17, resume=checkpoint if of == "checkpoint" else tmp_path / "run")
     after = (tmp_path / "branch" / "metrics.jsonl").read_bytes()
     assert after.splitlines()[:2] == before.splitlines()[:2]
-    assert [line["step"] for line in records(tmp_path / "branch")] == [5, 10, 15]
+    assert [line["step"] for line in records(tmp_path / "branch")] == [5, 10, 15, 17]
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
@@ -151,7 +205,9 @@ def test_a_damaged_end_is_cut_to_the_last_whole_line_with_a_warning(
             caplog.clear()
             again = continue_from(tmp_path, state, 13)  # the run ends before it logs again
             kept = 0 if left < first else first if left < both else both
-            assert path.read_bytes() == whole[:kept]
+            content = path.read_bytes()
+            assert content[:kept] == whole[:kept]
+            assert json.loads(content[kept:])["step"] == 13  # the last line
             assert length(again) == kept
             assert len(warnings(caplog)) == (kept < both)
             for warning in warnings(caplog):

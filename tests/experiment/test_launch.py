@@ -254,3 +254,70 @@ def test_a_rank_that_hangs_is_named_with_the_place(torchrun: Torchrun, tmp_path:
     assert code
     check_facts(err, "rank 0", "rank 1 did not come", "backward", "3000ms")
     assert outcome(tmp_path / "runs" / "small")["reason"] == "error"
+
+
+# Ends a rank in the fourth step as its variable says, and writes down that it has begun to.
+FAILS = """
+import os, signal, sys, time
+from hookdiff import UserError, hookimpl
+from hookdiff.machine import gathered_or_raised
+
+class Fails:
+    @hookimpl
+    def before_step(self, loop):
+        how = os.environ.get(f"HOW_{loop.rank}", "")
+        if loop.progress.step < 3:
+            return
+        if "late" in how:
+            time.sleep(1)
+        if "kill" in how:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "exit" in how:
+            sys.exit(5)
+        if "raise" in how:
+            raise RuntimeError(f"gone {loop.rank}")
+        if os.environ.get("TOGETHER"):
+            gathered_or_raised(self.refuse if "refuse" in how else int)
+
+    def refuse(self):
+        raise UserError("refused here")
+
+    @hookimpl
+    def on_stop(self, loop):
+        if "end" in os.environ.get(f"HOW_{loop.rank}", ""):
+            raise RuntimeError(f"at the end {loop.rank}")
+        if os.environ.get("TOGETHER") and loop.end.reason == "done":
+            gathered_or_raised(int)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (("", "raise"), "rank 1: RuntimeError: gone 1"),
+        pytest.param(("raise", ""), "rank 0: RuntimeError: gone 0", marks=pytest.mark.slow),
+        (("late raise", "raise"), "rank 1: RuntimeError: gone 1"),
+        pytest.param(("raise", "late raise"), "rank 0: RuntimeError: gone 0", marks=pytest.mark.slow),
+        (("", "refuse"), "rank 1: UserError: refused here"),
+        pytest.param(("", "exit"), "rank 1: SystemExit: 5", marks=pytest.mark.slow),
+        pytest.param(("", "end"), "rank 1: RuntimeError: at the end 1", marks=pytest.mark.slow),
+        (("", "kill"), "nothing was heard of rank 1"),
+        pytest.param(("", "", "raise"), "rank 2: RuntimeError: gone 2", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_outcome_names_the_first_error_and_its_rank(
+    command: Any, tmp_path: Path, user_module: Callable[[str, str], None], how: tuple[str, ...], message: str
+) -> None:
+    user_module("fails", FAILS)
+    config = write_small(tmp_path / "small.toml", run={"plugins": ["ddp", "fails:Fails"]})
+    variables = {f"HOW_{rank}": text for rank, text in enumerate(how)}
+    code, _, err = command(len(how), "run", config, TOGETHER="1" * bool({"refuse", "end"} & {*how}), **variables)
+    assert code
+    ended = outcome(tmp_path / "runs" / "small")
+    assert (ended["reason"], ended["step"]) == ("error", 6 if "end" in how else 3), err
+    if "kill" in how:
+        assert ended["message"].startswith("rank 0: RuntimeError: "), ended
+        assert ended["message"].endswith(message)
+    else:
+        assert ended["message"] == message

@@ -81,9 +81,10 @@ for kind, at in ((ValueError, 1), (UserError, 0), (OSError, 1), (ValueError, 5))
 
 def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     first, second = two_ranks(RAISED, tmp_path)
-    own, other = "the disk is gone", "on another rank: the disk is gone"
-    assert first == [[0, 10], ("ValueError", other), ("UserError", own, 2), ("OnAnotherRank", other, 1), [0, 1]]
-    assert second == [[0, 10], ("ValueError", own), ("OnAnotherRank", other, 2), ("OSError", own), [0, 1]]
+    own = "the disk is gone"
+    of_first, of_second = f"on rank 0: {own}", f"on rank 1: {own}"
+    assert first == [[0, 10], ("ValueError", of_second), ("UserError", own, 2), ("OnAnotherRank", of_second, 1), [0, 1]]
+    assert second == [[0, 10], ("ValueError", own), ("OnAnotherRank", of_first, 2), ("OSError", own), [0, 1]]
 
 
 def test_alone_an_error_is_raised_as_it_is() -> None:

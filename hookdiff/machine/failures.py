@@ -1,0 +1,68 @@
+"""What ranks say of the errors that end a run, so that the first rank can record which came first, and where."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+
+from attrs import define, field
+from torch import distributed
+
+from hookdiff.errors import OnAnotherRank
+from hookdiff.machine.ranks import is_of_ranks, is_set_up, num_ranks, rank
+
+_MOMENT = 3.0  # seconds in which the other ranks notice that one is lost
+_runs = count()  # of this process
+
+
+def is_from_elsewhere(error: BaseException) -> bool:
+    """Return whether `error` follows from that of another rank: a lost connection, or an error that was sent."""
+    return any(is_of_ranks(one) or isinstance(one, OnAnotherRank) for one in _causes(error))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+@define
+class Failures:
+    """The errors of one run on its ranks. Alone, a process has nobody to ask."""
+
+    _key: str = field(default="hookdiff/failed", init=False)  # of the first error in the store of the ranks
+
+    def begin(self) -> None:
+        """Forget an earlier run; all ranks must call this."""
+        self._key = f"hookdiff/failed/{next(_runs)}"
+
+    def add(self, error: BaseException) -> None:
+        """Say that `error` has ended the run on this rank; the first one that comes from no other rank counts."""
+        if not is_set_up():
+            return
+        with suppress(RuntimeError):  # the store has ended
+            store = distributed.distributed_c10d._get_default_store()
+            if not is_from_elsewhere(error):
+                store.compare_set(self._key, "", f"rank {rank()}: {type(error).__name__}: {error}")
+            store.set(f"{self._key}/{rank()}", "")
+
+    def first(self, own: str) -> str:
+        """Return the text of the first error, with its rank; `own` is that of the error on this rank.
+
+        If no rank has said more than that a connection is lost, the ranks are named that have said nothing.
+        """
+        if not is_set_up():
+            return own
+        silent, until = list(range(num_ranks())), time.monotonic() + _MOMENT
+        with suppress(RuntimeError):
+            store = distributed.distributed_c10d._get_default_store()
+            while silent and time.monotonic() < until:
+                if store.check([self._key]):
+                    return str(store.get(self._key).decode(errors="replace"))
+                silent = [other for other in silent if not store.check([f"{self._key}/{other}"])]
+                time.sleep(0.05)
+            if silent:
+                return f"rank {rank()}: {own}; nothing was heard of rank {', '.join(map(str, silent))}"
+        return f"rank {rank()}: {own}"

@@ -1,0 +1,25 @@
+"""What a parameter must be to be trained."""
+
+from torch import Tensor
+
+from hookdiff.errors import UserError
+from hookdiff.machine.overlap import is_overlapping
+
+
+def check_trainable(name: str, parameter: Tensor) -> None:
+    """Raise UserError for a parameter that is complex, or that shows a place in memory several times.
+
+    Neither norms nor optimizers here take a complex one. Of the other, an update would change a number several times.
+    """
+    if parameter.is_complex():
+        kind = str(parameter.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{name} is {kind}, and complex weights cannot be trained; keep its real and imaginary part as a "
+            f"parameter of shape {(*parameter.shape, 2)}, and call torch.view_as_complex on it in forward"
+        )
+    if is_overlapping(parameter):
+        raise UserError(
+            f"{name}, of shape {tuple(parameter.shape)}, shows a place in memory several times, as expand() does, and "
+            "no optimizer can train that; call clone() after expand(), or keep the smaller tensor as the parameter and "
+            "expand it in forward"
+        )
