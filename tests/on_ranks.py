@@ -182,10 +182,14 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_config(spec: dict[str, Any]) -> dict[str, Any]:
-    """Train ten steps of the config at `spec["path"]` with the plugins of the spec; return the loss of the last one."""
-    config = load_config(spec["path"], spec["plugins"], settings=["run.steps=10", "run.log_every=1"])
-    with build_loop(config, spec["out"]) as loop:
-        loss = [step.loss for step in loop.steps()][-1]
+    """Train the config at `spec["path"]` with the plugins of the spec; return the last step and its loss.
+
+    The run ends after ten steps, or is resumed after each number of `spec["steps"]` but the last.
+    """
+    for steps in spec.get("steps", [10]):
+        config = load_config(spec["path"], spec["plugins"], settings=[f"run.steps={steps}", "run.log_every=1"])
+        with build_loop(config, spec["out"], resume=True) as loop:
+            loss = [step.loss for step in loop.steps()][-1]
     return {"step": loop.progress.step, "loss": loss}
 
 

@@ -107,6 +107,12 @@ FAULTS = (
         "range(0, total, num_ranks)",
     ),
     Fault(
+        "data: a batch that replaces a filler counts",
+        "hookdiff/data/batch.py",
+        "is_filler=other.is_filler, replaced=other",
+        "is_filler=self.is_filler, replaced=other",
+    ),
+    Fault(
         "data: a resumed run does not see that captions have changed",
         "hookdiff/data/marks.py",
         "if self.members != before.members:",

@@ -1,14 +1,17 @@
 """Training on several ranks equals training on one process; real processes that talk over gloo."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
-from tests.conftest import check_facts
-from tests.on_ranks import done, started, train
+from hookdiff_checkpoint import find_checkpoints, read_checkpoint
+from tests.conftest import check_facts, records, write_small
+from tests.on_ranks import done, started, train, train_config
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
@@ -76,6 +79,42 @@ def test_ranks_train_as_one_process(
         for (step, outcome, *values), (*expected, loss, norm) in zip(one["steps"], own["steps"], strict=True):
             assert [step, outcome] == expected
             assert values == pytest.approx([loss, norm], rel=10 * tolerance)
+
+
+@pytest.mark.parametrize(
+    ("num", "plugin"),
+    [
+        (2, "ddp"),
+        (3, "fsdp"),
+        pytest.param(3, "ddp", marks=pytest.mark.slow),
+        pytest.param(2, "fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_last_batch_of_fewer_samples_than_ranks_is_trained_on(num: int, plugin: str, tmp_path: Path) -> None:
+    # An epoch is a batch of four samples and one of a single sample, or of two.
+    numpy.save(tmp_path / "set.npy", numpy.random.default_rng(0).integers(0, 256, (3 + num, 8, 8), dtype=numpy.uint8))
+    config = write_small(
+        tmp_path / "small.toml",
+        run={"batch_size": 4},
+        data={"source": "array", "path": str(tmp_path / "set.npy"), "drop_last": False, "flip": True},
+        optimizer={"use": "adamw"},
+    )
+    spec = {"path": config, "plugins": ("loss", "gradients", "ema", "checkpoint", "nan"), "steps": [3, 4, 8]}
+    alone = train_config({**spec, "out": tmp_path / "alone"})
+    ranks = {**spec, "plugins": (*spec["plugins"], plugin), "out": tmp_path / "ranks"}
+    assert done(tmp_path, num, train_config, ranks)["step"] == alone["step"] == 8
+    places = [read_checkpoint(find_checkpoints(tmp_path / name)[0][0].path)["progress"] for name in ("alone", "ranks")]
+    assert places[0] == places[1] == {"step": 8, "position": 8, "epoch": 4, "samples": 0}
+    lines = [records(tmp_path / name) for name in ("alone", "ranks")]
+    assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == list(range(1, 9))
+    for own, line in zip(*lines, strict=True):
+        assert line["loss"] == pytest.approx(own["loss"], abs=1e-6)
+        # The noise scale is that of the parts, which one process does not have.
+        named = [name for name in own if name.startswith(("loss", "gradients", "ema")) and "noise_scale" not in name]
+        assert {name: line[name] for name in named} == pytest.approx(
+            {name: own[name] for name in named}, rel=1e-3, abs=1e-6
+        )
+        assert all(map(math.isfinite, line.values()))
 
 
 def test_bf16_equals_one_process_that_averages_the_gradients_of_the_ranks(on_ranks: Trained) -> None:
