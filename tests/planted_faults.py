@@ -107,6 +107,12 @@ FAULTS = (
         "range(0, total, num_ranks)",
     ),
     Fault(
+        "loss: a saved state sums what waits",
+        "plugins/hookdiff_loss/levels.py",
+        "        own = [torch.cat(column).cpu()",
+        "        self._sum()\n        own = [torch.cat(column).cpu()",
+    ),
+    Fault(
         "data: a batch that replaces a filler counts",
         "hookdiff/data/batch.py",
         "is_filler=other.is_filler, replaced=other",

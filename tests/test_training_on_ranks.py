@@ -1,7 +1,9 @@
 """Training on several ranks equals training on one process; real processes that talk over gloo."""
 
 import math
+import signal
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,34 @@ def test_a_last_batch_of_fewer_samples_than_ranks_is_trained_on(num: int, plugin
             {name: own[name] for name in named}, rel=1e-3, abs=1e-6
         )
         assert all(map(math.isfinite, line.values()))
+
+
+@pytest.mark.parametrize(("rank", "plugin"), [(1, "ddp"), pytest.param(0, "fsdp", marks=pytest.mark.slow)])
+def test_what_is_logged_after_a_kill_is_that_of_an_undisturbed_run(rank: int, plugin: str, tmp_path: Path) -> None:
+    # Saved amid a window of the log and of the first batches, over which the variance of the data is measured.
+    numpy.save(tmp_path / "set.npy", numpy.random.default_rng(0).integers(0, 256, (25, 8, 8), dtype=numpy.uint8))
+    config = write_small(
+        tmp_path / "small.toml",
+        run={"batch_size": 5, "micro_batch": 2},
+        data={"source": "array", "path": str(tmp_path / "set.npy"), "drop_last": False, "flip": True, "held_out": 4},
+        optimizer={"use": "adamw"},
+        plugins={"checkpoint": {"every": 3}, "clip": {"rule": {"use": "adaptive", "warmup": 2, "factor": 0.5}}},
+    )
+    measuring = ("loss", "gradients", "ema", "clip", "nan", "lr", "debug")
+    spec = {"path": config, "plugins": (*measuring, "checkpoint", plugin), "steps": [15], "log_every": 4}
+    assert done(tmp_path, 2, train_config, {**spec, "out": tmp_path / "whole"})["step"] == 15
+    with started(tmp_path, 2, train_config, {**spec, "out": tmp_path / "run", "killed": (rank, 8)}) as processes:
+        assert processes[rank].finish()[0] == -signal.SIGKILL
+        assert processes[1 - rank].finish()[0] > 0
+    assert [one.path.name for one in find_checkpoints(tmp_path / "run")[0]] == ["step-00000006", "step-00000003"]
+    done(tmp_path, 2, train_config, {**spec, "out": tmp_path / "run"})
+    whole, resumed = (records(tmp_path / name) for name in ("whole", "run"))
+    assert {"loss/unexplained", "gradients/noise_scale", "val/loss", "ema/distance"} <= {*chain(*whole)}
+    clocks = ("speed", "memory", "time")
+    for one in (*whole, *resumed):
+        for name in [name for name in one if name.startswith(clocks)]:
+            del one[name]
+    assert resumed == whole
 
 
 def test_bf16_equals_one_process_that_averages_the_gradients_of_the_ranks(on_ranks: Trained) -> None:
