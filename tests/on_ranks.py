@@ -1,6 +1,7 @@
 """A short training, on this process or on several ranks."""
 
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,18 @@ class Asks:
     def between_steps(self, loop: Loop) -> None:
         if not self.within and (loop.progress.step, loop.rank) == (self.at, self.rank):
             loop.stop("plugin", "enough")
+
+
+class Dies:
+    """Is killed before a step, on one rank alone."""
+
+    def __init__(self, rank: int, at: int) -> None:
+        self.rank, self.at = rank, at
+
+    @hookimpl
+    def before_step(self, loop: Loop) -> None:
+        if (loop.progress.step, loop.rank) == (self.at - 1, self.rank):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Spoils:
@@ -187,10 +200,17 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_config(spec: dict[str, Any]) -> dict[str, Any]:
-    """Train ten steps of the config at `spec["path"]` with the plugins of the spec; return the loss of the last one."""
-    config = load_config(spec["path"], spec["plugins"], settings=["run.steps=10", "run.log_every=1"])
-    with build_loop(config, spec["out"]) as loop:
-        loss = [step.loss for step in loop.steps()][-1]
+    """Train the config at `spec["path"]` with the plugins of the spec; return the last step and its loss.
+
+    The run ends after ten steps, or is resumed after each number of `spec["steps"]` but the last. `spec["killed"]` is
+    the rank that is killed, and before which step.
+    """
+    own = {"dies": Dies(*spec["killed"])} if "killed" in spec else {}
+    for steps in spec.get("steps", [10]):
+        settings = [f"run.steps={steps}", f"run.log_every={spec.get('log_every', 1)}"]
+        config = load_config(spec["path"], spec["plugins"], settings=settings)
+        with build_loop(config, spec["out"], resume=True, plugins=own) as loop:
+            loss = [step.loss for step in loop.steps()][-1]
     return {"step": loop.progress.step, "loss": loss}
 
 

@@ -113,6 +113,18 @@ FAULTS = (
         "range(0, total, num_ranks)",
     ),
     Fault(
+        "loss: a saved state sums what waits",
+        "plugins/hookdiff_loss/levels.py",
+        "        own = [torch.cat(column).cpu()",
+        "        self._sum()\n        own = [torch.cat(column).cpu()",
+    ),
+    Fault(
+        "data: a batch that replaces a filler counts",
+        "hookdiff/data/batch.py",
+        "is_filler=other.is_filler, replaced=other",
+        "is_filler=self.is_filler, replaced=other",
+    ),
+    Fault(
         "data: a resumed run does not see that captions have changed",
         "hookdiff/data/marks.py",
         "if self.members != before.members:",

@@ -1,14 +1,19 @@
 """Training on several ranks equals training on one process; real processes that talk over gloo."""
 
+import math
+import signal
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
-from tests.conftest import check_facts
-from tests.on_ranks import done, started, train
+from hookdiff_checkpoint import find_checkpoints, read_checkpoint
+from tests.conftest import check_facts, records, write_small
+from tests.on_ranks import done, started, train, train_config
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
@@ -76,6 +81,70 @@ def test_ranks_train_as_one_process(
         for (step, outcome, *values), (*expected, loss, norm) in zip(one["steps"], own["steps"], strict=True):
             assert [step, outcome] == expected
             assert values == pytest.approx([loss, norm], rel=10 * tolerance)
+
+
+@pytest.mark.parametrize(
+    ("num", "plugin"),
+    [
+        (2, "ddp"),
+        (3, "fsdp"),
+        pytest.param(3, "ddp", marks=pytest.mark.slow),
+        pytest.param(2, "fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_last_batch_of_fewer_samples_than_ranks_is_trained_on(num: int, plugin: str, tmp_path: Path) -> None:
+    # An epoch is a batch of four samples and one of a single sample, or of two.
+    numpy.save(tmp_path / "set.npy", numpy.random.default_rng(0).integers(0, 256, (3 + num, 8, 8), dtype=numpy.uint8))
+    config = write_small(
+        tmp_path / "small.toml",
+        run={"batch_size": 4},
+        data={"source": "array", "path": str(tmp_path / "set.npy"), "drop_last": False, "flip": True},
+        optimizer={"use": "adamw"},
+    )
+    spec = {"path": config, "plugins": ("loss", "gradients", "ema", "checkpoint", "nan"), "steps": [3, 4, 8]}
+    alone = train_config({**spec, "out": tmp_path / "alone"})
+    ranks = {**spec, "plugins": (*spec["plugins"], plugin), "out": tmp_path / "ranks"}
+    assert done(tmp_path, num, train_config, ranks)["step"] == alone["step"] == 8
+    places = [read_checkpoint(find_checkpoints(tmp_path / name)[0][0].path)["progress"] for name in ("alone", "ranks")]
+    assert places[0] == places[1] == {"step": 8, "position": 8, "epoch": 4, "samples": 0}
+    lines = [records(tmp_path / name) for name in ("alone", "ranks")]
+    assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == list(range(1, 9))
+    for own, line in zip(*lines, strict=True):
+        assert line["loss"] == pytest.approx(own["loss"], abs=1e-6)
+        # The noise scale is that of the parts, which one process does not have.
+        named = [name for name in own if name.startswith(("loss", "gradients", "ema")) and "noise_scale" not in name]
+        assert {name: line[name] for name in named} == pytest.approx(
+            {name: own[name] for name in named}, rel=1e-3, abs=1e-6
+        )
+        assert all(map(math.isfinite, line.values()))
+
+
+@pytest.mark.parametrize(("rank", "plugin"), [(1, "ddp"), pytest.param(0, "fsdp", marks=pytest.mark.slow)])
+def test_what_is_logged_after_a_kill_is_that_of_an_undisturbed_run(rank: int, plugin: str, tmp_path: Path) -> None:
+    # Saved amid a window of the log and of the first batches, over which the variance of the data is measured.
+    numpy.save(tmp_path / "set.npy", numpy.random.default_rng(0).integers(0, 256, (25, 8, 8), dtype=numpy.uint8))
+    config = write_small(
+        tmp_path / "small.toml",
+        run={"batch_size": 5, "micro_batch": 2},
+        data={"source": "array", "path": str(tmp_path / "set.npy"), "drop_last": False, "flip": True, "held_out": 4},
+        optimizer={"use": "adamw"},
+        plugins={"checkpoint": {"every": 3}, "clip": {"rule": {"use": "adaptive", "warmup": 2, "factor": 0.5}}},
+    )
+    measuring = ("loss", "gradients", "ema", "clip", "nan", "lr", "debug")
+    spec = {"path": config, "plugins": (*measuring, "checkpoint", plugin), "steps": [15], "log_every": 4}
+    assert done(tmp_path, 2, train_config, {**spec, "out": tmp_path / "whole"})["step"] == 15
+    with started(tmp_path, 2, train_config, {**spec, "out": tmp_path / "run", "killed": (rank, 8)}) as processes:
+        assert processes[rank].finish()[0] == -signal.SIGKILL
+        assert processes[1 - rank].finish()[0] > 0
+    assert [one.path.name for one in find_checkpoints(tmp_path / "run")[0]] == ["step-00000006", "step-00000003"]
+    done(tmp_path, 2, train_config, {**spec, "out": tmp_path / "run"})
+    whole, resumed = (records(tmp_path / name) for name in ("whole", "run"))
+    assert {"loss/unexplained", "gradients/noise_scale", "val/loss", "ema/distance"} <= {*chain(*whole)}
+    clocks = ("speed", "memory", "time")
+    for one in (*whole, *resumed):
+        for name in [name for name in one if name.startswith(clocks)]:
+            del one[name]
+    assert resumed == whole
 
 
 def test_bf16_equals_one_process_that_averages_the_gradients_of_the_ranks(on_ranks: Trained) -> None:

@@ -29,7 +29,7 @@ class Batch:
     rows: range = Factory(lambda batch: range(len(batch.inputs)), takes_self=True)
     # The most samples of the step that a rank has.
     most: int = Factory(lambda batch: len(batch.inputs), takes_self=True)
-    # It repeats a sample, so that all ranks make as many passes, and does not count.
+    # It repeats a sample, so that all ranks make as many passes, and counts nowhere; `loop.output` has no rows for it.
     is_filler: bool = False
     # The batch as the data gave it, if the hook `make_batch` may have replaced it.
     replaced: Batch | None = None
@@ -52,6 +52,8 @@ class Batch:
             self.total,
             {name: column[rows] for name, column in self.conditions.items()},
             self.rows[rows],
+            len(range(self.most)[rows]),
+            self.is_filler,
         )
 
     def with_draws(self, draws: Mapping[str, Tensor]) -> Batch:
@@ -88,12 +90,13 @@ class Batch:
         """
         if not can_differ:
             return self
-        sizes = gathered((len(self), len(other)))
-        if all(own == before for own, before in sizes):
-            return evolve(self, total=other.total, rows=other.rows, most=other.most, replaced=other)
-        own = [size for size, _ in sizes]
-        start, total = sum(own[: rank()]), sum(own) if all(own) else 0
-        return evolve(self, total=total, rows=range(start, start + len(self)), most=max(own), replaced=other)
+        new = evolve(self[:1] if other.is_filler else self, is_filler=other.is_filler, replaced=other)
+        sizes = gathered((len(new), len(other), other.is_filler))
+        if all(own == before for own, before, _ in sizes):
+            return evolve(new, total=other.total, rows=other.rows, most=other.most)
+        own = [0 if is_filler else size for size, _, is_filler in sizes]
+        start, total = 0 if other.is_filler else sum(own[: rank()]), sum(own) if all(size for size, *_ in sizes) else 0
+        return evolve(new, total=total, rows=range(start, start + len(new)), most=max(own))
 
     def split(self, size: int | None) -> list[Batch]:
         """Return micro-batches of at most `size` samples, equally many on all ranks; None: one with all samples."""

@@ -236,8 +236,8 @@ class Feed:
 
     @property
     def _smallest(self) -> int:
-        """The least number of samples in a batch: each rank needs one."""
-        return self.batch_size if self.drop_last else self.num_ranks
+        """The least number of samples in a batch, over all ranks."""
+        return self.batch_size if self.drop_last else 1
 
     def exhausted(self, start: int) -> bool:
         """Return whether an epoch has no further batch after its first `start` samples."""
@@ -323,13 +323,11 @@ class Feed:
         yield from self._make(None, torch.split(indices, batch_size), 0, 1)
 
     def shared(self, indices: Tensor) -> Iterator[Batch]:
-        """Yield this rank's share of the samples `indices`, in batches of a step, without augmentation.
-
-        A rank without a share of the last batch gets a filler, so that all ranks make as many passes.
-        """
+        """Yield this rank's share of the samples `indices`, in batches of a step as in `batches`, not augmented."""
         yield from self._make(None, torch.split(indices, self.batch_size), self.rank, self.num_ranks)
 
     def _make(self, epoch: int | None, parts: Sequence[Tensor], rank: int, num_ranks: int) -> Iterator[Batch]:
+        # A rank without a share of the last batch gets a filler, so that all ranks make as many passes.
         parts = [part for part in parts if len(part)]  # torch.split makes an empty one of no samples
         shares = [part[rank::num_ranks] if rank < len(part) else part[:1] for part in parts]
         made = self.reader.stacks(shares, epoch)

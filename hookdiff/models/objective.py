@@ -76,7 +76,9 @@ def as_objective(given: Objective | Callable[[nn.Module, Batch], Tensor]) -> Obj
 
 
 def join(outputs: Sequence[LossOutput], parts: Sequence[Batch]) -> LossOutput:
-    """Return the loss of a whole batch from those of its `parts`, weighted by their samples."""
+    """Return the loss of a whole batch from those of its `parts`, weighted by their samples; a filler has no rows."""
+    if parts[0].is_filler:  # the parts of a rank without a sample
+        return LossOutput(outputs[0].loss, *(None if one is None else one[:0] for one in outputs[0].columns))
     if len(outputs) == 1:
         return outputs[0]
     counted = [pair for pair in zip(outputs, parts, strict=True) if not pair[1].is_filler]

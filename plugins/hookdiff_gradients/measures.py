@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hookdiff.machine import counts, is_sharded, local, num_ranks, stacked, summed
+from hookdiff.machine import counts, is_sharded, local, stacked, summed
 
 CHUNK = 2**22  # entries measured together: few kernels for many small tensors, and little memory
 
@@ -101,8 +101,11 @@ class NoiseScale:
         return self.state[2]
 
     def after_first(self, norms: Tensor, part: int, share: float) -> None:
-        """Take the norms of this rank's first micro-batch, of `part` samples; its loss was multiplied by `share`."""
-        self._first, self._part = torch.linalg.vector_norm(norms) / share, part
+        """Take the norms of this rank's first micro-batch, of `part` samples; its loss was multiplied by `share`.
+
+        A rank without a sample has a `part` of 0, and does not count.
+        """
+        self._first, self._part = torch.linalg.vector_norm(norms) / (share or 1), part
 
     def after_last(self, norms: Tensor, whole: int) -> None:
         """Take the norms of the `whole` samples of all ranks, at the same loss scale as those of the part, if any."""
@@ -116,8 +119,10 @@ class NoiseScale:
             return
         (ratio, B), self._measured = self._measured, None
         # The mean over ranks of |G_b|^2 is |G|^2 + S times the mean of 1 / b.
-        means = summed(torch.stack((ratio, torch.full_like(ratio, 1 / self._part)))) / num_ranks()
-        ratio, b = means[0], 1 / means[1]
+        one = torch.ones_like(ratio)
+        own = torch.stack((ratio, one / self._part, one)) if self._part else torch.zeros_like(ratio).repeat(3)
+        sums = summed(own)
+        ratio, b = sums[0] / sums[2], sums[2] / sums[1]
         of_whole = torch.linalg.vector_norm(norms).float().square()
         of_part = of_whole * ratio
         signal = (B * of_whole - b * of_part) / (B - b)

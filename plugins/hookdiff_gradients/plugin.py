@@ -113,7 +113,7 @@ class GradientMonitor(Limits):
 
     @hookimpl(wrapper=True)
     def micro_step(self, loop: Loop, batch: Batch, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
-        if not loop.log.due or len(batch) == batch.total:
+        if not loop.log.due or batch.most == batch.total:  # one pass on one rank; others have fillers
             return (yield)
         # With several ranks the backward pass averages gradients: only a hook gets those of this rank. A sharded
         # parameter has no such hook, and no noise scale.
@@ -124,7 +124,7 @@ class GradientMonitor(Limits):
             output = yield
         if index == 0 and (own or not is_own):
             first = torch.stack(own) if is_own else loop.gradients.measure()
-            self._noise.after_first(first, len(batch), batch.weight * loop.num_ranks)
+            self._noise.after_first(first, 0 if batch.is_filler else len(batch), batch.weight * loop.num_ranks)
         if index == count - 1:
             self._noise.after_last(loop.gradients.measure(), batch.total)
         return output

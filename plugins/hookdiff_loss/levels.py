@@ -8,7 +8,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from hookdiff.machine import num_ranks, rank, summed
+from hookdiff.machine import gathered, num_ranks, rank, summed
 from hookdiff.options import COUNT, numbers, shaped
 
 MOST = 1 << 14  # samples that are kept before they are summed
@@ -20,21 +20,24 @@ ROWS = 4  # of the sums: samples, error, floor, variance of the target
 
 @define(frozen=True)
 class NoiseLevelsState:
-    """The saved state of `NoiseLevels`."""
+    """The saved state of `NoiseLevels`: the sums of each rank, and the samples that each has not summed yet."""
 
-    sums: Tensor = field(validator=[shaped(ROWS, None, dtype=torch.float32), numbers()])
+    sums: Tensor = field(validator=[shaped(None, ROWS, None, dtype=torch.float32), numbers()])
+    num_waiting: list[int] = field(validator=COUNT)  # of each rank
     streak: Tensor = field(validator=[shaped(None, dtype=torch.int64), numbers(least=0)])
     moments: Tensor = field(validator=[shaped(2, dtype=torch.float32), numbers()])
     num_measured: int = field(validator=COUNT)
-    log_snr: Tensor | None = field(default=None, validator=shaped(None))
+    log_snr: Tensor | None = field(default=None, validator=shaped(None))  # of the first rank, of the second, ...
     error: Tensor | None = field(default=None, validator=[shaped(None), numbers()])
     times: Tensor | None = field(default=None, validator=[shaped(None), numbers()])
 
     def __attrs_post_init__(self) -> None:
         """Raise ValueError for columns of different lengths."""
-        columns = [None if column is None else len(column) for column in (self.log_snr, self.error, self.times)]
-        if len(self.streak) != self.sums.shape[1] or len(set(columns)) > 1:
+        lengths = {0 if column is None else len(column) for column in (self.log_snr, self.error, self.times)}
+        if len(self.streak) != self.sums.shape[2] or lengths != {sum(self.num_waiting)}:
             raise ValueError("the columns have different lengths")
+        if len(self.num_waiting) != len(self.sums):
+            raise ValueError(f"sums of {len(self.sums)} ranks, and waiting samples of {len(self.num_waiting)}")
 
 
 @define(eq=False)
@@ -159,37 +162,41 @@ class NoiseLevels:
         return f"log-SNR {', '.join(ranges)}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return sums, streaks, the moments of the data, and the samples that are not summed yet.
+        """Return streaks, the moments of the data, and the sums and waiting samples of each rank.
 
-        Several ranks hand over to the first one, so that the run goes on with what is saved.
+        All ranks must call this. To sum what waits would change the values that are logged next: by rounding, and the
+        floors by the variance of the data, which is measured on.
         """
-        if num_ranks() > 1:
-            self._sum()
-            sums = summed(self.sums)
-            self.sums = sums if rank() == 0 else torch.zeros_like(sums)
-        state: dict[str, Any] = {"sums": self.sums, "streak": self.streak}
+        own = [torch.cat(column).cpu() for column in zip(*self._waiting, strict=True)]
+        sums, waiting = zip(*gathered((self.sums.cpu(), own)), strict=True)
+        state: dict[str, Any] = {"sums": torch.stack(sums), "streak": self.streak}
+        state["num_waiting"] = [len(columns[0]) if columns else 0 for columns in waiting]
         state |= {"moments": self.moments, "num_measured": self.num_measured}
-        if self._waiting:
-            columns = map(torch.cat, zip(*self._waiting, strict=True))
+        if any(waiting):
+            columns = map(torch.cat, zip(*filter(None, waiting), strict=True))
             state |= dict(zip(("log_snr", "error", "times"), columns, strict=True))
         return state
 
     def load_state_dict(self, state: NoiseLevelsState) -> None:
-        """Restore a saved state; the bins start empty if their number has changed."""
+        """Restore a saved state; the bins start empty if their number has changed.
+
+        On another number of ranks than the saved one the first rank takes all sums and samples.
+        """
         self.moments = state.moments.to(self.device, copy=True)
         self.num_measured = state.num_measured
-        if state.sums.shape != self.sums.shape:
+        self.sums, self.streak = torch.zeros_like(self.sums), torch.zeros_like(self.streak)
+        self._waiting, self._num_waiting = [], 0
+        if state.sums.shape[1:] != self.sums.shape:
             return
-        self.sums, self.streak = (one.to(self.device, copy=True) for one in (state.sums, state.streak))
-        if rank():
-            self.sums.zero_()
-            return
-        columns = [
-            one.to(self.device, copy=True) for one in (state.log_snr, state.error, state.times) if one is not None
-        ]
-        if columns:
-            log_snr, error, times = columns
-            self._waiting, self._num_waiting = [(log_snr, error, times)], len(error)
+        self.streak = state.streak.to(self.device, copy=True)
+        num = len(state.sums)
+        own = slice(rank(), rank() + 1) if num_ranks() == num else slice(0, num if rank() == 0 else 0)
+        self.sums = state.sums[own].sum(0).to(self.device)
+        start, self._num_waiting = sum(state.num_waiting[: own.start]), sum(state.num_waiting[own])
+        columns = [one for one in (state.log_snr, state.error, state.times) if one is not None]
+        if columns and self._num_waiting:
+            log_snr, error, times = (one[start:][: self._num_waiting].to(self.device, copy=True) for one in columns)
+            self._waiting = [(log_snr, error, times)]
 
 
 def bin_edges(objective: Any, num: int) -> list[float]:

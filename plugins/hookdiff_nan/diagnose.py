@@ -217,7 +217,8 @@ def _samples(loop: Loop, batch: Batch, rows: Sequence[int]) -> list[dict[str, An
         else:
             sample["name"] = f"row {batch.rows[row]} of the batch"
         levels = {"timestep": batch.draws.get("timesteps", loop.output.timesteps), "log_snr": loop.output.log_snr}
-        sample |= {name: round(float(values[row]), 6) for name, values in levels.items() if values is not None}
+        known = [(name, values) for name, values in levels.items() if values is not None and len(values)]  # no filler's
+        sample |= {name: round(float(values[row]), 6) for name, values in known}
         samples.append(sample)
     return samples
 

@@ -208,7 +208,8 @@ def in_order(column: Tensor, batch: Batch) -> Tensor:
     """Return `column`, which has a row for each sample of `batch`, for all samples of the step in their order."""
     if num_ranks() == 1:
         return column
-    parts = gathered((list(batch.rows), column.cpu()))
+    own = column[:0] if batch.is_filler else column
+    parts = gathered((list(batch.rows[: len(own)]), own.cpu()))
     order = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
     return torch.cat([part for _, part in parts])[order]
 

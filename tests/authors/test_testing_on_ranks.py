@@ -1,14 +1,21 @@
 """The promise of the author's kit that a plugin works on several ranks, and that it finds what does not."""
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from hookdiff import Batch, Loop, hookimpl
+from hookdiff import Batch, Feed, InMemory, Loop, hookimpl
 from hookdiff.authors.rehearsal import rehearsing
-from hookdiff.authors.testing.on_ranks import assert_trains_on_ranks
+from hookdiff.authors.testing.compare import all_differences
+from hookdiff.authors.testing.on_ranks import Averaging, assert_trains_on_ranks
+from hookdiff.authors.testing.record import Record
 from hookdiff.authors.testing.threads import OutOfStep, on_ranks
+from hookdiff.authors.testing.toy import ToyObjective, toy_loop
+from hookdiff.data.memory import digits
 from hookdiff.loop.hookspecs import declaration_of
 from hookdiff.machine.ranks import first_rank_says, gathered, num_ranks, rank, summed
 from tests.conftest import acting, refused
@@ -16,6 +23,7 @@ from tests.first_party import KINDS, LOOP, OPTIONS, net
 
 # These talk to other processes; tests/test_training_on_ranks.py and tests/plugins/test_checkpoint_ranks.py start some.
 REAL = {"ddp", "fsdp", "checkpoint"}
+LOW: dict[str, Any] = {"amp": {"precision": "bf16"}, "ema": {"snapshot_every": 0}}
 EXCEPT: dict[str, tuple[str, ...]] = {
     "debug": ("debug/*",),  # measured on images of the first rank
     "gradients": ("gradients/noise_scale",),  # estimated from the samples of one rank
@@ -29,21 +37,76 @@ def test_each_plugin_trains_on_two_ranks_as_on_one(name: str) -> None:
     # In fp16 a part of a batch overflows at another scale than the whole.
     options = {"precision": "bf16"} if name == "amp" else OPTIONS.get(name, {})
     how = {"tolerance": 1e-2 if name == "amp" else 1e-4, "except_for": EXCEPT.get(name, ())}
-    assert_trains_on_ranks(lambda: KINDS[name](**options), model=net(dropout=0), **how, **LOOP)
+    # The last batch of an epoch, which is logged, is one sample on the first rank and a filler on the other.
+    odd = {"data": Feed(InMemory(digits().images[:51]), drop_last=False)}
+    assert_trains_on_ranks(lambda: KINDS[name](**options), model=net(dropout=0), **how, **{**LOOP, **odd})
+
+
+class HasFloor(ToyObjective):
+    """Has some floor of its error, which depends on the variance of the data."""
+
+    def normalize(self, inputs: Tensor) -> Tensor:
+        return inputs
+
+    def floor(self, times: Tensor, variance: Tensor) -> Tensor:
+        return variance * (times + 1) / 20
+
+    def target_variance(self, times: Tensor, variance: Tensor) -> Tensor:
+        return variance * (times + 1) / 10
+
+
+class AsksForTheState:
+    """Does so in each step, as the plugin `checkpoint` does after the first one of each process."""
+
+    @hookimpl
+    def after_backward(self, loop: Loop) -> None:
+        loop.state_dict()
+
+    @hookimpl
+    def between_steps(self, loop: Loop) -> None:
+        loop.state_dict()
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_to_ask_for_the_state_changes_nothing(num: int) -> None:
+    names = ["amp", "clip", "debug", "ema", "gradients", "loss", "lr", "memory", "nan", "spectral", "stop_early"]
+    odd = Feed(InMemory(digits().images[:51]), drop_last=False)
+
+    def trained(asks: bool) -> Record:
+        def train(rank: int) -> Record:
+            plugins = {name: KINDS[name](**{**OPTIONS.get(name, {}), **LOW.get(name, {})}) for name in names}
+            record = Record(f"rank {rank}")
+            others = {"averaging": Averaging(), **({"asks": AsksForTheState()} if asks else {}), "record": record}
+            options = {**LOOP, "data": odd, "objective": HasFloor(), "run_dir": run_dir}
+            toy_loop({**plugins, **others}, model=net(dropout=0), **options).run()
+            return record
+
+        with TemporaryDirectory() as folder:
+            run_dir = Path(folder)
+            return on_ranks(num, train)[0]
+
+    quiet, asked = trained(False), trained(True)
+    assert {"loss/unexplained", "gradients/noise_scale"} <= {key.name for key in quiet.values}
+    assert not list(all_differences(quiet.values, asked.values))
 
 
 class LogsItsOwn:
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
-        assert loop.output.per_sample is not None
-        own = {"mine/mean": loop.output.per_sample.mean()}
+        errors = loop.output.per_sample
+        assert errors is not None
+        own = {"mine/mean": (errors.sum(), len(errors)) if self.counts else errors.mean()}
         loop.log(loop.reduce(own) if self.reduces else own)
 
-    reduces = False
+    reduces, counts = False, True
 
 
 class LogsTheMean(LogsItsOwn):
     reduces = True
+
+
+class LogsTheMeanOfMeans(LogsTheMean):
+    counts = False  # a rank without a sample has no mean
 
 
 class LogsTheNormOfATrial:
@@ -91,6 +154,8 @@ def test_it_finds_a_value_of_one_rank_alone() -> None:
     with refused(AssertionError, "step 1", "mine/mean", "one process", "rank 0"):
         assert_trains_on_ranks(LogsItsOwn)
     assert_trains_on_ranks(LogsItsOwn, except_for=["mine/*"])
+    with refused(AssertionError, "step 6", "mine/mean", "one process", "rank 0"):
+        assert_trains_on_ranks(LogsTheMeanOfMeans)
     with refused(AssertionError, "step 1", "mine/norm", "one process", "rank 0"):
         assert_trains_on_ranks(LogsTheNormOfATrial)
 

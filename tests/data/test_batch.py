@@ -1,8 +1,11 @@
+import pytest
 import torch
 from attrs import evolve, fields_dict
 from hypothesis import given, strategies as st
 
-from hookdiff import Batch
+from hookdiff import Batch, Feed, LossOutput
+from hookdiff.authors.testing.threads import on_ranks
+from hookdiff.models.objective import join
 
 
 def batch_of(num: int) -> Batch:
@@ -19,6 +22,32 @@ def test_slices_together_are_the_whole_batch(num: int, size: int | None) -> None
     assert torch.equal(torch.cat([part.draws["noise"] for part in parts]), whole.draws["noise"])
     assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1)
     assert 0 < len(parts[-1]) <= (size or num)
+
+
+@pytest.mark.parametrize("times", [None, 1, 3])
+@pytest.mark.parametrize("size", [None, 1, 2])
+def test_a_filler_counts_nowhere(times: int | None, size: int | None) -> None:
+    """Two samples on three ranks; a plugin returns each sample `times` times, or the batch itself."""
+
+    def step(number: int) -> tuple[list[int], int, float, list[float], float]:
+        feed = Feed(torch.arange(6.0).reshape(6, 1), drop_last=False).bind(4, rank=number, num_ranks=3)
+        *_, given = feed.batches(0)
+        made = given if times is None else Batch(given.inputs.repeat(times, 1), indices=given.indices)
+        batch = made.in_place_of(given, can_differ=True)
+        assert len(batch.own(torch.zeros(batch.total, 2))) == len(batch)
+        parts = batch[slice(None)].split(size)  # as a plugin that makes a pass over some of the samples
+        output = join([LossOutput(part.inputs.mean(), part.inputs.flatten()) for part in parts], parts)
+        assert output.per_sample is not None
+        rows = [] if batch.is_filler else list(batch.rows)
+        return rows, batch.total, sum(part.weight for part in parts), output.per_sample.tolist(), len(parts)
+
+    rows, totals, weights, columns, passes = zip(*on_ranks(3, step), strict=True)
+    num = 2 * (times or 1)
+    assert totals == (num,) * 3
+    assert sorted(row for own in rows for row in own) == list(range(num))
+    assert weights == (0.5, 0.5, 0)
+    assert [len(column) for column in columns] == [num / 2, num / 2, 0]
+    assert len(set(passes)) == 1  # else the ranks would wait for each other
 
 
 def test_a_slice_keeps_the_total_of_the_step() -> None:

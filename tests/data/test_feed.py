@@ -104,8 +104,9 @@ def test_the_counts_of_an_epoch_match_its_batches(batch_size: int, num_ranks: in
     batches = list(feed.batches(0))
     assert feed.num_batches == len(batches)
     assert len(feed) == sum(batch.total for batch in batches)
-    if num_ranks == 1:
-        assert len(feed) == (23 - 23 % batch_size if drop_last else 23)
+    assert len(feed) == (23 - 23 % feed.batch_size if drop_last else 23)
+    assert feed.exhausted(len(feed))
+    assert not feed.exhausted(len(feed) - 1 if not drop_last else len(feed) - feed.batch_size)
 
 
 @given(num_ranks=st.integers(1, 5), batch_size=st.integers(5, 23), start=st.integers(0, 10), drop_last=st.booleans())
@@ -114,11 +115,11 @@ def test_the_ranks_split_each_batch_evenly(num_ranks: int, batch_size: int, star
         return list(bound(Numbers(), batch_size, 0, rank, num_ranks, drop_last=drop_last).batches(2, start))
 
     shares = [epoch(rank, num_ranks) for rank in range(num_ranks)]
-    assert len({len(share) for share in shares}) == 1
-    for whole, *parts in itertools.zip_longest(epoch(), *shares):
-        if parts[0] is None:  # the last batch is too small for each rank to get a sample
-            assert len(whole) < num_ranks
-            continue
+    for whole, *parts in zip(epoch(), *shares, strict=True):
+        assert {part.total for part in parts} == {len(whole)}
+        assert sum(part.weight for part in parts) == pytest.approx(1)
+        assert [len(part) for part in parts if part.is_filler] == [1] * max(0, num_ranks - len(whole))
+        parts = [part for part in parts if not part.is_filler]
         assert sorted(indices(parts)) == sorted(indices([whole]))
         assert len(set(indices(parts))) == len(whole)
         assert all(indices([part]) == [indices([whole])[row] for row in part.rows] for part in parts)

@@ -3,6 +3,7 @@ import math
 import re
 import subprocess
 import sys
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from hookdiff import Batch, Feed, Finding, InMemory, Loop, LossOutput, UnknownWeights, hookimpl
 from hookdiff.authors.testing.compare import assert_same
 from hookdiff.authors.testing.promises import assert_resumes
+from hookdiff.authors.testing.threads import on_ranks
 from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.authors.testing.transfers import CountTransfers
 from hookdiff.data.memory import digits
@@ -22,10 +24,11 @@ from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.process import EDM, VP, Flow, Process
 from hookdiff.images import feed_of
 from hookdiff.loop.saved import restore_state, state_of
+from hookdiff.machine.ranks import num_ranks
 from hookdiff_ema import EMA
 from hookdiff_loss import LossMonitor
 from hookdiff_loss.held_out import Overfitting, some_of
-from hookdiff_loss.levels import NoiseLevels, bin_edges
+from hookdiff_loss.levels import MOST, NoiseLevels, bin_edges
 from tests.conftest import Logged, Restores, Still, saved, two_ranks, warnings
 
 
@@ -208,6 +211,50 @@ def test_pure_noise_is_in_the_first_bin() -> None:
         "loss/snr-03:+1.0..+inf": 11.0,
     }
     assert list(means) == sorted(means)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_sums_of_each_rank_are_saved_as_they_are(num: int) -> None:
+    def levels() -> NoiseLevels:
+        return NoiseLevels(Diffusion(VP()), [-1.0, 1.0], torch.device("cpu"), 100)
+
+    def add(to: NoiseLevels, seed: int, length: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        log_snr, error, picture = (torch.randn(length, generator=generator) for _ in range(3))
+        to.measure(picture.view(-1, 1, 1, 1), 1 / num_ranks())
+        to.add(log_snr, error, (error.abs() * 100).long())
+
+    def begun(rank: int) -> NoiseLevels:
+        made = levels()
+        for length in (
+            MOST,
+            5,
+            3 * rank,
+        ):  # those that are summed at once, and others that wait: none at last on rank 0
+            add(made, rank, length) if length else None
+        return made
+
+    def ended(one: NoiseLevels, rank: int) -> list[float]:
+        add(one, 9, 1 + rank)
+        return [
+            float(value) for pair in one.close(1).values() for value in (pair if isinstance(pair, tuple) else [pair])
+        ]
+
+    def whole(rank: int) -> tuple[list[float], Any]:
+        one = begun(rank)
+        state = deepcopy(state_of(one))
+        return ended(one, rank), state
+
+    def resumed(rank: int, state: Any) -> list[float]:
+        other = begun(rank)  # as a rollback finds it
+        restore_state(other, state)
+        return ended(other, rank)
+
+    (expected, state), *_ = on_ranks(num, whole)
+    assert on_ranks(num, lambda rank: ended(begun(rank), rank))[0] == expected  # a state was not asked for
+    assert on_ranks(num, lambda rank: resumed(rank, state))[0] == expected
+    counts = [sum(on_ranks(own, lambda rank: resumed(rank, state))[0][1:6:2]) for own in (1, 2, 3)]
+    assert counts[num - 1] - counts[0] == sum(range(1, num + 1)) - 1  # on any number of ranks none is lost
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,13 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from hookdiff import LossOutput, hookimpl
+from hookdiff import Feed, LossOutput, hookimpl
 from hookdiff.authors.testing.compare import assert_same, weights
+from hookdiff.authors.testing.on_ranks import Averaging
+from hookdiff.authors.testing.threads import on_ranks
 from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
 from hookdiff.authors.testing.transfers import CountTransfers
 from hookdiff.builtin.logged import Metrics
@@ -591,3 +594,26 @@ def test_a_rank_without_memory_for_the_diagnosis_lets_no_other_wait(tmp_path):
     first, second = two_ranks(MEMORY, tmp_path)
     assert first == second
     assert first[:2] == ("done", 5)
+
+
+def test_ranks_with_a_filler_keep_the_step_of_one_process(tmp_path):
+    # The last batch has two samples, of which the first is not finite, so the filler of the third rank is not either.
+    data = torch.linspace(-1, 1, 24).reshape(6, 4)
+    data[Feed(data).bind(4).order(0)[4]] = torch.nan
+
+    def kept(num):
+        def work(rank):
+            plugins = {"averaging": Averaging(), "nan": NaN("stop")}
+            run, feed = tmp_path / f"on {num}", Feed(data.clone(), drop_last=False)
+            assert toy_loop(plugins, data=feed, batch_size=4, steps=4, run_dir=run).run() == "on_nan"
+
+        on_ranks(num, work)
+        (folder,) = (tmp_path / f"on {num}" / "nan").iterdir()
+        report, step = (json.loads((folder / name).read_bytes()) for name in ("report.json", "step.json"))
+        return report["samples"], step["inputs"], step["results"], load_file(folder / "batch.safetensors")["indices"]
+
+    *alone, indices = kept(1)
+    *three, others = kept(3)
+    assert three == alone
+    assert torch.equal(others, indices)
+    assert len(indices) == 2

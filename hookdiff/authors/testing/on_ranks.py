@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from attrs import define
 from torch import nn
 
@@ -13,11 +14,13 @@ from hookdiff.authors.testing.companions import COMPANIONS
 from hookdiff.authors.testing.compare import ValueKey, all_differences, fail
 from hookdiff.authors.testing.record import Record, Runs
 from hookdiff.authors.testing.threads import on_ranks
+from hookdiff.data.feed import Feed
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
 from hookdiff.machine.ranks import num_ranks, summed
 from hookdiff.models.objective import LossOutput
 
+_NUM = 41  # samples: five batches of 8, and one sample
 _TOLERANCE = 1e-4  # of float32 sums in another order, over some steps
 
 
@@ -69,9 +72,12 @@ def assert_trains_on_ranks(
         others: functions that make the other plugins of the run, by name.
         tolerance: largest difference, relative to the size of a value.
         except_for: patterns of logged names that may differ, such as measurements on some samples of the first rank.
-        loop: further arguments of `toy_loop`; a model with dropout cannot be the same on two ranks.
+        loop: further arguments of `toy_loop`; a model with dropout cannot be the same on two ranks. By default each
+            epoch ends with a batch of one sample, of which the second rank gets a filler, and such a step is logged.
     """
     patterns = list(except_for)
+    odd = Feed(torch.linspace(-1, 1, 4 * _NUM).reshape(_NUM, 4), drop_last=False)
+    loop = {"data": odd, "log_every": 3, **loop}
     with Runs(make_plugin, {**others, "averaging": Averaging}, loop) as runs:
         alone, run_dir = Record("one process"), runs.new_folder()
         runs.train(alone)
