@@ -17,6 +17,17 @@ from .encoding.encoder import (
     scale_text as scale_text,
 )
 from .encoding.given import ENCODED as ENCODED
+from .encoding.model_folder import (
+    digest_seen as digest_seen,
+    file_in as file_in,
+    files_in as files_in,
+    load_network as load_network,
+    load_seen as load_seen,
+    refused_as as refused_as,
+    table_in as table_in,
+    weights_in as weights_in,
+    without_places as without_places,
+)
 from .features.collected import ROWS as ROWS, Collected as Collected
 from .features.frechet import few_images as few_images, frechet_distance as frechet_distance
 from .features.moments import Gaussian as Gaussian, Moments as Moments
