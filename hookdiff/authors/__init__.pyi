@@ -16,8 +16,18 @@ from .encoding.encoder import (
     is_same_scale as is_same_scale,
     scale_text as scale_text,
 )
-from .encoding.encoder_folder import why_no_folder as why_no_folder
 from .encoding.given import ENCODED as ENCODED
+from .encoding.model_folder import (
+    digest_seen as digest_seen,
+    file_in as file_in,
+    files_in as files_in,
+    load_network as load_network,
+    load_seen as load_seen,
+    refused_as as refused_as,
+    table_in as table_in,
+    weights_in as weights_in,
+    without_places as without_places,
+)
 from .encoding.tokens import TokenFacts as TokenFacts, of_same_tokens as of_same_tokens
 from .features.collected import ROWS as ROWS, Collected as Collected
 from .features.frechet import few_images as few_images, frechet_distance as frechet_distance

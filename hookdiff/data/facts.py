@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from attrs import Attribute, Factory, asdict, define, field
-from attrs.validators import deep_iterable, ge, optional
+from attrs.validators import deep_iterable, ge, le, optional
 from torch import Tensor
 
 from hookdiff.data.marks import Mark, marks_of_data
 from hookdiff.errors import UserError
-from hookdiff.options.structure import COUNT, Problems, shaped, structured
+from hookdiff.options.structure import Problems, shaped, structured
 
+MOST_VALUES, MOST_SAMPLES, MOST_CLASSES = 1 << 31, 10**10, 10**7  # no run comes near them, and memory has room for them
 MOST, LIMIT = 16, 1 << 22  # examples, and bytes of all of them together; there is always one
 
 
-def _are_rows(facts: Any, _: Attribute[Any], conditions: Mapping[str, Tensor]) -> None:
+def _are_rows(facts: Any, _: Attribute[Any], __: Mapping[str, Any]) -> None:
+    conditions, texts = (known if isinstance(known, Mapping) else {} for known in (facts.conditions, facts.texts))
     columns = [*conditions.values()] + ([] if facts.labels is None else [facts.labels])
-    rows = {tuple(column.shape[:1]) for column in columns}
+    rows = {tuple(column.shape[:1]) for column in columns} | {(len(column),) for column in texts.values()}
     if len(rows) > 1 or not rows.isdisjoint({(), (0,)}):
-        raise ValueError("conditions and labels must have the same number of rows, and at least one")
+        raise ValueError("conditions, labels and texts must have the same number of rows, and at least one")
+    most = facts.num_classes
+    if facts.labels is not None and most is not None and not bool((facts.labels < most).all()):
+        raise ValueError(f"a label is {int(facts.labels.max())}, expected less than num_classes = {most}")
+
+
+def _fits(_: Any, attribute: Attribute[Any], shape: tuple[int, ...]) -> None:
+    if math.prod(shape) > MOST_VALUES:
+        raise ValueError(
+            f"{attribute.name}: no sample has more than {MOST_VALUES:,} values, got {' x '.join(map(str, shape))}"
+        )
 
 
 def another_encoder(name: str, digest: str, expected: str | None) -> str:
@@ -36,17 +49,19 @@ class Facts:
     If the samples have conditions, the first few training samples are kept as examples, without their images.
     """
 
-    shape: tuple[int, ...] = field(validator=deep_iterable(ge(1)))  # of one sample, c h w
-    num_samples: int = field(validator=COUNT)  # to train on
+    shape: tuple[int, ...] = field(validator=[deep_iterable(ge(1)), _fits])  # of one sample, c h w
+    num_samples: int = field(validator=[ge(0), le(MOST_SAMPLES)])  # to train on
     drop_last: bool  # an epoch leaves out its last, smaller batch
-    picture_shape: tuple[int, ...] | None = None  # of what a codec makes of one sample; None without a codec
+    # Of what a codec makes of one sample; None without a codec.
+    picture_shape: tuple[int, ...] | None = field(default=None, validator=optional([deep_iterable(ge(1)), _fits]))
     codec: str | None = None  # its digest
     are_pictures: bool = False  # with values in [-1, 1], to which samples of the model are clamped
-    num_classes: int | None = field(default=None, validator=COUNT)  # None: no labels
+    num_classes: int | None = field(default=None, validator=optional([ge(0), le(MOST_CLASSES)]))  # None: no labels
     classes: tuple[str, ...] | None = None  # their names
     labels: Tensor | None = field(default=None, validator=shaped(None, dtype=torch.int64))  # of the examples: n, int64
     conditions: dict[str, Tensor] = field(default=Factory(dict), validator=_are_rows)  # of the examples: n rows each
-    texts: dict[str, tuple[str, ...]] = Factory(dict)  # of the examples, by kind: n each; conditions are made of them
+    # Of the examples, by kind: n each. Conditions are made of them.
+    texts: dict[str, tuple[str, ...]] = field(default=Factory(dict), validator=_are_rows)
     encoders: dict[str, str] = Factory(dict)  # digests of all encoders, by name
     marks: dict[str, Mark] = Factory(dict)  # of the parts of the data, by name
 

@@ -20,7 +20,7 @@ from .paths import (
     user_cache as user_cache,
 )
 from .reading import check_kind as check_kind, open_file as open_file, read_file as read_file
-from .sharded import Weights as Weights, read_weights as read_weights
+from .sharded import INDEX as INDEX, Weights as Weights, read_weights as read_weights
 from .stamp import is_intact as is_intact, stamped as stamped
 from .tensors import check_tensors as check_tensors, open_tensors as open_tensors, write_tensors as write_tensors
 from .tree import flatten as flatten, unflatten as unflatten

@@ -30,7 +30,7 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
 
     Raises:
         ConfigError: and leaves the model as it was, if the file cannot be used, if it has other names or shapes (unless
-            `partial`), and if nothing in it fits.
+            `partial`), if nothing in it fits, and if a parameter would not be finite.
     """
     weights = read_weights(path, asked_by)
     given = weights.shapes
@@ -54,6 +54,11 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
             raise ConfigError(f"{asked_by}: {path} is one of {num} files that hold the weights together; {way_out}")
         way_out = f"\n  start_partial = true loads what fits: {count}" if fitting and asked_by == KEY else ""
         raise ConfigError(f"{asked_by}: {path} is of another model: {found}{way_out}")
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # a buffer may mask with -inf
+    for name, tensor in weights.tensors(fitting):
+        cast = tensor.to(own[name].dtype)
+        if bool(cast.isnan().any()) or (name in parameters and not bool(cast.isfinite().all())):
+            raise ConfigError(f"{asked_by}: {path}: {name!r} has values that are not finite; expected finite numbers")
     with torch.no_grad():
         for name, tensor in weights.tensors(fitting):
             fill_(own[name], tensor)

@@ -18,16 +18,24 @@ from attrs.validators import in_
 from torch import Tensor
 
 from hookdiff import UserError, listed
-from hookdiff.authors import Encoded, PictureEncoder, digest_of, is_same_scale, scale_text, why_no_folder
-from hookdiff.disk import read_file
-from hookdiff.machine import no_connections
+from hookdiff.authors import (
+    Encoded,
+    PictureEncoder,
+    digest_seen,
+    is_same_scale,
+    load_network,
+    scale_text,
+    table_in,
+    weights_in,
+)
+from hookdiff.disk import INDEX, Weights
 from hookdiff.options import about
 
 logger = logging.getLogger("hookdiff")
 
 # The classes that are known here, and the attribute of what `encode` returns. A file can name no other.
 _CLASSES = {"AutoencoderKL": "latent_dist", "AutoencoderDC": "latent", "AutoencoderTiny": "latents"}
-_CONFIG, _PICKLES = "config.json", ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_CONFIG, _USUAL = "config.json", "diffusion_pytorch_model.safetensors"
 _UNSCALED = {"scaling_factor": 1.0, "shift_factor": None, "latents_mean": None, "latents_std": None}
 
 
@@ -70,24 +78,20 @@ class Autoencoder(PictureEncoder):
         Raises:
             UserError: if there is none, or not of a class that is known here.
         """
-        if why := why_no_folder(self.path, _CONFIG, "autoencoder of diffusers", _is_known):
-            raise UserError(f"data.encode: {why}")
-        try:
-            config = json.loads(read_file(self.folder / _CONFIG))
-            name = config["_class_name"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"data.encode: {self.folder / _CONFIG} names no class of diffusers") from None
+        config = table_in(self.folder, _CONFIG, "autoencoder of diffusers", _is_known)
+        if not isinstance(name := config.get("_class_name"), str):
+            raise UserError(f"data.encode: {self.folder / _CONFIG} names no class of diffusers")
         if name not in _CLASSES:
             raise UserError(f"data.encode: {self.path} holds a {name}; expected {listed(list(_CLASSES), 3)}")
-        return dict(config)
+        return config
+
+    def weights(self) -> Weights:
+        """Find the weights; raises UserError if there are none in safetensors, or several."""
+        return weights_in(self.folder, (_USUAL.removesuffix(".safetensors") + INDEX, _USUAL))
 
     def digest(self) -> str:
-        config, weights = self.config(), sorted(self.folder.glob("*.safetensors"))
-        if not weights:
-            pickled = [path.name for pattern in _PICKLES for path in self.folder.glob(pattern)]
-            found = f"; {pickled[0]} is a pickle, which may run code: save it as safetensors" if pickled else ""
-            raise UserError(f"data.encode: {self.path} has no weights in safetensors{found}")
-        return digest_of(weights, json.dumps(config, sort_keys=True), self.precision)
+        config, weights = self.config(), self.weights()
+        return digest_seen([weights], [], json.dumps(config, sort_keys=True), self.precision)
 
     def open(self, device: torch.device) -> Encoded:
         network = self._loaded().to(device).eval().requires_grad_(False)
@@ -96,15 +100,10 @@ class Autoencoder(PictureEncoder):
     def _loaded(self) -> Any:
         import diffusers
 
-        name = self.config()["_class_name"]
-        logger.info("data.encode: the %s in %s", name, self.folder)
-        try:
-            with no_connections(f"{self.folder} has all that is read"):
-                return getattr(diffusers, name).from_pretrained(
-                    str(self.folder), local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False
-                )
-        except Exception as error:  # of any type, for a file that does not fit
-            raise UserError(f"data.encode: {self.path} cannot be loaded: {str(error).splitlines()[0]}") from error
+        config = self.config()
+        logger.info("data.encode: the %s in %s", name := config["_class_name"], self.folder)
+        kind = getattr(diffusers, name)
+        return load_network(kind, self.folder, config, self.weights(), _USUAL, low_cpu_mem_usage=False)
 
     def moments(self) -> tuple[Sequence[float], Sequence[float]] | None:
         if self.scale == "measured":

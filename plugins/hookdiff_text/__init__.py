@@ -14,17 +14,20 @@ from attrs.validators import ge, in_, optional
 from torch import Tensor
 
 from hookdiff import UserError, listed
-from hookdiff.authors import ExportedTexts, TextEncoder, digest_of
+from hookdiff.authors import ExportedTexts, TextEncoder, digest_seen, table_in
 from hookdiff.options import about
 from hookdiff_text.folder import (
-    config_in,
+    CONFIG,
+    check_tokens,
+    count_in,
     has_tokenizer,
     lengths_of,
     network_in,
+    network_weights,
+    tokenized,
     tokenizer_files,
     tokenizer_in,
     tokens_of,
-    weights_in,
 )
 
 logger = logging.getLogger("hookdiff")
@@ -109,7 +112,7 @@ class Text(TextEncoder):
         Raises:
             UserError: if there is none, or not of a class that is known here.
         """
-        config = config_in(self.path, "config.json", "model of transformers", _is_known)
+        config = table_in(self.folder, CONFIG, "model of transformers", _is_known)
         match config.get("architectures"):
             case [str(name)]:
                 pass
@@ -124,10 +127,11 @@ class Text(TextEncoder):
     @property
     def limit(self) -> int | None:
         config = self.config()
-        config = {**config, **config.get("text_config", {})}
-        most = config.get("max_position_embeddings")
-        if "oberta" in config["architectures"][0]:
-            most = most and most - 2  # its positions begin after that of the padding
+        if isinstance(own := config.get("text_config"), dict):
+            config = {**config, **own, "architectures": config["architectures"]}
+        most = count_in(config, "max_position_embeddings", self.folder / CONFIG)
+        if most and "oberta" in config["architectures"][0]:
+            most = max(1, most - 2)  # its positions begin after that of the padding
         if self.length is None:
             return min(most or _USUAL, _USUAL)
         if most and self.length > most:
@@ -135,10 +139,11 @@ class Text(TextEncoder):
         return self.length
 
     def digest(self) -> str:
-        config, weights = self.config(), weights_in(self.folder)
+        config = self.config()
         options = (self.limit, self.layer, self.attend, self.pooled, self.mask, self.precision)
         text = json.dumps([config, options], sort_keys=True)
-        return digest_of([*weights, *tokenizer_files(self.tokenizer_folder)], text)
+        weights = network_weights(self.folder, config)
+        return digest_seen([weights], tokenizer_files(self.tokenizer_folder), text)
 
     def open(self, device: torch.device) -> _Network:
         kind = _CLASSES[self.config()["architectures"][0]]
@@ -192,7 +197,8 @@ class _Network:
     def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
         options, device = self.options, next(self.network.parameters()).device
         filled = {"padding": "max_length", "truncation": True, "max_length": self.length}
-        tokens = self.tokenizer(list(texts), **filled, return_tensors="pt")
+        tokens = tokenized(self.tokenizer, list(texts), **filled, return_tensors="pt")
+        check_tokens(self.network, self.tokenizer, tokens["input_ids"].tolist())
         ids, mask = tokens["input_ids"].to(device), tokens["attention_mask"].to(device)
         layered = {} if options.layer == -1 else {"output_hidden_states": True}
         with torch.no_grad():

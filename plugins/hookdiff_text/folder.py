@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,53 +11,65 @@ from typing import Any
 import torch
 
 from hookdiff import UserError
-from hookdiff.authors import why_no_folder
-from hookdiff.disk import read_file
-from hookdiff.machine import no_connections
+from hookdiff.authors import (
+    file_in,
+    files_in,
+    load_network,
+    load_seen,
+    refused_as,
+    table_in,
+    weights_in,
+    without_places,
+)
+from hookdiff.disk import INDEX, Weights
 
-_OF_TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+CONFIG = "config.json"
+_USUAL = "model.safetensors"
+_WEIGHTS = "transformers_weights"  # a key of a config: the name of their file
+_OF_TOKENIZER = (
+    *("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("tokenizer.model", "spm.model"),
+)
+_SETTINGS, _VERSIONS = "tokenizer_config.json", "fast_tokenizer_files"
+_TABLES = (_SETTINGS, "special_tokens_map.json", CONFIG)
+_SHOWN = 60  # characters of a caption in a message
+_VERSION = re.compile(r"tokenizer\.[\w.-]+\.json")  # for one of transformers
 
 
-def config_in(
-    folder: Path | str, name: str, what: str, fits: Callable[[Mapping[str, Any]], bool] = lambda _: True
-) -> dict[str, Any]:
-    """Read the JSON file `name`, which makes `folder` `what`; another folder is named if its file `fits`.
-
-    Raises:
-        UserError: if there is none, or it holds no table.
-    """
-    if why := why_no_folder(str(folder), name, what, fits):
-        raise UserError(f"data.encode: {why}")
-    file = Path(folder).expanduser() / name
-    try:
-        return dict(json.loads(read_file(file)))
-    except (ValueError, TypeError, RecursionError):
-        raise UserError(f"data.encode: {file} is no table in JSON") from None
-
-
-def weights_in(folder: Path) -> list[Path]:
-    """Return the files of weights.
+def network_weights(folder: Path, config: Mapping[str, Any]) -> Weights:
+    """Find the weights of the network with this `config`.
 
     Raises:
         UserError: if there are none in safetensors.
     """
-    if found := sorted(folder.glob("*.safetensors")):
-        return found
-    pickled = [path.name for pattern in _PICKLES for path in folder.glob(pattern)]
-    found_instead = f"; {pickled[0]} is a pickle, which may run code: save it as safetensors" if pickled else ""
-    raise UserError(f"data.encode: {folder} has no weights in safetensors{found_instead}")
+    if (named := config.get(_WEIGHTS)) is None:
+        return weights_in(folder, (_USUAL, _USUAL.removesuffix(".safetensors") + INDEX))
+    is_file = isinstance(named, str) and Path(named).name == named and named.endswith((".safetensors", INDEX))
+    if not is_file or file_in(folder, named) is None:
+        raise UserError(
+            f"data.encode: {folder / CONFIG}: {_WEIGHTS} = {named!r}, expected the name of a file in this folder, of "
+            f"weights in safetensors or of their index (*{INDEX})"
+        )
+    return weights_in(folder, (named,))
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether there is a tokenizer in `folder`."""
-    return any((folder / name).is_file() for name in _OF_TOKENIZER)
+    """Return whether there is a tokenizer in `folder`; raises UserError if a pipe or a folder has the name of one."""
+    return bool(files_in(folder, _OF_TOKENIZER))
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return all files of a tokenizer that are there."""
-    return [folder / name for name in (*_OF_TOKENIZER, *_BESIDE) if (folder / name).is_file()]
+    """Return all files of a tokenizer that are there, which are all that `tokenizer_in` opens."""
+    settings = table_in(folder, _SETTINGS, "tokenizer") if file_in(folder, _SETTINGS) else {}
+    names = (*_OF_TOKENIZER, "added_tokens.json", *_TABLES, *_versions(settings))
+    return [*files_in(folder, names).values()]
+
+
+def _versions(settings: Mapping[str, Any]) -> list[str]:
+    """Return the names of the files for single versions of transformers."""
+    named = settings.get(_VERSIONS)
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    return [name for name in names if name == _OF_TOKENIZER[0] or _VERSION.fullmatch(name)]
 
 
 def network_in(folder: Path, kind: str, device: torch.device, precision: str) -> Any:
@@ -66,7 +78,11 @@ def network_in(folder: Path, kind: str, device: torch.device, precision: str) ->
     Raises:
         UserError: if it cannot be loaded.
     """
-    network = _loaded(folder, kind, use_safetensors=True)
+    config = table_in(folder, CONFIG, "model of transformers")
+    weights = network_weights(folder, config)
+    with _quiet() as transformers:
+        network = load_network(getattr(transformers, kind), folder, config, weights, _USUAL)
+    network.name_or_path = network.config.name_or_path = str(folder)
     network = network.to(device, torch.bfloat16 if precision == "bf16" else torch.float32)
     return network.eval().requires_grad_(False)
 
@@ -77,47 +93,79 @@ def tokenizer_in(folder: Path, kind: str) -> Any:
     Raises:
         UserError: if it cannot be loaded, or cannot fill texts.
     """
-    tokenizer = _loaded(folder, kind, trust_remote_code=False)
+    files = {path.name: path for path in tokenizer_files(folder)}
+    seen: dict[str, Any] = dict(files)
+    for name in {*_TABLES} & {*files}:
+        table = table_in(folder, name, "tokenizer")
+        versions = [version for version in _versions(table) if version in files]
+        seen[name] = {**without_places(table), **({_VERSIONS: versions} if versions else {})}
+    with _quiet() as transformers:
+        tokenizer = load_seen(getattr(transformers, kind), folder, seen, trust_remote_code=False)
+    tokenizer.name_or_path = str(folder)
+    if getattr(tokenizer, "vocab_file", None):  # which some copy when they are saved
+        tokenizer.vocab_file = str(folder / Path(tokenizer.vocab_file).name)
     if tokenizer.pad_token_id is None:
         raise UserError(f"data.encode: the tokenizer in {folder} has no token to fill captions with (pad_token)")
     return tokenizer
 
 
-def _loaded(folder: Path, kind: str, **options: Any) -> Any:
-    try:
-        import transformers
-
-        with _without_bars(transformers.utils.logging), no_connections(f"{folder} has all that is read"):
-            return getattr(transformers, kind).from_pretrained(str(folder), local_files_only=True, **options)
-    except Exception as error:  # of any type, for a file that does not fit
-        raise UserError(f"data.encode: {folder} cannot be loaded: {reason_of(error)}") from error
-
-
 @contextmanager
-def _without_bars(bars: Any) -> Iterator[None]:
-    """Let transformers draw no bar, which would stand in the lines of a run."""
-    was_drawn = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
+def _quiet() -> Iterator[Any]:
+    """Yield transformers; it draws no bar, which would stand in the lines of a run, and no table of what it loads."""
+    import transformers
+
+    logging = transformers.utils.logging
+    was_drawn, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
-        yield
+        yield transformers
     finally:
+        logging.set_verbosity(level)
         if was_drawn:
-            bars.enable_progress_bar()
+            logging.enable_progress_bar()
 
 
-def reason_of(error: Exception) -> str:
-    """Return the first line of an error, or its type."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def tokenized(tokenizer: Any, texts: list[str], **options: Any) -> Any:
+    """Return what `tokenizer` makes of texts.
+
+    Raises:
+        UserError: if it cannot, as without a token for unknown words.
+    """
+    example = f"captions such as {texts[0][:_SHOWN]!r}" if texts else "captions"
+    with refused_as(f"the tokenizer in {tokenizer.name_or_path} cannot take {example}"):
+        return tokenizer(texts, **options)
+
+
+def check_tokens(network: Any, tokenizer: Any, tokens: Any) -> None:
+    """Raise UserError if `network` has no embedding for one of `tokens`, a list of lists."""
+    num = network.get_input_embeddings().num_embeddings
+    if (largest := max((max(one, default=0) for one in tokens), default=0)) >= num:
+        raise UserError(
+            f"data.encode: the tokenizer in {tokenizer.name_or_path} makes token {largest}, but the network in "
+            f"{network.name_or_path} has {num}: they are not of one model"
+        )
+
+
+def count_in(table: Mapping[str, Any], key: str, where: Path) -> int | None:
+    """Return the number at a key of the config `where`; None if it has none.
+
+    Raises:
+        UserError: if it is no whole number of at least 1.
+    """
+    if (found := table.get(key)) is not None and (type(found) is not int or found < 1):
+        raise UserError(f"data.encode: {where}: {key} = {found!r}, expected a whole number of at least 1")
+    return found
 
 
 def lengths_of(tokenizer: Any, texts: list[str]) -> list[int]:
     """Return the number of tokens of each text, those that would be cut included."""
-    return [len(one) for one in tokenizer(texts, verbose=False)["input_ids"]]
+    return [len(one) for one in tokenized(tokenizer, texts, verbose=False)["input_ids"]]
 
 
 def tokens_of(tokenizer: Any, texts: list[str], length: int) -> list[list[int | None]]:
     """Return the tokens of each text, cut at `length`, None for an unknown one."""
-    rows = tokenizer(texts, truncation=True, max_length=length, verbose=False)["input_ids"]
+    rows = tokenized(tokenizer, texts, truncation=True, max_length=length, verbose=False)["input_ids"]
     unknown, blank = tokenizer.unk_token_id, tokenizer.convert_tokens_to_ids("\u2581")
     blank = None if blank == unknown else blank  # it stands before each unknown word of sentencepiece
     return [[None if token == unknown else token for token in row if token != blank] for row in rows]

@@ -16,18 +16,21 @@ from attrs.validators import ge, in_, optional
 from torch import Tensor
 
 from hookdiff import UserError, listed
-from hookdiff.authors import ExportedTexts, TextEncoder, digest_of
+from hookdiff.authors import ExportedTexts, TextEncoder, digest_seen, refused_as, table_in
+from hookdiff.disk import Weights
 from hookdiff.options import about
 from hookdiff_text.folder import (
-    config_in,
+    CONFIG,
+    check_tokens,
+    count_in,
     has_tokenizer,
     lengths_of,
     network_in,
-    reason_of,
+    network_weights,
+    tokenized,
     tokenizer_files,
     tokenizer_in,
     tokens_of,
-    weights_in,
 )
 
 logger = logging.getLogger("hookdiff")
@@ -106,7 +109,7 @@ class Pipeline(TextEncoder):
         Raises:
             UserError: if there is none, or not of a class that is known here.
         """
-        index = config_in(self.path, "model_index.json", "pipeline of diffusers", _is_known)
+        index = table_in(Path(self.path).expanduser(), "model_index.json", "pipeline of diffusers", _is_known)
         if not _is_known(index):
             name = index.get("_class_name")
             raise UserError(f"data.encode: {self.path} holds a {name}; expected {listed(list(_SIDES), len(_SIDES))}")
@@ -141,10 +144,11 @@ class Pipeline(TextEncoder):
             raise UserError(f"data.encode: {folders[1]} has no tokenizer")
         where = "length"
         if kind.startswith("CLIP"):
-            limit = config_in(folders[1], "tokenizer_config.json", "tokenizer").get("model_max_length")
+            limit = table_in(folders[1], "tokenizer_config.json", "tokenizer").get("model_max_length")
             where = f"{folders[1] / 'tokenizer_config.json'}: model_max_length"
-        most = config_in(folders[0], "config.json", "model of transformers").get("max_position_embeddings", limit)
-        if not (isinstance(limit, int) and isinstance(most, int) and limit <= most):
+        config = table_in(folders[0], CONFIG, "model of transformers")
+        most = count_in(config, "max_position_embeddings", folders[0] / CONFIG) or limit
+        if not (type(limit) is int and 1 <= limit <= most):
             raise UserError(f"data.encode: {where} = {limit}: {folders[0]} takes at most {most} tokens")
         return _Part(kind, folders[0], kinds[1], folders[1], limit)
 
@@ -158,12 +162,16 @@ class Pipeline(TextEncoder):
         return _SIDES[self.index()["_class_name"]].time_ids
 
     def digest(self) -> str:
-        index, files = self.index(), list[Path]()
+        index, weights, files = self.index(), list[Weights](), list[Path]()
         facts: list[Any] = [index["_class_name"], _flags(index), self.precision]
         for part in self.parts():
-            facts += [part.tokenizer_kind, part.limit, config_in(part.folder, "config.json", "model")]
-            files += [*weights_in(part.folder), *tokenizer_files(part.tokenizer_folder)]
-        return digest_of(files, json.dumps(facts, sort_keys=True))
+            config = table_in(part.folder, CONFIG, "model of transformers")
+            facts += [part.tokenizer_kind, part.limit, config]
+            weights.append(network_weights(part.folder, config))
+            own = tokenizer_files(part.tokenizer_folder)
+            facts.append(len(own))
+            files += own
+        return digest_seen(weights, files, json.dumps(facts, sort_keys=True))
 
     def open(self, device: torch.device) -> _Network:
         index, parts = self.index(), self.parts()
@@ -177,7 +185,7 @@ class Pipeline(TextEncoder):
         for part in parts:
             made[part.folder.name] = network_in(part.folder, part.kind, device, self.precision)
             made[part.tokenizer_folder.name] = tokenizer_in(part.tokenizer_folder, part.tokenizer_kind)
-        try:
+        with refused_as(f"{self.path} cannot be loaded"):
             import diffusers
 
             kind = getattr(diffusers, name)
@@ -187,13 +195,12 @@ class Pipeline(TextEncoder):
             taken, flags = inspect.signature(kind).parameters, _flags(index)
             others = {key: flags.get(key) for key, one in taken.items() if key in flags or one.default is one.empty}
             pipeline = kind(**{**others, **made})
-        except Exception as error:  # of any type
-            raise UserError(f"data.encode: {self.path} cannot be loaded: {reason_of(error)}") from error
         given = {"num_images_per_prompt": 1, **{f"prompt_{number}": None for number in range(2, len(parts) + 1)}}
         if side.length:
             given["max_sequence_length"] = self.length or side.length
         tokenizers = [(made[part.tokenizer_folder.name], part.limit) for part in parts]
-        return _Network(side, pipeline, made, others, given, tokenizers, device)
+        pairs = [(made[part.folder.name], made[part.tokenizer_folder.name]) for part in parts]
+        return _Network(side, pipeline, made, others, given, pairs, tokenizers, device)
 
     def to_diffusers(self, name: str, folder: str) -> ExportedTexts:
         opened = evolve(self, precision="float32").open(torch.device("cpu"))
@@ -226,10 +233,14 @@ class _Network:
     parts: Mapping[str, Any]  # of the pipeline: networks and tokenizers
     others: Mapping[str, Any]  # to the pipeline
     given: Mapping[str, Any]  # to `encode_prompt`
+    pairs: Sequence[tuple[Any, Any]]  # a network and its tokenizer
     tokenizers: Sequence[tuple[Any, int]]  # and the tokens at which each cuts
     device: torch.device
 
     def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
+        taken = self._taken(texts)
+        for network, tokenizer in self.pairs:  # before the pipeline, whose error would be a traceback
+            check_tokens(network, tokenizer, tokenized(tokenizer, taken, verbose=False)["input_ids"])
         is_empty = torch.tensor([not text for text in texts])
         with torch.no_grad():
             made = self.pipeline.encode_prompt(

@@ -358,6 +358,8 @@ def test_pictures_of_several_sizes_are_read_for_a_space_that_resizes(
         (["odd", "even", "--features", "digits", "--recipe", "all"], ("digits", "recipe")),
         (["odd", "--save", "stats.txt"], ("stats.txt", ".npz")),
         (["half.npz", "even"], ("half.npz", "symmetric")),
+        (["empty.npz", "even"], ("empty.npz", "(0,)")),
+        (["number.npz", "two.npz"], ("number.npz", "()")),
         (["three.npz", "even"], ("three.npz", "64", "3")),
         (["three.npz", "two.npz"], ("three.npz", "two.npz", "3", "2")),
         (["three.npz", "--save", "out.npz"], ("three.npz", "statistics")),
@@ -376,6 +378,8 @@ def test_what_cannot_be_compared(words: list[str], facts: tuple[str, ...], sets:
     numpy.savez("floats.npz", arr_0=numpy.zeros((2, 8, 8)))
     numpy.savez("half.npz", mu=numpy.zeros(2), sigma=numpy.array([[1.0, 2.0], [0.0, 1.0]]))
     numpy.savez("three.npz", mu=numpy.zeros(3), sigma=numpy.eye(3))
+    numpy.savez("empty.npz", mu=numpy.zeros(0), sigma=numpy.zeros((0, 0)))
+    numpy.savez("number.npz", mu=numpy.float64(1), sigma=numpy.float64(1))
     numpy.savez("two.npz", mu=numpy.zeros(2), sigma=numpy.eye(2))
     code, out, err = hookdiff("fid", *words)
     assert (code, out) == (2, "")

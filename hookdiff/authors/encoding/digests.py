@@ -1,7 +1,8 @@
-"""Hashes of weight files, kept by path, size and time of the last change: large files are not read in each start."""
+"""Hashes of weight files, kept by path, size and times: large files are not read in each start."""
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from hookdiff.disk.reading import open_file, read_file
 from hookdiff.errors import StorageError
 
 _FILE = "digests.json"
+_STEP = 2.0  # seconds, at least one step of a file system's clock: a second change in one step changes no time
 
 
 def digest_of(files: Iterable[Path], *texts: str) -> str:
@@ -24,14 +26,21 @@ def digest_of(files: Iterable[Path], *texts: str) -> str:
     known = dict(kept)
     parts = []
     for path in files:
-        about = path.stat()
-        key = f"{path.resolve()} {about.st_size} {about.st_mtime_ns}"
-        known[key] = known.get(key) or _sha256(path)
-        parts.append(f"{path.name} {known[key]}")
+        key = _key(path)
+        if (digest := known.get(key)) is None:
+            digest = _sha256(path)
+            if key == _key(path) and path.stat().st_ctime < time.time() - _STEP:
+                known[key] = digest
+        parts.append(f"{path.name} {digest}")
     if known != kept:
         with suppress(OSError, StorageError), new_file(user_cache() / _FILE) as partial:
             write_file(partial, json.dumps(known).encode())
     return hashlib.sha256(repr((parts, texts)).encode()).hexdigest()[:32]
+
+
+def _key(path: Path) -> str:
+    about = path.stat()  # the time of the last change of its data can be set, that of its inode cannot
+    return f"{path.resolve()} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
 
 
 def _kept() -> dict[str, str]:

@@ -30,6 +30,8 @@ class Gaussian:
 
     def __attrs_post_init__(self) -> None:
         mean, covariance = self.mean, self.covariance
+        if mean.dim() != 1 or not len(mean):
+            raise ValueError(f"a mean of shape {tuple(mean.shape)}, expected one number for each feature")
         if covariance is not None and covariance.shape != (*mean.shape, *mean.shape):
             raise ValueError(f"a mean of shape {tuple(mean.shape)} and a covariance of {tuple(covariance.shape)}")
         spread = self.rows if covariance is None else covariance

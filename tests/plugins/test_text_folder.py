@@ -1,0 +1,266 @@
+"""Test what is read of the folder of an encoder: all of it is hashed, and the rest is refused or not opened."""
+
+import json
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hookdiff import UserError
+from hookdiff.authors import digest_of
+from hookdiff_text import Text
+from tests.conftest import refused
+from tests.plugins.test_text import WORDS, save_encoder
+
+pytest.importorskip("transformers", reason="needs hookdiff[text]")
+
+CAPTION = "a large red disc"
+CONFIG, SETTINGS, WEIGHTS, INDEX = (
+    "config.json",
+    "tokenizer_config.json",
+    "model.safetensors",
+    "model.safetensors.index",
+)
+Change = Callable[[Path], None]
+
+
+class Code:
+    """What runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("pickle-was-run",)
+
+
+def save(folder: Path) -> Path:
+    """Save an encoder; its tokenizer is in a folder of its own, as in a pipeline, and has two versions."""
+    save_encoder("CLIPTextModel", folder)
+    path, tokens = folder / "text_encoder", folder / "tokenizer"
+    (folder / "CLIPTextModel").rename(path)
+    tokens.mkdir()
+    for file in path.glob("*token*"):
+        file.rename(tokens / file.name)
+    return path
+
+
+def edit(path: Path, **values: Any) -> None:
+    """Set keys of a JSON file; None removes one."""
+    table = {**(json.loads(path.read_text()) if path.exists() else {}), **values}
+    path.write_text(json.dumps({key: value for key, value in table.items() if value is not None}))
+
+
+def other_weights(path: Path) -> None:
+    """Change the weights, and neither their size nor the time of the last change."""
+    about = path.stat()
+    save_file({name: -one for name, one in load_file(path).items()}, path, {"format": "pt"})
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert path.stat().st_size == about.st_size
+
+
+def split(folder: Path, place: str = "") -> None:
+    """Save the weights as two files with an index."""
+    tensors = load_file(folder / WEIGHTS)
+    names = sorted(tensors)
+    (folder / place).mkdir(exist_ok=True)
+    placed = {}
+    for k, part in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in part}, folder / place / f"{k}.safetensors", {"format": "pt"})
+        placed |= dict.fromkeys(part, f"{place}{k}.safetensors")
+    (folder / WEIGHTS).unlink()
+    (folder / f"{INDEX}.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+
+
+def other_words(tokens: Path, name: str = "tokenizer.json") -> None:
+    """Exchange two words of a vocabulary."""
+    text = (tokens / "tokenizer.json").read_text()
+    (tokens / name).write_text(text.replace('"red"', '"?"').replace('"disc"', '"red"').replace('"?"', '"disc"'))
+
+
+def pickled(folder: Path) -> None:
+    torch.save({}, folder / "pytorch_model.bin")
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Code()))
+    (folder / WEIGHTS).unlink()
+    names = dict.fromkeys(["text_model.final_layer_norm.bias"], "pytorch_model.bin")
+    (folder / f"{INDEX}.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def without(folder: Path, name: str) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    save_file({own: one for own, one in tensors.items() if own != name}, folder / WEIGHTS, {"format": "pt"})
+
+
+def nothing(_: Path) -> None:
+    pass
+
+
+# What a folder has at first, and what is then changed: the embeddings change with the hash, and only with it.
+CHANGED: dict[str, tuple[Change, Change]] = {
+    "weights of the same size and time": (nothing, lambda folder: other_weights(folder / WEIGHTS)),
+    "a shard": (split, lambda folder: other_weights(folder / "1.safetensors")),
+    "a shard in a folder": (lambda folder: split(folder, "deep/"), lambda at: other_weights(at / "deep/1.safetensors")),
+    "weights of another name": (
+        lambda folder: (
+            shutil.copy(folder / WEIGHTS, folder / "other.safetensors"),
+            edit(folder / CONFIG, transformers_weights="other.safetensors"),
+        )[-1],
+        lambda folder: other_weights(folder / "other.safetensors"),
+    ),
+    "the only weights": (
+        lambda folder: (folder / WEIGHTS).replace(folder / "model.fp16.safetensors") and None,
+        lambda folder: other_weights(folder / "model.fp16.safetensors"),
+    ),
+    "words": (nothing, lambda folder: other_words(folder.parent / "tokenizer")),
+    "a tokenizer for a version": (
+        lambda folder: (
+            other_words(folder.parent / "tokenizer", "tokenizer.4.0.0.json"),
+            edit(folder.parent / "tokenizer" / SETTINGS, fast_tokenizer_files=["tokenizer.4.0.0.json"]),
+        )[-1],
+        lambda folder: (
+            shutil.copy(*(folder.parent / "tokenizer" / f"tokenizer{k}.json" for k in ("", ".4.0.0"))) and None
+        ),
+    ),
+    "the config of the tokenizer": (
+        nothing,
+        lambda folder: edit(folder.parent / "tokenizer" / CONFIG, model_type="clip"),
+    ),
+}
+
+# What nothing is made of: neither the hash nor the embeddings change.
+KEPT: dict[str, Change] = {
+    "other weights": lambda folder: save_file({"x": torch.ones(1)}, folder / "x.safetensors"),
+    "a pickle": lambda folder: (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Code())) and None,
+    "a template": lambda folder: (folder.parent / "tokenizer" / "chat_template.jinja").write_text("{{") and None,
+    "other settings": lambda folder: (folder / "generation_config.json").write_text("[") and None,
+}
+
+# What is refused before transformers opens anything, and words of the message.
+REFUSED: dict[str, tuple[Change, tuple[object, ...]]] = {
+    "weights in a folder": (
+        lambda folder: edit(folder / CONFIG, transformers_weights="deep/other.safetensors"),
+        (CONFIG, "transformers_weights", "deep/other.safetensors"),
+    ),
+    "an index of pickles": (pickled, (f"{INDEX}.json", "pytorch_model.bin")),
+    "an adapter": (lambda folder: edit(folder / "adapter_config.json", peft_type="LORA"), ("adapter_config.json",)),
+    "code": (
+        lambda folder: edit(folder / CONFIG, auto_map={"AutoModel": "mine.Mine"}),
+        (CONFIG, "auto_map", "mine.Mine"),
+    ),
+    "code of the tokenizer": (
+        lambda folder: edit(folder.parent / "tokenizer" / SETTINGS, auto_map={"AutoTokenizer": ["mine.Mine", None]}),
+        (SETTINGS, "auto_map", "mine.Mine"),
+    ),
+    "quantized": (
+        lambda folder: edit(folder / CONFIG, text_config={"quantization_config": {"quant_method": "x"}}),
+        (CONFIG, "quantization_config"),
+    ),
+    "two": (
+        lambda folder: (
+            [shutil.copy(folder / WEIGHTS, folder / f"{k}.safetensors") for k in "ab"] and (folder / WEIGHTS).unlink()
+        ),
+        ("a.safetensors", "b.safetensors", WEIGHTS),
+    ),
+    "no index": (
+        lambda folder: (folder / WEIGHTS).replace(folder / "model-00001-of-00002.safetensors") and None,
+        ("model-00001-of-00002.safetensors", "index"),
+    ),
+}
+
+
+def found(encoder: Text) -> tuple[str, torch.Tensor]:
+    """Return the hash, and the embedding of a caption."""
+    return encoder.digest(), encoder.open(torch.device("cpu")).encode([CAPTION])[""]
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_all_that_changes_the_embeddings_changes_the_hash(tmp_path: Path, name: str) -> None:
+    prepare, change = CHANGED[name]
+    folder = save(tmp_path)
+    prepare(folder)
+    encoder = Text(path=str(folder))
+    digest, rows = found(encoder)
+    assert found(encoder)[0] == digest
+    change(folder)
+    changed, other = found(encoder)
+    assert changed != digest
+    assert torch.equal(rows, other) == (name == "the config of the tokenizer")
+
+
+def test_a_token_that_the_network_does_not_have_is_refused(tmp_path: Path) -> None:
+    encoder = Text(path=str(save(tmp_path)))
+    digest = encoder.digest()
+    edit(tmp_path / "tokenizer" / SETTINGS, added_tokens_decoder=None)
+    edit(tmp_path / "tokenizer" / "added_tokens.json", **{"large red": len(WORDS)})
+    assert encoder.digest() != digest
+    with refused(UserError, "data.encode", tmp_path / "tokenizer", encoder.folder, len(WORDS)):
+        found(encoder)
+
+
+def test_what_nothing_is_made_of_changes_nothing(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    digest, rows = found(Text(path=str(folder)))
+    for name, change in KEPT.items():
+        change(folder)
+        same, others = found(Text(path=str(folder)))
+        assert same == digest, name
+        assert torch.equal(rows, others), name
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_hashed_is_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    change, facts = REFUSED[name]
+    folder = save(tmp_path)
+    change(folder)
+    for refuse in (Text.digest, lambda encoder: encoder.open(torch.device("cpu"))):
+        with refused(UserError, "data.encode", *facts):
+            refuse(Text(path=str(folder)))
+    assert not Path("pickle-was-run").exists()
+
+
+def test_a_config_opens_nothing_elsewhere(tmp_path: Path) -> None:
+    folder, elsewhere = save(tmp_path / "here"), save(tmp_path / "elsewhere")
+    _, rows = found(Text(path=str(folder)))
+    other_words(elsewhere.parent / "tokenizer")
+    vocabulary = tmp_path / "vocab.json"
+    vocabulary.write_text(json.dumps(dict.fromkeys(WORDS, 0)))
+    words = str(elsewhere.parent / "tokenizer" / "tokenizer.json")
+    keys = {"tokenizer_file": words, "vocab_file": str(vocabulary), "vocab": str(vocabulary), "init_inputs": [words]}
+    edit(folder.parent / "tokenizer" / SETTINGS, **keys)
+    edit(folder / CONFIG, attn_implementation="kernels-community/flash-attn", configuration_files=["config.4.0.0.json"])
+    assert torch.equal(found(Text(path=str(folder)))[1], rows)
+
+
+def test_weights_that_are_missing_are_refused_by_name(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    name = "text_model.final_layer_norm.bias"
+    without(folder, next(own for own in load_file(folder / WEIGHTS) if own.endswith("final_layer_norm.bias")))
+    with refused(UserError, "data.encode", WEIGHTS, "CLIPTextModel", name.removeprefix("text_model.")):
+        Text(path=str(folder)).open(torch.device("cpu"))
+
+
+def test_a_file_is_hashed_again_only_when_its_size_or_a_time_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, known = tmp_path / "weights", tmp_path / "cache" / "hookdiff" / "digests.json"
+    file.write_bytes(b"one")
+    digest = digest_of([file])
+    assert not known.exists()  # a second change within a step of the clock would not be seen
+    while time.time() < file.stat().st_ctime + 2.1:
+        time.sleep(0.1)
+    assert digest_of([file]) == digest
+    (key,) = json.loads(known.read_text())
+    known.write_text(json.dumps({key: "0" * 64}))
+    assert digest_of([file]) != digest  # it was not read
+    file.touch()
+    assert digest_of([file]) == digest
+    about = file.stat()
+    file.write_bytes(b"two")
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert digest_of([file]) != digest
