@@ -15,6 +15,7 @@ from hookdiff.cli.code import file_of
 from hookdiff.cli.garbage import collect_rarely
 from hookdiff.cli.output import drop_unwritten, log_to_stderr, open_streams, say
 from hookdiff.errors import HookError, OnAnotherRank, PluginError, UserError
+from hookdiff.machine.safe_path import keep_safe_path
 from hookdiff.terminal.bars import shown_works
 
 COMMANDS = ("run", "resume", "check", "plugins", "hooks", "schema")  # packages of plugins add others
@@ -73,6 +74,7 @@ def group() -> None:
 
 def main() -> None:
     """Run the command line; an error of the user ends in one message and exit code 2."""
+    keep_safe_path()
     collect_rarely()
     open_streams()
     log_to_stderr()

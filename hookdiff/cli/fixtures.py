@@ -1,5 +1,6 @@
 """Fixtures of pytest for the tests of a package: `pytest_plugins = ["hookdiff.cli.fixtures"]` in its conftest.py."""
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,6 +36,9 @@ def hookdiff_command(
 
     def call(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hookdiff", *map(str, words)])
+        monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as the command does; thus it is put back
+        if path := os.environ.get("PYTHONPATH"):
+            monkeypatch.setenv("PYTHONPATH", path)
         with pytest.raises(SystemExit) as caught:
             main()
         out, err = capfd.readouterr()

@@ -45,6 +45,7 @@ from hookdiff.models.adapters import adapt, check_forward
 from hookdiff.models.attention_forms import use_attention
 from hookdiff.models.compiler import sampling_errors, try_compiler
 from hookdiff.models.init import Initialisation, layers_called
+from hookdiff.models.load import load_into
 from hookdiff.options.structure import missing, parameters
 from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.run_dir.layout import run_of
@@ -101,8 +102,9 @@ def build_loop(
         written = ", ".join(f"{key} = {json.dumps(value)}" for key, value in choices.items())
         logger.info("chosen for this %s: %s", device.type, written)
     check_read(config)
+    made = {name: part.build() for name, part in config.plugins.items()}  # their errors come before hours of encoding
     if feed is None:
-        check = None if make else partial(try_network, config, trains=trains)
+        check = None if make else partial(try_network, config, trains=trains, starts=not resume)
         feed = build_feed(config, decode=hooks is None, check=check)
     config = fit_to_data(config, feed)
     model = (make or make_model)(config, device)
@@ -132,7 +134,7 @@ def build_loop(
     plugins = {**(plugins or {}), **own}
     if clash := plugins.keys() & config.plugins.keys():
         raise ConfigError(f"run.plugins: the name {clash.pop()!r} is taken by the core")
-    plugins |= {name: part.build() for name, part in config.plugins.items()}
+    plugins |= made
     if hooks is not None:
         heard = {name for name, plugin in plugins.items() if is_needed(plugin, hooks)} | set(keep)
         heard -= _TRAINING_ONLY
@@ -234,8 +236,12 @@ def build_feed(
         return Feed(reader, **config.data.shared[Feed])
 
 
-def try_network(config: Config, feed: Feed, trains: bool = True) -> None:
-    """Raise ConfigError unless the network fits data of the shapes of `feed`, a trial: see `build_feed`."""
+def try_network(config: Config, feed: Feed, trains: bool = True, starts: bool = True) -> None:
+    """Raise ConfigError unless the network fits data of the shapes of `feed`, a trial: see `build_feed`.
+
+    If the run `starts`, the weights of `model.start_from` have to fit the network, too.
+    """
+    start = config.model.of(Start)
     if _wants_scale(config, feed):  # it takes all samples
         num = feed.shape[0]
         config = evolve(config, diffusion=config.diffusion.given(data_mean=(0.0,) * num, data_std=(1.0,) * num))
@@ -244,6 +250,8 @@ def try_network(config: Config, feed: Feed, trains: bool = True) -> None:
     def attempt(model: nn.Module) -> None:
         known = fit_to_model(fitted, model)
         check_model(known, model, feed, build_objective(known, feed)[0], trains)
+        if starts and start.start_from:
+            load_into(model, Path(start.start_from), start.start_partial)
 
     try:
         with torch.device("meta"):

@@ -22,6 +22,7 @@ from hookdiff.errors import StorageError, UserError
 from hookdiff.images.decoding import Unreadable
 from hookdiff.images.items import LoadedSample, collate
 from hookdiff.images.opened import with_image
+from hookdiff.machine.safe_path import safe_path
 from hookdiff.options.fields import about, between
 from hookdiff.terminal.words import byte_size
 
@@ -65,7 +66,7 @@ class Loader:
     def load(self, addresses: Iterable[Any]) -> Iterator[Any]:
         """Yield what `read` returns for each of the addresses. Raises the UserError that it raises."""
         self.addresses[:] = addresses
-        with _signals_blocked(), _safe_path(), _shared_memory():
+        with _signals_blocked(), safe_path(), _shared_memory():
             results = iter(self.loader)  # this starts the workers
         for result in results:
             if isinstance(result, UserError):
@@ -104,23 +105,6 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _safe_path() -> Iterator[None]:
-    """Let workers that are no forks import nothing of the working directory, which may be a stranger's.
-
-    They begin as `python -c`, which would look there first, also for the standard library; then they take `sys.path` of
-    this process.
-    """
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONSAFEPATH"]
-        if before is not None:
-            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _begin_worker(worker: int) -> None:

@@ -26,4 +26,5 @@ from .ranks import (
     stacked as stacked,
     summed as summed,
 )
+from .safe_path import keep_safe_path as keep_safe_path, safe_path as safe_path
 from .usage import keep_memory as keep_memory, num_cpus as num_cpus, thread_beside as thread_beside

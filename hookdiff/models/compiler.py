@@ -1,6 +1,5 @@
 """torch's compiler: its errors as one message, and networks that are compiled for a while."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 
 from hookdiff.errors import UserError
+from hookdiff.machine.safe_path import keep_safe_path
 
 
 @contextmanager
@@ -26,8 +26,7 @@ def compiler_errors(what: str, remedy: str) -> Iterator[None]:
 
 def try_compiler(device: torch.device, **options: Any) -> None:
     """Compile a small function for `device` with the `options` of torch.compile, to see whether the compiler works."""
-    # torch starts `python -c` to compile, which would import a `ctypes.py` of the working directory.
-    os.environ["PYTHONSAFEPATH"] = "1"
+    keep_safe_path()  # torch starts processes to compile, now and at later calls
     torch.compile(lambda x: x.sin() + 1, **options)(torch.zeros(8, device=device))
 
 
@@ -58,6 +57,7 @@ def compiled(net: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _compiled_call() -> Callable[..., Any]:
+    keep_safe_path()
     return torch.compile(_call)
 
 

@@ -4,7 +4,8 @@ import atexit
 import importlib
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from hookdiff import Loop, Sink, TrackedRun, UserError, plugin
 from hookdiff.authors import Call, earlier
 from hookdiff.disk import own_files
 from hookdiff.log import Distribution, Event, Picture
+from hookdiff.machine import safe_path
 from hookdiff.options import Writes, about
 
 logger = logging.getLogger("hookdiff")
@@ -28,6 +30,32 @@ class AimState:
     """The saved state of `Aim`."""
 
     run: str | None = field(validator=optional(matches_re("[0-9a-f]+")))
+
+
+# alembic would look for modules in the working directory even with a safe path.
+_UPGRADE = """import os, sys
+os.chdir(os.path.dirname(sys.argv[2]))
+from alembic.config import main
+main(sys.argv[1:])"""
+
+
+@contextmanager
+def _safe_upgrades() -> Iterator[None]:
+    """Let the process that makes or upgrades a repository import nothing of the working directory."""
+    _aim()
+    utils = importlib.import_module("aim.storage.migrations.utils")
+    words_of = utils.create_migration_cmd
+
+    def words() -> list[str]:
+        python, _, _, *rest = words_of()  # python -m alembic -c FILE ...
+        return [python, "-c", _UPGRADE, *rest]
+
+    utils.create_migration_cmd = words
+    try:
+        with safe_path():
+            yield
+    finally:
+        utils.create_migration_cmd = words_of
 
 
 @plugin(needs={"aim": "hookdiff[aim]"})
@@ -74,6 +102,7 @@ class Aim(Sink):
         folder = self._folder(run)
         return folder if "://" in folder else str(Path(folder).resolve())
 
+    @_safe_upgrades()
     def clear(self, run: TrackedRun) -> None:
         folder = self._folder(run)
         if "://" in folder or _aim().Repo.exists(folder):
@@ -81,6 +110,7 @@ class Aim(Sink):
             for run_hash in _mirrors(repo, run.run_dir):
                 _delete(repo, run_hash)
 
+    @_safe_upgrades()
     def open(self, run: TrackedRun) -> list[Call] | None:
         folder = self._folder(run)
         if "://" not in folder:

@@ -13,6 +13,7 @@ from attrs import define, field
 from attrs.validators import gt
 
 from hookdiff import Every, Loop, Periodic, hookimpl, parse_every, plugin
+from hookdiff.machine import safe_path
 from hookdiff.options import about
 
 logger = logging.getLogger("hookdiff")
@@ -77,14 +78,14 @@ class Report(Periodic):
         self._wait()
 
     def _begin(self, loop: Loop) -> None:
-        # -P: the process finds the same modules as this one, and none in the current folder.
-        words = [sys.executable, "-P", "-m", "hookdiff", "report", "--", os.fspath(loop.run_dir or "")]
+        words = [sys.executable, "-m", "hookdiff", "report", "--", os.fspath(loop.run_dir or "")]
         null, self._process = subprocess.DEVNULL, None
         try:
             # Not a pipe: nobody reads it before the process ends, which waits while the pipe is full.
             err = self._messages = tempfile.TemporaryFile()  # noqa: SIM115 the process needs it
             # A session of its own: Ctrl-C in the terminal is for the training.
-            self._process = subprocess.Popen(words, stdin=null, stdout=null, stderr=err, start_new_session=True)
+            with safe_path():
+                self._process = subprocess.Popen(words, stdin=null, stdout=null, stderr=err, start_new_session=True)
         except OSError as error:
             self._warn(str(error))
             return

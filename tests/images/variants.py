@@ -112,11 +112,12 @@ def upright(values: Any, orientation: int) -> Any:
 
 def of_png() -> Iterator[Variant]:
     for bits in (1, 2, 4, 8, 16):
-        twin, key = grey(bits), int(deep(grey(bits)[0, 1], bits))
-        stored, is_key = deep(twin, bits), twin == twin[0, 1]
+        twin = grey(bits)
+        stored = deep(twin, bits)
         yield f"grey-{bits}", png(stored, bits, 0), twin
-        keyed = png(stored, bits, 0, chunk(b"tRNS", struct.pack(">H", key)))
-        yield f"grey-{bits}-trns", keyed, over_white(twin, 255 * ~is_key) if bits < 16 else None
+        for name, key in {"": twin[0, 1], "-of-0": twin.min()}.items():
+            keyed = png(stored, bits, 0, chunk(b"tRNS", struct.pack(">H", int(deep(key, bits)))))
+            yield f"grey-{bits}-trns{name}", keyed, over_white(twin, 255 * (twin != key)) if bits < 16 else None
         if bits < 16:
             colours, alphas = _DRAW.integers(0, 256, (2**bits, 3)), _DRAW.integers(0, 256, 2**bits)
             place = LEVELS % 2**bits
@@ -124,6 +125,8 @@ def of_png() -> Iterator[Variant]:
             yield f"palette-{bits}", png(place, bits, 3, table), colours[place]
             twin = over_white(colours[place], alphas[place])
             yield f"palette-{bits}-trns", png(place, bits, 3, table, chunk(b"tRNS", bytes(alphas.tolist()))), twin
+            twin = over_white(colours[place], 255 * (place > 0))
+            yield f"palette-{bits}-trns-of-0", png(place, bits, 3, table, chunk(b"tRNS", b"\0")), twin
         if bits >= 8:
             twin, alpha = grey(bits), deep(ALPHA, bits)
             yield f"grey-alpha-{bits}", png(numpy.dstack([stored, alpha]), bits, 4), over_white(twin, ALPHA)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from hookdiff import ConfigError, InMemory, load_config
+from hookdiff import ConfigError, InMemory, hookimpl, load_config
 from hookdiff.experiment.build import build_feed, build_loop
 from tests.authors.encoding.test_rest import NUM, samples
 from tests.conftest import check_refused, output, refused
@@ -72,6 +73,8 @@ BAD: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = [
     ("captioned", 'conditions = ["text"]', {**READS, "model.in_channels": 4}, ("model", "4")),
     ("captioned", 'conditions = ["txt"]', READS, ("conditions", "txt")),
     ("unlabelled", 'conditions = ["text"]\nconditional = true', READS, ("labels",)),
+    ("captioned", 'conditions = ["text"]', {**READS, "model.start_from": "MISSING"}, ("start_from", "MISSING")),
+    ("captioned", 'conditions = ["text"]', {**READS, "model.start_from": "OTHER"}, ("of_text.weight", "(3, 2)")),
     ("captioned", 'conditions = ["text"]\nconditional = true', READS, ("labels",)),
 ]
 FIT = ("captioned", 'conditions = ["text"]', READS)
@@ -86,7 +89,9 @@ def write(tmp_path: Path) -> Callable[..., Path]:
             lines = "".join(f"{key.partition('.')[2]} = {value!r}\n" for key, value in changes.items())
             before, _, after = text.partition("[model]\n")
             text = f"{before}[model]\n{lines}[diffusion]{after.partition('[diffusion]')[2]}"
-        path.write_text(text)
+        weights = {"of_text.weight": torch.zeros(4, 2), "of_text.bias": torch.zeros(3)}
+        save_file(weights, tmp_path / "other.safetensors")  # of another network
+        path.write_text(text.replace("OTHER", str(tmp_path / "other.safetensors")))
         return path
 
     return config
@@ -102,6 +107,24 @@ def test_what_does_not_fit_is_refused_before_anything_is_encoded(
     check_refused(hookdiff("check", path), *facts)
     assert not (tmp_path / "log").exists()  # only single samples were encoded
     assert not [*(tmp_path / "cache").rglob("mean")]
+
+
+class Refuses:
+    """A plugin that cannot be made."""
+
+    def __init__(self) -> None:
+        raise ValueError("no such device")
+
+    @hookimpl
+    def on_start(self) -> None:
+        """Never called."""
+
+
+def test_a_plugin_that_cannot_be_made_is_refused_before(write: Any, tmp_path: Path) -> None:
+    config = load_config(write(*FIT), [f"{__name__}:Refuses"])
+    with refused(ConfigError, "plugins.refuses", "no such device"):
+        build_loop(config, tmp_path / "run")
+    assert not (tmp_path / "log").exists()
 
 
 def test_a_side_that_does_not_fit_is_refused_before(write: Any, tmp_path: Path) -> None:

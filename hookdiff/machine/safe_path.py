@@ -1,0 +1,34 @@
+"""Lets the Python processes that this one starts import nothing of the working directory, which may be a stranger's.
+
+Libraries start them as `python -c` or `python -m`, which would look there first, also for the standard library.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_SAFE, _PATH = "PYTHONSAFEPATH", "PYTHONPATH"
+
+
+def keep_safe_path() -> None:
+    """Set the variables of the environment for all processes that start later.
+
+    An empty entry of PYTHONPATH, which is the working directory too, is left out.
+    """
+    os.environ[_SAFE] = "1"
+    if path := os.environ.pop(_PATH, ""):
+        os.environ[_PATH] = os.pathsep.join(filter(None, path.split(os.pathsep)))
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Do so for the processes that start in the `with`."""
+    before = {name: os.environ.get(name) for name in (_SAFE, _PATH)}
+    keep_safe_path()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
