@@ -16,6 +16,7 @@ from .encoding.encoder import (
     is_same_scale as is_same_scale,
     scale_text as scale_text,
 )
+from .encoding.encoder_folder import why_no_folder as why_no_folder
 from .encoding.given import ENCODED as ENCODED
 from .encoding.model_folder import (
     digest_seen as digest_seen,
