@@ -155,7 +155,11 @@ def _jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what JSON holds. Raises ValueError for a key that is there twice, of which `json` would take the last."""
+    """Return what JSON holds.
+
+    Raises:
+        ValueError: for what is none, and for a key that is there twice, of which `json` would take the last.
+    """
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
