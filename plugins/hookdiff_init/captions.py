@@ -67,7 +67,7 @@ def _longest(encoder: Path, texts: Sequence[str]) -> int:
     """Return the tokens of the longest of `texts`."""
     network = _opened(encoder).open(torch.device("cpu"))
     parts = (texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE))
-    return max((length for part in parts for length in network.lengths(part)), default=1)
+    return max((int(length) for part in parts for length in network.lengths(part)), default=1)
 
 
 def _length(encoder: Path, longest: int) -> int:

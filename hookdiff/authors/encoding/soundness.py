@@ -63,7 +63,7 @@ class Soundness:
     @classmethod
     def of(cls, mean: Tensor, std: Tensor | None, differ: bool) -> Soundness:
         """Look at means and deviations (n, channels, ...) of pictures, which `differ` or are all the same."""
-        over, posterior, constants, lost = list[float](), list[float](), ([0] * 0, [0] * 0), [0, 0]
+        over, posterior, constants, lost = list[float](), list[float](), (list[int](), list[int]()), [0, 0]
         for channel, values in enumerate(_by_channel(mean)):
             values = values.double()
             kept = values.half().float()
