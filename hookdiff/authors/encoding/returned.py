@@ -28,7 +28,7 @@ class Returned:
         try:
             found: object = self.encoder.digest()
         except NoFolder as error:
-            raise NoFolder(f"{error}; if it has moved, add --set {self.where}.path=DIR") from None
+            raise NoFolder(f"{error} (if it has moved, add --set {self.where}.path=DIR)") from None
         if not isinstance(found, str) or not found:
             raise self.wrong(f"digest() returns {found!r}", "a string that is not empty")
         return found
