@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hookdiff.authors.encoding.codec import PictureCodec
 from hookdiff.authors.encoding.encoder import CAPTIONS, INPUTS, Encoding
+from hookdiff.authors.encoding.returned import Returned
 from hookdiff.authors.encoding.text_rows import TextConditions, TextRows
 from hookdiff.authors.generation import ImageMaker
 from hookdiff.authors.sampler_info import sampler_info, takes_noise
@@ -427,7 +428,7 @@ def _codec(config: Config, facts: Facts) -> PictureCodec | None:
     encoder = config.data.of(Encoding).of_pictures.get(INPUTS)
     if encoder is None or facts.picture_shape is None:
         return None
-    if (digest := encoder.digest()) != facts.codec:
+    if (digest := Returned(f"data.encode.{INPUTS}", encoder).digest()) != facts.codec:
         raise ConfigError(another_encoder(INPUTS, digest, facts.codec))
 
     def absent_pictures() -> Feed:

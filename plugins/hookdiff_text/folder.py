@@ -114,7 +114,7 @@ def _quiet() -> Iterator[Any]:
     """Yield transformers; it draws no bar, which would stand in the lines of a run, and no table of what it loads."""
     import transformers
 
-    logging = transformers.utils.logging
+    logging: Any = transformers.utils.logging
     was_drawn, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -15,6 +15,7 @@ import scipy.linalg
 import torch
 from attrs import evolve
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from hookdiff import SampleRequest, UserError, load_config, load_run
 from hookdiff.authors import PictureEncoder
@@ -163,6 +164,35 @@ def test_a_run_measures_pictures_and_samples_without_its_data(
     succeed("sample", folder / "run", "--num", "2", "--out", folder / "two.png", *moved)
     succeed("export", folder / "run", folder / "weights.safetensors", *moved)
     check_refused(hookdiff("sample", folder / "run", "--trust"), folder / "vae")
+
+
+def test_the_only_weights_of_a_folder_are_read_and_else_those_of_the_usual_name(folder: Path) -> None:
+    usual, half = (folder / "vae" / f"diffusion_pytorch_model{kind}.safetensors" for kind in ("", ".fp16"))
+    config = load_config(folder / "latents.toml")
+    both = build_feed(config)
+    assert both.codec is not None
+    pictures = torch.zeros(1, 3, 32, 32)
+    latents, digest = both.codec.encode(pictures), both.codec.digest
+    tensors = {name: one.half() for name, one in load_file(usual).items()}
+    save_file(tensors, half, {"format": "pt"})
+    assert both.codec.encoder.digest() == digest
+    usual.unlink()
+    alone = build_feed(config)
+    assert alone.codec is not None
+    assert alone.codec.digest != digest
+    torch.testing.assert_close(alone.codec.encode(pictures), latents, atol=2e-2, rtol=2e-2)
+    half.rename(half.with_name("other.safetensors"))
+    (folder / "vae" / "another.safetensors").write_bytes(b"")
+    with refused(UserError, "data.encode", "vae", "another.safetensors", "other.safetensors", usual.name):
+        alone.codec.encoder.digest()
+
+
+def test_a_moved_autoencoder_has_its_remedy_once(hookdiff: Callable[..., Any], folder: Path) -> None:
+    (folder / "vae").rename(folder / "moved")
+    for words in (("check", folder / "latents.toml"), ("run", folder / "latents.toml", "--out", folder / "run")):
+        code, _, err = hookdiff(*words)
+        assert (code, err.count("--set data.encode.image.path=DIR")) == (2, 1)
+        check_facts(err, folder / "vae")
 
 
 def test_the_second_start_imports_no_diffusers(folder: Path) -> None:

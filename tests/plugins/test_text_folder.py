@@ -264,3 +264,70 @@ def test_a_file_is_hashed_again_only_when_its_size_or_a_time_is_another(
     file.write_bytes(b"two")
     os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
     assert digest_of([file]) != digest
+
+
+# What takes the place of a file.
+SPECIAL: dict[str, Change] = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+}
+FILES = [
+    CONFIG,
+    WEIGHTS,
+    *(f"../tokenizer/{name}" for name in ("tokenizer.json", SETTINGS, "added_tokens.json", CONFIG)),
+]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path)
+    for make in SPECIAL.values():
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        path.unlink(missing_ok=True)
+        make(path)
+        for refuse in (Text.digest, lambda encoder: encoder.open(torch.device("cpu"))):
+            with refused(UserError, "data.encode", path.name):
+                refuse(Text(path=str(folder)))
+
+
+# Values in a JSON file that no library takes, and words of the message.
+BROKEN: dict[str, tuple[str, Any, tuple[object, ...]]] = {
+    "a panic": ("../tokenizer/tokenizer.json", {"added_tokens": [{"id": -1}]}, ("tokenizer",)),
+    "no words": ("../tokenizer/tokenizer.json", {"model": {"type": "WordLevel", "vocab": []}}, ("tokenizer",)),
+    "no table": ("../tokenizer/tokenizer.json", {"model": []}, ("tokenizer",)),
+    "nested": (CONFIG, {"max_position_embeddings": [12]}, (CONFIG, "max_position_embeddings")),
+    "negative": (CONFIG, {"max_position_embeddings": -1}, (CONFIG, "max_position_embeddings")),
+    "not a number": (CONFIG, {"max_position_embeddings": float("nan")}, (CONFIG, "max_position_embeddings")),
+    "huge": (CONFIG, {"hidden_size": 10**12}, ("text_encoder",)),
+    "text": (CONFIG, {"hidden_size": "64"}, ("text_encoder",)),
+    "another table": (CONFIG, {"text_config": [1]}, ("text_encoder",)),
+    "no architecture": (CONFIG, {"architectures": [5]}, ("architectures",)),
+    "token": ("../tokenizer/tokenizer_config.json", {"pad_token": ["<pad>"]}, ("tokenizer",)),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_values_that_no_library_takes_are_refused(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path)
+    place, values, facts = BROKEN[name]
+    edit(folder / place, **values)
+    with refused(UserError, "data.encode", *facts):
+        found(Text(path=str(folder)))
+
+
+def test_a_vocabulary_without_its_unknown_token_refuses_a_caption(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    path = tmp_path / "tokenizer" / "tokenizer.json"
+    table = json.loads(path.read_text())
+    del table["model"]["vocab"]["<unk>"]
+    table["added_tokens"] = [one for one in table["added_tokens"] if one["content"] != "<unk>"]
+    path.write_text(json.dumps(table))
+    edit(tmp_path / "tokenizer" / SETTINGS, unk_token=None)
+    network = Text(path=str(folder)).open(torch.device("cpu"))
+    for call in (network.encode, network.lengths):
+        with refused(UserError, "data.encode", tmp_path / "tokenizer", "an unheard word"):
+            call(["an unheard word"])

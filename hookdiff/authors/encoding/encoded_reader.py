@@ -132,7 +132,7 @@ class EncodedReader:
             if encoder.stored(self.store).store == "none":
                 self._makers[name] = encode
                 continue
-            key = self._key(encoder)
+            key = self._key(name)
             rows = None if key is None else encode.known(self._place(key))
             if rows is None:
                 self._makers[name] = self.pending[name] = encode
@@ -210,7 +210,7 @@ class EncodedReader:
         return self.encoders[name].stored(self.store)
 
     def _kept(self, encode: Encode) -> EncodedRows:
-        key = self._key(encode.encoder)
+        key = self._key(encode.name)
         if key is None:
             logger.warning("%s: the source has no fingerprint, so it is encoded in each run", encode.where)
         rows = encode.rows(None if key is None else self._place(key))
@@ -226,11 +226,12 @@ class EncodedReader:
             rows.columns = {name: column.clone() for name, column in rows.columns.items()}
         return rows
 
-    def _key(self, encoder: PictureEncoder) -> tuple[Any, ...] | None:
-        """Return all that what `encoder` makes depends on; None if the source does not say when its data changes."""
+    def _key(self, name: str) -> tuple[Any, ...] | None:
+        """Return all that the values of encoder `name` depend on; None if the source does not say when it changes."""
         if (data := self._data_key) is None:
             return None
-        return ("encoded", *data, encoder.digest(), bool(self.transforms.flip), self.store.unreadable)
+        digest = Returned(f"data.encode.{name}", self.encoders[name]).digest()
+        return ("encoded", *data, digest, bool(self.transforms.flip), self.store.unreadable)
 
     @cached_property
     def _data_key(self) -> tuple[Any, ...] | None:
@@ -282,7 +283,7 @@ class EncodedReader:
         return sample_name(self.source, index)
 
     def fingerprint(self) -> str | None:
-        keys = [self._key(encoder) for encoder in self.encoders.values()]
+        keys = [self._key(name) for name in self.encoders]
         return None if None in keys else repr(keys)
 
     def sizes(self) -> Tensor | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hookdiff.authors.encoding.encoder import Encoder
 from hookdiff.authors.encoding.given import MEAN, STD
+from hookdiff.authors.encoding.model_folder import NoFolder
 from hookdiff.errors import UserError
 
 
@@ -24,7 +25,10 @@ class Returned:
 
     def digest(self) -> str:
         """Return the digest of the encoder."""
-        found: object = self.encoder.digest()
+        try:
+            found: object = self.encoder.digest()
+        except NoFolder as error:
+            raise NoFolder(f"{error} (if it has moved, add --set {self.where}.path=DIR)") from None
         if not isinstance(found, str) or not found:
             raise self.wrong(f"digest() returns {found!r}", "a string that is not empty")
         return found
