@@ -43,7 +43,7 @@ main(sys.argv[1:])"""
 def _safe_upgrades() -> Iterator[None]:
     """Let the process that makes or upgrades a repository import nothing of the working directory."""
     _aim()
-    utils = importlib.import_module("aim.storage.migrations.utils")
+    utils: Any = importlib.import_module("aim.storage.migrations.utils")
     words_of = utils.create_migration_cmd
 
     def words() -> list[str]:
