@@ -2,11 +2,8 @@
 
 `python tests/planted_faults.py [NAME...]` tries all faults, or those named. A fault is tried against the test that it
 names, if any, then the tests that mirror its module, then the test files that import it: until one fails, and for at
-most 60 seconds. Fewer than 42 of the 44 caught is a failure. The tree itself has to pass its tests. A fault that
+most 60 seconds. Fewer than 50 of the 52 caught is a failure. The tree itself has to pass its tests. A fault that
 survives needs a test.
-`python tests/planted_faults.py [NAME...]` tries all faults, or those named. A fault is tried against the tests that
-mirror its module, then against the test files that import it: until one fails, and for at most 60 seconds. Fewer than
-43 of the 45 caught is a failure. The tree itself has to pass its tests. A fault that survives needs a test.
 """
 
 import ast
@@ -29,7 +26,7 @@ from import_graph import files
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 60  # for each fault
 _OF_ALL_OPTIONS = Path("tests/experiment/test_refusals.py")  # which imports none of the modules that it tries
-CAUGHT = 43  # at least
+CAUGHT = 50  # at least
 
 
 @frozen

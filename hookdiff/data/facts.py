@@ -30,7 +30,10 @@ def _are_rows(facts: Any, _: Attribute[Any], __: Mapping[str, Any]) -> None:
         raise ValueError(f"a label is {int(facts.labels.max())}, expected less than num_classes = {most}")
 
 
-def _fits(_: Any, attribute: Attribute[Any], shape: tuple[int, ...]) -> None:
+def _is_shape(instance: Any, attribute: Attribute[Any], shape: tuple[int, ...] | None) -> None:
+    if shape is None:
+        return
+    deep_iterable(ge(1))(instance, attribute, shape)
     if math.prod(shape) > MOST_VALUES:
         raise ValueError(
             f"{attribute.name}: no sample has more than {MOST_VALUES:,} values, got {' x '.join(map(str, shape))}"
@@ -49,11 +52,11 @@ class Facts:
     If the samples have conditions, the first few training samples are kept as examples, without their images.
     """
 
-    shape: tuple[int, ...] = field(validator=[deep_iterable(ge(1)), _fits])  # of one sample, c h w
+    shape: tuple[int, ...] = field(validator=_is_shape)  # of one sample, c h w
     num_samples: int = field(validator=[ge(0), le(MOST_SAMPLES)])  # to train on
     drop_last: bool  # an epoch leaves out its last, smaller batch
     # Of what a codec makes of one sample; None without a codec.
-    picture_shape: tuple[int, ...] | None = field(default=None, validator=optional([deep_iterable(ge(1)), _fits]))
+    picture_shape: tuple[int, ...] | None = field(default=None, validator=_is_shape)
     codec: str | None = None  # its digest
     are_pictures: bool = False  # with values in [-1, 1], to which samples of the model are clamped
     num_classes: int | None = field(default=None, validator=optional([ge(0), le(MOST_CLASSES)]))  # None: no labels
