@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _OF_TOKENIZER = (
 )
 _SETTINGS, _VERSIONS = "tokenizer_config.json", "fast_tokenizer_files"
 _TABLES = (_SETTINGS, "special_tokens_map.json", CONFIG)
+_POOLER = "add_pooling_layer"  # an argument of some models of transformers
 _SHOWN = 60  # characters of a caption in a message
 _VERSION = re.compile(r"tokenizer\.[\w.-]+\.json")  # for one of transformers
 
@@ -81,7 +83,11 @@ def network_in(folder: Path, kind: str, device: torch.device, precision: str) ->
     config = table_in(folder, CONFIG, "model of transformers")
     weights = network_weights(folder, config)
     with _quiet() as transformers:
-        network = load_network(getattr(transformers, kind), folder, config, weights, _USUAL)
+        made, options = getattr(transformers, kind), {}
+        # Models that were trained on words alone are saved without the layer that makes a vector for a caption.
+        if _POOLER in signature(made).parameters and not any("pooler." in name for name in weights.shapes):
+            options[_POOLER] = False
+        network = load_network(made, folder, config, weights, _USUAL, **options)
     network.name_or_path = network.config.name_or_path = str(folder)
     network = network.to(device, torch.bfloat16 if precision == "bf16" else torch.float32)
     return network.eval().requires_grad_(False)

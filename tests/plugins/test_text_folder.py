@@ -244,6 +244,20 @@ def test_weights_that_are_missing_are_refused_by_name(tmp_path: Path) -> None:
         Text(path=str(folder)).open(torch.device("cpu"))
 
 
+def test_a_model_without_a_pooler_encodes_all_but_a_vector(tmp_path: Path) -> None:
+    from transformers import BertModel
+
+    folder = save_encoder("BertModel", tmp_path)
+    whole = BertModel.from_pretrained(folder)
+    expected = found(Text(path=str(folder)))[1]
+    part = BertModel(whole.config, add_pooling_layer=False)
+    part.load_state_dict(whole.state_dict(), strict=False)
+    part.save_pretrained(folder)
+    assert torch.equal(found(Text(path=str(folder)))[1], expected)
+    with refused(UserError, "data.encode: pooled", "BertModel", "no vector"):
+        found(Text(path=str(folder), pooled=True))
+
+
 def test_a_file_is_hashed_again_only_when_its_size_or_a_time_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
