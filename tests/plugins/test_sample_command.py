@@ -305,8 +305,9 @@ def _strokes(mode, turn):
     white = numpy.zeros((8, 12), bool)
     white[:, 8:] = True
     stored = numpy.rot90(white) if turn == 6 else white
-    if mode == "LA":  # white everywhere, and transparent where nothing is to be painted
-        return Image.fromarray(numpy.stack([numpy.full(stored.shape, 255), 255 * stored], -1).astype(numpy.uint8))
+    if mode in ("LA", "RGBA"):  # white everywhere, and transparent where nothing is to be painted
+        values = numpy.stack([numpy.full(stored.shape, 255), 255 * stored], -1)
+        return Image.fromarray(values.astype(numpy.uint8)).convert(mode)
     if mode == "I;16":
         return Image.fromarray(stored.astype(numpy.uint16) * 65535)
     image = Image.fromarray(255 * stored.astype(numpy.uint8))
