@@ -3,10 +3,16 @@
 import errno
 import os
 import stat
-from contextlib import suppress
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from io import FileIO
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+_guarded = threading.local()  # `open`: for each `only_files` that is open in a thread, whether it refuses loops
 
 
 def check_kind(path: Path | str) -> None:
@@ -35,3 +41,43 @@ def read_file(path: Path) -> bytes:
     """
     with open_file(path) as file:
         return file.readall()
+
+
+@contextmanager
+def only_files(no_loops: bool = False) -> Iterator[None]:
+    """Check what Python code of this thread, as that of a library, opens in the `with`.
+
+    With `no_loops`, folders that it lists, too: a library that follows links would take one to a folder around it for
+    ever.
+
+    Raises:
+        OSError: in that code, before it opens a pipe, a socket or a device other than the null device, or lists a link
+            to a folder that the link is in.
+    """
+    _listen()
+    before = getattr(_guarded, "open", ())
+    _guarded.open = (*before, no_loops)
+    try:
+        yield
+    finally:
+        _guarded.open = before
+
+
+@cache
+def _listen() -> None:
+    sys.addaudithook(_heard)  # it stays for the life of the process
+
+
+def _heard(event: str, arguments: tuple[Any, ...]) -> None:
+    if event not in ("open", "os.scandir", "os.listdir") or not (guards := getattr(_guarded, "open", ())):
+        return
+    path = arguments[0]
+    if not isinstance(path, str | bytes | os.PathLike):  # an open file, by its number
+        return
+    path = os.fsdecode(path)
+    if event == "open" and path != os.devnull:
+        check_kind(path)
+    elif event != "open" and any(guards) and os.path.islink(path):
+        inside = Path(os.path.realpath(os.path.dirname(path)))
+        if inside.is_relative_to(os.path.realpath(path)):
+            raise OSError(errno.ELOOP, "A link to a folder that it is in", path)

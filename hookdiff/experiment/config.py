@@ -44,7 +44,7 @@ from hookdiff.models.attention_forms import Form
 from hookdiff.models.init import Initialisation
 from hookdiff.options.choices import Choice, check_claims, path_of
 from hookdiff.options.default_names import DEFAULT_OPTIMIZER, DEFAULT_PLUGINS
-from hookdiff.options.fields import Fixed, about, is_below
+from hookdiff.options.fields import Fixed, about, between, is_below
 from hookdiff.options.imports import TRUST, import_object, importing, installed
 from hookdiff.options.structure import Problems, Text, arguments, as_toml, described, marks_of, missing, parameters
 from hookdiff.run_dir.layout import is_run_dir
@@ -55,6 +55,11 @@ logger = logging.getLogger("hookdiff")
 def _is_size_or_auto(instance: object, attribute: Attribute[Any], value: Any) -> None:
     if value not in (None, AUTO):
         ge(1)(instance, attribute, value)
+
+
+def _is_num_threads(instance: object, attribute: Attribute[Any], value: Any) -> None:
+    if value not in (None, AUTO):  # more would end the process, in a library
+        between(1, 1024)(instance, attribute, value)
 
 
 @define(frozen=True, kw_only=True)
@@ -93,7 +98,7 @@ class RunConfig(LoopConfig):
     )
     threads: int | Literal["auto"] | None = field(
         default=AUTO,
-        validator=_is_size_or_auto,
+        validator=_is_num_threads,
         metadata=about(
             'threads of the CPU, on which rounding depends; "auto": as many as torch and the container allow; a '
             "resumed run keeps its number, unless the variable OMP_NUM_THREADS is set"

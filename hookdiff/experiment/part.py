@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from attrs import define, evolve, field
 
+from hookdiff.disk.reading import only_files
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.machine.network import no_connections
 from hookdiff.options.imports import TRUST
@@ -40,7 +41,7 @@ class Part:
     def build(self, *first: Any) -> Any:
         """Call the target; an error because of its arguments becomes a ConfigError that names the table."""
         try:
-            with no_connections(TRUST) if self.is_strangers else nullcontext():
+            with only_files(), no_connections(TRUST) if self.is_strangers else nullcontext():
                 return self.target(*first, **self.arguments)
         except UserError as error:
             if not self.is_strangers or str(error).startswith(f"{self.where}"):

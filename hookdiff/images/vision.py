@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hookdiff.disk.files import own_files
+from hookdiff.disk.reading import only_files
 from hookdiff.errors import UserError, nearest
 from hookdiff.images.mistakes import may_be_data
 from hookdiff.options.fields import Writes
@@ -45,7 +46,8 @@ def vision(name: str) -> Callable[..., Vision]:
     def make(**arguments: Any) -> Vision:
         if isinstance(root := arguments.get("root"), str) and (arguments.get("download") or name in _WRITE_ALWAYS):
             own_files(Path(root))
-        return Vision(name, kind(**arguments))
+        with only_files(no_loops=True):
+            return Vision(name, kind(**arguments))
 
     make.__signature__ = signature.replace(parameters=keys, return_annotation=Vision)  # type: ignore[attr-defined]
     return make
@@ -76,7 +78,8 @@ class Vision:
         return len(self.data)
 
     def load(self, index: int) -> Any:
-        return self.data[index][0]
+        with only_files():
+            return self.data[index][0]
 
     def describe(self, index: int) -> str:
         return f"{self.name}[{index}]"

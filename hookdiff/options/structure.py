@@ -299,17 +299,24 @@ def _hint(annotation: Any, scope: dict[str, Any], marks: bool = False) -> Any:
 
 def _value(value: Any, kind: Any) -> Any:
     if not isinstance(value, Text):
-        return _converter.structure(value, kind)
+        return _structured(value, kind)
     members = typing.get_args(kind)
     if value == "none" and types.NoneType in members and not any("none" in getattr(m, "known", ()) for m in members):
         return None
     errors = []
     for reading in _readings(value):
         try:
-            return _converter.structure(reading, kind)
+            return _structured(reading, kind)
         except _REFUSED as error:
             errors.append(error)
     raise errors[0]
+
+
+def _structured(value: Any, kind: Any) -> Any:
+    try:
+        return _converter.structure(value, kind)
+    except (AttributeError, NameError):  # of a class of a library, of which the annotations cannot be read
+        raise TypeError(f"cannot be set in a config: it takes {_named(kind)}") from None
 
 
 def _readings(text: str) -> Iterator[Any]:

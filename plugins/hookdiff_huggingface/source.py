@@ -1,9 +1,10 @@
 """Image data sets of Hugging Face: on the hub, or as the `datasets` library reads them from disk."""
 
 import io
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hookdiff import UserError, nearest, why_missing
+from hookdiff.disk import check_kind, only_files, read_file
 from hookdiff.images import captions_of, encode, open_picture, reason
 from hookdiff.options import Connects, is_served
 
@@ -47,9 +49,11 @@ class HuggingFace:
         except ImportError:
             raise UserError("source = 'huggingface' needs the datasets library: pip install 'hookdiff[hf]'") from None
         try:
-            data = _open(path, split, name)
+            with only_files():
+                data = _open(path, split, name)
         except Exception as error:  # the library raises many kinds of error, also those of its dependencies
-            raise ValueError(f"{path}: {reason(error)}") from error
+            where = getattr(error, "filename", None) or path
+            raise ValueError(f"{where}: {reason(error)}") from error
         column = image_column or _first_column(data, datasets.Image)
         if column is None:
             raise ValueError(f"{path}: no column has images, out of {', '.join(data.features)}: set image_column")
@@ -107,6 +111,7 @@ def _open(path: str, split: str, name: str | None) -> Any:
 
     place = Path(path).expanduser()
     if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
+        _check_saved(place)
         found = datasets.load_from_disk(str(place))
         if isinstance(found, dict) and split not in found:
             raise ValueError(f"no split {split!r}{nearest(split, found)}; it has {', '.join(found)}")
@@ -123,6 +128,20 @@ def _open(path: str, split: str, name: str | None) -> Any:
             with _uncounted():
                 return datasets.load_dataset(str(place), name, split=split)
         return datasets.load_dataset(path, name, split=split)
+
+
+def _check_saved(place: Path) -> None:
+    """Raise OSError if a saved set names a pipe, a socket or a device, which the library would map into memory.
+
+    What is not as the library writes it is left to the library to refuse.
+    """
+    with suppress(ValueError, KeyError, TypeError):
+        split = place / "dataset_dict.json"
+        splits = json.loads(read_file(split))["splits"] if split.is_file() else ["."]
+        for name in splits:
+            if (state := place / name / "state.json").is_file():
+                for one in json.loads(read_file(state))["_data_files"]:
+                    check_kind(place / name / one["filename"])
 
 
 @contextmanager

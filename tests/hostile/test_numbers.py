@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from hookdiff import UserError, load_config
 from hookdiff.experiment.build import build_feed
-from tests.conftest import check_facts, write_small
+from tests.conftest import check_facts, refused, write_small
 from tests.hostile.mutations import HERE, in_time
 
 MOST = 2**63 - 1
@@ -26,6 +26,11 @@ def test_a_network_of_an_absurd_size_is_refused(hookdiff: Any, write_config: Any
         code, _, err = hookdiff("check", path)
     assert code == 2
     check_facts(err, "model", f"{key}={MOST}")
+
+
+def test_more_threads_than_any_machine_has_are_refused(load_small: Any) -> None:
+    with refused(UserError, "run.threads", "1024"):  # a library of C would end the process
+        load_small("run.threads=1000000000")
 
 
 @pytest.mark.parametrize("value", ["a\0b", "x" * 5000, "\udcff", "~nobody-here/x", "\x1b[31m"])
@@ -59,7 +64,7 @@ def test_a_long_name_of_a_file_with_weights_is_refused(hookdiff: Any, write_conf
 
 
 KEYS = {
-    "run": ["steps", "epochs", "seed", "batch_size", "log_every", "max_time", "micro_batch"],
+    "run": ["steps", "epochs", "seed", "batch_size", "log_every", "max_time", "micro_batch", "threads"],
     "data": ["image_size", "resize", "held_out", "workers", "prefetch", "flip", "memory_limit"],
     "sampling": ["steps", "batch_size"],
     "plugins.loss": ["window", "plateau", "bins", "patience", "every"],

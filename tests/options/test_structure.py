@@ -1,3 +1,4 @@
+import dataclasses
 import enum
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -284,6 +285,12 @@ def test_types_imported_only_for_type_checkers_are_not_checked():
     check_facts(line, "t.b", "'x'")
     assert arguments(define(type("K", (), {"__annotations__": {"a": "Nothing"}})), {"a": 1}, "t", problems) == {"a": 1}
     assert problems.found == []
+
+
+def test_a_class_with_annotations_that_cannot_be_read_is_refused() -> None:
+    kind = dataclasses.make_dataclass("Config", [("size", "nowhere.Size")])
+    arguments(taking(kind), {"x": "a"}, "model", problems := Problems())
+    assert problems.found == ["model.x: cannot be set in a config: it takes Config"]
 
 
 def test_any_callable_has_parameters():

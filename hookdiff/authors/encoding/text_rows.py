@@ -121,19 +121,20 @@ class TextRows:
         if not self.is_kept:
             return self._ready(self._halves(texts))
         if lacking := sorted({text for text in texts if _digest(text) not in self._places}):
+            made, facts = self._halves(lacking), self._facts_of(lacking)  # if that fails, nothing is kept
             self._places |= {_digest(text): (len(self._parts), row) for row, text in enumerate(lacking)}
-            self._parts.append(self._halves(lacking))
-            self._tried = self._tried or self._parts[-1]
-            self._facts.append(self._facts_of(lacking))
+            self._parts.append(made)
+            self._tried = self._tried or made
+            self._facts.append(facts)
             self.network = self.network if self.holds_network else None
         places = torch.tensor([self._places[_digest(text)] for text in texts]).view(-1, 2)
-        made: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
         for name, first in self._parts[0].items():
-            made[name] = torch.empty(len(texts), *first.shape[1:], dtype=first.dtype)
+            found[name] = torch.empty(len(texts), *first.shape[1:], dtype=first.dtype)
             for number in sorted(set(places[:, 0].tolist())):
                 own = places[:, 0] == number
-                made[name][own] = self._parts[number][name][places[own, 1]]
-        return self._ready(made)
+                found[name][own] = self._parts[number][name][places[own, 1]]
+        return self._ready(found)
 
     def report_prompts(self, texts: Iterable[str]) -> None:
         """Warn of those of `texts`, which `rows` has encoded, that lose something: once of each."""

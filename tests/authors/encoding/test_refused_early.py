@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hookdiff import ConfigError, InMemory, hookimpl, load_config
+from hookdiff import ConfigError, InMemory, UserError, hookimpl, load_config
 from hookdiff.experiment.build import build_feed, build_loop
-from tests.authors.encoding.test_rest import NUM, samples
+from tests.authors.encoding.test_rest import NUM, Letters, samples
 from tests.conftest import check_refused, output, refused
 
 CONFIG = """
@@ -125,6 +125,19 @@ def test_a_plugin_that_cannot_be_made_is_refused_before(write: Any, tmp_path: Pa
     with refused(ConfigError, "plugins.refuses", "no such device"):
         build_loop(config, tmp_path / "run")
     assert not (tmp_path / "log").exists()
+
+
+class Unopened(Letters):
+    """An encoder of texts with a folder that no library takes."""
+
+    def open(self, device: torch.device) -> Any:
+        raise UserError("data.encode: weights of nothing cannot be loaded")
+
+
+def test_an_encoder_that_cannot_be_opened_is_refused_with_its_reason(write: Any, hookdiff: Any) -> None:
+    path = write(*FIT)
+    path.write_text(path.read_text().replace("tests.authors.encoding.test_rest:Letters", f"{__name__}:Unopened"))
+    check_refused(hookdiff("check", path), "data.encode", "weights of nothing")
 
 
 def test_a_side_that_does_not_fit_is_refused_before(write: Any, tmp_path: Path) -> None:
