@@ -45,17 +45,18 @@ class Weights:
 def read_weights(path: Path, asked_by: str) -> Weights:
     """Read the names and shapes of weights from the headers of their files alone.
 
-    `path` is a safetensors file, an index, or a folder with one index. `asked_by` is the key or the option that names
-    it.
+    `path` is a safetensors file, an index, or a folder with one index and its files alone. `asked_by` is the key or the
+    option that names it.
 
     Raises:
         ConfigError: for a file that is missing, cut short, or of another format; for an index that names a file outside
             of its folder, or that its files contradict.
     """
     if os.path.isdir(path):  # False for a name that is too long, too
-        indices = sorted(path.glob(f"*{INDEX}"))
-        if len(indices) != 1:
-            inside = ", ".join(sorted(file.name for file in (*path.glob("*.safetensors"), *indices)))
+        indices, files = sorted(path.glob(f"*{INDEX}")), sorted(path.glob("*.safetensors"))
+        own = set(_index(indices[0], asked_by).values()) if len(indices) == 1 else set()
+        if len(indices) != 1 or not own.issuperset(file.name for file in files):  # others may be newer weights
+            inside = ", ".join(sorted(file.name for file in (*files, *indices)))
             raise ConfigError(
                 f"{asked_by}: {path} is a folder; name one file: it has {inside or 'no safetensors file'}"
             )

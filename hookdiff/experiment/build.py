@@ -1,11 +1,13 @@
 """Builds a Loop in a run directory from a `Config`."""
 
+import gc
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -36,7 +38,7 @@ from hookdiff.images.loader import Workers
 from hookdiff.images.mistakes import remedy, without_loader
 from hookdiff.images.source_reader import feed_of
 from hookdiff.images.store import Store
-from hookdiff.images.transforms import Transforms
+from hookdiff.images.transforms import Transforms, size_text
 from hookdiff.loop.counts import AUTO
 from hookdiff.loop.loop import Loop
 from hookdiff.loop.state import check_parameters
@@ -104,10 +106,12 @@ def build_loop(
     check_read(config)
     made = {name: part.build() for name, part in config.plugins.items()}  # their errors come before hours of encoding
     if feed is None:
-        check = None if make else partial(try_network, config, trains=trains, starts=not resume)
-        feed = build_feed(config, decode=hooks is None, check=check)
+        starts = not resume
+        check = partial(try_run, config, trains=trains, starts=starts, with_plugins=starts and hooks is None)
+        feed = build_feed(config, decode=hooks is None, check=None if make else check)
     config = fit_to_data(config, feed)
-    model = (make or make_model)(config, device)
+    with _sides_named(feed):
+        model = (make or make_model)(config, device)
     config = fit_to_model(config, model)
     objective, sampler = build_objective(config, feed)
     if hooks is None and rank() == 0:
@@ -115,7 +119,7 @@ def build_loop(
     if hooks is None and sampler.compile:
         with sampling_errors():
             try_compiler(device)  # now, and not at the first pictures, far into the run
-    with layers_called(model) as called:
+    with _sides_named(feed), layers_called(model) as called:
         check_model(config, model, feed, objective, trains)
     try:
         config.model.of(Initialisation).apply(model, called[-1] if called else None)
@@ -229,36 +233,77 @@ def build_feed(
         stages = [one for one in (reader, getattr(reader, "inner", None)) if isinstance(one, _ENCODED)]
         if encode == "trial":
             return Feed(stages[0].trial() if stages else reader, **config.data.shared[Feed])
-        if check and agree(any(stage.pending for stage in stages)):
-            check(Feed(stages[0].trial(), **config.data.shared[Feed]))
+        is_pending = agree(any(stage.pending for stage in stages))
+        trial = Feed(stages[0].trial(), **config.data.shared[Feed]) if check and is_pending else None
+    if check and trial:
+        check(trial)
+    with _problems_of("data"), shown_works():
         for stage in reversed(stages):
             stage.encode()
         return Feed(reader, **config.data.shared[Feed])
 
 
-def try_network(config: Config, feed: Feed, trains: bool = True, starts: bool = True) -> None:
-    """Raise ConfigError unless the network fits data of the shapes of `feed`, a trial: see `build_feed`.
+def try_run(config: Config, feed: Feed, *, trains: bool = True, starts: bool = True, with_plugins: bool = True) -> None:
+    """Raise UserError unless batches and network fit data of the shapes of `feed`, a trial: see `build_feed`.
 
-    If the run `starts`, the weights of `model.start_from` have to fit the network, too.
+    If the run `starts`, the weights of `model.start_from` have to fit the network, too, and `with_plugins`, none of
+    them may refuse it.
     """
-    start = config.model.of(Start)
     if _wants_scale(config, feed):  # it takes all samples
         num = feed.shape[0]
         config = evolve(config, diffusion=config.diffusion.given(data_mean=(0.0,) * num, data_std=(1.0,) * num))
+    if trains:
+        feed.bind(config.run.batch_size, config.run.seed)
+    _try_network(config, feed, trains, config.model.of(Start) if starts else Start())
+    if with_plugins:
+        _try_plugins(config, feed)
+
+
+def _try_network(config: Config, feed: Feed, trains: bool, start: Start) -> None:
     fitted = fit_to_data(config, feed)
 
-    def attempt(model: nn.Module) -> None:
+    def attempt(place: AbstractContextManager[object]) -> None:
+        with _sides_named(feed), place:
+            model = build_model(fitted.model)
         known = fit_to_model(fitted, model)
-        check_model(known, model, feed, build_objective(known, feed)[0], trains)
-        if starts and start.start_from:
+        objective, _ = build_objective(known, feed)
+        with _sides_named(feed):
+            check_model(known, model, feed, objective, trains)
+        if start.start_from:
             load_into(model, Path(start.start_from), start.start_partial)
 
     try:
-        with torch.device("meta"):
-            model = build_model(fitted.model)
-        attempt(model)
+        attempt(torch.device("meta"))
     except Exception:  # a model may need values, which the meta device has not: what is wrong is wrong again
-        attempt(build_model(fitted.model))
+        attempt(nullcontext())
+
+
+def _try_plugins(config: Config, feed: Feed) -> None:
+    """Start a run until all plugins have heard `on_start`, and forget it; what it logs, the run logs again."""
+    run = evolve(config.run, micro_batch=None) if config.run.micro_batch == AUTO else config.run
+    logger.disabled = True
+    try:
+        with TemporaryDirectory(prefix="hookdiff-") as folder:
+            loop = build_loop(evolve(config, run=run), Path(folder) / "run", feed=feed)
+            with loop.resources:
+                loop.prepare()
+                loop.hook.on_start(loop=loop)
+    finally:
+        logger.disabled = False
+    del loop
+    gc.collect()  # its memory is for the encoders
+
+
+@contextmanager
+def _sides_named(feed: Feed) -> Iterator[None]:
+    """Add the sizes of latents and pictures to a ConfigError of a network, as the config gives those of pictures."""
+    try:
+        yield
+    except ConfigError as error:
+        if feed.codec is None:
+            raise
+        sizes = size_text(feed.shape), size_text(feed.picture_shape)
+        raise ConfigError(f"{error}; it gets latents of {sizes[0]}, of pictures of {sizes[1]}") from error
 
 
 def check_read(config: Config) -> None:
@@ -401,7 +446,8 @@ def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusi
         )
     except ValueError as error:
         differing = [f"{k} = {v}" for k, v in _facts(feed).items() if part.arguments.get(k, v) != v]
-        likely = f"; the data has {', '.join(differing)}" if differing else ""
+        what = "latents have" if feed.codec else "data has"
+        likely = f"; the {what} {', '.join(differing)}" if differing else ""
         raise ConfigError(f"{part.where}: {part.use} {error}{likely}") from error
 
 

@@ -22,7 +22,7 @@ from hookdiff.experiment.build import (
     check_read,
     pick_device,
     time_dtype,
-    try_network,
+    try_run,
 )
 from hookdiff.experiment.config import Config
 from hookdiff.experiment.optimizers import build_optimizers, check_patterns, check_trainable, patterns_of
@@ -88,7 +88,7 @@ def try_data(config: Config) -> None:
         config.data.build()
     except ConfigError:  # it may be on another machine
         return
-    try_network(config, build_feed(config, encode="trial"))
+    try_run(config, build_feed(config, encode="trial"))
 
 
 def _probe_captions(config: Config) -> None:

@@ -125,7 +125,8 @@ class Hooks(Protocol):
         """Moment: once, after weights and optimizers are loaded, and before the states of plugins are.
 
         Allocate state here, and raise `UserError` for mistakes of the user. It is also called in a loop that only
-        samples or exports, which has no data: check the data in `on_ready`.
+        samples or exports, which has no data: check the data in `on_ready`. Before data is encoded, other objects of
+        the plugins hear it on trial.
         May change: own state; `loop.resources` takes clean-up.
         """
 

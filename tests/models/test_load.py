@@ -129,6 +129,10 @@ def test_shards_are_loaded_by_their_index_or_folder_and_one_of_them_is_refused_w
         ours = Net()
         load_into(ours, path)
         assert_same(ours.state_dict(), theirs.state_dict())
+    save_file(Net().state_dict(), tmp_path / "model.safetensors")  # which of both is meant?
+    with refused(ConfigError, tmp_path, "name one file", "model.safetensors,", index.name):
+        load_into(Net(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     assert check_file(tmp_path) == {name: tuple(value.shape) for name, value in theirs.state_dict().items()}
     part = tmp_path / "model-00001-of-00004.safetensors"
     for name, facts in ((part.name, (4, index)), ("renamed.safetensors", (4, index))):

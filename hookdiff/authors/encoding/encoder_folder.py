@@ -36,7 +36,8 @@ def why_no_folder(given: str, name: str, what: str, fits: Callable[[Mapping[str,
         return f"{given} has no {name}, so it is no {what}{whole}{_nearest(path, name, fits)}"
     if path.exists():
         way_out = _nearest(path.parent, name, fits) or f", with {name} in it"
-        return f"{given} is a file, expected the folder of a {what}{way_out}"
+        article = "an" if what[0] in "aeiou" else "a"
+        return f"{given} is a file, expected the folder of {article} {what}{way_out}"
     why = why_missing(path)
     return f"{given}: {why}{_download(given, 'did you mean' in why)}"
 

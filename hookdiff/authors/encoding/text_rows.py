@@ -82,6 +82,7 @@ class TextRows:
             UserError: if the disk has no room for them.
         """
         wanted = sorted({"", *texts})
+        self._reported = set()  # on trial, nothing is shown
         if self.is_kept:
             self._keep(wanted)
             self.network, self.holds_network = None, False  # its memory is for the training

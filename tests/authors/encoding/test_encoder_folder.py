@@ -25,7 +25,7 @@ TABLES = {
 KINDS: dict[str, type[Encoder]] = {"vae": Autoencoder, "text": Text, "pipeline": Pipeline}
 WEIGHTS = ("pipe/vae/diffusion_pytorch_model.safetensors", "pipe/text_encoder/model.safetensors", "alone/a.safetensors")
 CASES = [
-    ("vae", WEIGHTS[0], (WEIGHTS[0], "is a file", "path = 'pipe/vae'")),
+    ("vae", WEIGHTS[0], (WEIGHTS[0], "is a file", "of an autoencoder", "path = 'pipe/vae'")),
     ("vae", "pipe/vae/config.json", ("is a file", "path = 'pipe/vae'")),
     ("vae", "pipe/model_index.json", ("is a file", "path = 'pipe/vae'")),
     ("vae", "alone/a.safetensors", ("is a file", "config.json")),

@@ -76,6 +76,11 @@ BAD: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = [
     ("captioned", 'conditions = ["text"]', {**READS, "model.start_from": "MISSING"}, ("start_from", "MISSING")),
     ("captioned", 'conditions = ["text"]', {**READS, "model.start_from": "OTHER"}, ("of_text.weight", "(3, 2)")),
     ("captioned", 'conditions = ["text"]\nconditional = true', READS, ("labels",)),
+    ("captioned", 'conditions = ["text"]', {**READS, "run.batch_size": 201}, ("200 samples", "batch_size is 201")),
+    ("captioned", 'conditions = ["text"]', {**READS, "data.held_out": 0.995}, ("1 samples", "batch_size is 2")),
+    ("captioned", 'conditions = ["text"]', {**READS, "plugins.samples.classes": [7]}, ("plugins.samples.classes",)),
+    ("captioned", 'conditions = ["text"]', {**READS, "plugins.samples.weights": ["other"]}, ("'other'", "model")),
+    ("captioned", 'conditions = ["text"]', {**READS, "plugins.fid.reference": "MISSING"}, ("fid", "MISSING")),
 ]
 FIT = ("captioned", 'conditions = ["text"]', READS)
 
@@ -86,7 +91,8 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         path = tmp_path / "small.toml"
         text = CONFIG.format(cache=tmp_path / "cache", log=tmp_path / "log", source=source, diffusion=diffusion)
         if "model.use" in changes:
-            lines = "".join(f"{key.partition('.')[2]} = {value!r}\n" for key, value in changes.items())
+            own = {key: value for key, value in changes.items() if key.startswith("model.")}
+            lines = "".join(f"{key.partition('.')[2]} = {value!r}\n" for key, value in own.items())
             before, _, after = text.partition("[model]\n")
             text = f"{before}[model]\n{lines}[diffusion]{after.partition('[diffusion]')[2]}"
         weights = {"of_text.weight": torch.zeros(4, 2), "of_text.bias": torch.zeros(3)}
@@ -102,11 +108,20 @@ def test_what_does_not_fit_is_refused_before_anything_is_encoded(
     write: Any, hookdiff: Any, tmp_path: Path, source: str, diffusion: str, changes: Any, facts: tuple[str, ...]
 ) -> None:
     path = write(source, diffusion, changes)
-    with refused(ConfigError, *facts):
-        build_loop(load_config(path), tmp_path / "run")
-    check_refused(hookdiff("check", path), *facts)
+    settings = [f"{key}={value}" for key, value in changes.items() if not key.startswith("model.")]
+    plugins = [key.split(".")[1] for key in changes if key.startswith("plugins.")]
+    if plugins == ["fid"]:
+        settings.append(f"plugins.fid.features={__name__}:mean_colours")
+    with refused(UserError, *facts):
+        build_loop(load_config(path, plugins, settings), tmp_path / "run")
+    options = [word for setting in settings for word in ("--set", setting)]
+    check_refused(hookdiff("check", path, *options, *(("--plugins", plugins[0]) if plugins else ())), *facts)
     assert not (tmp_path / "log").exists()  # only single samples were encoded
     assert not [*(tmp_path / "cache").rglob("mean")]
+
+
+def mean_colours(images: torch.Tensor) -> torch.Tensor:
+    return images.mean((2, 3))
 
 
 class Refuses:
@@ -144,7 +159,7 @@ def test_a_side_that_does_not_fit_is_refused_before(write: Any, tmp_path: Path) 
     path = write("bare", "", {})
     before, _, rest = path.read_text().partition("[data.encode.text]")
     path.write_text(f"{before}[model]{rest.partition('[model]')[2]}")
-    with refused(ConfigError, "patch_size", "3"):
+    with refused(ConfigError, "patch_size", "3", "latents of 3 x 4 x 4, of pictures of 3 x 8 x 8"):
         build_loop(load_config(path, settings=["model.patch_size=3"]), tmp_path / "run")
     assert not (tmp_path / "log").exists()
 
