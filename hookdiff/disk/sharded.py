@@ -57,9 +57,7 @@ def read_weights(path: Path, asked_by: str) -> Weights:
         own = set(_index(indices[0], asked_by).values()) if len(indices) == 1 else set()
         if len(indices) != 1 or not own.issuperset(file.name for file in inside):  # others may be newer weights
             names = ", ".join(sorted(file.name for file in (*inside, *indices)))
-            raise ConfigError(
-                f"{asked_by}: {path} is a folder; name one file: it has {names or 'no safetensors file'}"
-            )
+            raise ConfigError(f"{asked_by}: {path} is a folder; name one file: it has {names or 'no safetensors file'}")
         path = indices[0]
     if path.suffix != ".json":
         shapes = _header(path, asked_by)
