@@ -53,13 +53,11 @@ def read_weights(path: Path, asked_by: str) -> Weights:
             of its folder, or that its files contradict.
     """
     if os.path.isdir(path):  # False for a name that is too long, too
-        indices, files = sorted(path.glob(f"*{INDEX}")), sorted(path.glob("*.safetensors"))
+        indices, inside = sorted(path.glob(f"*{INDEX}")), sorted(path.glob("*.safetensors"))
         own = set(_index(indices[0], asked_by).values()) if len(indices) == 1 else set()
-        if len(indices) != 1 or not own.issuperset(file.name for file in files):  # others may be newer weights
-            inside = ", ".join(sorted(file.name for file in (*files, *indices)))
-            raise ConfigError(
-                f"{asked_by}: {path} is a folder; name one file: it has {inside or 'no safetensors file'}"
-            )
+        if len(indices) != 1 or not own.issuperset(file.name for file in inside):  # others may be newer weights
+            names = ", ".join(sorted(file.name for file in (*inside, *indices)))
+            raise ConfigError(f"{asked_by}: {path} is a folder; name one file: it has {names or 'no safetensors file'}")
         path = indices[0]
     if path.suffix != ".json":
         shapes = _header(path, asked_by)
