@@ -23,6 +23,7 @@ from hookdiff.options import Connects, Writes, about
 logger = logging.getLogger("hookdiff")
 
 _FOLDERS = ("wandb", ".wandb")  # W&B takes the second if it exists
+_NO_GIT = "WANDB_DISABLE_GIT"  # a variable that W&B reads
 
 
 @plugin(needs={"wandb": "hookdiff[wandb]"})
@@ -34,7 +35,9 @@ class WandB(Sink):
     first filled from the run directory.
     """
 
-    project: str | None = field(default=None, metadata=about('project; without it W&B\'s own default, "uncategorized"'))
+    project: str | None = field(
+        default=None, metadata=about('project; without it that of W&B\'s settings, else "uncategorized"')
+    )
     entity: str | None = field(default=None, metadata=about("user or team; without it that of the key"))
     name: str | None = field(default=None, metadata=about("name of the run; without it the run directory's"))
     group: str | None = field(
@@ -88,7 +91,7 @@ class WandB(Sink):
             for name in _FOLDERS:
                 folder_in(run.run_dir, name)
         folder.mkdir(parents=True, exist_ok=True)
-        self._library = wandb.setup()
+        self._library = _set_up()
         atexit.register(self._abandon)
         settings = wandb.Settings(
             console="off",  # otherwise it patches stdout and stderr
@@ -101,7 +104,7 @@ class WandB(Sink):
             finish_timeout=self.timeout * 0.8,  # also at the end of the process
         )
         self._run = wandb.init(
-            project=self.project,
+            project=self.project or self._library.settings.project or "uncategorized",  # W&B would ask git
             entity=self.entity,
             name=self.name or directory,
             group=self.group or directory,
@@ -179,6 +182,22 @@ def _wandb() -> Any:
     return importlib.import_module("wandb")
 
 
+def _set_up() -> Any:
+    """Set up W&B without git, which waits for ever for a pipe in the repository of a stranger around."""
+    given = os.environ.get(_NO_GIT)
+    os.environ[_NO_GIT] = "true"
+    try:
+        library = _wandb().setup()
+    finally:
+        if given is None:
+            del os.environ[_NO_GIT]
+        else:
+            os.environ[_NO_GIT] = given
+    if given is None:
+        library.settings.disable_git = False  # of W&B runs of the user's own script
+    return library
+
+
 def _refuse_settings_of(run_dir: Path | None) -> None:
     """Raise UserError for settings in the working directory that the run has brought: they may name another server."""
     for file in (Path(name, "settings").resolve() for name in _FOLDERS):
@@ -194,7 +213,7 @@ def _is_online(mode: str | None) -> bool:
 
 def _has_key() -> bool:
     """Return whether W&B has a key for its server; unlike `wandb.login`, this does not ask the server."""
-    settings = _wandb().setup().settings
+    settings = _set_up().settings
     if settings.api_key or settings.identity_token_file:
         return True
     try:

@@ -1,3 +1,4 @@
+import importlib
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from hookdiff.authors.testing.tracks import assert_tracks
 from hookdiff.log.event import Event
 from hookdiff_wandb import WandB
 from tests.conftest import PATIENCE, Restores, RollsBack, check_facts, finish, refused, wait_for, wait_until, warnings
+from tests.hostile.mutations import in_time
 from tests.plugins.test_tensorboard import make_loop
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:google")
@@ -200,6 +202,17 @@ def test_settings_that_a_run_has_brought_are_refused(
     monkeypatch.chdir(run)
     with refused(UserError, run / folder / "settings"):
         make_loop({"wandb": WandB(mode="offline")}, run).run()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+def test_a_pipe_in_the_repository_around_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    os.mkfifo(tmp_path / ".git" / "commondir")
+    monkeypatch.chdir(tmp_path)
+    importlib.import_module("wandb").teardown()  # it asks git when it is set up
+    with in_time():
+        make_loop({"wandb": WandB(mode="offline", timeout=300)}, tmp_path / "run", steps=1).run()
+    assert len(runs(tmp_path / "run")) == 1
 
 
 def test_the_folder_may_be_elsewhere(tmp_path: Path) -> None:
