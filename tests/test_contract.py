@@ -449,7 +449,7 @@ def test_there_are_few_public_modules() -> None:
 
 
 RANKS = {"hookdiff_ddp", "hookdiff_fsdp"}  # plugins with which several ranks train one model
-KNOWS_DISTRIBUTED = {CORE / "machine" / f"{name}.py" for name in ("ranks", "joining", "aside")}
+KNOWS_DISTRIBUTED = {CORE / "machine" / f"{name}.py" for name in ("ranks", "joining", "aside", "failures")}
 
 
 @pytest.mark.parametrize("path", [*CORE_FILES, *PLUGIN_FILES], ids=name)

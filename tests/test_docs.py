@@ -229,7 +229,7 @@ def test_the_toml_is_valid(page: str, tmp_path: Path) -> None:
             (group,) = table["project"]["entry-points"]
             assert group in ("hookdiff.plugins", "hookdiff.parts")
             continue
-        path = tmp_path / "config.toml"
+        path = tmp_path / "own.toml"  # a config.toml may be a stranger's
         path.write_text(tomli_w.dumps(table))
         load_config(path)
 

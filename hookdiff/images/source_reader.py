@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff.data.batch import Batch
@@ -140,6 +140,12 @@ class SourceReader:
                 broken = torch.zeros(len(self), dtype=torch.bool)
                 broken[[*undecodable, *self.unreadable]] = True
                 one._kept.rows = replacements(parts, broken)
+        return one
+
+    def without_workers(self) -> SourceReader:
+        """Return a copy that reads in this process, for a few samples."""
+        one = copy(self)
+        one.workers, one._idle = evolve(self.workers, workers=0), []
         return one
 
     def check(self) -> None:

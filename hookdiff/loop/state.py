@@ -122,6 +122,6 @@ def check_parameters(model: nn.Module) -> None:
     """Raise UserError for a trained parameter that no optimizer here takes: a complex one, or one that overlaps."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (parameter.is_complex() or not parameter.is_contiguous()):
-            from hookdiff.models.trainable import check_trainable
+            from hookdiff.models.trainable import check_parameter
 
-            check_trainable(name, parameter)
+            check_parameter(name, parameter)

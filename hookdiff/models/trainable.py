@@ -6,7 +6,7 @@ from hookdiff.errors import UserError
 from hookdiff.machine.overlap import is_overlapping
 
 
-def check_trainable(name: str, parameter: Tensor) -> None:
+def check_parameter(name: str, parameter: Tensor) -> None:
     """Raise UserError for a parameter that is complex, or that shows a place in memory several times.
 
     Neither norms nor optimizers here take a complex one. Of the other, an update would change a number several times.

@@ -86,7 +86,11 @@ class Autoencoder(PictureEncoder):
         return config
 
     def weights(self) -> Weights:
-        """Find the weights; raises UserError if there are none in safetensors, or several."""
+        """Find the weights.
+
+        Raises:
+            UserError: if there are none in safetensors, or several.
+        """
         return weights_in(self.folder, (_USUAL.removesuffix(".safetensors") + INDEX, _USUAL))
 
     def digest(self) -> str:

@@ -37,7 +37,7 @@ class HuggingFace:
 
     def __init__(
         self,
-        path: Annotated[str, Connects(lambda path: not _is_here(path))],
+        path: Annotated[str, Connects(lambda path: isinstance(path, str) and not _is_here(path))],
         split: str = "train",
         name: str | None = None,
         image_column: str | None = None,

@@ -56,7 +56,11 @@ def network_weights(folder: Path, config: Mapping[str, Any]) -> Weights:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether there is a tokenizer in `folder`; raises UserError if a pipe or a folder has the name of one."""
+    """Return whether there is a tokenizer in `folder`.
+
+    Raises:
+        UserError: if a pipe or a folder has the name of one.
+    """
     return bool(files_in(folder, _OF_TOKENIZER))
 
 

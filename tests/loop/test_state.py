@@ -317,8 +317,7 @@ def test_without_a_checkpoint_the_run_starts_anew_unless_a_path_was_given(
     plugins = {"metrics": Metrics(), "keeps": Restores({})}
     assert toy_loop(plugins, run_dir=run, resume=True, steps=3).run() == "done"
     assert caplog.messages == []  # there was no run directory
-    run.mkdir()
-    (run / "metrics.jsonl").touch()
+    assert (run / "metrics.jsonl").is_file()
     assert toy_loop(plugins, run_dir=run, resume=True, steps=3).run() == "done"
     (message,) = caplog.messages
     check_facts(message, run, "checkpoint")

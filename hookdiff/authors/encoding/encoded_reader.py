@@ -178,7 +178,7 @@ class EncodedReader:
 
     def _look(self, samples: Feed, givens: Mapping[str, GivenSides]) -> None:
         """Report what a few of the samples show of the encoders that have made them."""
-        batches = [*samples.unaugmented(few_of(samples.usable), AT_ONCE)]
+        batches = [*Feed(samples.reader.without_workers()).unaugmented(few_of(samples.usable), AT_ONCE)]
         for name, given in givens.items():
             for batch in batches:
                 given.sides_of(batch)  # refuses what is not finite

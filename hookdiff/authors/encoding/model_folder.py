@@ -71,7 +71,11 @@ def file_in(folder: Path, name: str) -> Path | None:
 
 
 def files_in(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Return the files with these names that are there, by name; raises UserError as `file_in`."""
+    """Return the files with these names that are there, by name.
+
+    Raises:
+        UserError: if something else has such a name, as for `file_in`.
+    """
     return {name: path for name in dict.fromkeys(names) if (path := file_in(folder, name))}
 
 
