@@ -319,8 +319,9 @@ def test_without_a_checkpoint_the_run_starts_anew_unless_a_path_was_given(
     assert caplog.messages == []  # there was no run directory
     assert (run / "metrics.jsonl").is_file()
     assert toy_loop(plugins, run_dir=run, resume=True, steps=3).run() == "done"
-    (message,) = caplog.messages
+    message, replaced = caplog.messages
     check_facts(message, run, "checkpoint")
+    check_facts(replaced, "metrics.jsonl", "1 line")
     for named in (run, str(run)):
         with refused(NoCheckpoint, run):
             toy_loop({"keeps": Restores({})}, run_dir=run, resume=named, steps=3).run()
