@@ -134,7 +134,9 @@ def test_a_run_keeps_its_length_and_is_measured_at_its_whole_rate(
 
 def test_the_table_and_the_trace_are_for_reading(small: Callable[..., Path], hookdiff: Any, tmp_path: Path) -> None:
     done = hookdiff("profile", small("clip"), "--steps", 2, "--no-try", "--trace", "new/step.json.gz")
-    first, place, columns, *rows, last = output(done).splitlines()
+    first, place, *lines = output(done).splitlines()
+    # On a busy machine one more line says that the parts took longer than the step.
+    columns, *rows, last = [line for line in lines if not line.lstrip().startswith("its parts")]
     check_facts(first, "small", "ms a step", 16, "cpu", "img/s")
     check_facts(place, "step 5 of 30", "warm-up", "config")
     assert columns.split() == ["part", "ms", "share"]
