@@ -131,11 +131,11 @@ def test_what_the_data_decides_is_not_said_to_be_kept(load_small, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("threads", "is_warned"), [(1, False), (4096, True)])
+@pytest.mark.parametrize(("threads", "is_warned"), [(1, False), (1024, True)])
 def test_more_threads_than_cpus_are_warned_of(load_small, monkeypatch, caplog, threads, is_warned):
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     prepare_process(load_small(f"run.threads={threads}"), CPU)
-    assert ["run.threads: 4096" in message for message in caplog.messages] == [True] * is_warned
+    assert ["run.threads: 1024" in message for message in caplog.messages] == [True] * is_warned
 
 
 def test_a_choice_of_a_resumed_run_need_not_fit_the_default_process(load_small):
