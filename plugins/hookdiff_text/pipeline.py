@@ -239,7 +239,7 @@ class _Network:
 
     def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
         taken = self._taken(texts)
-        for network, tokenizer in self.pairs:  # before the pipeline, whose error would be a traceback
+        for network, tokenizer in self.pairs:  # the pipeline would end in a traceback
             check_tokens(network, tokenizer, tokenized(tokenizer, taken, verbose=False)["input_ids"])
         is_empty = torch.tensor([not text for text in texts])
         with torch.no_grad():

@@ -67,7 +67,7 @@ def test_a_buffer_trains_and_is_saved_as_what_it_shows(name: str, tmp_path: Path
     def train(run: Path, steps: int, resume: bool = False) -> Loop:
         plugins = {
             "ema": EMA(decay=0.9),
-            "amp": AMP("fp16", init_scale=2.0**24, growth_interval=3),  # whose void steps put buffers back
+            "amp": AMP("fp16", init_scale=2.0**24, growth_interval=3),  # a void step puts buffers back
             "checkpoint": Checkpoint(every=3),
         }
         run.mkdir(exist_ok=True)

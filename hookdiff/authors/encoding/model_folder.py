@@ -17,7 +17,7 @@ from hookdiff.authors.encoding.digests import digest_of
 from hookdiff.authors.encoding.encoder_folder import why_no_folder
 from hookdiff.disk.reading import read_file
 from hookdiff.disk.sharded import INDEX, Weights, read_weights
-from hookdiff.errors import UserError, listed, why_missing
+from hookdiff.errors import UserError, listed
 from hookdiff.machine.network import no_connections
 
 _ASKED_BY = "data.encode"
@@ -40,13 +40,6 @@ Seen = Mapping[str, "Path | Mapping[str, Any]"]  # by name in the folder of a li
 
 class NoFolder(UserError):
     """There is no folder at the path of an encoder."""
-
-
-def check_folder(folder: Path) -> None:
-    """Raise NoFolder if there is no `folder`."""
-    if not folder.is_dir():
-        reason = "is a file, expected the folder of it" if folder.exists() else why_missing(folder)
-        raise NoFolder(f"{_ASKED_BY}: {folder}: {reason}")
 
 
 def file_in(folder: Path, name: str) -> Path | None:
@@ -129,7 +122,6 @@ def weights_in(folder: Path, usual: Sequence[str]) -> Weights:
     Raises:
         UserError: for weights that are not in safetensors, that are damaged or missing, or of which there are several.
     """
-    check_folder(folder)
     if os.path.lexists(folder / _ADAPTER):
         raise UserError(
             f"{_ASKED_BY}: {folder} has an {_ADAPTER}, so its weights are an adapter; merge it into its network"

@@ -89,7 +89,7 @@ class TextRows:
         else:
             self._soundness = []
             first_rank_does(lambda: self._look(wanted))
-            self._report(wanted)
+            self._report_soundness(wanted)
         if rank() == 0:
             self._report_tokens(wanted)
 
@@ -101,13 +101,13 @@ class TextRows:
         folder = self._folder
         first_rank_does(lambda: make_folder(folder))
         if not agree(bool(self._lacking(folder, wanted))):
-            self._report(wanted)
+            self._report_soundness(wanted)
             return
         with locked(folder, shared=False) if rank() == 0 else nullcontext():
             # Another run may have made some meanwhile.
             lacking = first_rank_does(lambda: self._lacking(folder, wanted, report=True))
             soundness = first_rank_does(lambda: self._look(lacking)) if lacking else None
-            self._report(wanted)
+            self._report_soundness(wanted)
             if soundness:
                 self._make(folder, lacking, soundness)
                 agree(False)  # wait for the first rank, which writes
@@ -212,7 +212,7 @@ class TextRows:
         self._soundness.append((soundness, [*map(_digest, texts)]))
         return soundness
 
-    def _report(self, texts: Sequence[str]) -> None:
+    def _report_soundness(self, texts: Sequence[str]) -> None:
         """Warn of what is not sound about the encoder of `texts`."""
         own = {_digest(text): text for text in texts}
         parts = [

@@ -1,4 +1,4 @@
-"""What is said of texts whose tokens lose something: which are cut, unknown, or the same as others."""
+"""Warnings about texts that lose something as tokens: those cut, unknown, or the same as others."""
 
 from collections.abc import Mapping, Sequence
 
