@@ -3,12 +3,14 @@
 Run it before and after on one machine, and compare: `python tests/hashes.py > before.txt`. With a FOLDER, the first
 call keeps a run of half the length there; later calls resume a copy of it, so that a checkpoint made before a change is
 resumed after it: `python tests/hashes.py FOLDER`. A hash is of all tensors of the state of a run: weights, buffers,
-optimizers and plugins.
+optimizers and plugins, adopted modules among them. The runs on two ranks are processes of their own.
 """
 
 import hashlib
 import logging
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hookdiff import build_loop, load_config
+from hookdiff.machine import whole
 
 STEPS = 50  # of CONFIG
 PLUGINS = (
@@ -56,6 +59,8 @@ CONFIG = """
     [plugins.checkpoint]
     every = 20
 """
+ADOPTS = "hookdiff_uncertainty:Uncertainty"  # a plugin that trains a module of its own
+EXAMPLE = Path(__file__).parents[1] / "examples" / "plugins" / "uncertainty"
 # What each run has that the first one has not: keys to set, and names of plugins.
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "plain": ([], []),
@@ -71,7 +76,21 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     **{f"precision {name}": ([f"plugins.amp.precision={name}"], ["amp"]) for name in ("bf16", "fp16", "off")},
     **{f"plugin {name}": ([], [name]) for name in PLUGINS},
     "all plugins": ([], list(PLUGINS)),
+    "adopted module": ([], [ADOPTS]),
+    "adopted module, all plugins": (
+        [f'plugins.lr.adopted=["{ADOPTS}"]', f'plugins.clip.adopted=["{ADOPTS}"]'],
+        [ADOPTS, *PLUGINS],
+    ),
 }
+# Runs on two ranks; each case as above.
+CASES_ON_RANKS: dict[str, tuple[list[str], list[str]]] = {
+    "ddp": ([], ["ddp"]),
+    "ddp, all plugins": ([], ["ddp", *PLUGINS]),
+    "ddp, adopted module": ([], ["ddp", "clip", ADOPTS]),
+    "fsdp": ([], ["fsdp"]),
+    "fsdp, all plugins": ([], ["fsdp", *PLUGINS]),
+}
+RANKS = "--ranks"
 
 
 def tensors(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -80,7 +99,7 @@ def tensors(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Ten
         if isinstance(value, Mapping):
             yield from tensors(value, f"{path}/{key}")
         elif isinstance(value, Tensor):
-            yield f"{path}/{key}", value
+            yield f"{path}/{key}", whole(value)
 
 
 def hash_of(state: Mapping[str, Any]) -> str:
@@ -115,8 +134,25 @@ def main(kept: Path | None) -> None:
             half.parent.mkdir(parents=True, exist_ok=True)
             train(half, [], list(PLUGINS), stop=STEPS // 2)
         shutil.copytree(half, folder / "resumed")
-        print(f"{train(folder / 'resumed', [], list(PLUGINS), resume=True)}  resumed from step {STEPS // 2}")
+        print(f"{train(folder / 'resumed', [], list(PLUGINS), resume=True)}  resumed from step {STEPS // 2}", flush=True)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        subprocess.run([*launcher, __file__, RANKS, folder / "ranks"], check=True, stderr=subprocess.DEVNULL)
+
+
+def main_of_rank(folder: Path) -> None:
+    """Do the work of one rank, and print the lines of all runs on ranks if it is the first."""
+    torch.set_num_threads(1)
+    logging.getLogger("hookdiff").setLevel(logging.ERROR)
+    folder.mkdir(exist_ok=True)
+    for number, (name, (settings, plugins)) in enumerate(CASES_ON_RANKS.items()):
+        line = f"{train(folder / str(number), settings, plugins)}  2 ranks, {name}"
+        if os.environ["RANK"] == "0":
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    sys.path.insert(0, str(EXAMPLE))
+    if sys.argv[1:2] == [RANKS]:
+        main_of_rank(Path(sys.argv[2]))
+    else:
+        main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
