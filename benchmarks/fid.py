@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.inception import Inception3
 
-from hookdiff.authors import Moments, frechet_distance
+from hookdiff.features import Moments, frechet_distance
 from hookdiff_features.inception import InceptionV3
 
 DIM = 2048

@@ -57,7 +57,7 @@ AGAIN = 0.5  # probability that a process which resumes is killed, too
 AIMED, SOON = 0.25, 0.01  # probability that a kill waits for the next checkpoint to get its name; seconds after it
 PLUGINS = ["lr", "amp", "ema", "clip", "loss", "gradients", "nan", "samples", "checkpoint"]
 # Modules that a process imports late; forked processes have them already.
-LATE = ["hookdiff.cli.run", "hookdiff.cli.summary", "hookdiff.experiment", "hookdiff.builtin.changes"]
+LATE = ["hookdiff.cli.run", "hookdiff.cli.summary", "hookdiff.experiment", "hookdiff.builtin.config_changes"]
 LATE += ["torchvision.utils", "PIL.PngImagePlugin", "torch._dynamo", "concurrent.futures.thread"]
 CONFIG = """
 [run]

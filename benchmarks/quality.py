@@ -39,7 +39,7 @@ from PIL import Image, ImageDraw
 from recipes import RECIPES, TUNED, in_unit_range, rate_of
 from torch import Tensor, nn
 
-from hookdiff.authors import Moments, frechet_distance
+from hookdiff.features import Moments, frechet_distance
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package dataset-fashion-mnist
 

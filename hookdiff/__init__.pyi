@@ -19,7 +19,7 @@ from .errors import (
 )
 from .experiment.build import build_loop as build_loop
 from .experiment.config import Config as Config, load_config as load_config
-from .experiment.trained import load_run as load_run
+from .experiment.loaded_run import load_run as load_run
 from .log.event import Finding as Finding
 from .log.findings import Alarms as Alarms
 from .loop.counts import LoopConfig as LoopConfig, Progress as Progress, Step as Step, Verdict as Verdict

@@ -26,11 +26,11 @@ from PIL import Image
 from torch import distributed
 
 from hookdiff import PASS, Batch, Loop, hookimpl
-from hookdiff.authors.testing.graphs import Graphs
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.disk.lock import lock_run_dir
 from hookdiff.disk.tree import flatten, unflatten
 from hookdiff.machine.joining import leave
+from hookdiff.testing.graphs import Graphs
+from hookdiff.testing.toy import toy_loop
 from tests.forked import PATIENCE, begin, command, forked, run_main
 
 pytest_plugins = ["hookdiff.cli.fixtures"]

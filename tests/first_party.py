@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from hookdiff import InMemory
-from hookdiff.authors.testing.toy import toy_model
 from hookdiff.data.memory import digits
 from hookdiff.options.imports import installed
+from hookdiff.testing.toy import toy_model
 
 # Options with which each plugin does something in 12 steps; a plugin that is not named here has its defaults.
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hookdiff import build_loop, load_config
 from hookdiff.machine import whole
+from hookdiff.machine.joining import joined, leave
 
 STEPS = 50  # of CONFIG
 PLUGINS = (
@@ -78,7 +79,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "all plugins": ([], list(PLUGINS)),
     "adopted module": ([], [ADOPTS]),
     "adopted module, all plugins": (
-        [f'plugins.lr.adopted=["{ADOPTS}"]', f'plugins.clip.adopted=["{ADOPTS}"]'],
+        ['plugins.lr.adopted=["uncertainty"]', 'plugins.clip.adopted=["uncertainty"]'],
         [ADOPTS, *PLUGINS],
     ),
 }
@@ -134,7 +135,9 @@ def main(kept: Path | None) -> None:
             half.parent.mkdir(parents=True, exist_ok=True)
             train(half, [], list(PLUGINS), stop=STEPS // 2)
         shutil.copytree(half, folder / "resumed")
-        print(f"{train(folder / 'resumed', [], list(PLUGINS), resume=True)}  resumed from step {STEPS // 2}", flush=True)
+        print(
+            f"{train(folder / 'resumed', [], list(PLUGINS), resume=True)}  resumed from step {STEPS // 2}", flush=True
+        )
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         subprocess.run([*launcher, __file__, RANKS, folder / "ranks"], check=True, stderr=subprocess.DEVNULL)
 
@@ -144,10 +147,12 @@ def main_of_rank(folder: Path) -> None:
     torch.set_num_threads(1)
     logging.getLogger("hookdiff").setLevel(logging.ERROR)
     folder.mkdir(exist_ok=True)
-    for number, (name, (settings, plugins)) in enumerate(CASES_ON_RANKS.items()):
-        line = f"{train(folder / str(number), settings, plugins)}  2 ranks, {name}"
-        if os.environ["RANK"] == "0":
-            print(line, flush=True)
+    with joined("cpu"):
+        for number, (name, (settings, plugins)) in enumerate(CASES_ON_RANKS.items()):
+            line = f"{train(folder / str(number), settings, plugins)}  2 ranks, {name}"
+            if os.environ["RANK"] == "0":
+                print(line, flush=True)
+    leave(0)
 
 
 if __name__ == "__main__":

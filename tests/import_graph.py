@@ -1,11 +1,13 @@
 """The import graph of hookdiff: its rooms, the files beside them, the imports that run back up, and the circles.
 
 A room is a folder of hookdiff/. In the graph of rooms each file beside them is a node too, and so is the whole of
-plugins/. Imports for type checkers and inside functions count; the lazy names of a room's face (`__init__.pyi`) do not.
+plugins/. Imports for type checkers and inside functions count. A name that is taken from the face of a room, which is
+imported lazily, counts as an import of the module that the face's stub (`__init__.pyi`) takes it from.
 `python tests/import_graph.py [ROOT]` prints the numbers.
 """
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,15 +25,26 @@ def files(root: Path) -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def lazy_names(stub: Path) -> dict[str, str]:
+    """Return the module, relative to its face, of each name of a face; nothing for a package without a stub."""
+    lines = ast.parse(stub.read_text("utf-8")).body if stub.exists() else []
+    return {alias.name: line.module or "" for line in lines if isinstance(line, ast.ImportFrom) for alias in line.names}
+
+
 def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
     """Yield the modules of `known` that the file imports, or imports a name from."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module in known:
+            lazy = lazy_names(known[node.module].with_suffix(".pyi"))
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield inner if inner in known else node.module
+                if inner in known:
+                    yield inner
+                else:
+                    yield f"{node.module}.{lazy[alias.name]}" if alias.name in lazy else node.module
 
 
 def file_graph(root: Path) -> Graph:

@@ -195,13 +195,13 @@ FAULTS = (
     ),
     Fault(
         "authors: rows of later parts are their own neighbours",
-        "hookdiff/authors/features/neighbours.py",
+        "hookdiff/features/neighbours.py",
         "torch.arange(place.start, place.stop)",
         "torch.arange(len(part))",
     ),
     Fault(
         "builtin: a fixed switch may be flipped, and its value not changed",
-        "hookdiff/builtin/changes.py",
+        "hookdiff/builtin/config_changes.py",
         "if bool(old) != bool(new)",
         "if bool(old) == bool(new)",
     ),
@@ -269,7 +269,7 @@ FAULTS = (
     ),
     Fault(
         "encoding: captions of the same tokens pass for different ones",
-        "hookdiff/authors/encoding/tokens.py",
+        "hookdiff/encoding/tokens.py",
         "if plain[row] != plain[other]",
         "if plain[row] == plain[other]",
     ),
@@ -329,7 +329,7 @@ FAULTS = (
     ),
     Fault(
         "encoding: float16 may change values by their whole deviation",
-        "hookdiff/authors/encoding/soundness.py",
+        "hookdiff/encoding/soundness.py",
         "_CHANGE = 0.1 ",
         "_CHANGE = 1.0 ",
     ),

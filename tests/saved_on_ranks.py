@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import Loop, UserError, hookimpl
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.disk.tree import flatten
 from hookdiff.experiment.optimizers import weights_of
 from hookdiff.machine.dtensor import fill_, is_sharded, local, whole
 from hookdiff.machine.ranks import gathered, num_ranks, rank
+from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ddp import DDP
 from hookdiff_ema import EMA

@@ -24,13 +24,13 @@ from click import Context
 
 import hookdiff
 from hookdiff import Hooks, Loop, load_config
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.cli import COMMANDS, main
 from hookdiff.cli.command_line import group
 from hookdiff.loop.hookspecs import ELSEWHERE, HOOK_NAMES, HOOKS
 from hookdiff.options.default_names import DEFAULT_PLUGINS
 from hookdiff.options.imports import import_object, installed
 from hookdiff.run_dir import History
+from hookdiff.testing.toy import toy_loop
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]

@@ -22,12 +22,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LossOutput, TrackedRun, UserError, hookimpl
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.contract import assert_keeps_contract
-from hookdiff.authors.testing.promises import assert_any_order, assert_removable, assert_resumes
-from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
-from hookdiff.authors.testing.tracks import assert_tracks
 from hookdiff.experiment.discovery import plugin_class
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.contract import assert_keeps_contract
+from hookdiff.testing.plugin_checks import assert_any_order, assert_removable, assert_resumes
+from hookdiff.testing.sink_checks import assert_tracks
+from hookdiff.testing.toy import ToyObjective, toy_loop, toy_model
 from tests.conftest import PATIENCE, Batches, check_facts, finish, ran, records, refused
 
 PLUGINS = Path(__file__).parents[1] / "examples" / "plugins"

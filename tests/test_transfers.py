@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hookdiff import Feed, Loop, LoopConfig
-from hookdiff.authors.testing.transfers import CountTransfers
 from hookdiff.builtin.logged import Metrics
 from hookdiff.data.memory import digits
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.experiment.discovery import plugin_class
+from hookdiff.testing.transfers import CountTransfers
 from hookdiff_networks import UNet
 
 STEPS, LOG_EVERY = 23, 10

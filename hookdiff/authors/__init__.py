@@ -1,4 +1,4 @@
-"""What plugins share: base classes, generated images, their features, charts, sheets of pictures, helpers for tests."""
+"""What a plugin stands on: periodic work, generated images, trackers, trial passes, charts, sheets of pictures."""
 
 import lazy_loader
 

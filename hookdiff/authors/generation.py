@@ -12,11 +12,11 @@ from attrs import converters, define, field
 from attrs.validators import ge
 from torch import Tensor
 
-from hookdiff.authors.features.collected import Collected
-from hookdiff.authors.features.reference import shares
-from hookdiff.authors.features.space import Features, Space, usual_features
 from hookdiff.authors.periodic import Periodic
 from hookdiff.errors import UserError
+from hookdiff.features.collected import Collected
+from hookdiff.features.reference import shares
+from hookdiff.features.space import Features, Space, usual_features
 from hookdiff.log.pixels import to_uint8
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop

@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hookdiff.builtin.changes import Changes
+from hookdiff.builtin.config_changes import Changes
 from hookdiff.builtin.directory import RunDir
 from hookdiff.builtin.events import Events
 from hookdiff.builtin.logged import Distributions, Metrics, Texts
 from hookdiff.builtin.pictures import Pictures
 from hookdiff.builtin.signals import Signals
 from hookdiff.builtin.skip import SkipBatches
-from hookdiff.builtin.start import Start
+from hookdiff.builtin.start_from import Start
 
 
 def builtin_plugins(

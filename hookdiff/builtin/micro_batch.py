@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from attrs import define
 
-from hookdiff.authors.rehearsal import rehearsing
+from hookdiff.authors.trial_passes import rehearsing
 from hookdiff.data.batch import Batch
 from hookdiff.errors import UserError
 from hookdiff.loop.hookspecs import hookimpl

@@ -19,7 +19,7 @@ from hookdiff.experiment.toml_file import read_toml
 from hookdiff.run_dir.layout import run_of
 
 if TYPE_CHECKING:
-    from hookdiff.experiment.trained import Run
+    from hookdiff.experiment.loaded_run import Run
 
 
 class WrongPath(click.ClickException):

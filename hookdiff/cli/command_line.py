@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from hookdiff.cli.code import file_of
-from hookdiff.cli.garbage import collect_rarely
+from hookdiff.cli.garbage_collection import collect_rarely
 from hookdiff.cli.output import drop_unwritten, log_to_stderr, open_streams, say
 from hookdiff.errors import HookError, OnAnotherRank, PluginError, UserError
 from hookdiff.machine.safe_path import keep_safe_path

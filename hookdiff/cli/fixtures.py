@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.builtin import builtin_plugins
 from hookdiff.loop.loop import Loop
+from hookdiff.testing.toy import toy_loop
 
 
 @pytest.fixture

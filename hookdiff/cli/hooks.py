@@ -48,7 +48,7 @@ def contract(hook: str) -> str:
 
 
 def example(hook: str) -> str:
-    """Return the source of the example of `hook`: the class in `hookdiff.authors.examples` with it as first method."""
+    """Return the source of the example of `hook`: the class in `hookdiff.testing.examples` with it as first method."""
     source, module = _examples()
     (found,) = (
         node
@@ -77,5 +77,5 @@ def imports(codes: Iterable[str]) -> list[str]:
 @functools.cache
 def _examples() -> tuple[str, ast.Module]:
     # The file is read and not imported: the import of torch takes long.
-    source = Path(__file__).parents[1].joinpath("authors", "examples.py").read_text("utf-8")
+    source = Path(__file__).parents[1].joinpath("testing", "examples.py").read_text("utf-8")
     return source, ast.parse(source)

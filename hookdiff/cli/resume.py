@@ -29,7 +29,7 @@ def command(
     RUN may also be one checkpoint in a run directory; this needs --out. If the run is already done, the command prints
     a message and exits with 0.
     """
-    from hookdiff.builtin.changes import check_parts
+    from hookdiff.builtin.config_changes import check_parts
     from hookdiff.cli.run import train_from_config
     from hookdiff.disk.paths import is_empty
     from hookdiff.experiment.toml_file import read_toml

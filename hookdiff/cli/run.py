@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hookdiff.cli.arguments import config_argument, out_option, overwrite_option, training_options
-from hookdiff.cli.garbage import freeze_modules
+from hookdiff.cli.garbage_collection import freeze_modules
 from hookdiff.cli.output import say
 from hookdiff.errors import NoCheckpoint, UserError, nearest
 from hookdiff.run_dir.layout import check_run_dir

@@ -1,6 +1,7 @@
+from .absent_data import FeedWithoutData as FeedWithoutData
 from .batch import Batch as Batch
-from .facts import Facts as Facts
 from .feed import Feed as Feed
+from .feed_state import Facts as Facts
 from .memory import (
     InMemory as InMemory,
     check_range as check_range,
@@ -8,5 +9,4 @@ from .memory import (
     fashion_mnist as fashion_mnist,
     to_unit_range as to_unit_range,
 )
-from .remembered import Remembered as Remembered
 from .source import Images as Images, Source as Source

@@ -28,7 +28,7 @@ from hookdiff.machine.randomness import derive_seed
 from hookdiff.options.fields import about
 
 if TYPE_CHECKING:
-    from hookdiff.data.facts import Facts
+    from hookdiff.data.feed_state import Facts
 
 _CPU = torch.device("cpu")
 _NAMED = 64  # samples of which all ranks compare the names
@@ -194,7 +194,7 @@ class Feed:
     @cached_property
     def facts(self) -> Facts:
         """What a checkpoint keeps of the data."""
-        from hookdiff.data.facts import Facts
+        from hookdiff.data.feed_state import Facts
 
         return Facts.about(self)
 
@@ -277,7 +277,7 @@ class Feed:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` is one that `load_state_dict` takes."""
-        from hookdiff.data.facts import FeedState
+        from hookdiff.data.feed_state import FeedState
         from hookdiff.options.structure import structured
 
         weights = structured(FeedState, state).weights

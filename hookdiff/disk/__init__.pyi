@@ -21,6 +21,6 @@ from .paths import (
 )
 from .reading import check_kind as check_kind, only_files as only_files, open_file as open_file, read_file as read_file
 from .sharded import INDEX as INDEX, Weights as Weights, read_weights as read_weights
-from .stamp import is_intact as is_intact, stamped as stamped
+from .stamped_json import is_intact as is_intact, stamped as stamped
 from .tensors import check_tensors as check_tensors, open_tensors as open_tensors, write_tensors as write_tensors
 from .tree import flatten as flatten, unflatten as unflatten

@@ -14,31 +14,31 @@ import torch
 from attrs import evolve
 from torch import Generator, Tensor, nn
 
-from hookdiff.authors.encoding.captioned_reader import CaptionedReader
-from hookdiff.authors.encoding.captions import CaptionKeys, captions_for
-from hookdiff.authors.encoding.encoded_reader import EncodedReader
-from hookdiff.authors.encoding.encoder import INPUTS, Encoding, TextEncoder, is_same_scale, scale_text
 from hookdiff.builtin import builtin_plugins
-from hookdiff.builtin.start import Start
+from hookdiff.builtin.start_from import Start
 from hookdiff.data.feed import Feed
 from hookdiff.data.memory import InMemory
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.disk.reading import read_file
+from hookdiff.encoding.captioned_reader import CaptionedReader
+from hookdiff.encoding.captions import CaptionKeys, captions_for
+from hookdiff.encoding.encoder import INPUTS, EncoderKeys, TextEncoder, is_same_scale, scale_text
+from hookdiff.encoding.latent_reader import LatentReader
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.config import Config
 from hookdiff.experiment.discovery import LeftOut, is_needed
+from hookdiff.experiment.machine_choices import filled_in, prepare_process, recorded, settle
 from hookdiff.experiment.optimizers import build_optimizers
 from hookdiff.experiment.own_runs import is_remembered, remember
 from hookdiff.experiment.part import Part
-from hookdiff.experiment.settle import filled_in, prepare_process, recorded, settle
 from hookdiff.images.item_texts import with_texts
 from hookdiff.images.items import ItemKeys
 from hookdiff.images.loader import Workers
-from hookdiff.images.mistakes import remedy, without_loader
 from hookdiff.images.source_reader import feed_of
 from hookdiff.images.store import Store
 from hookdiff.images.transforms import Transforms, size_text
+from hookdiff.images.wrong_sources import remedy, without_loader
 from hookdiff.loop.counts import AUTO
 from hookdiff.loop.loop import Loop
 from hookdiff.loop.state import check_parameters
@@ -56,7 +56,7 @@ from hookdiff.terminal.bars import shown_works
 logger = logging.getLogger("hookdiff")
 
 _TRAINING_ONLY = {"run_dir", "changes"}  # plugins of a run that trains
-_ENCODED = (EncodedReader, CaptionedReader)  # readers that may have to encode
+_ENCODED = (LatentReader, CaptionedReader)  # readers that may have to encode
 _SIZES = ("in_channels", "out_channels", "image_size", "sample_size")  # arguments of models, here and in diffusers
 
 
@@ -202,7 +202,7 @@ def build_feed(
         store = evolve(store, store="auto", memory_limit=0)
     with _problems_of("data"), shown_works():
         shared = {name: value for part in (Workers, ItemKeys, Feed) for name, value in config.data.shared[part].items()}
-        transforms, encoding = config.data.of(Transforms), config.data.of(Encoding)
+        transforms, encoding = config.data.of(Transforms), config.data.of(EncoderKeys)
         pictures, texts, is_encoded = encoding.of_pictures, encoding.of_texts, encoding.encoded
         as_they_are = Transforms() if is_encoded and INPUTS in pictures else transforms
         for name, other in (encoding.encode or {}).items():
@@ -222,7 +222,7 @@ def build_feed(
             read = evolve(store, store="auto" if isinstance(source, InMemory) else "none")
             samples = cache(partial(feed_of, source, as_they_are, read, **shared))
             of_items = config.data.of(ItemKeys)
-            reader: Any = EncodedReader(source, transforms, store, pictures, samples, device, is_encoded, of_items)
+            reader: Any = LatentReader(source, transforms, store, pictures, samples, device, is_encoded, of_items)
         elif not texts:
             return feed_of(source, as_they_are, store, **shared)
         else:
@@ -311,7 +311,7 @@ def check_read(config: Config) -> None:
 
     An encoder of pictures gives a warning, as a plugin may read what it makes.
     """
-    encoders = config.data.of(Encoding).encode or {}
+    encoders = config.data.of(EncoderKeys).encode or {}
     conditions: Diffusion = config.diffusion.build()
     read = set()
     for name in conditions.condition_names:

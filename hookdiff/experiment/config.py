@@ -16,20 +16,20 @@ from typing import Any, Literal
 from attrs import Attribute, define, evolve, field, fields
 from attrs.validators import ge
 
-from hookdiff.authors.encoding.captions import CaptionKeys
-from hookdiff.authors.encoding.encoder import INPUTS, Encoding
-from hookdiff.builtin.start import Start
+from hookdiff.builtin.start_from import Start
 from hookdiff.data.feed import Feed
 from hookdiff.diffusion.clipping import NoClipping
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.disk.lock import confine
+from hookdiff.encoding.captions import CaptionKeys
+from hookdiff.encoding.encoder import INPUTS, EncoderKeys
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest
 from hookdiff.experiment.discovery import LeftOut, is_needed, plugin_class, plugin_name
-from hookdiff.experiment.expected import MODEL, OPTIMIZER, SOURCE, Expected
 from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
 from hookdiff.experiment.own_runs import is_remembered, remember
 from hookdiff.experiment.part import Part
+from hookdiff.experiment.part_requirements import MODEL, OPTIMIZER, SOURCE, PartRequirement
 from hookdiff.experiment.toml_file import read_with_bytes
 from hookdiff.experiment.trust import asks, dangers, is_of_run
 from hookdiff.images.items import ItemKeys
@@ -127,7 +127,7 @@ class Section:
     table: str
     known: Mapping[str, str]  # paths of targets, by name
     shared: tuple[type, ...]  # classes that define the shared keys
-    expected: Expected
+    expected: PartRequirement
     key: str = "use"  # the key that names the target
     default: str | None = None
     find: Callable[[str, str], Any] = import_object
@@ -183,7 +183,7 @@ SECTIONS = (
     Section(
         "data",
         SOURCES,
-        (Transforms, Store, Workers, ItemKeys, Feed, Encoding, CaptionKeys),
+        (Transforms, Store, Workers, ItemKeys, Feed, EncoderKeys, CaptionKeys),
         SOURCE,
         key="source",
         find=_import_source,
@@ -408,7 +408,7 @@ def _check(
         problems.add("data", f"{data.use} needs {', '.join(lacking)}")
     for name, target in {"diffusion": Diffusion, "sampling": Sampling}.items():
         parts[name] = Part(name, "", target, arguments(target, tables.get(name, {}), name, problems))
-    if INPUTS in (parts["data"].shared.get(Encoding, {}).get("encode") or {} if parts.get("data") else {}):
+    if INPUTS in (parts["data"].shared.get(EncoderKeys, {}).get("encode") or {} if parts.get("data") else {}):
         given = parts["sampling"].arguments.get("clipping")
         if given is not None and given.clips:
             problems.add(
@@ -436,7 +436,7 @@ def _check(
 
 
 def _without_source(table: Mapping[str, Any], problems: Problems) -> dict[type, dict[str, Any]]:
-    """Return the arguments of `Encoding` and `Transforms` in the table [data] of a source that is not imported."""
+    """Return the arguments of `EncoderKeys` and `Transforms` in the table [data] of a source that is not imported."""
     encode = {key: value for key, value in table.items() if key == "encode"}
     found = dict[str, Any]()
     for key in described(Transforms):
@@ -446,7 +446,7 @@ def _without_source(table: Mapping[str, Any], problems: Problems) -> dict[type, 
                 found = given
             elif isinstance(table[key], Text):  # else the key is one of the source itself, with values of its own
                 problems.found += refused.found
-    return {Encoding: arguments(Encoding, encode, "data", problems), Transforms: found}
+    return {EncoderKeys: arguments(EncoderKeys, encode, "data", problems), Transforms: found}
 
 
 def _used(parts: Iterable[Part]) -> Iterator[tuple[str, str, object]]:

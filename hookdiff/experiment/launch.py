@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from hookdiff.builtin.changes import changes
+from hookdiff.builtin.config_changes import changes
 from hookdiff.errors import ConfigError
 from hookdiff.experiment.config import Config
 from hookdiff.experiment.discovery import installed_that, trains_on_ranks

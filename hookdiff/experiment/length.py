@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hookdiff.experiment.build import build_loop
 from hookdiff.experiment.config import Config
-from hookdiff.experiment.trained import load_run
+from hookdiff.experiment.loaded_run import load_run
 
 
 def num_steps(config: Config, run: Path | None = None, *, trust: bool = False) -> int:

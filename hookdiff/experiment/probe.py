@@ -11,9 +11,9 @@ from attrs import evolve
 from torch import nn
 from torch.optim import Optimizer
 
-from hookdiff.authors.encoding.captions import captions_for
-from hookdiff.authors.encoding.encoder import CAPTIONS, INPUTS, Encoding
-from hookdiff.builtin.start import Start
+from hookdiff.builtin.start_from import Start
+from hookdiff.encoding.captions import captions_for
+from hookdiff.encoding.encoder import CAPTIONS, INPUTS, EncoderKeys
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.build import (
     build_feed,
@@ -82,7 +82,7 @@ def try_data(config: Config) -> None:
     Raises:
         ConfigError: for the first problem.
     """
-    if not config.data.of(Encoding).encode:
+    if not config.data.of(EncoderKeys).encode:
         return
     try:
         config.data.build()
@@ -96,7 +96,7 @@ def _probe_captions(config: Config) -> None:
     if config.data.target is Folder:
         texts = {CAPTIONS: ()} if config.data.arguments.get("captions") else None
         try:
-            captions_for(SimpleNamespace(texts=texts), config.data.of(Encoding).of_texts)
+            captions_for(SimpleNamespace(texts=texts), config.data.of(EncoderKeys).of_texts)
         except UserError as error:
             raise ConfigError(f"data: {error}") from None
 
@@ -104,7 +104,7 @@ def _probe_captions(config: Config) -> None:
 def _probe_model(config: Config) -> Any:
     """Return the model, of some size if the data decides about it; its class if it cannot be made yet, or None."""
     part, side = config.model, config.data.of(Transforms).image_size
-    if INPUTS in config.data.of(Encoding).of_pictures:
+    if INPUTS in config.data.of(EncoderKeys).of_pictures:
         side = None  # the encoder decides it
     found: Any = part.target if isclass(part.target) and issubclass(part.target, nn.Module) else None
     if missing(part.target, part.arguments):
@@ -143,7 +143,7 @@ def _probe_objective(config: Config, model: Any) -> str | None:
         wanted = part.arguments.get("num_classes", "num_classes" in missing(part.target, part.arguments))
         labels = bool(wanted if isclass(model) else getattr(model, "num_classes", 0))
     images = "images"
-    if INPUTS in config.data.of(Encoding).of_pictures:
+    if INPUTS in config.data.of(EncoderKeys).of_pictures:
         images = "latents"
     elif side := transforms.image_size:
         images = f"images {size_text([*filter(None, [transforms.channels]), side, side])}"

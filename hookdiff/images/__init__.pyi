@@ -5,13 +5,13 @@ from .decoding import (
     num_channels as num_channels,
     upright_size as upright_size,
 )
-from .each import with_images as with_images
 from .folder import Folder as Folder
 from .formats import PICTURE_FORMATS as PICTURE_FORMATS, suffixes as suffixes, usual_suffix as usual_suffix
 from .items import parts_of as parts_of, seed_all as seed_all
 from .labels import as_lines as as_lines, encode as encode, normal as normal, parse_json as parse_json, some as some
 from .loader import Workers as Workers
-from .opened import open_picture as open_picture, reason as reason
+from .parallel_reading import with_images as with_images
+from .picture_reading import open_picture as open_picture, reason as reason
 from .source_reader import feed_of as feed_of
 from .store import Store as Store
 from .survey import (

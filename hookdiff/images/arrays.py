@@ -20,7 +20,7 @@ from numpy.lib import format as npy
 
 from hookdiff.disk.reading import open_file
 from hookdiff.errors import nearest, shown, why_missing
-from hookdiff.images.opened import reason
+from hookdiff.images.picture_reading import reason
 from hookdiff.machine.fitting import memory_in_use
 from hookdiff.terminal.words import byte_size
 

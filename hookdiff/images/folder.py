@@ -12,7 +12,7 @@ from hookdiff.errors import nearest, why_missing
 from hookdiff.images.caption_files import read_captions
 from hookdiff.images.formats import HEAD, is_picture, suffixes
 from hookdiff.images.labels import encode, normal, read_labels, some
-from hookdiff.images.opened import open_picture
+from hookdiff.images.picture_reading import open_picture
 from hookdiff.images.survey import PassedOver, kinds_text
 
 _CAPTIONS = ".txt"

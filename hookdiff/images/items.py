@@ -14,7 +14,7 @@ from hookdiff.data.reader import Stack, is_paired
 from hookdiff.data.source import Source
 from hookdiff.errors import UserError, nearest
 from hookdiff.images.decoding import upright_size
-from hookdiff.images.opened import reason
+from hookdiff.images.picture_reading import reason
 from hookdiff.images.texts import is_text
 from hookdiff.images.transforms import Transforms, size_text
 from hookdiff.machine.randomness import derive_seed

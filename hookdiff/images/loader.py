@@ -21,7 +21,7 @@ from hookdiff.data.source import Images
 from hookdiff.errors import StorageError, UserError
 from hookdiff.images.decoding import Unreadable
 from hookdiff.images.items import LoadedSample, collate
-from hookdiff.images.opened import with_image
+from hookdiff.images.picture_reading import with_image
 from hookdiff.machine.safe_path import safe_path
 from hookdiff.options.fields import about, between
 from hookdiff.terminal.words import byte_size

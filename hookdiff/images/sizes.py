@@ -12,8 +12,8 @@ from torch import Tensor
 from hookdiff.data.memory import InMemory
 from hookdiff.data.source import Images
 from hookdiff.images.decoding import Unreadable
-from hookdiff.images.each import with_images
 from hookdiff.images.items import ItemKeys, picture_in, sides_of
+from hookdiff.images.parallel_reading import with_images
 from hookdiff.images.survey import Survey
 from hookdiff.machine.randomness import default_generators_kept
 from hookdiff.terminal.pace import paced

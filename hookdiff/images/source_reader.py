@@ -13,8 +13,8 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff.data.batch import Batch
-from hookdiff.data.facts import MOST
 from hookdiff.data.feed import Feed
+from hookdiff.data.feed_state import MOST
 from hookdiff.data.memory import InMemory, to_device
 from hookdiff.data.order import replacements
 from hookdiff.data.reader import Codec, MemoryReader, Parts, Stack, are_pictures, hash_of, labels_of
@@ -23,10 +23,10 @@ from hookdiff.errors import UserError
 from hookdiff.images.augment import augment, center_crop
 from hookdiff.images.items import ItemKeys, read_item
 from hookdiff.images.loader import Loader, Workers, read_batch, read_image
-from hookdiff.images.mistakes import without_loader
 from hookdiff.images.sizes import sizes_of
 from hookdiff.images.store import Prepared, Store, prepare
 from hookdiff.images.transforms import Transforms, size_text
+from hookdiff.images.wrong_sources import without_loader
 from hookdiff.machine.randomness import default_generators_kept
 
 logger = logging.getLogger("hookdiff")

@@ -19,8 +19,7 @@ from hookdiff.disk.paths import user_cache
 from hookdiff.errors import UserError
 from hookdiff.images.cache import key_of, load_or_decode, place_of
 from hookdiff.images.decoding import Unreadable
-from hookdiff.images.each import with_images
-from hookdiff.images.mistakes import remedy
+from hookdiff.images.parallel_reading import with_images
 from hookdiff.images.survey import (
     Survey,
     first_stage_shape,
@@ -33,6 +32,7 @@ from hookdiff.images.survey import (
     unreadable_problems,
 )
 from hookdiff.images.transforms import Transforms, size_text
+from hookdiff.images.wrong_sources import remedy
 from hookdiff.options.fields import Writes, about
 from hookdiff.terminal.words import byte_size
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from hookdiff.data.source import Images, sample_name
 from hookdiff.errors import UserError
 from hookdiff.images.decoding import Unreadable, num_channels, upright_size
-from hookdiff.images.each import with_images
 from hookdiff.images.labels import as_lines, some
 from hookdiff.images.modes import load
+from hookdiff.images.parallel_reading import with_images
 from hookdiff.images.transforms import Transforms
 
 logger = logging.getLogger("hookdiff")

@@ -25,7 +25,7 @@ from hookdiff.disk.files import cannot_write, discard, make_folder, new_folder, 
 from hookdiff.disk.lock import check_place
 from hookdiff.disk.reading import open_file, read_file
 from hookdiff.errors import UserError
-from hookdiff.images.opened import reason
+from hookdiff.images.picture_reading import reason
 from hookdiff.options.structure import structured
 from hookdiff.terminal.words import byte_size
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hookdiff.disk.files import own_files
 from hookdiff.disk.reading import only_files
 from hookdiff.errors import UserError, nearest
-from hookdiff.images.mistakes import may_be_data
+from hookdiff.images.wrong_sources import may_be_data
 from hookdiff.options.fields import Writes
 
 # They unpack archives, write a file of their own, or make the folder that they are to read.

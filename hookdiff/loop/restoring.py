@@ -8,7 +8,7 @@ from typing import Any
 from attrs import define
 from torch import Tensor, nn
 
-from hookdiff.data.facts import another_encoder
+from hookdiff.data.feed_state import another_encoder
 from hookdiff.data.marks import Mark, changed_parts
 from hookdiff.disk.paths import is_empty, no_such_folder
 from hookdiff.disk.tree import State

@@ -1,4 +1,4 @@
-from .aside import Aside as Aside
+from .background_group import BackgroundGroup as BackgroundGroup
 from .dtensor import (
     counts as counts,
     fill_ as fill_,

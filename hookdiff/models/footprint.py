@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hookdiff.models.twin import twin
+from hookdiff.models.optimizer_copy import twin
 
 
 def as_fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from hookdiff.errors import UserError
 from hookdiff.machine.dtensor import everywhere, fill_, is_sharded, layout, place
-from hookdiff.models.twin import twin
+from hookdiff.models.optimizer_copy import twin
 from hookdiff.options.structure import structured
 
 # Means of squares, as torch and others name them.

@@ -18,7 +18,8 @@ from attrs.validators import in_
 from torch import Tensor
 
 from hookdiff import UserError, listed
-from hookdiff.authors import (
+from hookdiff.disk import INDEX, Weights
+from hookdiff.encoding import (
     Encoded,
     PictureEncoder,
     digest_seen,
@@ -28,7 +29,6 @@ from hookdiff.authors import (
     table_in,
     weights_in,
 )
-from hookdiff.disk import INDEX, Weights
 from hookdiff.options import about
 
 logger = logging.getLogger("hookdiff")

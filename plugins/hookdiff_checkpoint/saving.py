@@ -24,7 +24,7 @@ from hookdiff.disk import (
     write_file,
     write_tensors,
 )
-from hookdiff.machine import Aside, is_sharded, local, num_ranks, rank
+from hookdiff.machine import BackgroundGroup, is_sharded, local, num_ranks, rank
 from hookdiff_checkpoint.folder import FORMAT, MANIFEST, PLUGINS, SHARDED, CheckpointInfo, file_of, mapped, verify
 from hookdiff_checkpoint.pieces import PieceLocation, Pieces, Start
 
@@ -102,7 +102,7 @@ class PieceFile:
         return mapped(folder / self.name)
 
 
-def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any], aside: Aside) -> CheckpointInfo:
+def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any], aside: BackgroundGroup) -> CheckpointInfo:
     """Write the folder `path`, which appears completely or not at all; all ranks must call this, and agree `aside`.
 
     The manifest has the numbers, the strings and the `facts` of the main rank. An error on one rank is raised on all.

@@ -13,8 +13,8 @@ from torch import nn
 
 import hookdiff.diffusion as parts
 from hookdiff import Loop, UserError
-from hookdiff.authors import ExportedTexts
 from hookdiff.disk import new_folder, write_file, write_tensors
+from hookdiff.encoding import ExportedTexts
 from hookdiff.models import takes_time_later
 from hookdiff_checkpoint.export import plain_tensors
 from hookdiff_checkpoint.scheduler import OTHERWISE, Equivalent

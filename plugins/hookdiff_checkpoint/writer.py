@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hookdiff.disk import check_place, make_folder
 from hookdiff.loop import ADOPTED
-from hookdiff.machine import Aside, first_rank_says, rank, thread_beside
+from hookdiff.machine import BackgroundGroup, first_rank_says, rank, thread_beside
 from hookdiff_checkpoint.folder import CheckpointInfo
 from hookdiff_checkpoint.keep import remove
 from hookdiff_checkpoint.saving import Parts, write_checkpoint
@@ -167,7 +167,7 @@ class Writer:
     finite: set[Buffer]  # buffers that have been finite, each of which must stay so
     known: dict[Path, CheckpointInfo]  # checkpoints of the run; used by the thread alone during a save
     choose: Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]  # of all, newest first, those to keep
-    _aside: Aside = field(factory=Aside, init=False)
+    _aside: BackgroundGroup = field(factory=BackgroundGroup, init=False)
     _staging: Staging = field(factory=Staging, init=False)
     _pool: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "checkpoint"), init=False)
     _reserving: Future[None] | None = field(default=None, init=False)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hookdiff import Batch, Feed
-from hookdiff.authors import TextEncoder, TokenFacts, of_same_tokens
+from hookdiff.encoding import TextEncoder, TokenFacts, of_same_tokens
 from hookdiff.log import as_pictures
 from hookdiff.terminal import paced
 

@@ -9,8 +9,9 @@ from attrs import evolve
 from torch import Tensor
 
 from hookdiff import Config, Feed, UserError
-from hookdiff.authors import Moments, Space, TextEncoder, few_images, frechet_distance, named_features, usual_features
+from hookdiff.encoding import TextEncoder
 from hookdiff.experiment import build_feed, pick_device
+from hookdiff.features import Moments, Space, few_images, frechet_distance, named_features, usual_features
 from hookdiff.log import to_uint8
 from hookdiff.terminal import paced
 

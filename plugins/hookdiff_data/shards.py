@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 from attrs import define, field
 
 from hookdiff import Feed, UserError, shown
-from hookdiff.authors import ENCODED
 from hookdiff.cli import check_free
 from hookdiff.disk import new_folder, write_file, writing
+from hookdiff.encoding import ENCODED
 from hookdiff.terminal import paced
 from hookdiff_data.encoded import Encodings, is_encoded
 from hookdiff_data.members import CAPTIONS, Members, conditions_of, members, with_captions

@@ -6,7 +6,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from hookdiff.authors import nearest_neighbours
+from hookdiff.features import nearest_neighbours
 
 _NEIGHBOURS = 10  # with which the nearest one is compared; more than the copies of an image in most data sets
 _CHANCE = 0.01  # share of held-out images that may look like copies

@@ -10,7 +10,8 @@ from attrs.validators import ge, le, optional
 from torch import Tensor
 
 from hookdiff import Alarms, Every, Finding, Loop, UserError, hookimpl, parse_every, saved
-from hookdiff.authors import ROWS, Collected, ImageMetric, data_features
+from hookdiff.authors import ImageMetric
+from hookdiff.features import ROWS, Collected, data_features
 from hookdiff.log import grid
 from hookdiff.machine import gathered_or_raised
 from hookdiff.options import about

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import define
 from torch import Tensor
 
-from hookdiff.authors import distances
+from hookdiff.features import distances
 
 
 @define(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from attrs import define
 from torch import Tensor, nn
 
-from hookdiff.authors import Features, Space
 from hookdiff.data import to_unit_range
+from hookdiff.features import Features, Space
 
 
 @define(frozen=True)

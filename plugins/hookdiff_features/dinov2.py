@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hookdiff import UserError
-from hookdiff.authors import Features, Space
+from hookdiff.features import Features, Space
 from hookdiff.options import about, one_of
 from hookdiff_features.recipes import antialiased, as_rgb
 from hookdiff_features.weights import ABOUT_FILE, ABOUT_SHA256, Published, read_weights

@@ -6,7 +6,7 @@ import torch
 from attrs import define, field
 
 from hookdiff import UserError
-from hookdiff.authors import Features, Space
+from hookdiff.features import Features, Space
 from hookdiff.options import about, one_of
 from hookdiff_features.inception import InceptionV3
 from hookdiff_features.recipes import RECIPES, SIDE, antialiased, as_rgb

@@ -27,7 +27,7 @@ from hookdiff.cli import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hookdiff.authors import Features, Space
+    from hookdiff.features import Features, Space
     from hookdiff_fid.sets import ImageSet, Statistics
 
 logger = logging.getLogger("hookdiff")
@@ -92,8 +92,8 @@ def command(
     """
     import json
 
-    from hookdiff.authors import Collected, frechet_distance
     from hookdiff.experiment import pick_device
+    from hookdiff.features import Collected, frechet_distance
     from hookdiff_fid.compare import compare, floor_of, too_few
     from hookdiff_fid.sets import ImageSet, Making, Statistics, data_of, open_set, open_sets
     from hookdiff_fid.statistics import write_statistics
@@ -190,7 +190,7 @@ def _check_save(save: Path, recipe: str | None, overwrite: bool) -> None:
 
 def _few(images: Sequence[ImageSet]) -> str:
     """Return a warning of sets with few images; "" if there are none. Nobody can add to the data of a run."""
-    from hookdiff.authors import few_images
+    from hookdiff.features import few_images
 
     few = [one for one in images if few_images(one.num) and not one.is_data]
     way_out = "; --num makes more" if any(one.made for one in few) else ""
@@ -205,7 +205,7 @@ def _choices(use: str | None, given: Mapping[str, str | None], shape: tuple[int,
     """Return the features that the options name for images of `shape`: one, or one for each recipe."""
     import attrs
 
-    from hookdiff.authors import named_features, usual_features
+    from hookdiff.features import named_features, usual_features
 
     options = {key: value for key, value in given.items() if value}
     use = use or ("inception" if options else usual_features(shape).use)

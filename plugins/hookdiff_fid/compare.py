@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal
 
-from hookdiff.authors import Collected, Gaussian, Moments, Space, frechet_distance
+from hookdiff.features import Collected, Gaussian, Moments, Space, frechet_distance
 from hookdiff_fid.inception_score import inception_score
 from hookdiff_fid.kid import kernel_distance
 from hookdiff_fid.neighbourhoods import neighbourhoods

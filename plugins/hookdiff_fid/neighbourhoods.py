@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hookdiff.authors import distances, nearest_neighbours
+from hookdiff.features import distances, nearest_neighbours
 
 _PRECISION_K = 3  # Kynkäänniemi et al. 2019
 _DENSITY_K = 5  # Naeem et al. 2020

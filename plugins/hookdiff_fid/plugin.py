@@ -10,7 +10,8 @@ from attrs import define, field
 from attrs.validators import deep_iterable, ge, in_, le
 
 from hookdiff import Every, Loop, UserError, hookimpl, parse_every, saved
-from hookdiff.authors import Collected, Gaussian, ImageMetric, data_features
+from hookdiff.authors import ImageMetric
+from hookdiff.features import Collected, Gaussian, data_features
 from hookdiff.machine import first_rank_says, gathered_or_raised
 from hookdiff.options import COUNT, about, is_time
 from hookdiff.terminal import duration, in_words

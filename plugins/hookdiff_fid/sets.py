@@ -17,9 +17,9 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff import SampleRequest, UserError, load_config, load_run, why_missing
-from hookdiff.authors import Collected, Gaussian, Space, data_features
 from hookdiff.cli import chosen_weights
 from hookdiff.experiment import Run, build_feed
+from hookdiff.features import Collected, Gaussian, Space, data_features
 from hookdiff.images import (
     Folder,
     Transforms,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hookdiff import UserError
-from hookdiff.authors import Gaussian, Moments
 from hookdiff.disk import new_file, writing
+from hookdiff.features import Gaussian, Moments
 from hookdiff.images import names_in, open_array
 
 MU, SIGMA = "mu", "sigma"  # as write_statistics names them

@@ -10,8 +10,8 @@ import torch
 from attrs import evolve
 
 from hookdiff import UserError
-from hookdiff.authors import Encoder, why_no_folder
 from hookdiff.disk import read_file
+from hookdiff.encoding import Encoder, why_no_folder
 from hookdiff.images import Folder
 from hookdiff_init.look import Pictures, Texts
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from hookdiff.cli import override_options, path_argument
-from hookdiff_nan.kept import check_kept
+from hookdiff_nan.kept_steps import check_kept
 
 
 @click.command()

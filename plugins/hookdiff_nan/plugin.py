@@ -14,7 +14,7 @@ from hookdiff.machine import first_rank_says
 from hookdiff.options import COUNT, about, is_below, numbers
 from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose_all
 from hookdiff_nan.divergence import REMEMBERED, Update, on_host, rate_of, size_of
-from hookdiff_nan.kept import kept_in
+from hookdiff_nan.kept_steps import kept_in
 from hookdiff_nan.record import batch_state, outcome, write_record
 from hookdiff_nan.watch import Watch
 

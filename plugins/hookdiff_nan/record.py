@@ -31,8 +31,8 @@ from hookdiff.disk import flatten, is_intact, new_folder, read_file, stamped, un
 from hookdiff.machine import gathered, num_ranks, whole
 from hookdiff.options import Problems, structured, versions
 from hookdiff_nan.diagnose import Diagnosis
-from hookdiff_nan.facts import KeptBatch, StepFacts
-from hookdiff_nan.kept import STEP, check_kept
+from hookdiff_nan.kept_steps import STEP, check_kept
+from hookdiff_nan.step_values import KeptBatch, StepFacts
 
 T = TypeVar("T")
 # Errors from tensors and values that do not belong together.

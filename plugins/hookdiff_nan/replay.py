@@ -13,12 +13,12 @@ from attrs import asdict, define, evolve, field
 
 from hookdiff import Batch, Config, Loop, Sink, Step, UserError, build_loop, hookimpl, load_config, shown
 from hookdiff.authors import rehearsing
-from hookdiff.data import Facts, Remembered
+from hookdiff.data import Facts, FeedWithoutData
 from hookdiff.experiment import Part
 from hookdiff.loop import Progress, hooks_of, implements
 from hookdiff.machine import fill_
 from hookdiff_nan.diagnose import STEP_HOOKS, eagerly, may_be_compiled
-from hookdiff_nan.kept import kept_in
+from hookdiff_nan.kept_steps import kept_in
 from hookdiff_nan.plugin import NaN
 from hookdiff_nan.record import CONFIG, Record, digest_of, read_record, surroundings
 
@@ -82,7 +82,7 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
     with tempfile.TemporaryDirectory() as folder:
         # Only Replay keeps all its hooks: the other plugins must not write files or make pictures.
         replayed = evolve(config, plugins=parts)
-        feed = Remembered(Facts.of(record.parts["data"].get("facts")), names=record.batch.names_by_index)
+        feed = FeedWithoutData(Facts.of(record.parts["data"].get("facts")), names=record.batch.names_by_index)
         loop = build_loop(replayed, Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=["replay"], feed=feed)
         _one(loop, Replay).say = say
         _one(loop, NaN)  # it makes the report

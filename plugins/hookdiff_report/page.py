@@ -8,7 +8,7 @@ import jinja2
 import numpy
 
 from hookdiff.run_dir import History
-from hookdiff_report import curves, events, facts, gallery, settings
+from hookdiff_report import curves, events, gallery, run_summary, settings
 from hookdiff_report.draw import GOAL, color, draw, script, signs
 from hookdiff_report.goals import Goal, check_goals, goals_in_config
 from hookdiff_report.run import named
@@ -48,12 +48,12 @@ def page(histories: Sequence[History], goals: Sequence[Goal] = ()) -> str:
         num_more=num_more,
         differences=settings.differences(runs),
         environment=settings.environment(runs),
-        facts={run: facts.facts(run, goals) for run in runs},
+        facts={run: run_summary.facts(run, goals) for run in runs},
         scrubber=scrubber(runs, groups),
         titles=gallery.TITLES,
         goal_color=GOAL,
-        values_of=facts.values,
-        model_of=facts.model,
+        values_of=run_summary.values,
+        model_of=run_summary.model,
         timeline_of=events.timeline,
         diagnoses={run: events.diagnoses(run) for run in runs},
         config_of=settings.config_text,

@@ -23,12 +23,12 @@ import tomli_w
 from attrs import Factory, define, evolve, field
 
 from hookdiff import Config, Every, Sink, UserError, listed
-from hookdiff.authors import Difference, ValueKey, all_differences, is_digest, unescaped
 from hookdiff.experiment import build_feed, set_by_data
 from hookdiff.images import Workers
 from hookdiff.loop import hooks_of, implements, keeps_state
 from hookdiff.run_dir import CONFIG, EVENTS, METRICS
-from hookdiff_selftest.witness import END, RESUMED, SAVED, Note, Witness
+from hookdiff.testing import Difference, ValueKey, all_differences, is_digest, unescaped
+from hookdiff_selftest.state_recorder import END, RESUMED, SAVED, Note, StateRecorder
 from hookdiff_selftest.written import files, inside, logged
 
 _REPORT = "report.html"  # it shows when events happened
@@ -190,7 +190,7 @@ class SubprocessRun:
                 plugins[saver]["every"] = plan.save_at
         if resume and "workers" not in inspect.signature(self.config.data.target).parameters:
             table["data"]["workers"] = plan.workers[1]
-        run["plugins"] = [*run["plugins"], f"{Witness.__module__}:{Witness.__name__}"]
+        run["plugins"] = [*run["plugins"], f"{StateRecorder.__module__}:{StateRecorder.__name__}"]
         options = {"at": plan.save_at, "stop": plan.steps, "kill": kill, "fields": self.fields}
         plugins["witness"] = {"out": str(self.notes), **options}
         return table

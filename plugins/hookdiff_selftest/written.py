@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hookdiff.authors import Difference, ValueKey, leaves
 from hookdiff.log import MACHINE
 from hookdiff.run_dir import DISTRIBUTIONS, TEXTS, read_metrics, without_times
+from hookdiff.testing import Difference, ValueKey, leaves
 
 Row = dict[str, str]  # cells of a line by the name of their column
 

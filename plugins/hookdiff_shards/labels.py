@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from hookdiff import nearest, shown, why_missing
-from hookdiff.authors import ENCODED
 from hookdiff.disk import read_file
+from hookdiff.encoding import ENCODED
 from hookdiff.images import check_text, encode, lines_in, normal, reason, some
 from hookdiff_shards.remote import asked, is_url
 

@@ -14,7 +14,7 @@ from attrs.validators import ge, in_, optional
 from torch import Tensor
 
 from hookdiff import UserError, listed
-from hookdiff.authors import ExportedTexts, TextEncoder, digest_seen, table_in
+from hookdiff.encoding import ExportedTexts, TextEncoder, digest_seen, table_in
 from hookdiff.options import about
 from hookdiff_text.folder import (
     CONFIG,

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from hookdiff import UserError
-from hookdiff.authors import (
+from hookdiff.disk import INDEX, Weights
+from hookdiff.encoding import (
     file_in,
     files_in,
     load_network,
@@ -22,7 +23,6 @@ from hookdiff.authors import (
     weights_in,
     without_places,
 )
-from hookdiff.disk import INDEX, Weights
 
 CONFIG = "config.json"
 _USUAL = "model.safetensors"

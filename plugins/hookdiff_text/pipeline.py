@@ -16,8 +16,8 @@ from attrs.validators import ge, in_, optional
 from torch import Tensor
 
 from hookdiff import UserError, listed
-from hookdiff.authors import ExportedTexts, TextEncoder, digest_seen, refused_as, table_in
 from hookdiff.disk import Weights
+from hookdiff.encoding import ExportedTexts, TextEncoder, digest_seen, refused_as, table_in
 from hookdiff.options import about
 from hookdiff_text.folder import (
     CONFIG,

@@ -4,7 +4,7 @@ import pytest
 from attrs import define, field
 
 from hookdiff import Loop, Periodic, hookimpl
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 
 
 @define(eq=False)

@@ -15,11 +15,11 @@ from attrs import define, field
 
 from hookdiff import Loop, Reason, Sink, TrackedRun, UserError, builtin_plugins, hookimpl
 from hookdiff.authors.mirroring import Call
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.log.distribution import Distribution
 from hookdiff.log.event import Event
 from hookdiff.log.picture import Picture
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import toy_loop
 from tests.conftest import (
     PATIENCE,
     Restores,

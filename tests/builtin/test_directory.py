@@ -15,11 +15,11 @@ import tomli
 import torch
 
 from hookdiff import StorageError, UserError, build_loop, builtin_plugins, hookimpl, load_config
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.builtin.directory import RunDir
 from hookdiff.disk.lock import lock_run_dir
 from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.run_dir.layout import check_run_dir, run_of
+from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
 from tests.conftest import check_facts, check_refused, contents, fill, finish, free, output, records, refused, wait_for
 from tests.forked import python
@@ -90,7 +90,7 @@ import torch
 from hookdiff import builtin_plugins
 from hookdiff import LoopConfig
 from hookdiff import Loop
-from hookdiff.authors.testing.toy import ToyObjective, toy_model
+from hookdiff.testing.toy import ToyObjective, toy_model
 
 model = toy_model()
 for name, plugins, hparams in (
@@ -444,7 +444,7 @@ import torch
 from hookdiff import builtin_plugins
 from hookdiff import LoopConfig
 from hookdiff import Loop
-from hookdiff.authors.testing.toy import ToyObjective, toy_model
+from hookdiff.testing.toy import ToyObjective, toy_model
 from hookdiff_checkpoint import Checkpoint
 
 model = toy_model()

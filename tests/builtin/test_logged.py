@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hookdiff import Loop, SampleRequest, hookimpl
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.builtin.logged import Metrics
 from hookdiff.run_dir.metrics_jsonl import read_metrics
+from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
 from tests.conftest import Restores, RollsBack, StopAt, check_facts, fill, free, records, toy_run, warnings
 

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from hookdiff import LoopConfig, UserError, hookimpl, load_config
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.builtin.micro_batch import FitMicroBatch
 from hookdiff.disk.tree import flatten
 from hookdiff.machine.fitting import is_out_of_memory
 from hookdiff.models.footprint import HeldBytes
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import toy_loop
 from hookdiff_amp import AMP
 from hookdiff_ema import EMA
 from tests.conftest import check_facts, finish, refused

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from hookdiff import Loop, builtin_plugins, hookimpl
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.log.picture import read_info
 from hookdiff.run_dir.pictures_png import find_pictures
+from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
 from tests.conftest import StopAt, check_facts, warnings
 

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from hookdiff import hookimpl
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.builtin.signals import Signals
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import toy_loop
 from tests.conftest import toy_run
 from tests.forked import python
 
@@ -146,7 +146,7 @@ FORKS = """
 import os, signal, warnings
 from hookdiff.builtin.signals import Signals
 from hookdiff import hookimpl
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 
 class Forks:
     @hookimpl

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from hookdiff import Batch, Loop, hookimpl
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.builtin.skip import SkipBatches
 from hookdiff.images import feed_of
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import toy_loop
 from tests.conftest import Restores, refused, saved, toy_run
 
 

@@ -179,7 +179,7 @@ def test_json_has_the_config_of_the_text(hookdiff, check):
 )
 def test_an_encoder_without_its_captions_is_refused(check, write_config, captions, of, facts):
     keys = {"captions": captions} if captions else {}
-    encode = {"text": {"use": "tests.authors.encoding.test_texts:Bytes", "of": of}}
+    encode = {"text": {"use": "tests.encoding.test_texts:Bytes", "of": of}}
     write_config(data={"source": "folder", "path": "elsewhere", "encode": encode, **keys})
     check_refused(check(), *facts)
     write_config(data={"source": "folder", "path": "elsewhere", "captions": "txt"})

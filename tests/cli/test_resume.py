@@ -9,7 +9,7 @@ import tomli
 from safetensors.torch import load_file
 
 from hookdiff import build_loop, load_config
-from hookdiff.authors.testing.compare import assert_same
+from hookdiff.testing.compare import assert_same
 from tests.conftest import check_facts, check_refused, contents, finish, output, records, wait_for, write_small
 
 USER = """

@@ -7,7 +7,7 @@ import pytest
 import tomli
 from safetensors.torch import load_file
 
-from hookdiff.authors.testing.compare import assert_same
+from hookdiff.testing.compare import assert_same
 from tests.conftest import check_facts, check_refused, finish, output, records, wait_for
 
 

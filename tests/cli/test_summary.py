@@ -1,7 +1,7 @@
 import json
 
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.cli.summary import run_summary
+from hookdiff.testing.toy import toy_loop
 
 
 def test_golden_summary_of_a_run(tmp_path):

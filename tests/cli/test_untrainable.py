@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hookdiff import UserError
-from hookdiff.authors.testing.toy import toy_loop, toy_model
+from hookdiff.testing.toy import toy_loop, toy_model
 from tests.conftest import check_facts, output, refused
 
 NETS = """

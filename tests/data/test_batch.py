@@ -4,8 +4,8 @@ from attrs import evolve, fields_dict
 from hypothesis import given, strategies as st
 
 from hookdiff import Batch, Feed, LossOutput
-from hookdiff.authors.testing.threads import on_ranks
 from hookdiff.models.objective import join
+from hookdiff.testing.threads import on_ranks
 
 
 def batch_of(num: int) -> Batch:

@@ -12,9 +12,9 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from hookdiff import Batch, Feed, InMemory, Loop, Progress, UserError, hookimpl
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import toy_loop, toy_model
 from hookdiff.images import feed_of
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import toy_loop, toy_model
 from tests.conftest import StopAt, as_list, refused, toy_run
 from tests.forked import python
 

@@ -93,7 +93,7 @@ def test_what_has_changed_in_a_folder(change: Callable[[Path], None], parts: dic
     config.write_text(
         f'[run]\nsteps = 2\nbatch_size = 2\n[data]\nsource = "folder"\npath = "{folder}"\ncaptions = "txt"\n'
         f'image_size = 8\ncache_dir = "{tmp_path}/cache"\n[data.encode.text]\n'
-        'use = "tests.authors.encoding.test_texts:Bytes"\n[model]\nuse = "unet"\n'
+        'use = "tests.encoding.test_texts:Bytes"\n[model]\nuse = "unet"\n'
     )
     before = build_feed(load_config(config)).facts.marks
     change(folder)

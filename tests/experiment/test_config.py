@@ -10,8 +10,8 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from hookdiff import Config, ConfigError, Every, Feed, UserError, experiment, load_config
-from hookdiff.authors.encoding.captions import CaptionKeys
-from hookdiff.authors.encoding.encoder import Encoding
+from hookdiff.encoding.captions import CaptionKeys
+from hookdiff.encoding.encoder import EncoderKeys
 from hookdiff.experiment.config import SOURCES
 from hookdiff.experiment.toml_file import read_toml
 from hookdiff.images.items import ItemKeys
@@ -318,7 +318,7 @@ def test_set_reaches_every_table(path):
         Workers: {"workers": 1},
         ItemKeys: {},
         Feed: {},
-        Encoding: {},
+        EncoderKeys: {},
         CaptionKeys: {},
     }
     assert load_config(path, settings=["optimizer.use=sgd"]).optimizer.target.__name__ == "SGD"

@@ -3,9 +3,9 @@ import sys
 import pytest
 
 from hookdiff import HOOKS_VERSION, PluginError
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.experiment.discovery import installed_that, plugin_class, plugin_name, trains_on_ranks
 from hookdiff.options.imports import distribution, import_object, installed
+from hookdiff.testing.toy import toy_loop
 from tests.conftest import refused
 
 PLUGIN = "from hookdiff import hookimpl\nclass Mine:\n    @hookimpl\n    def on_start(self): ...\n"

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from hookdiff import Feed, load_config
-from hookdiff.authors.testing.compare import assert_same
 from hookdiff.experiment.build import build_feed
 from hookdiff.images.transforms import Transforms
+from hookdiff.testing.compare import assert_same
 from tests.conftest import PICTURES, check_facts
 
 

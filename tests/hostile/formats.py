@@ -20,7 +20,6 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from hookdiff import ConfigError, Loop, LossOutput, UserError, builtin_plugins, hookimpl
-from hookdiff.authors.testing.toy import toy_loop, toy_model
 from hookdiff.data.memory import fashion_mnist
 from hookdiff.disk.files import new_file, write_file, writing
 from hookdiff.disk.lock import is_locked
@@ -35,6 +34,7 @@ from hookdiff.run_dir.history import History
 from hookdiff.run_dir.lines import Skim, Tail
 from hookdiff.run_dir.metrics_jsonl import parse_metrics
 from hookdiff.run_dir.pictures_png import newest_picture, picture_files, read_picture
+from hookdiff.testing.toy import toy_loop, toy_model
 from hookdiff_array import Arrays
 from hookdiff_checkpoint import Checkpoint, read_checkpoint
 from hookdiff_ema import EMA

@@ -18,9 +18,9 @@ from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 
 from hookdiff import Loop, UserError, build_loop, builtin_plugins, hookimpl, load_config
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import toy_loop, toy_model
-from hookdiff.disk.stamp import stamped
+from hookdiff.disk.stamped_json import stamped
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import toy_loop, toy_model
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_clip import Clip

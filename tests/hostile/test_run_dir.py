@@ -18,10 +18,10 @@ from attrs import define
 from hypothesis import event, given, strategies as st
 
 from hookdiff import ConfigError, Loop, StorageError, UserError, hookimpl
-from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.cli.summary import run_summary
 from hookdiff.experiment.toml_file import read_toml
 from hookdiff.run_dir.metrics_jsonl import read_metrics
+from hookdiff.testing.compare import assert_same, weights
 from hookdiff_checkpoint import find_checkpoints, read_checkpoint
 from hookdiff_ema.snapshots import find_snapshots, plan, reconstruct
 from hookdiff_nan.record import read_record

@@ -193,7 +193,7 @@ def test_the_config_of_a_run_imports_only_what_is_installed(canary: Path, place:
         "torch.testing._internal.common_utils:TestCase",
         "sklearn.datasets:load_digits",
         "torchmine:Net",
-        "hookdiff_selftest.witness:Witness",
+        "hookdiff_selftest.state_recorder:StateRecorder",
         "hookdiff_ema.plugin:EMA",
         "hd_sneaky:torch.nn.Linear",
         ".hd_sneaky:Net",
@@ -219,7 +219,7 @@ def test_what_is_near_an_installed_name_is_not_installed(canary: Path, target: s
         ("optimizer", {"use": "muon"}),
         ("optimizer", {"use": "torch.optim:AdamW"}),
         ("diffusion", {"weighting": "hookdiff.diffusion:MinSNR"}),
-        ("run", {"plugins": ["hookdiff_ema:EMA", "hookdiff.authors.examples:MixUp", "clip"]}),
+        ("run", {"plugins": ["hookdiff_ema:EMA", "hookdiff.testing.examples:MixUp", "clip"]}),
     ],
 )
 def test_what_is_installed_needs_no_trust(canary: Path, table: str, value: dict[str, Any]) -> None:

@@ -14,12 +14,12 @@ import tomli
 import tomli_w
 
 from hookdiff import ConfigError, build_loop, load_config
-from hookdiff.authors import examples
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.experiment.config import make_plugin
 from hookdiff.experiment.trust import dangers
 from hookdiff.images.store import Store
 from hookdiff.log.picture import Picture
+from hookdiff.testing import examples
+from hookdiff.testing.toy import toy_loop
 from hookdiff_huggingface import HuggingFace
 from hookdiff_shards import shards
 from tests.conftest import SMALL, check_facts, refused, write_small
@@ -204,7 +204,7 @@ WRITING: list[tuple[str, dict[str, Any]]] = [
     ("plugins.aim.repo", {"run": {"plugins": ["aim"]}, "plugins": {"aim": {"repo": "FOLDER"}}}),
     (
         "plugins.mirror.folder",
-        {"run": {"plugins": ["hookdiff.authors.examples:Mirror"]}, "plugins": {"mirror": {"folder": "FOLDER"}}},
+        {"run": {"plugins": ["hookdiff.testing.examples:Mirror"]}, "plugins": {"mirror": {"folder": "FOLDER"}}},
     ),
 ]
 
@@ -279,7 +279,7 @@ def test_plugins_of_hookdiff_follow_no_link_out_of_the_run(run: Path) -> None:
         train()
     assert [path.is_symlink() for path in run.iterdir() if path.suffix] == [False] * 4
     assert (run.parent / "own" / "evil.pth").read_text() == "own"
-    tables = {"run": {"plugins": ["hookdiff.authors.examples:LastRun"]}, "plugins": {"lastrun": {"file": "last.csv"}}}
+    tables = {"run": {"plugins": ["hookdiff.testing.examples:LastRun"]}, "plugins": {"lastrun": {"file": "last.csv"}}}
     with refused(ConfigError, "plugins.lastrun.file", "--trust"):
         load_config(write_small(run / "config.toml", **tables))
 

@@ -12,9 +12,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from hookdiff import Batch, InMemory, UserError
-from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.images import feed_of
 from hookdiff.images.transforms import Transforms
+from hookdiff.testing.compare import assert_same, weights
 from tests.conftest import Restores, as_list, pixels, refused, toy_run
 
 ALL = Transforms(resize=12, image_size=8, flip=0.5)

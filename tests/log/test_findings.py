@@ -101,7 +101,7 @@ def test_a_resumed_run_reports_what_the_whole_run_would(events, cut):
 REPORTS = """
 import logging
 from hookdiff import Finding
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 said = []
 handler = logging.Handler()
 handler.emit = lambda record: said.append(record.getMessage())

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hookdiff import PASS, Batch, Finding, Loop, Verdict, hookimpl
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.log.event import Event, Severity
 from hookdiff.log.picture import Picture
 from hookdiff.log.placement import panel_layouts
+from hookdiff.testing.toy import toy_loop
 from tests.conftest import Logged, RollsBack, check_facts, refused
 
 

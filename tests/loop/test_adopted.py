@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LossOutput, PluginError, UserError, hookimpl
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import toy_loop, toy_model
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import toy_loop, toy_model
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_clip import Clip

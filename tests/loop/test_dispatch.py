@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, strategies as st
 
 from hookdiff import PASS, HookError, Hooks, UserError, hookimpl
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.loop.dispatch import bind, compile_hook, in_order
 from hookdiff.loop.hookspecs import HOOKS
 from hookdiff.loop.registry import Plugins
+from hookdiff.testing.toy import toy_loop
 from tests.conftest import acting, check_facts, ran, refused
 
 MOMENT, SEAM = "on_nan", "backward"  # each hook takes two arguments

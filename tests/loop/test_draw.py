@@ -8,10 +8,10 @@ from attrs import define
 from torch import Tensor
 
 from hookdiff import Batch, Loop, hookimpl, saved
-from hookdiff.authors import assert_any_order, assert_removable, assert_resumes, assert_trains_on_ranks, toy_loop
-from hookdiff.authors.testing.toy import ToyObjective
 from hookdiff.builtin.micro_batch import FitMicroBatch
 from hookdiff.machine import summed
+from hookdiff.testing import assert_any_order, assert_removable, assert_resumes, assert_trains_on_ranks, toy_loop
+from hookdiff.testing.toy import ToyObjective
 from tests.conftest import acting, ran
 
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from hookdiff.authors.testing.toy import toy_loop, toy_model
 from hookdiff.loop.gradients import Gradients
+from hookdiff.testing.toy import toy_loop, toy_model
 
 values = st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=4), min_size=1, max_size=4)
 

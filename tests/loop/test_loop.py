@@ -22,10 +22,10 @@ from hookdiff import (
     builtin_plugins,
     hookimpl,
 )
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
 from hookdiff.cli.summary import run_summary
 from hookdiff.machine.randomness import derive_seed
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import ToyObjective, toy_loop, toy_model
 from tests.conftest import Clock, Logged, Restores, StopAt, acting, check_facts, kept, ran, refused
 
 

@@ -9,7 +9,7 @@ from attrs import define
 from torch import Tensor
 
 from hookdiff import Loop, builtin_plugins, hookimpl, saved
-from hookdiff.authors import (
+from hookdiff.testing import (
     assert_any_order,
     assert_removable,
     assert_resumes,

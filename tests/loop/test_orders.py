@@ -12,10 +12,10 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hookdiff import Loop, hookimpl
-from hookdiff.authors.testing.compare import assert_same
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.builtin.pictures import Pictures
 from hookdiff.disk.tree import flatten
+from hookdiff.testing.compare import assert_same
+from hookdiff.testing.toy import toy_loop
 from tests.first_party import KINDS, LOOP, OPTIONS, net
 
 DEAR = {"aim", "compile", "report", "wandb"}  # a run with one of these takes seconds

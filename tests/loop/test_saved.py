@@ -13,10 +13,10 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 
 from hookdiff import Evaluation, Loop, PluginError, UserError, hookimpl, saved
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.disk.tree import flatten, unflatten
 from hookdiff.loop.saved import checked, keeps_state, restore_state, state_of
 from hookdiff.options import COUNT, numbers, shaped
+from hookdiff.testing.toy import toy_loop
 from tests.conftest import kept, refused
 
 

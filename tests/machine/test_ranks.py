@@ -23,7 +23,7 @@ RANK = """
 import time, torch
 from hookdiff import hookimpl
 from hookdiff import Due
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 
 class Evaluates:
     "Sums over the ranks after each step, and again when it is due: all ranks must be due at the same step."
@@ -95,12 +95,12 @@ def test_alone_an_error_is_raised_as_it_is() -> None:
 
 ASIDE = """
 import os, threading
-from hookdiff.machine.aside import Aside
+from hookdiff.machine.background_group import BackgroundGroup
 class Odd(Exception):
     "Another process cannot read it."
     def __init__(self, first, second):
         super().__init__(first)
-aside, result = Aside(), []
+aside, result = BackgroundGroup(), []
 def beside(call):
     "Call it on all ranks in threads, while the training goes on."
     def work():

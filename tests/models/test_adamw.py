@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from torch.optim import Optimizer
 
-from hookdiff.authors.testing.compare import assert_same, leaves
 from hookdiff.models.adamw import AdamW
+from hookdiff.testing.compare import assert_same, leaves
 
 SHAPES = ((3, 2), (4,), (2, 1, 3, 3), (5,))
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hookdiff.authors.testing.toy import toy_model
 from hookdiff.models.footprint import optimizer_bytes
+from hookdiff.testing.toy import toy_model
 
 
 @pytest.mark.parametrize(

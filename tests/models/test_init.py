@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hookdiff import ConfigError, Loop, build_loop
-from hookdiff.authors.testing.compare import assert_same, weights
 from hookdiff.models.init import Initialisation, layers_called
+from hookdiff.testing.compare import assert_same, weights
 from hookdiff_networks import DiT, UNet
 from tests.conftest import check_facts, refused
 

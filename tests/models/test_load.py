@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hookdiff import ConfigError
-from hookdiff.authors.testing.compare import assert_same
 from hookdiff.models.load import check_file, load_into
+from hookdiff.testing.compare import assert_same
 from tests.conftest import check_facts, refused, two_ranks
 
 

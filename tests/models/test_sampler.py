@@ -11,11 +11,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, Samples, UnknownWeights, UserError, hookimpl
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import ToySampler, toy_loop
-from hookdiff.data.remembered import Remembered
+from hookdiff.data.absent_data import FeedWithoutData
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import ToySampler, toy_loop
 from tests.authors.test_evaluation import Measure
 from tests.conftest import refused
 
@@ -144,7 +144,7 @@ def test_samples_are_clamped_behind_all_plugins_if_the_data_are_pictures(data: s
         made = loop.sample(SampleRequest(2, raw=raw)).images
         assert_same(states(), before)
         torch.testing.assert_close(made.flatten(1), values.expand(2, 9), rtol=0, atol=0, equal_nan=True)
-    assert Remembered(loop.feed.facts).are_pictures == are_clamped  # as a checkpoint has them
+    assert FeedWithoutData(loop.feed.facts).are_pictures == are_clamped  # as a checkpoint has them
     assert loop.sample(SampleRequest(0)).images.shape == (0, *loop.feed.shape)
 
 

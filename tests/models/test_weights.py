@@ -1,9 +1,9 @@
 import torch
 from torch import nn
 
-from hookdiff.authors.testing.compare import assert_same
 from hookdiff.errors import PluginError
 from hookdiff.models.weights import Buffers, evaluating, holding
+from hookdiff.testing.compare import assert_same
 from tests.conftest import refused
 
 

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from hookdiff import Loop, UserError, builtin_plugins, hookimpl
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.builtin.logged import Metrics
 from hookdiff.log.distribution import Distribution
 from hookdiff.log.event import Event
 from hookdiff.loop.saved import restore_state
 from hookdiff.options.structure import Problems, arguments
+from hookdiff.testing.toy import toy_loop
 from hookdiff_aim import Aim
 from tests.conftest import PATIENCE, Restores, RollsBack, check_facts, refused, saved, wait_until, warnings
 from tests.forked import python
@@ -298,7 +298,7 @@ def test_fields_and_loops_without_a_run_directory(runs_dir: Path, monkeypatch: p
 
 ONE_RUN = """
 import sys
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 from hookdiff_aim import Aim
 toy_loop({"aim": Aim(repo=sys.argv[1], timeout=300)}, steps=1).run()
 """
@@ -400,7 +400,7 @@ def numbers(folder: Path) -> dict[tuple[int, str], float]:
 
 TRACKS = """
 import os
-from hookdiff.authors import assert_tracks
+from hookdiff.testing import assert_tracks
 from hookdiff_aim import Aim
 from tests.plugins.test_aim import numbers
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from hookdiff import UserError, hookimpl
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
 from hookdiff.loop.saved import restore_state
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import ToyObjective, toy_loop, toy_model
 from hookdiff_amp import AMP
 from tests.conftest import Logged, check_facts, refused, two_ranks
 
@@ -263,7 +263,7 @@ SCALES = """
 from torch import nn
 from hookdiff import PASS
 from hookdiff import hookimpl
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 from hookdiff_amp import AMP
 from hookdiff_ddp import DDP
 

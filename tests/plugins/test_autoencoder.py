@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from hookdiff import SampleRequest, UserError, load_config, load_run
-from hookdiff.authors import PictureEncoder
+from hookdiff.encoding import PictureEncoder
 from hookdiff.experiment.build import build_feed
 from hookdiff.log.pixels import to_uint8
 from hookdiff_features import spaces
@@ -244,7 +244,7 @@ def test_the_cost_of_the_autoencoder_is_measured_beside_encoders_of_texts(
     for picture in (folder / "pictures").glob("*.png"):
         picture.with_suffix(".txt").write_text(f"picture {picture.stem}")
     text = (folder / "latents.toml").read_text().replace("cache_dir", 'captions = "txt"\ncache_dir')
-    encoder = '[data.encode.text]\nuse = "tests.authors.encoding.test_texts:Bytes"\n\n[model]'
+    encoder = '[data.encode.text]\nuse = "tests.encoding.test_texts:Bytes"\n\n[model]'
     (folder / "texts.toml").write_text(text.replace("[model]", encoder))
     assert json.loads(succeed("data", folder / "texts.toml", *words)) == alone
 

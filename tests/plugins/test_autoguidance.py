@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from hookdiff import ConfigError, Loop, LoopConfig, SampleRequest, build_loop, hookimpl, load_run
 from hookdiff.authors.generation import Generated
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.data.memory import digits
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.guidance import ClassifierFree
 from hookdiff.diffusion.process import Point
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.log.picture import read_info
+from hookdiff.testing.toy import toy_loop
 from hookdiff_autoguidance import Autoguidance, AwayFrom, landmark
 from hookdiff_ema import EMA
 from tests.conftest import Restores, check_facts, refused, saved, two_ranks
@@ -289,7 +289,7 @@ def test_a_run_is_sampled_with_its_guide(load_small: Callable[..., Any], tmp_pat
 
 RANKS = """
 import torch
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 from hookdiff.loop.saved import state_of
 from hookdiff_autoguidance import Autoguidance
 from hookdiff_ddp import DDP

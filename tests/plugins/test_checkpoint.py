@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from hookdiff import UserError, hookimpl
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import toy_loop, toy_model
 from hookdiff.builtin.logged import Metrics
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import toy_loop, toy_model
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.saving import Part
 from hookdiff_checkpoint.writer import Staging
@@ -75,7 +75,7 @@ def test_a_script_says_which_checkpoint_it_resumes_from(tmp_path):
     code = """
 import sys
 from pathlib import Path
-from hookdiff.authors import toy_loop
+from hookdiff.testing import toy_loop
 from hookdiff_checkpoint import Checkpoint
 
 steps, run = int(sys.argv[1]), Path(sys.argv[2])
@@ -283,7 +283,7 @@ def whole_run(tmp_path_factory):
 SLOW_SAVES = """
 import sys
 from pathlib import Path
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
 
 calls, last = 0, int(sys.argv[2])

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from hookdiff import StorageError, hookimpl
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint, find_checkpoints
 from tests.conftest import Logged, StopAt, check_facts, fill, free, warnings
 

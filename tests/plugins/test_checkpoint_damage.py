@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hookdiff import UserError
-from hookdiff.authors.testing.compare import assert_same
-from hookdiff.authors.testing.toy import toy_loop, toy_model
 from hookdiff.builtin.logged import Metrics
 from hookdiff.disk.tree import flatten
+from hookdiff.testing.compare import assert_same
+from hookdiff.testing.toy import toy_loop, toy_model
 from hookdiff_checkpoint import Checkpoint, read_checkpoint
 from hookdiff_ema import EMA
 from tests.conftest import check_facts, refused, warnings

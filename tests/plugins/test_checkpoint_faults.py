@@ -11,9 +11,9 @@ import pytest
 from attrs import define
 
 from hookdiff import StorageError, UserError, hookimpl
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.builtin.logged import Metrics
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 from tests.conftest import check_facts, fill, free, read_only, records, refused, warnings
 

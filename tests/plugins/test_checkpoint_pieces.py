@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from hookdiff.authors.testing.compare import assert_same
 from hookdiff.disk.tensors import write_tensors
+from hookdiff.testing.compare import assert_same
 from hookdiff_checkpoint.pieces import Pieces, pieced
 from tests.conftest import refused
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hookdiff.authors.testing.compare import assert_same
 from hookdiff.disk.tree import flatten
+from hookdiff.testing.compare import assert_same
 from hookdiff_checkpoint import find_checkpoints, read_checkpoint
 from tests.conftest import Torchrun, check_facts, write_small
 from tests.on_ranks import done, started

@@ -6,11 +6,11 @@ from typing import Any
 import attrs
 import pytest
 
-from hookdiff.authors.testing.companions import COMPANIONS
-from hookdiff.authors.testing.contract import assert_keeps_contract
-from hookdiff.authors.testing.promises import assert_any_order, assert_removable, assert_resumes
 from hookdiff.loop.hookspecs import declaration_of
 from hookdiff.options.imports import installed
+from hookdiff.testing.companions import COMPANIONS
+from hookdiff.testing.contract import assert_keeps_contract
+from hookdiff.testing.plugin_checks import assert_any_order, assert_removable, assert_resumes
 from tests.first_party import KINDS, LOOP, OPTIONS, net
 
 CHANGES: dict[str, Any] = {"amp": "training", "clip": "training", "lr": "training", "spectral": "model"}

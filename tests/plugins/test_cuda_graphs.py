@@ -13,10 +13,7 @@ from torch import nn
 
 import hookdiff_cuda_graphs.plugin
 from hookdiff import Feed, InMemory, Loop, LoopConfig, LossOutput, UserError, hookimpl
-from hookdiff.authors.rehearsal import rehearsing
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
-from hookdiff.authors.testing.transfers import CountTransfers
+from hookdiff.authors.trial_passes import rehearsing
 from hookdiff.data.memory import digits
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.experiment.discovery import plugin_class
@@ -25,6 +22,9 @@ from hookdiff.images import feed_of
 from hookdiff.images.transforms import Transforms
 from hookdiff.loop.device_part import DevicePart
 from hookdiff.models.adamw import AdamW
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import ToyObjective, toy_loop, toy_model
+from hookdiff.testing.transfers import CountTransfers
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_cuda_graphs import CudaGraphs
 from hookdiff_muon import muon

@@ -12,8 +12,8 @@ from PIL import Image
 
 from hookdiff import load_config
 from hookdiff.experiment.build import build_feed
-from tests.authors.encoding.test_texts import CONFIG, Letters
 from tests.conftest import check_facts, pixels
+from tests.encoding.test_texts import CONFIG, Letters
 
 
 @pytest.fixture(autouse=True)

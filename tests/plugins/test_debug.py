@@ -9,13 +9,13 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from hookdiff import Batch, hookimpl
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import toy_loop, toy_model
-from hookdiff.authors.testing.transfers import CountTransfers
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.prediction import EDMPrediction
 from hookdiff.diffusion.process import EDM, VP, Flow
 from hookdiff.loop.saved import restore_state, state_of
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import toy_loop, toy_model
+from hookdiff.testing.transfers import CountTransfers
 from hookdiff_debug import Debug
 from hookdiff_debug.checks import check_inputs
 from hookdiff_debug.measure import measure_inputs, measure_layers, measure_outputs, untouched

@@ -11,13 +11,13 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from hookdiff import Finding, build_loop, hookimpl, load_config
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.process import EDM, VP, Flow
 from hookdiff.diffusion.schedules import Linear
 from hookdiff.diffusion.times import LogitNormal, UniformTimes
 from hookdiff.terminal import byte_size
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import toy_loop
 from hookdiff_debug import checks
 from hookdiff_debug.checks import cause
 from hookdiff_debug.doctor import as_text, examine

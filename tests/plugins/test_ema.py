@@ -8,12 +8,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookdiff import SampleRequest, UserError, hookimpl
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.promises import assert_resumes
-from hookdiff.authors.testing.toy import toy_loop, toy_model
-from hookdiff.authors.testing.transfers import CountTransfers
 from hookdiff.loop.saved import restore_state
 from hookdiff.options.structure import Problems, arguments, resolved
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.plugin_checks import assert_resumes
+from hookdiff.testing.toy import toy_loop, toy_model
+from hookdiff.testing.transfers import CountTransfers
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA, NoWarmup, Power, Warmup
 from hookdiff_ema.profiles import gamma_of

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import hookdiff_features.dinov2 as dinov2
 from hookdiff import UserError
-from hookdiff.authors.features.space import Space
+from hookdiff.features.space import Space
 from hookdiff_features.dinov2 import RECIPES, DINOv2, resampled
 from tests.conftest import refused
 from tests.random_inception import pictures

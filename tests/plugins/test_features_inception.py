@@ -18,7 +18,7 @@ from torchvision.models import inception
 
 import hookdiff_features.spaces as spaces
 from hookdiff import UserError
-from hookdiff.authors.features.space import Space
+from hookdiff.features.space import Space
 from hookdiff_features import Inception, TorchvisionInception
 from hookdiff_features.inception import InceptionV3
 from hookdiff_features.recipes import RECIPES

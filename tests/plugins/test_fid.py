@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Feed, InMemory, Loop, LoopConfig, SampleRequest, UserError, hookimpl
-from hookdiff.authors.features.collected import Collected
-from hookdiff.authors.features.frechet import frechet_distance
-from hookdiff.authors.features.moments import Gaussian, Moments
 from hookdiff.data.memory import digits
+from hookdiff.features.collected import Collected
+from hookdiff.features.frechet import frechet_distance
+from hookdiff.features.moments import Gaussian, Moments
 from hookdiff.log.pixels import to_uint8
 from hookdiff.loop.saved import restore_state, state_of
 from hookdiff_diversity import Diversity

@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 
 from hookdiff import SampleRequest, load_run
-from hookdiff.authors.features.collected import Collected
-from hookdiff.authors.features.frechet import frechet_distance
-from hookdiff.authors.features.moments import Moments
 from hookdiff.data.memory import digits
-from hookdiff.experiment.trained import Run
+from hookdiff.experiment.loaded_run import Run
+from hookdiff.features.collected import Collected
+from hookdiff.features.frechet import frechet_distance
+from hookdiff.features.moments import Moments
 from hookdiff.log.pixels import save_image, to_uint8
 from hookdiff_features import Digits
 from tests.conftest import SMALL, check_facts, check_refused, records
@@ -217,7 +217,7 @@ def test_a_run_is_compared_with_its_training_images(train: Row, compare: Row) ->
 RECIPES = """
 from attrs import define, field
 from hookdiff import UserError
-from hookdiff.authors import Features, Space
+from hookdiff.features import Features, Space
 from hookdiff.options import one_of
 
 @define(frozen=True)

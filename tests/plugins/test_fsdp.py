@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from hookdiff import UserError
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.toy import toy_loop
 from hookdiff_ddp import DDP
 from hookdiff_fsdp import FSDP
 from hookdiff_fsdp.blocks import blocks_of, check_shared
@@ -74,7 +74,7 @@ def test_on_one_process_it_changes_nothing(make: Any) -> None:
 FULL = """
 from hookdiff import SampleRequest, UserError
 from hookdiff.authors.generation import ImageMaker
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 from hookdiff_ddp import DDP
 from hookdiff_fsdp import FSDP
 from tests.on_ranks import Net
@@ -111,7 +111,7 @@ from hookdiff.experiment.optimizers import OPTIMIZERS, Groups, build_optimizers
 from hookdiff.experiment.part import Part
 from hookdiff.options.imports import import_object
 from hookdiff.machine.dtensor import whole
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 from hookdiff_ddp import DDP
 from hookdiff_fsdp import FSDP
 from tests.on_ranks import Net

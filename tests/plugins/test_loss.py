@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import Batch, Feed, Finding, InMemory, Loop, LossOutput, UnknownWeights, hookimpl
-from hookdiff.authors.testing.compare import assert_same
-from hookdiff.authors.testing.promises import assert_resumes
-from hookdiff.authors.testing.threads import on_ranks
-from hookdiff.authors.testing.toy import toy_loop
-from hookdiff.authors.testing.transfers import CountTransfers
 from hookdiff.data.memory import digits
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.process import EDM, VP, Flow, Process
 from hookdiff.images import feed_of
 from hookdiff.loop.saved import restore_state, state_of
 from hookdiff.machine.ranks import num_ranks
+from hookdiff.testing.compare import assert_same
+from hookdiff.testing.plugin_checks import assert_resumes
+from hookdiff.testing.threads import on_ranks
+from hookdiff.testing.toy import toy_loop
+from hookdiff.testing.transfers import CountTransfers
 from hookdiff_ema import EMA
 from hookdiff_loss import LossMonitor
 from hookdiff_loss.held_out import Overfitting, some_of

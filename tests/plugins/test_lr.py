@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 from PIL import Image
 
 from hookdiff import PASS, ConfigError, UserError, hookimpl, load_config
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.experiment.probe import try_config
+from hookdiff.testing.toy import toy_loop
 from hookdiff_lr import (
     LR,
     ConstantLR,

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from hookdiff import UserError, build_loop, load_config
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 from hookdiff_lr.find import find, growing
 from tests.conftest import acting, check_facts, check_refused, contents, output, refused
 

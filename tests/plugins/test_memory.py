@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hookdiff import PASS, hookimpl
-from hookdiff.authors.testing.toy import toy_loop
-from hookdiff.authors.testing.transfers import CountTransfers
 from hookdiff.machine.fitting import free_memory, memory_in_use
 from hookdiff.terminal import byte_size
+from hookdiff.testing.toy import toy_loop
+from hookdiff.testing.transfers import CountTransfers
 from hookdiff_memory import Memory
 from hookdiff_memory.plugin import MIB
 from tests.conftest import Logged

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hookdiff import Loop, Sink, TrackedRun, builtin_plugins, hookimpl
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 from hookdiff_aim import Aim
 from hookdiff_tensorboard import TensorBoard
 from hookdiff_wandb import WandB

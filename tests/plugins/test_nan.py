@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hookdiff import Feed, LossOutput, hookimpl
-from hookdiff.authors.testing.compare import assert_same, weights
-from hookdiff.authors.testing.on_ranks import Averaging
-from hookdiff.authors.testing.threads import on_ranks
-from hookdiff.authors.testing.toy import ToyObjective, toy_loop, toy_model
-from hookdiff.authors.testing.transfers import CountTransfers
 from hookdiff.builtin.logged import Metrics
+from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing.on_ranks import Averaging
+from hookdiff.testing.threads import on_ranks
+from hookdiff.testing.toy import ToyObjective, toy_loop, toy_model
+from hookdiff.testing.transfers import CountTransfers
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_nan import NaN
@@ -563,7 +563,7 @@ def test_a_run_that_cannot_be_saved_is_diagnosed_too(tmp_path, caplog):
 MEMORY = """
 from torch import nn
 from hookdiff import hookimpl
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 from hookdiff_ddp import DDP
 from hookdiff_nan import NaN
 

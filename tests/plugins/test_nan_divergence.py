@@ -11,7 +11,7 @@ from attrs import define
 from torch import nn
 
 from hookdiff import Batch, Loop, build_loop, hookimpl, load_config
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 from hookdiff_nan import NaN
 from tests.conftest import check_facts, write_small
 

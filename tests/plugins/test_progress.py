@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LoopConfig, hookimpl
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.data.memory import digits
 from hookdiff.options.structure import Problems, arguments
 from hookdiff.terminal import paced
+from hookdiff.testing.toy import toy_loop
 from hookdiff_debug import Debug
 from hookdiff_ema import EMA
 from hookdiff_gradients import GradientMonitor

@@ -12,8 +12,8 @@ import tomli_w
 import torch
 
 from hookdiff import build_loop, load_config
-from hookdiff.authors.testing.toy import toy_loop
-from hookdiff.disk.stamp import stamped
+from hookdiff.disk.stamped_json import stamped
+from hookdiff.testing.toy import toy_loop
 from hookdiff_nan import NaN
 from tests.conftest import check_facts, check_refused, finish, output
 

@@ -9,8 +9,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from hookdiff import build_loop, load_config, load_run
-from hookdiff.authors.testing.compare import assert_same
 from hookdiff.log.picture import read_info
+from hookdiff.testing.compare import assert_same
 from hookdiff_samples.pictures import single_name
 from tests.conftest import check_facts, check_refused, output, write_small
 

@@ -22,7 +22,6 @@ from hookdiff import (
     hookimpl,
     load_config,
 )
-from hookdiff.authors.testing.toy import ToySampler
 from hookdiff.builtin.pictures import Pictures
 from hookdiff.data.memory import digits
 from hookdiff.diffusion.diffusion import Diffusion
@@ -34,6 +33,7 @@ from hookdiff.log.picture import Picture, read_info
 from hookdiff.log.placement import panel_layouts
 from hookdiff.options.structure import Problems, arguments
 from hookdiff.run_dir.pictures_png import find_pictures, picture_files, picture_path
+from hookdiff.testing.toy import ToySampler
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_samples import SampleGrid
 from hookdiff_samples.between import Towards, noise_between

@@ -17,13 +17,13 @@ from PIL import Image
 from torch import Tensor
 
 from hookdiff import UserError, load_config
-from hookdiff.authors.testing.compare import ValueKey, all_differences
-from hookdiff.authors.testing.record import snapshot
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.options.imports import installed
+from hookdiff.testing.compare import ValueKey, all_differences
+from hookdiff.testing.record import snapshot
+from hookdiff.testing.toy import toy_loop
 from hookdiff_selftest.cli import resume as command
 from hookdiff_selftest.resume import Plan, make_plan
-from hookdiff_selftest.witness import put_back
+from hookdiff_selftest.state_recorder import put_back
 from hookdiff_selftest.written import files, inside, logged, number_difference
 from tests.conftest import check_facts
 from tests.forked import begin, run_code

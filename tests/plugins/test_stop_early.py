@@ -12,8 +12,8 @@ from attrs import define, field
 from hypothesis import given, strategies as st
 
 from hookdiff import Evaluation, Every, Loop, parse_every
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.loop.saved import state_of
+from hookdiff.testing.toy import toy_loop
 from hookdiff_ema import EMA
 from hookdiff_stop_early import StopEarly
 from tests.conftest import Logged, Restores, check_facts, output, records, saved, toy_run, two_ranks, warnings
@@ -175,7 +175,7 @@ def test_a_loop_that_is_only_entered_gives_no_warning(caplog: pytest.LogCaptureF
 
 RANK = """
 from hookdiff import hookimpl
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 from hookdiff_stop_early import StopEarly
 
 class Logs:

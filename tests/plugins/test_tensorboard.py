@@ -15,10 +15,10 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams import metadata
 
 from hookdiff import Loop, TrackedRun, builtin_plugins, hookimpl
-from hookdiff.authors.testing.toy import toy_loop
-from hookdiff.authors.testing.tracks import assert_tracks
 from hookdiff.log.distribution import Distribution
 from hookdiff.log.event import Event
+from hookdiff.testing.sink_checks import assert_tracks
+from hookdiff.testing.toy import toy_loop
 from hookdiff_tensorboard import TensorBoard
 from tests.conftest import Restores, RollsBack, StopAt, check_facts, fill, free, warnings
 from tests.forked import python
@@ -195,7 +195,7 @@ def test_a_second_run_of_the_loop_goes_on(tmp_path: Path) -> None:
 
 QUIET = """
 import sys
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 from hookdiff_tensorboard import TensorBoard
 toy_loop({"tensorboard": TensorBoard(dir=sys.argv[1])}, steps=2).run()
 print(*sorted({"tensorflow", "torch.utils.tensorboard"} & set(sys.modules)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hookdiff import InMemory, SampleRequest, build_loop, load_config, load_run
-from hookdiff.authors import TextEncoder
+from hookdiff.encoding import TextEncoder
 from tests.conftest import check_facts, check_refused, output
 from tests.plugins.test_autoencoder import save_autoencoder
 from tests.plugins.test_text import save_encoder

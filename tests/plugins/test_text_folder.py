@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hookdiff import UserError
-from hookdiff.authors import digest_of
+from hookdiff.encoding import digest_of
 from hookdiff_text import Text
 from tests.conftest import refused
 from tests.plugins.test_text import WORDS, save_encoder

@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from hookdiff import Loop, UserError, hookimpl
-from hookdiff.authors.testing.tracks import assert_tracks
 from hookdiff.log.event import Event
+from hookdiff.testing.sink_checks import assert_tracks
 from hookdiff_wandb import WandB
 from tests.conftest import PATIENCE, Restores, RollsBack, check_facts, finish, refused, wait_for, wait_until, warnings
 from tests.hostile.mutations import in_time
@@ -227,7 +227,7 @@ from pathlib import Path
 from hookdiff import builtin_plugins
 from hookdiff import hookimpl
 from hookdiff.log.event import Event
-from hookdiff.authors.testing.toy import toy_loop
+from hookdiff.testing.toy import toy_loop
 from hookdiff_wandb import WandB
 
 class Waits:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hookdiff.authors.testing.toy import toy_loop
 from hookdiff.terminal.bars import shown_works
 from hookdiff.terminal.pace import paced
+from hookdiff.testing.toy import toy_loop
 from hookdiff_progress import ProgressBar
 from tests.conftest import PATIENCE, Clock
 

@@ -3,7 +3,7 @@
 import torch
 from hookdiff_lookahead import Lookahead
 
-from hookdiff.authors import assert_any_order, assert_removable, assert_resumes, toy_loop, weights
+from hookdiff.testing import assert_any_order, assert_removable, assert_resumes, toy_loop, weights
 
 
 def make() -> Lookahead:

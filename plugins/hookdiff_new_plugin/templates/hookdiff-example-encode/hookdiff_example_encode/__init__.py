@@ -6,7 +6,7 @@ from attrs.validators import ge
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
-from hookdiff.authors import Encoded, PictureEncoder
+from hookdiff.encoding import Encoded, PictureEncoder
 from hookdiff.options import about
 
 
@@ -17,7 +17,7 @@ class ExampleEncode(PictureEncoder):
     side: int = field(default=2, validator=ge(1), metadata=about("side of a square", "pixels"))
 
     def digest(self) -> str:
-        """Return what the latents depend on; `hookdiff.authors.digest_of` hashes files of weights."""
+        """Return what the latents depend on; `hookdiff.encoding.digest_of` hashes files of weights."""
         return f"example_encode {self.side}"
 
     def open(self, device: torch.device) -> Encoded:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hookdiff import Feed, UserError
-from hookdiff.authors import assert_any_order, assert_keeps_contract, assert_removable, assert_resumes, toy_loop
+from hookdiff.testing import assert_any_order, assert_keeps_contract, assert_removable, assert_resumes, toy_loop
 from hookdiff_example_evaluation import ExampleEvaluation
 
 DATA = Feed(torch.linspace(-1, 1, 160).reshape(40, 4), held_out=8)

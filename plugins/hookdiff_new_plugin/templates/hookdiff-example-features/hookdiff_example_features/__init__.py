@@ -6,8 +6,8 @@ from attrs.validators import ge
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from hookdiff.authors import Embedding, Features, Space
 from hookdiff.data import to_unit_range
+from hookdiff.features import Embedding, Features, Space
 from hookdiff.options import about
 
 

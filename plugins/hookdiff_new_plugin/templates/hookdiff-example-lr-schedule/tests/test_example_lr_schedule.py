@@ -2,7 +2,7 @@
 
 import pytest
 
-from hookdiff.authors import assert_resumes
+from hookdiff.testing import assert_resumes
 from hookdiff_example_lr_schedule import ExampleLrSchedule
 from hookdiff_lr import LR
 

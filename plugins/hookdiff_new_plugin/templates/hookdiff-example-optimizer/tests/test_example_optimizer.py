@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hookdiff.authors import assert_resumes
+from hookdiff.testing import assert_resumes
 from hookdiff_example_optimizer import ExampleOptimizer
 
 

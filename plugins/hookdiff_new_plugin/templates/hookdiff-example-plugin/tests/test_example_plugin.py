@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hookdiff.authors import assert_any_order, assert_keeps_contract, assert_removable, assert_resumes, toy_loop
+from hookdiff.testing import assert_any_order, assert_keeps_contract, assert_removable, assert_resumes, toy_loop
 from hookdiff_example_plugin import ExamplePlugin
 
 

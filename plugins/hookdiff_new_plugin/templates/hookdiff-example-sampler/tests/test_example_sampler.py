@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from hookdiff.authors import assert_converges
 from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.testing import assert_converges
 from hookdiff_example_sampler import ExampleSampler
 
 

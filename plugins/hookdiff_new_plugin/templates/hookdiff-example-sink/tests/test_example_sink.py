@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hookdiff import UserError
-from hookdiff.authors import (
+from hookdiff.testing import (
     assert_any_order,
     assert_keeps_contract,
     assert_removable,

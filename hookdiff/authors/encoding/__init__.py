@@ -1,1 +1,0 @@
-"""Encoders of a source: what comes out is encoded once, kept in a table, drawn by the Feed, and decoded."""

@@ -1,1 +1,0 @@
-"""Features of images: the spaces in which sets of images are compared."""

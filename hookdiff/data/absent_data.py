@@ -1,0 +1,130 @@
+"""A feed without data, for a run that only makes images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from hookdiff.data.batch import Batch
+from hookdiff.data.feed import Feed
+from hookdiff.data.feed_state import Facts, FeedState
+from hookdiff.data.memory import InMemory
+from hookdiff.data.reader import Codec, Stack
+from hookdiff.errors import UserError
+from hookdiff.options.structure import structured
+
+_CPU = torch.device("cpu")
+
+
+class _Absent:
+    """The reader of a run without its data."""
+
+    labels: Tensor | None = None
+    left_out: Sequence[str] = ()
+    unreadable: Sequence[int] = ()
+
+    def __init__(self, facts: Facts, names: Mapping[int, str], codec: Codec | None, texts: Any) -> None:
+        self.facts, self.names, self.codec, self.texts = facts, names, codec, texts
+        self.nothing: Mapping[str, Tensor | None] = texts.nothing if texts else {}
+        self.shape, self.classes, self.are_pictures = facts.shape, facts.classes, facts.are_pictures
+
+    def __len__(self) -> int:
+        return self.facts.num_samples
+
+    @property
+    def samples(self) -> InMemory:
+        return InMemory(torch.empty(0, *self.facts.shape))
+
+    @property
+    def first(self) -> Batch:
+        known = self.facts
+        labels = None if known.num_classes is None else torch.zeros(1, dtype=torch.int64)
+        labels = labels if known.labels is None else known.labels[:1]
+        conditions = {name: column[:1] for name, column in known.conditions.items()}
+        conditions |= {name: value[None] for name, value in self.nothing.items() if value is not None}
+        return Batch(torch.zeros(1, *known.shape), labels, conditions=conditions)
+
+    def bound(self, *_: Any) -> _Absent:
+        return self
+
+    def stacks(self, *_: Any) -> Iterator[Stack]:
+        raise absent()
+
+    def describe(self, index: int) -> str:
+        return self.names.get(index, f"sample {index}")
+
+    def fingerprint(self) -> str | None:
+        return None
+
+    def check(self) -> None:
+        """Take any samples."""
+
+    def close(self) -> None:
+        """Have no workers to end."""
+
+
+def absent() -> UserError:
+    """Return the error for samples that are asked of a run without its data."""
+    return UserError("the data of the run is not loaded here: it can make images, but no batches")
+
+
+@define(eq=False)
+class FeedWithoutData(Feed):
+    """The facts about the data of a run, in place of the data.
+
+    Raises:
+        UserError: if a sample of the data is needed.
+    """
+
+    names: Mapping[int, str] = field(factory=dict, kw_only=True)  # of samples, by their positions in the data
+    remembered: Codec | None = field(default=None, kw_only=True)  # of the samples
+    texts: Any = field(default=None, kw_only=True)  # `TextConditions`: of the encoders of texts
+
+    def __attrs_post_init__(self) -> None:
+        self.reader = _Absent(self.facts, self.names, self.remembered, self.texts)
+        self.drop_last = self.facts.drop_last
+        self.usable = self.training = torch.arange(self.facts.num_samples)
+        self.held_out_indices = self.training[:0]
+
+    def bind(
+        self, batch_size: int, seed: int = 0, device: torch.device = _CPU, rank: int | None = None, num_ranks: int = 0
+    ) -> Feed:
+        """Note the device and the numbers of the run. Returns self."""
+        self.batch_size, self.seed, self.device = batch_size, seed, device
+        self.rank, self.num_ranks = rank or 0, num_ranks or 1
+        return self
+
+    @property
+    def facts(self) -> Facts:
+        known: Facts = self.data
+        return known
+
+    @property
+    def num_classes(self) -> int | None:
+        return self.facts.num_classes
+
+    def examples(self, choose: Callable[[int], Sequence[int]]) -> Batch:
+        """Return the kept examples that `choose` picks by their number, with zeros for their images."""
+        known = self.facts
+        if not (known.conditions or known.texts):
+            raise absent()
+        columns = known.conditions if known.labels is None else {"labels": known.labels, **known.conditions}
+        sizes = [*map(len, columns.values()), *map(len, known.texts.values())]
+        rows = choose(sizes[0])
+        if known.texts and self.texts:
+            columns |= self.texts.embed(known.texts, are_prompts=False)
+        chosen = {name: column[rows].to(self.device) for name, column in columns.items()}
+        labels = chosen.pop("labels", None)
+        return Batch(torch.zeros(len(rows), *self.shape, device=self.device), labels, conditions=chosen)
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless `state` is one of a Feed; its weights are of samples that are not here."""
+        structured(FeedState, state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the epoch."""
+        self.epoch = state.get("epoch")

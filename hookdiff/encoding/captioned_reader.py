@@ -1,0 +1,159 @@
+"""The reader of samples with captions: it adds what encoders make of these to what another reader reads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any
+
+import torch
+from attrs import define, evolve, field
+from torch import Tensor
+
+from hookdiff.data.batch import Batch
+from hookdiff.data.memory import to_device
+from hookdiff.data.reader import Parts, Stack
+from hookdiff.encoding.captions import CaptionKeys, CaptionsOf, captions_for
+from hookdiff.encoding.encoder import INPUTS, TextEncoder
+from hookdiff.encoding.latent_reader import LatentReader
+from hookdiff.encoding.text_table import Nothing, TextConditions, TextTable
+from hookdiff.encoding.time_ids import TimeIds
+from hookdiff.errors import UserError
+from hookdiff.images.store import Store
+from hookdiff.images.transforms import size_text
+
+logger = logging.getLogger("hookdiff")
+
+
+@define(eq=False, slots=False)
+class CaptionedReader:
+    """Reads the samples of `inner`, a `Reader`, with what `encoders` make of their captions in `source`.
+
+    If it does not encode, it only has the captions. All else is asked of `inner`. While captions are `pending`, each is
+    encoded when it is read; `encode` encodes all of them.
+    """
+
+    inner: Any
+    source: Any
+    encoders: Mapping[str, TextEncoder]
+    caption_keys: CaptionKeys
+    store: Store
+    device: torch.device
+    encodes: bool = True
+    seed: int = field(init=False, default=0)
+    captions: dict[str, CaptionsOf] = field(init=False)
+    texts: TextConditions = field(init=False)
+    pending: bool = field(init=False)  # some captions are not encoded yet
+    _usable: list[int] = field(init=False)
+    _time_ids: TimeIds | None = field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        if INPUTS in self.encoders:
+            raise UserError(f"encode.{INPUTS}: what pictures become has this name; call an encoder of texts otherwise")
+        self._usable = self._find_usable()
+        self.captions = self._find_captions()
+        encoders = self.encoders if self.encodes else {}
+        rows_of = {name: TextTable(name, one, self.store, self.device) for name, one in encoders.items()}
+        self.texts = self._conditions(rows_of)
+        for name, rows in rows_of.items():
+            if self.caption_keys.shuffle_tags is not None and rows.is_kept:
+                raise UserError(f"shuffle_tags: captions change in each step, so encode.{name} needs store = 'none'")
+        every = {name: rows.known(self.captions[rows.encoder.texts].every()) for name, rows in rows_of.items()}
+        self.pending = not all(every.values())
+        for rows in rows_of.values():
+            rows.holds_network = self.pending
+
+    def encode(self) -> None:
+        """Encode the captions that are not encoded yet, after `inner` is encoded. All ranks must call this."""
+        if (usable := self._find_usable()) != self._usable:  # only now it is known which pictures cannot be decoded
+            self._usable = usable
+            self.captions = self._find_captions()
+        self.texts = TextConditions(self.texts.rows, self.texts.shape)  # without what was made on trial
+        self.pending = False
+        for rows in self.texts.rows.values():
+            rows.want(self.captions[rows.encoder.texts].every())
+
+    def trial(self) -> CaptionedReader:
+        """Return a reader that tells the shapes of all that `encode` will make; see `LatentReader.trial`."""
+        one = copy(self)
+        one.inner = one.inner.trial() if isinstance(one.inner, LatentReader) else one.inner
+        one.texts = TextConditions(self.texts.rows, self.texts.shape)
+        return one
+
+    def _find_usable(self) -> list[int]:
+        return [index for index in range(len(self.inner)) if index not in self.inner.unreadable]
+
+    def _find_captions(self) -> dict[str, CaptionsOf]:
+        given = captions_for(self.source, self.encoders).items()
+        return {
+            name: CaptionsOf(name, each, self.caption_keys, self.inner.describe, self._usable) for name, each in given
+        }
+
+    def _conditions(self, rows_of: Mapping[str, TextTable]) -> TextConditions:
+        """Return what the encoders make; if they ask for the sizes of the pictures, these are found now."""
+        if not (asking := [name for name, rows in rows_of.items() if rows.encoder.time_ids]):
+            return TextConditions(rows_of, ())
+        shape = self.inner.codec.shape if self.inner.codec else self.inner.shape
+        if len(shape) != 3:
+            raise UserError(
+                f"encode.{asking[0]}: it asks for the sizes of pictures; samples of {size_text(shape)} are none"
+            )
+        texts = TextConditions(rows_of, shape)
+        if (sizes := self.inner.sizes()) is None:
+            what = "the samples hold what was made of pictures, and the sizes of these are not here"
+            logger.warning("data: %s, so there is no condition %s", what, " or ".join(texts.time_ids))
+        else:
+            self._time_ids = TimeIds(sizes, self.inner.transforms, shape[1:])
+        return texts
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "inner":  # of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def bound(self, seed: int, device: torch.device, parts: Parts) -> CaptionedReader:
+        one = copy(self)
+        one.inner, one.seed, one.device = self.inner.bound(seed, device, parts), seed, device
+        return one
+
+    @property
+    def nothing(self) -> Nothing:
+        """What stands for no caption, by the names of conditions."""
+        return self.texts.nothing
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digests of all encoders, by name."""
+        return getattr(self.inner, "digests", {}) | self.texts.digests
+
+    def texts_of(self, indices: Tensor) -> dict[str, list[str]]:
+        """Return the first caption of each of the samples `indices`, by the kinds of captions."""
+        return {name: captions.drawn(indices, 0, None) for name, captions in self.captions.items()}
+
+    @cached_property
+    def first(self) -> Batch:
+        batch: Batch = self.inner.first
+        own = {name: value for name, value in self.nothing.items() if value is not None}
+        own |= self.texts.time_ids if self._time_ids else {}
+        return evolve(batch, conditions={**batch.conditions, **{name: value[None] for name, value in own.items()}})
+
+    def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
+        for inputs, labels, indices, conditions in self.inner.stacks(shares, epoch):
+            drawn = {name: captions.drawn(indices, self.seed, epoch) for name, captions in self.captions.items()}
+            made = self.texts.embed(drawn, are_prompts=False) if self.encodes else {}
+            if self._time_ids:
+                made |= dict.fromkeys(self.texts.time_ids, self._time_ids.of(indices, self.seed, epoch))
+            texts = {name: to_device(column, self.device) for name, column in made.items()}
+            yield inputs, labels, indices, {**conditions, **texts}
+
+    def fingerprint(self) -> str | None:
+        own: str | None = self.inner.fingerprint()
+        if own is None or not self.encodes:
+            return own
+        captions = {name: one.digest() for name, one in self.captions.items()}
+        return repr((own, self.texts.digests, captions))

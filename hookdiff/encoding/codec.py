@@ -1,0 +1,54 @@
+"""Makes pictures of latents, and latents of pictures, for a run with encoded inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from hookdiff.data.feed import Feed
+from hookdiff.encoding.encoder import Encoded, PictureEncoder
+from hookdiff.machine.fitting import Fitting
+
+_AT_ONCE = 32  # pictures
+
+
+@define(eq=False, slots=False)
+class PictureCodec:
+    """The encoder of the inputs; its network is loaded when it is first asked for a picture or a latent.
+
+    `make_pictures` opens the Feed of the pictures; it may raise UserError where the data is not.
+    """
+
+    encoder: PictureEncoder
+    digest: str  # of the encoder
+    shape: tuple[int, ...]  # of a picture, c h w
+    make_pictures: Callable[[], Feed]
+    device: torch.device = field(default=torch.device("cpu"))
+
+    @cached_property
+    def pictures(self) -> Feed:
+        return self.make_pictures()
+
+    @cached_property
+    def network(self) -> Encoded:
+        """The network, on the device."""
+        return self.encoder.open(self.device)
+
+    def encode(self, pictures: Tensor) -> Tensor:
+        return self._mapped(lambda part: self.network.encode(part.to(self.device))[0], pictures)
+
+    def decode(self, inputs: Tensor) -> Tensor:
+        return self._mapped(lambda part: self.network.decode(part.to(self.device)), inputs)
+
+    def _mapped(self, call: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+        """Return `call` of all parts of `values`, as many at a time as fit."""
+        fitting = Fitting(_AT_ONCE, self.device)
+        with torch.no_grad():
+            made = [
+                *fitting.parts(range(len(values)), lambda part: call(values[part.start : part.stop].float()).float())
+            ]
+        return torch.cat(made).to(values.device) if made else values.new_empty(0, *self.shape)

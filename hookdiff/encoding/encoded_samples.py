@@ -1,0 +1,97 @@
+"""Samples that hold what encoders have made, such as shards that `hookdiff data` has written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import define, field
+from attrs.validators import in_
+from torch import Tensor
+
+from hookdiff.data.batch import Batch
+from hookdiff.encoding.encoder import INPUTS, PictureEncoder
+from hookdiff.errors import UserError, nearest
+from hookdiff.options.structure import structured
+
+MEAN, STD = "mean", "std"  # what an encoder makes of a sample: n, sides, and the shape of what comes out
+ENCODED = "encoded.json"  # facts about the samples in a folder, as `EncodedSamples` has them
+
+
+@define(frozen=True)
+class EncodedSamples:
+    """Facts about encoded samples, which a source has as `encoded`, a table."""
+
+    shape: tuple[int, ...]  # of a picture, c h w
+    sides: int = field(validator=in_((1, 2)))
+    digests: dict[str, str]  # of the encoders, by name
+    columns: tuple[str, ...]  # such as "image.mean"
+
+    @classmethod
+    def of(cls, source: Any) -> EncodedSamples | None:
+        """Return the facts about the samples of `source`; None if it has none.
+
+        Raises:
+            UserError: for facts of another kind.
+        """
+        if (about := getattr(source, "encoded", None)) is None:
+            return None
+        try:
+            return structured(cls, about)
+        except ValueError as error:
+            raise UserError(f"encoded: {ENCODED} of the source: {error}") from None
+
+    def check(self, encoders: Mapping[str, PictureEncoder]) -> None:
+        """Raise UserError unless `encoders` are those that have made the samples."""
+        for name, encoder in encoders.items():
+            if name not in self.digests:
+                raise UserError(f"encode.{name}: the samples were not encoded by it{nearest(name, self.digests)}")
+            if (digest := encoder.digest()) != self.digests[name]:
+                raise UserError(
+                    f"encode.{name}: this is another encoder than that of the samples: {digest}, expected "
+                    f"{self.digests[name]}"
+                )
+
+
+@define(frozen=True)
+class SourceLatents:
+    """What an encoder has made, as batches of the source have it: as inputs, or as conditions `NAME.mean` and `.std`.
+
+    Without facts about the samples, the inputs are the means of one side.
+    """
+
+    name: str
+    made: EncodedSamples | None
+    describe: Callable[[int], str]  # names a sample
+
+    def sides_of(self, batch: Batch) -> dict[str, Tensor]:
+        """Return mean and perhaps deviation of the samples of `batch`: n, sides, and what comes out, float16.
+
+        Raises:
+            UserError: if the batch lacks them, or they are not finite.
+        """
+        columns = {column: values.half() for column, values in self.values_of(batch).items()}
+        check_finite(f"data.encode.{self.name}", columns, batch, self.describe)
+        return columns
+
+    def values_of(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the same as the source has it."""
+        if self.made is None:
+            return {MEAN: batch.inputs[:, None]}
+        values = {f"{INPUTS}.{MEAN}": batch.inputs, **batch.conditions}
+        wanted = [column for column in (MEAN, STD) if f"{self.name}.{column}" in self.made.columns]
+        if lacking := [one for column in wanted if (one := f"{self.name}.{column}") not in values]:
+            raise UserError(f'conditions: lacks "{lacking[0]}" = "{lacking[0].lower()}.npy"')
+        return {column: values[f"{self.name}.{column}"] for column in wanted}
+
+    def is_own(self, condition: str) -> bool:
+        """Return whether a condition of the source holds what this encoder has made."""
+        return condition in (f"{self.name}.{MEAN}", f"{self.name}.{STD}")
+
+
+def check_finite(where: str, columns: Mapping[str, Tensor], batch: Batch, describe: Callable[[int], str]) -> None:
+    """Raise UserError if a sample of `batch` has become what is not finite in the float16 of `columns`: n rows each."""
+    for name, values in columns.items():
+        if bad := (~values.flatten(1).isfinite().all(1)).nonzero().flatten().tolist():
+            index = 0 if batch.indices is None else int(batch.indices[bad[0]])  # a batch without them is the first
+            raise UserError(f"{where}: {describe(index)} becomes a {name} that is not finite in float16")

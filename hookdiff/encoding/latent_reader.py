@@ -1,0 +1,439 @@
+"""The reader of encoded samples: it draws from what the encoders have made, as a function of (seed, epoch, sample)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Generator, Tensor
+
+from hookdiff.data.batch import Batch
+from hookdiff.data.feed import Feed
+from hookdiff.data.memory import InMemory, to_device
+from hookdiff.data.reader import Parts, Stack, hash_of, is_paired, labels_of
+from hookdiff.data.source import sample_name
+from hookdiff.encoding.codec import PictureCodec
+from hookdiff.encoding.encoded_samples import MEAN, STD, EncodedSamples, SourceLatents
+from hookdiff.encoding.encoder import INPUTS, PictureEncoder
+from hookdiff.encoding.encoder_output import EncoderOutput
+from hookdiff.encoding.latent_table import PictureTable, PictureTableBuilder, decoded_shape, kept_in_memory
+from hookdiff.encoding.soundness import AT_ONCE, Soundness, constant_channels, few_of
+from hookdiff.errors import UserError
+from hookdiff.images.augment import FLIP
+from hookdiff.images.cache import key_of, place_of
+from hookdiff.images.items import ItemKeys
+from hookdiff.images.sizes import common_size
+from hookdiff.images.store import Store
+from hookdiff.images.survey import Survey, left_out_text
+from hookdiff.images.table import FORMAT
+from hookdiff.images.transforms import Transforms, size_text
+from hookdiff.machine.randomness import derive_seed, uniforms
+from hookdiff.machine.ranks import first_rank_does
+
+logger = logging.getLogger("hookdiff")
+
+_AT_ONCE = 1024  # samples of a part
+
+
+@define(eq=False)
+class LatentPart:
+    """Some samples, and what the encoders make of them."""
+
+    indices: Tensor  # n, int64
+    sides: Mapping[str, Mapping[str, Tensor]]  # by encoder, "mean" and perhaps "std": n, sides, ..., float16
+    labels: Tensor | None
+    conditions: Mapping[str, Tensor]  # of the source
+
+
+@define(eq=False, slots=False)
+class LatentReader:
+    """Reads the samples of `source` as `encoders` make them, or have made them if `is_encoded`.
+
+    Encoders of which a table is missing are `pending` at first: until `encode` has made it, a sample is encoded when it
+    is read.
+
+    `make_samples` opens the Feed of the samples as they are: of pictures, or of what was made of these.
+    """
+
+    source: Any
+    transforms: Transforms
+    store: Store
+    encoders: Mapping[str, PictureEncoder]
+    make_samples: Callable[[], Feed]
+    device: torch.device
+    is_encoded: bool = False
+    item_keys: ItemKeys = field(factory=ItemKeys)
+    labels: Tensor | None = field(init=False)
+    classes: Sequence[str] | None = field(init=False)
+    left_out: Sequence[str] = field(init=False)
+    unreadable: set[int] = field(init=False)
+    codec: PictureCodec | None = field(init=False, default=None)
+    seed: int = field(init=False, default=0)
+    _samples: Feed | None = field(init=False, default=None)
+    _survey: Survey = field(init=False)
+    _picture_shape: tuple[int, ...] = field(init=False)
+    _rows: dict[str, PictureTable] = field(init=False, factory=dict)  # what each encoder has made of all samples
+    _makers: dict[str, PictureTableBuilder | SourceLatents] = field(
+        init=False, factory=dict
+    )  # of those that are not kept in rows
+    pending: dict[str, PictureTableBuilder] = field(
+        init=False, factory=dict
+    )  # those of them that are to be kept in rows
+
+    def __attrs_post_init__(self) -> None:
+        if self.transforms.side != self.transforms.image_size:
+            raise UserError("resize: a random crop cannot be encoded once; set image_size alone")
+        if any(self.transforms.color_jitter):
+            raise UserError("color_jitter: random colours cannot be encoded once; leave it out")
+        self.labels, self.classes = labels_of(self.source, len(self.source))
+        self._set(self._take() if self.is_encoded else self._find())
+
+    def encode(self) -> None:
+        """Make the tables that are missing. All ranks must call this."""
+        if self.pending:
+            for name, encode in self.pending.items():
+                del self._makers[name]
+                self._rows[name] = self._kept(encode)
+            self.pending = {}
+            self._set(self._survey_of_rows())
+        for maker in self._makers.values():
+            if isinstance(maker, PictureTableBuilder):
+                first_rank_does(maker.look)
+
+    def trial(self) -> LatentReader:
+        """Return a reader that tells the shapes of all that `encode` will make; it encodes no sample but the first."""
+        one = copy(self)
+        if one.labels is None and one.first.labels is not None:
+            one.labels = torch.zeros(len(self), dtype=torch.int64)  # they are read with the pictures
+        return one
+
+    def _set(self, survey: Survey) -> None:
+        digests = self.digests
+        self._survey = survey
+        if self._rows and self.labels is None:
+            self.labels = next(iter(self._rows.values())).labels
+        self.unreadable = {*survey.unreadable, *survey.undecodable}
+        self.left_out = left_out_text([*survey.unreadable.values(), *survey.undecodable.values()], len(self))
+        if INPUTS in self.encoders:
+            own = self.encoders[INPUTS]
+            self.codec = PictureCodec(own, digests[INPUTS], self._picture_shape, self.open_pictures, self.device)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digests of the encoders, by name."""
+        return {name: EncoderOutput(f"data.encode.{name}", one).digest() for name, one in self.encoders.items()}
+
+    def _find(self) -> Survey:
+        for name, encoder in self.encoders.items():
+            flips = bool(self.transforms.flip)
+            encode = PictureTableBuilder(name, encoder, self.open_pictures, flips, self.device, len(self.source))
+            if encoder.stored(self.store).store == "none":
+                self._makers[name] = encode
+                continue
+            key = self._key(name)
+            rows = None if key is None else encode.known(self._place(key))
+            if rows is None:
+                self._makers[name] = self.pending[name] = encode
+            else:
+                self._rows[name] = self._in_memory(name, rows)
+        if not self._rows:
+            pictures = self.open_pictures()
+            self._picture_shape = pictures.shape
+            found: Survey = pictures.reader.prepared.survey
+            return found
+        return self._survey_of_rows()
+
+    def _survey_of_rows(self) -> Survey:
+        survey = next(iter(self._rows.values())).survey
+        self._picture_shape = survey.shape
+        return survey
+
+    def _take(self) -> Survey:
+        """Take what the encoders have made from the samples, and keep it in memory if it is to be."""
+        made, samples = EncodedSamples.of(self.source), self._open()
+        if made:
+            made.check(self.encoders)
+        elif [*self.encoders] != [INPUTS] or len(samples.shape) != 3:
+            raise UserError(
+                f"encoded: the source does not say what its samples hold, so they must be the means (c h w) for "
+                f"encode.{INPUTS}; they are {size_text(samples.shape)}"
+            )
+        if self.transforms.flip and (made is None or made.sides == 1):
+            raise UserError("flip: the samples hold one side of each picture; leave it out")
+        givens = {name: SourceLatents(name, made, samples.describe) for name in self.encoders}
+        first_rank_does(lambda: self._look(samples, givens))
+        sides = {name: maker.sides_of(samples.reader.first) for name, maker in givens.items()}
+        self._picture_shape = made.shape if made else decoded_shape(self.encoders[INPUTS], samples.shape, self.device)
+        if self.transforms.image_size not in (None, self._picture_shape[-1]):
+            raise UserError(f"image_size: the samples were made of pictures of {size_text(self._picture_shape)}")
+        survey = Survey(self._picture_shape)
+        sizes = {name: len(self) * sum(one.nbytes for one in columns.values()) for name, columns in sides.items()}
+        if all(self._store_of(name).in_memory(size) for name, size in sizes.items()):
+            self._rows = kept_in_memory(samples, givens, survey)
+        else:
+            self._makers = dict(givens)
+        return survey
+
+    def _look(self, samples: Feed, givens: Mapping[str, SourceLatents]) -> None:
+        """Report what a few of the samples show of the encoders that have made them."""
+        batches = [*Feed(samples.reader.without_workers()).unaugmented(few_of(samples.usable), AT_ONCE)]
+        for name, given in givens.items():
+            for batch in batches:
+                given.sides_of(batch)  # refuses what is not finite
+            parts = [given.values_of(batch) for batch in batches]
+            values = {column: torch.cat([part[column][:, 0] for part in parts]).cpu() for column in parts[0]}
+            differ = len(values[MEAN]) > 1  # the pictures are not here
+            Soundness.of(values[MEAN], values.get(STD), differ).report(name, self.encoders[name])
+
+    def open_pictures(self) -> Feed:
+        """Return the Feed of the pictures, which reads their headers when it is made.
+
+        Raises:
+            UserError: for samples that hold no pictures.
+        """
+        if self.is_encoded and INPUTS in self.encoders:
+            raise UserError("data.encoded: the samples hold what was made of the pictures, so these are not here")
+        pictures = self._open()
+        if not pictures.are_pictures:
+            way_out = "; if they hold what the encoders have made, set encoded = true"
+            raise UserError(f"encode: the samples are no pictures, but of {size_text(pictures.shape)}{way_out}")
+        return pictures
+
+    def _open(self) -> Feed:
+        if self._samples is None:
+            self._samples = self.make_samples()
+        return self._samples
+
+    def _store_of(self, name: str) -> Store:
+        return self.encoders[name].stored(self.store)
+
+    def _kept(self, encode: PictureTableBuilder) -> PictureTable:
+        key = self._key(encode.name)
+        if key is None:
+            logger.warning("%s: the source has no fingerprint, so it is encoded in each run", encode.where)
+        rows = encode.rows(None if key is None else self._place(key))
+        return rows if key is None else self._in_memory(encode.name, rows)
+
+    def _place(self, key: tuple[Any, ...]) -> Path:
+        return place_of(key, self.store.folder / "encoded")
+
+    def _in_memory(self, name: str, rows: PictureTable) -> PictureTable:
+        """Return the rows in memory, if they are to be there."""
+        size = sum(column.nbytes for column in rows.columns.values())
+        if self._store_of(name).in_memory(size):
+            rows.columns = {name: column.clone() for name, column in rows.columns.items()}
+        return rows
+
+    def _key(self, name: str) -> tuple[Any, ...] | None:
+        """Return all that the values of encoder `name` depend on; None if the source does not say when it changes."""
+        if (data := self._data_key) is None:
+            return None
+        digest = EncoderOutput(f"data.encode.{name}", self.encoders[name]).digest()
+        return ("encoded", *data, digest, bool(self.transforms.flip), self.store.unreadable)
+
+    @cached_property
+    def _data_key(self) -> tuple[Any, ...] | None:
+        transforms = self.transforms
+        if isinstance(self.source, InMemory):
+            beside = sorted((name, hash_of(column)) for name, column in self.source.conditions.items())
+            first_stage = (transforms.side, transforms.upscale, transforms.channels, transforms.background)
+            return (FORMAT, hash_of(self.source.images), beside, *first_stage)
+        return (*key_of(self.source, transforms), self.item_keys) if hasattr(self.source, "fingerprint") else None
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def samples(self) -> Any:
+        return self.source
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        if INPUTS in self._rows:
+            return self._rows[INPUTS].shape
+        return tuple(self.first.inputs.shape[1:])
+
+    @cached_property
+    def first(self) -> Batch:
+        """The first sample, without its augmentation."""
+        batch = self._open().reader.first if self._reads_samples else None
+        inputs, labels, _, conditions = self._stack(torch.zeros(1, dtype=torch.int64), batch, None)
+        return Batch(inputs, labels, conditions=conditions)
+
+    @property
+    def _reads_samples(self) -> bool:
+        """Whether the samples of the source are read in each epoch."""
+        return bool(self._makers) or INPUTS not in self.encoders
+
+    @property
+    def are_pictures(self) -> bool:
+        return self.codec is None
+
+    def bound(self, seed: int, device: torch.device, parts: Parts) -> LatentReader:
+        one = copy(self)
+        one.seed, one.device = seed, device
+        return one
+
+    def check(self) -> None:
+        """Take any samples: what cannot be encoded was refused before."""
+
+    def describe(self, index: int) -> str:
+        return sample_name(self.source, index)
+
+    def fingerprint(self) -> str | None:
+        keys = [self._key(name) for name in self.encoders]
+        return None if None in keys else repr(keys)
+
+    def sizes(self) -> Tensor | None:
+        """Return height and width of the pictures, before they are resized; None if only what was made of them is here.
+
+        See `hookdiff.images.sizes.sizes_of`.
+        """
+        if self.is_encoded and INPUTS in self.encoders:
+            return None
+        common = None if self.is_encoded else common_size(self._survey, len(self))
+        return self.open_pictures().reader.sizes() if common is None else common
+
+    def close(self) -> None:
+        if self._samples is not None:
+            self._samples.close()
+
+    def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
+        for share, batch in self._read(shares):
+            yield self._stack(share, batch, epoch)
+
+    def _stack(self, share: Tensor, batch: Batch | None, epoch: int | None) -> Stack:
+        flipped = self._flipped(share, epoch)
+        made = {name: self._drawn(name, share, flipped, epoch, batch) for name in self.encoders}
+        conditions = self._conditions_of(share, batch)
+        for name, column in conditions.items():
+            if is_paired(column.shape[1:], self._picture_shape):  # an image, mirrored with its picture
+                conditions[name] = _mirrored(column, flipped)
+        if batch is not None and INPUTS not in made:
+            made[INPUTS] = to_device(_mirrored(batch.inputs, flipped), self.device)
+        inputs, labels = made.pop(INPUTS), self._labels_of(share, batch)
+        labels = None if labels is None else to_device(labels, self.device)
+        given = {name: to_device(column, self.device) for name, column in conditions.items()}
+        return inputs, labels, share, {**given, **made}
+
+    def _read(self, shares: Sequence[Tensor]) -> Iterator[tuple[Tensor, Batch | None]]:
+        """Yield the samples of each share and what the source has of them, or None if nothing of this is needed."""
+        if not self._reads_samples:
+            yield from ((share, None) for share in shares)
+            return
+        samples = self._open() if self.is_encoded else self.open_pictures()
+        for inputs, labels, indices, conditions in samples.reader.stacks(shares, None):
+            # Where a sample cannot be decoded, these are of another.
+            yield indices, Batch(inputs, labels, indices, conditions=conditions)
+
+    def _flipped(self, share: Tensor, epoch: int | None) -> Tensor:
+        """Return which of the samples are mirrored: the same as of pictures that are not encoded."""
+        if epoch is None or not self.transforms.flip:
+            return torch.zeros(len(share), dtype=torch.int64)
+        return (uniforms(self.seed, "augment", epoch, share, FLIP + 1)[:, FLIP] < self._chance).long()
+
+    def _drawn(self, name: str, share: Tensor, flipped: Tensor, epoch: int | None, batch: Batch | None) -> Tensor:
+        if name in self._rows:
+            columns, rows = self._rows[name].columns, share
+        else:
+            columns, rows = self._sides_of(name, share, batch), torch.arange(len(share))
+        values = columns[MEAN][rows, flipped].float()
+        if STD in columns and epoch is not None and self.encoders[name].draws:
+            values = values + columns[STD][rows, flipped].float() * self._noise(name, share, epoch, values.shape[1:])
+        return to_device(values, self.device)
+
+    def _sides_of(self, name: str, share: Tensor, batch: Batch | None) -> dict[str, Tensor]:
+        """Return what an encoder makes of both sides of the samples at `share`."""
+        if name in self._rows:
+            columns = self._rows[name].columns
+            return {key: columns[key][share] for key in (MEAN, STD) if key in columns}
+        assert batch is not None
+        return self._makers[name].sides_of(batch)
+
+    @property
+    def _chance(self) -> float:
+        """The probability of a mirrored sample."""
+        return 0.5 if self.transforms.flip is True else float(self.transforms.flip)
+
+    def _noise(self, name: str, share: Tensor, epoch: int, shape: Sequence[int]) -> Tensor:
+        """Return standard normal numbers (n and `shape`), those of a sample by (seed, epoch, sample)."""
+        made = torch.empty(len(share), *shape)
+        generator = Generator()
+        for row, index in enumerate(share.tolist()):
+            generator.manual_seed(derive_seed(self.seed, f"posterior {name}", epoch, part=index))
+            torch.randn(tuple(shape), generator=generator, out=made[row])
+        return made
+
+    def _labels_of(self, share: Tensor, batch: Batch | None) -> Tensor | None:
+        if self.labels is not None:
+            return self.labels[share]
+        return None if batch is None else batch.labels
+
+    def _conditions_of(self, share: Tensor, batch: Batch | None) -> dict[str, Tensor]:
+        """Return the conditions that the source has."""
+        if batch is None:
+            rows = next(iter(self._rows.values()))
+            return {name: column[share] for name, column in rows.conditions.items()}
+        own = [maker for maker in self._makers.values() if isinstance(maker, SourceLatents)]
+        return {
+            name: column for name, column in batch.conditions.items() if not any(maker.is_own(name) for maker in own)
+        }
+
+    def parts(self, indices: Tensor) -> Iterator[LatentPart]:
+        """Yield parts of the samples `indices`, in order, with both sides of what the encoders make of them."""
+        for share, batch in self._read(torch.split(indices, _AT_ONCE)):
+            sides = {name: self._sides_of(name, share, batch) for name in self.encoders}
+            yield LatentPart(share, sides, self._labels_of(share, batch), self._conditions_of(share, batch))
+
+    def made(self, part: LatentPart) -> EncodedSamples:
+        """Return the facts about such parts as `part`."""
+        columns = [f"{name}.{column}" for name, found in part.sides.items() for column in found]
+        return EncodedSamples(
+            self._picture_shape, next(iter(part.sides.values()))[MEAN].shape[1], self.digests, tuple(columns)
+        )
+
+    def scale(self, indices: Tensor) -> tuple[Sequence[float], Sequence[float]]:
+        """Return mean and deviation of each channel of the inputs, as they are drawn from the samples `indices`.
+
+        They are what the encoder gives, or else measured.
+
+        Raises:
+            UserError: for a channel that is constant on them.
+        """
+        encoder = self.encoders[INPUTS]
+        if given := encoder.moments():
+            return given
+        sums = squares = torch.zeros(self.shape[0], dtype=torch.float64)
+        low, high = torch.full([self.shape[0]], torch.inf), torch.full([self.shape[0]], -torch.inf)
+        count, chance = 0, self._chance
+        for part in self.parts(indices):
+            columns = part.sides[INPUTS]
+            mean = columns[MEAN].double()
+            second, lowest = mean.square(), columns[MEAN].float()
+            highest = lowest
+            if STD in columns and encoder.draws:
+                width = columns[STD].float()
+                second += width.double().square()
+                lowest, highest = lowest - width, highest + width
+            weights = torch.tensor([1 - chance, chance] if mean.shape[1] == 2 else [1.0], dtype=torch.float64)
+            weights = weights.view(1, -1, *[1] * (mean.dim() - 2))
+            axes = [0, 1, *range(3, mean.dim())]
+            low, high = low.minimum(lowest.amin(axes)), high.maximum(highest.amax(axes))
+            sums, squares = sums + (mean * weights).sum(axes), squares + (second * weights).sum(axes)
+            count += len(mean) * mean[0, 0, 0].numel()
+        if constant := (low == high).nonzero().flatten().tolist():
+            raise constant_channels(f"data.encode.{INPUTS}", encoder, constant, f"all {len(indices):,} samples")
+        center = sums / count
+        return center.tolist(), (squares / count - center.square()).sqrt().tolist()
+
+
+def _mirrored(values: Tensor, flipped: Tensor) -> Tensor:
+    """Return `values` (n ... w) with those rows mirrored where `flipped` (n) is not 0."""
+    rows = to_device(flipped.bool(), values.device).view(-1, *[1] * (values.dim() - 1))
+    return torch.where(rows, values.flip(-1), values)

@@ -1,0 +1,117 @@
+"""Features of the data. A file keeps them for the next run with the same data, recipe, network and number of images."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from hookdiff.data.feed import Feed
+from hookdiff.disk.files import cannot_write, new_file
+from hookdiff.disk.tensors import open_tensors, write_tensors
+from hookdiff.features.collected import ROWS, Collected
+from hookdiff.features.space import Space
+from hookdiff.images.store import Store
+from hookdiff.log.pixels import to_uint8
+from hookdiff.machine.ranks import first_rank_says, gathered_or_raised, num_ranks, rank
+from hookdiff.terminal.pace import paced
+
+logger = logging.getLogger("hookdiff")
+
+_FORMAT = 1
+_BATCH = 256  # images
+
+
+def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: int = ROWS) -> Collected:
+    """Return the features of the pictures `indices` (n, int64) of the data, without augmentation, in a random order.
+
+    The rows of `most` of them are kept, and no logits. They are read from the file of an earlier run if that was of the
+    same samples and the same space. Else each rank computes a share, and the first one writes the file. All ranks
+    return the whole. `what` is for messages, such as "fid: the training images".
+
+    Raises:
+        UserError: for images that the space does not take.
+        ValueError: for images or features that are not finite.
+    """
+    feed = feed.pictures
+    space.check(feed.shape)
+    # The rows that are kept are the first ones, and data is often sorted by class.
+    indices = indices[torch.randperm(len(indices), generator=torch.Generator().manual_seed(0))]
+    key = _key(feed, indices, space, min(most, len(indices)))
+    store: Store = getattr(feed.reader, "store", None) or Store()  # a reader of samples in memory has none
+    path = None if key is None else store.folder / "features" / f"{hashlib.sha256(key.encode()).hexdigest()}"
+    kept = _read(path, key) if path and key and rank() == 0 else None
+    if found := first_rank_says(kept):
+        found.numbers = indices[: len(found.rows)]
+        return found
+    share = indices[slice(*shares(len(indices))[rank()])]
+    with closing(paced(_pixels(feed, share), len(share), what)) as images:
+        found = Collected.merged(gathered_or_raised(lambda: Collected.of(space, images, most, logits=False)))
+    if path and key and rank() == 0:
+        _write(path, key, found)
+    found.numbers = indices[: len(found.rows)]
+    return found
+
+
+def shares(num: int) -> list[tuple[int, int]]:
+    """Return the first and the last (exclusive) of `num` images of each rank, in equal parts up to one image."""
+    ends = [num * part // num_ranks() for part in range(num_ranks() + 1)]
+    return list(itertools.pairwise(ends))
+
+
+def _pixels(feed: Feed, indices: Tensor) -> Iterator[Tensor]:
+    for batch in feed.unaugmented(indices, _BATCH):
+        if bad := int((~batch.inputs.isfinite()).flatten(1).any(dim=1).sum()):
+            raise ValueError(f"{bad} of {len(batch)} images of the data are not finite")
+        yield to_uint8(batch.inputs)
+
+
+def _key(feed: Feed, indices: Tensor, space: Space, rows: int) -> str | None:
+    """Return all that the features depend on; None if that is unknown."""
+    data = feed.fingerprint()
+    if data is None or space.key is None:
+        return None
+    chosen = hashlib.sha256(indices.cpu().contiguous().numpy().tobytes()).hexdigest()
+    numbers = {"format": _FORMAT, "num": len(indices), "rows": rows}
+    return json.dumps({**numbers, "data": data, "indices": chosen, "space": space.key})
+
+
+def _read(path: Path, key: str) -> Collected | None:
+    """Return the features in a file, or None with a warning if it is damaged or of other data."""
+    if not path.is_file():
+        return None
+    try:
+        with open_tensors(path) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            about = file.metadata() or {}
+        if about.get("key") != key or about.get("digest") != _digest(tensors):
+            raise ValueError("its content has changed since it was written")
+        return Collected.from_tensors(tensors)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        logger.warning("%s is damaged and made again: %s", path, error)
+        return None
+
+
+def _write(path: Path, key: str, found: Collected) -> None:
+    tensors = found.tensors()
+    try:
+        with new_file(path) as partial:
+            write_tensors(partial, tensors, {"key": key, "digest": _digest(tensors)})
+    except OSError as error:
+        logger.warning("the features of the data are not kept for the next run: %s", cannot_write(path, error))
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}\0".encode())
+        found.update(tensors[name].contiguous().numpy().data)
+    return found.hexdigest()

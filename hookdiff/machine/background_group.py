@@ -1,0 +1,66 @@
+"""What threads that run beside the training agree on."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import distributed
+
+from hookdiff.errors import OnAnotherRank
+from hookdiff.machine.ranks import PATIENCE, is_set_up, num_ranks, rank
+
+Value = TypeVar("Value")
+
+
+class BackgroundGroup:
+    """What threads that run beside the training agree on, in a group of their own.
+
+    A collective operation of such a thread must not meet those of the training. All ranks must make and close it, and
+    one thread of each may use it.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = None if num_ranks() == 1 else distributed.new_group(backend="gloo", timeout=PATIENCE)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None and is_set_up():
+            distributed.destroy_process_group(self._group)
+        self._group = None
+
+    def gathered_or_raised(self, call: Callable[[], Value]) -> list[Value]:
+        """Return what `call` returns on each rank, in their order, on all of them.
+
+        If it fails, all ranks raise the error of the lowest rank that has one, so that they all decide alike.
+
+        Raises:
+            ConnectionError: an OSError, if a rank has ended.
+        """
+        if self._group is None:
+            return [call()]
+        value, own = None, None
+        try:
+            value = call()
+        except Exception as error:  # raised below, as soon as the other ranks know
+            own = error
+        found: list[Any] = [None] * num_ranks()
+        try:
+            distributed.all_gather_object(found, (value, own and _portable(own)), group=self._group)
+        except RuntimeError as error:
+            here = f"; here: {own}" if own else ""
+            raise ConnectionError(f"another rank has ended{here}") from (own or error)
+        for other, (_, problem) in enumerate(found):
+            if problem:
+                raise problem from (own if other == rank() else OnAnotherRank(f"on rank {other}: {problem}"))
+        return [value for value, _ in found]
+
+
+def _portable(error: Exception) -> Exception:
+    """Return `error`, or one with its text if another process could not read it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

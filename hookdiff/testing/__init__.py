@@ -1,0 +1,5 @@
+"""Helpers for tests of plugins: small loops, the promises of a plugin and of a tracker, ranks as threads, examples."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
