@@ -421,6 +421,37 @@ def test_no_two_names_of_the_core_are_equal() -> None:
     assert {given for given, num in names.items() if num > 1} == {"logger", "command"}
 
 
+def at_top(tree: ast.Module) -> Iterator[str]:
+    """Yield what a module imports, for type checkers too, and its functions and classes."""
+    for node in (*tree.body, *(child for block in tree.body if isinstance(block, ast.If) for child in block.body)):
+        match node:
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                yield from ((alias.asname or alias.name).partition(".")[0] for alias in aliases)
+            case ast.FunctionDef(name=defined) | ast.ClassDef(name=defined):
+                yield defined
+
+
+def local_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the names that functions and comprehensions bind, with their lines, but not what functions import."""
+    for scope in ast.walk(tree):
+        inner = isinstance(scope, ast.FunctionDef | ast.Lambda | ast.comprehension)
+        for node in ast.walk(scope) if inner else ():
+            match node:
+                case ast.arg(arg=bound) | ast.Name(id=bound, ctx=ast.Store()):
+                    yield node.lineno, bound
+                case ast.ExceptHandler(name=str(bound)) | ast.MatchAs(name=str(bound)) | ast.MatchStar(name=str(bound)):
+                    yield node.lineno, bound
+                case ast.FunctionDef(name=bound) if node is not scope:
+                    yield node.lineno, bound
+
+
+def test_no_local_name_shadows_an_import_or_a_function_of_its_module() -> None:
+    assert len([*local_names(ast.parse("def f(a):\n  for b in c: d = [e for e in d]\n\nx = 1"))]) == 5
+    for path in (*CORE_FILES, *PLUGIN_FILES):
+        top = {*at_top(parsed(path))}
+        assert [f"{name(path)}:{line}: {bound}" for line, bound in local_names(parsed(path)) if bound in top] == []
+
+
 def check_public(where: str, module: str, taken: str | None) -> None:
     assert module in PUBLIC, f"{where} reaches into {module}"
     public = [None, *importlib.import_module(module).__all__]

@@ -12,7 +12,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from queue import Empty, Full, Queue
-from time import monotonic, time
+from time import monotonic, time as now
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy
@@ -179,7 +179,7 @@ class Sink:
 
     def _send(self, loop: Loop, name: str, step: int, what: object) -> None:
         if worker := self._open(loop):
-            worker.send(name, getattr(self, name), step, time(), what)
+            worker.send(name, getattr(self, name), step, now(), what)
 
     def _open(self, loop: Loop) -> _Worker | None:
         if loop.is_main and self._worker is None and not self._is_closed:

@@ -303,7 +303,7 @@ class PictureTableBuilder:
 
 def kept_in_memory(samples: Feed, makers: Mapping[str, SourceLatents], survey: Survey) -> dict[str, PictureTable]:
     """Return what all `samples` hold that encoders have made, by the names of these."""
-    found = {name: dict[str, Tensor]() for name in makers}
+    tables = {name: dict[str, Tensor]() for name in makers}
     own = {f"{name}.{column}" for name in makers for column in (MEAN, STD)}
     batches = samples.unaugmented(samples.usable)
     what = "data: what encoders have made"
@@ -313,8 +313,8 @@ def kept_in_memory(samples: Feed, makers: Mapping[str, SourceLatents], survey: S
             beside = _beside(samples, evolve(batch, conditions=given))
             assert batch.indices is not None
             for name, maker in makers.items():
-                fill_rows(found[name], batch.indices, maker.sides_of(batch) | beside, len(samples.reader))
-    return {name: PictureTable(columns, survey) for name, columns in found.items()}
+                fill_rows(tables[name], batch.indices, maker.sides_of(batch) | beside, len(samples.reader))
+    return {name: PictureTable(columns, survey) for name, columns in tables.items()}
 
 
 def fill_rows(columns: dict[str, Tensor], indices: Tensor, values: Mapping[str, Tensor], num: int) -> None:
@@ -327,10 +327,10 @@ def fill_rows(columns: dict[str, Tensor], indices: Tensor, values: Mapping[str, 
 
 def _beside(samples: Feed, batch: Batch) -> dict[str, Tensor]:
     """Return the columns that a batch has beside its pictures; labels only if the source gives them one by one."""
-    found = {_OF_SOURCE + name: column.cpu() for name, column in batch.conditions.items()}
+    columns = {_OF_SOURCE + name: column.cpu() for name, column in batch.conditions.items()}
     if batch.labels is not None and samples.reader.labels is None:
-        found[_LABELS] = batch.labels.cpu()
-    return found
+        columns[_LABELS] = batch.labels.cpu()
+    return columns
 
 
 def decoded_shape(encoder: PictureEncoder, shape: tuple[int, ...], device: torch.device) -> tuple[int, ...]:

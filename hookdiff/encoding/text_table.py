@@ -129,13 +129,13 @@ class TextTable:
             self._facts.append(facts)
             self.network = self.network if self.holds_network else None
         places = torch.tensor([self._places[_digest(text)] for text in texts]).view(-1, 2)
-        found: dict[str, Tensor] = {}
+        conditions: dict[str, Tensor] = {}
         for name, first in self._parts[0].items():
-            found[name] = torch.empty(len(texts), *first.shape[1:], dtype=first.dtype)
+            conditions[name] = torch.empty(len(texts), *first.shape[1:], dtype=first.dtype)
             for number in sorted(set(places[:, 0].tolist())):
                 own = places[:, 0] == number
-                found[name][own] = self._parts[number][name][places[own, 1]]
-        return self._ready(found)
+                conditions[name][own] = self._parts[number][name][places[own, 1]]
+        return self._ready(conditions)
 
     def report_prompts(self, texts: Iterable[str]) -> None:
         """Warn of those of `texts`, which `rows` has encoded, that lose something: once of each."""
@@ -216,9 +216,9 @@ class TextTable:
         """Warn of what is not sound about the encoder of `texts`."""
         own = {_digest(text): text for text in texts}
         parts = [
-            (soundness, found)
+            (soundness, known)
             for soundness, digests in self._soundness
-            if (found := {row: own[digest] for row, digest in enumerate(digests) if digest in own})
+            if (known := {row: own[digest] for row, digest in enumerate(digests) if digest in own})
         ]
         report_texts(self.where, self.encoder, parts)
 
@@ -368,8 +368,8 @@ class _Facts:
 
 
 def _read(path: Path, num: int) -> tuple[_Facts, dict[str, Tensor]]:
-    found, columns = read_table(path, num)
-    about = structured(_Facts, found)
+    facts, columns = read_table(path, num)
+    about = structured(_Facts, facts)
     rows = (*about.cut, *about.unknown)
     if {len(about.digests), len(about.tokens or about.digests)} != {num} or not all(0 <= row < num for row in rows):
         raise ValueError("it is of other texts")

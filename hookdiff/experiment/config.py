@@ -488,7 +488,7 @@ def _not_read(name: str) -> None:
 
 def _tables(config: Mapping[str, Any], problems: Problems) -> dict[str, dict[str, Any]]:
     """Return the tables of `config` by name; leave out and report what is missing or not a table."""
-    needed, known = ("run", "data", "model"), [field.name for field in fields(Config)[1:-1]]
+    needed, known = ("run", "data", "model"), [table.name for table in fields(Config)[1:-1]]
     for name in (name for name in config if name not in known):
         problems.add(name, f"unknown table{nearest(name, known)}; known: {', '.join(known)}")
     tables = {name: config.get(name, {}) for name in known if name in config or name not in needed}

@@ -96,14 +96,14 @@ def matching(weights: Sequence[Weight], patterns: Iterable[str], key: str) -> se
     Raises:
         ConfigError: for a pattern that no name matches.
     """
-    names, found = [weight.name for weight in weights], set()
+    names, matched = [weight.name for weight in weights], set()
     for pattern in patterns:
-        matching = {name for name in names if fnmatchcase(name, pattern)}
-        if not matching:
+        named = {name for name in names if fnmatchcase(name, pattern)}
+        if not named:
             close = nearest(pattern.strip("*."), names)
             raise ConfigError(f"optimizer.{key}: no weight's name matches {pattern!r}{close}")
-        found |= matching
-    return found
+        matched |= named
+    return matched
 
 
 def check_trainable(model: nn.Module) -> None:

@@ -54,19 +54,19 @@ class Restoring:
         self._load_plugins(saved["plugins"], self.run.fresh)
 
     def _check_start(self, saved: State) -> None:
-        if (place := self.run.place) is None:
+        if (folder := self.run.place) is None:
             return
         if not saved:
             plugins: Any = self.run.plugins
             if not plugins.implement("restore"):
                 raise UserError(
-                    f"{place}: none of the run's plugins reads checkpoints (implements the hook restore); add the "
+                    f"{folder}: none of the run's plugins reads checkpoints (implements the hook restore); add the "
                     "plugin that saved it (`hookdiff plugins` lists what is installed)"
                 )
             if self.run.is_required:
-                raise NoCheckpoint(f"{place} has no checkpoint") if place.exists() else no_such_folder(place)
-            if place.is_dir() and not is_empty(place):
-                notice(f"{place} has no checkpoint to go on from: the run starts anew")
+                raise NoCheckpoint(f"{folder} has no checkpoint") if folder.exists() else no_such_folder(folder)
+            if folder.is_dir() and not is_empty(folder):
+                notice(f"{folder} has no checkpoint to go on from: the run starts anew")
             return
         with refused_if_unfit("versions"):
             changes = changed(saved.get("versions", {}), self.run.versions)
@@ -237,9 +237,9 @@ def _check_model(model: nn.Module, saved: State, is_finite: bool, of: str = "mod
     """Raise UserError unless `saved` are tensors for `model`, with finite weights if `is_finite`; `of` names it."""
     structured(dict[str, Any], saved)
     own = model.state_dict()
-    if changed := sorted({plain_name(name) for name in own.keys() ^ saved.keys() if plain_name(name) != name}):
+    if parametrised := sorted({plain_name(name) for name in own.keys() ^ saved.keys() if plain_name(name) != name}):
         raise UserError(
-            f"the checkpoint is of a {of} with other parametrisations of {listed(changed, 3)}; the plugin "
+            f"the checkpoint is of a {of} with other parametrisations of {listed(parametrised, 3)}; the plugin "
             "that makes them has to be in the run, with the same keys as at the checkpoint"
         )
 

@@ -34,12 +34,12 @@ _stand_in = _StandIn()
 
 
 @contextmanager
-def standing_in(rank: int, num: int, gather: Callable[[str, Any], list[Any]]) -> Iterator[None]:
+def standing_in(number: int, num: int, gather: Callable[[str, Any], list[Any]]) -> Iterator[None]:
     """Let this thread be a rank during the `with`, for tests in one process.
 
     `gather(kind, value)` returns the values of all ranks, which must all ask for the same kind.
     """
-    _stand_in.world = rank, num, gather
+    _stand_in.world = number, num, gather
     try:
         yield
     finally:

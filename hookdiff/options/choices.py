@@ -125,12 +125,12 @@ def published(kind: str) -> dict[str, list[EntryPoint]]:
     return {name.removeprefix(start): found for name, found in installed(PARTS).items() if name.startswith(start)}
 
 
-def name_of(chosen: type[Choice]) -> str:
+def name_of(choice: type[Choice]) -> str:
     """Return the name under which a config finds the class."""
-    for name, known in chosen.known.items():
-        if known is chosen:
+    for name, known in choice.known.items():
+        if known is choice:
             return name
-    path = f"{chosen.__module__}:{chosen.__qualname__}"
-    offered = published(chosen.kind).items()
+    path = f"{choice.__module__}:{choice.__qualname__}"
+    offered = published(choice.kind).items()
     free = (name for name, entries in offered if [entry.value for entry in entries] == [path])
-    return next((name for name in free if name not in chosen.known), path)
+    return next((name for name in free if name not in choice.known), path)

@@ -23,15 +23,15 @@ def check_place(out: Path, to: str, overwrite: bool) -> None:
         return
     earlier = out.is_file() if to == "safetensors" else (out / "scheduler" / "scheduler_config.json").is_file()
     if not earlier:
-        about = f"is no export to {to}, so not even --overwrite replaces it"
-        raise UserError(f"{out} exists and {about}; choose another name")
+        refusal = f"is no export to {to}, so not even --overwrite replaces it"
+        raise UserError(f"{out} exists and {refusal}; choose another name")
     check_free(out, overwrite)
 
 
-def write_weights(out: Path, net: nn.Module, about: Mapping[str, str]) -> str:
-    """Write the weights of `net` to the file `out`, with `about` in its metadata; return the code that loads it."""
+def write_weights(out: Path, net: nn.Module, metadata: Mapping[str, str]) -> str:
+    """Write the weights of `net` and `metadata` to the file `out`; return the code that loads it."""
     with new_file(out) as path:
-        write_tensors(path, plain_tensors(net), about)
+        write_tensors(path, plain_tensors(net), metadata)
     others = [name for name, value in net.state_dict().items() if not isinstance(value, Tensor)]
     strict = ", strict=False" if others else ""
     left_out = f"\n  left out, since they are no tensors: {listed(others, 3)}" if others else ""

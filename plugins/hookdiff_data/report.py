@@ -31,7 +31,7 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
         "training": len(feed.training),
         "held_out": len(feed.held_out_indices),
         "shape": list(feed.shape),
-        "sizes": [[width, height, count] for (width, height), count in sizes.most_common()],
+        "sizes": [[width, height, num] for (width, height), num in sizes.most_common()],
         "modes": dict(modes.most_common()),
         "classes": _classes(feed),
         "store": {
@@ -44,8 +44,8 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
         **_pixels(feed, unreadable),  # which adds to `unreadable`
         "unreadable": {"count": len(unreadable), "files": [unreadable[index] for index in sorted(unreadable)]},
         "passed_over": {
-            kind: {"count": count, "first": first}
-            for kind, (count, first) in getattr(feed.reader.source, "passed_over", {}).items()
+            kind: {"count": num, "first": first}
+            for kind, (num, first) in getattr(feed.reader.source, "passed_over", {}).items()
         },
         "images_per_second": _speed(feed, seconds),
     }

@@ -75,17 +75,17 @@ def cause(findings: Mapping[str, Finding]) -> str | None:
     return next((name for name, finding in findings.items() if finding.severity == "error"), None)
 
 
-def following(findings: Mapping[str, Finding], cause: str | None) -> dict[str, Finding]:
-    """Return `findings`, where those after the `cause` refer to it: their own remedies would mislead.
+def following(findings: Mapping[str, Finding], first: str | None) -> dict[str, Finding]:
+    """Return `findings`, where those after the `first` cause refer to it: their own remedies would mislead.
 
     A cause that is not among them comes before all of them.
     """
-    if cause is None:
+    if first is None:
         return dict(findings)
     names = list(findings)
-    later = names[names.index(cause) + 1 :] if cause in names else names
+    later = names[names.index(first) + 1 :] if first in names else names
     referring = {name: findings[name] for name in later if findings[name].severity != "ok"}
-    remedy = f"to mend {cause} first: this may follow from it"
+    remedy = f"to mend {first} first: this may follow from it"
     return {**findings, **{name: evolve(finding, remedy=remedy) for name, finding in referring.items()}}
 
 

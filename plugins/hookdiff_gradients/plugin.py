@@ -238,7 +238,7 @@ class GradientMonitor(Limits):
         if "gradients/update_ratio" not in values:
             return
         steps = min(self._count, self.window)
-        numbers = Numbers(
+        measured = Numbers(
             steps=steps,
             recent=values["gradients/recent_norm"],
             usual=values["gradients/usual_norm"],
@@ -248,7 +248,7 @@ class GradientMonitor(Limits):
             growth=values["gradients/weight_growth"],
             dead=round(values["gradients/dead_share"] * len(self._names)),
         )
-        self.findings = diagnose_gradients(numbers, self)
+        self.findings = diagnose_gradients(measured, self)
         if steps >= EARLY or self.findings:
             self._num_diagnoses += 1
             self._found.update(self.findings.keys())

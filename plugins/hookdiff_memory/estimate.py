@@ -220,8 +220,8 @@ def _saved() -> Iterator[dict[int, int]]:
         yield saved
 
 
-def _sum_without(storages: Mapping[int, int], others: Mapping[int, int]) -> int:
-    return sum(size for address, size in storages.items() if address not in others)
+def _sum_without(sizes: Mapping[int, int], others: Mapping[int, int]) -> int:
+    return sum(size for address, size in sizes.items() if address not in others)
 
 
 def _data(config: Config, loop: Loop) -> int:

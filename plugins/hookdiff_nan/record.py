@@ -126,7 +126,7 @@ def read_record(path: Path) -> Record:
     expected = {*(f"{name}.safetensors" for name in PARTS), REPORT}
     if known.files.keys() - {CONFIG} != expected or known.values.keys() != set(PARTS):
         raise UserError(f"{path / STEP}: files and values must be those of {', '.join(PARTS)}, {REPORT} and {CONFIG}")
-    files = {name: _read(path / name, digest) for name, digest in known.files.items()}
+    files = {name: _read(path / name, sha256) for name, sha256 in known.files.items()}
     parts = {name: _state(path / f"{name}.safetensors", files, known.values[name]) for name in PARTS}
     batch = _structured(KeptBatch, parts.pop("batch"), path / "batch.safetensors")
     parts["plugins"] = _structured(dict[str, dict[str, Any]], parts["plugins"], path / "plugins.safetensors")
@@ -140,14 +140,14 @@ def _structured(kind: type[T], values: Any, path: Path) -> T:
         raise UserError(f"{path} is damaged: {error}") from None
 
 
-def _read(path: Path, digest: str = "") -> bytes:
+def _read(path: Path, sha256: str = "") -> bytes:
     if path.is_symlink():
         raise UserError(f"{path} is a link, and no file of a kept step")
     try:
         data = read_file(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-    if digest and _sha256(data) != digest:
+    if sha256 and _sha256(data) != sha256:
         raise UserError(f"{path} is not as it was written: its SHA-256 differs")
     return data
 

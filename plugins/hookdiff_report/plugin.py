@@ -46,7 +46,7 @@ class Report(Periodic):
     _has_warned: bool = field(init=False, default=False)
 
     @goals.validator
-    def _are_goals(self, field: object, value: Sequence[str]) -> None:
+    def _are_goals(self, attribute: object, value: Sequence[str]) -> None:
         from hookdiff_report.goals import Goal
 
         for text in value:

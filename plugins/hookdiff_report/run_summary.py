@@ -31,11 +31,11 @@ def _goals(run: ReportedRun, goals: Sequence[Goal]) -> Iterator[Fact]:
 
 
 def _losses(run: ReportedRun) -> Iterator[Fact]:
-    for title, (steps, values) in (("Loss, smoothed", run.loss), ("Loss, held out", run.points("val/loss"))):
-        if numpy.isfinite(values).any():
-            best = int(numpy.nanargmin(values))
-            lowest = f"lowest {number(values[best])} at step {count(steps[best])}"
-            yield title, (number(run.newest_loss if title == "Loss, smoothed" else values[-1]), lowest)
+    for title, (steps, curve) in (("Loss, smoothed", run.loss), ("Loss, held out", run.points("val/loss"))):
+        if numpy.isfinite(curve).any():
+            best = int(numpy.nanargmin(curve))
+            lowest = f"lowest {number(curve[best])} at step {count(steps[best])}"
+            yield title, (number(run.newest_loss if title == "Loss, smoothed" else curve[-1]), lowest)
 
 
 def _best_distances(run: ReportedRun) -> Iterator[Fact]:

@@ -204,7 +204,7 @@ class SampleGrid(Periodic):
                 title = f"{shown}{text}" if len(names) * len(samplers) > 1 else ""
                 titles = [title, *([] if panels else self._left_out())]
                 panels.append(self._panel(self._made(loop, used, name), "; ".join(filter(None, titles))))
-        between = self._between(loop, first, names[0]) if self.interpolation else None
+        interpolation = self._between(loop, first, names[0]) if self.interpolation else None
         if not loop.is_main:
             return
         rows = tuple(dict.fromkeys(self._labels))
@@ -217,8 +217,8 @@ class SampleGrid(Periodic):
             strip = recorded.strip(self.denoising, _SHOWN)
             info = self._info(loop, first, names[0], self._labels[: len(recorded.frames[0][:_SHOWN])])
             pictures[f"{NAME}/denoising"] = sheet([strip], scale=self.scale, info=info)
-        if between:
-            pictures[f"{NAME}/interpolation"] = between
+        if interpolation:
+            pictures[f"{NAME}/interpolation"] = interpolation
         loop.log.images(pictures)
         if self._is_prompted:
             loop.log.texts({f"{NAME}/prompts": "\n".join(self._names)})
@@ -236,8 +236,8 @@ class SampleGrid(Periodic):
         kind = "prompts" if self._is_prompted else "classes"
         classes = {kind: [self._names[label] if label >= 0 else "-" for label in rows]} if rows else {}
         with loop.using(sampler=sampler):
-            about = sampler_info(loop, weights)
-        return {"weights": [weights], "seed": self.seed, **about, **classes}
+            facts = sampler_info(loop, weights)
+        return {"weights": [weights], "seed": self.seed, **facts, **classes}
 
     def _recorded(self, loop: Loop, sampler: object) -> Recorded | None:
         if isinstance(sampler, Sampling) and isinstance(loop.objective, Diffusion):
@@ -277,13 +277,13 @@ class SampleGrid(Periodic):
     def _between(self, loop: Loop, sampler: Any, weights: str) -> Picture:
         """Return a row of images between each of some pairs of noises."""
         noise = noise_between(loop.feed.shape, self.seed, _SHOWN, self.interpolation)
-        chosen = [self._labels[row % len(self._labels)] for row in range(_SHOWN)] if self._labels else []
-        labels = tuple(label for label in chosen for _ in range(self.interpolation))
+        classes = [self._labels[row % len(self._labels)] for row in range(_SHOWN)] if self._labels else []
+        labels = tuple(label for label in classes for _ in range(self.interpolation))
         if isinstance(sampler, Sampling):
             # Fresh noise would hide how the images change.
             sampler = evolve(sampler, sampler="ddim")
         made = self._made(loop, sampler, weights, noise, labels)
-        return grid(made, self.interpolation, self.scale).with_info(**self._info(loop, sampler, weights, chosen))
+        return grid(made, self.interpolation, self.scale).with_info(**self._info(loop, sampler, weights, classes))
 
     def _film(self, loop: Loop, recorded: Recorded | None, info: Mapping[str, Any]) -> None:
         """Write the filmstrip and the animated denoising; `info` is that of a panel."""
