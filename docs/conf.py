@@ -49,12 +49,12 @@ _OUTSIDE = re.compile(r"\[([^]]+)\]\(((?:\.\./)+[^)#]+)[^)]*\)")
 
 def faces() -> dict[str, dict[str, str]]:
     """Return the names of each public module, by its own name, and the module that defines each."""
-    found: dict[str, dict[str, str]] = {}
+    targets: dict[str, dict[str, str]] = {}
     for stub in (CORE / "__init__.pyi", *sorted(CORE.glob("*/__init__.pyi"))):
         module = ".".join(stub.parent.relative_to(CORE.parent).parts)
         lines: Any = ast.parse(stub.read_text("utf-8")).body
-        found[module] = {one.name: f"{module}.{line.module}" for line in lines for one in line.names}
-    return found
+        targets[module] = {alias.name: f"{module}.{line.module}" for line in lines for alias in line.names}
+    return targets
 
 
 FACES = faces()
@@ -93,9 +93,9 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
     if page not in ("index", "how-to/README"):
         return
     text, parts = source[0], []
-    for found in _LIST.finditer(text):
-        *_, caption = re.findall(r"^#+ (.+)", text[: found.start()], re.MULTILINE)
-        pages = re.findall(r"^\* \[.+?\]\((\S+?\.md)\)", found[0], re.MULTILINE)
+    for match in _LIST.finditer(text):
+        *_, caption = re.findall(r"^#+ (.+)", text[: match.start()], re.MULTILINE)
+        pages = re.findall(r"^\* \[.+?\]\((\S+?\.md)\)", match[0], re.MULTILINE)
         parts.append("\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", *pages, "```", ""]))
     if page == "index":
         parts.append("\n## Modules\n\n```{toctree}\n:glob:\n:maxdepth: 1\n:caption: Modules\nmodules/*\n```\n")
@@ -105,12 +105,12 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
 def name_outside(app: Sphinx, page: str, source: list[str]) -> None:
     """Replace links to folders and to pages outside of docs/ by their paths; other files are copied into the site."""
 
-    def named(found: re.Match[str]) -> str:
-        target = (DOCS / page).parent.joinpath(found[2]).resolve()
+    def named(match: re.Match[str]) -> str:
+        target = (DOCS / page).parent.joinpath(match[2]).resolve()
         if target.is_relative_to(DOCS) or (target.is_file() and target.suffix != ".md"):
-            return found[0]
+            return match[0]
         path = target.relative_to(ROOT).as_posix()
-        return found[1] if path in found[1] else f"{found[1]} (`{path}`)"
+        return match[1] if path in match[1] else f"{match[1]} (`{path}`)"
 
     source[0] = _OUTSIDE.sub(named, source[0])
 
@@ -118,13 +118,13 @@ def name_outside(app: Sphinx, page: str, source: list[str]) -> None:
 @functools.cache
 def comments(target: Any) -> dict[str, str]:
     """Return what comments say of the fields of a class, or of the constants of a module, by name."""
-    found, above = {}, ""
+    texts, above = {}, ""
     for line in inspect.getsource(target).splitlines():
         field = re.match(r"(?: {4})?(\w+)(?:: | = )[^#]*(?:  # (?!type: )(.+))?$", line)
         if field and (text := field[2] or above.strip()):
-            found[field[1]] = text
+            texts[field[1]] = text
         above = f"{above} {line.strip()[2:]}" if re.match(" *# ", line) else ""
-    return found
+    return texts
 
 
 def add_arguments(app: Sphinx, what: str, name: str, target: Any, options: Any, lines: list[str]) -> None:

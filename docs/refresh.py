@@ -35,12 +35,12 @@ def signature(target: Callable[..., Any]) -> str:
     name, texts = target.__name__, argument_texts(target)
     taken = inspect.signature(target).parameters.values()
     lines, is_keyword = [f"{name}("], False
-    for one in taken:
-        if one.kind is one.KEYWORD_ONLY and not is_keyword:
+    for parameter in taken:
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword:
             lines, is_keyword = [*lines, "    *,"], True
-        default = "" if one.default is one.empty else f" = {one.default!r}"
-        lines.append(f"    {one.name}: {one.annotation}{default},")
-    rows = [f"| `{one.name}` | {texts[one.name]} |" for one in taken]
+        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        lines.append(f"    {parameter.name}: {parameter.annotation}{default},")
+    rows = [f"| `{parameter.name}` | {texts[parameter.name]} |" for parameter in taken]
     return "\n".join(["```", *lines, ")", "```", "", "| argument | |", "|---|---|", *rows]) + "\n"
 
 
@@ -52,7 +52,7 @@ def hook(name: str) -> str:
 
 def formats() -> str:
     """Return the suffixes of all picture files."""
-    return ", ".join(f"`{suffix}`" for one in PICTURE_FORMATS for suffix in one.suffixes) + "\n"
+    return ", ".join(f"`{suffix}`" for kind in PICTURE_FORMATS for suffix in kind.suffixes) + "\n"
 
 
 def faces() -> str:
@@ -60,7 +60,7 @@ def faces() -> str:
     lines = ["| module | content | names |", "|---|---|---|"]
     for stub in sorted((ROOT / "hookdiff").glob("*/__init__.pyi")):
         text, _, _ = _docstring(stub.with_suffix(".py")).partition("\n")
-        names = [one.name for node in ast.parse(stub.read_text("utf-8")).body for one in node.names]  # type: ignore[attr-defined]
+        names = [alias.name for node in ast.parse(stub.read_text("utf-8")).body for alias in node.names]  # type: ignore[attr-defined]
         shown = ", ".join(f"`{name}`" for name in sorted(names, key=str.lower))
         lines.append(f"| `hookdiff.{stub.parent.name}` | {text.removesuffix('.')} | {shown} |")
     return "\n".join(lines) + "\n"
@@ -75,13 +75,13 @@ def packages() -> str:
     entries = [("plugin", *entry) for entry in groups["hookdiff.plugins"].items()]
     entries += [("command", *entry) for entry in groups["hookdiff.commands"].items()]
     entries += [(*name.split(".", 1), target) for name, target in groups["hookdiff.parts"].items()]
-    found: dict[str, dict[str, list[str]]] = {}  # names by kind by package
+    parts: dict[str, dict[str, list[str]]] = {}  # names by kind by package
     for kind, name, target in entries:
-        found.setdefault(re.split("[.:]", target)[0], {}).setdefault(kind, []).append(name)
+        parts.setdefault(re.split("[.:]", target)[0], {}).setdefault(kind, []).append(name)
     lines = ["| package | what it is | |", "|---|---|---|"]
-    for package, by_kind in sorted(found.items(), key=lambda one: ("plugin" not in one[1], next(iter(one[1])), one[0])):
-        own = package.removeprefix("hookdiff_")
-        what = (kind + f" `{'`, `'.join(names)}`" * (names != [own]) for kind, names in by_kind.items())
+    for package, by_kind in sorted(parts.items(), key=lambda row: ("plugin" not in row[1], next(iter(row[1])), row[0])):
+        short = package.removeprefix("hookdiff_")
+        what = (kind + f" `{'`, `'.join(names)}`" * (names != [short]) for kind, names in by_kind.items())
         text, _, _ = _docstring(ROOT / "plugins" / package / "__init__.py").partition("\n")
         lines.append(f"| `{package}` | {', '.join(what)} | {text.removesuffix('.')} |")
     return "\n".join(lines) + "\n"
@@ -101,7 +101,7 @@ def _helps(outer: click.Context, name: str) -> Iterator[str]:
     assert command is not None
     context = click.Context(command, info_name=name, parent=outer)
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
-    records = (one.get_help_record(context) for one in command.params if isinstance(one, click.Option))
+    records = (option.get_help_record(context) for option in command.params if isinstance(option, click.Option))
     rows = [f"| `{_in_cell(names)}` | {_in_cell(text)} |" for names, text in filter(None, records)]
     table = ["| option | |", "|---|---|", *rows, ""] if rows else []
     text = inspect.cleandoc(command.help or "")
@@ -167,17 +167,17 @@ def refresh(text: str) -> str:
         return "\n" + line + "\n" * (bool(line) and bool(made.strip())) + made.lstrip("\n") + "\n"
 
     plugins = set(_entry_points()["hookdiff.plugins"].values())
-    text = _KEYS.sub(lambda found: found[1] + table(found[2], found[3]) + found[4], text)
+    text = _KEYS.sub(lambda match: match[1] + table(match[2], match[3]) + match[4], text)
     text = _SIGNATURE.sub(
-        lambda found: f"{found[1]}\n{signature(import_object(found[2], 'the reference'))}\n{found[3]}", text
+        lambda match: f"{match[1]}\n{signature(import_object(match[2], 'the reference'))}\n{match[3]}", text
     )
-    text = _HOOK.sub(lambda found: found[1] + hook(found[2]) + found[3], text)
-    text = _FORMATS.sub(lambda found: f"{found[1]}\n{formats()}\n{found[2]}", text)
-    text = _FACES.sub(lambda found: f"{found[1]}\n{faces()}\n{found[2]}", text)
-    text = _PART_KINDS.sub(lambda found: f"{found[1]}\n{part_kinds()}\n{found[2]}", text)
-    text = _COMMANDS.sub(lambda found: f"{found[1]}\n{commands()}\n{found[2]}", text)
-    text = _PACKAGES.sub(lambda found: f"{found[1]}\n{packages()}\n{found[2]}", text)
-    return _IMPORTS.sub(lambda found: found[1] + _python("\n".join(imports(map(example, HOOK_NAMES)))) + found[2], text)
+    text = _HOOK.sub(lambda match: match[1] + hook(match[2]) + match[3], text)
+    text = _FORMATS.sub(lambda match: f"{match[1]}\n{formats()}\n{match[2]}", text)
+    text = _FACES.sub(lambda match: f"{match[1]}\n{faces()}\n{match[2]}", text)
+    text = _PART_KINDS.sub(lambda match: f"{match[1]}\n{part_kinds()}\n{match[2]}", text)
+    text = _COMMANDS.sub(lambda match: f"{match[1]}\n{commands()}\n{match[2]}", text)
+    text = _PACKAGES.sub(lambda match: f"{match[1]}\n{packages()}\n{match[2]}", text)
+    return _IMPORTS.sub(lambda match: match[1] + _python("\n".join(imports(map(example, HOOK_NAMES)))) + match[2], text)
 
 
 if __name__ == "__main__":

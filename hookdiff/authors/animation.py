@@ -32,7 +32,7 @@ def save_animation(frames: Sequence[Image], path: Path, *, frame: int = 120, las
     width, height = frames[0].size
     if (longest := max(width, height)) > _LONGEST:
         size = max(1, width * _LONGEST // longest), max(1, height * _LONGEST // longest)
-        frames = [one.resize(size) for one in frames]
+        frames = [frame.resize(size) for frame in frames]
     first, *others = frames
     times = [frame] * len(others) + [last]
     options = {"quality": 80, "method": 2} if path.suffix == ".webp" else {"disposal": 1}

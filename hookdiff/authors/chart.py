@@ -106,8 +106,8 @@ class Axis:
 
     def marks(self, most: int) -> list[float]:
         """Return round numbers on the axis: two or more, and on a linear one at most `most` + 1."""
-        found = self._inside(_log_ticks(self.low, self.high)) if self.is_log else []
-        return found if len(found) > 1 else self._inside(ticks(self.low, self.high, most))
+        marks = self._inside(_log_ticks(self.low, self.high)) if self.is_log else []
+        return marks if len(marks) > 1 else self._inside(ticks(self.low, self.high, most))
 
     def _inside(self, marks: list[float]) -> list[float]:
         return [mark for mark in marks if -1e-9 < self.share(mark) < 1 + 1e-9]

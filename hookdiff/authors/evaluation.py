@@ -72,7 +72,7 @@ class Evaluation(Periodic):
             raise HookError(f"{kind}.evaluate returned a {type(values).__name__}, expected values by name, as a dict")
         for name, value in values.items():
             parts = value if isinstance(value, tuple) else (value,)
-            for shape in [tuple(one.shape) for one in parts if isinstance(one, Tensor) and one.dim()]:
+            for shape in [tuple(part.shape) for part in parts if isinstance(part, Tensor) and part.dim()]:
                 kind = type(self).__name__
                 raise HookError(
                     f"{kind}.evaluate returned {name!r} as a tensor of shape {shape}, expected a scalar, or a pair "

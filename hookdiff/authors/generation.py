@@ -123,21 +123,21 @@ class Generated:
         start, end = shares(num)[self.loop.rank]
         # As many on all ranks, because those that share one model must call it equally often.
         most = max(last - first for first, last in shares(num))
-        found, problems = Collected(), list[Exception]()
+        features, problems = Collected(), list[Exception]()
         with closing(paced(self.images(range(start, start + most)), most, what)) as made:
             for part in _first(made, end - start):
                 try:
                     if not problems:
-                        found.add(*self.space(_pixels(part, what)))
+                        features.add(*self.space(_pixels(part, what)))
                 except Exception as error:  # raised below: until the last image, ranks that share a model need all
                     problems.append(error)
 
-        def own() -> Collected:
+        def share() -> Collected:
             if problems:
                 raise problems[0]
-            return found
+            return features
 
-        return Collected.merged(gathered_or_raised(own))
+        return Collected.merged(gathered_or_raised(share))
 
 
 @define(eq=False)

@@ -56,11 +56,11 @@ def _in_order(history: History, sink: Sink) -> list[tuple[int, Call]]:
 
     The end of the run is the last: steps that a resume has dropped may have been later, and have ended otherwise.
     """
-    found = list(_calls(history, sink))
-    events = [(one.step, Call("event", partial(sink.event, one.step, one.time, one.event))) for one in history.events]
+    calls = list(_calls(history, sink))
+    events = [(at.step, Call("event", partial(sink.event, at.step, at.time, at.event))) for at in history.events]
     is_over = bool(events) and history.events[-1].event.kind == "stop"
     end = [events.pop()] if is_over else []
-    return [*sorted([*found, *events], key=lambda one: one[0]), *end]  # equal steps keep their order
+    return [*sorted([*calls, *events], key=lambda call: call[0]), *end]  # equal steps keep their order
 
 
 def _calls(history: History, sink: Sink) -> Iterator[tuple[int, Call]]:
@@ -70,8 +70,8 @@ def _calls(history: History, sink: Sink) -> Iterator[tuple[int, Call]]:
             yield line.step, Call("scalars", partial(sink.scalars, line.step, time, line.values))
     for texts in history.texts:
         yield texts.step, Call("texts", partial(sink.texts, texts.step, texts.time, texts.values))
-    for found in history.distributions:
-        yield found.step, Call("distributions", partial(sink.distributions, found.step, found.time, found.values))
+    for logged in history.distributions:
+        yield logged.step, Call("distributions", partial(sink.distributions, logged.step, logged.time, logged.values))
     for name, pictures in history.pictures.items():
         for step, path in pictures.items():
             yield step, Call("images", partial(send_picture, sink, step, name, path))

@@ -35,4 +35,4 @@ def sampler_info(loop: Loop, weights: str) -> dict[str, Any]:
 def takes_noise(sampler: Any) -> bool:
     """Return whether `sampler` has the argument `noise` of the protocol `Sampler`."""
     known = inspect.signature(sampler.sample).parameters.values()
-    return any(one.name == "noise" or one.kind is one.VAR_KEYWORD for one in known)
+    return any(parameter.name == "noise" or parameter.kind is parameter.VAR_KEYWORD for parameter in known)

@@ -34,17 +34,17 @@ def sheet(
     abreast = abreast or len(drawn)
     bands = [drawn[start : start + abreast] for start in range(0, len(drawn), abreast)]
     widths = [max(band[column].width for band in bands if column < len(band)) for column in range(len(bands[0]))]
-    heights = [max(one.height for one in band) for band in bands]
+    heights = [max(panel.height for panel in band) for band in bands]
     size = sum(widths) + _APART * (len(widths) - 1), sum(heights) + _APART * (len(heights) - 1)
-    is_grey = all(one.mode == "L" for one in drawn)
-    canvas, found, top = Image.new("L" if is_grey else "RGB", size, "white"), [], 0
+    is_grey = all(panel.mode == "L" for panel in drawn)
+    canvas, places, top = Image.new("L" if is_grey else "RGB", size, "white"), [], 0
     for band, height in zip(bands, heights, strict=True):
         left = 0
-        for one, width in zip(band, widths, strict=False):
-            found.append(one.draw_on(canvas, left, top).to_info())
+        for panel, width in zip(band, widths, strict=False):
+            places.append(panel.draw_on(canvas, left, top).to_info())
             left += width + _APART
         top += height + _APART
-    return Picture(numpy.array(canvas), {**(info or {}), "panels": found})
+    return Picture(numpy.array(canvas), {**(info or {}), "panels": places})
 
 
 def by_class(images: Tensor, labels: Sequence[int], names: Sequence[str], columns: int | None = None) -> Panel:
@@ -56,7 +56,7 @@ def by_class(images: Tensor, labels: Sequence[int], names: Sequence[str], column
     """
     pixels = as_pictures(images if images.dtype == torch.uint8 else to_uint8(images))
     labels = [label for label in labels for _ in range(len(pixels) // len(images))]  # an image may be several pictures
-    groups = {label: [k for k, one in enumerate(labels) if one == label] for label in dict.fromkeys(labels)}
+    groups = {label: [k for k, other in enumerate(labels) if other == label] for label in dict.fromkeys(labels)}
     largest = max(map(len, groups.values()))
     columns = min(columns or math.ceil(math.sqrt(len(labels))), largest)
     columns = math.ceil(largest / math.ceil(largest / columns))  # as many rows, but fuller ones

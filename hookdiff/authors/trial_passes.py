@@ -38,7 +38,7 @@ def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
     for each in buffers:
         each.keep()
     # Those that may change during a trial, for which a batch may be made, too.
-    called = [one for one in loop.plugins.values() if implements(one, *hooks_of("batch", "passes"))]
+    called = [plugin for plugin in loop.plugins.values() if implements(plugin, *hooks_of("batch", "passes"))]
     states = [(plugin, copy.deepcopy(state_of(plugin))) for plugin in called if keeps_state(plugin)]
     micro_batch, hparams = loop.config.micro_batch, dict(loop.hparams)
     net = loop.net if loop.num_ranks == 1 else loop.model

@@ -44,8 +44,8 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], t
     for name in left_out:
         table["model"].pop(name, None)
     if as_json:
-        found = {"config": table, "set_by_data": left_out, "call": call, "warnings": warnings}
-        click.echo(json.dumps(as_strict(found), indent=1))
+        facts = {"config": table, "set_by_data": left_out, "call": call, "warnings": warnings}
+        click.echo(json.dumps(as_strict(facts), indent=1))
         return
     for warning in warnings:
         click.echo(warning, err=True)

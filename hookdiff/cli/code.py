@@ -38,7 +38,7 @@ def definition_at(path: str) -> ast.ClassDef | ast.FunctionDef | None:
         for node in body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
                 return node
-        origin = next((found for node in body if (found := _imported(node, name, module))), None)
+        origin = next((target for node in body if (target := _imported(node, name, module))), None)
         if origin is None:
             return None
         module, name = origin

@@ -26,8 +26,8 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def _entries() -> list[EntryPoint]:
-    own = [EntryPoint(name, f"hookdiff.cli.{name}:command", GROUP) for name in COMMANDS]
-    return own + sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
+    entries = [EntryPoint(name, f"hookdiff.cli.{name}:command", GROUP) for name in COMMANDS]
+    return entries + sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
 
 
 class _Lazy(click.Group):
@@ -35,15 +35,15 @@ class _Lazy(click.Group):
         return [entry.name for entry in _entries()]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        found = next((entry for entry in _entries() if entry.name == name), None)
-        command: click.Command | None = found.load() if found else None
+        match = next((entry for entry in _entries() if entry.name == name), None)
+        command: click.Command | None = match.load() if match else None
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> "list[CompletionItem[str]]":
         """Complete commands; click would import all of them."""
-        found = [entry for entry in _entries() if entry.name.startswith(incomplete)]
+        entries = [entry for entry in _entries() if entry.name.startswith(incomplete)]
         options = click.Command.shell_complete(self, ctx, incomplete)
-        return [*(CompletionItem(entry.name, help=_summary(entry)) for entry in found), *options]
+        return [*(CompletionItem(entry.name, help=_summary(entry)) for entry in entries), *options]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -57,8 +57,8 @@ def _summary(entry: EntryPoint) -> str:
     """
     if source := file_of(entry.module):
         first_line = source.read_text("utf-8", errors="replace").partition("\n")[0]
-        if found := re.match(r'"""`hookdiff [\w-]+`: (.+?)(?:""")?$', first_line):
-            return found[1][0].upper() + found[1][1:]
+        if match := re.match(r'"""`hookdiff [\w-]+`: (.+?)(?:""")?$', first_line):
+            return match[1][0].upper() + match[1][1:]
     return f"(from {entry.dist.name if entry.dist else entry.value})"
 
 

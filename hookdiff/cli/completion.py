@@ -53,22 +53,22 @@ def complete_plugins(ctx: click.Context, parameter: click.Parameter, typed: str)
     before, _, name = typed.rpartition(",")
     head = typed.removesuffix(name)
     names = [each for each in installed() if each not in before.split(",")]
-    return [head + each for each in (*names, *(f"no:{one}" for one in names if name)) if each.startswith(name)]
+    return [head + each for each in (*names, *(f"no:{plugin}" for plugin in names if name)) if each.startswith(name)]
 
 
 def complete_settings(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
     """Complete `TABLE.KEY=VALUE`: keys, and the names that a key may have."""
     keys = _table().get("keys", {})
-    found = [f"{key}=" for key in keys if f"{key}=".startswith(typed) and f"{key}=" != typed]
-    if len(found) < 2:  # several values have no space after them, which a shell adds to a key that stands alone
-        key = found[0].removesuffix("=") if found else typed.partition("=")[0]
-        found = [each for value in keys.get(key, ()) if (each := f"{key}={value}").startswith(typed)] or found
-    return found
+    words = [f"{key}=" for key in keys if f"{key}=".startswith(typed) and f"{key}=" != typed]
+    if len(words) < 2:  # several values have no space after them, which a shell adds to a key that stands alone
+        key = words[0].removesuffix("=") if words else typed.partition("=")[0]
+        words = [each for value in keys.get(key, ()) if (each := f"{key}={value}").startswith(typed)] or words
+    return words
 
 
 def complete_values(key: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
     """Return what completes the names that the key of a config may have."""
-    return lambda ctx, parameter, typed: [one for one in _table().get("keys", {}).get(key, ()) if one.startswith(typed)]
+    return lambda ctx, parameter, typed: [v for v in _table().get("keys", {}).get(key, ()) if v.startswith(typed)]
 
 
 def complete_trackers(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
@@ -117,8 +117,8 @@ def _parts(schema: dict[str, Any], known: dict[str, Any]) -> Iterator[dict[str, 
 def _table() -> dict[str, Any]:
     """Return the table; an empty one if there is none for what is installed now."""
     with suppress(OSError, ValueError, AttributeError):
-        found: dict[str, Any] = json.loads(_place().read_text("utf-8"))
-        return found if found.get("of") == _installation() else {}
+        table: dict[str, Any] = json.loads(_place().read_text("utf-8"))
+        return table if table.get("of") == _installation() else {}
     return {}
 
 

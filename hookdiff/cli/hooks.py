@@ -26,18 +26,18 @@ def command(names: tuple[str, ...], as_json: bool) -> None:
     for name in names:
         if name not in HOOK_NAMES:
             raise UserError(f"there is no hook {name!r}{nearest(name, HOOK_NAMES)}")
-    found = []
+    hooks = []
     for name in names or HOOK_NAMES:
         signature = str(inspect.signature(getattr(Hooks, name))).replace("(self, ", "(").replace("'", "")
         code = example(name)
         texts = {"contract": contract(name), "imports": "\n".join(imports([code])), "example": code}
-        found.append({"name": name, "signature": signature, "kind": HOOKS[name].kind, **texts})
+        hooks.append({"name": name, "signature": signature, "kind": HOOKS[name].kind, **texts})
         if not as_json:
             click.echo(click.style(f"{name}{signature}", bold=True))
             for text in texts.values():
                 click.echo("".join(f"    {line}".rstrip() + "\n" for line in text.splitlines()))
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        click.echo(json.dumps(hooks, indent=1))
 
 
 def contract(hook: str) -> str:
@@ -50,14 +50,14 @@ def contract(hook: str) -> str:
 def example(hook: str) -> str:
     """Return the source of the example of `hook`: the class in `hookdiff.testing.examples` with it as first method."""
     source, module = _examples()
-    (found,) = (
+    (definition,) = (
         node
         for node in module.body
         if isinstance(node, ast.ClassDef)
         and next(member.name for member in node.body if isinstance(member, ast.FunctionDef)) == hook
     )
-    first = min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)])
-    return "\n".join(source.splitlines()[first - 1 : found.end_lineno])
+    first = min([definition.lineno, *(decorator.lineno for decorator in definition.decorator_list)])
+    return "\n".join(source.splitlines()[first - 1 : definition.end_lineno])
 
 
 def imports(codes: Iterable[str]) -> list[str]:

@@ -58,11 +58,11 @@ def command(
         from hookdiff.experiment.catalog import kinds, named
 
         write_table()
-        found = [named(name) for name in names] or [kind.members() for kind in kinds().values()]
+        parts = [named(name) for name in names] or [kind.members() for kind in kinds().values()]
         if as_json:
-            click.echo(json.dumps([member.facts() for members in found for member in members], indent=1))
+            click.echo(json.dumps([member.facts() for members in parts for member in members], indent=1))
             return
-        for members, name in zip(found, names, strict=True):
+        for members, name in zip(parts, names, strict=True):
             is_kind = name == members[0].kind if members else True
             for member in members:
                 title = f"{member.kind}.{member.name}" if member.kind != "plugin" else member.name
@@ -107,13 +107,13 @@ def _summary(name: str, entries: list[EntryPoint]) -> str:
 
     # The core may have a part of the same name as that of another package.
     is_sure = len(entries) == 1 and ("." not in name or distribution(entries[0]).partition(" ")[0] == "hookdiff")
-    found = definition_at(entries[0].value) if is_sure else None
-    docstring = found and ast.get_docstring(found)
-    if found is None or not docstring:
+    definition = definition_at(entries[0].value) if is_sure else None
+    docstring = definition and ast.get_docstring(definition)
+    if definition is None or not docstring:
         from hookdiff.experiment.catalog import named
 
         return named(name)[0].summary
-    keywords = [each for call in found.decorator_list if isinstance(call, ast.Call) for each in call.keywords]
+    keywords = [each for call in definition.decorator_list if isinstance(call, ast.Call) for each in call.keywords]
     for needs in (each.value for each in keywords if each.arg == "needs"):
         with suppress(ValueError):  # no literal
             check_needs(name, ast.literal_eval(needs))

@@ -31,7 +31,7 @@ def run_summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
 
 def _describe(path: Path, details: Container[str]) -> str:
     if path.is_dir():
-        inside = sorted(path.glob(_VISIBLE), key=lambda one: (one.lstat().st_mtime, one.name))
+        inside = sorted(path.glob(_VISIBLE), key=lambda file: (file.lstat().st_mtime, file.name))
         return f"{len(inside):,}, newest {shown(inside[-1].name)}" if inside else "empty"
     if path.name == CONFIG:
         return "the whole config; running it again gives the same run"
@@ -46,11 +46,11 @@ def _measured(path: Path, details: Container[str], most: int = 5, names: int = 4
     lines = read_metrics(path)
     records = [line.values for line in lines]
     counts = Counter(name for record in records for name in record if name not in details)
-    found = [f"{len(records):,} line" + "s" * (len(records) != 1)]
-    found += [f"loss {line.values['loss']:.3g} at step {line.step:,}" for line in lines if "loss" in line.values][-1:]
+    facts = [f"{len(records):,} line" + "s" * (len(records) != 1)]
+    facts += [f"loss {line.values['loss']:.3g} at step {line.step:,}" for line in lines if "loss" in line.values][-1:]
     usual = counts.get("loss", len(records))  # a plugin may log at other steps, which gives lines without a loss
     rare = sorted((name for name, count in counts.items() if count < usual / 2), key=counts.__getitem__)
     for name in rare[:names]:
         values = [f"{record[name]:.3g}" for record in records if name in record]
-        found.append(f"{name} {'... ' * (len(values) > most)}{', '.join(values[-most:])}")
-    return found + [f"and {len(rare) - names} more"] * (len(rare) > names)
+        facts.append(f"{name} {'... ' * (len(values) > most)}{', '.join(values[-most:])}")
+    return facts + [f"and {len(rare) - names} more"] * (len(rare) > names)

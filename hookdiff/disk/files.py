@@ -138,7 +138,7 @@ def own_files(folder: Path) -> None:
     if is_in_run(folder):
         for place, _, names in os.walk(folder):
             for path in (Path(place, name) for name in names):
-                if stat.S_ISREG((found := path.lstat()).st_mode) and found.st_nlink > 1:
+                if stat.S_ISREG((status := path.lstat()).st_mode) and status.st_nlink > 1:
                     copy_file(path, path)
 
 

@@ -33,10 +33,10 @@ class _Held:
 
     def check(self, path: Path) -> None:
         try:
-            found = os.stat(self.path), os.stat(self.path / LOCK)
+            now = os.stat(self.path), os.stat(self.path / LOCK)
         except (FileNotFoundError, NotADirectoryError):
-            found = None
-        if found is None or not all(map(os.path.samestat, found, (self.folder, self.lock))):
+            now = None
+        if now is None or not all(map(os.path.samestat, now, (self.folder, self.lock))):
             gone = f"{self.path}, or its {LOCK}, was moved or removed during the run"
             raise StorageError(f"{gone}; the run ends, and writes nothing more")
         _check_inside(path, self.path)
@@ -123,12 +123,12 @@ def _locked(run_dir: Path, lock: Path) -> FileIO:
                 raise UserError(f"{lock}: cannot be locked: {error.strerror}") from None
             holder = f"process {process} on {host}"
             raise UserError(f"{run_dir} is in use by {holder}; wait for it, stop it, or choose --out DIR") from None
-        found, is_there = os.fstat(file.fileno()), os.path.lexists(lock)
-        if found.st_nlink == 1 and is_there and os.path.samestat(os.lstat(lock), found):
+        status, is_there = os.fstat(file.fileno()), os.path.lexists(lock)
+        if status.st_nlink == 1 and is_there and os.path.samestat(os.lstat(lock), status):
             return file
         if os.name == "nt":
             file.close()  # no open file can be removed there
-        if found.st_nlink > 1 and is_there:
+        if status.st_nlink > 1 and is_there:
             lock.unlink()  # while it is locked, so that no other process takes it for the lock
         file.close()
 
@@ -136,10 +136,10 @@ def _locked(run_dir: Path, lock: Path) -> FileIO:
 def _is_held(lock: Path) -> bool:
     """Return whether this process holds the lock of that file, perhaps under another name."""
     try:
-        found = os.stat(lock)
+        status = os.stat(lock)
     except OSError:
         return False
-    return any(os.path.samestat(found, held.lock) for held in list(_held.values()))
+    return any(os.path.samestat(status, held.lock) for held in list(_held.values()))
 
 
 def _lock(file: FileIO) -> None:

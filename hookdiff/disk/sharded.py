@@ -54,8 +54,8 @@ def read_weights(path: Path, asked_by: str) -> Weights:
     """
     if os.path.isdir(path):  # False for a name that is too long, too
         indices, inside = sorted(path.glob(f"*{INDEX}")), sorted(path.glob("*.safetensors"))
-        own = set(_index(indices[0], asked_by).values()) if len(indices) == 1 else set()
-        if len(indices) != 1 or not own.issuperset(file.name for file in inside):  # others may be newer weights
+        shards = set(_index(indices[0], asked_by).values()) if len(indices) == 1 else set()
+        if len(indices) != 1 or not shards.issuperset(file.name for file in inside):  # others may be newer weights
             names = ", ".join(sorted(file.name for file in (*inside, *indices)))
             raise ConfigError(f"{asked_by}: {path} is a folder; name one file: it has {names or 'no safetensors file'}")
         path = indices[0]

@@ -28,11 +28,11 @@ class Collected:
     @classmethod
     def of(cls, space: Space, images: Iterable[Tensor], most: int = ROWS, *, logits: bool = True) -> Collected:
         """Return the features of all parts of `images`, each n c h w, uint8; `logits` keeps those too, if any."""
-        found = cls(most=most)
+        collected = cls(most=most)
         for part in images:
             features, classes = space(part)
-            found.add(features, classes if logits else None)
-        return found
+            collected.add(features, classes if logits else None)
+        return collected
 
     def add(self, features: Tensor, logits: Tensor | None = None) -> None:
         """Add features, n d, and the logits of the same images, n k."""
@@ -82,7 +82,7 @@ class Collected:
             KeyError or ValueError: for tensors that are not complete.
         """
         rows = tensors["rows"]
-        found = cls(Moments.from_tensors(tensors), [rows], most=max(ROWS, len(rows)))
-        found._kept = len(rows)
-        found._logits = [tensors["logits"]] if "logits" in tensors else []
-        return found
+        collected = cls(Moments.from_tensors(tensors), [rows], most=max(ROWS, len(rows)))
+        collected._kept = len(rows)
+        collected._logits = [tensors["logits"]] if "logits" in tensors else []
+        return collected

@@ -162,14 +162,14 @@ class Moments:
         Raises:
             KeyError or ValueError: for tensors that are not complete.
         """
-        found = cls()
+        moments = cls()
         if "few" in tensors:
-            found.add(tensors["few"])
-            return found
+            moments.add(tensors["few"])
+            return moments
         Gaussian(tensors["mean"], tensors["scatter"])  # raises ValueError for tensors that are none
-        found.num = found._settled = int(tensors["num"])
-        found._mean, found._scatter = tensors["mean"].clone(), tensors["scatter"].clone()
-        return found
+        moments.num = moments._settled = int(tensors["num"])
+        moments._mean, moments._scatter = tensors["mean"].clone(), tensors["scatter"].clone()
+        return moments
 
     def _settle_many(self) -> None:
         # Never before there are more rows than dimensions: few rows are worth more than their covariance.

@@ -20,8 +20,8 @@ def distances(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for start in range(0, len(a), size):
         place = slice(start, min(len(a), start + size))
         left = a[place].double() - centre
-        found = torch.addmm(squares + left.square().sum(dim=1, keepdim=True), left, right.T, alpha=-2)
-        yield place, found.clamp_(min=0).sqrt_()
+        squared = torch.addmm(squares + left.square().sum(dim=1, keepdim=True), left, right.T, alpha=-2)
+        yield place, squared.clamp_(min=0).sqrt_()
 
 
 def nearest_neighbours(a: Tensor, b: Tensor, k: int = 1, *, within: bool = False) -> tuple[Tensor, Tensor]:

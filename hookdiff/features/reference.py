@@ -49,16 +49,16 @@ def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: in
     store: Store = getattr(feed.reader, "store", None) or Store()  # a reader of samples in memory has none
     path = None if key is None else store.folder / "features" / f"{hashlib.sha256(key.encode()).hexdigest()}"
     kept = _read(path, key) if path and key and rank() == 0 else None
-    if found := first_rank_says(kept):
-        found.numbers = indices[: len(found.rows)]
-        return found
+    if features := first_rank_says(kept):
+        features.numbers = indices[: len(features.rows)]
+        return features
     share = indices[slice(*shares(len(indices))[rank()])]
     with closing(paced(_pixels(feed, share), len(share), what)) as images:
-        found = Collected.merged(gathered_or_raised(lambda: Collected.of(space, images, most, logits=False)))
+        features = Collected.merged(gathered_or_raised(lambda: Collected.of(space, images, most, logits=False)))
     if path and key and rank() == 0:
-        _write(path, key, found)
-    found.numbers = indices[: len(found.rows)]
-    return found
+        _write(path, key, features)
+    features.numbers = indices[: len(features.rows)]
+    return features
 
 
 def shares(num: int) -> list[tuple[int, int]]:
@@ -100,8 +100,8 @@ def _read(path: Path, key: str) -> Collected | None:
         return None
 
 
-def _write(path: Path, key: str, found: Collected) -> None:
-    tensors = found.tensors()
+def _write(path: Path, key: str, features: Collected) -> None:
+    tensors = features.tensors()
     try:
         with new_file(path) as partial:
             write_tensors(partial, tensors, {"key": key, "digest": _digest(tensors)})
@@ -110,8 +110,8 @@ def _write(path: Path, key: str, found: Collected) -> None:
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(tensors):
-        found.update(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}\0".encode())
-        found.update(tensors[name].contiguous().numpy().data)
-    return found.hexdigest()
+        digest.update(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}\0".encode())
+        digest.update(tensors[name].contiguous().numpy().data)
+    return digest.hexdigest()

@@ -104,14 +104,14 @@ class Features(Choice, ABC):
         """
 
     @classmethod
-    def adapted(cls, found: object, use: str) -> type[Features] | None:
-        """Return a choice of the function or module `found`, which is called with images n c h w, float32 in [-1, 1].
+    def adapted(cls, target: object, use: str) -> type[Features] | None:
+        """Return a choice of the function or module `target`, which is called with images n c h w, float32 in [-1, 1].
 
         It returns float features, n d.
         """
-        if isinstance(found, type) or not callable(found):
+        if isinstance(target, type) or not callable(target):
             return None
-        return cast(type[Features], type("Own", (_Own,), {"function": staticmethod(found), "path": use}))
+        return cast(type[Features], type("Own", (_Own,), {"function": staticmethod(target), "path": use}))
 
 
 def usual_features(shape: Sequence[int]) -> Features:

@@ -40,21 +40,21 @@ class BackgroundGroup:
         """
         if self._group is None:
             return [call()]
-        value, own = None, None
+        value, failure = None, None
         try:
             value = call()
         except Exception as error:  # raised below, as soon as the other ranks know
-            own = error
-        found: list[Any] = [None] * num_ranks()
+            failure = error
+        results: list[Any] = [None] * num_ranks()
         try:
-            distributed.all_gather_object(found, (value, own and _portable(own)), group=self._group)
+            distributed.all_gather_object(results, (value, failure and _portable(failure)), group=self._group)
         except RuntimeError as error:
-            here = f"; here: {own}" if own else ""
-            raise ConnectionError(f"another rank has ended{here}") from (own or error)
-        for other, (_, problem) in enumerate(found):
+            here = f"; here: {failure}" if failure else ""
+            raise ConnectionError(f"another rank has ended{here}") from (failure or error)
+        for other, (_, problem) in enumerate(results):
             if problem:
-                raise problem from (own if other == rank() else OnAnotherRank(f"on rank {other}: {problem}"))
-        return [value for value, _ in found]
+                raise problem from (failure if other == rank() else OnAnotherRank(f"on rank {other}: {problem}"))
+        return [value for value, _ in results]
 
 
 def _portable(error: Exception) -> Exception:

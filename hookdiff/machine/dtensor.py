@@ -65,16 +65,16 @@ def place(tensor: Tensor) -> tuple[slice, ...]:
     Raises:
         UserError: for a part that is no such block.
     """
-    found = [range(size) for size in tensor.shape]
+    ranges = [range(size) for size in tensor.shape]
     for placement, num, at in _axes(tensor) if is_sharded(tensor) else []:
         kind = type(placement).__name__
         if kind not in ("Replicate", "Shard"):  # a strided shard says that it is a shard, too
             raise UserError(f"a tensor of shape {tuple(tensor.shape)} is sharded as {placement}, which is no block")
         if kind == "Shard":  # as torch.chunk does, but with empty parts where there are too few rows
-            rows = found[placement.dim]
+            rows = ranges[placement.dim]
             most = -(-len(rows) // num)
-            found[placement.dim] = rows[at * most : (at + 1) * most]
-    return tuple(slice(rows.start, rows.stop) for rows in found)
+            ranges[placement.dim] = rows[at * most : (at + 1) * most]
+    return tuple(slice(rows.start, rows.stop) for rows in ranges)
 
 
 def layout(tensor: Tensor) -> object:
@@ -104,8 +104,8 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype, held: Sequence[Tensor] 
     # The set first: to look at each of hundreds of gradients takes as long as a small kernel.
     if set(map(type, tensors)) != {Tensor} and any(map(is_sharded, tensors)):
         return summed(squares(tensors, dtype, held)).sqrt().to(dtype)
-    own = list(tensors if held is None else held)
-    return torch.stack(torch._foreach_norm(own, 2, dtype)) if own else torch.zeros(0, dtype=dtype)
+    parts = list(tensors if held is None else held)
+    return torch.stack(torch._foreach_norm(parts, 2, dtype)) if parts else torch.zeros(0, dtype=dtype)
 
 
 def squares(tensors: Sequence[Tensor], dtype: torch.dtype, held: Sequence[Tensor] | None = None) -> Tensor:
@@ -115,8 +115,8 @@ def squares(tensors: Sequence[Tensor], dtype: torch.dtype, held: Sequence[Tensor
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
-    own = local_parts(tensors) if held is None else list(held)
-    squared = torch.stack(torch._foreach_norm(own, 2, dtype)).double().square()
+    parts = local_parts(tensors) if held is None else list(held)
+    squared = torch.stack(torch._foreach_norm(parts, 2, dtype)).double().square()
     counted = _counted(tensors)
     return squared if all(counted) else squared * torch.tensor(counted).to(squared)
 
@@ -137,11 +137,11 @@ def total(tensors: Sequence[Tensor], numbers: Tensor) -> Tensor:
     return summed((numbers * torch.tensor(_counted(tensors)).to(numbers)).sum())
 
 
-def everywhere(found: list[str], tensors: Iterable[Tensor]) -> list[str]:
-    """Return what is `found` on any rank, each once, if one of `tensors` is sharded; all ranks must call this then.
+def everywhere(names: list[str], tensors: Iterable[Tensor]) -> list[str]:
+    """Return the `names` of all ranks, each once, if one of `tensors` is sharded; all ranks must call this then.
 
-    Else each rank has looked at the same, and returns what it has found.
+    Else all ranks have looked at the same tensors, and each returns its own `names`.
     """
     if not any(map(is_sharded, tensors)):
-        return found
-    return list(dict.fromkeys(text for texts in gathered(found) for text in texts))
+        return names
+    return list(dict.fromkeys(name for part in gathered(names) for name in part))

@@ -19,7 +19,7 @@ _runs = count()  # of this process
 
 def is_from_elsewhere(error: BaseException) -> bool:
     """Return whether `error` follows from that of another rank: a lost connection, or an error that was sent."""
-    return any(is_of_ranks(one) or isinstance(one, OnAnotherRank) for one in _causes(error))
+    return any(is_of_ranks(cause) or isinstance(cause, OnAnotherRank) for cause in _causes(error))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -48,13 +48,13 @@ class Failures:
                 store.compare_set(self._key, "", f"rank {rank()}: {type(error).__name__}: {error}")
             store.set(f"{self._key}/{rank()}", "")
 
-    def first(self, own: str) -> str:
-        """Return the text of the first error, with its rank; `own` is that of the error on this rank.
+    def first(self, text: str) -> str:
+        """Return the text of the first error, with its rank; `text` is that of the error on this rank.
 
         If no rank has said more than that a connection is lost, the ranks are named that have said nothing.
         """
         if not is_set_up():
-            return own
+            return text
         silent, until = list(range(num_ranks())), time.monotonic() + _MOMENT
         with suppress(RuntimeError):
             store = distributed.distributed_c10d._get_default_store()
@@ -64,5 +64,5 @@ class Failures:
                 silent = [other for other in silent if not store.check([f"{self._key}/{other}"])]
                 time.sleep(0.05)
             if silent:
-                return f"rank {rank()}: {own}; nothing was heard of rank {', '.join(map(str, silent))}"
-        return f"rank {rank()}: {own}"
+                return f"rank {rank()}: {text}; nothing was heard of rank {', '.join(map(str, silent))}"
+        return f"rank {rank()}: {text}"

@@ -69,11 +69,11 @@ def joined(device: str = "auto") -> Iterator[None]:
 
     backend = "gloo"
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        if local_rank() >= (found := torch.cuda.device_count()):
-            time.sleep(_MOMENT * (local_rank() - found))  # the first one without a GPU shows it
+        if local_rank() >= (num_gpus := torch.cuda.device_count()):
+            time.sleep(_MOMENT * (local_rank() - num_gpus))  # the first one without a GPU shows it
             raise UserError(
-                f"process {local_rank()} of this machine has no GPU of its own, there are {found}: "
-                + (f"torchrun --nproc-per-node {found}" if found else "set run.device = 'cpu'")
+                f"process {local_rank()} of this machine has no GPU of its own, there are {num_gpus}: "
+                + (f"torchrun --nproc-per-node {num_gpus}" if num_gpus else "set run.device = 'cpu'")
             )
         torch.cuda.set_device(local_rank())
         backend = "cpu:gloo,cuda:nccl"
@@ -81,10 +81,10 @@ def joined(device: str = "auto") -> Iterator[None]:
         with shown_once():
             raise UserError(f"run.device: {device!r} is one GPU for all ranks; write 'cuda', and each gets its own")
     torch_distributed: Any = distributed  # its stubs lack some names
-    store, own, num = next(torch_distributed.rendezvous("env://", timeout=TIMEOUT))
+    store, number, num = next(torch_distributed.rendezvous("env://", timeout=TIMEOUT))
     # Of its own in each attempt: else a rank may find the address of a process that was killed, and wait for it.
     store = torch_distributed.PrefixStore(f"hookdiff/{num_restarts()}/{next(_joins)}", store)
-    distributed.init_process_group(backend, store=store, rank=own, world_size=num, timeout=TIMEOUT)
+    distributed.init_process_group(backend, store=store, rank=number, world_size=num, timeout=TIMEOUT)
     try:
         yield
     except UserError as error:
@@ -149,9 +149,9 @@ def _lost(error: RuntimeError) -> str:
     """Return a message about the collective operation that failed with `error`, and the ranks that did not come."""
     frames = traceback.extract_tb(error.__traceback__)
     here = (__file__, ranks.__file__)
-    callers = [one for one in frames if "torch" not in Path(one.filename).parts and one.filename not in here]
-    own = callers[-1] if callers else frames[-1]
-    place = f"{own.name}, line {own.lineno} of {Path(own.filename).name}"
+    callers = [frame for frame in frames if "torch" not in Path(frame.filename).parts and frame.filename not in here]
+    caller = callers[-1] if callers else frames[-1]
+    place = f"{caller.name}, line {caller.lineno} of {Path(caller.filename).name}"
     waited = f"rank {rank()} waited in {place}"
     if "imed out" not in str(error):
         return f"{waited}, and another rank has ended" if _GONE.search(str(error)) else f"{waited}: {error}"

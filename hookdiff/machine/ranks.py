@@ -109,9 +109,9 @@ def gathered(value: Value) -> list[Value]:
         return [value]
     if _stand_in.world:
         return _stand_in.world[2]("the values of all ranks", value)
-    found: list[Value] = [value] * num_ranks()
-    distributed.all_gather_object(found, value, group=_between_steps())
-    return found
+    values: list[Value] = [value] * num_ranks()
+    distributed.all_gather_object(values, value, group=_between_steps())
+    return values
 
 
 def gathered_or_raised(call: Callable[[], Value]) -> list[Value]:
@@ -123,7 +123,7 @@ def gathered_or_raised(call: Callable[[], Value]) -> list[Value]:
     if num_ranks() == 1:
         return [call()]
     try:
-        found = call()
+        value = call()
     except Exception as error:  # raised again, as soon as the other ranks know
         message = f"on rank {rank()}: {error}"
         if isinstance(error, UserError | OSError):
@@ -134,13 +134,13 @@ def gathered_or_raised(call: Callable[[], Value]) -> list[Value]:
     problems: list[Exception | None] = gathered(None)
     for problem in filter(None, problems):
         raise problem from OnAnotherRank(str(problem))
-    return gathered(found)
+    return gathered(value)
 
 
 def first_rank_does(call: Callable[[], Value]) -> Value:
     """Return what `call` returns on the first rank, which alone calls it; an error there is raised on all ranks."""
-    found: list[Any] = gathered_or_raised(lambda: call() if rank() == 0 else None)
-    value: Value = found[0]
+    results: list[Any] = gathered_or_raised(lambda: call() if rank() == 0 else None)
+    value: Value = results[0]
     return value
 
 
@@ -170,8 +170,8 @@ def reduced(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     numbers = [number for value in values.values() for number in (value if isinstance(value, tuple) else (value,))]
     device = next((number.device for number in numbers if isinstance(number, Tensor)), torch.device("cpu"))
-    found = [torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers]
-    sums = iter(summed(torch.stack(found)).unbind()) if found else iter(())
+    tensors = [torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers]
+    sums = iter(summed(torch.stack(tensors)).unbind()) if tensors else iter(())
     return {
         name: (next(sums), next(sums)) if isinstance(value, tuple) else next(sums) / num_ranks()
         for name, value in values.items()

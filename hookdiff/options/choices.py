@@ -46,8 +46,8 @@ class Choice:
         return name_of(type(self))
 
     @classmethod
-    def adapted(cls, found: object, use: str) -> type[Self] | None:
-        """Return a class of this kind for an object `found` at `use` that is none; None: there is no such class."""
+    def adapted(cls, target: object, use: str) -> type[Self] | None:
+        """Return a class of this kind for `target`, the object at `use`; None if it can be no such part."""
         return None
 
 
@@ -70,21 +70,21 @@ def find(kind: type[Chosen], use: object) -> type[Chosen]:
     Raises PluginError if no class or several have this name, or if the class is of another kind.
     """
     check_claims(kind.kind, kind.known, use)
-    found = kind.known.get(str(use)) or import_object(path_of(kind.kind, kind.known, use), f"the {kind.kind} {use!r}")
-    if isinstance(found, type) and issubclass(found, kind):
-        return found
-    if adapted := kind.adapted(found, str(use)):
+    target = kind.known.get(str(use)) or import_object(path_of(kind.kind, kind.known, use), f"the {kind.kind} {use!r}")
+    if isinstance(target, type) and issubclass(target, kind):
+        return target
+    if adapted := kind.adapted(target, str(use)):
         return adapted
     raise PluginError(f"{use} is no {kind.kind}: it does not inherit from {kind.__module__}.{kind.__qualname__}")
 
 
 def parts(kind: type[Chosen]) -> dict[str, type[Chosen]]:
     """Return the classes of `kind` by name: those built in, and those of entry points that can be imported."""
-    found = dict(kind.known)
+    members = dict(kind.known)
     for name in published(kind.kind):
         with suppress(PluginError):  # one broken package does not hide the others
-            found[name] = find(kind, name)
-    return found
+            members[name] = find(kind, name)
+    return members
 
 
 def path_of(kind: str, known: Iterable[str], use: object, key: str = "use") -> str:
@@ -122,7 +122,7 @@ def published(kind: str) -> dict[str, list[EntryPoint]]:
     The entry point "weighting.mine" offers the weighting `mine`.
     """
     start = f"{kind}."
-    return {name.removeprefix(start): found for name, found in installed(PARTS).items() if name.startswith(start)}
+    return {name.removeprefix(start): entries for name, entries in installed(PARTS).items() if name.startswith(start)}
 
 
 def name_of(choice: type[Choice]) -> str:

@@ -84,7 +84,7 @@ def limits_of(validator: Any) -> list[tuple[str, float]]:
         return [(validator.compare_op, validator.bound)]
     inner = list(getattr(validator, "_validators", ()))  # of and_
     inner += [getattr(validator, name, None) for name in ("validator", "member_validator")]  # optional, deep_iterable
-    return [limit for one in inner if one is not None for limit in limits_of(one)]
+    return [limit for part in inner if part is not None for limit in limits_of(part)]
 
 
 @define(frozen=True)

@@ -32,7 +32,7 @@ def keys(target: Callable[..., Any]) -> list[Key]:
     Their help is the metadata of an attrs field, or the text of the argument in the docstring.
     """
     fields, hints, texts = fields_of(target), hints_of(target), argument_texts(target)
-    found = []
+    table = []
     for name, parameter in parameters(target).items():
         metadata = fields[name].metadata if name in fields else {}
         text = metadata.get("help") or texts.get(name, "")
@@ -42,8 +42,8 @@ def keys(target: Callable[..., Any]) -> list[Key]:
         default = None if parameter.default is attrs.NOTHING else as_toml(parameter.default)
         if isinstance(default, dict) and kind:
             default = default["use"]
-        found.append(Key(name, _written(default), text + (beside and f" ({beside})"), kind))
-    return found
+        table.append(Key(name, _written(default), text + (beside and f" ({beside})"), kind))
+    return table
 
 
 def _range(validator: Any) -> str:

@@ -67,18 +67,18 @@ def import_object(path: str, purpose: str) -> Any:
         if imports.only_installed:
             raise PluginError(f"{purpose}: would import {module}, which is no installed plugin; {TRUST}")
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except (ImportError, TypeError, ValueError) as error:  # the last two if `module` starts with a dot, or is empty
         raise PluginError(f"{purpose}: cannot import {module}: {error}{_way_to_install(module)}") from error
-    outer: Any = found
+    outer: Any = imported
     for part in name.split("."):
         # A module's module may be any, such as `sys`; an attribute of another object may be a property, which runs.
-        if outer is not found and not isinstance(outer, type):
+        if outer is not imported and not isinstance(outer, type):
             raise PluginError(f"{purpose}: {path} goes through a {type(outer).__name__}, expected a class")
         try:
             outer = getattr(outer, part)
         except AttributeError:
-            raise PluginError(f"{purpose}: {module} has no {name!r}{nearest(name, dir(found))}") from None
+            raise PluginError(f"{purpose}: {module} has no {name!r}{nearest(name, dir(imported))}") from None
     return outer
 
 
@@ -128,14 +128,14 @@ def installed(group: str = PLUGINS) -> dict[str, list[EntryPoint]]:
     A name has several entry points if several distributions claim it. An entry point that is found twice, as happens
     with an editable install that is on the path, counts once.
     """
-    found: dict[str, list[EntryPoint]] = {}
+    by_name: dict[str, list[EntryPoint]] = {}
     for entry in sorted(entries_of(group), key=lambda entry: entry.name):
-        found.setdefault(entry.name, []).append(entry)
-    for name, entries in found.items():
+        by_name.setdefault(entry.name, []).append(entry)
+    for name, entries in by_name.items():
         if len(entries) > 1:  # only then, because the distribution of an entry is slow to read
             unique = {(entry.value, distribution(entry)): entry for entry in entries}
-            found[name] = [unique[key] for key in sorted(unique)]
-    return found
+            by_name[name] = [unique[key] for key in sorted(unique)]
+    return by_name
 
 
 def distribution(entry: EntryPoint) -> str:

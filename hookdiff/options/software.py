@@ -15,9 +15,9 @@ _installed = cache(packages_distributions)  # it reads the records of all distri
 
 def versions(plugins: Iterable[object]) -> dict[str, str]:
     """Return the versions of python, torch, hookdiff, and of the distributions of the plugins."""
-    found = distributions(map(type, plugins))
+    packages = distributions(map(type, plugins))
     ours = {"python": platform.python_version(), "torch": str(torch.__version__), "hookdiff": version("hookdiff")}
-    return {**{one.name: one.version for one in found}, **ours}
+    return {**{package.name: package.version for package in packages}, **ours}
 
 
 def distributions(classes: Iterable[type]) -> list[Distribution]:
@@ -25,8 +25,8 @@ def distributions(classes: Iterable[type]) -> list[Distribution]:
     owners = {entry.module.partition(".")[0]: entry.dist for entry in entries_of(PLUGINS)}
     owners["hookdiff"] = distribution("hookdiff")
     modules = sorted({kind.__module__ for kind in classes})
-    found = [owners.get(module.partition(".")[0]) or _owner(module) for module in modules]
-    return [one for one in dict.fromkeys(found) if one]  # each once: its name and version are slow to read
+    packages = dict.fromkeys(owners.get(module.partition(".")[0]) or _owner(module) for module in modules)
+    return [package for package in packages if package]  # each once, since its name and version are slow to read
 
 
 @cache

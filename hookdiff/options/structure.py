@@ -152,7 +152,7 @@ def shaped(*sizes: int | None, dtype: torch.dtype | None = None) -> Callable[[An
         if value is None:
             return
         fits = len(value.shape) == len(sizes) and all(
-            own in (None, it) for own, it in zip(sizes, value.shape, strict=True)
+            wanted in (None, it) for wanted, it in zip(sizes, value.shape, strict=True)
         )
         if not fits or dtype not in (None, value.dtype):
             expected = " ".join("n" if size is None else str(size) for size in sizes) or "()"
@@ -256,8 +256,8 @@ def hint_of(annotation: Any, owner: Any) -> Any:
 def _scope(owner: Any) -> dict[str, Any]:
     """Return the names that the annotations of a class or a function may use."""
     scope: dict[str, Any] = {}
-    for one in reversed(owner.__mro__) if inspect.isclass(owner) else [owner]:
-        scope |= getattr(sys.modules.get(getattr(one, "__module__", "")), "__dict__", {})
+    for base in reversed(owner.__mro__) if inspect.isclass(owner) else [owner]:
+        scope |= getattr(sys.modules.get(getattr(base, "__module__", "")), "__dict__", {})
     return scope
 
 

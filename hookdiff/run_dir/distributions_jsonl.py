@@ -16,13 +16,13 @@ DISTRIBUTIONS = "distributions.jsonl"
 
 def distributions_line(step: int, distributions: Mapping[str, Distribution]) -> dict[str, Any]:
     """Return the line with the `distributions` of `step`."""
-    return {**at_step(step), "distributions": {name: asdict(one) for name, one in distributions.items()}}
+    return {**at_step(step), "distributions": {name: asdict(values) for name, values in distributions.items()}}
 
 
 def parse_distributions(line: dict[str, Any]) -> Logged[Distribution]:
     """Return the distributions in a line."""
-    found = {}
-    for name, one in line["distributions"].items():
-        counts = [int(number(count)) for count in one["counts"]]
-        found[name] = Distribution(number(one["low"]), number(one["high"]), tuple(counts), int(one["nonfinite"]))
-    return Logged(*step_and_time(line), found)
+    distributions = {}
+    for name, values in line["distributions"].items():
+        low, high, counts = number(values["low"]), number(values["high"]), map(number, values["counts"])
+        distributions[name] = Distribution(low, high, tuple(map(int, counts)), int(values["nonfinite"]))
+    return Logged(*step_and_time(line), distributions)

@@ -96,11 +96,11 @@ class History:
     @cached_property
     def series(self) -> dict[str, Series]:
         """The logged values by name, in the order of their steps; of several values of a step the last one counts."""
-        found: dict[str, dict[int, float]] = {}
+        curves: dict[str, dict[int, float]] = {}
         for line in self.metrics:
             for name, value in line.values.items():
-                found.setdefault(name, {})[line.step] = value
-        return {name: _in_order(values) for name, values in found.items()}
+                curves.setdefault(name, {})[line.step] = value
+        return {name: _in_order(values) for name, values in curves.items()}
 
     @cached_property
     def times(self) -> Series:
@@ -177,6 +177,6 @@ def find_runs(folder: Path, depth: int = 3) -> list[History]:
         return []
     except OSError:
         return [History(folder)]
-    found = [run for path in folders for run in find_runs(path, depth - 1)]
+    runs = [run for path in folders for run in find_runs(path, depth - 1)]
     # A folder with a config alone may hold a project, with runs below it, or a run that was copied in part.
-    return found or ([History(folder)] if CONFIG in names else [])
+    return runs or ([History(folder)] if CONFIG in names else [])

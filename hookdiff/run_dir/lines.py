@@ -118,10 +118,10 @@ class Lines:
             self._file, expected = open_file(path, "r+b"), self.length
             if not self.is_cut:
                 expected = self.length = self._file.seek(0, 2)
-            found, kept = self._cut(self._file)
+            content, kept = self._cut(self._file)
         lost = expected - len(kept)
-        if found and not expected and not loop.first_step:
-            count = len(found.splitlines())
+        if content and not expected and not loop.first_step:
+            count = len(content.splitlines())
             logger.warning("%s: replaces the %s line%s of an earlier run", path, f"{count:,}", "s" * (count != 1))
         elif source and lost and existed and self.is_cut:
             last = max((_step(line) for line in kept.splitlines()), default=0)
@@ -195,11 +195,11 @@ class Lines:
         """Cut `file` after the last whole line within `length`; return its content before and after that."""
         check_place(Path(str(file.name)))
         file.seek(0)
-        found = file.readall()
-        kept = found[: found.rfind(b"\n", 0, self.length) + 1]
+        content = file.readall()
+        kept = content[: content.rfind(b"\n", 0, self.length) + 1]
         self.length = file.seek(len(kept))
         file.truncate()
-        return found, kept
+        return content, kept
 
 
 def _earlier_file(source: Path | None, name: str) -> Path | None:

@@ -34,11 +34,11 @@ def write_outcome(run_dir: Path, outcome: RunOutcome) -> None:
 def read_outcome(run_dir: Path) -> RunOutcome:
     """Return the content of the file, without the values that are damaged."""
     try:
-        found = json.loads(read_file(run_dir / OUTCOME))
+        outcome = json.loads(read_file(run_dir / OUTCOME))
     except (OSError, ValueError, RecursionError):
         return RunOutcome()
     kinds = {"reason": str, "message": str, "step": int, "epoch": int}
-    values = found if isinstance(found, dict) else {}
+    values = outcome if isinstance(outcome, dict) else {}
     good = {name: values[name] for name, kind in kinds.items() if isinstance(values.get(name), kind)}
     if not 0 <= good.get("step", 0) < MOST_STEPS:
         del good["step"]

@@ -55,7 +55,7 @@ def find_pictures(run_dir: Path, after: int = -1) -> dict[str, dict[int, Path]]:
 
     The pictures of a run in a folder of this one are not among them, nor are copies under another name.
     """
-    found: dict[str, dict[int, Path]] = {}
+    pictures: dict[str, dict[int, Path]] = {}
     for root, folders, files in os.walk(run_dir):  # it leaves out a folder that is removed meanwhile
         folder = Path(root)
         is_top = folder == run_dir
@@ -67,8 +67,8 @@ def find_pictures(run_dir: Path, after: int = -1) -> dict[str, dict[int, Path]]:
         name = folder.relative_to(run_dir).as_posix()
         logged = {step: path for step, path in _by_step(folder, files).items() if step > after and _is(path, name)}
         if logged:
-            found[name] = logged
-    return dict(sorted(found.items()))
+            pictures[name] = logged
+    return dict(sorted(pictures.items()))
 
 
 def picture_files(run_dir: Path, name: str) -> dict[int, Path]:
@@ -110,8 +110,8 @@ def read_picture(path: Path, pixels: bool = True) -> Image | None:
 
 
 def _by_step(folder: Path, files: Iterable[str]) -> dict[int, Path]:
-    found = {int(match[1]): folder / name for name in files if (match := _FILE.fullmatch(name))}
-    return dict(sorted(found.items()))
+    paths = {int(match[1]): folder / name for name in files if (match := _FILE.fullmatch(name))}
+    return dict(sorted(paths.items()))
 
 
 def _is(path: Path, name: str) -> bool:

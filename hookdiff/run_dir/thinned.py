@@ -42,8 +42,8 @@ def read_part(file: FileIO, most: int | None) -> ReadPart:
     num = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK), b"")) if most else 0
     file.seek(begin)
     if not most or num <= most:
-        *found, rest = file.readall().split(b"\n")
-        return ReadPart(found, range(1, len(found) + 1), num=len(found), size=file.tell() - begin - len(rest))
+        *lines, rest = file.readall().split(b"\n")
+        return ReadPart(lines, range(1, len(lines) + 1), num=len(lines), size=file.tell() - begin - len(rest))
     places = array("Q", [begin])  # where lines begin
     kinds: dict[tuple[bytes, ...], array[int]] = defaultdict(
         lambda: array("Q")

@@ -108,12 +108,12 @@ def paced(
             work.add(size(part))
             if _here.shows:
                 _show()
-            elif work.done < total and not any(one.done for one in outer):
+            elif work.done < total and not any(each.done for each in outer):
                 now, left, is_first = time.monotonic(), work.left() or 0.0, last == begin
                 pause = _START if is_first and work.has_pace else _BETWEEN
                 if left > (_LONG if is_first else 0) and now - last > pause:
                     done = f"{work.done:,} of {total:,} {unit}"
-                    names = ", ".join(one.what for one in (*outer, work))
+                    names = ", ".join(each.what for each in (*outer, work))
                     logger.info("%s: %s, about %s left", names, done, in_words(left))
                     last = now
     finally:

@@ -50,21 +50,21 @@ class Difference:
         """Whether both are texts, which may be names or times."""
         return all(isinstance(value, str) and not is_digest(value) for value in (self.here, self.there))
 
-    def describe(self, one: str, other: str) -> str:
+    def describe(self, first: str, second: str) -> str:
         """Return a sentence with the names of both runs. Long values are cut to the part that differs."""
         if self.here is _ABSENT or self.there is _ABSENT:
-            return f"{self.key} is only in {other if self.here is _ABSENT else one}"
+            return f"{self.key} is only in {second if self.here is _ABSENT else first}"
         here, there = self._texts()
         if isinstance(self.here, Tensor) and here == there:
             size = (self.here.double() - self.there.double()).abs().max()
-            return f"{self.key} differs by {size:g} between {one} and {other}"
+            return f"{self.key} differs by {size:g} between {first} and {second}"
         begin = 0
         if max(len(here), len(there)) > _WIDTH:
             same = takewhile(lambda pair: pair[0] == pair[1], zip(here, there, strict=False))
             begin = max(0, len(list(same)) - _BEFORE)
         end = begin + _WIDTH
         here, there = ("..." * bool(begin) + text[begin:end] + "..." * (len(text) > end) for text in (here, there))
-        return f"{self.key} is {here} in {one}, and {there} in {other}"
+        return f"{self.key} is {here} in {first}, and {there} in {second}"
 
     def _texts(self) -> tuple[str, str]:
         return _as_text(self.here), _as_text(self.there)
@@ -75,14 +75,14 @@ class Difference:
         return f"{self.key}{values * (len(values) < _WIDTH // 2)}"
 
 
-def all_differences(one: Mapping[Any, Any], other: Mapping[Any, Any], tolerance: float = 0.0) -> list[Difference]:
-    """Return the values that are not the same in both, or further apart than `tolerance` of their size.
+def all_differences(here: Mapping[Any, Any], there: Mapping[Any, Any], tolerance: float = 0.0) -> list[Difference]:
+    """Return the values that are not the same `here` and `there`, or further apart than `tolerance` of their size.
 
     A NaN equals a NaN. They are in the order of their steps, if their names are Keys.
     """
-    keys = sorted(dict.fromkeys((*one, *other)), key=lambda key: key.step if isinstance(key, ValueKey) else inf)
-    found = (Difference(key, one.get(key, _ABSENT), other.get(key, _ABSENT)) for key in keys)
-    return [each for each in found if not _is_same(each.here, each.there, tolerance)]
+    keys = sorted(dict.fromkeys((*here, *there)), key=lambda key: key.step if isinstance(key, ValueKey) else inf)
+    differences = (Difference(key, here.get(key, _ABSENT), there.get(key, _ABSENT)) for key in keys)
+    return [each for each in differences if not _is_same(each.here, each.there, tolerance)]
 
 
 def _is_same(here: Any, there: Any, tolerance: float) -> bool:
@@ -105,9 +105,9 @@ def _as_text(value: Any) -> str:
 
 def fail(problem: str, facts: Iterable[str]) -> None:
     """Raise AssertionError with the problem and the first of the `facts`, if there are any."""
-    if found := list(facts):
-        more = [f"and {len(found) - _SHOWN} more"] * (len(found) > _SHOWN)
-        raise AssertionError("\n  ".join([f"{problem}; first:", *found[:_SHOWN], *more]))
+    if shown := list(facts):
+        more = [f"and {len(shown) - _SHOWN} more"] * (len(shown) > _SHOWN)
+        raise AssertionError("\n  ".join([f"{problem}; first:", *shown[:_SHOWN], *more]))
 
 
 def weights(loop: Loop) -> dict[str, Tensor]:
@@ -115,9 +115,9 @@ def weights(loop: Loop) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
 
 
-def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+def assert_same(here: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> None:
     """Raise AssertionError, naming the first tensor that is not exactly equal."""
-    for difference in all_differences(one, other):
+    for difference in all_differences(here, there):
         raise AssertionError(difference.describe("the first", "the second"))
 
 

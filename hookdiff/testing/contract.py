@@ -108,13 +108,13 @@ def _of_all_instances(kind: type) -> dict[str, tuple[str, str]]:
     """Return type and text of the plain values in the bodies of a class and its bases, by name."""
     bodies = [vars(base) for base in kind.__mro__[:-1]]
     plain = (*_MUTABLE, bool, int, float, str, NoneType, Tensor)
-    found = {name: value for body in reversed(bodies) for name, value in body.items() if not name.startswith("__")}
-    return {name: (type(one).__name__, repr(one)) for name, one in found.items() if isinstance(one, plain)}
+    values = {name: value for body in reversed(bodies) for name, value in body.items() if not name.startswith("__")}
+    return {name: (type(value).__name__, repr(value)) for name, value in values.items() if isinstance(value, plain)}
 
 
 def _field_of(kind: str, text: str) -> str:
     """Return the field that gives each instance a value of its own, of type `kind` and written as `text`."""
-    first = f"factory={kind}" if kind in [one.__name__ for one in _MUTABLE] else f"default={text}"
+    first = f"factory={kind}" if kind in [mutable.__name__ for mutable in _MUTABLE] else f"default={text}"
     return f"field({first}, init=False)"
 
 

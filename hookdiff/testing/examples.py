@@ -158,7 +158,7 @@ class LargestGradient:
     @hookimpl
     def after_backward(self, loop: Loop) -> None:
         if loop.log.due:
-            loop.log({"largest": torch.stack([one.abs().max() for one in loop.gradients.tensors()]).max()})
+            loop.log({"largest": torch.stack([gradient.abs().max() for gradient in loop.gradients.tensors()]).max()})
 
 
 class TwoDropouts:
@@ -351,9 +351,9 @@ class WideWeights:
 
     @hookimpl
     def on_distributions(self, loop: Loop, step: int, distributions: Mapping[str, Distribution]) -> None:
-        for name, found in distributions.items():
-            if found.high - found.low > 100:
-                loop.log.report(Finding("warning", f"{name} has values from {found.low:g} to {found.high:g}"), step)
+        for name, values in distributions.items():
+            if values.high - values.low > 100:
+                loop.log.report(Finding("warning", f"{name} has values from {values.low:g} to {values.high:g}"), step)
 
 
 class StopAtFinding:

@@ -88,7 +88,7 @@ def assert_trains_on_ranks(
             return record
 
         first, second = on_ranks(2, train)
-    ours, its = ({k: v for k, v in one.values.items() if k.kind == "weight"} for one in (first, second))
+    ours, its = ({k: v for k, v in record.values.items() if k.kind == "weight"} for record in (first, second))
     facts = [each.describe(first.name, second.name) for each in all_differences(ours, its)]
 
     def compared(record: Record) -> dict[ValueKey, Any]:
@@ -100,6 +100,6 @@ def assert_trains_on_ranks(
         }
         return {k: None if k.kind == "logged picture" else v for k, v in record.steps.items() if k not in left_out}
 
-    found = all_differences(compared(alone), compared(first), tolerance)
-    facts += [each.describe(alone.name, first.name) for each in found]
+    differences = all_differences(compared(alone), compared(first), tolerance)
+    facts += [each.describe(alone.name, first.name) for each in differences]
     fail("several ranks do not train as one process", facts)

@@ -90,7 +90,7 @@ def assert_removable(
         runs.train(alone, place=None)
         drew = runs.train(present, is_watched=True).drew.get(PLUGIN, {})
         runs.train(after, place=None)
-        facts = [f"from the global generator of {' and '.join(sorted(own))} in {hook}" for hook, own in drew.items()]
+        facts = [f"from the global generator of {' and '.join(sorted(who))} in {hook}" for hook, who in drew.items()]
         remedy = "take a generator of its own, with derive_seed(loop.config.seed, ...), or make a module in seeded(...)"
         assert not facts, f"the plugin draws where no seed is saved: {'; '.join(facts)}; {remedy}"
         _compare("a run without the plugin differs once the plugin was used in the same process", alone, after)
@@ -136,6 +136,6 @@ def _compare_training(alone: Record, other: Record) -> None:
     _compare(problem, alone, other, (alone.values.keys() | other.values.keys()) - both)
 
 
-def _compare(problem: str, one: Record, other: Record, skipped: Collection[ValueKey] = ()) -> None:
-    found = [each for each in all_differences(one.values, other.values) if each.key not in skipped]
-    fail(problem, (each.describe(one.name, other.name) for each in found))
+def _compare(problem: str, first: Record, second: Record, skipped: Collection[ValueKey] = ()) -> None:
+    differences = [each for each in all_differences(first.values, second.values) if each.key not in skipped]
+    fail(problem, (each.describe(first.name, second.name) for each in differences))

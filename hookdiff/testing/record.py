@@ -88,10 +88,10 @@ class Record:
 
 def snapshot(loop: Loop) -> dict[ValueKey, Any]:
     """Return the state of a run and all plain fields of its plugins, with a digest in place of each tensor."""
-    found = of_state(loop.state_dict())
+    values = of_state(loop.state_dict())
     for name, plugin in loop.plugins.items():
-        found |= {ValueKey("field", path): value for path, value in _plain(_fields(plugin), escaped(name))}
-    return {key: digest(value) if isinstance(value, Tensor) else value for key, value in found.items()}
+        values |= {ValueKey("field", path): value for path, value in _plain(_fields(plugin), escaped(name))}
+    return {key: digest(value) if isinstance(value, Tensor) else value for key, value in values.items()}
 
 
 def _fields(plugin: object) -> dict[str, Any]:
@@ -217,9 +217,9 @@ def _unsaved(plugin: object) -> dict[str, Any]:
     """Return digests of the plain fields of a plugin, by name, without those made by `saved`."""
     saved = {each.name for each in saved_fields(plugin).values()}
     fields = {name: value for name, value in _fields(plugin).items() if name not in saved}
-    found: dict[str, Any] = {}
+    digests: dict[str, Any] = {}
     for name, value in fields.items():
         parts = {path: digest(part) if isinstance(part, Tensor) else part for path, part in _plain(value, name)}
         if parts:
-            found[name] = parts
-    return found
+            digests[name] = parts
+    return digests

@@ -79,12 +79,12 @@ def assert_tracks(make: Callable[[Path], Sink], read: Callable[[Path], Mapping[t
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
     """Collect the warnings of hookdiff, which no other handler gets."""
-    found: list[str] = []
+    messages: list[str] = []
     handler, logger = logging.Handler(logging.WARNING), logging.getLogger("hookdiff")
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     before, others, logger.propagate, logger.handlers = logger.propagate, logger.handlers, False, [handler]
     try:
-        yield found
+        yield messages
     finally:
         logger.propagate, logger.handlers = before, others
 
@@ -244,13 +244,13 @@ class _Tests:
         self.train({**plugins, **others}, run_dir, steps=_KILL - 1, **options)
 
     def compare(self, event: str, run_dir: Path, path: Path) -> None:
-        switched_off, self.warnings[:] = [one for one in self.warnings if self.name in one], []
+        switched_off, self.warnings[:] = [warning for warning in self.warnings if self.name in warning], []
         fail(f"{self.name}, in {event}: a call failed", switched_off)
         logged = {(line.step, name): value for line in History(run_dir).metrics for name, value in line.values.items()}
         there = {key: value if math.isfinite(value) else math.nan for key, value in self.read(path).items()}
         differences = all_differences(_keyed(logged), _keyed(there), _ROUNDING)
         problem = f"{self.name}: after {event} the tracker differs from metrics.jsonl; {_REMEDIES[event]}"
-        fail(problem, (one.describe("metrics.jsonl", "the tracker") for one in differences))
+        fail(problem, (each.describe("metrics.jsonl", "the tracker") for each in differences))
 
     def check_faults(self, killed: _Killed) -> None:
         """Check resumed runs with a new tracker, as these make all calls of a sink."""
@@ -282,7 +282,7 @@ class _Tests:
         differences = all_differences(alone.steps, record.steps)
         fail(
             f"{problem}: the run differs from one without the sink; it may read the loop, in check, and change nothing",
-            (one.describe("the run without it", "the run with it") for one in differences),
+            (each.describe("the run without it", "the run with it") for each in differences),
         )
         if len(self.warnings) != 1 or not all(name in self.warnings[0] for name in (self.name, call)):
             remedy = "let the error out, and Sink logs that it is switched off; log no warning of your own"

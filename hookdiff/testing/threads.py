@@ -56,7 +56,7 @@ def on_ranks(num: int, work: Callable[[int], Result]) -> list[Result]:
         thread.join()
     _restore(begin)
     # An error of its own comes first: the others only miss the rank that has it.
-    if error := min(together.errors.values(), key=lambda one: isinstance(one, OutOfStep), default=None):
+    if error := min(together.errors.values(), key=lambda error: isinstance(error, OutOfStep), default=None):
         raise error
     return [results[rank] for rank in range(num)]
 
@@ -79,13 +79,13 @@ class _Together:
 
     def gathered(self, rank: int, kind: str, value: Any) -> list[Any]:
         """Return the values of all ranks, which must all ask for the same `kind`."""
-        own = _generators()
+        generators = _generators()
         with self._changed:
             self._asked[rank] = kind, _place(), value
             self._pass_on()
             self._changed.wait_for(lambda: self._turn == rank)
             answer = self._answers.pop(rank)
-        _restore(own)
+        _restore(generators)
         if isinstance(answer, OutOfStep):
             raise answer
         return answer
@@ -124,6 +124,6 @@ def _restore(states: tuple[Any, Any, Tensor]) -> None:
 
 def _place() -> str:
     """Return the innermost place outside of this package's `ranks`, as "plugin.py, line 12 (act)"."""
-    own = {Path(__file__), Path(str(ranks.__file__))}
-    frame = next(one for one in reversed(traceback.extract_stack()) if Path(one.filename) not in own)
+    inside = {Path(__file__), Path(str(ranks.__file__))}
+    frame = next(frame for frame in reversed(traceback.extract_stack()) if Path(frame.filename) not in inside)
     return f"{Path(frame.filename).name}, line {frame.lineno} ({frame.name})"
