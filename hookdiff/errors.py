@@ -31,7 +31,7 @@ class StorageError(UserError):
 
 
 class OnAnotherRank(UserError):
-    """An error that another process of the same run shows, and its exit code."""
+    """An error of another process of the same run, which shows it, and its exit code."""
 
     def __init__(self, message: str, exit_code: int = 2) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class UnknownWeights(UserError):
 
 
 def shown(path: object) -> str:
-    """Return the text of a path for people: control characters, line ends and bytes that are not UTF-8 are escaped."""
+    """Return the text of a path for people, with control characters, line ends and bytes that are not UTF-8 escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(path))
 
 
@@ -71,7 +71,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     word = name.casefold()
 
     def closeness(other: str) -> tuple[float, bool, int, str]:
-        text = other.casefold()  # of two that share as much, "bf16" is nearer to "bfloat16" than "float32" is
+        text = other.casefold()  # at equal shares "bf16" is nearer to "bfloat16" than "float32" is
         shared = difflib.SequenceMatcher(None, text, word).ratio()
         return shared, text[:1] == word[:1], -abs(len(text) - len(word)), other
 
@@ -80,7 +80,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def why_missing(path: Path) -> str:
-    """Return a text on why `path` does not exist: its first missing part, and the nearest name in that folder."""
+    """Return why `path` does not exist: its first missing part, and the nearest name in that folder."""
     parent = next(folder for folder in path.absolute().parents if folder.is_dir())
     missing = path.absolute().relative_to(parent).parts[0]
     if os.path.lexists(parent / missing):

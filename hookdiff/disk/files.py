@@ -20,7 +20,7 @@ from hookdiff.disk.paths import partial_of
 from hookdiff.disk.reading import open_file
 from hookdiff.errors import StorageError, UserError
 
-_CHUNK = 1 << 22  # bytes that are hashed and written at a time; other threads run meanwhile
+_CHUNK = 1 << 22  # bytes that are hashed and written at a time, so that other threads can run between
 
 
 @define(frozen=True)
@@ -55,7 +55,7 @@ def write_parts(path: Path, parts: Iterator[memoryview]) -> Written:
 def cannot_write(path: Path, error: OSError) -> UserError:
     """Return the error to raise for an OSError at `path`.
 
-    It is a StorageError when the disk is full or fails, or when the run directory went away after it was checked.
+    It is a StorageError if the disk is full or fails, or if the run directory was removed after it was checked.
     """
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         try:
@@ -79,7 +79,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a free, temporary path; the file there is renamed to `path` when the `with` ends without an error."""
+    """Yield a temporary path; the file there is renamed to `path` when the `with` ends without an error."""
     make_folder(path.parent)
     partial = partial_of(path)
     discard(partial)

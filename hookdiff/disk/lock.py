@@ -26,7 +26,7 @@ class _Held:
     path: Path  # as it was given
     resources: ExitStack
     folder: os.stat_result
-    lock: os.stat_result  # of the lock file, which stays open, so that no other file gets its number
+    lock: os.stat_result  # of the lock file, which stays open, so that no other file gets its inode
 
     def has(self, path: Path) -> bool:
         return Path(os.path.abspath(path)).is_relative_to(os.path.abspath(self.path))
@@ -43,11 +43,11 @@ class _Held:
 
 
 _held: dict[Path, _Held] = {}  # by real path; the system would grant one process the same lock twice
-_confined: dict[Path, None] = {}  # other run directories out of which nothing is written, as given and as real paths
+_confined: dict[Path, None] = {}  # run directories of `confine`, as given and as real paths
 
 
 def confine(run_dir: Path) -> None:
-    """Let `check_place` refuse, from now on, links that lead out of a run directory, which may be a stranger's."""
+    """Let `check_place` refuse links that lead out of a run directory, which may be a stranger's, from now on."""
     _confined.update(dict.fromkeys((Path(os.path.abspath(run_dir)), Path(os.path.realpath(run_dir)))))
 
 
@@ -92,7 +92,7 @@ def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
     if (held := _held.get(path)) and held.resources is resources:
         return
     if held:
-        raise UserError(f"{run_dir} is in use by another Loop of this process")
+        raise UserError(f"{run_dir} is in use by another Loop of this process; close it first")
     lock = run_dir / LOCK
     if os.path.lexists(lock) and not stat.S_ISREG(os.lstat(lock).st_mode):
         raise UserError(f"{lock} is a link, a folder, a pipe or a device, and no lock; remove it")
@@ -108,9 +108,9 @@ def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
 def _locked(run_dir: Path, lock: Path) -> FileIO:
     """Open and lock the file `lock`; a new one takes the place of one that has a second name (a hard link)."""
     while True:
-        if _is_held(lock):  # as the copy of a run of this process; to open and close it would release that lock
+        if _is_held(lock):  # by a hard link in a copied run; to open and close it would release that lock
             if os.stat(lock).st_nlink == 1:
-                raise UserError(f"{run_dir} is in use by another Loop of this process")
+                raise UserError(f"{run_dir} is in use by another Loop of this process; close it first")
             lock.unlink()
         file = lock.open("a+b", buffering=0)
         try:
@@ -120,7 +120,7 @@ def _locked(run_dir: Path, lock: Path) -> FileIO:
             host, process = [*_owner(file), "?", "?"][:2]
             file.close()
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise UserError(f"{lock}: cannot be locked: {error.strerror}") from None
+                raise UserError(f"{lock}: cannot be locked: {error.strerror}; use a folder on another disk") from None
             holder = f"process {process} on {host}"
             raise UserError(f"{run_dir} is in use by {holder}; wait for it, stop it, or choose --out DIR") from None
         status, is_there = os.fstat(file.fileno()), os.path.lexists(lock)
@@ -143,7 +143,7 @@ def _is_held(lock: Path) -> bool:
 
 
 def _lock(file: FileIO) -> None:
-    """Lock the file for this process; raises OSError if another one holds it."""
+    """Lock the file for this process; raise OSError if another process holds the lock."""
     import fcntl
 
     try:

@@ -13,12 +13,12 @@ def user_cache() -> Path:
 
 
 def partial_of(path: Path) -> Path:
-    """Return the path at which `new_file` and `new_folder` make what becomes `path`."""
+    """Return the path of the partial file or folder that `new_file` and `new_folder` rename to `path`."""
     return path.with_name(f".{path.name}.partial")
 
 
 def is_empty(path: Path) -> bool:
-    """Return whether the folder `path` holds nothing but a lock, and what `new_file` leaves if it is killed."""
+    """Return whether the folder `path` is empty but for a lock, and the partial files of a process that was killed."""
     return all(entry.name == LOCK or (entry.name[0] == "." and entry.suffix == ".partial") for entry in path.iterdir())
 
 
@@ -31,7 +31,7 @@ def folder_in(run_dir: Path, name: str) -> Path:
     """Return the path of the folder `name` in a run directory.
 
     Raises:
-        UserError: for a link that leads out of it.
+        UserError: for a link that leads out of the run directory.
     """
     if leads_out(path := run_dir / name, run_dir):
         raise UserError(f"{path} is a link that leads out of the run directory, to {os.path.realpath(path)}; remove it")

@@ -1,4 +1,4 @@
-"""Files that are opened for reading. A pipe, a socket or a device that has the name of a file is never opened."""
+"""Opens files for reading, and never a pipe, a socket or a device that has the name of a file."""
 
 import errno
 import os
@@ -45,10 +45,10 @@ def read_file(path: Path) -> bytes:
 
 @contextmanager
 def only_files(no_loops: bool = False) -> Iterator[None]:
-    """Check what Python code of this thread, as that of a library, opens in the `with`.
+    """Check the files that Python code of this thread, such as a library, opens in the `with`.
 
-    With `no_loops`, folders that it lists, too: a library that follows links would take one to a folder around it for
-    ever.
+    With `no_loops`, check the folders that it lists, too: a library that follows links would follow one to a folder
+    around it for ever.
 
     Raises:
         OSError: in that code, before it opens a pipe, a socket or a device other than the null device, or lists a link
@@ -80,4 +80,4 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
     elif event != "open" and any(guards) and os.path.islink(path):
         inside = Path(os.path.realpath(os.path.dirname(path)))
         if inside.is_relative_to(os.path.realpath(path)):
-            raise OSError(errno.ELOOP, "A link to a folder that it is in", path)
+            raise OSError(errno.ELOOP, "A link to a folder around it, which would be read for ever", path)

@@ -1,4 +1,4 @@
-"""Weights in safetensors, whether they are one file or several with an index, as other libraries save large ones."""
+"""Weights in one safetensors file, or in several with an index, as other libraries save large weights."""
 
 import json
 import os
@@ -21,7 +21,7 @@ _ONE_OF = re.compile(r".+-\d{5}-of-(?!00001)(\d{5})(\.\w+)?\.safetensors")
 
 @frozen
 class Weights:
-    """The tensors of one safetensors file, or of those that an index names."""
+    """The tensors of one safetensors file, or of the files that an index names."""
 
     path: Path  # of the file, or of the index
     shapes: Mapping[str, tuple[int, ...]]  # by the names of the tensors
@@ -29,11 +29,11 @@ class Weights:
 
     @property
     def files(self) -> list[Path]:
-        """The files that hold tensors; without the index."""
+        """The files that hold tensors; the index is not among them."""
         return sorted(set(self.places.values())) or [self.path]
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Read tensors one by one, file by file; each has its name."""
+        """Yield the names and values of tensors, file by file."""
         wanted = list(names)
         for path in dict.fromkeys(self.places[name] for name in wanted):
             with open_tensors(path) as file:
@@ -67,24 +67,24 @@ def read_weights(path: Path, asked_by: str) -> Weights:
     files = sorted(set(named.values()))
     if missing := [name for name in files if not os.path.lexists(folder / name)]:
         raise ConfigError(
-            f"{where} names {len(files)} files, of which {len(missing)} are missing: {listed(missing, _MOST_SHOWN)}"
+            f"{where} names {len(files)} files; add the {len(missing)} that are missing: {listed(missing, _MOST_SHOWN)}"
         )
     shapes, places = {}, dict[str, Path]()
     for name in files:
         for tensor, shape in _header(folder / name, asked_by).items():
             if tensor in places:
-                raise ConfigError(f"{where}: {tensor!r} is in two of its files, {places[tensor].name} and {name}")
+                raise ConfigError(f"{where}: {tensor!r} is in two files, {places[tensor].name} and {name}; keep one")
             if tensor not in named:
-                raise ConfigError(f"{where} does not name {tensor!r}, which is in {name}")
+                raise ConfigError(f"{where} does not name {tensor!r}, which is in {name}; download both again")
             shapes[tensor], places[tensor] = shape, folder / name
     for tensor, name in named.items():
         if places.get(tensor) != folder / name:
-            raise ConfigError(f"{where}: {tensor!r} should be in {name}, and is not")
+            raise ConfigError(f"{where}: {tensor!r} is not in {name}, which the index names; download both again")
     return Weights(path, shapes, places)
 
 
-def siblings(path: Path) -> tuple[int, Path | None]:
-    """Return of how many files that hold weights together the file `path` is one, and their index if it is there."""
+def shards_of(path: Path) -> tuple[int, Path | None]:
+    """Return the number of the files among which the weights of `path` are divided, and their index if it exists."""
     for index in sorted(path.parent.glob("*.index*.json")):
         try:
             named = set(_index(index, "").values())
@@ -113,7 +113,7 @@ def _header(path: Path, asked_by: str) -> dict[str, tuple[int, ...]]:
                 f"{where} is a pickle, which may run any code when it is read; load it with "
                 "torch.load(..., weights_only=True) and write it with safetensors.torch.save_file"
             ) from None
-        raise ConfigError(f"{where}: cut short, or no safetensors file: {error}") from None
+        raise ConfigError(f"{where}: no safetensors file, or cut short; download it again: {error}") from None
 
 
 def _index(path: Path, asked_by: str) -> dict[str, str]:
@@ -137,5 +137,5 @@ def _index(path: Path, asked_by: str) -> dict[str, str]:
                 "they are read"
             )
         if os.path.isabs(name) or {"..", ""} & set(re.split(r"[/\\:]", name)) or "\0" in name:
-            raise ConfigError(f"{where}: {tensor!r} is in {name!r}, outside of the folder of the index")
+            raise ConfigError(f"{where}: {tensor!r} is in {name!r}; expected a file in the folder of the index")
     return dict(named)

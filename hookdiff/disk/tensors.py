@@ -1,4 +1,4 @@
-"""Safetensors files: equal tensors give equal files, and one is opened whatever its path is."""
+"""Safetensors files: equal tensors give equal files, and paths that are not UTF-8 can be read."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
             kind = str(tensor.dtype if tensor.layout == torch.strided else tensor.layout).removeprefix("torch.")
-            raise TypeError(f"{name} is a tensor of {kind}, which safetensors files do not hold")
+            raise TypeError(f"{name} is a tensor of {kind}, which no safetensors file can hold; convert it")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Written:

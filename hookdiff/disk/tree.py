@@ -15,7 +15,7 @@ State = Mapping[str, Any]
 
 
 def flatten(state: State, where: str = "state") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of `state` by flat name, and the tree of all other values.
+    """Return the tensors of `state` by flat name, and the tree of its other values.
 
     The tree has lists in place of tuples, and None in place of a tensor in a list.
 
@@ -67,7 +67,7 @@ def unflatten(tensors: Mapping[str, Tensor], tree: State) -> dict[str, Any]:
 
 
 def plain(config: Any) -> Any:
-    """Return a nested `config` as values that a state may hold: the dates and times of TOML become text."""
+    """Return a nested `config` with text in place of the dates and times of TOML, so that a state may hold it."""
     if isinstance(config, Mapping):
         return {key: plain(value) for key, value in config.items()}
     if isinstance(config, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What threads that run beside the training agree on."""
+"""A group in which ranks communicate from a thread that runs beside the training."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Value = TypeVar("Value")
 
 
 class BackgroundGroup:
-    """What threads that run beside the training agree on, in a group of their own.
+    """A group in which ranks communicate from a thread beside the training, such as one that writes checkpoints.
 
-    A collective operation of such a thread must not meet those of the training. All ranks must make and close it, and
-    one thread of each may use it.
+    It keeps the collective operations of these threads apart from those of the training. All ranks must make and close
+    the group, and one thread of each rank may use it.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class BackgroundGroup:
     def gathered_or_raised(self, call: Callable[[], Value]) -> list[Value]:
         """Return what `call` returns on each rank, in their order, on all of them.
 
-        If it fails, all ranks raise the error of the lowest rank that has one, so that they all decide alike.
+        If `call` fails on a rank, all ranks raise the error of the lowest such rank, so that they all decide alike.
 
         Raises:
             ConnectionError: an OSError, if a rank has ended.
@@ -50,7 +50,7 @@ class BackgroundGroup:
             distributed.all_gather_object(results, (value, failure and _portable(failure)), group=self._group)
         except RuntimeError as error:
             here = f"; here: {failure}" if failure else ""
-            raise ConnectionError(f"another rank has ended{here}") from (failure or error)
+            raise ConnectionError(f"another rank has ended; its own message says why{here}") from (failure or error)
         for other, (_, problem) in enumerate(results):
             if problem:
                 raise problem from (failure if other == rank() else OnAnotherRank(f"on rank {other}: {problem}"))
@@ -58,7 +58,7 @@ class BackgroundGroup:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return `error`, or one with its text if another process could not read it."""
+    """Return `error`, or a RuntimeError with its text if another process could not unpickle it."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a part only (DTensors), and what ranks say of their parts together.
+"""Sharded tensors (DTensors): each rank holds a part; norms, sums and names are combined over the ranks.
 
 A tensor that is not sharded is its own part, and costs nothing here.
 """
@@ -33,27 +33,27 @@ def local(tensor: Tensor) -> Tensor:
 
 def local_parts(tensors: Iterable[Any]) -> list[Tensor]:
     """Return this rank's part of each of `tensors`, as `local` does."""
-    with torch.no_grad():  # once for all: it costs more than all else here
+    with torch.no_grad():  # entered once for all tensors, since it costs more than the calls
         return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
 
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """Return `tensor` with the parts of all ranks; all ranks must call this for a sharded one."""
+    """Return `tensor` with the parts of all ranks; for a sharded tensor all ranks must call this."""
     placed: Any = tensor
     full: Tensor = placed.detach().full_tensor() if is_sharded(tensor) else tensor
     return full
 
 
 def _axes(tensor: Tensor) -> list[tuple[Any, int, int]]:
-    """Return how each axis of the mesh divides a sharded `tensor`, the number of parts, and which is this rank's."""
+    """Return for each axis of the mesh: the placement of a sharded `tensor`, the number of parts, this rank's part."""
     placed: Any = tensor
     mesh = placed.device_mesh
     return list(zip(placed.placements, mesh.shape, mesh.get_coordinate(), strict=True))
 
 
 def counts(tensor: Tensor) -> bool:
-    """Return whether this rank's part of `tensor` counts in a sum over all ranks, where each entry counts once."""
+    """Return whether this rank's part of `tensor` counts in a sum over all ranks: each entry counts on one rank."""
     if not is_sharded(tensor):
         return rank() == 0
     return all(at == 0 or placement.is_shard() for placement, _, at in _axes(tensor))
@@ -63,13 +63,13 @@ def place(tensor: Tensor) -> tuple[slice, ...]:
     """Return where this rank's part of `tensor` is in the whole: a slice for each dimension.
 
     Raises:
-        UserError: for a part that is no such block.
+        UserError: for a part that is no block of the tensor.
     """
     ranges = [range(size) for size in tensor.shape]
     for placement, num, at in _axes(tensor) if is_sharded(tensor) else []:
         kind = type(placement).__name__
-        if kind not in ("Replicate", "Shard"):  # a strided shard says that it is a shard, too
-            raise UserError(f"a tensor of shape {tuple(tensor.shape)} is sharded as {placement}, which is no block")
+        if kind not in ("Replicate", "Shard"):  # not `is_shard`, which is true of a strided shard, too
+            raise UserError(f"a tensor of shape {tuple(tensor.shape)} is placed as {placement}; use Shard or Replicate")
         if kind == "Shard":  # as torch.chunk does, but with empty parts where there are too few rows
             rows = ranges[placement.dim]
             most = -(-len(rows) // num)
@@ -78,14 +78,14 @@ def place(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def layout(tensor: Tensor) -> object:
-    """Return what decides where the parts of `tensor` lie, to compare and to hash; None if it is not sharded."""
+    """Return the mesh and placements of `tensor`, to compare and to hash; None if it is not sharded."""
     placed: Any = tensor
     return (placed.device_mesh, tuple(placed.placements)) if is_sharded(tensor) else None
 
 
 @torch.no_grad()
 def fill_(tensor: Tensor, values: Tensor) -> None:
-    """Copy `values`, which are those of the whole `tensor` or sharded as it is, into this rank's part of it."""
+    """Copy `values` into this rank's part of `tensor`; they are those of the whole tensor, or sharded as it is."""
     if is_sharded(tensor):
         tensor, values = local(tensor), local(values) if is_sharded(values) else values[place(tensor)]
     elif tensor.layout == torch.strided and not tensor.is_contiguous():
@@ -98,10 +98,10 @@ def fill_(tensor: Tensor, values: Tensor) -> None:
 def norms(tensors: Sequence[Tensor], dtype: torch.dtype, held: Sequence[Tensor] | None = None) -> Tensor:
     """Return the L2 norm of each of `tensors`, computed in `dtype`: (tensors,).
 
-    Of sharded ones it is the norm of the whole, and all ranks must call this. `held` replaces this rank's parts of
-    them, such as by their differences to earlier ones.
+    For sharded tensors it is the norm of the whole, and all ranks must call this. `held` replaces this rank's parts of
+    the tensors, such as by their differences to earlier weights.
     """
-    # The set first: to look at each of hundreds of gradients takes as long as a small kernel.
+    # The set of types first, since a look at each of hundreds of gradients takes as long as a small kernel.
     if set(map(type, tensors)) != {Tensor} and any(map(is_sharded, tensors)):
         return summed(squares(tensors, dtype, held)).sqrt().to(dtype)
     parts = list(tensors if held is None else held)
@@ -109,9 +109,9 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype, held: Sequence[Tensor] 
 
 
 def squares(tensors: Sequence[Tensor], dtype: torch.dtype, held: Sequence[Tensor] | None = None) -> Tensor:
-    """Return what this rank adds to the squared L2 norm of each of `tensors`: float64, (tensors,).
+    """Return this rank's share of the squared L2 norm of each of `tensors`: float64, (tensors,).
 
-    The norms are computed in `dtype`; `held` is as in `norms`. Summed over the ranks it is the squared norm.
+    The sum of the shares of all ranks is the squared norm. Norms are computed in `dtype`; `held` is as in `norms`.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
@@ -122,15 +122,15 @@ def squares(tensors: Sequence[Tensor], dtype: torch.dtype, held: Sequence[Tensor
 
 
 def _counted(tensors: Sequence[Tensor]) -> list[bool]:
-    """Return what `counts` does for each of `tensors`; most of them lie alike."""
+    """Return `counts(tensor)` for each of `tensors`, asked once for each layout."""
     known = {where: counts(tensor) for where, tensor in {layout(tensor): tensor for tensor in tensors}.items()}
     return [known[layout(tensor)] for tensor in tensors]
 
 
 def total(tensors: Sequence[Tensor], numbers: Tensor) -> Tensor:
-    """Return the sum of `numbers` (tensors,), which this rank has found in its parts of `tensors`: scalar.
+    """Return the sum of `numbers` (tensors,), which this rank has computed from its parts of `tensors`: scalar.
 
-    Of sharded ones it is the sum over all ranks, which must all call this.
+    For sharded tensors it is the sum over all ranks, which must all call this.
     """
     if not any(map(is_sharded, tensors)):
         return numbers.sum()

@@ -1,4 +1,4 @@
-"""What ranks say of the errors that end a run, so that the first rank can record which came first, and where."""
+"""The errors that end a run on its ranks, shared so that the first rank can record which came first, and where."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _runs = count()  # of this process
 
 
 def is_from_elsewhere(error: BaseException) -> bool:
-    """Return whether `error` follows from that of another rank: a lost connection, or an error that was sent."""
+    """Return whether another rank's error caused `error`: a lost connection, or an error sent by that rank."""
     return any(is_of_ranks(cause) or isinstance(cause, OnAnotherRank) for cause in _causes(error))
 
 
@@ -30,16 +30,16 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 @define
 class Failures:
-    """The errors of one run on its ranks. Alone, a process has nobody to ask."""
+    """The errors of one run on its ranks; a single process shares none."""
 
-    _key: str = field(default="hookdiff/failed", init=False)  # of the first error in the store of the ranks
+    _key: str = field(default="hookdiff/failed", init=False)  # of the first error, in the store that the ranks share
 
     def begin(self) -> None:
         """Forget an earlier run; all ranks must call this."""
         self._key = f"hookdiff/failed/{next(_runs)}"
 
     def add(self, error: BaseException) -> None:
-        """Say that `error` has ended the run on this rank; the first one that comes from no other rank counts."""
+        """Record that `error` has ended the run on this rank; the first error with its cause on its own rank counts."""
         if not is_set_up():
             return
         with suppress(RuntimeError):  # the store has ended
@@ -51,7 +51,7 @@ class Failures:
     def first(self, text: str) -> str:
         """Return the text of the first error, with its rank; `text` is that of the error on this rank.
 
-        If no rank has said more than that a connection is lost, the ranks are named that have said nothing.
+        If ranks have recorded lost connections only, the text names the ranks that have recorded nothing.
         """
         if not is_set_up():
             return text

@@ -1,4 +1,4 @@
-"""Does work on as many images at a time as fit in memory, and measures the memory in use."""
+"""Calls a function on as many images at a time as fit in memory, and measures the memory in use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hookdiff.errors import UserError
 
 logger = logging.getLogger("hookdiff")
 
-# In lower case: messages of allocators and libraries that do not raise torch.OutOfMemoryError.
+# Messages of allocators and libraries that do not raise torch.OutOfMemoryError, in lower case.
 _MESSAGES = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 
 _STATM = Path("/proc/self/statm")  # sizes of this process in pages, on Linux
@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 class Fitting:
     """Calls functions on `size` images at a time, and on half as many whenever those do not fit in memory.
 
-    `is_joint`: all ranks make each call together, so no rank can repeat one alone.
+    `is_joint`: all ranks make each call together, so no rank can repeat a call alone.
     """
 
     size: int
@@ -52,11 +52,11 @@ class Fitting:
             if self.is_joint and len(part) > 1:
                 raise UserError(
                     f"{len(part)} images at a time do not fit in the memory of {self.device}; set sampling.batch_size "
-                    "lower, since ranks that share a model cannot do so on their own"
+                    "lower, since ranks that share a model cannot lower it on their own"
                 )
             self.size = len(part) // 2
             if not self.size:
-                raise UserError(f"not even one image fits in the memory of {self.device}")
+                raise UserError(f"not even one image fits in the memory of {self.device}; free some of it")
             logger.info("%d images at a time do not fit in the memory of %s; now %d", len(part), self.device, self.size)
             free_memory(self.device)  # not in `_done`: there, the error and its frames still hold the tensors
 
@@ -86,7 +86,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory(device: torch.device) -> None:
-    """Return memory that nothing uses to the device: lost cycles of objects, and what torch keeps for later."""
+    """Return unused memory to the device: that of lost cycles of objects, and that in torch's cache."""
     gc.collect()
     if device.type in ("cuda", "mps"):
         getattr(torch, device.type).empty_cache()

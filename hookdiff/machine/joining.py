@@ -1,4 +1,4 @@
-"""How the processes that torchrun has started become the ranks of one run, and leave it."""
+"""Joins the processes that torchrun has started as the ranks of one run, and reports those that are lost."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from hookdiff.machine.ranks import forget_groups, is_of_ranks, is_set_up, num_ra
 
 TIMEOUT = timedelta(minutes=10)  # for which a rank waits in a step for the others
 _MOMENT = 3.0  # seconds after which a rank that has not failed too is taken to hang
-_GONE = re.compile("closed|reset|refused|broken pipe|abort", re.IGNORECASE)  # in what gloo and NCCL say of a lost rank
+_GONE = re.compile("closed|reset|refused|broken pipe|abort", re.IGNORECASE)  # gloo's and NCCL's words for a lost rank
 _REFUSED = "hookdiff/refused"  # in the store: the exit code of a rank that has ended with an error of the user
 _joins = count()  # how often this process has joined the others
 _reported: Counter[str] = Counter()  # how often this process has reported each text
 
 
 def num_launched() -> int:
-    """Return the number of processes that torchrun has started for this run: 1 without it."""
+    """Return the number of processes that torchrun has started for this run; 1 if it has started none."""
     started = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
     return int(os.environ["WORLD_SIZE"]) if started else 1
 
@@ -49,14 +49,14 @@ def num_restarts() -> int:
 
 
 def launch() -> str:
-    """Return the name of the job for which torchrun has started this process, the same in all its attempts; or ""."""
+    """Return the name of torchrun's job, the same in all its attempts; "" if torchrun has not started this process."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return f"{name} of {platform.node()} {os.getppid()}" if name == "none" else name  # the user has given no name
 
 
 @contextmanager
 def joined(device: str = "auto") -> Iterator[None]:
-    """Join the processes that torchrun has started until the end of the `with`; alone, do nothing.
+    """Join the processes that torchrun has started until the end of the `with`; a single process does nothing.
 
     `device` is that of the config. With "auto" or "cuda", each process gets the GPU of its number on this machine, as
     the current one. Raises UserError if there are fewer GPUs than processes, or if `device` is one GPU for all.
@@ -64,7 +64,7 @@ def joined(device: str = "auto") -> Iterator[None]:
     if num_launched() == 1 or is_set_up():
         yield
         return
-    # Imported after the group is made, it would keep the group and its threads until Python ends.
+    # First, since an import after the group is made would keep the group and its threads until Python ends.
     import torch._dynamo
 
     backend = "gloo"
@@ -72,8 +72,8 @@ def joined(device: str = "auto") -> Iterator[None]:
         if local_rank() >= (num_gpus := torch.cuda.device_count()):
             time.sleep(_MOMENT * (local_rank() - num_gpus))  # the first one without a GPU shows it
             raise UserError(
-                f"process {local_rank()} of this machine has no GPU of its own, there are {num_gpus}: "
-                + (f"torchrun --nproc-per-node {num_gpus}" if num_gpus else "set run.device = 'cpu'")
+                f"process {local_rank()} of this machine has no GPU of its own, there are {num_gpus}; "
+                + (f"start torchrun --nproc-per-node {num_gpus}" if num_gpus else "set run.device = 'cpu'")
             )
         torch.cuda.set_device(local_rank())
         backend = "cpu:gloo,cuda:nccl"
@@ -82,7 +82,7 @@ def joined(device: str = "auto") -> Iterator[None]:
             raise UserError(f"run.device: {device!r} is one GPU for all ranks; write 'cuda', and each gets its own")
     torch_distributed: Any = distributed  # its stubs lack some names
     store, number, num = next(torch_distributed.rendezvous("env://", timeout=TIMEOUT))
-    # Of its own in each attempt: else a rank may find the address of a process that was killed, and wait for it.
+    # A prefix for each attempt: else a rank may find the address of a process that was killed, and wait for it.
     store = torch_distributed.PrefixStore(f"hookdiff/{num_restarts()}/{next(_joins)}", store)
     distributed.init_process_group(backend, store=store, rank=number, world_size=num, timeout=TIMEOUT)
     try:
@@ -99,7 +99,7 @@ def joined(device: str = "auto") -> Iterator[None]:
         with suppress(RuntimeError):
             if store.check([_REFUSED]):
                 code = int(store.get(_REFUSED))
-                raise OnAnotherRank("another rank has ended with an error of the user", code) from error
+                raise OnAnotherRank("another rank has ended; its message says what to change", code) from error
         raise RankLost(_lost(error)) from error
     finally:
         forget_groups()
@@ -108,9 +108,9 @@ def joined(device: str = "auto") -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with the exit `code`, after what is to be done at exit but before Python cleans up.
+    """End this process with the exit `code`, after the functions of `atexit` but before Python cleans up.
 
-    torch can keep a group of gloo for ever (its caches of DTensors have it). A thread of this group that lets go of its
+    torch can keep a group of gloo for ever, since its caches of DTensors hold it. A thread of this group that frees its
     last tensor while Python cleans up would abort the process.
     """
     atexit._run_exitfuncs()
@@ -122,10 +122,10 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def shown_once() -> Iterator[None]:
-    """Let the first process of each machine show an error of the user that all of them meet before `joined`.
+    """Let the first process of each machine show a UserError that all of its processes raise before `joined`.
 
-    torchrun ends all others as soon as one has ended. So the others wait until the first has shown it, and show it
-    themselves if it does not.
+    torchrun ends all processes as soon as one has ended. So the others wait until the first has shown the error, and
+    show it themselves if the first does not.
     """
     try:
         yield
@@ -136,7 +136,7 @@ def shown_once() -> Iterator[None]:
 
 
 def is_news(text: str) -> bool:
-    """Return whether this is the first rank to report `text`; a text that is reported again is news once more."""
+    """Return whether this rank is the first to report `text`; for a repeated text, the first to report it so often."""
     if not is_set_up():
         return True
     _reported[text] += 1
@@ -161,5 +161,7 @@ def _lost(error: RuntimeError) -> str:
     while missing and time.monotonic() < until:
         missing = [other for other in missing if not store.check([f"hookdiff/lost/{other}"])]
         time.sleep(0.05)
-    gone = f"rank {', '.join(map(str, missing))} did not come" if missing else "no rank is missing, the network is"
+    gone = (
+        f"rank {', '.join(map(str, missing))} did not come" if missing else "no rank is missing, the network has failed"
+    )
     return f"{waited}, and {gone}: {error}"

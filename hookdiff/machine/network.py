@@ -1,4 +1,4 @@
-"""Keeps the network closed while something is made that has no reason to use it, as the config of a stranger."""
+"""Refuses connections while a config of a stranger is built, or anything else that has no reason to connect."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def is_closed() -> bool:
 def no_connections(reason: str) -> Iterator[None]:
     """Refuse all connections that Python code of this process begins in the `with`, in other threads too.
 
-    Libraries have threads for their connections, so it is no matter of one thread. Sockets of this machine that have
-    the name of a file are none. `reason` is for the message.
+    Other threads are included, since libraries connect from threads of their own. Sockets that have the name of a file
+    on this machine stay open. `reason` is for the message.
 
     Raises:
-        UserError: for an attempt, with the host; the library that makes it may catch that, and go on without.
+        UserError: for an attempt, with the host; a library may catch it, and go on without the connection.
     """
     _listen()
     with _held(_reasons, reason):

@@ -1,6 +1,6 @@
-"""Tensors that show a place in memory several times, as those made by `expand` and `unfold` do.
+"""Tensors in which several entries share a place in memory, such as those made by `expand` and `unfold`.
 
-Torch reads them as any other tensor. It writes to none, or in silence once for each time that a place is shown.
+Torch reads them as any other tensor. It refuses to write to them, or silently writes a shared place several times.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def is_overlapping(tensor: Tensor) -> bool:
-    """Return whether `tensor` shows a place in memory several times; only `as_strided` hides it from this."""
+    """Return whether entries of `tensor` share a place in memory; only tensors of `as_strided` can go unnoticed."""
     if tensor.layout != torch.strided or not tensor.numel():
         return False
     is_expanded = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -16,10 +16,10 @@ def is_overlapping(tensor: Tensor) -> bool:
 
 
 def writable(tensor: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a tensor, and what has to be copied into it so that `tensor` holds `values`, which have its shape.
+    """Return a tensor, and the values to copy into it so that `tensor` holds `values`, which have its shape.
 
-    The memory of an overlapping tensor is filled, so that all that shares it shows the values too. If they have several
-    numbers for one place, `tensor` gets memory of its own.
+    For an overlapping tensor it is its memory, so that other tensors of this memory show the values too. If `values`
+    have several numbers for one place, `tensor` gets memory of its own.
     """
     if not is_overlapping(tensor):
         return tensor, values

@@ -86,7 +86,7 @@ def _shifted(values: Tensor, bits: int) -> Tensor:
 
 
 class Randomness:
-    """The generators of a run; each is kept and seeded anew, which takes about 1 us."""
+    """The generators of a run, each kept and seeded anew for each use, which takes about 1 us."""
 
     def __init__(self, seed: int, rank: int = 0) -> None:
         self.seed = seed
@@ -96,7 +96,7 @@ class Randomness:
     def generator(self, stream: str, position: int, device: torch.device) -> Generator:
         """Return the generator of `stream` at `position` on `device`; the next call for the stream seeds it anew.
 
-        It is the same on all ranks: draw for the `total` samples of a batch, and keep those of `Batch.own`.
+        All ranks get the same one: draw for the `total` samples of a batch, and keep those of `Batch.own`.
         """
         generator = self._generators.get((stream, device))
         if generator is None:
@@ -106,8 +106,8 @@ class Randomness:
     def seed_dropout(self, position: int, part: int, device: torch.device, stream: str = "model") -> None:
         """Seed the default generators that dropout draws from, for micro-batch `part` of `position` on this rank.
 
-        Dropout must use the default ones: activation checkpointing replays no other. `torch.manual_seed` does the
-        same, eighty times slower.
+        Dropout must use the default generators, the only ones that activation checkpointing replays.
+        `torch.manual_seed` does the same, eighty times slower.
         """
         seed = derive_seed(self.seed, stream, position, self.rank, part)
         torch.default_generator.manual_seed(seed)

@@ -1,6 +1,6 @@
-"""Ranks: which process this is of those that train together, and what they agree on and add up.
+"""Ranks: the number of this process among those that train together, and the values that they exchange.
 
-Alone, a process is rank 0 of 1, and nothing here costs anything. `joining` makes several processes ranks of one run.
+A single process is rank 0 of 1, and nothing here costs anything. `joining` makes several processes ranks of one run.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hookdiff.errors import OnAnotherRank, UserError
 
 Value = TypeVar("Value")
 
-PATIENCE = timedelta(hours=4)  # for which a rank waits between steps, where one rank may compute while the others wait
-# By the default group, the group in which ranks wait that long. Kept longer, its threads would abort Python at its end.
+PATIENCE = timedelta(hours=4)  # of a rank that waits between steps while another computes
+# The group in which ranks wait that long, by the default group. Kept longer, its threads would abort Python at its end.
 _patient: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 class _StandIn(threading.local):
-    """What this thread has in place of torch.distributed: number, number of ranks, and what gathers values."""
+    """A stand-in for torch.distributed in this thread: its rank, the number of ranks, a function that gathers."""
 
     world: tuple[int, int, Callable[[str, Any], list[Any]]] | None = None
 
@@ -73,7 +73,7 @@ def is_of_ranks(error: BaseException) -> bool:
 
 
 def _between_steps() -> Any:
-    """Return the group for what happens between steps; all ranks must call this at its first use."""
+    """Return the group for exchanges between steps; all ranks must call this at its first use."""
     default = distributed.group.WORLD
     if default not in _patient:
         _patient.clear()
@@ -89,8 +89,8 @@ def forget_groups() -> None:
 def first_rank_says(value: Value) -> Value:
     """Return the `value` of the first rank; all ranks must call this, and wait for one another.
 
-    Decisions that depend on the clock need it: if two processes disagree whether an evaluation is due, both wait for
-    ever, one in a collective of the evaluation, the other in a collective of the next step.
+    Decisions that depend on the clock need it. If two ranks disagree whether an evaluation is due, both wait for ever,
+    one in a collective of the evaluation, the other in a collective of the next step.
     """
     if num_ranks() == 1:
         return value
@@ -98,7 +98,6 @@ def first_rank_says(value: Value) -> Value:
         said: list[Value] = _stand_in.world[2]("the value of the first rank", value)
         return said[0]
     agreed = [value]
-    # It finds the device that the backend talks over.
     distributed.broadcast_object_list(agreed, src=0, group=_between_steps())
     return agreed[0]
 
@@ -117,8 +116,8 @@ def gathered(value: Value) -> list[Value]:
 def gathered_or_raised(call: Callable[[], Value]) -> list[Value]:
     """Return what `call` returns on each rank, as `gathered` does; an error on one rank is raised on all of them.
 
-    Else the others would wait for ever. They raise it with the same message, as an OnAnotherRank, ValueError or
-    RuntimeError.
+    Otherwise the other ranks would wait for ever. They raise an OnAnotherRank, ValueError or RuntimeError with the same
+    message.
     """
     if num_ranks() == 1:
         return [call()]
@@ -161,10 +160,10 @@ def summed(values: Tensor) -> Tensor:
 
 
 def reduced(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mean of each of `values` over the ranks, and of each pair (sum, count) the sums, as `loop.log` takes.
+    """Return the mean of each of `values` over the ranks, and the sums of each pair (sum, count), as `loop.log` takes.
 
-    The values are numbers or scalar tensors, with the same names on all ranks, which must all call this. Alone, they
-    stay as they are.
+    The values are numbers or scalar tensors, with the same names on all ranks, which must all call this. A single
+    process gets them as they are.
     """
     if num_ranks() == 1:
         return dict(values)

@@ -1,6 +1,6 @@
-"""Lets the Python processes that this one starts import nothing of the working directory, which may be a stranger's.
+"""Keeps Python processes that this one starts from importing from the working directory, which may be a stranger's.
 
-Libraries start them as `python -c` or `python -m`, which would look there first, also for the standard library.
+Libraries start them as `python -c` or `python -m`, which would look there first, even for the standard library.
 """
 
 import os
@@ -22,7 +22,7 @@ def keep_safe_path() -> None:
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Do so for the processes that start in the `with`."""
+    """Set the variables as `keep_safe_path` does, for the processes that start in the `with`."""
     before = {name: os.environ.get(name) for name in (_SAFE, _PATH)}
     keep_safe_path()
     try:

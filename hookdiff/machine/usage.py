@@ -1,4 +1,4 @@
-"""What this process may use of the machine."""
+"""The CPUs, threads and memory that this process may use."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # options of mallopt, from glibc's mall
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of this container, on Linux
 
 
-@cache  # as torch has it at the start of the process
+@cache  # of the number at the start of the process
 def usual_threads() -> int:
     """Return the number of threads that torch uses, within the CPUs of this process."""
     return min(torch.get_num_threads(), num_cpus())
 
 
 def num_cpus() -> int:
-    """Return the number of CPUs that this process may use: of the machine, its affinity, and its container."""
+    """Return the number of CPUs that this process may use, within its affinity and the quota of its container."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _QUOTA.read_text().split()  # microseconds, or "max"
@@ -36,15 +36,15 @@ def num_cpus() -> int:
 def thread_beside() -> Iterator[Callable[[], None]]:
     """Yield a function for a new thread beside the training, which calls it first; at the end, wait for the call.
 
-    Operations of torch then take one thread there. With two, GNU's OpenMP would see more threads than CPUs, and those
-    of the training would sleep between operations as long as that thread lives, even if it has nothing to do. A step of
-    a network with 30M parameters took 1.4 times as long after the first checkpoint, small convolutions 2.4 times.
+    Operations of torch then use one thread there. With two, GNU's OpenMP would count more threads than CPUs, and the
+    threads of the training would sleep between operations while the new thread lives, even if it is idle. A step of a
+    network with 30M parameters took 1.4 times as long after the first checkpoint, small convolutions 2.4 times.
     """
     threads, is_called = torch.get_num_threads(), threading.Event()
 
     def begin() -> None:
         torch.set_num_threads(1)
-        torch.get_num_threads()  # at its first question, a thread takes the number that was set last anywhere
+        torch.get_num_threads()  # at its first call in a thread, it takes the number that any thread has set last
         is_called.set()
 
     yield begin
@@ -54,10 +54,10 @@ def thread_beside() -> Iterator[Callable[[], None]]:
 
 @cache
 def keep_memory() -> None:
-    """Let the C library keep memory that is freed: without it each step maps its large tensors anew.
+    """Let the C library keep memory that is freed; by default, each step maps its large tensors anew.
 
-    Only glibc can, and variables such as `MALLOC_TRIM_THRESHOLD_` come first; elsewhere nothing is changed. The effect
-    is in benchmarks/README.md.
+    This works with glibc alone, and only if no variable such as `MALLOC_TRIM_THRESHOLD_` is set. The effect is in
+    benchmarks/README.md.
     """
     is_tuned = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     mallopt = None if is_tuned or os.name != "posix" else getattr(ctypes.CDLL(None), "mallopt", None)

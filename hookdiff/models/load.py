@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdiff.disk.sharded import read_weights, siblings
+from hookdiff.disk.sharded import read_weights, shards_of
 from hookdiff.errors import ConfigError, nearest
 from hookdiff.machine.dtensor import fill_, is_sharded
 from hookdiff.machine.overlap import is_overlapping
@@ -44,7 +44,7 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
     count = f"{len(fitting)} of the model's {len(own)} tensors"
     found = differences(shapes, given)
     if found and not (partial and fitting):
-        num, index = siblings(path)
+        num, index = shards_of(path)
         if num > 1:
             none_here = (
                 "their index, such as model.safetensors.index.json, is not here; those of a run become one file by "

@@ -1,4 +1,4 @@
-"""Work that says how far it is, bars in a terminal or a notebook, and the spelling of times, speeds and sizes."""
+"""Progress of long work, bars in a terminal or a notebook, and the spelling of times, speeds and sizes."""
 
 import lazy_loader
 

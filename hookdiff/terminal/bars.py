@@ -1,4 +1,4 @@
-"""What stays at the bottom of a terminal, or in the output of a notebook's cell. It imports rich only for that."""
+"""Lines at the bottom of a terminal, or in the output of a notebook's cell; rich is imported when they are drawn."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Draw = Callable[[int, bool], "Sequence[RenderableType]"]
 
 
 class Display(Protocol):
-    """Shows the lines that its function returns."""
+    """Shows the lines that a `Draw` returns."""
 
     def start(self) -> None:
         """Show them for the first time."""
 
     def tick(self) -> None:
-        """Show them again if they are older than `PAUSE`; a thread would interrupt the training at random moments."""
+        """Show them again if they are older than `PAUSE`. A thread would interrupt the training at random moments."""
 
     def stop(self) -> None:
-        """Leave the last ones where they are."""
+        """Leave the last lines where they are, or remove them."""
 
 
 def find_display(draw: Draw, is_kept: bool = True) -> Display | None:
@@ -70,7 +70,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def _moves_its_cursor() -> bool:
-    # Not rich's own test: with FORCE_COLOR it takes a pipe for a terminal.
+    # Not by rich, which takes a pipe for a terminal if FORCE_COLOR is set.
     return os.environ.get("TERM") not in ("dumb", "unknown") and os.environ.get("TTY_COMPATIBLE") != "0"
 
 
@@ -128,7 +128,7 @@ class Bottom:
 
 
 class Cell:
-    """Keeps lines in one output of a notebook's cell, which needs no widgets."""
+    """Keeps lines in one output of a notebook's cell, without widgets."""
 
     def __init__(self, draw: Draw, is_kept: bool) -> None:
         self._draw, self._is_kept = draw, is_kept
@@ -213,7 +213,7 @@ def long_works(works: Sequence[Work]) -> list[Work]:
 
 
 def work_lines(works: Sequence[Work], width: int) -> list[Table]:
-    """Return a line with a bar for each work that takes long, such as "fid: images  ━━━━━  64/100  12 s left"."""
+    """Return a line with a bar for each long work, such as "fid: images  ━━━━━  64/100  12 s left"."""
     lines = []
     for work in long_works(works):
         left = work.left()
@@ -224,7 +224,7 @@ def work_lines(works: Sequence[Work], width: int) -> list[Table]:
 
 
 def bar_line(parts: Sequence[str], place: int, done: int, total: int, width: int) -> Table:
-    """Return one line: the parts that fit, of which the first are needed most, with a bar after `place` of them."""
+    """Return a line of the parts that fit, with a bar after the first `place`; the last parts are left out first."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -242,7 +242,7 @@ def bar_line(parts: Sequence[str], place: int, done: int, total: int, width: int
 
 
 def flow(parts: Sequence[Text], width: int, most: int) -> list[Text]:
-    """Return the parts in at most `most` lines. A part that does not fit is left out whole."""
+    """Return the parts in at most `most` lines; a part that does not fit is left out."""
     lines: list[Text] = []
     for part in parts:
         if part.cell_len > width:

@@ -1,4 +1,4 @@
-"""Work that takes long says how far it is, to a bar or, without one, to the log."""
+"""The progress of work that takes long, shown by a bar or, where none is drawn, written to the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attrs import define, field
 
 from hookdiff.terminal.words import in_words
 
-logger = logging.getLogger("hookdiff.terminal.pace")  # of its own, since every command shows it
+logger = logging.getLogger("hookdiff.terminal.pace")  # its own name, since every command shows its messages
 
 _LONG = 20.0  # seconds that are worth a message
 _BETWEEN = 30.0  # seconds between two messages
@@ -56,7 +56,7 @@ Show = Callable[[Sequence[Work]], None]
 
 
 class _Here(threading.local):
-    """What one thread works on, outermost first, and the functions that show it, of which the last one is called."""
+    """The works of one thread, outermost first, and the functions that show them; the last of these is called."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
@@ -68,7 +68,7 @@ _here = _Here()
 
 @contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """Let `show` get the works of this thread, outermost first, after each of their parts; the log then gets none."""
+    """Call `show` with the works of this thread, outermost first, after each part; the log then gets no messages."""
     _here.shows.append(show)
     try:
         yield
@@ -86,12 +86,12 @@ def paced(
 ) -> Generator[Part, None, None]:
     """Yield `parts`, each of `size(part)` units of `total`, and show how far they are.
 
-    A function given to `shown_by` shows it. Otherwise the log gets a line if it takes longer than 20 seconds, and one
-    every 30 seconds; of works inside each other, it gets the outermost one of which a part is done. Ranks but the first
-    show and log nothing.
-    Close the generator if you keep it in a variable: after an error it would seem to be under way.
+    A function given to `shown_by` shows it. Otherwise the log gets a line if the work takes longer than 20 seconds, and
+    a line every 30 seconds. If works are nested, it gets the outermost one with a finished part. Only the first rank
+    shows and logs anything. Close the generator if you keep it in a variable: after an error the work would seem to be
+    under way.
     """
-    # Here, since it imports torch, which a terminal view of a run does not need.
+    # Imported late: it needs torch, and a terminal view of a run does not.
     from hookdiff.machine.ranks import rank
 
     if rank():
