@@ -284,7 +284,7 @@ def load_config(
         config = _check(table, path, plugins, problems, without, hooks, path.parent if is_strangers else None)
     if hooks is None:
         _warn_of_unused(settings, config)
-    needs_trust = (*imports.own, *config.needs_trust)
+    needs_trust = (*imports.uninstalled, *config.needs_trust)
     if is_of_run(path) and trust and os.environ.get("RANK", "0") == "0":
         remember(path, data, bool(needs_trust))
     return evolve(config, trust=trust, is_own=not is_strangers, needs_trust=needs_trust)

@@ -157,7 +157,7 @@ def _kept(part: Part, before: Mapping[str, Any], trust: bool) -> Part:
     # Beside what it does set, since one option may only fit another: "epsilon" does not fit the default process.
     with importing(only_installed=not trust) as imports:
         known = arguments(part.target, {**part.arguments, **left_out}, part.where, problems)
-    if imports.own and not trust:
+    if imports.uninstalled and not trust:
         raise ConfigError(f"the run before has {'; '.join(problems.found)}")
     if problems.found:  # a key that this version no longer has
         return part

@@ -18,19 +18,19 @@ Chosen = TypeVar("Chosen", bound="Choice")
 
 
 class Choice:
-    """The base of every kind of choice: noise schedules, loss weightings, samplers, ...
+    """The base of every kind of part: noise schedules, loss weightings, samplers, ...
 
-    A kind is a subclass with a name, `kind`, and the classes to choose from, `known`. Each of these inherits from the
+    A kind is a subclass with a name, `kind`, and the classes to choose from, `known`. Each such class inherits from the
     kind and is an attrs class (`@define(frozen=True)`); its fields are the options.
     """
 
     kind: ClassVar[str]  # such as "weighting"; used in messages and in the names of entry points
     known: ClassVar[Mapping[str, type]] = {}  # by name
-    default: ClassVar[str | None] = None  # the name that a table without `use` stands for
+    default: ClassVar[str | None] = None  # the name in a table without `use`
 
     @classmethod
     def of(cls, value: Self | str | Mapping[str, Any]) -> Self:
-        """Return `value` if it is of this kind; else make one from its name, or from a mapping of `use` and options.
+        """Return `value` if it is of this kind; else the part that its name, or a mapping of `use` and options, gives.
 
         Raises:
             PluginError: for an unknown name.
@@ -52,7 +52,7 @@ class Choice:
 
 
 class chosen(Generic[Chosen]):
-    """The converter of a field that takes a choice or its name: `field(converter=chosen[Weighting])`."""
+    """The converter of a field that takes a part or its name: `field(converter=chosen[Weighting])`."""
 
     if TYPE_CHECKING:  # mypy takes only functions and classes as converters, and no method such as `Weighting.of`
 
@@ -75,7 +75,7 @@ def find(kind: type[Chosen], use: object) -> type[Chosen]:
         return target
     if adapted := kind.adapted(target, str(use)):
         return adapted
-    raise PluginError(f"{use} is no {kind.kind}: it does not inherit from {kind.__module__}.{kind.__qualname__}")
+    raise PluginError(f"{use} is no {kind.kind}: let it inherit from {kind.__module__}.{kind.__qualname__}")
 
 
 def parts(kind: type[Chosen]) -> dict[str, type[Chosen]]:
@@ -103,9 +103,9 @@ def path_of(kind: str, known: Iterable[str], use: object, key: str = "use") -> s
 
 
 def check_claims(kind: str, known: Iterable[str], use: object) -> None:
-    """Raise PluginError if several entry points claim the name `use`, or one claims a `known` name, which is built in.
+    """Raise PluginError if several entry points claim the name `use`, or if one claims a built-in name of `known`.
 
-    The message has all distributions.
+    The message names all their distributions.
     """
     claims = [f"{entry.value} of {distribution(entry)}" for entry in published(kind).get(str(use), ())]
     if claims and str(use) in known:
@@ -117,7 +117,7 @@ def check_claims(kind: str, known: Iterable[str], use: object) -> None:
 
 
 def published(kind: str) -> dict[str, list[EntryPoint]]:
-    """Return the entry points that offer objects for `kind`, by name; a name may have several.
+    """Return the entry points that offer parts of `kind`, by name; a name may have several.
 
     The entry point "weighting.mine" offers the weighting `mine`.
     """
@@ -126,7 +126,7 @@ def published(kind: str) -> dict[str, list[EntryPoint]]:
 
 
 def name_of(choice: type[Choice]) -> str:
-    """Return the name under which a config finds the class."""
+    """Return the name by which a config chooses the class."""
     for name, known in choice.known.items():
         if known is choice:
             return name

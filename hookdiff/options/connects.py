@@ -10,7 +10,7 @@ from attrs import define
 class Connects:
     """Marks an option that lets a part connect to a server: `mode: Annotated[str | None, Connects(is_online)] = None`.
 
-    The config of a run that is not trusted may not have a value that does.
+    The config of a run that is not trusted may not set a value that connects.
     """
 
-    connects: Callable[[Any], bool]  # takes the value, or None if there is none
+    connects: Callable[[Any], bool]  # takes the value of the option, or None if the config sets none

@@ -1,4 +1,4 @@
-"""How often something is due: after steps, epochs or seconds."""
+"""Intervals in steps, epochs or seconds, at which something is due."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SUFFIXES = {"steps": "", "epochs": " epochs", "seconds": " s"}
 
 @define(frozen=True)
 class Every:
-    """An interval at which something is done; an amount of 0 means never. `parse_every` reads it from a config."""
+    """An interval in steps, epochs or seconds; an amount of 0 means never. `parse_every` reads it from a config."""
 
     amount: float
     unit: str = "steps"  # steps, epochs or seconds
@@ -55,15 +55,15 @@ def parse_every(value: int | str | Every) -> Every:
 
 @define
 class Due:
-    """An `Every` with the clock that its time units need; with several ranks, the clock of the first one decides."""
+    """An `Every` with a clock for intervals in seconds; with several ranks, the clock of the first one decides."""
 
     every: Every = field(converter=parse_every)
     _since: float = field(factory=time.monotonic)
 
     def after_step(self, step: int) -> bool:
-        """Return whether it is due after update number `step`; the clock of a time unit then starts over.
+        """Return whether it is due after update number `step`; if it is, the clock starts over.
 
-        All ranks must call this: with a time unit they wait for the answer of the first.
+        All ranks must call this: with an interval in seconds they wait for the answer of the first.
         """
         if self.every.unit != "seconds" or not self.every.amount:
             return self.every.after_step(step)
@@ -73,11 +73,11 @@ class Due:
         return True
 
     def after_epoch(self, epoch: int) -> bool:
-        """Whether it is due when `epoch` epochs are complete."""
+        """Return whether it is due when `epoch` epochs are complete."""
         return self.every.after_epoch(epoch)
 
 
 def is_time(instance: object, attribute: Attribute[Every], value: Every) -> None:
     """Check that an `Every` is a time or 0, as an attrs validator."""
     if value.amount and value.unit != "seconds":
-        raise ValueError(f"{attribute.name} must be a time, as '30 min' or '3 h'")
+        raise ValueError(f"{attribute.name} must be a time, such as '30 min' or '3 h'")

@@ -20,12 +20,12 @@ def about(help: str, unit: str = "") -> dict[str, str]:
     return {"help": help, "unit": unit} if unit else {"help": help}
 
 
-SERVICES = ("file", "http", "https", "s3", "gs", "az", "hf")  # with URLs that a stranger may name
+SERVICES = ("file", "http", "https", "s3", "gs", "az", "hf")  # of URLs that a stranger's config may name
 _SERVED = re.compile(rf"({'|'.join(SERVICES)})://")
 
 
 def is_served(url: str) -> bool:
-    """Return whether `url` is of one of the `SERVICES`, and no chain of fsspec, which opens another URL."""
+    """Return whether `url` is of one of the `SERVICES`, and no chain of fsspec (with "::"), which opens another URL."""
     return "::" not in url and _SERVED.match(url) is not None
 
 
@@ -33,7 +33,7 @@ def is_served(url: str) -> bool:
 class Writes:
     """Marks an option that names a file or a folder to write: `dir: Annotated[str | None, Writes()] = None`.
 
-    The config of a run that is not trusted may name only what lies in the run directory.
+    The config of a run that is not trusted may name only paths in the run directory.
     """
 
     when: str = ""  # the option that must be true, such as "download"; empty: always
@@ -49,7 +49,7 @@ class Fixed:
 
 @define(frozen=True)
 class Handed:
-    """Marks a table of options that a library gets as they are; the config of a run needs to be trusted for them."""
+    """Marks a table of options that a library gets unchanged; only a trusted config of a run may set them."""
 
 
 @define(frozen=True)
@@ -65,7 +65,7 @@ class between:
         numbers = () if value is None else value if isinstance(value, (tuple, list)) else (value,)
         for number in numbers:
             inside = self.low < number < self.high if self.open_ends else self.low <= number <= self.high
-            if not inside:  # a NaN is not
+            if not inside:  # as is a NaN
                 brackets = "()" if self.open_ends else "[]"
                 limits = f"{brackets[0]}{self.low:g}, {self.high:g}{brackets[1]}"
                 shown = f"{number:g}" if isinstance(number, float) else number  # an integer may be beyond all floats

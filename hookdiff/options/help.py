@@ -66,7 +66,7 @@ def plain_lines(target: Callable[..., Any]) -> Iterator[str]:
 
 
 def markdown(target: Callable[..., Any], without: frozenset[str] = frozenset()) -> str:
-    """Return the table of the keys of `target`, and one of each kind of part among them."""
+    """Return the table of the keys of `target`, and a table for each kind of part among them."""
     shown = [key for key in keys(target) if key.name not in without]
     lines = ["| key | default | |", "|---|---|---|", *map(_row, shown)] if shown else []
     for key in shown:

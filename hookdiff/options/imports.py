@@ -34,7 +34,7 @@ class Imports:
     """The imports of one config."""
 
     only_installed: bool
-    own: list[str] = field(factory=list)  # the paths that are not installed, in the order of their imports
+    uninstalled: list[str] = field(factory=list)  # paths of no installed package, in the order of their imports
 
 
 _current: ContextVar[Imports | None] = ContextVar("imports", default=None)
@@ -55,15 +55,15 @@ def import_object(path: str, purpose: str) -> Any:
     """Import `package.module:Name`; a class inside another is `package.module:Outer.Inner`.
 
     Raises:
-        PluginError: that begins with `purpose` if there is no such object, for a module of Python's standard library,
-            and within `importing` for an object that may not be imported.
+        PluginError: if there is no such object, for a module of Python's standard library, and within `importing` for
+            an object that may not be imported. Its message begins with `purpose`.
     """
     module, _, name = path.partition(":")
     if module.partition(".")[0] in sys.stdlib_module_names:
-        raise PluginError(f"{purpose}: {module} is of Python's standard library, which has nothing for a config")
+        raise PluginError(f"{purpose}: {module} is of Python's standard library; name a class of another module")
     imports = _current.get()
     if imports and not is_installed(path):
-        imports.own.append(path)
+        imports.uninstalled.append(path)
         if imports.only_installed:
             raise PluginError(f"{purpose}: would import {module}, which is no installed plugin; {TRUST}")
     try:
@@ -72,7 +72,7 @@ def import_object(path: str, purpose: str) -> Any:
         raise PluginError(f"{purpose}: cannot import {module}: {error}{_way_to_install(module)}") from error
     outer: Any = imported
     for part in name.split("."):
-        # A module's module may be any, such as `sys`; an attribute of another object may be a property, which runs.
+        # A module may hold any other, such as `sys`. An attribute of another object may be a property, which runs code.
         if outer is not imported and not isinstance(outer, type):
             raise PluginError(f"{purpose}: {path} goes through a {type(outer).__name__}, expected a class")
         try:
@@ -89,7 +89,7 @@ def import_line(path: str) -> str:
 
 
 def _way_to_install(module: str) -> str:
-    """Return the command that installs the package of `module`, if that is missing and an extra of hookdiff has it."""
+    """Return "; pip install ..." if the package of `module` is missing and is an extra of hookdiff; else ""."""
     package = module.partition(".")[0]
     extras = metadata("hookdiff").get_all("Provides-Extra", [])
     missing = package in extras and importlib.util.find_spec(package) is None
@@ -97,16 +97,16 @@ def _way_to_install(module: str) -> str:
 
 
 def is_installed(path: str) -> bool:
-    """Return whether `path` is of one of `LIBRARIES`, or exactly what an installed package publishes."""
+    """Return whether `path` is of one of `LIBRARIES`, or an entry point of an installed package."""
     package, *inner = path.partition(":")[0].split(".")
-    # Modules of an underscore are tools of the libraries themselves; some, as `__main__`, act when they are imported.
+    # Modules with an underscore are private; some, such as `__main__`, act when they are imported.
     if package in LIBRARIES and not any(part.startswith("_") for part in inner):
         return True
     return any(entry.value == path for group in (PLUGINS, PARTS) for entry in entries_of(group))
 
 
 def entries_of(group: str) -> tuple[EntryPoint, ...]:
-    """Return the entry points of `group`. The files of the packages are read anew only if a folder of them changed."""
+    """Return the entry points of `group`; packages are read anew only after a change of a folder that holds them."""
     return _entries_of(group, tuple((folder, _modified(folder)) for folder in sys.path))
 
 
@@ -125,8 +125,8 @@ def _modified(folder: str) -> int:
 def installed(group: str = PLUGINS) -> dict[str, list[EntryPoint]]:
     """Return the entry points of `group` by name, sorted; nothing is imported.
 
-    A name has several entry points if several distributions claim it. An entry point that is found twice, as happens
-    with an editable install that is on the path, counts once.
+    A name has several entry points if several distributions claim it. An entry point that Python lists twice, as it
+    does for an editable install on the path, counts once.
     """
     by_name: dict[str, list[EntryPoint]] = {}
     for entry in sorted(entries_of(group), key=lambda entry: entry.name):
@@ -139,12 +139,12 @@ def installed(group: str = PLUGINS) -> dict[str, list[EntryPoint]]:
 
 
 def distribution(entry: EntryPoint) -> str:
-    """Return the name and version of the distribution that brings `entry`."""
+    """Return the name and version of the distribution of `entry`."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
 
 
 def check_needs(plugin: str, needs: Mapping[str, str]) -> None:
-    """Raise PluginError unless the packages that `plugin` needs are installed: requirements of pip, by module."""
+    """Raise PluginError unless the packages that `plugin` needs are installed; `needs`: pip requirements by module."""
     for module, requirement in needs.items():
         try:
             spec = importlib.util.find_spec(module)

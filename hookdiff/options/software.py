@@ -40,5 +40,5 @@ def _owner(module: str) -> Distribution | None:
 
 
 def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return "torch 2.11 -> 2.15" for each version that differs; only those that both have are compared."""
+    """Return "torch 2.11 -> 2.15" for each package in both whose version differs."""
     return [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]

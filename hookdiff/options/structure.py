@@ -1,4 +1,4 @@
-"""Turns plain values into checked arguments of the attrs class, module or function that they are for.
+"""Turns plain values into checked arguments of the attrs class, module or function that takes them.
 
 The rules: unknown keys are refused; values are not coerced (the string "false" is no bool, 7 is no string), except int
 to float; attrs validators run field by field; all problems are reported at once.
@@ -99,7 +99,7 @@ def arguments(
 
 
 def _elsewhere(target: Callable[..., Any], key: str) -> str:
-    """Return which other choices of the same kind have `key`, if `target` is a choice."""
+    """Return a text with the other parts of the same kind that have `key`, if `target` is a part of a kind."""
     known: Mapping[str, type] = getattr(target, "known", {})
     names = [f"use = {name!r}" for name, other in known.items() if key in parameters(other)]
     return f"; it is a key with {' or '.join(names)}" if names else ""
@@ -109,7 +109,7 @@ def structured(kind: type[T], values: Any) -> T:
     """Return plain `values` and tensors as the type `kind`, such as an attrs class.
 
     Raises:
-        Problems: with all that does not fit, by its place.
+        Problems: for all values that do not fit, each with its place.
     """
     try:
         return _converter.structure(values, kind)
@@ -124,7 +124,7 @@ def structured(kind: type[T], values: Any) -> T:
 def numbers(least: float = -math.inf, finite: bool = True) -> Callable[[Any, Any, Any], None]:
     """Return an attrs validator of a number, a tensor, or a list or dict of them: no NaN, and no number below `least`.
 
-    `finite` false permits infinities. None has no number.
+    `finite=False` permits infinities; None passes.
     """
 
     def check(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -135,7 +135,7 @@ def numbers(least: float = -math.inf, finite: bool = True) -> Callable[[Any, Any
                 check(instance, attribute, item)
             return
         else:
-            # No count of a run comes near 2**63, from which on an integer fits no tensor.
+            # An integer of 2**63 or more fits no tensor; no count of a run comes near it.
             is_number, most = isinstance(value, int | float), 2.0**63 if isinstance(value, int) else math.inf
             good = not is_number or (least <= value <= most and (not finite or math.isfinite(value)))
         if not good:
@@ -227,13 +227,13 @@ def as_toml(value: Any) -> Any:
 
 
 def _options(value: Any) -> dict[str, Any]:
-    """Return the arguments that make `value`, which keeps each under its own name."""
+    """Return the arguments of `value`, which has an attribute for each."""
     fields = fields_of(type(value))
     return {name: getattr(value, fields[name].name if name in fields else name) for name in parameters(type(value))}
 
 
 def fields_of(target: Any) -> dict[str, attrs.Attribute[Any]]:
-    """Return the fields of an attrs class by the names of its arguments; of any other object none."""
+    """Return the fields of an attrs class by the names of its arguments; an empty dict for any other object."""
     is_attrs = inspect.isclass(target) and attrs.has(target)
     return {field.alias: field for field in attrs.fields(target) if field.init} if is_attrs else {}
 
@@ -241,7 +241,7 @@ def fields_of(target: Any) -> dict[str, attrs.Attribute[Any]]:
 def hints_of(target: Any, *, marks: bool = False) -> dict[str, Any]:
     """Return the type of each argument that a config may set; Any if it has none, or one that cannot be evaluated.
 
-    With `marks`, types that are Annotated stay so.
+    `marks` keeps types with Annotated as they are.
     """
     fields, inner = fields_of(target), inspect.unwrap(target)
     scope, given = _scope(inner), {name: parameter.annotation for name, parameter in parameters(target).items()}
@@ -249,7 +249,7 @@ def hints_of(target: Any, *, marks: bool = False) -> dict[str, Any]:
 
 
 def hint_of(annotation: Any, owner: Any) -> Any:
-    """Return the type that an `annotation` in the class or function `owner` means; Any if it cannot be evaluated."""
+    """Return the type of an `annotation` in the class or function `owner`; Any if it cannot be evaluated."""
     return _hint(annotation, _scope(owner))
 
 
@@ -262,7 +262,7 @@ def _scope(owner: Any) -> dict[str, Any]:
 
 
 def marks_of(target: Any, kind: type[T]) -> dict[str, T]:
-    """Return the marks of a `kind`, as in `Annotated[str, Writes()]`, by the names of the arguments that have one."""
+    """Return the marks of a `kind`, such as `Writes` in `Annotated[str, Writes()]`, by the names of arguments."""
     return {
         name: mark
         for name, hint in hints_of(target, marks=True).items()
@@ -272,7 +272,7 @@ def marks_of(target: Any, kind: type[T]) -> dict[str, T]:
 
 
 def _metadata(hint: Any) -> Iterator[Any]:
-    """Yield what is written beside a type, or a part of it, by Annotated."""
+    """Yield the metadata that Annotated gives to a type and to its parts."""
     yield from getattr(hint, "__metadata__", ())
     for part in typing.get_args(hint):
         yield from _metadata(part)
@@ -315,12 +315,12 @@ def _value(value: Any, kind: Any) -> Any:
 def _structured(value: Any, kind: Any) -> Any:
     try:
         return _converter.structure(value, kind)
-    except (AttributeError, NameError):  # of a class of a library, of which the annotations cannot be read
+    except (AttributeError, NameError):  # a library's class has annotations that cannot be read
         raise TypeError(f"cannot be set in a config: it takes {_named(kind)}") from None
 
 
 def _readings(text: str) -> Iterator[Any]:
-    """Read the value as TOML, then as a list without its brackets, then as it stands."""
+    """Yield the value read as TOML, then read as a list without brackets, then as plain text."""
     for source in (text, f"[{text}]") if "," in text else (text,):
         try:
             yield tomli.loads(f"x = {source}")["x"]
@@ -392,7 +392,7 @@ def _mapping(value: Any, kind: Any) -> Any:
 
 
 def _each(values: Iterable[tuple[str, Any, Any]]) -> list[Any]:
-    """Structure values, each given with its place and its type; raises Problems of all that do not fit."""
+    """Structure values, each with its place and type; raise Problems for all that do not fit."""
     made, problems = [], Problems()
     for place, value, kind in values:
         try:

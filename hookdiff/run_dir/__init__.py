@@ -1,4 +1,4 @@
-"""The files of a run directory: a module for each, which writes and reads it."""
+"""The files of a run directory; each has a module that writes and reads it."""
 
 import lazy_loader
 

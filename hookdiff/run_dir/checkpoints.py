@@ -1,6 +1,6 @@
 """checkpoints/: the names of the checkpoints in it, such as step-00001000; each is a folder.
 
-What is in such a folder is the business of the plugin that writes it.
+The plugin that writes these folders decides on the files in them.
 """
 
 import re
@@ -15,6 +15,6 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of the checkpoint `name`, or None for a name that a run does not give."""
-    named = _NAME.fullmatch(name)
-    return int(named[1]) if named else None
+    """Return the step of the checkpoint `name`, or None if it is no name of a checkpoint."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None

@@ -1,4 +1,4 @@
-"""config.toml: the whole config of a run, which makes the same run again."""
+"""config.toml: the whole config of a run, from which the same run can be started again."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ CONFIG = "config.toml"
 
 
 def config_bytes(hparams: Mapping[str, Any]) -> bytes:
-    """Return the hparams of a Loop as TOML, in UTF-8; raises UserError for those that TOML cannot hold."""
+    """Return the hparams of a Loop as TOML, in UTF-8; raise UserError for values that TOML cannot hold."""
     try:
         return tomli_w.dumps(hparams).encode()
     except TypeError as error:
@@ -26,7 +26,7 @@ def config_bytes(hparams: Mapping[str, Any]) -> bytes:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """Return the config of a run; raises UserError if it cannot be read."""
+    """Return the config of a run; raise UserError if it cannot be read."""
     path = run_dir / CONFIG
     try:
         return tomli.loads(read_file(path).decode("utf-8-sig"))

@@ -1,4 +1,4 @@
-"""events.jsonl: what has happened in a run and is no number, in a line for each event.
+"""events.jsonl: the events of a run, such as its start, a checkpoint or a warning, in a line each.
 
 {"step": 0, "time": 1764236235.125, "kind": "start", "severity": "info", "text": "started", "details": {...}}
 """

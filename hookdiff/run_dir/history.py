@@ -1,4 +1,4 @@
-"""A run, as the files of its run directory show it."""
+"""The history of a run, read from the files of its run directory."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Series = tuple[list[int], list[float]]  # steps in order, and the value of each
 
 @define(eq=False, slots=False)
 class History:
-    """A run directory, to read: nothing is written, and the run may be under way.
+    """Reads a run directory, also while the run is under way, and writes nothing.
 
-    Each property reads its file when it is first asked for. Files that are missing are empty.
+    Each property reads its file at its first use. A missing file counts as empty.
     """
 
     run_dir: Path
-    most_lines: int | None = None  # of a longer metrics.jsonl a part is read, see `read_part`; None: all lines are
+    most_lines: int | None = None  # a longer metrics.jsonl is read in part, see `read_part`; None: read whole
 
     @classmethod
     def of(cls, path: str | Path, most_lines: int | None = None) -> History:
@@ -44,8 +44,8 @@ class History:
 
         Args:
             path: of the run directory or the checkpoint.
-            most_lines: if metrics.jsonl has more lines, only a part of them is read, which shows what all show; `part`
-                says what was left out. A million lines take seconds then instead of a minute.
+            most_lines: if metrics.jsonl has more lines, only a part of them is read, with which curves look the same;
+                `part` describes it. A million lines then take seconds instead of a minute.
 
         Raises:
             UserError: if there is no run.
@@ -76,17 +76,17 @@ class History:
 
     @property
     def outcome(self) -> RunOutcome:
-        """Why and where the run has ended; without a reason while that is not known."""
+        """Why and where the run has ended; its reason is None while that is not known."""
         return read_outcome(self.run_dir)
 
     @cached_property
     def metrics(self) -> list[Logged[float]]:
-        """The lines of metrics.jsonl; NaN stands for all that is not finite."""
+        """The lines of metrics.jsonl; NaN stands for values that are not finite."""
         return self._read[0]
 
     @property
     def part(self) -> ReadPart:
-        """What part of metrics.jsonl was read."""
+        """The part of metrics.jsonl that was read."""
         return self._read[1]
 
     @cached_property
@@ -95,7 +95,7 @@ class History:
 
     @cached_property
     def series(self) -> dict[str, Series]:
-        """The logged values by name, in the order of their steps; of several values of a step the last one counts."""
+        """The logged values by name, in the order of their steps; the last value of a step counts."""
         curves: dict[str, dict[int, float]] = {}
         for line in self.metrics:
             for name, value in line.values.items():
@@ -104,7 +104,7 @@ class History:
 
     @cached_property
     def times(self) -> Series:
-        """When something was last logged at each step, in seconds since 1970."""
+        """The time of the last line of each step, in seconds since 1970."""
         return _in_order({line.step: line.time for line in self.metrics if not math.isnan(line.time)})
 
     def last(self, name: str) -> float:
@@ -146,14 +146,14 @@ def _in_order(values: Mapping[int, float]) -> Series:
 def total_steps(config: Mapping[str, Any], begin: LoggedEvent | None) -> int | None:
     """Return the number of steps of a whole run, or None if it is not known.
 
-    It is `run.steps` of the config. A run with its length in epochs has written what it expects in the event `begin`,
-    its newest start or resume.
+    It is `run.steps` of the config. A run whose length is in epochs has written the expected number in the event
+    `begin`, its newest start or resume.
     """
     return asked_number(config, "steps") or (_number(begin.event.details.get("steps")) if begin else None)
 
 
 def asked_number(config: Mapping[str, Any], key: str) -> int | None:
-    """Return a positive number of the table [run], such as "batch_size"; None if it has none."""
+    """Return a positive number of the table [run], such as that of "batch_size"; None if it has none."""
     run = config.get("run")
     return _number(run.get(key)) if isinstance(run, dict) else None
 
@@ -165,7 +165,7 @@ def _number(value: object) -> int | None:
 def find_runs(folder: Path, depth: int = 3) -> list[History]:
     """Return the runs in `folder` and at most `depth` folders below it, by path; links are not followed.
 
-    A run that has lost its config is among them, and so is a folder that cannot be read.
+    They include runs that have lost their config, and folders that cannot be read.
     """
     try:
         names = sorted(entry.name for entry in os.scandir(folder))

@@ -1,4 +1,4 @@
-"""Which folder is a run directory, and may a run be written there."""
+"""Checks whether a folder is a run directory, and whether a run may be written there."""
 
 import os
 from pathlib import Path
@@ -32,15 +32,15 @@ def check_run_dir(path: Path, resume: bool = False, overwrite: bool = False) -> 
     if not overwrite:
         raise UserError(f"{path} exists; add --overwrite to replace it, --resume to continue it, or choose --out DIR")
     if path.is_symlink():
-        raise UserError(f"{path} is a symbolic link and is not overwritten")
+        raise UserError(f"{path} is a symbolic link, which --overwrite does not replace; choose --out DIR")
     if not (path / CONFIG).is_file():
-        raise UserError(f"{path} is no run directory (it has no {CONFIG}) and is not overwritten")
+        raise UserError(f"{path} is no run directory (it has no {CONFIG}) and stays; choose --out DIR")
 
 
 def run_of(path: Path) -> Path:
-    """Return the run directory of `path`, which is that directory itself or a checkpoint in it.
+    """Return the run directory of `path`, which is the directory itself or a checkpoint in it.
 
-    From now on nothing is written through links that lead out of that directory.
+    From now on, this process writes nothing through links that lead out of the directory.
 
     Raises:
         UserError: for any other path.

@@ -1,7 +1,6 @@
-"""What the files with one JSON object a line share: each line has a step and a time.
+"""Files with one JSON object a line, each with a step and a time.
 
-`Lines` appends to such a file, `Tail` and `Skim` and `read_lines` read it. The content that is read is checked, not
-trusted.
+`Lines` appends to such a file; `Tail`, `Skim` and `read_lines` read it, and check the content.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _TIME = re.compile(rb'"time": [\d.]+, ')
 
 Value = TypeVar("Value")
 Line = TypeVar("Line")
-Parse = Callable[[dict[str, Any]], Line]  # raises ValueError, TypeError or KeyError for what is no such line
+Parse = Callable[[dict[str, Any]], Line]  # raises ValueError, TypeError or KeyError for a damaged line
 
 
 @frozen
@@ -64,7 +63,7 @@ def step_and_time(line: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def step_number(value: object) -> int:
-    """Return `value` as a number of steps; raises TypeError for what is none, and ValueError if no run has as many."""
+    """Return `value` as a number of steps; raise TypeError if it is no number, and ValueError if no run has as many."""
     step = int(number(value))
     if not 0 <= step < MOST_STEPS:
         raise ValueError(f"no number of steps: {value!r}")
@@ -72,7 +71,7 @@ def step_number(value: object) -> int:
 
 
 def number(value: object) -> float:
-    """Return `value` if it is a finite number; raises TypeError for any other."""
+    """Return `value` if it is a finite number; raise TypeError for any other value."""
     if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise TypeError(f"no number: {value!r}")
     return value
@@ -93,10 +92,10 @@ class Lines:
     """
 
     name: str
-    is_cut: bool  # to the length that a checkpoint counts, when a run is resumed; else earlier lines stay
+    is_cut: bool  # whether a resume cuts the file to the length in the checkpoint; else earlier lines stay
     length: int = field(default=0, init=False)  # bytes of the file that belong to this run
     _file: FileIO | None = field(default=None, init=False)
-    _waiting: bytes = field(default=b"", init=False)  # lines that are not written yet because the disk is full
+    _waiting: bytes = field(default=b"", init=False)  # lines that wait for space on a full disk
 
     def resume(self, loop: Loop) -> None:
         """Begin with the lines of the run that is continued."""
@@ -132,7 +131,7 @@ class Lines:
         return self._file
 
     def add(self, loop: Loop, line: Mapping[str, Any]) -> None:
-        """Append a line; raises StorageError when the disk fails, but not when it is full."""
+        """Append a line; raise StorageError if the disk fails, but not if it is full."""
         if loop.run_dir is None or not loop.is_main:
             return
         path = loop.run_dir / self.name
@@ -173,15 +172,15 @@ class Lines:
         self._waiting = b""
 
     def _begin_branch(self, path: Path, lines: bytes, step: int) -> None:
-        """Write the `lines` of the run that is continued, without those of steps that the branch does not have."""
-        if not self.is_cut:  # the others are cut to the checkpoint
+        """Write the `lines` of the run that is continued, without those of later steps than `step`."""
+        if not self.is_cut:  # else `_cut` follows
             lines = b"".join(line for line in lines.splitlines(keepends=True) if _step(line) <= step)
         with open_own(path, "wb") as file:
             while lines:
                 lines = lines[file.write(lines) :]
 
     def _own(self, file: FileIO) -> FileIO:
-        """Return the open file, or a copy in its place if it has got a second name, as by a snapshot of the run."""
+        """Return the open file; replace it by a copy if it has a second name, such as in a snapshot of the run."""
         if not has_other_name(file):
             return file
         path, place = Path(str(file.name)), file.tell()
@@ -192,7 +191,7 @@ class Lines:
         return self._file
 
     def _cut(self, file: FileIO) -> tuple[bytes, bytes]:
-        """Cut `file` after the last whole line within `length`; return its content before and after that."""
+        """Cut `file` after the last whole line within `length`; return its content before and after the cut."""
         check_place(Path(str(file.name)))
         file.seek(0)
         content = file.readall()
@@ -220,8 +219,8 @@ def _step(line: bytes) -> int:
 def read_lines(path: Path, parse: Parse[Line]) -> list[Line]:
     """Return the lines of the file at `path`; a missing file has none.
 
-    Lines that a failing disk or an editor has damaged are skipped with a warning, and the last line without one while
-    it is not written to its end. Raises OSError if the file cannot be read.
+    Lines that a failing disk or an editor has damaged are skipped with a warning. A last line that is not written to
+    its end yet is skipped silently. Raises OSError if the file cannot be read.
     """
     if not path.exists():
         return []
@@ -233,7 +232,7 @@ def read_lines(path: Path, parse: Parse[Line]) -> list[Line]:
 
 
 def read_thinned(path: Path, parse: Parse[Line], most: int | None) -> tuple[list[Line], ReadPart]:
-    """Return lines as `read_lines` does, of more than `most` a part, and what part that is."""
+    """Return lines as `read_lines` does, a part if there are more than `most`, and a description of the part."""
     from hookdiff.run_dir.thinned import ReadPart, read_part
 
     if most is None or not path.exists():
@@ -253,7 +252,7 @@ def _undamaged(path: Path, records: Mapping[int, Line | None]) -> list[Line]:
 
 
 def _parsed(line: bytes, parse: Parse[Line]) -> Line | None:
-    """Return what is in a line, or None if it is damaged."""
+    """Return the parsed line, or None if it is damaged."""
     try:
         values = json.loads(line)
         return parse(values) if isinstance(values, dict) else None
@@ -267,15 +266,15 @@ class Tail(Generic[Line]):
 
     path: Path
     parse: Parse[Line]
-    most: int | None = None  # lines that are parsed at a time; of more a part, see `read_part`
+    most: int | None = None  # lines that are parsed at a time; more are read in part, see `read_part`
     _place: int = field(default=0, init=False)
     _inode: int = field(default=0, init=False)
     _last: bytes = field(default=b"", init=False)  # the line before the place
 
     def read(self) -> tuple[bool, list[Line]]:
-        """Return whether the file begins anew, and its new whole lines; damaged ones are left out.
+        """Return whether the file begins anew, and its new whole lines that are not damaged.
 
-        It begins anew at the first call, and when the file was replaced, cut or removed, as by a run that was resumed.
+        It begins anew at the first call, and after it was replaced, cut or removed, as a resumed run does.
         """
         from hookdiff.run_dir.thinned import read_part
 
@@ -283,7 +282,7 @@ class Tail(Generic[Line]):
             with open_file(self.path) as file:
                 inode = os.fstat(file.fileno()).st_ino
                 file.seek(self._place - len(self._last))
-                # A file that was cut may have grown beyond the place, and a new one may get the number of the old one.
+                # A cut file may have grown beyond the place again, and a new file may get the inode of the old one.
                 anew = inode != self._inode or file.read(len(self._last)) != self._last
                 self._place = file.seek(0 if anew else self._place)
                 part = read_part(file, self.most)
@@ -333,5 +332,5 @@ class Skim(Generic[Line]):
 
 
 def _mark(beginning: str) -> bytes:
-    """Return how a text with this beginning begins in JSON."""
+    """Return the beginning of a text in JSON, with its opening quote."""
     return json.dumps(beginning)[:-1].encode()

@@ -1,4 +1,4 @@
-"""metrics.jsonl: the logged numbers, in a line for each step with some.
+"""metrics.jsonl: the logged numbers, in a line for each step that has logged any.
 
     {"step": 50, "time": 1764236235.125, "loss": 0.25, "lr": 0.001}
 
@@ -14,12 +14,12 @@ from hookdiff.log.event import STEP, TIME
 from hookdiff.run_dir.lines import Logged, Skim, Tail, at_step, number, read_lines, step_number
 
 METRICS = "metrics.jsonl"
-SMOOTHED = 10  # the newest losses, of which the mean is shown as "smoothed" where no plugin logs a smoothed one
-DISTANCES = ("fd/", "fid/")  # with which the names of FID values begin
+SMOOTHED = 10  # losses in the mean that is shown as "smoothed" where no plugin logs a smoothed loss
+DISTANCES = ("fd/", "fid/")  # beginnings of the names of FID values
 
 
 def is_distance(name: str) -> bool:
-    """Return whether a logged name is that of an FID value, and not of a number about one."""
+    """Return whether a logged name is that of an FID value, and not of its number of images or its floor."""
     return name.startswith(DISTANCES) and not name.endswith(("/", "/num", "/floor"))
 
 
@@ -29,7 +29,7 @@ def metrics_line(step: int, values: Mapping[str, float]) -> dict[str, Any]:
 
 
 def parse_metrics(line: dict[str, Any]) -> Logged[float]:
-    """Return the step, time and values of a line; NaN stands for values that are not finite, and for no time."""
+    """Return the step, time and values of a line; NaN stands for values that are not finite, and for a missing time."""
     values = {name: math.nan if value is None else number(value) for name, value in line.items()}
     return Logged(step_number(values.pop(STEP)), values.pop(TIME, math.nan), values)
 
@@ -40,7 +40,7 @@ def read_metrics(path: Path) -> list[Logged[float]]:
 
 
 def follow_metrics(run_dir: Path, most: int | None = None) -> Tail[Logged[float]]:
-    """Return a reader of the lines that a run appends to its file; of more than `most` at a time it reads a part."""
+    """Return a reader of the lines that a run appends to its file; more than `most` at a time are read in part."""
     return Tail(run_dir / METRICS, parse_metrics, most)
 
 

@@ -17,7 +17,7 @@ OUTCOME = "outcome.json"
 
 @frozen
 class RunOutcome:
-    """Why and where a run has ended; without a reason it has not, or it is not known."""
+    """Why and where a run has ended; its reason is None if it has not ended, or if that is not known."""
 
     reason: str | None = None  # one of Reason
     message: str = ""  # for people
@@ -26,7 +26,7 @@ class RunOutcome:
 
 
 def write_outcome(run_dir: Path, outcome: RunOutcome) -> None:
-    """Write the file, whole or not at all; raises OSError and StorageError."""
+    """Write the file, whole or not at all; raise OSError or StorageError if that fails."""
     with new_file(run_dir / OUTCOME) as partial:
         write_file(partial, f"{json.dumps(asdict(outcome))}\n".encode())
 

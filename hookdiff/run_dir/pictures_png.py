@@ -20,7 +20,7 @@ from hookdiff.run_dir.metrics_jsonl import METRICS
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_MOST_PIXELS = 1 << 26  # of a picture that is read
+_MOST_PIXELS = 1 << 26  # in a picture that is read
 _FILE = re.compile(r"step-(\d{8,18})\.png")
 
 
@@ -51,12 +51,12 @@ def copy_pictures(source: Path, run_dir: Path, until: int) -> None:
 
 
 def find_pictures(run_dir: Path, after: int = -1) -> dict[str, dict[int, Path]]:
-    """Return the files of the pictures that a run has logged after a step: by name, and in it by step, in their order.
+    """Return the files of the pictures that a run has logged after a step, in their order: by name, then by step.
 
-    The pictures of a run in a folder of this one are not among them, nor are copies under another name.
+    Pictures of runs inside this run directory are left out, and so are copies under other names.
     """
     pictures: dict[str, dict[int, Path]] = {}
-    for root, folders, files in os.walk(run_dir):  # it leaves out a folder that is removed meanwhile
+    for root, folders, files in os.walk(run_dir):  # which skips a folder that is removed meanwhile
         folder = Path(root)
         is_top = folder == run_dir
         if not is_top and not {CONFIG, METRICS}.isdisjoint(files):  # another run
@@ -74,7 +74,7 @@ def find_pictures(run_dir: Path, after: int = -1) -> dict[str, dict[int, Path]]:
 def picture_files(run_dir: Path, name: str) -> dict[int, Path]:
     """Return the files in the folder of the pictures called `name`, by step, in their order.
 
-    No file is opened, so some may be damaged, or of the user.
+    No file is opened, so files may be damaged, or be a user's own.
     """
     folder = picture_path(run_dir, name, 0).parent
     return next((_by_step(folder, files) for _, _, files in os.walk(folder)), {})
@@ -83,7 +83,7 @@ def picture_files(run_dir: Path, name: str) -> dict[int, Path]:
 def newest_picture(run_dir: Path, name: str) -> Path | None:
     """Return the file of the newest picture called `name` that a run has logged, or None.
 
-    Only that file is opened, and those after it that are damaged or are no logged pictures.
+    Only this file is opened, and newer files that are damaged or are no logged pictures.
     """
     files = picture_files(run_dir, name)
     return next((path for path in reversed(files.values()) if _is(path, name)), None)
@@ -92,7 +92,7 @@ def newest_picture(run_dir: Path, name: str) -> Path | None:
 def read_picture(path: Path, pixels: bool = True) -> Image | None:
     """Return the picture in a PNG file, or None if it is damaged, too large, of another kind, or gone.
 
-    Without `pixels` only its size and its info are read.
+    `pixels=False` reads only its size and its info.
     """
     from PIL import Image
 
@@ -115,6 +115,6 @@ def _by_step(folder: Path, files: Iterable[str]) -> dict[int, Path]:
 
 
 def _is(path: Path, name: str) -> bool:
-    """Return whether the file says that it is the logged picture `name`; a user may keep others beside it."""
+    """Return whether the info of the file has the `name`; a user may keep other pictures beside it."""
     picture = read_picture(path, pixels=False)
     return picture is not None and read_info(picture).get("name") == name

@@ -1,7 +1,7 @@
-"""A part of the lines of a long metrics.jsonl, which shows what all of them show.
+"""Reads every k-th line of a long metrics.jsonl, so that its curves look as those of all lines.
 
-Most of the time that a long file takes goes into JSON. So of the lines with the usual names, such as the loss, only one
-in so many is parsed. All lines are parsed that have a rare name, such as an FID value.
+Reading a long file takes most of its time in JSON. So only every k-th line of the usual names, such as the loss, is
+parsed. Lines with a rare name, such as an FID value, are all parsed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from io import FileIO
 from attrs import frozen
 
 MOST_LINES = 50_000  # that a command parses to show curves
-_RARE = 4  # a name on fewer lines than one in so many of the most is rare
-_NEWEST = 100  # lines of which none is left out: they show the speed
+_RARE = 4  # a name is rare if it is on fewer lines than the most / this
+_NEWEST = 100  # newest lines, all of which are read, since they show the speed
 _CHUNK = 4 << 20  # bytes
 
 
@@ -25,18 +25,18 @@ class ReadPart:
     """Whole lines of a file, without their ends."""
 
     lines: Sequence[bytes] = ()
-    places: Sequence[int] = ()  # of these lines in what was read, from 1
-    every: int = 1  # one in so many of the usual lines is among them; 1: all lines are
+    places: Sequence[int] = ()  # the numbers of these lines among all whole lines, from 1
+    every: int = 1  # the k of "every k-th line" of the usual lines; 1: all lines were read
     counts: Mapping[str, int] = {}  # of the lines with a name, by name; empty unless lines were left out
     num: int = 0  # of all whole lines
     size: int = 0  # bytes of them
 
 
 def read_part(file: FileIO, most: int | None) -> ReadPart:
-    """Read the whole lines from the place of the file on; of more than `most` lines read a part, in little memory.
+    """Read the whole lines from the place of the file on; read more than `most` lines in part, in little memory.
 
-    Lines are of one kind if they have the same names. Of each kind the first, the last and every k-th line between are
-    read, with k = the number of all lines / `most`, rounded up. All lines with a rare name are read, and the newest.
+    Lines with the same names are of one kind. The first, the last and every k-th line of each kind are read, with k =
+    the number of all lines / `most`, rounded up. All lines with a rare name are read, and so are the newest lines.
     """
     begin = file.tell()
     num = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK), b"")) if most else 0

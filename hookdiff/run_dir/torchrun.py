@@ -1,4 +1,4 @@
-""".torchrun: the name of the job of torchrun that trains, to tell its next attempt from another run."""
+""".torchrun: the name of torchrun's job, by which its next attempt is told from another run."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ _JOB = ".torchrun"
 
 
 def write_job(run_dir: Path, name: str) -> None:
-    """Write the `name` of the job of this process, in place of that of an earlier one; "" is none."""
+    """Write the `name` of the job of this process in place of an earlier name; "" leaves no file."""
     discard(run_dir / _JOB)
     if name:
         with new_file(run_dir / _JOB) as partial:
