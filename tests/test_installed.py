@@ -101,13 +101,14 @@ def test_each_public_name_is_installed() -> None:
         assert getattr(hookdiff, name) is not None
 
 
-def test_each_template_of_a_package_is_installed_whole() -> None:
-    from hookdiff_new_plugin.kinds import KINDS
+def test_each_template_of_a_package_is_installed_whole(tmp_path: Path) -> None:
+    from hookdiff_new_plugin.kinds import KINDS, write
 
     assert len(KINDS) == 11
-    for kind, template in KINDS.items():
-        found = {path.relative_to(template).as_posix() for path in template.rglob("*") if path.is_file()}
-        package, test = f"hookdiff_example_{kind}", f"tests/test_example_{kind}.py"
+    for kind in KINDS:
+        write(kind, "mine", tmp_path / kind)
+        found = {path.relative_to(tmp_path / kind).as_posix() for path in (tmp_path / kind).rglob("*")}
+        package, test = "hookdiff_mine", "tests/test_mine.py"
         wanted = {"pyproject.toml", "README.md", "example.toml", "conftest.py", ".github/workflows/test.yml", test}
         assert found >= {*wanted, f"{package}/__init__.py", f"{package}/py.typed"}, kind
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import release
 
+from hookdiff_new_plugin import kinds
+
 ROOT = Path(__file__).parents[1]
 if not (ROOT / ".git").exists():
     pytest.skip("needs a clone", allow_module_level=True)
@@ -193,12 +195,11 @@ def project(folder: Path = ROOT) -> dict[str, Any]:
     return tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
 
 
-TO_COPY = [*ROOT.glob("plugins/hookdiff_new_plugin/templates/*/"), *ROOT.glob("examples/plugins/*/")]
-
-
-@pytest.mark.parametrize("package", TO_COPY, ids=lambda package: package.name)
-def test_packages_to_copy_require_the_versions_that_keep_their_word(package: Path) -> None:
+def test_packages_to_copy_require_the_versions_that_keep_their_word(tmp_path: Path) -> None:
     """docs/reference/versions.md: those from this 0.X up to the next."""
     major, minor, *_ = map(int, project()["version"].split("."))
-    (ours,) = (one for one in project(package)["dependencies"] if one.startswith("hookdiff"))
-    assert ours == f"hookdiff>={major}.{minor},<{major}.{minor + 1}"
+    for kind in kinds.KINDS:
+        kinds.write(kind, "mine", tmp_path / kind)
+    for package in (*tmp_path.iterdir(), *ROOT.glob("examples/plugins/*/")):
+        (ours,) = (one for one in project(package)["dependencies"] if one.startswith("hookdiff"))
+        assert ours == f"hookdiff>={major}.{minor},<{major}.{minor + 1}", package

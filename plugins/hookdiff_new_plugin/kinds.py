@@ -1,18 +1,19 @@
-"""The packages to begin with, and the copy of one under other names."""
+"""The packages to begin with, and the writing of one under other names."""
 
 import ast
 import builtins
+import tomllib
 from pathlib import Path
 
 from hookdiff.disk import new_folder, writing
 from hookdiff_new_plugin.names import class_of
 
-_FOLDER = Path(__file__).with_name("templates")
+_TEMPLATES = Path(__file__).with_name("templates")
 _PREFIX = "hookdiff-example-"
-# The kinds by their templates, which are whole packages; "plugin" comes first.
+# The kinds by the folders of what only their packages have; "plugin" comes first.
 KINDS = {
     path.name.removeprefix(_PREFIX).replace("-", "_"): path
-    for path in sorted(_FOLDER.glob(f"{_PREFIX}*"), key=lambda path: (path.name != f"{_PREFIX}plugin", path.name))
+    for path in sorted(_TEMPLATES.glob(f"{_PREFIX}*"), key=lambda path: (path.name != f"{_PREFIX}plugin", path.name))
 }
 
 
@@ -24,18 +25,35 @@ def classes_in(kind: str) -> set[str]:
 
 
 def write(kind: str, name: str, folder: Path) -> None:
-    """Copy the template of `kind` to the new `folder`, with `name`, such as "grad_norm", in place of the example's."""
-    template, example = KINDS[kind], f"example_{kind}"
-    names = {example: name, example.replace("_", "-"): name.replace("_", "-"), class_of(example): class_of(name)}
+    """Write a package of `kind` with the plugin or part `name`, such as "grad_norm", to the new `folder`.
 
-    def renamed(text: str) -> str:
-        for old, new in names.items():
+    Its files are those of templates/shared, with the pieces of the kind in place of "<rows>" and the like, and those
+    of the kind's own folder, with `name` in place of the example's.
+    """
+    example = f"example_{kind}"
+    new_texts = {example: name, class_of(example): class_of(name), **_pieces(kind)}
+    new_texts |= {"<name>": name, "<class>": class_of(name), "<project>": f"hookdiff-{name.replace('_', '-')}"}
+
+    def filled(text: str) -> str:
+        for old, new in new_texts.items():
             text = text.replace(old, new)
         return text
 
     with writing(folder), new_folder(folder) as made:
-        for path in sorted(template.rglob("*")):
-            if path.is_file() and path.suffix != ".pyc":
-                place = made / renamed(str(path.relative_to(template)))
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_text(renamed(path.read_text("utf-8")), "utf-8")
+        for part in (_TEMPLATES / "shared", KINDS[kind]):
+            for path in sorted(part.rglob("*")):
+                if path.is_file() and path.suffix != ".pyc" and path.name != "pieces.toml":
+                    place = made / filled(str(path.relative_to(part)))
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    text = filled(path.read_text("utf-8"))
+                    place.write_text(text.rstrip() + "\n" if text else "", "utf-8")  # some kinds have no <tables>
+
+
+def _pieces(kind: str) -> dict[str, str]:
+    """Return the pieces by their marks, such as "<rows>"."""
+    pieces: dict[str, str] = {}
+    for folder in (_TEMPLATES, KINDS[kind]):
+        pieces |= tomllib.loads((folder / "pieces.toml").read_text("utf-8"))
+    entry = pieces["entry"]
+    key = f'"{entry}"' if "." in entry else entry  # in pyproject.toml
+    return {'"<entry>"': key, **{f"<{piece}>": text.strip() for piece, text in pieces.items()}}

@@ -18,7 +18,7 @@ from hookdiff.experiment.optimizers import OPTIMIZERS
 from hookdiff.options import Choice, import_object
 from hookdiff.options.help import markdown
 from hookdiff_lr import LRSchedule
-from hookdiff_new_plugin.kinds import KINDS
+from hookdiff_new_plugin.kinds import KINDS, write
 from hookdiff_new_plugin.names import check_name
 from tests.conftest import PATIENCE, check_facts, check_refused, contents, output, records, refused
 from tests.forked import python
@@ -50,14 +50,18 @@ def test_the_tests_of_the_templates_pass_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_template_is_small_and_its_readme_has_its_keys(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = KINDS[kind]
-    ((_, entries),) = tomli.loads((template / "pyproject.toml").read_text())["project"]["entry-points"].items()
+def test_a_package_is_small_and_its_readme_has_its_keys(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package"
+    write(kind, f"mine_{kind}", package)
+    assert not re.search(rf"<\w+>|example_{kind}", "".join(map(bytes.decode, contents(package).values())))
+    ((_, entries),) = tomli.loads((package / "pyproject.toml").read_text())["project"]["entry-points"].items()
     ((_, path),) = entries.items()
-    monkeypatch.syspath_prepend(template)
+    monkeypatch.syspath_prepend(package)
     table = markdown(import_object(path, "the template"), frozenset({"params"}))
-    assert f"\n\n{table}\n" in (template / "README.md").read_text()
-    (module,) = template.glob("hookdiff_*/*.py")
+    assert f"\n\n{table}\n" in (package / "README.md").read_text()
+    (module,) = package.glob("hookdiff_*/*.py")
     assert len(module.read_text().splitlines()) <= 60
 
 
