@@ -67,7 +67,7 @@ def faces() -> str:
 
 
 def packages() -> str:
-    """Return the table of the packages in plugins/: what each is, by its entry points, and its first sentence.
+    """Return the number of packages in plugins/, and a table of their kinds, by entry points, and first sentences.
 
     A kind is followed by the names that the package has of it, unless that is its own name. Plugins come first.
     """
@@ -78,7 +78,8 @@ def packages() -> str:
     parts: dict[str, dict[str, list[str]]] = {}  # names by kind by package
     for kind, name, target in entries:
         parts.setdefault(re.split("[.:]", target)[0], {}).setdefault(kind, []).append(name)
-    lines = ["| package | what it is | |", "|---|---|---|"]
+    count = f"There are {len(parts)} packages; {len(groups['hookdiff.plugins'])} of them have a plugin."
+    lines = [count, "", "| package | what it is | |", "|---|---|---|"]
     for package, by_kind in sorted(parts.items(), key=lambda row: ("plugin" not in row[1], next(iter(row[1])), row[0])):
         short = package.removeprefix("hookdiff_")
         what = (kind + f" `{'`, `'.join(names)}`" * (names != [short]) for kind, names in by_kind.items())
