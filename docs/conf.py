@@ -39,8 +39,8 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 76
-highlight_language = "text"  # of blocks that name none
-# Annotations name types of torch and Python, and private ones of hookdiff, which no page describes.
+highlight_language = "text"  # of code blocks that name no language
+# Annotations name types of torch and Python, and private types of hookdiff, which no page describes.
 nitpick_ignore_regex = [("py:.*", r"(?!hookdiff\.\w+$).*")]
 
 _LIST = re.compile(r"(?:^\* \[.+\n(?:  .+\n)*)+", re.MULTILINE)
@@ -89,7 +89,7 @@ def directive(face: str, name: str) -> list[str]:
 
 
 def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
-    """Let each list of links on a page of contents also be a part of the table of contents."""
+    """Make each list of links on a page of contents a part of the table of contents, too."""
     if page not in ("index", "how-to/README"):
         return
     text, parts = source[0], []
@@ -117,7 +117,7 @@ def name_outside(app: Sphinx, page: str, source: list[str]) -> None:
 
 @functools.cache
 def comments(target: Any) -> dict[str, str]:
-    """Return what comments say of the fields of a class, or of the constants of a module, by name."""
+    """Return the comments on the fields of a class, or on the constants of a module, by name."""
     texts, above = {}, ""
     for line in inspect.getsource(target).splitlines():
         field = re.match(r"(?: {4})?(\w+)(?:: | = )[^#]*(?:  # (?!type: )(.+))?$", line)
@@ -151,7 +151,7 @@ def add_comment(app: Sphinx, what: str, name: str, target: Any, options: Any, li
 def shorten(
     app: Sphinx, what: str, name: str, target: Any, options: Any, signature: str | None, returned: str | None
 ) -> Any:
-    """Write defaults that are classes by their names, other long ones as "...", and no arguments of a protocol."""
+    """Write defaults that are classes by name, other long defaults as "...", and no arguments of a protocol."""
     if getattr(target, "_is_protocol", False):
         return "", returned
     named = signature and re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", signature)
@@ -166,7 +166,7 @@ def set_dashes(app: Sphinx, tree: nodes.document) -> None:
 
 
 def link(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, shown: nodes.TextElement) -> Any:
-    """Resolve a type of an annotation, which has its path in the source, to where it is documented."""
+    """Resolve the type of an annotation from its path in the source to the page that documents it."""
     if node["refdomain"] != "py" or node["reftarget"] not in PUBLIC:
         return None
     domain = env.domains.python_domain

@@ -31,7 +31,7 @@ _IMPORTS = re.compile(r"(<!-- imports -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def signature(target: Callable[..., Any]) -> str:
-    """Return the signature of `target`, an argument a line, and the table of its arguments."""
+    """Return the signature of `target`, one argument per line, and the table of its arguments."""
     name, texts = target.__name__, argument_texts(target)
     taken = inspect.signature(target).parameters.values()
     lines, is_keyword = [f"{name}("], False

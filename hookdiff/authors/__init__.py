@@ -1,4 +1,4 @@
-"""What a plugin stands on: periodic work, generated images, trackers, trial passes, charts, sheets of pictures."""
+"""Bases and tools of plugins: periodic work, generated images, trackers, trial passes, charts, sheets of pictures."""
 
 import lazy_loader
 

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ANIMATION_FORMATS = ("webp", "gif")
-_LONGEST = 16_383  # pixels of a side, the most that WebP can have
+_LONGEST = 16_383  # pixels of the longest side in WebP
 
 
 def save_animation(frames: Sequence[Image], path: Path, *, frame: int = 120, last: int = 1500) -> None:
-    """Write `frames` of one size to a WebP or GIF file, by the end of its name, that repeats for ever.
+    """Write `frames` of one size as an endless animation to a WebP or GIF file; the suffix gives the format.
 
     Frames with a side of more than 16,383 pixels are made smaller.
 
@@ -22,7 +22,7 @@ def save_animation(frames: Sequence[Image], path: Path, *, frame: int = 120, las
         frames: pictures of one size.
         path: the file.
         frame: milliseconds that each frame is shown.
-        last: milliseconds that the last one is shown.
+        last: milliseconds that the last frame is shown.
 
     Raises:
         OSError, RuntimeError or ValueError: if the file cannot be written.

@@ -24,7 +24,7 @@ Points = Sequence[tuple[float, float]]
 
 @frozen(kw_only=True)
 class Chart:
-    """A curve on its axes, with a title, and with a legend if there is more than the curve."""
+    """A curve on its axes, with a title, and with a legend of all that has a name."""
 
     title: str
     x_label: str
@@ -33,7 +33,7 @@ class Chart:
     dots: Points = ()  # behind the curve, between its ends
     dots_name: str = ""
     marks: Mapping[str, float] = {}  # up to 3 vertical lines: their x, by their names
-    highest: float = math.inf  # y above which all is drawn at the upper end
+    highest: float = math.inf  # larger y are drawn at the upper end
     log_x: bool = False  # x is above 0
     log_y: bool = False  # y is above 0
     height: int = HEIGHT
@@ -93,19 +93,19 @@ def check_picture(path: Path) -> None:
 
 @frozen
 class Axis:
-    """The numbers that a side of a chart shows, from `low` to `high`, which is larger."""
+    """The range of an axis of a chart, from `low` to `high`, which is larger."""
 
     low: float
     high: float
     is_log: bool
 
     def share(self, value: float) -> float:
-        """Return the place of a number: 0 is the low end, 1 the high one."""
+        """Return the place of a number: 0 is the low end, 1 the high end."""
         low, high, at = map(math.log if self.is_log else float, (self.low, self.high, value))
         return (at - low) / (high - low)
 
     def marks(self, most: int) -> list[float]:
-        """Return round numbers on the axis: two or more, and on a linear one at most `most` + 1."""
+        """Return round numbers on the axis: two or more, and at most `most` + 1 on a linear axis."""
         marks = self._inside(_log_ticks(self.low, self.high)) if self.is_log else []
         return marks if len(marks) > 1 else self._inside(ticks(self.low, self.high, most))
 
@@ -170,7 +170,7 @@ def _draw(chart: Chart, canvas: ImageDraw.ImageDraw, top: int) -> None:
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Return round numbers at equal distances from `low`, or just below, to `high`, or just above.
 
-    They are at most `most` + 1 from 0, and one more from elsewhere; `high` is above `low`.
+    There are at most `most` + 1 of them if `low` is 0, else at most `most` + 2; `high` is above `low`.
     """
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
@@ -188,7 +188,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def tick_label(value: float) -> str:
-    """Return a round number in digits; one that has very many of them as a power of ten."""
+    """Return a round number in digits, or as a power of ten if it has very many digits."""
     if value and not 1e-7 <= abs(value) < 1e9:
         return f"{value:g}"
     return f"{value:,.10f}".rstrip("0").rstrip(".")

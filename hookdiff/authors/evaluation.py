@@ -1,4 +1,4 @@
-"""The base of plugins that measure the network on held-out samples, or in any other way."""
+"""The base of plugins that measure the network, such as on held-out samples."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 class Evaluation(Periodic):
     """The base of plugins that measure the network: a subclass implements `evaluate`, and `val/NAME` is logged.
 
-    A measurement does not change the training, to the bit. The step of the newest one is saved, so that a resumed run
-    measures at the same steps as one that was never stopped. A subclass with more state has more
-    fields made by `saved`.
+    A measurement does not change the training, to the bit. The step of the newest measurement is saved, so that a
+    resumed run measures at the same steps as a run that was never stopped. A subclass saves more state in fields made
+    by `saved`.
     """
 
     weights: str | None = field(
         default=None,
         kw_only=True,
-        metadata=about('"model", or the name of an average to measure; without it an average if any'),
+        metadata=about('"model", or the name of an average to measure; default: an average if any'),
     )
 
     # Not by `saved`: type checkers would take it for an argument, after which none without a default may follow.
@@ -46,11 +46,11 @@ class Evaluation(Periodic):
     def evaluate(self, loop: Loop) -> Mapping[str, Value | Mean]:
         """Return the values by name, as for `loop.log`: scalar tensors stay on their device.
 
-        The network holds the weights that were asked for, named `loop.weights.name`, and is in eval mode; gradients are
-        off. To sample with these weights, name them: `SampleRequest(16, weights=loop.weights.name)`. The global
-        generators of torch, numpy and Python have the same seed in each measurement, and another one on each rank. It
-        is called on all ranks, and must return the same names there: what is logged is the mean of their values, and of
-        pairs (sum, count) the ratio of the sums.
+        The network holds the weights of the option `weights`, named `loop.weights.name`, and is in eval mode; gradients
+        are off. To sample with these weights, name them: `SampleRequest(16, weights=loop.weights.name)`. The global
+        generators of torch, numpy and Python have the same seed in each measurement, and a different seed on each rank.
+        It is called on all ranks, and must return the same names there. The mean of their values is logged; for pairs
+        (sum, count) it is the ratio of the sums.
         """
 
     @hookimpl(specname="on_start")

@@ -1,4 +1,4 @@
-"""Gaussian data, of which the best network, its samples and the probability flow are known in closed form."""
+"""Gaussian data, for which the best network, its samples and the probability flow are known in closed form."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ def gaussian_prediction(x: Any, alpha: Any, sigma: Any, mean: Any, std: Any) -> 
         y = (x_t - alpha mean) / (alpha² std² + sigma²)
 
     Args:
-        x: x_t = alpha x0 + sigma noise, of any shape; as the others a number or a tensor.
+        x: x_t = alpha x0 + sigma noise, of any shape; all arguments are numbers or tensors.
         alpha: rate of the image.
         sigma: rate of the noise.
-        mean: of the pixels.
-        std: their standard deviation.
+        mean: mean of the pixels.
+        std: standard deviation of the pixels.
     """
     y = (x - alpha * mean) / (alpha**2 * std**2 + sigma**2)
     return mean + alpha * std**2 * y, sigma * y
 
 
 def gaussian_flow(x: Tensor, start: tuple[float, float], end: tuple[float, float], mean: float, std: float) -> Tensor:
-    """Return where the probability flow of pixels from N(mean, std²) takes `x` from `start` to `end`.
+    """Return the end of the probability flow of pixels from N(mean, std²) that begins with `x`.
 
-    Both are alpha and sigma. Along the flow (x_t - alpha mean) / sqrt(alpha² std² + sigma²) stays the same (Karras et
-    al. 2022, arXiv 2206.00364, eq. 4, for a Gaussian).
+    `start` and `end` are pairs (alpha, sigma). Along the flow (x_t - alpha mean) / sqrt(alpha² std² + sigma²) stays the
+    same (Karras et al. 2022, arXiv 2206.00364, eq. 4, for a Gaussian).
     """
     (a, s), (a_end, s_end) = start, end
     grown = ((a_end**2 * std**2 + s_end**2) / (a**2 * std**2 + s**2)) ** 0.5

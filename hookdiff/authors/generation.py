@@ -1,4 +1,4 @@
-"""Makes many images with a Loop, as many at a time as fit in memory, and their features."""
+"""Makes many images with a Loop, and their features, with as many images at a time as fit in memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hookdiff.options.imports import TRUST
 from hookdiff.options.structure import COUNT
 from hookdiff.terminal.pace import paced
 
-# Images that a CPU makes at a time: more take memory, and are not faster. See benchmarks/README.md.
+# Limits of the images that a CPU makes at a time: more take memory, and no less time. See benchmarks/README.md.
 _VALUES_ON_CPU = 1 << 16
 _FEWEST_ON_CPU = 16
 
@@ -42,7 +42,7 @@ _USUAL = ", ".join(f'"{name}" for {" x ".join(map(str, shape))}' for shape, name
 
 @define(eq=False)
 class ImageMaker:
-    """Makes images in parts: as many at a time as the sampler's option says, and half whenever a part does not fit."""
+    """Makes images in parts of the sampler's `batch_size`, which is halved whenever a part does not fit in memory."""
 
     loop: Loop
     _fitting: Fitting = field(init=False)
@@ -55,31 +55,31 @@ class ImageMaker:
 
     @property
     def size(self) -> int:
-        """How many images are made at a time."""
+        """The number of images in a part."""
         return self._fitting.size
 
     def make(self, numbers: range, request: Callable[[range], SampleRequest]) -> Iterator[Tensor]:
-        """Yield the images `numbers` in parts: n c h w, float32, on the CPU. `request` returns that of some numbers.
+        """Yield the images `numbers` in parts: n c h w, float32, on the CPU. `request(part)` returns their request.
 
         Raises:
-            UserError: if not even one image fits, or if a part does not and the ranks share the model.
+            UserError: if not even one image fits, or if a part does not fit and the ranks share the model.
         """
         return self._fitting.parts(numbers, lambda part: self.loop.sample(request(part)).images.cpu())
 
 
 @define(eq=False)
 class Generated:
-    """Images of the current weights in a space. The number of an image determines its noise and its class.
+    """Images of the current weights, and their features. The number of an image determines its noise and its class.
 
     Raises:
         UserError: for unknown weights, and for features that do not take the images.
     """
 
     loop: Loop
-    choice: Features | None  # None: the usual ones of such images
+    choice: Features | None  # None: the usual features of such images
     seed: int
     weights: str | None  # "model" or the name of an average; None: an average if there is one
-    is_strangers: bool = False  # whether features are opened without connections, as a config that is not trusted asks
+    is_strangers: bool = False  # whether the config is not trusted, so that features are opened without connections
     space: Space = field(init=False)
     _maker: ImageMaker = field(init=False)
 
@@ -95,17 +95,17 @@ class Generated:
 
     @property
     def at_a_time(self) -> int:
-        """How many images all ranks together make at a time; all ranks must ask."""
+        """The number of images that all ranks together make at a time; all ranks must read it."""
         return min(gathered(self._maker.size)) * self.loop.num_ranks
 
     def used(self) -> str:
-        """Return what makes the images now: the weights, and the guidance if a plugin chose it, "ema with NAME"."""
+        """Return the names of the weights that make the images now, and of a guidance of a plugin: "ema with NAME"."""
         samples = self.loop.sample(SampleRequest(0, weights=self.weights))
         own, used = (getattr(one, "guidance", None) for one in (self.loop.sampler, samples.sampler))
         return samples.weights if used is None or used is own else f"{samples.weights} with {used.use}"
 
     def images(self, numbers: range) -> Iterator[Tensor]:
-        """Yield the images `numbers` in parts, n c h w, float32. All ranks make them."""
+        """Yield the images `numbers` in parts, n c h w, float32; all ranks must call this."""
 
         def request(part: range) -> SampleRequest:
             return SampleRequest(len(part), self.seed, part.start, stream="evaluate", weights=self.weights)
@@ -113,15 +113,15 @@ class Generated:
         return self._maker.make(numbers, request)
 
     def features(self, num: int, what: str) -> Collected:
-        """Return the features of the first `num` images, rounded to 8 bits as when they are saved; ranks share them.
+        """Return the features of the first `num` images, rounded to 8 bits as in a file; each rank makes a share.
 
-        `what` is for messages, such as "fid: images".
+        `what` names the images in messages, such as "fid: images".
 
         Raises:
             ValueError: on all ranks for an image that is not finite.
         """
         start, end = shares(num)[self.loop.rank]
-        # As many on all ranks, because those that share one model must call it equally often.
+        # As many images on all ranks, because ranks that share one model must call it equally often.
         most = max(last - first for first, last in shares(num))
         features, problems = Collected(), list[Exception]()
         with closing(paced(self.images(range(start, start + most)), most, what)) as made:
@@ -129,7 +129,7 @@ class Generated:
                 try:
                     if not problems:
                         features.add(*self.space(_pixels(part, what)))
-                except Exception as error:  # raised below: until the last image, ranks that share a model need all
+                except Exception as error:  # raised below, since ranks that share a model must all go on
                     problems.append(error)
 
         def share() -> Collected:
@@ -150,18 +150,18 @@ class ImageMetric(Periodic):
         default=None,
         kw_only=True,
         converter=converters.optional(chosen[Features]),
-        metadata=about(f'space of the features; without it {_USUAL}, else "{FEATURES_OF_OTHERS}"'),
+        metadata=about(f'space of the features; default: {_USUAL}, else "{FEATURES_OF_OTHERS}"'),
     )
     seed: int = field(default=0, kw_only=True, validator=ge(0), metadata=about("seed of the noise"))
     weights: str | None = field(
         default=None,
         kw_only=True,
-        metadata=about('"model", or the name of an average to sample with; without it an average if any'),
+        metadata=about('"model", or the name of an average to sample with; default: an average if any'),
     )
     space: Space = field(init=False)
     generated: Generated = field(init=False)
     _acted_at: int | None = saved(None, key="measured_at", validator=COUNT)
-    _is_strangers: bool = field(init=False, factory=is_closed)  # whether it was made without connections
+    _is_strangers: bool = field(init=False, factory=is_closed)  # whether the plugin was made without connections
 
     @hookimpl(specname="on_start")
     def _open(self, loop: Loop) -> None:
@@ -174,11 +174,11 @@ class ImageMetric(Periodic):
 
     @abstractmethod
     def prepare(self, loop: Loop) -> None:
-        """Refuse a run that cannot be measured, before it starts; errors get the name of the plugin."""
+        """Raise UserError for a run that cannot be measured, before it starts; the name of the plugin is added."""
 
     @abstractmethod
     def measure(self, loop: Loop) -> dict[str, float]:
-        """Generate images with the current weights, log what is measured, and return it by name.
+        """Generate images with the current weights, log their metrics, and return these by name.
 
         Raises:
             ValueError: for an image that is not finite.
@@ -189,7 +189,7 @@ class ImageMetric(Periodic):
 
 
 def _first(parts: Iterable[Tensor], num: int) -> Iterator[Tensor]:
-    """Yield the first `num` images of `parts`, which are made to the last."""
+    """Yield the first `num` images of `parts`, and let all parts be made."""
     for part in parts:
         yield part[: max(0, num)]
         num -= len(part)

@@ -1,4 +1,4 @@
-"""Makes the calls of a sink again, from the files of a run directory."""
+"""Repeats the calls of a sink, from the files of a run directory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hookdiff.run_dir.history import History
 
 @frozen
 class Mirrored:
-    """What was sent to a sink."""
+    """Counts of what a mirror has sent to a sink."""
 
-    steps: int  # that logged something
-    pictures: int
-    last: int  # step
+    steps: int  # number of steps with something logged
+    pictures: int  # number of pictures
+    last: int  # the last step
 
 
 def tracked(history: History) -> TrackedRun:
-    """Return the facts about a run that a mirror of it begins with."""
+    """Return the facts about a run for the `open` of a sink that mirrors it."""
     return TrackedRun(history.run_dir.resolve(), history.config, is_branch=False, step=0)
 
 
@@ -42,9 +42,9 @@ def mirror(history: History, sink: Sink) -> Mirrored:
 
 
 def earlier(run: TrackedRun, sink: Sink) -> list[Call]:
-    """Return the calls for what the run directory has up to the step at which the run begins; none for a new run.
+    """Return the calls for all that the run directory has up to the step at which the run begins; none for a new run.
 
-    The files are read at once, so that nothing that is logged later is among them.
+    The files are read at once, so that nothing logged later is included.
     """
     if run.run_dir is None or not run.has_earlier_steps:
         return []
@@ -54,7 +54,7 @@ def earlier(run: TrackedRun, sink: Sink) -> list[Call]:
 def _in_order(history: History, sink: Sink) -> list[tuple[int, Call]]:
     """Return the calls for a whole run, each with its step, in the order of the steps.
 
-    The end of the run is the last: steps that a resume has dropped may have been later, and have ended otherwise.
+    The end of the run comes last: steps that a resume has dropped may have been later, with other ends.
     """
     calls = list(_calls(history, sink))
     events = [(at.step, Call("event", partial(sink.event, at.step, at.time, at.event))) for at in history.events]

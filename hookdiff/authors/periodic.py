@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class Periodic(ABC):
-    """The base of plugins that do something every n steps, epochs or minutes, and once more when the run is done.
+    """The base of plugins that act every n steps, epochs or minutes, and once more when the run is done.
 
-    A subclass is a plugin like any other (`@define(eq=False)`) and implements `act`. It may have any hooks of its own;
-    the hooks of this class are called beside them.
+    A subclass is a plugin like any other (`@define(eq=False)`) and implements `act`. It may have hooks of its own; the
+    hooks of this class are called, too.
     """
 
     every: Every = field(
@@ -32,12 +32,12 @@ class Periodic(ABC):
 
     @abstractmethod
     def act(self, loop: Loop) -> None:
-        """Do it: after the update, or at the end of the epoch. It is called on all ranks at the same step.
+        """Act after an update, or at the end of an epoch. It is called on all ranks at the same step.
 
-        A run that ends without being done, such as one that is stopped by a signal, has no last call.
+        A run that ends before it is done, such as by a signal, has no last call.
         """
 
-    # The names of these methods leave those of the hooks to the subclass, which needs no super().
+    # These methods are not named like their hooks, so that a subclass can have the hooks without super().
 
     @hookimpl(specname="on_start")
     def _start_intervals(self) -> None:

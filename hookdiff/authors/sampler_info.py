@@ -1,4 +1,4 @@
-"""Facts about the sampler that a Loop uses."""
+"""Facts about the sampler of a Loop."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hookdiff.options.structure import as_toml
 
 
 def sampler_info(loop: Loop, weights: str) -> dict[str, Any]:
-    """Return how `loop` samples with `weights` now, as values of JSON, for the info of a picture or a table.
+    """Return the settings with which `loop` samples with `weights` now, as JSON values, for the info of a picture.
 
     The keys are sampler, spacing, clipping, guidance, steps, guidance_scale (of classifier-free guidance), precision
-    (unless float32), and options: those of each part. They are those of the sampler that the plugins leave, such as
+    (unless float32), and options, with those of each part. Changes by plugins are included, such as those of
     `autoguidance`. The result is empty if the sampler is not hookdiff's.
     """
     sampler, objective = loop.sample(SampleRequest(0, weights=weights)).sampler or loop.sampler, loop.objective

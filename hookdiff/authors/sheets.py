@@ -50,9 +50,9 @@ def sheet(
 def by_class(images: Tensor, labels: Sequence[int], names: Sequence[str], columns: int | None = None) -> Panel:
     """Return a panel in which the images of each class have rows of their own, with the name of the class beside them.
 
-    `labels` are those of the images, `names` those of the classes; a label of -1 stands for no class. The classes are
-    in the order of their first images. Without `columns` the panel is as square as possible. The last row of a class is
-    filled up with white.
+    `labels` belong to the images, `names` to the classes; a label of -1 stands for no class. The classes are in the
+    order of their first images. By default (`columns=None`) the panel is as square as possible. The last row of a class
+    is filled up with white.
     """
     pixels = as_pictures(images if images.dtype == torch.uint8 else to_uint8(images))
     labels = [label for label in labels for _ in range(len(pixels) // len(images))]  # an image may be several pictures

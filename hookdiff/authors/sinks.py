@@ -1,4 +1,4 @@
-"""The base of all sinks. A sink sends what a run logs to a tracker."""
+"""The base of all sinks. A sink sends the logged values, pictures and events of a run to a tracker."""
 
 from __future__ import annotations
 
@@ -57,15 +57,14 @@ class Sink:
     """The base of Aim and of every other tracker: a sink never ends a run, and never delays one for long.
 
     A subclass is a plugin like any other (`@define(eq=False)`) and implements those of the methods below that it needs,
-    but no hooks. They are called on the main rank only. `check` is called by the training. The others are called in
-    their order on a thread that belongs to the sink, and training waits only for `open`, for `close`, and while 64
-    calls are queued. They get copies and never the loop. A rollback closes the sink and opens it again. A call that
-    raises a transient error is repeated three times, after growing pauses. When one of them fails, or takes longer than
-    `timeout`, the sink is switched off with one warning and the run continues. KeyboardInterrupt and SystemExit end the
-    run.
+    but no hooks. They are called on the main rank only. The training calls `check`. A thread of the sink calls the
+    other methods in their order, with copies and never with the loop. The training waits only for `open`, for `close`,
+    and while 64 calls are queued. A rollback closes the sink and opens it again. A call that raises a transient error
+    is repeated three times, after growing pauses. If a call fails or takes longer than `timeout`, the sink is switched
+    off with one warning and the run continues. KeyboardInterrupt and SystemExit end the run.
 
-    The tracker is a mirror: all that a sink gets stands in the run directory too, and `hookdiff mirror RUN --to NAME`
-    makes these calls again from its files. `time` is when something was logged, in seconds since 1970.
+    The tracker is a mirror: the run directory holds everything that a sink gets, and `hookdiff mirror RUN --to NAME`
+    repeats these calls from its files. `time` is the time of the log call, in seconds since 1970.
     """
 
     _pauses: ClassVar[Sequence[float]] = (0.1, 0.5, 2.5)  # seconds before each repetition of a call
@@ -86,14 +85,14 @@ class Sink:
     def place(self, run: TrackedRun) -> object:
         """Return the place to which the tracker would write the run; two sinks with equal places replace each other.
 
-        A sink that does not define it has one place, whatever its options are.
+        By default, a sink has one place, whatever its options are.
         """
         return type(self)
 
     def check(self, loop: Loop) -> None:
         """Raise UserError for a mistake of the user, such as a missing package; the run then ends before it starts.
 
-        The states of plugins are not loaded yet. Copy from `loop` what the other methods need and do not get.
+        The states of plugins are not loaded yet. Copy the facts from `loop` that the other methods need.
         """
 
     def clear(self, run: TrackedRun) -> None:
@@ -102,9 +101,9 @@ class Sink:
     def open(self, run: TrackedRun) -> Sequence[Call] | None:
         """Open the tracker: before the first step, when the state of a resumed run is loaded, and after a rollback.
 
-        `run.step` is the step that the run begins at: the tracker must keep nothing of later ones. If it has nothing of
-        earlier ones either, return `hookdiff.authors.earlier(run, self)`. These calls are made, from the run
-        directory, while the training goes on, and before any other.
+        The run begins at `run.step`: the tracker must keep nothing of later steps. If it lacks the earlier steps, too,
+        return `hookdiff.authors.earlier(run, self)`. These calls are made from the run directory while the training
+        goes on, and before any other call.
         """
         return None
 
@@ -115,7 +114,7 @@ class Sink:
         """Write the `values` logged at `step`; they may be nan or infinite."""
 
     def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
-        """Write pictures: finished ones, uint8."""
+        """Write finished pictures, uint8."""
 
     def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
         """Write texts."""
@@ -129,11 +128,11 @@ class Sink:
     def close(self) -> None:
         """Flush and close, at the end of every run; also after a call that raised, `open` included.
 
-        The calls before it and `close` itself have `timeout` seconds together; no call is begun after that.
+        The waiting calls and `close` have `timeout` seconds together; no call begins after that.
         """
 
     def is_transient(self, error: Exception) -> bool:
-        """Return whether a call that raised `error` is repeated: by default for OSError, as from disk and network."""
+        """Return whether a call that raised `error` is repeated; default: for an OSError, as of disks and networks."""
         return isinstance(error, OSError)
 
     @hookimpl
@@ -221,13 +220,13 @@ def send_picture(sink: Sink, step: int, name: str, path: Path) -> None:
 class _Worker:
     """Makes the calls of a sink, from "open" to "close", on a daemon thread, which cannot keep the process from ending.
 
-    All calls share one thread: locks and SQLite connections belong to the thread that made them.
+    All calls share one thread, since locks and SQLite connections belong to the thread that made them.
     """
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._calls: Queue[Call | None] = Queue(_WAITING)
-        self._earlier: deque[Call] = deque()  # those of a fill
+        self._earlier: deque[Call] = deque()  # for the earlier steps, to fill the tracker
         self.is_filling = False
         self._current: tuple[str, float] | None = None  # name of the call under way, and the time of its begin
         self._is_off = False  # after a call that failed, only "close" is made
@@ -239,12 +238,12 @@ class _Worker:
 
     def open(self, run: TrackedRun, again: bool = False) -> None:
         """Open the sink, and wait for it; a sink that is open is closed first (`again`)."""
-        if self.is_filling:  # it will be filled again, also with what waits
+        if self.is_filling:  # it will be filled again, also with the waiting calls
             self._drop()
         self.send("open", self._open, run, again, wait=True)
 
     def send(self, name: str, method: Callable[..., object], *arguments: Any, wait: bool = False) -> None:
-        """Queue a call, and `wait` for its end or not; raises the interrupt of an earlier call."""
+        """Queue a call, and `wait` for its end or not; raise the interrupt of an earlier call."""
         if not self._is_left.is_set() and (name == "close" or not self._is_off):
             call, deadline = Call(name, partial(method, *arguments)), monotonic() + self._sink.timeout
             in_time = not self._is_late() and self._put(call)
@@ -270,7 +269,7 @@ class _Worker:
         self._is_left.set()
         reason = f"no answer within {self._sink.timeout:g} s"
         if self.is_filling:
-            reason += ", and it has not all of the run yet; `hookdiff mirror` makes it anew"
+            reason += ", and it lacks a part of the run; fill it with `hookdiff mirror`"
         self._switch_off(current[0] if current else name, TimeoutError(reason))
         self._drop()
         self._calls.put(None)  # the thread may have become idle meanwhile
@@ -309,7 +308,7 @@ class _Worker:
             self.is_filling, self._calls.maxsize = True, sys.maxsize
 
     def _fill(self) -> None:
-        """Make the calls for the earlier steps. Training does not wait: its own calls are queued, however many."""
+        """Make the calls for the earlier steps. The training does not wait: any number of its calls are queued."""
         with suppress(IndexError):  # there are no more
             while not (self._is_off or self._is_left.is_set()):
                 self._make(self._earlier.popleft())

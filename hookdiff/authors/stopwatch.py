@@ -1,4 +1,4 @@
-"""Whether the device only notes its work now, as for a CUDA graph, and how long each hook of each plugin takes."""
+"""Measures how long each hook of each plugin takes, and detects the recording of a CUDA graph."""
 
 import time
 from collections.abc import Iterator
@@ -10,19 +10,19 @@ from attrs import define, field
 
 
 def is_recording(device: torch.device) -> bool:
-    """Return whether `device` only notes its work now, for later replays. No value can be read meanwhile."""
+    """Return whether `device` is recording a CUDA graph, during which no value can be read."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until `device` has done its work, for a clock; not while it is recording, which allows no waiting."""
+    """Wait until `device` has done its work, for a clock; do nothing while it is recording."""
     if device.type == "cuda" and not is_recording(device):
         torch.cuda.synchronize(device)
 
 
 @define(frozen=True)
 class Span:
-    """A time in which nothing begins and nothing ends."""
+    """A time between the beginnings and ends of hooks that follow each other."""
 
     seconds: float
     running: tuple[str, str] | None  # the innermost plugin and hook
@@ -40,7 +40,7 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, plugin: str, hook: str) -> Iterator[None]:
-        """Count the time of the `with` for `hook` of `plugin`, but for calls inside of it."""
+        """Count the time of the `with` for `hook` of `plugin`, without the hooks that are called inside."""
         self._open.append((plugin, hook))
         self._mark(hook)
         try:
@@ -50,7 +50,7 @@ class Stopwatch:
             self._mark(hook)
 
     def _mark(self, hook: str) -> None:
-        wait_for(self.device)  # work counts for the hook that starts it, not for one that waits
+        wait_for(self.device)  # work counts for the hook that starts it, not for a hook that waits
         self._marks.append((time.perf_counter(), self._open[-1] if self._open else None, hook))
 
     def clear(self) -> None:

@@ -7,9 +7,9 @@ Array = NDArray[numpy.float64]
 
 
 def thin_curve(x: Array, y: Array, most: int) -> tuple[Array, Array]:
-    """Return at most `most` points of a curve: of each of equally long parts its lowest and its highest one.
+    """Return at most `most` points of a curve: the lowest and the highest point of each of equally long parts.
 
-    The first and the last point are kept. A part without a finite value keeps one point, which is a gap.
+    The first and the last point are kept. A part without a finite value keeps one point, which draws a gap.
 
     Args:
         x: places of the points.

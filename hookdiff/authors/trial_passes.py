@@ -1,4 +1,4 @@
-"""Runs the passes of a step on trial: afterwards the run is as if they had never been made."""
+"""Runs the passes of a step on trial, and afterwards restores the run as it was before."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -21,14 +21,14 @@ from hookdiff.models.weights import Buffers
 def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
     """Yield a function that makes all passes of a step, by the hook `accumulate`, with a batch and its draws.
 
-    It returns the loss, detached. Until its next call, `loop.gradients` are those of these passes, and carry the loss
-    scale. `loop.set_micro_batch` holds until the end of the `with`.
+    The function returns the loss, detached. Until its next call, `loop.gradients` are those of its passes, and carry
+    the loss scale. `loop.set_micro_batch` holds until the end of the `with`.
 
-    The end of the `with` restores weights, buffers and gradients, those of adopted modules too, the states of plugins,
-    the generators of torch and the micro-batch, also after an error. What was logged is dropped. The weights are kept
-    on the CPU, so that a GPU needs no more memory for a trial than for a step. With several ranks all of them must make
-    the same passes, because a sharded model exchanges its weights. Where each has a copy of the model, a
-    trial has the gradients of the samples of this rank, because none are exchanged.
+    The end of the `with` restores weights, buffers and gradients, also those of adopted modules, the states of plugins,
+    the generators of torch and the micro-batch, also after an error. Logged values are dropped. The weights are kept on
+    the CPU, so that a GPU needs no more memory for a trial than for a step. With several ranks all of them must make
+    the same passes, because a sharded model exchanges its weights. If each rank has a copy of the model, no gradients
+    are exchanged: they are those of the samples of this rank.
     """
     optimizers = (*loop.optimizers, *loop.adopted.optimizers)
     held = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
@@ -37,7 +37,7 @@ def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
     buffers = [Buffers(module) for module in (loop.model, *(trained.module for trained in loop.adopted))]
     for each in buffers:
         each.keep()
-    # Those that may change during a trial, for which a batch may be made, too.
+    # The plugins that may change during a trial, or while its batch is made.
     called = [plugin for plugin in loop.plugins.values() if implements(plugin, *hooks_of("batch", "passes"))]
     states = [(plugin, copy.deepcopy(state_of(plugin))) for plugin in called if keeps_state(plugin)]
     micro_batch, hparams = loop.config.micro_batch, dict(loop.hparams)

@@ -34,18 +34,18 @@ def builtin_plugins(
         overwrite: delete an earlier run in the run directory
         signals: end the run cleanly on SIGINT and SIGTERM
         fit_micro_batch: find the largest micro-batch that fits in memory
-        start_from: safetensors file, or index of several, with the weights that a new run starts from
-        start_partial: load only the tensors of this file that fit
+        start_from: safetensors file, or the index of several, with the weights of a new run
+        start_partial: load only the tensors of `start_from` that fit
         skip_batches: number of batches to skip at the start
-        defaults: defaults of the config; if given, a resumed run logs what has changed since its checkpoint
-        fixed: keys that must not have changed then, beside those that are so in every run, with the reasons
+        defaults: defaults of the config; if given, a resumed run logs the keys that have changed since its checkpoint
+        fixed: reasons, by key, for keys of this run that must not change, beside those that are fixed in every run
         written: called with the path and the bytes of config.toml once the run has written it
     """
     plugins: dict[str, object] = {"signals": Signals()} if signals else {}
     if fit_micro_batch:
         from hookdiff.builtin.micro_batch import FitMicroBatch
 
-        plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes the size that it finds
+        plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes the size
     plugins |= {
         "run_dir": RunDir(overwrite, written),
         "metrics": Metrics(),

@@ -15,8 +15,8 @@ from hookdiff.run_dir.config_toml import flat
 
 logger = logging.getLogger("hookdiff")
 
-# The keys that cannot change on resume, by reason, beside those that a part marks as `Fixed`. All others can, unless a
-# plugin refuses its saved state.
+# The keys that cannot change on resume, by reason, beside those that a part marks as `Fixed`. All other keys can,
+# unless a plugin refuses its saved state.
 _REASONS: Mapping[str, tuple[str, ...]] = {
     "all randomness follows from it": ("run.seed",),
     "training samples would become held-out samples, or held-out samples training samples": ("data.held_out",),
@@ -39,7 +39,7 @@ FIXED_SWITCHES = {f"optimizer.{key}": FIXED["optimizer.use"] for key in ("amsgra
 
 @define(eq=False)
 class Changes:
-    """Logs how the config of a resumed run differs from its checkpoint's, and refuses changes of fixed keys.
+    """Logs the changes in the config of a resumed run since its checkpoint, and refuses those of fixed keys.
 
     The configs are compared once, not at each rollback.
     """
@@ -50,7 +50,7 @@ class Changes:
 
     @hookimpl(wrapper=True)
     def restore(self, loop: Loop) -> Generator[None, Mapping[str, Any], Mapping[str, Any]]:
-        """Compare the configs; raises UserError with every change that is refused."""
+        """Compare the configs; raise UserError with all changes of fixed keys."""
         state = yield
         if not self._done and state and state.get("config"):
             changed, refused, fixed = [], [], {**self.fixed, **FIXED}
@@ -71,7 +71,7 @@ class Changes:
 def check_parts(settings: Iterable[str], config: Mapping[str, Any]) -> None:
     """Raise UserError for a setting that chooses another model, optimizer or process than the `config` of the run.
 
-    Without this check, the error would list every key of the config that the other class lacks.
+    An error of the other class would list every key of the config that it lacks.
     """
     for setting in settings:
         key, _, value = (part.strip() for part in setting.partition("="))
@@ -94,15 +94,15 @@ def _refusal(refused: Iterable[str]) -> UserError:
 def changes(
     old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the keys in which two configs differ, as "table.key", with both values; None is a key that is not set.
+    """Yield the keys in which two configs differ, as "table.key", with both values; None for a key that is not set.
 
-    A key that only `new` has is no difference if it has its default. A plugin that only one config has differs in
-    run.plugins alone.
+    A key that only `new` has is no difference if it has its default. For a plugin that only one config has, only
+    run.plugins is yielded.
     """
     before, after, usual = (dict(flat(plain(config))) for config in (old, new, defaults))
     for key in dict.fromkeys((*after, *before)):
         was, now = before.get(key), after.get(key)
-        # "auto" is logged when its value is found, and a value that was not recorded did not change.
+        # The value of "auto" is logged once it is known, and a value that was not recorded did not change.
         if now == AUTO or (was is None and usual.get(key) in (now, AUTO)):
             continue
         table, _, name = key.partition(".")

@@ -1,4 +1,4 @@
-"""The plugin that makes the run directory: it locks it early, and writes to it once nothing else can fail."""
+"""The plugin that makes the run directory, locks it early, and writes to it after everything that can fail."""
 
 import errno
 import logging
@@ -30,8 +30,8 @@ class RunDir:
     """Makes and locks the run directory, and writes the config into it: `hparams`, and [run] with the `LoopConfig`.
 
     An existing directory is checked and locked first of all, so that no other run changes it. `on_ready` begins with
-    the deletion of a run that is overwritten; all else is written there after the plugins that only check and measure.
-    So a run that cannot start leaves an empty folder at most, and changes no earlier run.
+    the deletion of a run that is overwritten, and ends with the files of this run, after plugins that check and
+    measure. So a run that cannot start leaves an empty folder at most, and changes no earlier run.
     """
 
     overwrite: bool = False  # delete an earlier run in the directory
@@ -69,14 +69,14 @@ class RunDir:
     def on_ready(self, loop: Loop) -> None:
         """Make and lock the directory, or delete the run that is overwritten.
 
-        Raises UserError for hparams that are no TOML, or if another run has just made the directory.
+        Raises UserError for hparams that TOML cannot hold, or if another run has just made the directory.
         """
         path = loop.run_dir
         if path is None or not loop.is_main:
             return
         options = asdict(loop.config, recurse=False)
         run = {k: str(v) if isinstance(v, Every) else v for k, v in options.items() if v is not None}
-        self._config = config_bytes({"run": run, **loop.hparams})  # those of a script may have no [run]
+        self._config = config_bytes({"run": run, **loop.hparams})  # a script's hparams may have no [run]
         with writing(path):
             make_folder(path)
             lock_run_dir(path, loop.resources)
@@ -98,7 +98,7 @@ class RunDir:
         if path is None or not loop.is_main:
             return
         with writing(path):
-            discard(path / OUTCOME)  # it is that of an earlier process
+            discard(path / OUTCOME)  # of an earlier process
             write_job(path, launch())
             with new_file(path / CONFIG) as partial:
                 write_file(partial, self._config)
@@ -108,12 +108,12 @@ class RunDir:
 
     @hookimpl(tryfirst=True)
     def on_exception(self, error: BaseException) -> None:
-        """Let the first rank know of it, before this one leaves."""
+        """Record the error for the first rank, before this rank leaves."""
         self._failures.add(error)
 
     @hookimpl(wrapper=True, tryfirst=True)
     def on_stop(self, loop: Loop) -> Generator[None, Any, Any]:
-        """Record why and where the run has ended, after all other plugins; a disk that fails gives a warning."""
+        """Record why and where the run has ended, after all other plugins; warn if the disk fails."""
         reason = "error"
         try:
             result = yield
@@ -147,9 +147,9 @@ def _is_used(path: Path) -> UserError:
 
 
 def _lacks_outcome(loop: Loop, path: Path, reason: str) -> bool:
-    """Return whether the run in `path` was done when it was resumed, and has no file of its outcome.
+    """Return whether the run in `path` was done when it was resumed, and has no outcome.json.
 
-    It was killed between its last checkpoint and that file.
+    Such a run was killed between its last checkpoint and this file.
     """
     is_resumed = loop.is_main and loop.resume is not None and not loop.is_branch
     return is_resumed and reason == "done" and not (path / OUTCOME).exists()

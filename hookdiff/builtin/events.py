@@ -1,4 +1,4 @@
-"""The plugin that keeps the events of a run in `events.jsonl`, and reports those that the loop itself has."""
+"""The plugin that keeps the events of a run in `events.jsonl`, and reports the events of the loop itself."""
 
 import os
 import platform
@@ -32,8 +32,8 @@ _SEVERITY: Mapping[Reason, Severity] = {"on_nan": "error", "error": "error", "ti
 class Events:
     """Appends each event to `events.jsonl` in the run directory, which a resumed run never cuts.
 
-    It reports the start, resume and end of the run, what is left out of the data, steps without an update, checkpoints,
-    steps that are not finite and rollbacks. Other plugins report theirs by `loop.log.event` and `loop.log.report`.
+    It reports the start, resume and end of the run, files left out of the data, steps without an update, checkpoints,
+    steps that are not finite and rollbacks. Other plugins report events by `loop.log.event` and `loop.log.report`.
     """
 
     _lines: Lines = field(init=False, factory=lambda: Lines(EVENTS, is_cut=False))
@@ -48,7 +48,7 @@ class Events:
         steps = loop.config.expected_steps(loop.progress, loop.feed.num_batches)
         details = {**environment(loop), "steps": steps}
         loop.log.event(Event("resume" if resumed else "start", text, details=details))
-        for left_out in loop.feed.reader.left_out:  # the log has a warning of it
+        for left_out in loop.feed.reader.left_out:  # the log has the warning already
             loop.log.event(Event.of(Finding("warning", f"data: {left_out}")))
 
     @hookimpl
@@ -70,7 +70,7 @@ class Events:
     def on_checkpoint(self, loop: Loop, path: Path, step: int) -> None:
         loop.log.event(Event("checkpoint", f"saved {path.name}", details={"name": path.name}), step)
 
-    @hookimpl(wrapper=True, tryfirst=True)  # outside of all others, which add their notes to the report
+    @hookimpl(wrapper=True, tryfirst=True)  # after all other plugins, which add notes to the report
     def on_nan(self, loop: Loop, report: NonFinite) -> Generator[None, list[Verdict], list[Verdict]]:
         verdicts = yield
         loop.log.event(Event("nan", str(report), "error", {"position": report.position}))

@@ -18,7 +18,7 @@ from hookdiff.run_dir.texts_jsonl import TEXTS, texts_line
 
 @define(eq=False)
 class _KeepsLines:
-    """The base of plugins that keep what is logged in a file.
+    """The base of plugins that keep logged values in a file.
 
     A checkpoint holds the length of the file. A resumed run cuts the file to this length, so that no step appears
     twice. A branch begins with the lines of the run that it continues.
@@ -32,7 +32,7 @@ class _KeepsLines:
 
     @hookimpl(trylast=True)
     def on_ready(self, loop: Loop, resumed: bool) -> None:
-        """Cut the lines that an earlier process wrote after the state that was loaded."""
+        """Cut the lines that an earlier process wrote after the checkpoint."""
         if resumed:
             self._lines.resume(loop)
 
@@ -41,8 +41,9 @@ class _KeepsLines:
 class Metrics(_KeepsLines):
     """Writes logged values to `metrics.jsonl`; NaN and infinities, which JSON lacks, become null.
 
-    A run that is done between two logs gets a last line, with the means of the steps since the last log. It is written
-    after the last checkpoint. So the file is cut before it if the run is made longer, and ends as that of one long run.
+    A run that is done between two logs gets a last line, with the means of the steps since the last log. The line is
+    written after the last checkpoint. So a resume that makes the run longer cuts it off, and the file ends as in one
+    long run.
     """
 
     file_name = METRICS
@@ -51,21 +52,21 @@ class Metrics(_KeepsLines):
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
         self._lines.add(loop, metrics_line(step, values))
 
-    @hookimpl(wrapper=True, tryfirst=True)  # after what writes checkpoints
+    @hookimpl(wrapper=True, tryfirst=True)  # after the plugins that write checkpoints
     def on_stop(self, loop: Loop) -> Generator[None, Any, Any]:
-        """Write the last line of a run that this process has brought to its end."""
+        """Write the last line of a run that this process has completed."""
         result = yield
         is_last = loop.end.reason == "done" and loop.progress.step > loop.first_step and not loop.log.due
         if is_last and (means := loop.log.open_means()):
             length = self._lines.length
             self._lines.add(loop, metrics_line(loop.progress.step, means))
-            self._lines.length = length  # a state that is asked for now does not count the line either
+            self._lines.length = length  # a state that is saved now does not count the line either
         return result
 
 
 @define(eq=False)
 class Texts(_KeepsLines):
-    """Writes logged texts to `texts.jsonl`, and the structure of the network as the first of them."""
+    """Writes logged texts to `texts.jsonl`, first the structure of the network."""
 
     file_name = TEXTS
 

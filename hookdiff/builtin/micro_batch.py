@@ -31,11 +31,11 @@ class FitMicroBatch:
 
     @hookimpl(trylast=True)
     def on_start(self, loop: Loop) -> None:
-        """Set the micro-batch; raises UserError when not even one sample fits."""
+        """Set the micro-batch; raise UserError if not even one sample fits."""
         if any(map(is_sharded, loop.model.parameters())):
             raise UserError(
-                "run.micro_batch = 'auto': ranks that share one model cannot try other sizes than each other; give a "
-                "number, such as the samples of a batch that one rank has, or a half of it"
+                "run.micro_batch = 'auto': ranks that share one model cannot try different sizes; give a number, as "
+                "the samples that one rank has of a batch, or half of them"
             )
         rows = loop.feed.training[: -(-loop.config.batch_size // loop.num_ranks)]
         (batch,) = loop.feed.unaugmented(rows, len(rows))
@@ -53,7 +53,7 @@ class FitMicroBatch:
 
 
 def _largest(loop: Loop, batch: Batch, passes: Callable[[Batch], LossOutput]) -> int:
-    """Return the first size that fits out of the whole batch, its half, ... 1; 0 if none does."""
+    """Return the largest size that fits among the whole batch, its half, ... 1; 0 if none fits."""
     reserve = optimizer_bytes(each for each in (*loop.optimizers, *loop.adopted.optimizers) if not each.state)
     if loop.device.type == "cuda":  # 5% more: the allocator's blocks never fill the memory completely
         reserve += torch.cuda.get_device_properties(loop.device).total_memory // 20

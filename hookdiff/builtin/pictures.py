@@ -21,9 +21,9 @@ logger = logging.getLogger("hookdiff")
 class Pictures:
     """Writes each logged picture to `NAME/step-00001000.png` in the run directory, with its info in a text chunk.
 
-    A run that is resumed or rolled back removes the pictures of later steps, and makes them again; a run that starts
-    anew removes those of an earlier run in its directory. A branch begins with copies of the pictures of the run that
-    it continues.
+    A run that is resumed or rolled back removes the pictures of later steps, and makes them again. A run that starts
+    anew removes the pictures of an earlier run in its directory. A branch begins with copies of the pictures of the run
+    that it continues.
     """
 
     @hookimpl(trylast=True)
@@ -41,7 +41,7 @@ class Pictures:
 
     @hookimpl
     def on_images(self, loop: Loop, step: int, images: Mapping[str, Picture]) -> None:
-        """Write the files; a file that cannot be written gives a warning."""
+        """Write the files; warn of a file that cannot be written."""
         if loop.run_dir is None or not loop.is_main:
             return
         for name, picture in images.items():

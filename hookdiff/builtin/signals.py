@@ -19,10 +19,10 @@ logger = logging.getLogger("hookdiff")
 
 @define(eq=False)
 class Signals:
-    """Ends the run after the current step at the first SIGINT or SIGTERM; the second one ends the process.
+    """Ends the run after the current step at the first SIGINT or SIGTERM; the second signal ends the process.
 
-    Under torchrun, which passes signals on, a second one does nothing. A signal to one rank ends the run on all.
-    The handlers are installed at the very beginning of `on_start`. The earlier handlers are restored when the run has
+    Under torchrun, which passes signals on, a second signal does nothing. A signal to one rank ends the run on all.
+    The handlers are installed at the very beginning of `on_start`. The earlier handlers are restored after the run has
     saved and closed everything. Outside the main thread, Python allows no handlers, so the plugin does nothing.
     """
 
@@ -57,10 +57,10 @@ class Signals:
 
     def _stop(self, loop: Loop, number: int) -> None:
         # SIG_DFL ends the process at once. Python's own handler waits for the current call, and can miss a signal.
-        # torchrun repeats the signal that all processes have got already, and ends those that take too long itself.
+        # torchrun repeats a signal that all processes have got already, and ends processes that take too long itself.
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN if launch() else signal.SIG_DFL)
-        with suppress(OSError, ValueError):  # it may be broken or closed
+        with suppress(OSError, ValueError):  # of a terminal that is broken or closed
             if sys.__stderr__ and sys.__stderr__.isatty():
                 sys.__stderr__.write("\x1b[?25h")  # show the cursor, which a progress bar hides
         action = "stopping after this step" if loop.end.reason is None else "the run is already ending"

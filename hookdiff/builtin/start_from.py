@@ -16,7 +16,7 @@ from hookdiff.options.fields import about
 
 def _check_partial(start: Start, _: Any, partial: bool) -> None:
     if partial and not start.start_from:
-        raise ValueError("needs start_from")
+        raise ValueError("needs start_from: set it, too")
 
 
 @define(eq=False)
@@ -30,8 +30,8 @@ class Start:
         default=None,
         validator=optional(min_len(1)),
         metadata=about(
-            "safetensors file with the weights that a new run starts from, the index of several of them, or "
-            "the folder with it; a resumed run has its own"
+            "safetensors file with the weights that a new run starts from, or the index of several files, or its "
+            "folder; a resumed run has its own weights"
         ),
     )
     start_partial: bool = field(
@@ -44,6 +44,6 @@ class Start:
 
     @hookimpl(tryfirst=True)
     def on_start(self, loop: Loop) -> None:
-        """Load the file; raises ConfigError with every tensor that does not fit."""
+        """Load the file; raise ConfigError with every tensor that does not fit."""
         if self.start_from and loop.progress.position == 0:
             load_into(loop.model, Path(self.start_from), self.start_partial)

@@ -32,10 +32,10 @@ class WrongPath(click.ClickException):
 
 
 def check_exists(path: Path) -> None:
-    """Check that there is something at `path`.
+    """Check that `path` exists.
 
     Raises:
-        UserError: if not, with the nearest name.
+        UserError: if it does not; the message suggests the nearest name.
     """
     if not path.exists():
         raise UserError(f"{path}: {why_missing(path)}")
@@ -49,7 +49,7 @@ def _config_or_run(path: Path) -> None:
 
 
 def checked_by(check: Callable[[Path], object]) -> Callable[..., Path | None]:
-    """Return a callback of click that refuses the paths for which `check` has a UserError."""
+    """Return a callback of click that refuses the paths for which `check` raises UserError."""
 
     def checked(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
         try:
@@ -65,9 +65,9 @@ def checked_by(check: Callable[[Path], object]) -> Callable[..., Path | None]:
 def path_argument(
     name: str, check: Callable[[Path], object], metavar: str | None = None, required: bool = True
 ) -> Callable[[Any], Any]:
-    """Return the decorator of a path argument, which refuses the paths for which `check` has a UserError.
+    """Return the decorator of a path argument that refuses the paths for which `check` raises UserError.
 
-    A `check` that does without torch answers at once: command and package must not import it at their top either.
+    The answer comes at once if neither `check`, nor the module of the command, nor its package imports torch.
     """
     kind = click.Path(path_type=Path)
     return click.argument(name, type=kind, metavar=metavar, required=required, callback=checked_by(check))
@@ -88,7 +88,7 @@ def _split(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...
 
 
 def _all(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a decorator that adds `options`; click shows the last one at the top."""
+    """Return a decorator that adds `options`; click shows the last option at the top."""
     return lambda function: reduce(lambda made, option: option(made), options, function)
 
 
@@ -161,13 +161,13 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON i
 
 
 def check_free(path: Path, overwrite: bool) -> None:
-    """Raise UserError if there is something at `path` that may not be replaced."""
+    """Raise UserError if `path` exists and `overwrite` is false."""
     if not overwrite and os.path.lexists(path):
         raise UserError(f"{path} exists; add --overwrite to replace it, or choose another name")
 
 
 def check_output(path: Path, overwrite: bool) -> None:
-    """Raise UserError if no file can be written at `path`, or there is one that may not be replaced."""
+    """Raise UserError if no file can be written at `path`, or if one exists and `overwrite` is false."""
     check_writable(path)
     check_free(path, overwrite)
 
@@ -177,7 +177,7 @@ def chosen_weights(run: Run, name: str | None) -> Iterator[str]:
     """Let `run` hold the weights that `--weights` names during the `with`; see `Run.weights`.
 
     Raises:
-        UserError: for a name that is unknown, with those that there are.
+        UserError: for an unknown name; the message lists the known names.
     """
     try:
         with run.weights(name) as held:

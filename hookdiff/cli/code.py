@@ -1,10 +1,10 @@
-"""Reads the source of modules that would take long to import."""
+"""Reads the source of modules without importing them, which would take long."""
 
 import ast
 import importlib.util
 from pathlib import Path
 
-_MOST = 8  # modules that import a class from one another
+_MOST = 8  # modules that are followed from import to import
 
 
 def file_of(module: str) -> Path | None:
@@ -22,11 +22,10 @@ def file_of(module: str) -> Path | None:
 
 
 def definition_at(path: str) -> ast.ClassDef | ast.FunctionDef | None:
-    """Return the class or function `module:Name` as its source defines it, also if the module imports it from another.
+    """Return the class or function `module:Name` from the source, also if the module imports it from another module.
 
-    The stub of a package (`__init__.pyi`), which lazy_loader reads, counts as its source.
-
-    None if it is not found in this way, such as for a name that is assigned. Raises SyntaxError for a broken file.
+    The stub of a package (`__init__.pyi`), which lazy_loader reads, counts as its source. Returns None if no source
+    defines the name, such as for a name that is assigned. Raises SyntaxError for a broken file.
     """
     module, _, name = path.partition(":")
     for _ in range(_MOST):
@@ -46,7 +45,7 @@ def definition_at(path: str) -> ast.ClassDef | ast.FunctionDef | None:
 
 
 def _imported(node: ast.stmt, name: str, package: str) -> tuple[str, str] | None:
-    """Return module and name from which an import, absolute or from a module of the `package` itself, takes `name`."""
+    """Return the module and the name from which an import takes `name`; relative imports start at `package`."""
     if isinstance(node, ast.ImportFrom) and node.module and node.level <= 1:
         module = f"{package}.{node.module}" if node.level else node.module
         return next(((module, each.name) for each in node.names if name == (each.asname or each.name)), None)

@@ -18,9 +18,9 @@ from hookdiff.errors import HookError, OnAnotherRank, PluginError, UserError
 from hookdiff.machine.safe_path import keep_safe_path
 from hookdiff.terminal.bars import shown_works
 
-COMMANDS = ("run", "resume", "check", "plugins", "hooks", "schema")  # packages of plugins add others
+COMMANDS = ("run", "resume", "check", "plugins", "hooks", "schema")  # packages of plugins add more commands
 GROUP = "hookdiff.commands"
-VARIABLE = "_HOOKDIFF_COMPLETE"  # click reads from it what a shell asks
+VARIABLE = "_HOOKDIFF_COMPLETE"  # which a shell sets to ask click for completions
 _MOMENT = 3.0  # seconds
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -73,7 +73,7 @@ def group() -> None:
 
 
 def main() -> None:
-    """Run the command line; an error of the user ends in one message and exit code 2."""
+    """Run the command line; a UserError ends it with one message and exit code 2."""
     keep_safe_path()
     collect_rarely()
     open_streams()
@@ -97,7 +97,7 @@ def main() -> None:
         message = str(error)
         if isinstance(error, OSError) and error.errno in _DISK:  # from a plugin that does not handle its own files
             message = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
-        elif isinstance(error, HookError | PluginError):  # a traceback would only have frames of the core
+        elif isinstance(error, HookError | PluginError):  # whose traceback shows only the core
             notes = (note.removeprefix("hookdiff: ") for note in getattr(error, "__notes__", ()))
             message = "\n  ".join([message, *notes])
         elif not isinstance(error, UserError):

@@ -23,17 +23,17 @@ from hookdiff.options.imports import PARTS, PLUGINS, entries_of, installed
 
 
 def prepare_completion(asked: str) -> None:
-    """Prepare for what a shell asks. If it asks for the script, as by "bash_source", the table is written too."""
+    """Prepare for a request of a shell; for that of the script, such as "bash_source", write the table, too."""
     add_completion_class(_Bash)
     if asked.endswith("_source"):
         write_table()
 
 
 def write_table(anew: bool = False) -> None:
-    """Write the table, unless it is there for what is installed now, if the cache can be written."""
+    """Write the table if the cache can be written, unless there is a table of the packages installed now."""
     if _table() and not anew:
         return
-    with suppress(Exception):  # a plugin that is in the way stops no command; `hookdiff schema` says what it has
+    with suppress(Exception):  # a broken plugin stops no command; `hookdiff schema` reports its error
         from hookdiff.authors.sinks import Sink
         from hookdiff.experiment.catalog import kinds
         from hookdiff.experiment.json_schema import config_schema
@@ -57,17 +57,17 @@ def complete_plugins(ctx: click.Context, parameter: click.Parameter, typed: str)
 
 
 def complete_settings(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
-    """Complete `TABLE.KEY=VALUE`: keys, and the names that a key may have."""
+    """Complete `TABLE.KEY=VALUE`: keys, and values that are names."""
     keys = _table().get("keys", {})
     words = [f"{key}=" for key in keys if f"{key}=".startswith(typed) and f"{key}=" != typed]
-    if len(words) < 2:  # several values have no space after them, which a shell adds to a key that stands alone
+    if len(words) < 2:  # a shell adds a space after a single word, which a key with values must not have
         key = words[0].removesuffix("=") if words else typed.partition("=")[0]
         words = [each for value in keys.get(key, ()) if (each := f"{key}={value}").startswith(typed)] or words
     return words
 
 
 def complete_values(key: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """Return what completes the names that the key of a config may have."""
+    """Return a function that completes the names that the `key` of a config may have."""
     return lambda ctx, parameter, typed: [v for v in _table().get("keys", {}).get(key, ()) if v.startswith(typed)]
 
 
@@ -77,7 +77,7 @@ def complete_trackers(ctx: click.Context, parameter: click.Parameter, typed: str
 
 
 class _Bash(BashComplete):
-    """Bash ends words at "=" and ":", also the word to which it adds what is found."""
+    """Joins the words that Bash splits at "=" and ":", and completes only the part after the last of these."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
         args, incomplete = super().get_completion_args()
@@ -115,7 +115,7 @@ def _parts(schema: dict[str, Any], known: dict[str, Any]) -> Iterator[dict[str, 
 
 
 def _table() -> dict[str, Any]:
-    """Return the table; an empty one if there is none for what is installed now."""
+    """Return the table; an empty one if there is none of the packages installed now."""
     with suppress(OSError, ValueError, AttributeError):
         table: dict[str, Any] = json.loads(_place().read_text("utf-8"))
         return table if table.get("of") == _installation() else {}
@@ -127,7 +127,7 @@ def _place() -> Path:
 
 
 def _installation() -> str:
-    """Return a digest of what is installed: the distributions by name and version, and what they publish."""
+    """Return a digest of the installed distributions, by name and version, and of their entry points."""
     folders = {folder.name for path in sys.path for folder in Path(path).glob("*.*-info")}
     entries = {f"{entry.group} {entry.name} {entry.value}" for group in (PLUGINS, PARTS) for entry in entries_of(group)}
     return _digest("\n".join(sorted(folders | entries)))

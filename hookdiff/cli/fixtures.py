@@ -15,7 +15,7 @@ from hookdiff.testing.toy import toy_loop
 
 @pytest.fixture
 def recorded_loop(tmp_path: Path) -> Callable[..., Loop]:
-    """Return a function like `toy_loop`, of which each run has its files in `tmp_path / "run"`."""
+    """Return a function like `toy_loop`; the runs of its loops write their files to `tmp_path / "run"`."""
 
     def make(plugins: Mapping[str, object] | None = None, **options: Any) -> Loop:
         options.setdefault("run_dir", tmp_path / "run")
@@ -30,13 +30,13 @@ def hookdiff_command(
 ) -> Callable[..., tuple[int, str, str]]:
     """Return a function that runs the command line in this process and returns its exit code, stdout and stderr.
 
-    It fails for a traceback, which no user should see.
+    It fails if stderr has a traceback, which no user should see.
     """
     from hookdiff.cli.command_line import main
 
     def call(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hookdiff", *map(str, words)])
-        monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as the command does; thus it is put back
+        monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as the command does; pytest restores it
         if path := os.environ.get("PYTHONPATH"):
             monkeypatch.setenv("PYTHONPATH", path)
         with pytest.raises(SystemExit) as caught:

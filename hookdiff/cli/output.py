@@ -30,13 +30,13 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def log_to_stderr() -> None:
-    """Print what is logged, unless this process has handlers already; of what takes long, how far it is as well."""
+    """Print log messages, and the progress of long work, unless this process has handlers already."""
     logging.basicConfig(handlers=[_Handler()], format="%(message)s")
     logging.getLogger("hookdiff.terminal.pace").setLevel(logging.INFO)
 
 
 def open_streams() -> None:
-    """Open the null device for each standard stream that is closed, or the next file opened would be taken for it."""
+    """Open the null device in place of closed standard streams; the next file opened would take their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 it stays open
@@ -46,7 +46,7 @@ def open_streams() -> None:
 
 
 def drop_unwritten() -> None:
-    """Drop what could not be written: Python would try again at its end, and replace the exit code by 120."""
+    """Drop output that cannot be written: Python would try again at its end, and replace the exit code by 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

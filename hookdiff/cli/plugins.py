@@ -43,8 +43,8 @@ def command(
 ) -> None:
     """List the installed plugins, and the parts that packages publish.
 
-    NAME is a plugin, a kind of part, such as sampler, or one part, such as sampler.ddim or only ddim. Of a kind, list
-    all parts, also those of the core. Of a plugin or part, print a description, the import for a script, and the keys
+    NAME is a plugin, a kind of part, such as sampler, or one part, such as sampler.ddim or only ddim. For a kind, list
+    all parts, also those of the core. For a plugin or part, print a description, the import for a script, and the keys
     of its table. With --order: print the plugins of CONFIG that each hook calls, in call order.
     """
     if order is not None:
@@ -105,7 +105,7 @@ def _summary(name: str, entries: list[EntryPoint]) -> str:
     """Return the first line of the docstring, from the source where possible: the import of torch takes long."""
     from hookdiff.options.imports import check_needs, distribution
 
-    # The core may have a part of the same name as that of another package.
+    # A part of the core may have the same name as a part of a package.
     is_sure = len(entries) == 1 and ("." not in name or distribution(entries[0]).partition(" ")[0] == "hookdiff")
     definition = definition_at(entries[0].value) if is_sure else None
     docstring = definition and ast.get_docstring(definition)

@@ -13,7 +13,7 @@ from hookdiff.errors import NoCheckpoint, UserError
 @run_argument()
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Change the length of the run to N updates.")
 @click.option("--epochs", type=click.IntRange(1), metavar="N", help="Change the length of the run to N epochs.")
-@out_option("Continue in a new directory; RUN is not changed, and no other run replaced.", metavar="DIR")
+@out_option("Continue in a new directory; RUN stays as it is.", metavar="DIR")
 @training_options
 def command(
     run: Path,
@@ -39,7 +39,7 @@ def command(
 
     with shown_once():
         if steps and epochs:
-            raise UserError("--steps and --epochs exclude each other")
+            raise UserError("give --steps or --epochs, not both")
         source = run_of(run)
         if out is None and source != run:
             raise UserError(f"{run} is a checkpoint of {source}: add --out DIR, the directory of the new run")
@@ -56,6 +56,6 @@ def command(
         train_from_config(source / CONFIG, out or run, resume=run, settings=settings, trust=trust, **options)
     except NoCheckpoint as error:
         if source != run:
-            raise UserError(f"{error}: it has no manifest; the newest of the run: hookdiff resume {source}") from None
+            raise UserError(f"{error}: it has no manifest; use the newest: hookdiff resume {source}") from None
         again = f"hookdiff run {source / CONFIG} --out {run} --resume" + " --trust" * trust
         raise UserError(f"{error}; to start anew: {again}") from None

@@ -33,7 +33,7 @@ logger = logging.getLogger("hookdiff")
 def command(config: Path, out: Path | None, resume: bool, overwrite: bool, **options: Any) -> None:
     """Train a model from CONFIG, a TOML file."""
     if resume and overwrite:
-        raise UserError("--resume and --overwrite exclude each other")
+        raise UserError("give --resume or --overwrite, not both")
     train_from_config(config, out, resume=resume, overwrite=overwrite, **options)
 
 
@@ -68,7 +68,7 @@ def train_from_config(
         config = load_config(path, plugins, settings, trust=trust)
         for name in fresh:
             if name not in config.plugins:
-                near = nearest(name, config.plugins) or f"; its plugins: {', '.join(config.plugins) or 'none'}"
+                near = nearest(name, config.plugins) or f"; choose from: {', '.join(config.plugins) or 'none'}"
                 raise UserError(f"--fresh {name}: this run has no such plugin{near}")
     run_dir = run_dir or Path("runs") / config.run.name
     options = {"fresh": fresh, "skip_batches": skip_batches}
@@ -77,20 +77,20 @@ def train_from_config(
         if is_again and code is None:
             try:
                 code = _train(config, run_dir, resume=run_dir, overwrite=False, usr1=usr1, **options)
-            except NoCheckpoint:  # from the beginning, or from where another run was branched off
+            except NoCheckpoint:  # then as the first attempt: anew, or as a branch of another run
                 overwrite = resume is not True
         if code is None:
             code = _train(config, run_dir, resume=resume, overwrite=overwrite, usr1=usr1, **options)
-        code = first_rank_says(code)  # torchrun kills all others soon after one has ended, and the first has most to do
+        code = first_rank_says(code)  # all wait for the first: torchrun kills the others soon after one has ended
     if num_launched() > 1:
         leave(code)
     sys.exit(code)
 
 
 def _earlier_attempt(run_dir: Path) -> tuple[bool, int | None]:
-    """Return whether torchrun starts the run of `run_dir` again, and the exit code with which an attempt has ended it.
+    """Return whether torchrun starts the run of `run_dir` again, and the exit code of the attempt that has ended it.
 
-    torchrun does so after every exit code but 0. There is none if the run has crashed, or was killed.
+    torchrun does so after every exit code but 0. The code is None if the run has crashed, or was killed.
     """
     from hookdiff.machine.joining import launch, num_restarts
     from hookdiff.run_dir.outcome_json import read_outcome
@@ -112,7 +112,7 @@ def _train(config: Config, run_dir: Path, *, resume: bool | Path, overwrite: boo
     from hookdiff.options.default_names import DEFAULT_PLUGINS
 
     def settled() -> bool | Path:
-        """Return whether and from where to resume; only the first rank asks, before it makes the directory itself."""
+        """Return whether and from where to resume; only the first rank looks, before it makes the directory."""
         goes_on = resume if resume is not True or run_dir.exists() else False
         check_run_dir(run_dir, goes_on in (True, run_dir), overwrite)
         return goes_on
@@ -149,7 +149,7 @@ def _is_remembered(run_dir: Path) -> bool:
 
 
 def _report(config: Config, loop: Loop, reason: str, resume: bool | Path, run_dir: Path) -> str:
-    """Return what the command says at the end: the summary, and how to go on."""
+    """Return the report at the end of the command: the summary, and how to go on."""
     from hookdiff.cli.summary import run_summary
 
     and_trust = " --trust" * (bool(config.needs_trust) and not _is_remembered(run_dir))
@@ -168,7 +168,7 @@ def _report(config: Config, loop: Loop, reason: str, resume: bool | Path, run_di
         report += f"\nto continue: hookdiff resume {run_dir}{and_trust}"
     if reason == "on_nan":
         report += (
-            "\n--resume repeats the step: unless a way out is named above, add --skip-batches 1 to skip its batch, or "
+            "\n--resume repeats the step; unless a remedy is named above, add --skip-batches 1 to skip its batch, or "
             "--lr X for a lower learning rate"
         )
     return report

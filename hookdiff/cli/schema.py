@@ -22,17 +22,17 @@ _LINE = f"#:schema ./{FILE}\n"
     type=click.Path(path_type=Path),
     metavar="CONFIG",
     callback=checked_by(read_toml),
-    help=f"Write {FILE} beside CONFIG, anew if it exists, and the line into CONFIG that names it.",
+    help=f"Write {FILE} beside CONFIG, or replace it, and add a line to CONFIG that names it.",
 )
 @overwrite_option
 def command(file: Path | None, into: Path | None, overwrite: bool) -> None:
     """Write the JSON Schema (draft-07) of a config to FILE, or print it.
 
-    It has all installed plugins and parts, with the help and the limits of their keys: write it again after an
-    installation. It is checked by the editor, without running anything.
+    It has all installed plugins and parts, with the help and the limits of their keys. Write it again after an
+    installation. The editor checks a config with it, and runs nothing.
     """
     if file and into:
-        raise UserError("FILE and --into exclude each other")
+        raise UserError("give FILE or --into, not both")
     if into:
         add_schema(into)
         click.echo(f"{into}: has the schema {FILE}")
@@ -45,7 +45,7 @@ def command(file: Path | None, into: Path | None, overwrite: bool) -> None:
 
 
 def add_schema(config: Path) -> None:
-    """Write the schema beside `config`, and the line that names it at the top of `config`, unless it is there."""
+    """Write the schema beside `config`, and the line that names it at the top of `config`, unless it has one."""
     _write(config.with_name(FILE), _text())
     text = config.read_text("utf-8")
     if not any(line.startswith("#:schema") for line in text.splitlines()):

@@ -42,7 +42,7 @@ def _describe(path: Path, details: Container[str]) -> str:
 
 
 def _measured(path: Path, details: Container[str], most: int = 5, names: int = 4) -> list[str]:
-    """Return the number of lines, the last loss with its step, and the last values of what is logged less often."""
+    """Return the number of lines, the last loss with its step, and the last values of names that are logged rarely."""
     lines = read_metrics(path)
     records = [line.values for line in lines]
     counts = Counter(name for record in records for name in record if name not in details)

@@ -1,4 +1,4 @@
-"""Features of images: their spaces, the Fréchet distance, nearest neighbours, and references of a data set."""
+"""Features of images: their spaces, the Fréchet distance, nearest neighbours, and the features of a data set."""
 
 import lazy_loader
 

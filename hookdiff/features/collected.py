@@ -1,4 +1,4 @@
-"""The features of a set of images: their moments, and as many rows as metrics of pairs of images need."""
+"""The features of a set of images: their moments, and rows for metrics of pairs of images."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 from hookdiff.features.moments import Moments
 from hookdiff.features.space import Space
 
-ROWS = 10_000  # rows that are kept: metrics of all pairs grow with their square
+ROWS = 10_000  # rows that are kept, since the time of metrics of all pairs grows with their square
 
 
 @define(eq=False)
 class Collected:
-    """Features of images, collected in parts: the moments of all, and the first `most` rows."""
+    """Features of images, collected in parts: the moments of all images, and the rows of the first `most`."""
 
     moments: Moments = field(factory=Moments)
     _rows: list[Tensor] = field(factory=list)  # n d, float32
     _logits: list[Tensor] = field(factory=list)  # n k, float32
-    numbers: Tensor | None = None  # of the samples of the data that `rows` belong to: n, int64
+    numbers: Tensor | None = None  # of the samples of the data for `rows`: n, int64
     most: int = ROWS
     _kept: int = field(default=0, init=False)
 
     @classmethod
     def of(cls, space: Space, images: Iterable[Tensor], most: int = ROWS, *, logits: bool = True) -> Collected:
-        """Return the features of all parts of `images`, each n c h w, uint8; `logits` keeps those too, if any."""
+        """Return the features of all parts of `images`, each n c h w, uint8; `logits` keeps logits, too, if any."""
         collected = cls(most=most)
         for part in images:
             features, classes = space(part)
@@ -70,13 +70,13 @@ class Collected:
         return both
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all of it by name, for a file."""
+        """Return rows, logits and moments by name, for a file."""
         logits = {} if self.logits is None else {"logits": self.logits}
         return {"rows": self.rows, **logits, **self.moments.tensors()}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Collected:
-        """Return what `tensors` returned.
+        """Return the features from the result of `tensors`.
 
         Raises:
             KeyError or ValueError: for tensors that are not complete.

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from hookdiff.features.moments import Gaussian, Moments
 
-_MANY = 2000  # images, below which the bias of the distance is large
+_MANY = 2000  # number of images below which the bias of the distance is large
 _EPS = torch.finfo(torch.float64).eps
-_NEAR = 1e-3  # of the variances: below, too many digits of their difference cancel
-_DIGITS = 1e-11  # relative error of the fast way that is accepted
+_NEAR = 1e-3  # share of the variances below which too many digits of their difference cancel
+_DIGITS = 1e-11  # largest relative error of the fast way
 
 
 def frechet_distance(a: Moments | Gaussian, b: Moments | Gaussian) -> float:
@@ -27,7 +27,7 @@ def frechet_distance(a: Moments | Gaussian, b: Moments | Gaussian) -> float:
     """
     a, b = (x.fit() if isinstance(x, Moments) else x for x in (a, b))
     if a.mean.shape != b.mean.shape:
-        raise ValueError(f"features of {len(a.mean)} and of {len(b.mean)} dimensions cannot be compared")
+        raise ValueError(f"features of {len(a.mean)} and of {len(b.mean)} dimensions cannot be compared; use one space")
     means = (a.mean - b.mean).square().sum()
     variance = a.variance + b.variance
     if not (means + variance).isfinite():
@@ -85,7 +85,7 @@ def _sum_of_roots(a: Tensor, covariance: Tensor) -> Tensor | None:
     For B = b b^T it is the nuclear norm of a^T b. The singular values of that are the roots of the eigenvalues of
     a^T B a, which take half the time. But the root of an eigenvalue near zero loses half its digits.
     """
-    if not a.shape[1]:  # all of the set are equal
+    if not a.shape[1]:  # all samples of the set are equal
         return a.new_zeros(())
     left = a.numpy()  # numpy takes two thirds of torch's time
     values = torch.from_numpy(numpy.linalg.eigvalsh(left.T @ covariance.numpy() @ left)).clamp(min=0)

@@ -15,9 +15,9 @@ _PENDING = 8192  # rows at least that are added to the scatter at a time, so tha
 
 @define(frozen=True, eq=False)
 class Gaussian:
-    """A mean and a covariance. The covariance is C, or x^T x for rows x: these are kept if there are few of them.
+    """A mean and a covariance. The covariance is a matrix, or x^T x for rows x, which are kept if they are few.
 
-    `num` is the number of samples that it was fitted to, None if that is unknown, as for published statistics.
+    `num` is the number of samples that it was fitted to; None if that is unknown, as for published statistics.
 
     Raises:
         ValueError: for shapes that do not fit, numbers that are not finite, and a matrix that is no covariance.
@@ -65,7 +65,7 @@ class Moments:
     """
 
     num: int = field(default=0, init=False)  # samples
-    _settled: int = field(default=0, init=False)  # samples that mean and scatter have
+    _settled: int = field(default=0, init=False)  # samples in mean and scatter
     _mean: Tensor | None = field(default=None, init=False)  # d
     _scatter: Tensor | None = field(default=None, init=False)  # d d: sum of (x - mean) (x - mean)^T
     _pending: list[Tensor] = field(factory=list, init=False)  # the other samples, n d each
@@ -102,7 +102,7 @@ class Moments:
         if not len(features):
             return
         rows = features.detach().to("cpu", torch.float64, copy=True)
-        # Counted only if the sum shows that there may be some, which takes a tenth of the time.
+        # Rows are looked at only if the sum is not finite, which takes a tenth of the time.
         if not rows.sum().isfinite() and (bad := int((~rows.isfinite().all(dim=1)).sum())):
             raise ValueError(f"{bad} of {len(rows)} rows of features are not finite")
         self.num += len(rows)
@@ -147,7 +147,7 @@ class Moments:
         return Gaussian(self._mean, self._scatter / (self.num - 1), num=self.num)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all of it by name, for a file: few samples as they are, else mean and scatter."""
+        """Return the moments by name, for a file: few samples as they are, else mean and scatter."""
         if self._scatter is None and self.num <= (self.dim or 0):
             return {"few": torch.cat(self._pending)}
         self._settle()
@@ -157,7 +157,7 @@ class Moments:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Moments:
-        """Return what `tensors` returned.
+        """Return the moments from the result of `tensors`.
 
         Raises:
             KeyError or ValueError: for tensors that are not complete.
@@ -166,13 +166,13 @@ class Moments:
         if "few" in tensors:
             moments.add(tensors["few"])
             return moments
-        Gaussian(tensors["mean"], tensors["scatter"])  # raises ValueError for tensors that are none
+        Gaussian(tensors["mean"], tensors["scatter"])  # raises ValueError for tensors that are no moments
         moments.num = moments._settled = int(tensors["num"])
         moments._mean, moments._scatter = tensors["mean"].clone(), tensors["scatter"].clone()
         return moments
 
     def _settle_many(self) -> None:
-        # Never before there are more rows than dimensions: few rows are worth more than their covariance.
+        # Only once there are more rows than dimensions: fewer rows hold more digits than their covariance.
         if self.num - self._settled > max(_PENDING, self.dim or 0):
             self._settle()
 
@@ -185,7 +185,7 @@ class Moments:
         mean = rows.mean(dim=0)
         centred = rows.sub_(mean).numpy()
         # numpy computes one half of a product with its own transpose; torch would compute both.
-        with numpy.errstate(over="ignore"):  # `fit` refuses what is not finite
+        with numpy.errstate(over="ignore"):  # `fit` refuses moments that are not finite
             scatter = torch.from_numpy(centred.T @ centred)
         self._join(len(rows), mean, scatter)
 

@@ -1,4 +1,4 @@
-"""Distances between all pairs of rows, computed in parts: no n x n x d array, and no n x n matrix either."""
+"""Distances between all pairs of rows, computed in parts without an n x n matrix in memory."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ _PAIRS = 1 << 24  # distances in memory at a time
 
 
 def distances(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the Euclidean distances of parts of the rows `a` (n d) to all rows `b` (m d): a slice of `a`, and k m.
+    """Yield slices of the rows `a` (n d), each with its Euclidean distances to all rows `b` (m d): k m.
 
     They are computed in float64 by `|x|^2 + |y|^2 - 2 x y` around the mean of `b`, so that an offset costs no digits.
     """
@@ -27,7 +27,7 @@ def distances(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
 def nearest_neighbours(a: Tensor, b: Tensor, k: int = 1, *, within: bool = False) -> tuple[Tensor, Tensor]:
     """Return distances (n k, float64) and numbers (n k) of the `k` nearest of `b` (m d) to each row of `a` (n d).
 
-    `within` says that `b` begins with the rows of `a`: no row is its own neighbour.
+    `within`: `b` begins with the rows of `a`, and no row is its own neighbour.
 
     Raises:
         ValueError: for fewer than `k` neighbours.

@@ -1,4 +1,4 @@
-"""Features of the data. A file keeps them for the next run with the same data, recipe, network and number of images."""
+"""Features of the data, kept in a file for later runs with the same data, recipe, network and number of images."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _BATCH = 256  # images
 def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: int = ROWS) -> Collected:
     """Return the features of the pictures `indices` (n, int64) of the data, without augmentation, in a random order.
 
-    The rows of `most` of them are kept, and no logits. They are read from the file of an earlier run if that was of the
-    same samples and the same space. Else each rank computes a share, and the first one writes the file. All ranks
-    return the whole. `what` is for messages, such as "fid: the training images".
+    The rows of `most` pictures are kept, and no logits. They are read from the file of an earlier run with the same
+    samples and the same space. If there is none, each rank computes a share, and the first rank writes the file. All
+    ranks return the features of all pictures. `what` names these in messages, such as "fid: the training images".
 
     Raises:
         UserError: for images that the space does not take.
@@ -43,7 +43,7 @@ def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: in
     """
     feed = feed.pictures
     space.check(feed.shape)
-    # The rows that are kept are the first ones, and data is often sorted by class.
+    # In a random order, since the first rows are kept, and data is often sorted by class.
     indices = indices[torch.randperm(len(indices), generator=torch.Generator().manual_seed(0))]
     key = _key(feed, indices, space, min(most, len(indices)))
     store: Store = getattr(feed.reader, "store", None) or Store()  # a reader of samples in memory has none
@@ -75,7 +75,7 @@ def _pixels(feed: Feed, indices: Tensor) -> Iterator[Tensor]:
 
 
 def _key(feed: Feed, indices: Tensor, space: Space, rows: int) -> str | None:
-    """Return all that the features depend on; None if that is unknown."""
+    """Return a text of everything that decides the features; None if a part of it is unknown."""
     data = feed.fingerprint()
     if data is None or space.key is None:
         return None
@@ -85,7 +85,7 @@ def _key(feed: Feed, indices: Tensor, space: Space, rows: int) -> str | None:
 
 
 def _read(path: Path, key: str) -> Collected | None:
-    """Return the features in a file, or None with a warning if it is damaged or of other data."""
+    """Return the features in a file; None if there is none, and with a warning if it is damaged or of other data."""
     if not path.is_file():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Spaces of features, in which sets of images are compared: a network, and the recipe by which it gets its images."""
+"""Spaces of features, in which sets of images are compared: a network, and the recipe that prepares its images."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Space:
     channels: Sequence[int] = (1, 3)  # that `embed` takes
     size: tuple[int, int] | None = None  # height and width that it takes; None: any, and images may differ
     device: torch.device = field(factory=lambda: torch.device("cpu"))
-    metric: str = "fd"  # what the Fréchet distance is called in this space
+    metric: str = "fd"  # the name of the Fréchet distance in this space
 
     @property
     def distance(self) -> str:
@@ -86,7 +86,7 @@ def _check(name: str, shape: Sequence[int], channels: Sequence[int] | None, size
 
 @define(frozen=True)
 class Features(Choice, ABC):
-    """A choice of features; `open` loads their network."""
+    """The base of features, chosen by name; `open` loads their network."""
 
     kind = "features"
     channels: ClassVar[Sequence[int] | None] = None  # that the space takes, if that is known before it is opened
@@ -105,9 +105,9 @@ class Features(Choice, ABC):
 
     @classmethod
     def adapted(cls, target: object, use: str) -> type[Features] | None:
-        """Return a choice of the function or module `target`, which is called with images n c h w, float32 in [-1, 1].
+        """Return features of the function or module `target`.
 
-        It returns float features, n d.
+        It takes images n c h w, float32 in [-1, 1], and returns float features, n d.
         """
         if isinstance(target, type) or not callable(target):
             return None
@@ -120,7 +120,7 @@ def usual_features(shape: Sequence[int]) -> Features:
 
 
 def named_features(use: str, **options: Any) -> Features:
-    """Return the features that the option `--features` of a command names, a module in the working directory included.
+    """Return the features that the option `--features` of a command names, also of a module in the working directory.
 
     Raises:
         UserError: for an unknown name, and for options that the features do not have.
@@ -161,7 +161,7 @@ class _Own(Features):
 
 @contextmanager
 def exact(device: torch.device) -> Iterator[None]:
-    """Compute in float32 with all its digits during the `with`: no TF32, no bf16 inside, no autocast."""
+    """Compute in float32 with all its digits during the `with`, without TF32, bfloat16 and autocast."""
     backends: Any = torch.backends
     # Not `allow_tf32`: torch refuses to read it once a script has set `fp32_precision`.
     places = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)

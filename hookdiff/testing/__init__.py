@@ -1,4 +1,4 @@
-"""Helpers for tests of plugins: small loops, the promises of a plugin and of a tracker, ranks as threads, examples."""
+"""Helpers for tests of plugins: small loops, checks of plugins and of trackers, ranks as threads, examples."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Watches the calls of plugins: which of them draws from a global generator, and which logs a name."""
+"""Watches the hooks of plugins for draws from a global generator, and for the names that they log."""
 
 import random
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from attrs import define, field
 from hookdiff.loop.hookspecs import hooks_of
 from hookdiff.loop.loop import Loop
 
-# In these the loop seeds torch's generator, and dropout draws from it.
+# In these hooks the loop seeds torch's generator, and dropout draws from it.
 _PASSES = hooks_of("passes")
 
 
 @define
 class _Call:
-    """A call of one plugin's hook, while it runs."""
+    """A running call of a plugin's hook."""
 
     plugin: str
     states: dict[str, Any]  # of the global generators, at the last look
@@ -28,7 +28,7 @@ class _Call:
 
 @define(eq=False)
 class Calls:
-    """Watches the plugins of `loop`, as an argument of `Plugins.instrument`; of nested calls, the innermost acts."""
+    """Watches the plugins of `loop`, as an argument of `Plugins.instrument`; the innermost of nested calls counts."""
 
     loop: Loop
     drew: dict[str, dict[str, set[str]]] = field(factory=dict, init=False)  # generators by plugin and hook
@@ -45,7 +45,7 @@ class Calls:
         finally:
             states = self._look()
             self._running.pop()
-            # It may draw if it restores the generator, and in passes from torch's.
+            # A hook may draw if it restores the generator; a hook with passes may draw from torch's generator.
             drew = [name for name in call.drew if states[name] != begun[name]]
             if drew := [name for name in drew if not (call.has_passes and name.startswith("torch"))]:
                 self.drew.setdefault(plugin, {}).setdefault(hook, set()).update(drew)
@@ -54,7 +54,7 @@ class Calls:
                 self._running[-1].has_passes |= call.has_passes
 
     def _look(self) -> dict[str, Any]:
-        """Note what the innermost call logged and drew since the last look; return the states of the generators."""
+        """Note the names and draws of the innermost call since the last look; return the generators' states."""
         call, states = self._running[-1] if self._running else None, _states(self.loop.device)
         for name in self.loop.log.names:
             self.owners.setdefault(name, call.plugin if call else "")

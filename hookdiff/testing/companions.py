@@ -1,4 +1,4 @@
-"""Small plugins that a tested plugin has to get along with."""
+"""Small plugins that train beside a tested plugin, and must work with it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -22,7 +22,7 @@ class Average:
 
     shadow: dict[str, Tensor] = saved()  # by parameter name
 
-    @hookimpl(tryfirst=True)  # a plugin that will sample asks for it in on_start
+    @hookimpl(tryfirst=True)  # other plugins check the name of the average in on_start
     def on_start(self, loop: Loop) -> None:
         self.shadow = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
 

@@ -1,4 +1,4 @@
-"""Compares what two runs have computed, logged, kept and written: to the last bit, or within a tolerance."""
+"""Compares the weights, logged values, states and files of two runs, to the last bit or within a tolerance."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ _ABSENT: Any = object()  # in place of a value that only the other run has
 _DIGEST = "tensor "  # the start of a text that stands for a tensor
 _SHOWN = 5  # facts in a message
 _WIDTH = 100  # characters of a value that are shown
-_BEFORE = 20  # of them, before the first difference
+_BEFORE = 20  # characters that are shown before the first difference
 
 
 class ValueKey(NamedTuple):
@@ -25,11 +25,11 @@ class ValueKey(NamedTuple):
 
     kind: Literal["weight", "logged number", "logged picture", "saved value", "field", "file"]
     name: str  # a path, as in `flatten`; that of a field begins with its plugin
-    step: float = inf  # the update that it belongs to; infinite for what is there once
+    step: float = inf  # the update of the value; infinite for a value of the whole run
 
     @property
     def plugin(self) -> str:
-        """The plugin that the field or saved value belongs to; "" for none."""
+        """The plugin of the field or saved value; "" if it has none."""
         owner = {"field": f"plugins/{self.name}", "saved value": self.name}.get(self.kind, "").split("/")
         return unescaped(owner[1]) if owner[0] == "plugins" else ""
 
@@ -51,7 +51,7 @@ class Difference:
         return all(isinstance(value, str) and not is_digest(value) for value in (self.here, self.there))
 
     def describe(self, first: str, second: str) -> str:
-        """Return a sentence with the names of both runs. Long values are cut to the part that differs."""
+        """Return a sentence with the names of both runs; long values are cut to the part that differs."""
         if self.here is _ABSENT or self.there is _ABSENT:
             return f"{self.key} is only in {second if self.here is _ABSENT else first}"
         here, there = self._texts()
@@ -70,7 +70,7 @@ class Difference:
         return _as_text(self.here), _as_text(self.there)
 
     def __str__(self) -> str:
-        """Its name, with the values if they are short."""
+        """Return the name of the value, with both values if they are short."""
         values = f" ({' and '.join(self._texts())})"
         return f"{self.key}{values * (len(values) < _WIDTH // 2)}"
 
@@ -78,7 +78,7 @@ class Difference:
 def all_differences(here: Mapping[Any, Any], there: Mapping[Any, Any], tolerance: float = 0.0) -> list[Difference]:
     """Return the values that are not the same `here` and `there`, or further apart than `tolerance` of their size.
 
-    A NaN equals a NaN. They are in the order of their steps, if their names are Keys.
+    A NaN equals a NaN. Values with a `ValueKey` are in the order of their steps.
     """
     keys = sorted(dict.fromkeys((*here, *there)), key=lambda key: key.step if isinstance(key, ValueKey) else inf)
     differences = (Difference(key, here.get(key, _ABSENT), there.get(key, _ABSENT)) for key in keys)
@@ -142,12 +142,12 @@ def escaped(key: str) -> str:
 
 
 def unescaped(part: str) -> str:
-    """Return the key that a part of a path stands for."""
+    """Return the key of a part of a path: the reverse of `escaped`."""
     return part.replace("~1", "/").replace("~0", "~")
 
 
 def is_digest(value: Any) -> bool:
-    """Return whether `value` is one that `digest` has returned."""
+    """Return whether `value` is a result of `digest`."""
     return isinstance(value, str) and value.startswith(_DIGEST)
 
 

@@ -1,4 +1,4 @@
-"""The promise of a plugin to keep the rules of its hooks, also those that no value of a run shows."""
+"""Checks that a plugin keeps the rules of its hooks, also rules whose breach no value of a run shows."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def assert_keeps_contract(
     """Raise AssertionError, with the hook and the remedy, unless the plugin keeps the rules of the hooks.
 
     It compares by identity, its options have types, and no two instances share a value that a run changes. It changes
-    weights and gradients only in the hooks that may, and says so of gradients. In the hooks of a step it prints
-    nothing, and does not wait for the device in all steps that are not logged. No graph outlives its step.
+    weights and gradients only in hooks that may change them, and keeps the known norms of gradients true. In the hooks
+    of a step it prints nothing, and does not wait for the device in every unlogged step. No graph outlives its step.
 
     Args:
         make_plugin: returns a new plugin.
@@ -83,7 +83,7 @@ def _notes(error: Exception) -> str:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Look for no garbage during the `with`: a graph in a cycle would be gone sooner or later, by chance."""
+    """Collect no garbage during the `with`: the end of a graph in a cycle would depend on chance."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -113,18 +113,18 @@ def _of_all_instances(kind: type) -> dict[str, tuple[str, str]]:
 
 
 def _field_of(kind: str, text: str) -> str:
-    """Return the field that gives each instance a value of its own, of type `kind` and written as `text`."""
+    """Return the code of a field that gives each instance its own value of type `kind`, written as `text`."""
     first = f"factory={kind}" if kind in [mutable.__name__ for mutable in _MUTABLE] else f"default={text}"
     return f"field({first}, init=False)"
 
 
 class _Transfers(CountTransfers):
-    """Counts those that the plugin makes; the norms of a step, which all plugins share, belong to none."""
+    """Counts the transfers that the plugin makes; the norms of a step, which all plugins share, do not count."""
 
     is_own = False  # whether a hook of the plugin runs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():  # which waits for no device, and cannot follow the frames
+        if torch.compiler.is_compiling():  # a compiler waits for no device, and cannot follow the frames
             return func(*args, **(kwargs or {}))
         before = self.count
         result = super().__torch_function__(func, types, args, kwargs)
@@ -138,7 +138,7 @@ class _Transfers(CountTransfers):
 
 @define(eq=False)
 class _Watch:
-    """Sees what the calls of the plugin do; it is a plugin of the run itself."""
+    """A plugin of the run that watches the calls of the tested plugin."""
 
     printed: io.StringIO = field(factory=io.StringIO)
     transfers: _Transfers = field(factory=_Transfers)
@@ -146,8 +146,8 @@ class _Watch:
     _graphs: Graphs = field(factory=Graphs, init=False)
     _found: dict[str, None] = field(factory=dict, init=False)  # facts, each once
     _reading: set[str] = field(factory=set, init=False)  # hooks that have waited for the device
-    _is_logged: bool | None = field(default=None, init=False)  # this step; None: it has made no update
-    _quiet: list[bool] = field(factory=list, init=False)  # of each step that is not logged: whether none has waited
+    _is_logged: bool | None = field(default=None, init=False)  # whether this step is logged; None: no update
+    _quiet: list[bool] = field(factory=list, init=False)  # for each step that is not logged: whether no hook has waited
 
     @hookimpl(tryfirst=True)
     def on_start(self, loop: Loop) -> None:
@@ -166,7 +166,7 @@ class _Watch:
             self._quiet.append(not self.transfers.count)
         self.transfers.count, self._is_logged = 0, None
         if self._graphs.num_alive:
-            self._note("a graph of compute_loss outlives its step: detach() what the plugin keeps")
+            self._note("a graph of compute_loss outlives its step: detach() the tensors that the plugin keeps")
 
     @contextmanager
     def _call(self, plugin: str, hook: str) -> Iterator[None]:
@@ -228,6 +228,6 @@ class _Watch:
         self._found[fact] = None
 
     def facts(self) -> list[str]:
-        remedy = "loop.log takes tensors; what must decide on the host, or rehearse, does so in some steps"
+        remedy = "give loop.log tensors, and read values on the host, or rehearse, only in some steps"
         waits = [f"it waits for the device in every step, in {hook}: {remedy}" for hook in self._reading]
         return [*self._found, *(waits if self._quiet and not any(self._quiet) else ())]

@@ -1,4 +1,4 @@
-"""The promise of a sampler that its samples are right, and that its error falls as it should with more steps."""
+"""Checks that a sampler's samples are right, and that its error falls with more steps as its order says."""
 
 import math
 from itertools import pairwise
@@ -35,14 +35,14 @@ class _Exact(Chain):
 def assert_converges(solver: Solver, order: float | None = None, *, tolerance: float = 0.3) -> None:
     """Raise AssertionError unless the error of a sampler falls with the number of steps to the power of `order`.
 
-    The network is the best one for pixels from N(0.3, 0.5²), and all is computed in float64, for the processes "flow",
-    "vp" and "edm". The error is that to the exact probability flow, from sigma / alpha = 10 to 0.1 in steps of equal
-    ratio; its slope between 16 and 128 steps, in logarithms, must be `order` within `tolerance`.
+    The network is the best one for pixels from N(0.3, 0.5²), in float64, for the processes "flow", "vp" and "edm". The
+    error is the distance to the exact probability flow, from sigma / alpha = 10 to 0.1 in steps of equal ratio. Its
+    slope between 16 and 128 steps, in logarithms, must be `order` within `tolerance`.
 
     A method of several steps may begin with steps of a lower order, as long as their error is small at the start.
 
     Mean and standard deviation of 4,096 samples of 1,000 steps, from pure noise to the image, must be those of the
-    pixels, within 2 % of the deviation. This is all that is checked of a sampler that adds noise.
+    pixels, within 2 % of the deviation. A sampler that adds noise has only this check.
 
     Args:
         solver: the sampler, such as `Heun()`.

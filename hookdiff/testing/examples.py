@@ -25,7 +25,7 @@ from hookdiff.options import Writes
 
 
 class ChannelsLast:
-    """Uses the memory format channels_last on a GPU too, for networks that are faster with it there."""
+    """Uses the memory format channels_last on a GPU, for networks that are faster with it."""
 
     @hookimpl
     def choose(self, device: torch.device) -> Mapping[str, Any]:
@@ -75,7 +75,7 @@ class Versioned:
 
 
 class Anomalies:
-    """Names the operation that made a gradient NaN; slow."""
+    """Names the operation that made a gradient NaN, but makes steps slow."""
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -104,7 +104,7 @@ class MustResume:
 
 
 class ClassByClass:
-    """Trains on class 0 in the first epoch, and on one class more in each further epoch."""
+    """Trains on class 0 in the first epoch, and on one more class in each further epoch."""
 
     @hookimpl
     def before_epoch(self, loop: Loop) -> None:
@@ -113,7 +113,7 @@ class ClassByClass:
 
 
 class MixUp:
-    """Mixes into each image a fifth of another one of the batch (Zhang et al. 2018)."""
+    """Mixes a fifth of another image of the batch into each image (Zhang et al. 2018)."""
 
     @hookimpl
     def make_batch(self, loop: Loop, batch: Batch) -> Batch:
@@ -300,7 +300,7 @@ class Rounded:
 
 
 class Brighter:
-    """Shows what the network makes a little brighter; the training is not changed."""
+    """Makes generated images a little brighter; the training is not changed."""
 
     @hookimpl(wrapper=True)
     def decode(self) -> Generator[None, Tensor, Tensor]:
@@ -347,7 +347,7 @@ class PrintTexts:
 
 
 class WideWeights:
-    """Warns when logged weights spread over more than 100."""
+    """Warns when the range of logged weights is wider than 100."""
 
     @hookimpl
     def on_distributions(self, loop: Loop, step: int, distributions: Mapping[str, Distribution]) -> None:
@@ -404,7 +404,7 @@ class ErrorFile:
 
 @define(eq=False)
 class LastRun:
-    """Keeps in a file how the last run has ended, for a dashboard."""
+    """Writes the reason for the end of the run to a file, for a dashboard."""
 
     file: Annotated[str, Writes()]
 

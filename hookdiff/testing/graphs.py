@@ -1,7 +1,7 @@
-"""Notes the autograd graphs of a model, to see that none outlives its step.
+"""Counts the autograd graphs of a model that are alive, since none may outlive its step.
 
-The end of a graph at a parameter remembers the stream of its pass: while it lives, no later step can be recorded as a
-CUDA graph. It holds memory, too.
+A graph holds memory. Its node at a parameter remembers the stream of its pass: while it lives, no later step can be
+recorded as a CUDA graph.
 """
 
 import weakref
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class _Held:
-    """Is held by a node of a graph."""
+    """An object that lives as long as the node of a graph that holds it."""
 
 
 class _Noting(torch.autograd.Function):
@@ -30,12 +30,12 @@ class _Noting(torch.autograd.Function):
 
 @define(eq=False)
 class Graphs:
-    """The graphs of the models that are watched."""
+    """Counts the graphs of the watched models."""
 
     _nodes: list[Any] = field(factory=list, init=False)
 
     def watch(self, model: nn.Module) -> nn.Module:
-        """Note the graphs of `model` from now on, and return it."""
+        """Count the graphs of `model` from now on, and return the model."""
         model.register_forward_hook(lambda module, given, output: _Noting.apply(output, self._nodes))
         return model
 

@@ -1,4 +1,4 @@
-"""The promise of a plugin that several ranks train as one process does."""
+"""Checks that several ranks train with a plugin as one process does."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def assert_trains_on_ranks(
 ) -> None:
     """Raise AssertionError unless two ranks train with the plugin as one process does, up to rounding.
 
-    Both ranks must ask each other for the same at the same places, make the same steps, and hold the same weights after
-    each. The weights and the values that the first rank logs must be those of a run on one process, within `tolerance`
-    of their size. The ranks are threads of this process, so the plugin must not use torch.distributed itself; what it
-    asks the other ranks goes through `loop.reduce`, `loop.agree` and `hookdiff.machine.ranks`.
+    Both ranks must make the same exchanges in the same order, make the same steps, and hold the same weights after each
+    step. The weights and the values that the first rank logs must be those of a run on one process, within `tolerance`
+    of their size. The ranks are threads of this process, so the plugin must not use torch.distributed itself, but
+    `loop.reduce`, `loop.agree` and `hookdiff.machine.ranks`.
 
     Args:
         make_plugin: returns a new plugin.
@@ -73,7 +73,7 @@ def assert_trains_on_ranks(
         tolerance: largest difference, relative to the size of a value.
         except_for: patterns of logged names that may differ, such as measurements on some samples of the first rank.
         loop: further arguments of `toy_loop`; a model with dropout cannot be the same on two ranks. By default each
-            epoch ends with a batch of one sample, of which the second rank gets a filler, and such a step is logged.
+            epoch ends with a batch of one sample, the second rank gets a filler for it, and such a step is logged.
     """
     patterns = list(except_for)
     odd = Feed(torch.linspace(-1, 1, 4 * _NUM).reshape(_NUM, 4), drop_last=False)
@@ -92,7 +92,7 @@ def assert_trains_on_ranks(
     facts = [each.describe(first.name, second.name) for each in all_differences(ours, its)]
 
     def compared(record: Record) -> dict[ValueKey, Any]:
-        """Return the values of each step; a picture has to be there, and may look otherwise."""
+        """Return the values of each step; None for a picture, which only has to exist."""
         left_out = {
             key
             for key in record.steps

@@ -1,4 +1,4 @@
-"""The promises that every plugin keeps: it resumes exactly, stands anywhere in the list, and can be left out."""
+"""Checks of every plugin: it resumes exactly, works at any place in the list, and can be left out."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
@@ -17,8 +17,8 @@ def assert_resumes(
     """Raise AssertionError unless a run that is saved and resumed after each step of `at` equals one without a stop.
 
     Weights, logged values and pictures are compared at every step, optimizers and the states of all plugins at the end,
-    to the last bit. Each part of the resumed run has new plugins, a new model and other global generators, and its
-    state went through files. The message names what differs first.
+    to the last bit. Each part of the resumed run has new plugins, a new model and other states of the global
+    generators, and its state went through files. The message names the first difference.
 
     Args:
         make_plugin: returns a new plugin, such as `lambda: EMA(decay=0.9)`.
@@ -46,13 +46,13 @@ def _lost_fields(whole: Record, resumed: Record) -> str:
     names = [name for name in whole.fields if whole.fields[name] != resumed.fields.get(name)]
     if not names:
         return ""
-    return f"; its fields {', '.join(names)} differ at the end, and are not saved: declare by saved(...) what is needed"
+    return f"; its fields {', '.join(names)} differ at the end, and are not saved: make the needed ones by saved(...)"
 
 
 def assert_any_order(make_plugin: Make, *, others: Mapping[str, Make] = COMPANIONS, **loop: Any) -> None:
     """Raise AssertionError unless the run is the same, to the last bit, wherever the plugin stands among the `others`.
 
-    Two plugins that change gradients are the same in both orders only up to rounding: test such a plugin without the
+    Two plugins that change gradients give equal runs in both orders only up to rounding: test such a plugin without the
     companion "limit". The arguments are those of `assert_resumes`.
     """
     with Runs(make_plugin, others, loop) as runs:
@@ -73,14 +73,14 @@ def assert_removable(
 ) -> None:
     """Raise AssertionError unless the run works without the plugin, also when it is resumed.
 
-    A checkpoint of step `at` that was made with the plugin resumes without it, and one made without it resumes with it,
-    by `fresh=`. The plugin draws from no global generator, and a later run in the process is as if it never was there.
+    A checkpoint of step `at` with the plugin resumes without it, and a checkpoint without it resumes with it, by
+    `fresh=`. The plugin draws from no global generator, and leaves no trace in a later run of the process.
 
     Args:
         make_plugin: returns a new plugin.
-        changes: "nothing" for a plugin that leaves weights and the others' logged values as they are, to the last bit;
-            "training" for one that changes them; "model" for one that also changes the names of the weights, such as a
-            parametrisation: a resume that adds or removes it must raise UserError.
+        changes: "nothing" for a plugin that leaves weights and the logged values of other plugins as they are, to the
+            last bit; "training" for a plugin that changes them; "model" for a plugin that also changes the names of the
+            weights, such as a parametrisation: a resume that adds or removes it must raise UserError.
         at: the step of the checkpoint.
         others: functions that make the other plugins of the run, by name.
         loop: further arguments of `toy_loop`.
@@ -118,7 +118,7 @@ def assert_removable(
 def _whole_run(runs: Runs) -> tuple[Record, set[ValueKey]]:
     """Return the record of a run with the plugin first in the list, and the texts in its state that are not compared.
 
-    These are names or times, which differ in a second run. Raises AssertionError if anything else differs.
+    Such texts, names or times, differ in a second run. Raises AssertionError if any other value differs.
     """
     whole, again = Record("the first run"), Record("the second run")
     runs.train(whole)

@@ -1,4 +1,4 @@
-"""Records all that two runs are compared by, and trains toy loops that are recorded."""
+"""Records the values of runs, to compare them, and trains toy loops that are recorded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MOST = 10_000  # larger mappings and lists, and longer strings, are not recorde
 _DEPTH = 4  # of mappings and lists in a field
 PLUGIN = "plugin"  # the name of the tested plugin in its runs
 
-# A loop changes these; of a Feed it changes the attributes, and not the samples.
+# Copies of the arguments that a loop changes; of a Feed it changes the attributes, but not the samples.
 _COPIES: Mapping[str, Callable[[Any], Any]] = {"model": copy.deepcopy, "objective": copy.deepcopy, "data": copy.copy}
 
 
@@ -48,7 +48,7 @@ _COPIES: Mapping[str, Callable[[Any], Any]] = {"model": copy.deepcopy, "objectiv
 class Record:
     """Records a run, also over several processes: it saves and stops the run after an update, and restores it.
 
-    It is the last plugin of the list, so that all others have had their turn.
+    It is the last plugin of the list, so that all others have run before it.
     """
 
     name: str  # in messages
@@ -82,7 +82,7 @@ class Record:
 
     @property
     def steps(self) -> dict[ValueKey, Any]:
-        """The values that belong to a step, and not to the state at the end."""
+        """The values of steps, without the state at the end."""
         return {key: value for key, value in self.values.items() if key.step < inf}
 
 
@@ -101,7 +101,7 @@ def _fields(plugin: object) -> dict[str, Any]:
 
 
 def _plain(value: Any, path: str, depth: int = -1) -> Iterator[tuple[str, Any]]:
-    """Yield all in `value` that is a tensor, a generator, a number or a text, with its path; no other objects."""
+    """Yield the tensors, generators, numbers and texts in `value`, each with its path."""
     if isinstance(value, torch.Generator):
         value = value.get_state()
     elif isinstance(value, np.ndarray | np.generic | random.Random | np.random.Generator):
@@ -109,7 +109,7 @@ def _plain(value: Any, path: str, depth: int = -1) -> Iterator[tuple[str, Any]]:
         value = object() if has_objects else hashlib.sha256(pickle.dumps(value)).hexdigest()
     elif isinstance(value, list | tuple | deque):
         value = dict(enumerate(value))
-    elif keeps_state(value) and not isinstance(value, nn.Module):  # the loop's own model, most likely
+    elif keeps_state(value) and not isinstance(value, nn.Module):  # a module is most likely the loop's own model
         value = state_of(value)
     if isinstance(value, Mapping) and len(value) <= _MOST and depth < _DEPTH:
         for key, inner in value.items():
@@ -122,9 +122,9 @@ def _plain(value: Any, path: str, depth: int = -1) -> Iterator[tuple[str, Any]]:
 
 
 def round_trip(state: State) -> dict[str, Any]:
-    """Return `state` as it comes back from files, which share nothing with the run.
+    """Return a copy of `state` that went through files, and so shares nothing with the run.
 
-    Raises TypeError, with its place, for a value that a checkpoint cannot hold.
+    Raises TypeError, with the place, for a value that a checkpoint cannot hold.
     """
     tensors, tree = flatten(state)
     with TemporaryDirectory() as folder:
@@ -135,7 +135,7 @@ def round_trip(state: State) -> dict[str, Any]:
 
 @define
 class Runs:
-    """Trains toy loops with a tested plugin among the `others`, each in a new folder; a failure names its class."""
+    """Trains toy loops with a tested plugin among the `others`, in new folders; an error names the plugin's class."""
 
     make_plugin: Callable[[], object]
     others: Mapping[str, Callable[[], object]]
@@ -168,10 +168,10 @@ class Runs:
         fresh: bool = False,
         is_watched: bool = False,
     ) -> Calls:
-        """Train a loop from the start, or from what `record` has saved; return what was seen, if it `is_watched`.
+        """Train a loop from the start, or from the state in `record`; return its calls, if it `is_watched`.
 
-        place: of the plugin among the others; None leaves it out. process: each number has other states of the global
-        generators. fresh: the plugin ignores its saved state.
+        place: of the plugin among the others; None leaves it out. process: the seed of the global generators. fresh:
+        the plugin ignores its saved state.
         """
         copies = {key: copying(self.options[key]) for key, copying in _COPIES.items() if key in self.options}
         plugins = [(name, make()) for name, make in self.others.items()]
@@ -202,7 +202,7 @@ class Runs:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Show no log: a promise says what it has found, and nothing else."""
+    """Show no log messages: a check reports only its own findings."""
     logger, nothing = logging.getLogger("hookdiff"), logging.NullHandler()
     before, logger.propagate = logger.propagate, False
     logger.addHandler(nothing)

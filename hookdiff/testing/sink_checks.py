@@ -1,4 +1,4 @@
-"""The promise of a sink: its tracker has what the run directory has, and costs no run anything when it fails."""
+"""Checks of a sink: its tracker has the values of the run directory, and no failure of it changes a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hookdiff.testing.toy import toy_loop
 _SINK = "sink"  # the name of the tested sink in its runs
 _CHECKPOINT, _KILL, _END = 2, 5, 6  # steps: of the state that is resumed, before which the run is killed, of the end
 _ROUNDING = 1e-6  # trackers keep numbers in float32
-_LIMITS = (0.1, 1.0)  # seconds that a call which hangs is waited for; the second on a busy machine
+_LIMITS = (0.1, 1.0)  # seconds to wait for a hanging call; the longer limit is for a busy machine
 _CALLS = ("open", "filled", "scalars", "images", "texts", "distributions", "event", "close")
 _EARLIER = "begin the tracker anew in open, and return earlier(run, self)"
 _REMEDIES = {
@@ -54,18 +54,18 @@ def assert_tracks(make: Callable[[Path], Sink], read: Callable[[Path], Mapping[t
     """Raise AssertionError, with the sink, the call and the remedy, unless the tracker is a mirror of each run.
 
     It holds the values of metrics.jsonl after a run, a kill and a resume, a rollback, a branch, and `hookdiff mirror`.
-    For the kill, the run directory is put back to how it was in the middle of the run, when the calls so far were made,
-    and the tracker as it was then is copied to a new path; the run is resumed from an older state. Numbers may be
-    rounded to float32; what JSON lacks, such as infinity, is a NaN.
+    For the kill, the run directory gets back its files of the middle of the run, and the tracker's files of that moment
+    are copied to a new path; the run is resumed from an older state. Numbers may be rounded to float32. Values that
+    JSON lacks, such as infinity, are NaN.
 
-    With any call of the sink failing, locked or hanging, a resumed run is the same to the last bit as without the sink,
-    and logs one warning, that the sink is switched off.
+    If a call of the sink fails, is locked or hangs, a resumed run is the same to the last bit as without the sink, and
+    logs one warning, that the sink is switched off.
 
     Args:
-        make: returns a new sink that writes to the tracker at a path, an existing folder. A branch has another path
-            than its run. Its `timeout` is set by the test where a call hangs.
-        read: returns the numbers that the tracker at a path has now, by step and name; of a tracker that begins a new
-            run in each process those of the newest.
+        make: returns a new sink that writes to the tracker at a path, an existing folder. A branch has a different path
+            than its run. The test sets its `timeout` if a call hangs.
+        read: returns the numbers that the tracker at a path has now, by step and name. If the tracker begins a new run
+            in each process, they are those of the newest run.
     """
     with TemporaryDirectory() as folder, _warnings() as warnings:
         tests = _Tests(Path(folder), make, read, warnings)
@@ -91,7 +91,7 @@ def _warnings() -> Iterator[list[str]]:
 
 @define(eq=False)
 class _Everything:
-    """Logs something of each kind; some names are of a few steps, and `odd` ones a resumed run does not log again."""
+    """Logs values of each kind; some names have few steps, and a resumed run does not log "test/odd" again."""
 
     has_odd: bool = True
 
@@ -115,7 +115,7 @@ class _Everything:
 
 @define(eq=False)
 class _Restores:
-    """Restores `state` and keeps that of a step, as a checkpoint in memory; a NaN at a position is rolled back."""
+    """A checkpoint in memory: keeps the state of a step, restores `state`, and rolls back after a NaN."""
 
     state: State | None = None
     nan_at: int | None = None
@@ -143,7 +143,7 @@ class _Restores:
 
 @define(eq=False)
 class _Copies:
-    """Copies folders to others, as the disk is when the process is killed: after the calls of the sink so far."""
+    """Copies folders as a kill of the process would leave them, after the calls of the sink so far."""
 
     sink: Sink
     copies: Mapping[Path, Path]
@@ -171,7 +171,7 @@ class _Killed:
         shutil.copytree(self.copies[self.run_dir], self.run_dir)
 
     def copy_tracker(self, folder: Path) -> Path:
-        """Return `folder` with the tracker: a place of its own, as a client may keep files open for the process."""
+        """Return `folder` with a copy of the tracker: a client may keep the files of the old place open."""
         shutil.copytree(self.copies[self.path], folder, dirs_exist_ok=True)
         return folder
 
@@ -223,7 +223,7 @@ class _Tests:
         return _Killed(run_dir, path, memory.state, copies)
 
     def check_resumes(self, killed: _Killed) -> None:
-        """Check the run that goes on, a branch of it, and mirrors in the trackers of both."""
+        """Check the resumed run, a branch of it, and a mirror of it."""
         killed.put_back()
         tracker = killed.copy_tracker(self.new_folder())
         self.resume(killed, killed.run_dir, {_SINK: self.new_sink(tracker)}, resume=True)
@@ -304,9 +304,9 @@ def _keyed(numbers: Mapping[tuple[int, str], float]) -> dict[ValueKey, float]:
 
 @contextmanager
 def _failing(sink: Sink, call: str, fault: Exception | float) -> Iterator[list[str]]:
-    """Have a call of `sink` raise `fault`, or hang during the `with`; yield a list that notes whether it was called.
+    """Let a call of `sink` raise `fault`, or hang during the `with`; yield a list that is filled by the call.
 
-    A number is the timeout for a call that hangs. The calls after `open` then do nothing: they could take longer.
+    A number is the timeout for a hanging call. The other calls after `open` then do nothing: they could take longer.
     """
     kind, trainer, is_called = type(sink), threading.get_ident(), list[str]()
     released, is_over = threading.Event(), threading.Event()

@@ -1,8 +1,8 @@
 """Ranks as threads of one process, which take turns: a test of a plugin needs no other processes, and no network.
 
-A thread runs until it asks the others for something. Then the next one runs, so that nothing happens at random. If the
-ranks ask for different things, or one ends while another waits, the error says where each of them is: real processes
-would hang there.
+A thread runs until it waits for an exchange with the others. Then the next thread runs, so that nothing happens at
+random. If the ranks wait for different exchanges, or if a rank ends while another waits, the error names the place of
+each rank: real processes would hang there.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Result = TypeVar("Result")
 
 
 class OutOfStep(AssertionError):
-    """The ranks do not do the same: as processes they would wait for each other for ever."""
+    """The ranks wait for different exchanges: as processes they would wait for each other for ever."""
 
 
 def on_ranks(num: int, work: Callable[[int], Result]) -> list[Result]:
-    """Return what `work` returns on each of `num` ranks; it gets the number of its rank.
+    """Return the results of `work(rank)` on each of `num` ranks.
 
     The global generators begin alike on all ranks. The error of a rank is raised here.
 
     Raises:
-        OutOfStep: if the ranks do not ask for the same.
+        OutOfStep: if the ranks wait for different exchanges.
     """
     together, results = _Together(num), dict[int, Result]()
     begin = _generators()
@@ -55,14 +55,14 @@ def on_ranks(num: int, work: Callable[[int], Result]) -> list[Result]:
     for thread in threads:
         thread.join()
     _restore(begin)
-    # An error of its own comes first: the others only miss the rank that has it.
+    # The error of a rank comes first: an OutOfStep of the other ranks follows from it.
     if error := min(together.errors.values(), key=lambda error: isinstance(error, OutOfStep), default=None):
         raise error
     return [results[rank] for rank in range(num)]
 
 
 class _Together:
-    """Who has the turn, and what each rank has asked for."""
+    """The exchanges of the ranks: whose turn it is, and the values that each rank gives and gets."""
 
     def __init__(self, num: int) -> None:
         self.errors: dict[int, BaseException] = {}
@@ -78,7 +78,7 @@ class _Together:
             self._changed.wait_for(lambda: self._turn == rank)
 
     def gathered(self, rank: int, kind: str, value: Any) -> list[Any]:
-        """Return the values of all ranks, which must all ask for the same `kind`."""
+        """Return the values of all ranks, which must all wait for the same `kind` of exchange."""
         generators = _generators()
         with self._changed:
             self._asked[rank] = kind, _place(), value
@@ -96,7 +96,7 @@ class _Together:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the turn to a rank that can go on; once all have asked, each of them can."""
+        """Give the turn to a rank that can go on; once all ranks wait, all can."""
         if not self._running - self._asked.keys():
             self._answer()
         self._turn = min(self._running - self._asked.keys(), default=-1)
