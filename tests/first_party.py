@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hookdiff import InMemory
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff.options.imports import installed
 from hookdiff.testing.toy import toy_model
 

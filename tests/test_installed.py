@@ -42,7 +42,7 @@ from hookdiff import LoopConfig
 from hookdiff import hookimpl
 from hookdiff import Loop
 from hookdiff import SampleRequest
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.process import VP
 from hookdiff.diffusion.sampling import Sampling

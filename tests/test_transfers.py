@@ -8,7 +8,7 @@ import torch
 
 from hookdiff import Feed, Loop, LoopConfig
 from hookdiff.builtin.logged import Metrics
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.experiment.discovery import plugin_class
 from hookdiff.testing.transfers import CountTransfers

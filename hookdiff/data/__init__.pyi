@@ -1,12 +1,7 @@
 from .absent_data import FeedWithoutData as FeedWithoutData
 from .batch import Batch as Batch
+from .datasets import digits as digits, fashion_mnist as fashion_mnist
 from .feed import Feed as Feed
 from .feed_state import Facts as Facts
-from .memory import (
-    InMemory as InMemory,
-    check_range as check_range,
-    digits as digits,
-    fashion_mnist as fashion_mnist,
-    to_unit_range as to_unit_range,
-)
+from .memory import InMemory as InMemory, check_range as check_range, to_unit_range as to_unit_range
 from .source import Images as Images, Source as Source

@@ -1,7 +1,5 @@
 """The samples to train on, and their order: pure functions of the data, the seed and the epoch."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Generator, Tensor
 
@@ -50,17 +48,3 @@ def balanced(labels: Tensor, generator: Generator) -> Tensor:
         picked += [torch.cat(rounds)[:wanted]] if rounds else []
     positions = torch.cat(picked)
     return positions[torch.randperm(len(positions), generator=generator)]
-
-
-def replacements(parts: Sequence[Tensor], unreadable: Tensor) -> Tensor:
-    """Return the position of each sample, or of its first readable successor if the sample is `unreadable` (n, bool).
-
-    Raises UserError if one of the `parts`, which are sorted, has unreadable samples only.
-    """
-    found = torch.arange(len(unreadable))
-    for part in parts:
-        broken, readable = part[unreadable[part]], part[~unreadable[part]]
-        if len(broken) and not len(readable):
-            raise UserError("none of the samples of the data, or of those held out, can be read")
-        found[broken] = readable[torch.searchsorted(readable, broken) % max(1, len(readable))]
-    return found

@@ -16,7 +16,6 @@ from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
 from hookdiff.data.feed_state import MOST
 from hookdiff.data.memory import InMemory, to_device
-from hookdiff.data.order import replacements
 from hookdiff.data.reader import Codec, MemoryReader, Parts, Stack, are_pictures, hash_of, labels_of
 from hookdiff.data.source import Images, sample_name
 from hookdiff.errors import UserError
@@ -219,3 +218,17 @@ class SourceReader:
     def close(self) -> None:
         while self._idle:
             self._idle.pop().close()
+
+
+def replacements(parts: Sequence[Tensor], unreadable: Tensor) -> Tensor:
+    """Return the position of each sample, or of its first readable successor if the sample is `unreadable` (n, bool).
+
+    Raises UserError if one of the `parts`, which are sorted, has unreadable samples only.
+    """
+    found = torch.arange(len(unreadable))
+    for part in parts:
+        broken, readable = part[unreadable[part]], part[~unreadable[part]]
+        if len(broken) and not len(readable):
+            raise UserError("none of the samples of the data, or of those held out, can be read")
+        found[broken] = readable[torch.searchsorted(readable, broken) % max(1, len(readable))]
+    return found

@@ -1,7 +1,7 @@
 import torch
 from sklearn.datasets import load_digits
 
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from tests.conftest import as_list
 
 

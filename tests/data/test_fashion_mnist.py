@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hookdiff.data.memory import fashion_mnist
+from hookdiff.data import fashion_mnist
 from tests.conftest import as_list, refused
 
 

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from hookdiff import Feed, InMemory, UserError
-from hookdiff.data.order import replacements, split
+from hookdiff.data.order import split
 from hookdiff.images import feed_of
+from hookdiff.images.source_reader import replacements
 from tests.conftest import refused
 
 CPU = torch.device("cpu")

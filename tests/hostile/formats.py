@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from hookdiff import ConfigError, Loop, LossOutput, UserError, builtin_plugins, hookimpl
-from hookdiff.data.memory import fashion_mnist
+from hookdiff.data import fashion_mnist
 from hookdiff.disk.files import new_file, write_file, writing
 from hookdiff.disk.lock import is_locked
 from hookdiff.experiment.toml_file import read_toml

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hookdiff import ConfigError, Loop, LoopConfig, SampleRequest, build_loop, hookimpl, load_run
 from hookdiff.authors.generation import Generated
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.guidance import ClassifierFree
 from hookdiff.diffusion.process import Point

@@ -14,7 +14,7 @@ from torch import nn
 import hookdiff_cuda_graphs.plugin
 from hookdiff import Feed, InMemory, Loop, LoopConfig, LossOutput, UserError, hookimpl
 from hookdiff.authors.trial_passes import rehearsing
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.experiment.discovery import plugin_class
 from hookdiff.experiment.optimizers import weights_of

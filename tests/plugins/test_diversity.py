@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from torch import Generator, Tensor, nn
 
 from hookdiff import Feed, InMemory, Loop, LoopConfig, UserError, hookimpl
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff.log.picture import Picture
 from hookdiff.log.placement import panel_layouts
 from hookdiff.loop.saved import restore_state, state_of
@@ -372,7 +372,7 @@ import torch
 from hookdiff import LoopConfig
 from hookdiff import hookimpl
 from hookdiff import Loop
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff_diversity import Diversity
 
 class Noise:

@@ -53,7 +53,7 @@ import torch
 from attrs import define
 from torch import nn
 from hookdiff import hookimpl
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff_networks import UNet
 
 

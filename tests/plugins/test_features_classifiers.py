@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Generator, Tensor
 
 from hookdiff import UserError
-from hookdiff.data.memory import digits, to_unit_range
+from hookdiff.data import digits, to_unit_range
 from hookdiff.features.frechet import frechet_distance
 from hookdiff.features.moments import Moments
 from hookdiff.features.space import Features, Space

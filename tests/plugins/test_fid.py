@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Feed, InMemory, Loop, LoopConfig, SampleRequest, UserError, hookimpl
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff.features.collected import Collected
 from hookdiff.features.frechet import frechet_distance
 from hookdiff.features.moments import Gaussian, Moments
@@ -444,7 +444,7 @@ RANKS = """
 import logging
 import torch
 from hookdiff import Loop, LoopConfig, hookimpl
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff_fid import FID
 
 class Noise:
@@ -488,7 +488,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from hookdiff import Loop, LoopConfig
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff.authors.generation import Generated
 
 class Bad:

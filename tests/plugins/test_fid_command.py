@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from hookdiff import SampleRequest, load_run
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff.experiment.loaded_run import Run
 from hookdiff.features.collected import Collected
 from hookdiff.features.frechet import frechet_distance

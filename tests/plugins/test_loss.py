@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import Batch, Feed, Finding, InMemory, Loop, LossOutput, UnknownWeights, hookimpl
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.process import EDM, VP, Flow, Process
 from hookdiff.images import feed_of

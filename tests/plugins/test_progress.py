@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LoopConfig, hookimpl
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff.options.structure import Problems, arguments
 from hookdiff.terminal import paced
 from hookdiff.testing.toy import toy_loop

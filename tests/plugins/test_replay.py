@@ -24,7 +24,7 @@ NETS = '''
 import torch
 from torch import nn
 from hookdiff import InMemory
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 
 
 class Net(nn.Module):

@@ -23,7 +23,7 @@ from hookdiff import (
     load_config,
 )
 from hookdiff.builtin.pictures import Pictures
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.process import Process
 from hookdiff.diffusion.sampling import Sampling

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hookdiff import Batch, Feed, InMemory, Loop, hookimpl
 from hookdiff.authors.trial_passes import rehearsing
-from hookdiff.data.memory import digits
+from hookdiff.data import digits
 from hookdiff.loop.hookspecs import declaration_of
 from hookdiff.machine.ranks import first_rank_says, gathered, num_ranks, rank, summed
 from hookdiff.testing.compare import all_differences
