@@ -13,23 +13,24 @@ from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
 from hookdiff.data.feed_state import Facts, FeedState
 from hookdiff.data.memory import InMemory
-from hookdiff.data.reader import Codec, Stack
+from hookdiff.data.memory_reader import PlainReader
+from hookdiff.data.reader import Codec, Stack, TextEncoders
 from hookdiff.errors import UserError
 from hookdiff.options.structure import structured
 
 _CPU = torch.device("cpu")
 
 
-class _Absent:
+class _Absent(PlainReader):
     """The reader of a run without its data."""
 
     labels: Tensor | None = None
     left_out: Sequence[str] = ()
     unreadable: Sequence[int] = ()
 
-    def __init__(self, facts: Facts, names: Mapping[int, str], codec: Codec | None, texts: Any) -> None:
+    def __init__(self, facts: Facts, names: Mapping[int, str], codec: Codec | None, texts: TextEncoders | None) -> None:
         self.facts, self.names, self.codec, self.texts = facts, names, codec, texts
-        self.nothing: Mapping[str, Tensor | None] = texts.nothing if texts else {}
+        self.nothing = texts.nothing if texts else {}
         self.shape, self.classes, self.are_pictures = facts.shape, facts.classes, facts.are_pictures
 
     def __len__(self) -> int:
@@ -60,12 +61,6 @@ class _Absent:
     def fingerprint(self) -> str | None:
         return None
 
-    def check(self) -> None:
-        """Take any samples."""
-
-    def close(self) -> None:
-        """Have no workers to end."""
-
 
 def absent() -> UserError:
     """Return the error for samples that are asked of a run without its data."""
@@ -82,7 +77,7 @@ class FeedWithoutData(Feed):
 
     names: Mapping[int, str] = field(factory=dict, kw_only=True)  # of samples, by their positions in the data
     remembered: Codec | None = field(default=None, kw_only=True)  # of the samples
-    texts: Any = field(default=None, kw_only=True)  # `TextConditions`: of the encoders of texts
+    texts: TextEncoders | None = field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         self.reader = _Absent(self.facts, self.names, self.remembered, self.texts)
@@ -100,8 +95,8 @@ class FeedWithoutData(Feed):
 
     @property
     def facts(self) -> Facts:
-        known: Facts = self.data
-        return known
+        assert isinstance(self.data, Facts)
+        return self.data
 
     @property
     def num_classes(self) -> int | None:

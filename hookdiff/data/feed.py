@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from copy import copy
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from attrs import define, field, setters
@@ -20,8 +20,8 @@ from torch import Generator, Tensor
 
 from hookdiff.data.batch import Batch
 from hookdiff.data.memory import InMemory
+from hookdiff.data.memory_reader import MemoryReader
 from hookdiff.data.order import balanced, split
-from hookdiff.data.reader import Codec, MemoryReader, Reader
 from hookdiff.errors import UserError
 from hookdiff.machine import ranks
 from hookdiff.machine.randomness import derive_seed
@@ -29,6 +29,8 @@ from hookdiff.options.fields import about
 
 if TYPE_CHECKING:
     from hookdiff.data.feed_state import Facts
+    from hookdiff.data.reader import Codec, Reader
+    from hookdiff.data.source import Images, Source
 
 _CPU = torch.device("cpu")
 _NAMED = 64  # samples of which all ranks compare the names
@@ -50,7 +52,7 @@ class Feed:
         UserError: for data that cannot be used with these options.
     """
 
-    data: Any
+    data: InMemory | Reader | Tensor | Facts  # the last one of a `FeedWithoutData`
     held_out: int | float = field(
         default=0,
         validator=_check_held_out,
@@ -62,7 +64,7 @@ class Feed:
         default=False, metadata=about("draw each class equally often; the length of an epoch stays the same")
     )
     drop_last: bool = field(default=True, metadata=about("leave out the last, smaller batch of an epoch"))
-    reader: Any = field(init=False, repr=False)  # a `Reader`, which may have more attributes
+    reader: Reader = field(init=False, repr=False)
     batch_size: int = field(init=False, default=0)  # over all ranks
     seed: int = field(init=False, default=0)
     device: torch.device = field(init=False, default=_CPU)
@@ -134,27 +136,24 @@ class Feed:
                     raise UserError(f"all ranks need the same data: {what}: {one} on rank 0, {two} on rank {number}")
 
     @property
-    def samples(self) -> Any:
+    def samples(self) -> InMemory | Images | Source:
         """The `InMemory` set that holds all samples, on the device if there is room; or their source."""
         return self.reader.samples
 
     @property
     def labels(self) -> Tensor | None:
         """The labels of the whole set: n, int64, on the CPU (-1: unknown); None without labels."""
-        labels: Tensor | None = self.reader.labels
-        return labels
+        return self.reader.labels
 
     @property
     def classes(self) -> Sequence[str] | None:
         """The names of the classes."""
-        names: Sequence[str] | None = self.reader.classes
-        return names
+        return self.reader.classes
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one sample, c h w; the first sample is loaded if nothing else gives it."""
-        shape: tuple[int, ...] = self.reader.shape
-        return shape
+        return self.reader.shape
 
     @property
     def are_pictures(self) -> bool:
@@ -162,13 +161,12 @@ class Feed:
 
         A tensor in memory counts as a whole; samples that are read one by one by the first few.
         """
-        return bool(self.reader.are_pictures)
+        return self.reader.are_pictures
 
     @property
     def codec(self) -> Codec | None:
         """What makes the samples of pictures, such as an autoencoder; None if they are as the source has them."""
-        codec: Codec | None = self.reader.codec
-        return codec
+        return self.reader.codec
 
     @property
     def pictures(self) -> Feed:
@@ -201,7 +199,7 @@ class Feed:
     @property
     def nothing(self) -> Mapping[str, Tensor | None]:
         """The value of a missing condition, by name, of one sample; None: the condition stays. Others have zeros."""
-        return getattr(self.reader, "nothing", {})
+        return self.reader.nothing
 
     def examples(self, choose: Callable[[int], Sequence[int]]) -> Batch:
         """Return the training samples that `choose` picks by their number, such as `SampleRequest.rows`."""
@@ -217,12 +215,11 @@ class Feed:
 
     def describe(self, index: int) -> str:
         """Return the name of the sample at `index` for messages, such as its file, with control characters escaped."""
-        return str(self.reader.describe(index))
+        return self.reader.describe(index)
 
     def fingerprint(self) -> str | None:
         """Return a hash that changes with the samples that `unaugmented` yields; None for a source without one."""
-        found: str | None = self.reader.fingerprint()
-        return found
+        return self.reader.fingerprint()
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch."""
@@ -344,14 +341,12 @@ class Feed:
         self.reader.close()
 
 
-def _reader_of(data: Any) -> Reader:
-    if isinstance(data, Tensor):
-        data = InMemory(data)
-    if isinstance(data, InMemory):
-        return MemoryReader(data)
+def _reader_of(data: InMemory | Reader | Tensor | Facts) -> Reader:
+    if isinstance(data, InMemory | Tensor):
+        return MemoryReader(InMemory(data) if isinstance(data, Tensor) else data)
     if not hasattr(data, "stacks"):
         raise UserError(
             f"a Feed is made of a tensor, an InMemory or a Reader, not of a {type(data).__name__}: "
             "hookdiff.images.feed_of makes one of any data"
         )
-    return data  # type: ignore[no-any-return]
+    return cast("Reader", data)

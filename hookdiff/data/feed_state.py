@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import Attribute, Factory, asdict, define, field
@@ -14,6 +14,9 @@ from torch import Tensor
 from hookdiff.data.marks import Mark, marks_of_data
 from hookdiff.errors import UserError
 from hookdiff.options.structure import Problems, shaped, structured
+
+if TYPE_CHECKING:
+    from hookdiff.data.feed import Feed
 
 MOST_VALUES, MOST_SAMPLES, MOST_CLASSES = 1 << 31, 10**10, 10**7  # no run comes near them, and memory has room for them
 MOST, LIMIT = 16, 1 << 22  # examples, and bytes of all of them together; there is always one
@@ -81,19 +84,19 @@ class Facts:
             raise UserError(f"the checkpoint's state of 'data' cannot be loaded: facts: {error}") from None
 
     @classmethod
-    def about(cls, feed: Any) -> Facts:
+    def about(cls, feed: Feed) -> Facts:
         """Return the facts about a `Feed`; if the samples have conditions, the first samples are loaded."""
-        texts: Any = getattr(feed.reader, "texts", None)
         kept: dict[str, Any] = {}
         first, nothing = feed.reader.first.conditions, feed.nothing
         if columns := {name: one for name, one in first.items() if nothing.get(name) is None}:
             size = sum(column[:1].nbytes for column in columns.values())
             count = max(1, min(MOST, LIMIT // max(1, size)))
-        if columns or texts:
+        if columns or feed.reader.texts:
             batch = feed.examples(lambda total: range(min(count if columns else MOST, total)))
             kept["labels"] = None if batch.labels is None else batch.labels.cpu()
             kept["conditions"] = {name: batch.conditions[name].cpu() for name in columns}
-            kept["texts"] = feed.reader.texts_of(batch.indices) if texts else {}
+            assert batch.indices is not None
+            kept["texts"] = feed.reader.texts_of(batch.indices) if feed.reader.texts else {}
         return cls(
             shape=feed.shape,
             num_samples=len(feed.training),
@@ -103,7 +106,7 @@ class Facts:
             codec=feed.codec.digest if feed.codec else None,
             num_classes=feed.num_classes,
             classes=None if feed.classes is None else tuple(map(str, feed.classes)),
-            encoders=getattr(feed.reader, "digests", {}),
+            encoders=dict(feed.reader.digests),
             marks=marks_of_data(feed),
             **kept,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -13,6 +13,10 @@ from attrs import define
 from torch import Tensor
 
 from hookdiff.data.memory import InMemory
+
+if TYPE_CHECKING:
+    from hookdiff.data.feed import Feed
+    from hookdiff.data.source import AnySource
 
 _AT_ONCE = 1024  # rows
 
@@ -37,22 +41,22 @@ class Mark:
         return "edited, moved or written anew" if self.files != before.files else ""
 
 
-def marks_of_data(feed: Any) -> dict[str, Mark]:
+def marks_of_data(feed: Feed) -> dict[str, Mark]:
     """Return the marks of the parts of the data of a `Feed`, by the names of the parts in a message.
 
     Its pictures have one if they are in memory, or if their source has a `fingerprint`.
     """
-    reader: Any = feed.reader
-    source, name = getattr(reader, "source", reader.samples), "pictures" if len(feed.picture_shape) == 3 else "inputs"
+    reader, name = feed.reader, "pictures" if len(feed.picture_shape) == 3 else "inputs"
+    held: object = reader.source.memory if reader.source else None
     made = {}
-    if not isinstance(source, InMemory) and hasattr(source, "fingerprint"):
-        made[name] = _of_names(source)
-    elif isinstance(held := source if isinstance(source, InMemory) else reader.samples, InMemory):
+    if reader.source and not held and (files := reader.source.fingerprint()):
+        made[name] = _of_names(reader.source, files)
+    elif isinstance(held := held or reader.samples, InMemory):
         made[name] = _of_tensor(held.images)
         made |= {f"conditions {key!r}": _of_tensor(column) for key, column in held.conditions.items()}
     if feed.labels is not None:
         made["labels"] = _of_tensor(feed.labels)
-    for key, captions in getattr(reader, "captions", {}).items():
+    for key, captions in reader.captions.items():
         made[f"captions {key!r}"] = _of_texts("\n".join(texts) for texts in captions.given)
     return {**made, "held-out samples": _of_tensor(feed.held_out_indices)}
 
@@ -63,13 +67,12 @@ def changed_parts(before: Mapping[str, Mark], now: Mapping[str, Mark]) -> list[s
     return [f"{name} ({change})" for name, change in both.items() if change]
 
 
-def _of_names(source: Any) -> Mark:
-    num, describe = len(source), getattr(source, "describe", str)
-    names = [str(describe(index)) for index in range(num)]
-    ends = enumerate(zip(min(names), max(names), strict=False)) if num > 1 else ()
+def _of_names(source: AnySource, files: str) -> Mark:
+    names = [source.describe(index) for index in range(len(source))]
+    ends = enumerate(zip(min(names), max(names), strict=False)) if len(names) > 1 else ()
     common = next((at for at, (one, two) in ends if one != two), 0)  # letters of the folder, which may move
     mark = _of_texts(name[common:] for name in names)
-    return Mark(mark.num, mark.ordered, mark.members, _hash(str(source.fingerprint()).encode()))
+    return Mark(mark.num, mark.ordered, mark.members, _hash(files.encode()))
 
 
 def _of_texts(texts: Iterable[str]) -> Mark:

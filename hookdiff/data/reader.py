@@ -1,65 +1,156 @@
-"""What a Feed reads its samples from: the protocol of readers, and the reader of data in memory."""
+"""What a Feed reads its samples from: the protocols of readers, and of what they have beside the samples."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from copy import copy
-from functools import cached_property
-from itertools import repeat
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff.data.batch import Batch
-from hookdiff.data.memory import InMemory, check_range, to_unit_range
-from hookdiff.errors import UserError, shown
+from hookdiff.data.memory import InMemory
+from hookdiff.data.source import AnySource, Images, Source
 
-_CPU = torch.device("cpu")
-_AT_ONCE = 1 << 20  # pixel values that are fetched from memory in one go: 4 MiB in float32
+if TYPE_CHECKING:
+    from hookdiff.data.feed import Feed
 
 # Of the samples of a batch, each with a row: inputs as the objective gets them, labels (int64), positions (int64, CPU),
 # and conditions by name.
 Stack = tuple[Tensor, Tensor | None, Tensor, Mapping[str, Tensor]]
 Parts = Sequence[Tensor]  # the samples to train on and those held out: n, int64, positions in the whole set
-Finish = Callable[[Batch, int | None], Batch]  # takes samples as they are stored, and the epoch; None: no augmentation
+Kind = TypeVar("Kind")
+
+
+class InputEncoder(Protocol):
+    """The part of the config that opens the network of a codec: see `hookdiff.encoding.PictureEncoder`."""
+
+    def moments(self) -> tuple[Sequence[float], Sequence[float]] | None:
+        """Return mean and deviation of each channel of the latents; None: they are measured."""
+
+    def to_diffusers(self, mean: Sequence[float], std: Sequence[float]) -> Any:
+        """Return the network as a model of diffusers, with the scale of the run in it."""
 
 
 class Codec(Protocol):
-    """Makes inputs of pictures, and pictures of inputs: for an autoencoder, of which a run trains the latents."""
+    """Makes latents of pictures, and pictures of latents: for an autoencoder, of which a run trains the latents."""
 
     shape: tuple[int, ...]  # of a picture, c h w
     digest: str  # changes with what it makes
-    encoder: Any  # part of the config, that opens its network
 
     @property
-    def pictures(self) -> Any:
+    def encoder(self) -> InputEncoder: ...
+
+    @property
+    def pictures(self) -> Feed:
         """The Feed of the pictures, which is made when it is first asked for."""
 
     def encode(self, pictures: Tensor) -> Tensor:
-        """Return the inputs (n c h w) for `pictures` (n c h w in [-1, 1]), always the same, on the same device."""
+        """Return the latents (n c h w) of `pictures` (n c h w in [-1, 1]), always the same, on the same device."""
 
-    def decode(self, inputs: Tensor) -> Tensor:
-        """Return the pictures (n c h w, float32, about in [-1, 1]) of `inputs` (n c h w), on the same device."""
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return the pictures (n c h w, float32, about in [-1, 1]) of `latents` (n c h w), on the same device."""
+
+
+class CaptionEncoder(Protocol):
+    """The part of the config that opens an encoder of texts: see `hookdiff.encoding.TextEncoder`."""
+
+    def to_diffusers(self, name: str, folder: str) -> Any:
+        """Return the parts of the encoder `name`, and the code that finds them in `folder`."""
+
+
+class TextEncoders(Protocol):
+    """The encoders of texts of a run: they make conditions of captions and prompts."""
+
+    @property
+    def encoders(self) -> Mapping[str, CaptionEncoder]:
+        """The parts of the config, by name."""
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """The names of the captions that the encoders take, such as "text"."""
+
+    @property
+    def nothing(self) -> Mapping[str, Tensor | None]:
+        """What stands for no caption, by the names of conditions; None: the condition stays as it is."""
+
+    def embed(self, texts: Mapping[str, Sequence[str]], are_prompts: bool = True) -> dict[str, Tensor]:
+        """Return the conditions of `texts`, n of each kind, by name: n rows each."""
+
+    def of_prompts(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+        """Return the same, and the sizes of the pictures that are drawn of them."""
+
+
+class Captions(Protocol):
+    """The captions of all samples, under one name of the source."""
+
+    given: Sequence[Sequence[str]]  # of each sample, as the source has them
+
+    def every(self) -> Iterable[str]:
+        """Yield the captions of all usable samples."""
+
+    def drawn(self, indices: Tensor, seed: int, epoch: int | None) -> list[str]:
+        """Return a caption of each of the samples `indices`; None: the first one of each."""
 
 
 class Reader(Protocol):
     """Reads, decodes and augments the samples of a Feed, which keeps their order and makes batches of them.
 
-    `MemoryReader` has them in memory; `hookdiff.images` has the reader of pictures and of any other source.
+    `MemoryReader` has them in memory; `hookdiff.images` has the reader of pictures and of any other source. The members
+    of `PlainReader` are optional: a reader that derives from it has their defaults.
     """
 
     @property
-    def samples(self) -> Any:
+    def samples(self) -> InMemory | Images | Source:
         """The `InMemory` set that holds all samples, or the source that is asked for each of them."""
 
-    labels: Tensor | None  # of the whole set: n, int64, on the CPU (-1: unknown)
-    classes: Sequence[str] | None  # the names of the classes
-    left_out: Sequence[str]  # what of the source is not used, in words
-    unreadable: Collection[int]  # positions of samples that no batch may hold
-    codec: Codec | None  # of what the samples were made of pictures by
+    @property
+    def labels(self) -> Tensor | None:
+        """The labels of the whole set: n, int64, on the CPU (-1: unknown)."""
+
+    @property
+    def classes(self) -> Sequence[str] | None:
+        """The names of the classes."""
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """What of the source is not used, in words."""
+
+    @property
+    def unreadable(self) -> Collection[int]:
+        """Positions of samples that no batch may hold."""
+
+    @property
+    def codec(self) -> Codec | None:
+        """What made the samples of pictures; None if they are as the source has them."""
+
+    @property
+    def inner(self) -> Reader | None:
+        """The reader around which this one is; optional, default: None."""
+
+    @property
+    def source(self) -> AnySource | None:
+        """The source, if it is another object than `samples`; optional, default: None."""
+
+    @property
+    def cache_dir(self) -> str | None:
+        """Folder for files about the samples; optional, default: that of the user."""
+
+    @property
+    def captions(self) -> Mapping[str, Captions]:
+        """The captions, by their names in the source; optional, default: none."""
+
+    @property
+    def texts(self) -> TextEncoders | None:
+        """The encoders of the captions; optional, default: None."""
+
+    @property
+    def nothing(self) -> Mapping[str, Tensor | None]:
+        """What stands for a missing condition, by name; optional, default: zeros for all."""
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """The digests of all encoders, by name; optional, default: none."""
 
     def __len__(self) -> int:
         """Return the number of samples in the whole set."""
@@ -82,6 +173,9 @@ class Reader(Protocol):
     def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
         """Yield the samples at each of `shares` (n, int64), augmented as in `epoch`; None: without augmentation."""
 
+    def texts_of(self, indices: Tensor) -> dict[str, list[str]]:
+        """Return the first caption of each of the samples `indices`, by the kinds of captions; optional."""
+
     def check(self) -> None:
         """Raise UserError for samples that do not fit the options."""
 
@@ -95,126 +189,67 @@ class Reader(Protocol):
         """End the workers that wait for another epoch; a later epoch starts new ones."""
 
 
-def labels_of(source: Any, num: int) -> tuple[Tensor | None, Sequence[str] | None]:
-    """Return the labels of the `num` samples of `source`, and the names of the classes, escaped; None without labels.
+class ReaderAround:
+    """A reader that has what `inner` has: a subclass changes some of it."""
 
-    Raises UserError for numbers that are no labels.
-    """
-    labels, classes = getattr(source, "labels", None), getattr(source, "classes", None)
-    if not isinstance(labels, Tensor) or labels.shape != (num,):
-        return None, None
-    if num:
-        low, high = int(labels.min()), int(labels.max())
-        try:
-            check_range(low, high)
-        except ValueError as error:
-            raise UserError(f"labels: {error}") from None
-        if classes is not None and high >= len(classes):
-            raise UserError(f"labels: {high} is the number of no class, there are {len(classes)}")
-    return labels.cpu(), None if classes is None else tuple(map(shown, classes))
-
-
-def is_paired(shape: Sequence[int], picture: Sequence[int]) -> bool:
-    """Return whether values of `shape` are an image, h w or c h w, of the height and width of a `picture` c h w."""
-    return len(picture) == 3 and len(shape) in (2, 3) and tuple(shape[-2:]) == tuple(picture[1:])
-
-
-def in_unit_range(samples: Batch, epoch: int | None = None) -> Batch:
-    """Return the samples with uint8 inputs, and images among the conditions, as float32 in [-1, 1]."""
-    columns = {
-        name: to_unit_range(column)
-        if column.dtype == torch.uint8 and is_paired(column.shape[1:], samples.inputs.shape[1:])
-        else column
-        for name, column in samples.conditions.items()
-    }
-    return evolve(samples, inputs=to_unit_range(samples.inputs), conditions=columns)
-
-
-def hash_of(images: Tensor) -> str:
-    """Return a hash of the dtype, the shape and the values of `images`."""
-    digest = hashlib.sha256()
-    for part in torch.split(images, 1024):
-        digest.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
-    return f"{images.dtype} {tuple(images.shape)} {digest.hexdigest()}"
-
-
-@define(eq=False, slots=False)
-class MemoryReader:
-    """Reads the rows of a set in memory.
-
-    finish: makes samples for the objective of samples as they are stored.
-    rows: for each position in the set, the row of `samples` that is read; None: the same.
-    """
-
-    samples: InMemory
-    finish: Finish = in_unit_range
-    rows: Tensor | None = None
-    labels: Tensor | None = field(init=False)
-    classes: Sequence[str] | None = field(init=False)
-    left_out: Sequence[str] = ()
-    unreadable: Collection[int] = ()
-    codec: Codec | None = None
-    device: torch.device = _CPU
-
-    def __attrs_post_init__(self) -> None:
-        self.labels, self.classes = labels_of(self.samples, len(self.samples))
+    inner: Reader
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.inner)
+
+    @property
+    def samples(self) -> InMemory | Images | Source:
+        return self.inner.samples
+
+    @property
+    def labels(self) -> Tensor | None:
+        return self.inner.labels
+
+    @property
+    def classes(self) -> Sequence[str] | None:
+        return self.inner.classes
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        return self.inner.left_out
+
+    @property
+    def unreadable(self) -> Collection[int]:
+        return self.inner.unreadable
+
+    @property
+    def codec(self) -> Codec | None:
+        return self.inner.codec
+
+    @property
+    def source(self) -> AnySource | None:
+        return self.inner.source
+
+    @property
+    def cache_dir(self) -> str | None:
+        return self.inner.cache_dir
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.samples.images.shape[1:])
+        return self.inner.shape
 
-    @cached_property
-    def first(self) -> Batch:
-        images, labels, conditions = self.samples.rows(torch.zeros(1, dtype=torch.int64))
-        return self.finish(Batch(images, labels, conditions=conditions), None)
-
-    @cached_property
+    @property
     def are_pictures(self) -> bool:
-        return are_pictures(self.samples.images)
-
-    def bound(self, seed: int, device: torch.device, parts: Parts) -> MemoryReader:
-        one = copy(self)
-        one.samples, one.device = self.samples.to(device), device
-        return one
-
-    def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
-        if not shares:
-            return
-        samples = self.samples
-        # Fetch several small batches at once and slice them: the calls take longer than copying the pixels.
-        at_once = max(1, _AT_ONCE // (len(shares[0]) * samples.images[0].numel()))
-        for first in range(0, len(shares), at_once):
-            group = shares[first : first + at_once]
-            if self.rows is not None:
-                group = [self.rows[share] for share in group]
-            sizes = [len(share) for share in group]
-            indices = torch.cat(tuple(group))
-            images, labels, conditions = samples.rows(indices, self.device)
-            made = self.finish(Batch(images, labels, indices, conditions=conditions), epoch)
-            inputs, by_batch = torch.split(made.inputs, sizes), repeat(None)
-            columns = {name: torch.split(column, sizes) for name, column in made.conditions.items()}
-            cut = ({name: parts[k] for name, parts in columns.items()} for k in range(len(group)))
-            yield from zip(inputs, by_batch if labels is None else torch.split(labels, sizes), group, cut, strict=False)
+        return self.inner.are_pictures
 
     def check(self) -> None:
-        """Take any samples."""
+        self.inner.check()
 
     def describe(self, index: int) -> str:
-        return f"sample {index}"
-
-    def fingerprint(self) -> str | None:
-        return hash_of(self.samples.images)
+        return self.inner.describe(index)
 
     def close(self) -> None:
-        """Have no workers to end."""
+        self.inner.close()
 
 
-def are_pictures(images: Tensor) -> bool:
-    """Return whether `images` (n c h w) are uint8, or floats in [-1, 1]; latents have other values."""
-    if images.dim() < 4 or not images.is_floating_point():
-        return images.dim() >= 4 and images.dtype == torch.uint8
-    low, high = images.aminmax()
-    return bool((low >= -1) & (high <= 1))
+def stage(feed: Feed, kind: type[Kind]) -> Kind | None:
+    """Return the reader of this kind among that of `feed` and those inside it; None if there is none."""
+    reader: Reader | None = feed.reader
+    while reader is not None and not isinstance(reader, kind):
+        reader = reader.inner
+    return reader

@@ -1,3 +1,4 @@
+from .captioned_reader import CaptionedReader as CaptionedReader
 from .digests import digest_of as digest_of
 from .encoded_samples import ENCODED as ENCODED
 from .encoder import (
@@ -11,6 +12,7 @@ from .encoder import (
     scale_text as scale_text,
 )
 from .encoder_folder import why_no_folder as why_no_folder
+from .latent_reader import LatentReader as LatentReader
 from .model_folder import (
     digest_seen as digest_seen,
     file_in as file_in,

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
-from typing import Any
 
 import torch
 from attrs import define, evolve, field
@@ -14,13 +13,14 @@ from torch import Tensor
 
 from hookdiff.data.batch import Batch
 from hookdiff.data.memory import to_device
-from hookdiff.data.reader import Parts, Stack
+from hookdiff.data.reader import Parts, ReaderAround, Stack
 from hookdiff.encoding.captions import CaptionKeys, CaptionsOf, captions_for
 from hookdiff.encoding.encoder import INPUTS, TextEncoder
 from hookdiff.encoding.latent_reader import LatentReader
 from hookdiff.encoding.text_table import Nothing, TextConditions, TextTable
 from hookdiff.encoding.time_ids import TimeIds
 from hookdiff.errors import UserError
+from hookdiff.images.source_reader import SourceReader
 from hookdiff.images.store import Store
 from hookdiff.images.transforms import size_text
 
@@ -28,15 +28,14 @@ logger = logging.getLogger("hookdiff")
 
 
 @define(eq=False, slots=False)
-class CaptionedReader:
-    """Reads the samples of `inner`, a `Reader`, with what `encoders` make of their captions in `source`.
+class CaptionedReader(ReaderAround):
+    """Reads the samples of `inner`, with what `encoders` make of their captions.
 
-    If it does not encode, it only has the captions. All else is asked of `inner`. While captions are `pending`, each is
+    If it does not encode, it only has the captions. While captions are `pending`, each is
     encoded when it is read; `encode` encodes all of them.
     """
 
-    inner: Any
-    source: Any
+    inner: SourceReader | LatentReader
     encoders: Mapping[str, TextEncoder]
     caption_keys: CaptionKeys
     store: Store
@@ -86,7 +85,7 @@ class CaptionedReader:
         return [index for index in range(len(self.inner)) if index not in self.inner.unreadable]
 
     def _find_captions(self) -> dict[str, CaptionsOf]:
-        given = captions_for(self.source, self.encoders).items()
+        given = captions_for(self.inner.source.texts, self.encoders).items()
         return {
             name: CaptionsOf(name, each, self.caption_keys, self.inner.describe, self._usable) for name, each in given
         }
@@ -108,14 +107,6 @@ class CaptionedReader:
             self._time_ids = TimeIds(sizes, self.inner.transforms, shape[1:])
         return texts
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "inner":  # of a copy that is not filled yet
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
     def bound(self, seed: int, device: torch.device, parts: Parts) -> CaptionedReader:
         one = copy(self)
         one.inner, one.seed, one.device = self.inner.bound(seed, device, parts), seed, device
@@ -129,7 +120,7 @@ class CaptionedReader:
     @property
     def digests(self) -> dict[str, str]:
         """The digests of all encoders, by name."""
-        return getattr(self.inner, "digests", {}) | self.texts.digests
+        return {**self.inner.digests, **self.texts.digests}
 
     def texts_of(self, indices: Tensor) -> dict[str, list[str]]:
         """Return the first caption of each of the samples `indices`, by the kinds of captions."""
@@ -137,7 +128,7 @@ class CaptionedReader:
 
     @cached_property
     def first(self) -> Batch:
-        batch: Batch = self.inner.first
+        batch = self.inner.first
         own = {name: value for name, value in self.nothing.items() if value is not None}
         own |= self.texts.time_ids if self._time_ids else {}
         return evolve(batch, conditions={**batch.conditions, **{name: value[None] for name, value in own.items()}})
@@ -145,14 +136,14 @@ class CaptionedReader:
     def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
         for inputs, labels, indices, conditions in self.inner.stacks(shares, epoch):
             drawn = {name: captions.drawn(indices, self.seed, epoch) for name, captions in self.captions.items()}
-            made = self.texts.embed(drawn, are_prompts=False) if self.encodes else {}
+            encoded = self.texts.embed(drawn, are_prompts=False) if self.encodes else {}
             if self._time_ids:
-                made |= dict.fromkeys(self.texts.time_ids, self._time_ids.of(indices, self.seed, epoch))
-            texts = {name: to_device(column, self.device) for name, column in made.items()}
-            yield inputs, labels, indices, {**conditions, **texts}
+                encoded |= dict.fromkeys(self.texts.time_ids, self._time_ids.of(indices, self.seed, epoch))
+            added = {name: to_device(column, self.device) for name, column in encoded.items()}
+            yield inputs, labels, indices, {**conditions, **added}
 
     def fingerprint(self) -> str | None:
-        own: str | None = self.inner.fingerprint()
+        own = self.inner.fingerprint()
         if own is None or not self.encodes:
             return own
         captions = {name: one.digest() for name, one in self.captions.items()}

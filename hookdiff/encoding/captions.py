@@ -13,6 +13,7 @@ from attrs import Attribute, define, field
 from attrs.validators import ge, in_, optional
 from torch import Tensor
 
+from hookdiff.data.source import Texts
 from hookdiff.encoding.encoder import TextEncoder
 from hookdiff.errors import UserError, listed, nearest
 from hookdiff.images.texts import captions_of, check_text
@@ -123,13 +124,13 @@ class CaptionsOf:
         return found.hexdigest()
 
 
-def captions_for(source: object, encoders: Mapping[str, TextEncoder]) -> dict[str, Sequence[Sequence[str]]]:
-    """Return the captions that `source` has for `encoders`, by their name in it.
+def captions_for(texts: Texts | None, encoders: Mapping[str, TextEncoder]) -> dict[str, Sequence[Sequence[str]]]:
+    """Return `texts`, the captions of a source, by their names; they must be those that `encoders` take.
 
     Raises:
         UserError: for captions of an encoder that the source lacks, and for those of the source that nothing takes.
     """
-    texts = getattr(source, "texts", None) or {}
+    texts = texts or {}
     wanted = {one.texts: name for name, one in encoders.items()}
     if lacking := [of for of in wanted if of not in texts]:
         way_out = "none: set captions or caption_column; a source of your own has them as `texts`"

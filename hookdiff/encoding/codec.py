@@ -1,4 +1,4 @@
-"""Makes pictures of latents, and latents of pictures, for a run with encoded inputs."""
+"""Makes pictures of latents, and latents of pictures, for a run that trains latents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AT_ONCE = 32  # pictures
 
 @define(eq=False, slots=False)
 class PictureCodec:
-    """The encoder of the inputs; its network is loaded when it is first asked for a picture or a latent.
+    """The encoder of the latents; its network is loaded when it is first asked for a picture or a latent.
 
     `make_pictures` opens the Feed of the pictures; it may raise UserError where the data is not.
     """
@@ -41,8 +41,8 @@ class PictureCodec:
     def encode(self, pictures: Tensor) -> Tensor:
         return self._mapped(lambda part: self.network.encode(part.to(self.device))[0], pictures)
 
-    def decode(self, inputs: Tensor) -> Tensor:
-        return self._mapped(lambda part: self.network.decode(part.to(self.device)), inputs)
+    def decode(self, latents: Tensor) -> Tensor:
+        return self._mapped(lambda part: self.network.decode(part.to(self.device)), latents)
 
     def _mapped(self, call: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
         """Return `call` of all parts of `values`, as many at a time as fit."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from attrs import define, field
 from attrs.validators import in_
 from torch import Tensor
 
 from hookdiff.data.batch import Batch
-from hookdiff.encoding.encoder import INPUTS, PictureEncoder
+from hookdiff.data.source import AnySource
+from hookdiff.encoding.encoder import INPUTS, STORED, PictureEncoder
 from hookdiff.errors import UserError, nearest
 from hookdiff.options.structure import structured
 
@@ -28,13 +28,13 @@ class EncodedSamples:
     columns: tuple[str, ...]  # such as "image.mean"
 
     @classmethod
-    def of(cls, source: Any) -> EncodedSamples | None:
+    def of(cls, source: AnySource) -> EncodedSamples | None:
         """Return the facts about the samples of `source`; None if it has none.
 
         Raises:
             UserError: for facts of another kind.
         """
-        if (about := getattr(source, "encoded", None)) is None:
+        if (about := source.encoded) is None:
             return None
         try:
             return structured(cls, about)
@@ -70,7 +70,7 @@ class SourceLatents:
         Raises:
             UserError: if the batch lacks them, or they are not finite.
         """
-        columns = {column: values.half() for column, values in self.values_of(batch).items()}
+        columns = {column: values.to(STORED) for column, values in self.values_of(batch).items()}
         check_finite(f"data.encode.{self.name}", columns, batch, self.describe)
         return columns
 

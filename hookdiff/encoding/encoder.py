@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from hookdiff.options.choices import Choice
 from hookdiff.options.fields import about
 
 INPUTS = "image"  # the name of the encoder of the inputs; any other is that of a condition
+STORED = torch.float16  # the dtype of floats from encoders in tables, and of all that is drawn from these
 CAPTIONS = "text"  # the usual name of the captions of a source
 
 
@@ -35,7 +36,7 @@ class Encoded(Protocol):
         """
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return the pictures (n c h w, about in [-1, 1]) of `latents` (n and their shape), for inputs alone."""
+        """Return the pictures (n c h w, about in [-1, 1]) of `latents` (n and their shape), if they are trained on."""
 
 
 @define(frozen=True)
@@ -91,7 +92,7 @@ class PictureEncoder(Encoder):
         """Load the network."""
 
     def moments(self) -> tuple[Sequence[float], Sequence[float]] | None:
-        """Return mean and deviation of each channel of the inputs that are made; None: they are measured.
+        """Return mean and deviation of each channel of the latents; None: they are measured.
 
         They become `diffusion.data_mean` and `data_std`.
         """
@@ -141,14 +142,34 @@ class EncodedTexts(Protocol):
         names, shapes and dtypes of rows are the same.
         """
 
+
+class TokenCounts(Protocol):
+    """What `EncodedTexts` may have: both members are optional."""
+
     def lengths(self, texts: Sequence[str]) -> Sequence[int]:
-        """Return the number of tokens of each text before it is cut. An encoder without a `limit` need not have it."""
+        """Return the number of tokens of each text before it is cut. An encoder with a `limit` needs it."""
 
     def tokens(self, texts: Sequence[str]) -> Sequence[Sequence[int | None]]:
         """Return the tokens of each text as they are encoded: cut and not filled, None for an unknown word.
 
-        An encoder need not have it: then nobody is warned of texts that have the same tokens, or none that are known.
+        Default: there is no warning of texts that have the same tokens, or none that are known.
         """
+
+
+@define(frozen=True)
+class TextNetwork:
+    """The network of an encoder of texts with every member; None is one that it has not."""
+
+    encode: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    lengths: Callable[[Sequence[str]], Sequence[int]] | None
+    tokens: Callable[[Sequence[str]], Sequence[Sequence[int | None]]] | None
+
+    @classmethod
+    def of(cls, network: EncodedTexts | TextNetwork) -> TextNetwork:
+        """Return a network with every member; one that has them as it is."""
+        if isinstance(network, TextNetwork):
+            return network
+        return cls(network.encode, getattr(network, "lengths", None), getattr(network, "tokens", None))
 
 
 @define(frozen=True)
@@ -185,7 +206,11 @@ class TextEncoder(Encoder):
 
     @abstractmethod
     def open(self, device: torch.device) -> EncodedTexts:
-        """Load the network."""
+        """Load the network, which may have `TokenCounts` too."""
+
+    def opened(self, device: torch.device) -> TextNetwork:
+        """Return the network of `open` with every member."""
+        return TextNetwork.of(self.open(device))
 
     def to_diffusers(self, name: str, folder: str) -> ExportedTexts:
         """Return the parts of the encoder `name`, and code that finds them in `folder`, where they will be written.

@@ -9,7 +9,7 @@ from attrs import define, field
 from torch import Tensor
 
 from hookdiff.encoding.encoded_samples import MEAN, STD
-from hookdiff.encoding.encoder import Encoder
+from hookdiff.encoding.encoder import STORED, Encoder
 from hookdiff.encoding.model_folder import NoFolder
 from hookdiff.errors import UserError
 
@@ -54,10 +54,10 @@ class EncoderOutput:
             got = f"encode() returns {called % name!r} of n = {num} as"
             if not isinstance(rows, Tensor):
                 raise self.wrong(f"{got} a {type(rows).__name__}", "a tensor")
-            dtype = "float16" if rows.is_floating_point() else str(rows.dtype).removeprefix("torch.")
+            dtype = str(STORED if rows.is_floating_point() else rows.dtype).removeprefix("torch.")
             if rows.shape[:1] != (num,) or 0 in rows.shape[1:]:
                 raise self.wrong(f"{got} {tuple(rows.shape)}", "n rows that are not empty")
-            if dtype not in ("float16", *others):
+            if not rows.is_floating_point() and dtype not in others:
                 raise self.wrong(f"{got} {dtype}", " or ".join(["a float", *others]))
             forms[name] = tuple(rows.shape[1:]), dtype
         if self.forms and forms != self.forms:

@@ -16,8 +16,9 @@ from torch import Generator, Tensor
 from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
 from hookdiff.data.memory import InMemory, to_device
-from hookdiff.data.reader import Parts, Stack, hash_of, is_paired, labels_of
-from hookdiff.data.source import sample_name
+from hookdiff.data.memory_reader import PlainReader, checked_labels, hash_of, is_paired
+from hookdiff.data.reader import Parts, Stack
+from hookdiff.data.source import AnySource, Images, Source
 from hookdiff.encoding.codec import PictureCodec
 from hookdiff.encoding.encoded_samples import MEAN, STD, EncodedSamples, SourceLatents
 from hookdiff.encoding.encoder import INPUTS, PictureEncoder
@@ -29,6 +30,7 @@ from hookdiff.images.augment import FLIP
 from hookdiff.images.cache import key_of, place_of
 from hookdiff.images.items import ItemKeys
 from hookdiff.images.sizes import common_size
+from hookdiff.images.source_reader import reader_of_source
 from hookdiff.images.store import Store
 from hookdiff.images.survey import Survey, left_out_text
 from hookdiff.images.table import FORMAT
@@ -52,7 +54,7 @@ class LatentPart:
 
 
 @define(eq=False, slots=False)
-class LatentReader:
+class LatentReader(PlainReader):
     """Reads the samples of `source` as `encoders` make them, or have made them if `is_encoded`.
 
     Encoders of which a table is missing are `pending` at first: until `encode` has made it, a sample is encoded when it
@@ -61,7 +63,7 @@ class LatentReader:
     `make_samples` opens the Feed of the samples as they are: of pictures, or of what was made of these.
     """
 
-    source: Any
+    source: AnySource
     transforms: Transforms
     store: Store
     encoders: Mapping[str, PictureEncoder]
@@ -74,6 +76,7 @@ class LatentReader:
     left_out: Sequence[str] = field(init=False)
     unreadable: set[int] = field(init=False)
     codec: PictureCodec | None = field(init=False, default=None)
+    cache_dir: str | None = field(init=False)
     seed: int = field(init=False, default=0)
     _samples: Feed | None = field(init=False, default=None)
     _survey: Survey = field(init=False)
@@ -87,11 +90,12 @@ class LatentReader:
     )  # those of them that are to be kept in rows
 
     def __attrs_post_init__(self) -> None:
+        self.cache_dir = self.store.cache_dir
         if self.transforms.side != self.transforms.image_size:
             raise UserError("resize: a random crop cannot be encoded once; set image_size alone")
         if any(self.transforms.color_jitter):
             raise UserError("color_jitter: random colours cannot be encoded once; leave it out")
-        self.labels, self.classes = labels_of(self.source, len(self.source))
+        self.labels, self.classes = checked_labels(self.source.labels, self.source.classes, len(self.source))
         self._set(self._take() if self.is_encoded else self._find())
 
     def encode(self) -> None:
@@ -145,8 +149,7 @@ class LatentReader:
         if not self._rows:
             pictures = self.open_pictures()
             self._picture_shape = pictures.shape
-            found: Survey = pictures.reader.prepared.survey
-            return found
+            return reader_of_source(pictures).prepared.survey
         return self._survey_of_rows()
 
     def _survey_of_rows(self) -> Survey:
@@ -182,7 +185,7 @@ class LatentReader:
 
     def _look(self, samples: Feed, givens: Mapping[str, SourceLatents]) -> None:
         """Report what a few of the samples show of the encoders that have made them."""
-        batches = [*Feed(samples.reader.without_workers()).unaugmented(few_of(samples.usable), AT_ONCE)]
+        batches = [*Feed(reader_of_source(samples).without_workers()).unaugmented(few_of(samples.usable), AT_ONCE)]
         for name, given in givens.items():
             for batch in batches:
                 given.sides_of(batch)  # refuses what is not finite
@@ -240,18 +243,20 @@ class LatentReader:
     @cached_property
     def _data_key(self) -> tuple[Any, ...] | None:
         transforms = self.transforms
-        if isinstance(self.source, InMemory):
-            beside = sorted((name, hash_of(column)) for name, column in self.source.conditions.items())
+        if memory := self.source.memory:
+            beside = sorted((name, hash_of(column)) for name, column in memory.conditions.items())
             first_stage = (transforms.side, transforms.upscale, transforms.channels, transforms.background)
-            return (FORMAT, hash_of(self.source.images), beside, *first_stage)
-        return (*key_of(self.source, transforms), self.item_keys) if hasattr(self.source, "fingerprint") else None
+            return (FORMAT, hash_of(memory.images), beside, *first_stage)
+        key = key_of(self.source, transforms)
+        return None if key is None else (*key, self.item_keys)
 
     def __len__(self) -> int:
         return len(self.source)
 
     @property
-    def samples(self) -> Any:
-        return self.source
+    def samples(self) -> InMemory | Images | Source:
+        samples: InMemory | Images | Source = self.source.given
+        return samples
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -284,7 +289,7 @@ class LatentReader:
         """Take any samples: what cannot be encoded was refused before."""
 
     def describe(self, index: int) -> str:
-        return sample_name(self.source, index)
+        return self.source.name_of(index)
 
     def fingerprint(self) -> str | None:
         keys = [self._key(name) for name in self.encoders]
@@ -298,7 +303,7 @@ class LatentReader:
         if self.is_encoded and INPUTS in self.encoders:
             return None
         common = None if self.is_encoded else common_size(self._survey, len(self))
-        return self.open_pictures().reader.sizes() if common is None else common
+        return reader_of_source(self.open_pictures()).sizes() if common is None else common
 
     def close(self) -> None:
         if self._samples is not None:
@@ -399,7 +404,7 @@ class LatentReader:
         )
 
     def scale(self, indices: Tensor) -> tuple[Sequence[float], Sequence[float]]:
-        """Return mean and deviation of each channel of the inputs, as they are drawn from the samples `indices`.
+        """Return mean and deviation of each channel of the latents, as they are drawn from the samples `indices`.
 
         They are what the encoder gives, or else measured.
 

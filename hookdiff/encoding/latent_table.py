@@ -19,12 +19,13 @@ from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
 from hookdiff.disk.files import make_folder
 from hookdiff.encoding.encoded_samples import MEAN, STD, SourceLatents, check_finite
-from hookdiff.encoding.encoder import INPUTS, Encoded, PictureEncoder
+from hookdiff.encoding.encoder import INPUTS, STORED, Encoded, PictureEncoder
 from hookdiff.encoding.encoder_output import EncoderOutput
 from hookdiff.encoding.soundness import AT_ONCE, Soundness, few_of
 from hookdiff.errors import UserError
 from hookdiff.images.cache import facts_of, survey_of
 from hookdiff.images.rest import make_in_chunks
+from hookdiff.images.source_reader import reader_of_source
 from hookdiff.images.survey import Survey
 from hookdiff.images.table import DTYPES, Column, found, locked, read_table
 from hookdiff.images.transforms import size_text
@@ -93,7 +94,7 @@ class PictureTableBuilder:
         """Return the rows in the table `path`; None if a rank does not find it. All ranks must call this.
 
         Raises:
-            UserError: for inputs of which a channel is constant.
+            UserError: for latents of which a channel is constant.
         """
         kept = None
         if path.exists():
@@ -136,7 +137,7 @@ class PictureTableBuilder:
         """Encode a few samples, and report what they show of the encoder: once, on the first rank.
 
         Raises:
-            UserError: for inputs of which a channel is constant, and for a sample that becomes what is not finite.
+            UserError: for latents of which a channel is constant, and for a sample that becomes what is not finite.
         """
         pictures = self.open_pictures()
         if rank() or self._soundness or not len(pictures.usable):
@@ -144,7 +145,9 @@ class PictureTableBuilder:
         parts, seen = list[dict[str, Tensor]](), list[Tensor]()
         for batch in pictures.unaugmented(few_of(pictures.usable), AT_ONCE):
             made = self._columns(batch, torch.float32, False)
-            check_finite(self.where, {name: values.half() for name, values in made.items()}, batch, pictures.describe)
+            check_finite(
+                self.where, {name: values.to(STORED) for name, values in made.items()}, batch, pictures.describe
+            )
             parts.append(made)
             seen.append(batch.inputs.flatten(1))
         values = {name: torch.cat([part[name] for part in parts])[:, 0] for name in parts[0]}
@@ -227,7 +230,7 @@ class PictureTableBuilder:
         """Return the facts about the pictures, of which those in `broken` cannot be decoded."""
         self.look()  # the chunks may all have been there
         pictures = self.open_pictures()
-        survey = getattr(getattr(pictures.reader, "prepared", None), "survey", None) or Survey()
+        survey = reader_of_source(pictures).prepared.survey
         others = {index: f"{pictures.describe(index)}: cannot be decoded" for part in broken for index in part}
         seen = facts_of(evolve(survey, undecodable=survey.undecodable | others))
         facts: dict[str, Any] = cattrs.unstructure(_Facts(tuple(pictures.shape), seen, self._soundness))
@@ -276,7 +279,7 @@ class PictureTableBuilder:
         return self._sides(batch)
 
     def _sides(self, batch: Batch) -> dict[str, Tensor]:
-        columns = self._columns(batch, torch.float16, self.flips)
+        columns = self._columns(batch, STORED, self.flips)
         check_finite(self.where, columns, batch, lambda index: self.open_pictures().describe(index))
         return columns
 

@@ -12,7 +12,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from hookdiff.encoding.encoder import INPUTS, Encoder, PictureEncoder
+from hookdiff.encoding.encoder import INPUTS, STORED, Encoder, PictureEncoder
 from hookdiff.encoding.tokens import TokenFacts
 from hookdiff.errors import UserError, listed
 from hookdiff.machine.ranks import rank
@@ -66,7 +66,7 @@ class Soundness:
         over, posterior, constants, lost = list[float](), list[float](), (list[int](), list[int]()), [0, 0]
         for channel, values in enumerate(_by_channel(mean)):
             values = values.double()
-            kept = values.half().float()
+            kept = values.to(STORED).float()
             is_constant = bool(kept.amin() == kept.amax())
             spread = 0.0 if values.amin() == values.amax() else float(values.var(correction=0))
             over.append(_rounded(values.var(0, correction=0).mean().sqrt()))
@@ -76,7 +76,7 @@ class Soundness:
             if std is None:
                 continue
             widths = _by_channel(std)[channel].double()
-            second, drawn = float(widths.square().mean()), widths.half().float()
+            second, drawn = float(widths.square().mean()), widths.to(STORED).float()
             posterior.append(_rounded(second**0.5))
             if is_constant and bool((kept - drawn).amin() == (kept + drawn).amax()):
                 constants[1].append(channel)
@@ -89,7 +89,7 @@ class Soundness:
         """Warn of what is not sound about the encoder `name`.
 
         Raises:
-            UserError: for inputs of which a channel is constant.
+            UserError: for latents of which a channel is constant.
         """
         where, kept = f"data.encode.{name}", self.draws if encoder.draws else self.means
         if name == INPUTS and kept.constant:
@@ -131,7 +131,7 @@ class TextSoundness:
             if values.numel() and values.amin() < values.amax():
                 shares.append(_num_changed(values, float(values.var(correction=0))) / values.numel())
         alike: dict[tuple[bytes, ...], dict[str, int]] = {}
-        kept = [values.half() if values.is_floating_point() else values for values in made.values()]
+        kept = [values.to(STORED) if values.is_floating_point() else values for values in made.values()]
         for place, (row, text) in enumerate(texts.items()):
             if place not in facts.cut:
                 same = alike.setdefault(tuple(one[place].numpy().tobytes() for one in kept), {})
@@ -183,7 +183,7 @@ def _by_channel(values: Tensor) -> Tensor:
 
 def _num_changed(values: Tensor, variance: float) -> int:
     """Return how many of `values` (float64) float16 changes by more than a tenth of their deviation."""
-    return int(((values.half().double() - values).abs() > _CHANGE * variance**0.5).sum()) if variance else 0
+    return int(((values.to(STORED).double() - values).abs() > _CHANGE * variance**0.5).sum()) if variance else 0
 
 
 def _rounded(value: Tensor | float) -> float:

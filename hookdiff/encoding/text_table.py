@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hookdiff.disk.files import make_folder
 from hookdiff.encoding.digests import digest_of
-from hookdiff.encoding.encoder import EncodedTexts, TextEncoder
+from hookdiff.encoding.encoder import STORED, TextEncoder, TextNetwork
 from hookdiff.encoding.encoder_output import EncoderOutput
 from hookdiff.encoding.soundness import AT_ONCE, TextSoundness, few_of, report_texts
 from hookdiff.encoding.time_ids import TIME_IDS, of_prompt
@@ -48,7 +48,7 @@ class TextTable:
     encoder: TextEncoder
     store: Store
     device: torch.device
-    network: EncodedTexts | None = field(default=None, init=False)
+    network: TextNetwork | None = field(default=None, init=False)
     returned: EncoderOutput = field(init=False)
     holds_network: bool = field(default=False, init=False)  # after a text too, since others will follow
     _tried: _Kept | None = field(default=None, init=False)  # the rows that were made first
@@ -120,9 +120,9 @@ class TextTable:
         Those without a row are encoded now, and their rows are kept in memory.
         """
         if not self.is_kept:
-            return self._ready(self._halves(texts))
+            return self._ready(self._stored(texts))
         if lacking := sorted({text for text in texts if _digest(text) not in self._places}):
-            made, facts = self._halves(lacking), self._facts_of(lacking)  # if that fails, nothing is kept
+            made, facts = self._stored(lacking), self._facts_of(lacking)  # if that fails, nothing is kept
             self._places |= {_digest(text): (len(self._parts), row) for row, text in enumerate(lacking)}
             self._parts.append(made)
             self._tried = self._tried or made
@@ -151,10 +151,10 @@ class TextTable:
     def _ready(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {self.name + name: rows.float() if rows.is_floating_point() else rows for name, rows in made.items()}
 
-    def _open(self) -> EncodedTexts:
+    def _open(self) -> TextNetwork:
         if self.network is None:
-            self.network = self.encoder.open(self.device)
-            if self.encoder.limit and not hasattr(self.network, "lengths"):
+            self.network = self.encoder.opened(self.device)
+            if self.encoder.limit and not self.network.lengths:
                 raise self.returned.wrong(f"limit = {self.encoder.limit}", "lengths(texts) of what open() returns")
         return self.network
 
@@ -182,7 +182,7 @@ class TextTable:
         name = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
         path = folder / f"{name}-{len(texts)}"
         # The form of the first is that of all, on all ranks.
-        first = gathered_or_raised(lambda: self._tried or self._halves(texts[:1]))[0]
+        first = gathered_or_raised(lambda: self._tried or self._stored(texts[:1]))[0]
 
         columns = {name: Column.of(rows, len(texts)) for name, rows in first.items()}
         size = byte_size(sum(column.num_bytes for column in columns.values()))
@@ -192,7 +192,7 @@ class TextTable:
         def make(numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor], None]]:
             for number in numbers:
                 start = int(chunks[number][0])
-                yield number, self._halves(texts[start : start + _CHUNK]), None
+                yield number, self._stored(texts[start : start + _CHUNK]), None
 
         def facts(_: list[Any]) -> Any:
             return cattrs.unstructure(self._facts_of(texts, soundness))
@@ -228,13 +228,13 @@ class TextTable:
             made = self.returned.of_texts(self._open().encode(texts), len(texts))
             return {name: (rows.to(dtype) if rows.is_floating_point() else rows).cpu() for name, rows in made.items()}
 
-    def _halves(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        halves = self._made(texts, torch.float16)
-        for rows in halves.values():
+    def _stored(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        made = self._made(texts, STORED)
+        for rows in made.values():
             if rows.is_floating_point() and not rows.isfinite().all():
                 bad = int((~rows.isfinite().view(len(texts), -1).all(1)).nonzero()[0])
                 raise UserError(f"{self.where}: {texts[bad][:_SHOWN]!r} becomes values that float16 does not hold")
-        return halves
+        return made
 
     def _facts_of(self, texts: Sequence[str], soundness: TextSoundness | None = None) -> _Facts:
         facts = TokenFacts.of(self._open(), texts, self.encoder.limit)
@@ -299,6 +299,11 @@ class TextConditions:
         names = [name + TIME_IDS for name, rows in self.rows.items() if rows.encoder.time_ids]
         self.time_ids = {name: of_prompt(self.shape[1:]) for name in names}
         self.nothing = Nothing(self.rows, self.time_ids)
+
+    @property
+    def encoders(self) -> dict[str, TextEncoder]:
+        """The encoders, by name."""
+        return {name: rows.encoder for name, rows in self.rows.items()}
 
     @property
     def kinds(self) -> tuple[str, ...]:

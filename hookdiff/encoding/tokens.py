@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from attrs import define, field
 
-from hookdiff.encoding.encoder import EncodedTexts
+from hookdiff.encoding.encoder import EncodedTexts, TextNetwork
 
 _AT_ONCE = 1024  # texts
 _UNKNOWN = 0.9  # of the words of a text: so many that it says nothing
@@ -23,14 +23,14 @@ class TokenFacts:
     tokens: list[str] = field(factory=list)  # a hash of the tokens of each
 
     @classmethod
-    def of(cls, network: EncodedTexts, texts: Sequence[str], limit: int | None) -> TokenFacts:
+    def of(cls, network: EncodedTexts | TextNetwork, texts: Sequence[str], limit: int | None) -> TokenFacts:
         """Return the facts about `texts` for the opened `network` of an encoder with this limit."""
-        found = cls()
-        tokens_of = getattr(network, "tokens", None)
+        found, opened = cls(), TextNetwork.of(network)
+        tokens_of = opened.tokens
         empty: Sequence[int | None] = tokens_of([""])[0] if tokens_of else ()  # what is added to any text
         for start in range(0, len(texts), _AT_ONCE):
             part = texts[start : start + _AT_ONCE]
-            lengths = network.lengths(part) if limit else ()
+            lengths = opened.lengths(part) if limit and opened.lengths else ()
             found.cut += [start + row for row, length in enumerate(lengths) if length > (limit or 0)]
             for row, tokens in enumerate(tokens_of(part) if tokens_of else ()):
                 words = len(tokens) - len(empty)

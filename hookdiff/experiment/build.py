@@ -18,6 +18,8 @@ from hookdiff.builtin import builtin_plugins
 from hookdiff.builtin.start_from import Start
 from hookdiff.data.feed import Feed
 from hookdiff.data.memory import InMemory
+from hookdiff.data.reader import Reader, stage
+from hookdiff.data.source import AnySource
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.disk.reading import read_file
@@ -35,7 +37,7 @@ from hookdiff.experiment.part import Part
 from hookdiff.images.item_texts import with_texts
 from hookdiff.images.items import ItemKeys
 from hookdiff.images.loader import Workers
-from hookdiff.images.source_reader import feed_of
+from hookdiff.images.source_reader import SourceReader, feed_of, reader_of_source
 from hookdiff.images.store import Store
 from hookdiff.images.transforms import Transforms, size_text
 from hookdiff.images.wrong_sources import remedy, without_loader
@@ -213,24 +215,27 @@ def build_feed(
                 )
         if is_encoded and not pictures:
             raise UserError("encoded: there is no [data.encode.NAME] that has made the samples")
-        source = InMemory(source) if isinstance(source, Tensor) else source
+        source = AnySource(InMemory(source) if isinstance(source, Tensor) else source)
         if texts:
             source = with_texts(source, config.data.of(ItemKeys), config.data.of(Workers))
-        captions_for(source, texts)  # refused before the pictures are looked at
+        captions_for(source.texts, texts)  # refused before the pictures are looked at
         device = pick_device(config.run.device)
         if pictures and encode:
-            read = evolve(store, store="auto" if isinstance(source, InMemory) else "none")
+            read = evolve(store, store="auto" if source.memory else "none")
             samples = cache(partial(feed_of, source, as_they_are, read, **shared))
             of_items = config.data.of(ItemKeys)
-            reader: Any = LatentReader(source, transforms, store, pictures, samples, device, is_encoded, of_items)
+            inner: SourceReader | LatentReader = LatentReader(
+                source, transforms, store, pictures, samples, device, is_encoded, of_items
+            )
         elif not texts:
             return feed_of(source, as_they_are, store, **shared)
         else:
-            reader = feed_of(source, as_they_are, store, **shared).reader
+            inner = reader_of_source(feed_of(source, as_they_are, store, **shared))
+        reader: Reader = inner
         if texts:
             keys, encodes = config.data.of(CaptionKeys), encode in (True, "trial")
-            reader = CaptionedReader(reader, source, texts, keys, store, device, encodes)
-        stages = [one for one in (reader, getattr(reader, "inner", None)) if isinstance(one, _ENCODED)]
+            reader = CaptionedReader(inner, texts, keys, store, device, encodes)
+        stages = [one for one in dict.fromkeys((reader, inner)) if isinstance(one, _ENCODED)]
         if encode == "trial":
             return Feed(stages[0].trial() if stages else reader, **config.data.shared[Feed])
         is_pending = agree(any(stage.pending for stage in stages))
@@ -352,7 +357,9 @@ def fit_to_data(config: Config, feed: Feed) -> Config:
     if config.diffusion.arguments.get("conditional"):
         _check_labels(config, feed)
     if _wants_scale(config, feed):
-        mean, std = feed.reader.scale(feed.training)
+        latents = stage(feed, LatentReader)
+        assert latents is not None
+        mean, std = latents.scale(feed.training)
         config = evolve(config, diffusion=config.diffusion.given(data_mean=tuple(mean), data_std=tuple(std)))
     facts = _facts(feed)
     if feed.num_classes is not None and _wants_classes(config):

@@ -397,7 +397,8 @@ class Run:
         """Return `texts` by kinds of captions; without a name they are of the only kind, or else of the usual one."""
         if texts is None or isinstance(texts, Mapping):
             return dict(texts or {})
-        kinds: Sequence[str] = getattr(getattr(self.loop.feed.reader, "texts", None), "kinds", ())
+        encoders = self.loop.feed.reader.texts
+        kinds = encoders.kinds if encoders else ()
         return {kinds[0] if len(kinds) == 1 else CAPTIONS: texts}
 
     def _sampler(self, changes: Mapping[str, Any]) -> Any:

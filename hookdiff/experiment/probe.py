@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from inspect import isclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -96,7 +95,7 @@ def _probe_captions(config: Config) -> None:
     if config.data.target is Folder:
         texts = {CAPTIONS: ()} if config.data.arguments.get("captions") else None
         try:
-            captions_for(SimpleNamespace(texts=texts), config.data.of(EncoderKeys).of_texts)
+            captions_for(texts, config.data.of(EncoderKeys).of_texts)
         except UserError as error:
             raise ConfigError(f"data: {error}") from None
 

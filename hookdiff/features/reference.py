@@ -46,8 +46,11 @@ def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: in
     # In a random order, since the first rows are kept, and data is often sorted by class.
     indices = indices[torch.randperm(len(indices), generator=torch.Generator().manual_seed(0))]
     key = _key(feed, indices, space, min(most, len(indices)))
-    store: Store = getattr(feed.reader, "store", None) or Store()  # a reader of samples in memory has none
-    path = None if key is None else store.folder / "features" / f"{hashlib.sha256(key.encode()).hexdigest()}"
+    path = (
+        None
+        if key is None
+        else Store(cache_dir=feed.reader.cache_dir).folder / "features" / f"{hashlib.sha256(key.encode()).hexdigest()}"
+    )
     kept = _read(path, key) if path and key and rank() == 0 else None
     if features := first_rank_says(kept):
         features.numbers = indices[: len(features.rows)]

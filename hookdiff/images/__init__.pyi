@@ -12,7 +12,7 @@ from .labels import as_lines as as_lines, encode as encode, normal as normal, pa
 from .loader import Workers as Workers
 from .parallel_reading import with_images as with_images
 from .picture_reading import open_picture as open_picture, reason as reason
-from .source_reader import feed_of as feed_of
+from .source_reader import feed_of as feed_of, reader_of_source as reader_of_source
 from .store import Store as Store
 from .survey import (
     Kind as Kind,

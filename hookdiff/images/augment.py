@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hookdiff.data.batch import Batch
 from hookdiff.data.memory import to_device
-from hookdiff.data.reader import in_unit_range, is_paired
+from hookdiff.data.memory_reader import in_unit_range, is_paired
 from hookdiff.images.transforms import Transforms, centre_start
 from hookdiff.machine.randomness import uniforms
 

@@ -15,8 +15,7 @@ import cattrs
 from attrs import define
 from torch import Tensor
 
-from hookdiff.data.source import Images
-from hookdiff.errors import UserError
+from hookdiff.data.source import AnySource
 from hookdiff.images.survey import Kind, Survey, survey
 from hookdiff.images.table import FORMAT, Column, load_or_make, read_table, save_table
 from hookdiff.images.transforms import Transforms
@@ -36,13 +35,12 @@ class _Facts:
     undecodable: list[tuple[int, str]]
 
 
-def key_of(source: Images, transforms: Transforms) -> tuple[Any, ...]:
-    """Return all that the pixels of the first stage of `source` depend on. Raises UserError without a fingerprint."""
-    if not hasattr(source, "fingerprint"):
-        name = type(source).__name__
-        raise UserError(f"store = 'disk' needs a fingerprint() of {name}, to see when its data has changed")
+def key_of(source: AnySource, transforms: Transforms) -> tuple[Any, ...] | None:
+    """Return all that the pixels of the first stage of `source` depend on; None for a source without a fingerprint."""
+    if (fingerprint := source.fingerprint()) is None:
+        return None
     first_stage = (transforms.side, transforms.upscale, transforms.channels, transforms.background)
-    return FORMAT, type(source).__qualname__, source.fingerprint(), *first_stage
+    return FORMAT, source.kind, fingerprint, *first_stage
 
 
 def place_of(key: tuple[Any, ...], folder: Path) -> Path:
@@ -50,7 +48,9 @@ def place_of(key: tuple[Any, ...], folder: Path) -> Path:
     return folder / hashlib.sha256(repr(key).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
-def load_or_decode(path: Path, source: Images, transforms: Transforms, skip: bool, fill: Fill) -> tuple[Survey, Tensor]:
+def load_or_decode(
+    path: Path, source: AnySource, transforms: Transforms, skip: bool, fill: Fill
+) -> tuple[Survey, Tensor]:
     """Return the survey and the pixels (n c h w, uint8, memory-mapped) in the cache `path`.
 
     A cache that is missing is made; one that is damaged is reported and made again. Raises UserError as `survey` does,

@@ -9,8 +9,7 @@ from typing import Any
 
 from attrs import define
 
-from hookdiff.data.memory import InMemory
-from hookdiff.data.source import Images, Source
+from hookdiff.data.source import AnySource, Texts
 from hookdiff.errors import UserError
 from hookdiff.images.items import ItemKeys, parts_of, seed_all
 from hookdiff.images.loader import Loader, Workers
@@ -23,48 +22,47 @@ _CHUNK = 64  # items that a worker takes at a time
 _Captions = tuple[str, ...]  # of one sample
 
 
-def with_texts(source: Any, keys: ItemKeys, workers: Workers) -> Any:
+def with_texts(source: AnySource, keys: ItemKeys, workers: Workers) -> AnySource:
     """Return `source` with the captions in its items as its `texts`, by their keys, and without them in its items.
 
     Only a map-style data set with a text, or a list of texts, in its first item is another one then. All items are read
     once, when the captions of one key are first asked for, which raises UserError for an item without them.
     """
-    if isinstance(source, (InMemory, Images)) or getattr(source, "texts", None) or not len(source):
+    if source.memory or source.is_images or source.texts or not len(source):
         return source
     with default_generators_kept():
         names = tuple(name for name, value in _others(source, keys, 0).items() if is_text(value))
     if not names:
         return source
-    return _Captioned(source, keys, names, _ItemTexts(names, partial(_read, source, keys, names, workers)))
+    return _Captioned(source.given, keys, names, _ItemTexts(names, partial(_read, source, keys, names, workers)))
 
 
-def _others(source: Source, keys: ItemKeys, index: int) -> dict[str, Any]:
+def _others(source: AnySource, keys: ItemKeys, index: int) -> dict[str, Any]:
     """Return what an item holds beside its picture and label, by name: as in epoch 0 of seed 0, if it is drawn."""
     seed_all(0, 0, index)
     return parts_of(source[index], index, keys)[2]
 
 
-@define(eq=False)
-class _Captioned:
-    """A map-style data set of which `texts` has the captions. All else is asked of `source`."""
+@define(eq=False, slots=False)
+class _Captioned(AnySource):
+    """A map-style data set of which `texts` has the captions, and the items have none."""
 
-    source: Any
     keys: ItemKeys
     names: Sequence[str]  # of what holds captions
-    texts: _ItemTexts
+    item_texts: _ItemTexts
 
-    def __len__(self) -> int:
-        return len(self.source)
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        self.kind = type(self).__qualname__
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        image, label, others = parts_of(self.source[index], index, self.keys)
+        image, label, others = parts_of(self.given[index], index, self.keys)
         kept = {name: value for name, value in others.items() if name not in self.names}
         return {self.keys.image_key or "image": image, self.keys.label_key or "label": label, **kept}
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "source":  # of a copy that is not filled yet
-            raise AttributeError(name)
-        return getattr(self.source, name)
+    @property
+    def texts(self) -> Texts | None:
+        return self.item_texts
 
 
 @define(eq=False, slots=False)
@@ -88,7 +86,7 @@ class _ItemTexts(Mapping[str, Sequence[_Captions]]):
         return len(self.names)
 
 
-def _read(source: Source, keys: ItemKeys, names: Sequence[str], workers: Workers) -> dict[str, Sequence[_Captions]]:
+def _read(source: AnySource, keys: ItemKeys, names: Sequence[str], workers: Workers) -> dict[str, Sequence[_Captions]]:
     """Return the captions of all samples under each of `names`."""
     num = len(source)
     chunks = [range(start, min(start + _CHUNK, num)) for start in range(0, num, _CHUNK)]
@@ -99,7 +97,7 @@ def _read(source: Source, keys: ItemKeys, names: Sequence[str], workers: Workers
     return {name: [row[place] for row in rows] for place, name in enumerate(names)}
 
 
-def _captions(source: Source, keys: ItemKeys, names: Sequence[str], indices: Sequence[int]) -> list[list[_Captions]]:
+def _captions(source: AnySource, keys: ItemKeys, names: Sequence[str], indices: Sequence[int]) -> list[list[_Captions]]:
     """Return the captions of the samples `indices`, under each of `names`."""
     rows = []
     for index in indices:

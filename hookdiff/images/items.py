@@ -10,8 +10,9 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff.data.memory import check_range
-from hookdiff.data.reader import Stack, is_paired
-from hookdiff.data.source import Source
+from hookdiff.data.memory_reader import is_paired
+from hookdiff.data.reader import Stack
+from hookdiff.data.source import AnySource
 from hookdiff.errors import UserError, nearest
 from hookdiff.images.decoding import upright_size
 from hookdiff.images.picture_reading import reason
@@ -64,7 +65,7 @@ def _is_picture(value: Any) -> bool:
 
 
 def read_item(
-    source: Source, keys: ItemKeys, transforms: Transforms, seed: int, epoch: int, index: int
+    source: AnySource, keys: ItemKeys, transforms: Transforms, seed: int, epoch: int, index: int
 ) -> LoadedSample:
     """Return an item of a map-style data set, after seeding all default generators by (seed, epoch, index).
 
@@ -84,7 +85,7 @@ def read_item(
 
 
 def picture_in(
-    source: Source, keys: ItemKeys, seed: int, epoch: int, index: int
+    source: AnySource, keys: ItemKeys, seed: int, epoch: int, index: int
 ) -> tuple[Any, int | None, dict[str, Any]]:
     """Return the picture, the label and all else, by name, in an item of a map-style data set, seeded as `read_item`.
 

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hookdiff.data.reader import Stack
-from hookdiff.data.source import Images
+from hookdiff.data.source import AnySource
 from hookdiff.errors import StorageError, UserError
 from hookdiff.images.decoding import Unreadable
 from hookdiff.images.items import LoadedSample, collate
@@ -182,7 +182,9 @@ def read_batch(read: Callable[[int, int], LoadedSample], address: tuple[int, Any
     return collate([read(epoch, index) for index in indices.tolist()])
 
 
-def read_image(source: Images, fit: Callable[[Any], Tensor], successors: Any, epoch: int, index: int) -> LoadedSample:
+def read_image(
+    source: AnySource, fit: Callable[[Any], Tensor], successors: Any, epoch: int, index: int
+) -> LoadedSample:
     """Return the first stage of a picture, or of its first readable successor if it is unreadable.
 
     `successors` holds the next sample for each sample. Raises Unreadable if it is None, or no sample can be read.

@@ -7,7 +7,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
-from hookdiff.data.source import Images
+from hookdiff.data.source import AnySource, Images
 from hookdiff.images.decoding import Unreadable
 from hookdiff.images.loader import Loader
 from hookdiff.images.picture_reading import with_image
@@ -24,7 +24,7 @@ Read = Callable[[Sequence[int]], list[Result]]
 
 
 def with_images(
-    source: Images, indices: Sequence[int], function: Callable[[Any], Result], what: str | None = None
+    source: AnySource | Images, indices: Sequence[int], function: Callable[[Any], Result], what: str | None = None
 ) -> Iterator[tuple[int, Result | Unreadable]]:
     """Yield each of `indices`, in order, with `function(picture)`, or with the error of an unreadable picture.
 
@@ -35,8 +35,9 @@ def with_images(
     Raises:
         StorageError: if the place of the pictures fails, which is not about one of them.
     """
+    source = AnySource.of(source)
     read = partial(_read, source, function)
-    with closing(_with_images(indices, read, may_share=not getattr(source, "one_at_a_time", False))) as found:
+    with closing(_with_images(indices, read, may_share=not source.one_at_a_time)) as found:
         if what is None:
             yield from found
         else:
@@ -60,7 +61,7 @@ def _with_images(
             yield from zip(chunk, results, strict=True)
 
 
-def _read(source: Images, function: Callable[[Any], Result], indices: Sequence[int]) -> list[Result | Unreadable]:
+def _read(source: AnySource, function: Callable[[Any], Result], indices: Sequence[int]) -> list[Result | Unreadable]:
     results: list[Result | Unreadable] = []
     for index in indices:
         try:

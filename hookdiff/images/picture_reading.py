@@ -6,7 +6,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from PIL import UnidentifiedImageError
 
-from hookdiff.data.source import Images, sample_name
+from hookdiff.data.source import AnySource
 from hookdiff.disk.reading import check_kind
 from hookdiff.errors import StorageError, shown
 from hookdiff.images.decoding import Unreadable
@@ -29,7 +29,7 @@ def open_picture(file: str | BinaryIO) -> Any:
     return Image.open(file, formats=[one.names[0] for one in known()])
 
 
-def with_image(source: Images, index: int, function: Callable[[Any], Result]) -> Result:
+def with_image(source: AnySource, index: int, function: Callable[[Any], Result]) -> Result:
     """Return `function(picture)` for the picture at `index`, and close its file.
 
     Raises Unreadable for any error but a StorageError, which is not about this picture alone.
@@ -41,7 +41,7 @@ def with_image(source: Images, index: int, function: Callable[[Any], Result]) ->
     except StorageError:
         raise
     except Exception as error:  # a decoder may raise any error on broken bytes
-        raise Unreadable(f"{sample_name(source, index)}: {reason(error)}") from error
+        raise Unreadable(f"{source.name_of(index)}: {reason(error)}") from error
 
 
 def reason(error: Exception) -> str:

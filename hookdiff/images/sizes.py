@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hookdiff.data.memory import InMemory
-from hookdiff.data.source import Images
+from hookdiff.data.source import AnySource
 from hookdiff.images.decoding import Unreadable
 from hookdiff.images.items import ItemKeys, picture_in, sides_of
 from hookdiff.images.parallel_reading import with_images
@@ -25,7 +23,7 @@ def common_size(seen: Survey, num: int) -> Tensor | None:
     return torch.tensor([*sizes]).expand(num, 2) if len(sizes) == 1 else None
 
 
-def sizes_of(source: Any, seen: Survey, keys: ItemKeys) -> Tensor:
+def sizes_of(source: AnySource, seen: Survey, keys: ItemKeys) -> Tensor:
     """Return height and width of the pictures of `source` as it has them: n 2, int64; zeros if they cannot be read.
 
     What neither their survey nor `source.known_sizes()` has is read now: headers, or items of a map-style source.
@@ -35,21 +33,21 @@ def sizes_of(source: Any, seen: Survey, keys: ItemKeys) -> Tensor:
     """
     if (common := common_size(seen, len(source))) is not None:
         return common
-    if isinstance(source, InMemory):  # of more channels than a picture has
-        return torch.tensor(source.images.shape[2:]).expand(len(source), 2)
+    if source.memory:  # of more channels than a picture has
+        return torch.tensor(source.memory.images.shape[2:]).expand(len(source), 2)
     sizes = torch.zeros(len(source), 2, dtype=torch.int64) if seen.sizes is None else seen.sizes.clone()
-    if hasattr(source, "known_sizes"):
-        sizes = sizes.where(sizes > 0, source.known_sizes())
+    sizes = sizes.where(sizes > 0, source.known_sizes())
     unknown = [index for index in (sizes[:, 0] == 0).nonzero().flatten().tolist() if index not in seen.unreadable]
-    has_headers = isinstance(source, Images)
-    read = with_images(source, unknown, sides_of, "data: sizes") if has_headers else _of_items(source, unknown, keys)
+    read = (
+        with_images(source, unknown, sides_of, "data: sizes") if source.is_images else _of_items(source, unknown, keys)
+    )
     for index, size in read:
         if not isinstance(size, Unreadable):
             sizes[index] = torch.tensor(size)
     return sizes
 
 
-def _of_items(source: Any, indices: list[int], keys: ItemKeys) -> Iterator[tuple[int, tuple[int, ...]]]:
+def _of_items(source: AnySource, indices: list[int], keys: ItemKeys) -> Iterator[tuple[int, tuple[int, ...]]]:
     with default_generators_kept(), closing(paced(indices, len(indices), "data: sizes", size=lambda _: 1)) as shown:
         for index in shown:
             image, *_ = picture_in(source, keys, 0, 0, index)

@@ -16,8 +16,9 @@ from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
 from hookdiff.data.feed_state import MOST
 from hookdiff.data.memory import InMemory, to_device
-from hookdiff.data.reader import Codec, MemoryReader, Parts, Stack, are_pictures, hash_of, labels_of
-from hookdiff.data.source import Images, sample_name
+from hookdiff.data.memory_reader import MemoryReader, PlainReader, are_pictures, checked_labels, hash_of
+from hookdiff.data.reader import Codec, Parts, Stack, stage
+from hookdiff.data.source import AnySource, Images, Source
 from hookdiff.errors import UserError
 from hookdiff.images.augment import augment, center_crop
 from hookdiff.images.items import ItemKeys, read_item
@@ -25,7 +26,7 @@ from hookdiff.images.loader import Loader, Workers, read_batch, read_image
 from hookdiff.images.sizes import sizes_of
 from hookdiff.images.store import Prepared, Store, prepare
 from hookdiff.images.transforms import Transforms, size_text
-from hookdiff.images.wrong_sources import without_loader
+from hookdiff.images.wrong_sources import adapted
 from hookdiff.machine.randomness import default_generators_kept
 
 logger = logging.getLogger("hookdiff")
@@ -61,15 +62,14 @@ def feed_of(
         UserError: for an object that is no source, or that cannot be used with these options.
     """
     loading, keys = Workers(workers=workers, prefetch=prefetch), ItemKeys(image_key=image_key, label_key=label_key)
-    given = without_loader(source)
-    return Feed(SourceReader(given, transforms or Transforms(), store or Store(), loading, keys), **options)
+    return Feed(SourceReader(adapted(source), transforms or Transforms(), store or Store(), loading, keys), **options)
 
 
 @define(eq=False, slots=False)
-class SourceReader:
+class SourceReader(PlainReader):
     """Reads `source`, any of those that `feed_of` takes."""
 
-    source: Any
+    source: AnySource
     transforms: Transforms
     store: Store
     workers: Workers
@@ -80,6 +80,7 @@ class SourceReader:
     left_out: Sequence[str] = field(init=False)
     unreadable: set[int] = field(init=False)
     codec: Codec | None = field(init=False, default=None)
+    cache_dir: str | None = field(init=False)
     device: torch.device = field(init=False, default=_CPU)
     seed: int = field(init=False, default=0)
     _parts: Parts = field(init=False, default=())
@@ -88,9 +89,10 @@ class SourceReader:
     _idle: list[Loader] = field(init=False, factory=list)  # loaders that wait for the next epoch
 
     def __attrs_post_init__(self) -> None:
+        self.cache_dir = self.store.cache_dir
         self.prepared = prepare(self.source, self.transforms, self.store)
         self.left_out, self.unreadable = self.prepared.left_out, set(self.prepared.survey.unreadable)
-        self.labels, self.classes = labels_of(self.source, len(self))
+        self.labels, self.classes = checked_labels(self.source.labels, self.source.classes, len(self))
         if isinstance(self.prepared.samples, InMemory):
             self._kept = MemoryReader(self.prepared.samples, self._finish)
 
@@ -98,7 +100,7 @@ class SourceReader:
         return len(self.prepared.samples)
 
     @property
-    def samples(self) -> Any:
+    def samples(self) -> InMemory | Images | Source:
         return self._kept.samples if self._kept else self.prepared.samples
 
     @cached_property
@@ -111,7 +113,7 @@ class SourceReader:
     @cached_property
     def first(self) -> Batch:
         row = torch.zeros(1, dtype=torch.int64)
-        if isinstance(self.source, Images):
+        if self.source.is_images:
             return Batch(torch.zeros(1, *self.shape), None if self.labels is None else row)
         if self._kept:
             return self._kept.first
@@ -121,8 +123,8 @@ class SourceReader:
 
     @cached_property
     def are_pictures(self) -> bool:
-        if isinstance(self.source, Images) or len(self.shape) < 3:
-            return isinstance(self.source, Images)
+        if self.source.is_images or len(self.shape) < 3:
+            return self.source.is_images
         if self._kept:
             return self._kept.are_pictures
         with default_generators_kept():  # which reading seeds: a run may be under way
@@ -185,7 +187,7 @@ class SourceReader:
             logger.warning("data: %s cannot be read; another sample replaces it (%d so far)", name, count)
 
     def _loader(self, workers: int) -> Loader:
-        if isinstance(self.source, Images):
+        if self.source.is_images:
             successors = torch.arange(len(self))
             for part in self._parts:
                 successors[part] = part.roll(-1)
@@ -198,18 +200,17 @@ class SourceReader:
         return Loader(partial(read_batch, read), workers, self.workers.prefetch, self.device.type == "cuda")
 
     def describe(self, index: int) -> str:
-        return sample_name(self.source, index)
+        return self.source.name_of(index)
 
     def fingerprint(self) -> str | None:
-        if hasattr(self.source, "fingerprint"):
-            own = self.source.fingerprint()
-        elif self._kept:
+        own = self.source.fingerprint()
+        if own is None and self._kept:
             own = hash_of(self._kept.samples.images)
-        else:
+        if own is None:
             return None
         options = self.transforms
         first_stage = (options.image_size, options.side, options.upscale, options.channels, options.background)
-        return repr((type(self.source).__qualname__, own, *first_stage))
+        return repr((self.source.kind, own, *first_stage))
 
     def sizes(self) -> Tensor:
         """Return height and width of the pictures, before they are resized; see `sizes_of`."""
@@ -232,3 +233,10 @@ def replacements(parts: Sequence[Tensor], unreadable: Tensor) -> Tensor:
             raise UserError("none of the samples of the data, or of those held out, can be read")
         found[broken] = readable[torch.searchsorted(readable, broken) % max(1, len(readable))]
     return found
+
+
+def reader_of_source(feed: Feed) -> SourceReader:
+    """Return the reader of the source of a `feed` that `feed_of` made, or that reads its captions beside."""
+    reader = stage(feed, SourceReader)
+    assert reader is not None
+    return reader

@@ -13,8 +13,8 @@ from attrs.validators import ge, in_
 from torch import Tensor
 
 from hookdiff.data.memory import InMemory
-from hookdiff.data.reader import is_paired
-from hookdiff.data.source import Images, Source
+from hookdiff.data.memory_reader import is_paired
+from hookdiff.data.source import AnySource, Images, Source
 from hookdiff.disk.paths import user_cache
 from hookdiff.errors import UserError
 from hookdiff.images.cache import key_of, load_or_decode, place_of
@@ -26,13 +26,11 @@ from hookdiff.images.survey import (
     kind_of_shape,
     left_out_text,
     passed_over_text,
-    problems_of,
     refuse,
     survey,
     unreadable_problems,
 )
 from hookdiff.images.transforms import Transforms, size_text
-from hookdiff.images.wrong_sources import remedy
 from hookdiff.options.fields import Writes, about
 from hookdiff.terminal.words import byte_size
 
@@ -91,23 +89,19 @@ class Prepared:
     left_out: Sequence[str] = ()  # what is not used, in words
 
 
-def prepare(source: Any, transforms: Transforms, store: Store) -> Prepared:
+def prepare(source: AnySource, transforms: Transforms, store: Store) -> Prepared:
     """Read the headers of `source`, and decode its pictures if `store` keeps them.
 
-    Raises UserError for an object that is no source, and for pictures of different shapes or that cannot be read.
+    Raises UserError for pictures of different shapes or that cannot be read.
     """
-    if instead := remedy(source):
-        raise UserError(f"the data is of type {type(source).__name__}, which cannot be trained on: {instead}")
-    if isinstance(source, Tensor):
-        source = InMemory(source)
-    if isinstance(source, InMemory):
-        prepared = _from_memory(source, transforms, store)
-    elif isinstance(source, Images):
+    if source.memory:
+        prepared = _from_memory(source.memory, transforms, store)
+    elif source.is_images:
         prepared = _from_images(source, transforms, store)
     elif store.store in ("auto", "none"):
-        prepared = Prepared(source)
+        prepared = Prepared(source.given)
     else:
-        items = f"the items of {type(source).__name__} may differ each time"
+        items = f"the items of {source.kind} may differ each time"
         raise UserError(f"store = {store.store!r}: {items}; only an InMemory, or a source with load(i), can be kept")
     shape = prepared.survey.shape
     if shape and any(transforms.color_jitter) and shape[0] not in (1, 3):
@@ -115,12 +109,14 @@ def prepare(source: Any, transforms: Transforms, store: Store) -> Prepared:
     return prepared
 
 
-def _from_images(source: Images, transforms: Transforms, store: Store) -> Prepared:
+def _from_images(source: AnySource, transforms: Transforms, store: Store) -> Prepared:
     if not len(source):
         raise UserError("the source has no samples: nothing to train on")
     pixels, cache, skip = None, None, store.unreadable == "skip"
     if store.store == "disk":
-        place, cache = "disk", place_of(key_of(source, transforms), store.folder)
+        if (key := key_of(source, transforms)) is None:
+            raise UserError(f"store = 'disk' needs a fingerprint() of {source.kind}, to see when its data has changed")
+        place, cache = "disk", place_of(key, store.folder)
         fill = partial(_fill, source=source, transforms=transforms)
         found, pixels = load_or_decode(cache, source, transforms, skip, fill)
     else:
@@ -129,11 +125,11 @@ def _from_images(source: Images, transforms: Transforms, store: Store) -> Prepar
         if place == "memory":
             pixels = _decode_to_memory(source, found, transforms)
     unreadable = [*found.unreadable.values(), *found.undecodable.values()]
-    refuse([*unreadable_problems(unreadable, len(source), skip), *problems_of(source)])
+    refuse([*unreadable_problems(unreadable, len(source), skip), *source.problems])
     left_out = [*left_out_text(unreadable, len(source)), *passed_over_text(source)]
     for text in left_out:
         logger.warning("data: %s", text)
-    return Prepared(source if pixels is None else InMemory(pixels, source.labels), place, found, cache, left_out)
+    return Prepared(source.given if pixels is None else InMemory(pixels, source.labels), place, found, cache, left_out)
 
 
 def _from_memory(source: InMemory, transforms: Transforms, store: Store) -> Prepared:
@@ -169,7 +165,7 @@ def _fit_condition(name: str, column: Tensor, images: Tensor, transforms: Transf
     return fitted.reshape(*shape[:-2], *fitted.shape[2:])
 
 
-def _decode_to_memory(source: Images, found: Survey, transforms: Transforms) -> Tensor:
+def _decode_to_memory(source: AnySource, found: Survey, transforms: Transforms) -> Tensor:
     shape = (len(source), *found.shape)
     size = torch.Size(shape).numel()
     if size > _GIB / 8:
@@ -182,7 +178,7 @@ def _decode_to_memory(source: Images, found: Survey, transforms: Transforms) -> 
     return pixels
 
 
-def _fill(rows: Any, found: Survey, source: Images, transforms: Transforms) -> None:
+def _fill(rows: Any, found: Survey, source: AnySource, transforms: Transforms) -> None:
     """Write the first stage of the samples to `rows` (n c h w, uint8). Rows of unreadable samples stay zero."""
     readable = [index for index in range(len(source)) if index not in found.unreadable]
     decode = partial(_decoded, transforms=transforms, shape=found.shape)

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from textwrap import indent
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from attrs import Factory, define, field
 from torch import Tensor
 
-from hookdiff.data.source import Images, sample_name
+from hookdiff.data.source import AnySource, Images
 from hookdiff.errors import UserError
 from hookdiff.images.decoding import Unreadable, num_channels, upright_size
 from hookdiff.images.labels import as_lines, some
@@ -55,17 +55,17 @@ class Survey:
     sizes: Tensor | None = field(default=None, eq=False)
 
 
-def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
+def survey(source: AnySource, transforms: Transforms, skip: bool) -> Survey:
     """Read the header of every sample of `source` that is not known from its `shape` or `known_kinds()`.
 
     Raises UserError that lists all problems: those of the source, pictures to which `transforms` cannot give one shape,
     and, unless `skip` or none can be read, pictures that cannot be read.
     """
-    if shape := getattr(source, "shape", None):
-        kinds = [kind_of_shape(shape, len(source), sample_name(source, 0))]
-        refuse([*problems_of(source), *_misfits(kinds, transforms)])
+    if shape := source.shape:
+        kinds = [kind_of_shape(shape, len(source), source.name_of(0))]
+        refuse([*source.problems, *_misfits(kinds, transforms)])
         return Survey(first_stage_shape(kinds, transforms), kinds)
-    known, unknown = source.known_kinds() if hasattr(source, "known_kinds") else ([], range(len(source)))
+    known, unknown = source.known_kinds()
     if len(unknown) > _MANY:
         logger.info("data: reading the headers of %s images", f"{len(unknown):,}")
     found = {(kind.mode, kind.width, kind.height): kind for kind in known}
@@ -76,10 +76,10 @@ def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
             continue
         kind = found.setdefault((kind.mode, kind.width, kind.height), kind)
         kind.count += 1
-        kind.example = kind.example or sample_name(source, index)
+        kind.example = kind.example or source.name_of(index)
         sizes[index] = kind.height, kind.width
     kinds = list(found.values())
-    problems = [*problems_of(source), *_misfits(kinds, transforms)]
+    problems = [*source.problems, *_misfits(kinds, transforms)]
     if (problems or (unreadable and not skip)) and len(source) <= _MANY:  # then their pixels are quickly tried too
         readable = [index for index in range(len(source)) if index not in unreadable]
         broken = {i: str(error) for i, error in with_images(source, readable, _read_pixels) if error is not None}
@@ -113,11 +113,6 @@ def refuse(problems: Sequence[str]) -> None:
         raise UserError(problem)
 
 
-def problems_of(source: Images) -> list[str]:
-    """Return what the source itself has found to be wrong, such as its labels."""
-    return list(getattr(source, "problems", ()))
-
-
 def unreadable_problems(unreadable: Collection[str], total: int, skip: bool) -> list[str]:
     """Return a problem if all of the `total` samples are unreadable, or, unless `skip`, if any is."""
     if len(unreadable) == total:
@@ -134,16 +129,16 @@ def left_out_text(unreadable: Sequence[str], total: int) -> list[str]:
     return [f"{counts}; the first is {unreadable[0]}"] if unreadable else []
 
 
-def passed_over_text(source: Images) -> list[str]:
+def passed_over_text(source: AnySource | Images) -> list[str]:
     """Return the number of other files beside the pictures of a source, in words; nothing if there are none."""
-    if not (kinds := getattr(source, "passed_over", None)):
+    if not (kinds := AnySource.of(source).passed_over):
         return []
     count = sum(count for count, _ in kinds.values())
     are = "files are no images and are" if count > 1 else "file is no image and is"
     return [f"{count:,} other {are} not used: {kinds_text(kinds)}"]
 
 
-def kinds_text(passed_over: PassedOver) -> str:
+def kinds_text(passed_over: Mapping[str, tuple[int, str]]) -> str:
     """Return the numbers of files that are no images, the most frequent kind first, each with its first name."""
     kinds = sorted(passed_over.items(), key=lambda kind: (-kind[1][0], kind[0]))
     return some([f"{count:,} {kind} ({first})" for kind, (count, first) in kinds])

@@ -9,9 +9,20 @@ import numpy
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hookdiff.data.memory import InMemory
-from hookdiff.data.source import Images, Source
+from hookdiff.data.source import AnySource, Images, Source
+from hookdiff.errors import UserError
 
 logger = logging.getLogger("hookdiff")
+
+
+def adapted(data: Any) -> AnySource:
+    """Return any data as a source with every member. Raises UserError for an object that is no source."""
+    if isinstance(data, AnySource):
+        return data
+    given = without_loader(data)
+    if instead := remedy(given):
+        raise UserError(f"the data is of type {type(given).__name__}, which cannot be trained on: {instead}")
+    return AnySource(given)
 
 
 def without_loader(given: Any) -> Any:

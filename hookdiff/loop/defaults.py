@@ -20,6 +20,7 @@ from hookdiff.models.sampler import SampleRequest, Samples
 from hookdiff.models.weights import evaluating
 
 if TYPE_CHECKING:
+    from hookdiff.data.reader import TextEncoders
     from hookdiff.loop.loop import Loop
 
 
@@ -152,8 +153,8 @@ def _scalar(loss: Tensor) -> Tensor:
     return loss
 
 
-def _encoders(loop: Loop) -> Any:
-    if (encoders := getattr(loop.feed.reader, "texts", None)) is None:
+def _encoders(loop: Loop) -> TextEncoders:
+    if (encoders := loop.feed.reader.texts) is None:
         raise UserError("texts were given, but the network was trained without: no encoder makes conditions of them")
     return encoders
 

@@ -67,15 +67,15 @@ def _texts(loop: Loop, folder: str) -> ExportedTexts:
     Raises:
         UserError: for several, and for one that cannot be exported.
     """
-    conditions = getattr(loop.feed.reader, "texts", None)
-    rows = conditions.rows if conditions else {}
-    if not rows:
+    texts = loop.feed.reader.texts
+    encoders = texts.encoders if texts else {}
+    if not encoders:
         return ExportedTexts({}, "", {})
-    if len(rows) > 1:
-        several = f"data.encode: {', '.join(rows)}: only one encoder of texts can be exported"
+    if len(encoders) > 1:
+        several = f"data.encode: {', '.join(encoders)}: only one encoder of texts can be exported"
         raise UserError(f"--to diffusers: {several}; use {OTHERWISE}")
-    [(name, one)] = rows.items()
-    exported: ExportedTexts = one.encoder.to_diffusers(name, folder)
+    [(name, encoder)] = encoders.items()
+    exported: ExportedTexts = encoder.to_diffusers(name, folder)
     return exported
 
 

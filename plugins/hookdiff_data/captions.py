@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from hookdiff import Batch, Feed
-from hookdiff.encoding import TextEncoder, TokenFacts, of_same_tokens
+from hookdiff.data import stage
+from hookdiff.encoding import CaptionedReader, TextEncoder, TokenFacts, of_same_tokens
 from hookdiff.log import as_pictures
 from hookdiff.terminal import paced
 
@@ -20,10 +21,12 @@ def captions(feed: Feed) -> dict[str, Any]:
 
     Each encoder is opened on the CPU. Raises UserError for one that cannot be.
     """
-    found = {}
-    for name, own in _captions(feed).items():
+    found: dict[str, Any] = {}
+    if (reader := stage(feed, CaptionedReader)) is None:
+        return found
+    for name, own in reader.captions.items():
         counts = Counter(own.every())
-        takers = {key: encoder for key, encoder in feed.reader.encoders.items() if encoder.texts == name}
+        takers = {key: encoder for key, encoder in reader.encoders.items() if encoder.texts == name}
         found[name] = {
             "count": counts.total(),
             "unique": len(counts),
@@ -36,16 +39,12 @@ def captions(feed: Feed) -> dict[str, Any]:
 
 def captions_below(feed: Feed, batch: Batch) -> list[str]:
     """Return what to write below the pictures of a `batch` of epoch 0: the captions that are drawn for them."""
-    if not (named := _captions(feed)):
+    if not (named := feed.reader.captions):
         return []
     assert batch.indices is not None
     texts = zip(*(own.drawn(batch.indices, feed.seed, 0) for own in named.values()), strict=True)
     times = len(as_pictures(batch.inputs)) // len(batch)  # the channels of latents are shown one by one
     return [" ".join(" | ".join(own).split()) for own in texts for _ in range(times)]
-
-
-def _captions(feed: Feed) -> Any:
-    return getattr(feed.reader, "captions", {})
 
 
 def _tokens(name: str, encoder: TextEncoder, counts: Counter[str]) -> dict[str, Any]:
@@ -54,8 +53,8 @@ def _tokens(name: str, encoder: TextEncoder, counts: Counter[str]) -> dict[str, 
     Texts that are cut are counted as often as they occur. Those with hardly a word that the tokenizer knows, and those
     with the same tokens as another text, are counted once.
     """
-    network, lengths, texts = encoder.open(torch.device("cpu")), Counter[int](), list(counts)
-    if not hasattr(network, "lengths"):
+    network, lengths, texts = encoder.opened(torch.device("cpu")), Counter[int](), list(counts)
+    if not network.lengths:
         return {}
     parts = (texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE))
     with closing(paced(parts, len(texts), f"data: data.encode.{name}", "captions")) as paced_parts:

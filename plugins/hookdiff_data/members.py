@@ -12,9 +12,18 @@ import numpy
 import torch
 from torch import Tensor
 
-from hookdiff import Feed, InMemory, UserError, shown
-from hookdiff.data import Images
-from hookdiff.images import Unreadable, lines_of, open_picture, parts_of, reason, seed_all, usual_suffix, with_images
+from hookdiff import Feed, UserError, shown
+from hookdiff.images import (
+    Unreadable,
+    lines_of,
+    open_picture,
+    parts_of,
+    reader_of_source,
+    reason,
+    seed_all,
+    usual_suffix,
+    with_images,
+)
 
 logger = logging.getLogger("hookdiff")
 
@@ -33,7 +42,7 @@ def members(feed: Feed) -> Iterator[tuple[int, Members]]:
     """
     for index, found in _parts(feed):
         if isinstance(found, Unreadable):
-            if feed.reader.store.unreadable == "stop":
+            if reader_of_source(feed).store.unreadable == "stop":
                 raise found
             logger.warning("data: left out: %s", found)
             continue
@@ -54,7 +63,7 @@ def with_captions(feed: Feed, samples: Iterator[tuple[int, Members]]) -> Iterato
 
     Raises UserError for captions that the source "shards" would not read as they are.
     """
-    captions = getattr(feed.reader, "captions", {})
+    captions = feed.reader.captions
     if others := [name for name in captions if name != _TEXT]:
         about = f"shards hold those that their source calls {_TEXT!r}, and no others"
         raise UserError(f"captions {shown(others[0])!r}: {about}")
@@ -90,22 +99,22 @@ def conditions_of(feed: Feed, sample: Members) -> dict[str, str]:
 
 def _parts(feed: Feed) -> Iterator[tuple[int, Any]]:
     """Yield the position of each sample, and its written picture, its label and its conditions, or an Unreadable."""
-    source = feed.reader.source
-    source = InMemory(source) if isinstance(source, Tensor) else source
-    if isinstance(source, Images):
+    reader = reader_of_source(feed)
+    source, memory = reader.source, reader.source.memory
+    if source.is_images:
         for index, content in with_images(source, feed.usable.tolist(), partial(_content, is_condition=False)):
             yield index, content if isinstance(content, Unreadable) else (content, None, {})
         return
-    if isinstance(source, InMemory) and source.images.dtype == torch.uint8 and source.images.shape[1] in (2, 4):
-        channels = source.images.shape[1]
+    if memory and memory.images.dtype == torch.uint8 and memory.images.shape[1] in (2, 4):
+        channels = memory.images.shape[1]
         raise UserError(f"images in memory with {channels} channels of uint8 would become transparent in a shard")
     for index in feed.usable.tolist():
-        if isinstance(source, InMemory):
-            image, label = source.images[index], None if source.labels is None else int(source.labels[index])
-            others: Mapping[str, Any] = {name: column[index] for name, column in source.conditions.items()}
+        if memory:
+            image, label = memory.images[index], None if memory.labels is None else int(memory.labels[index])
+            others: Mapping[str, Any] = {name: column[index] for name, column in memory.conditions.items()}
         else:
             seed_all(feed.seed, 0, index)
-            image, label, others = parts_of(source[index], index, feed.reader.keys)
+            image, label, others = parts_of(source[index], index, reader.keys)
         yield index, (written(feed, index, image), label, others)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from hookdiff import Feed, InMemory
 from hookdiff.authors import wait_for
+from hookdiff.images import reader_of_source
 
 _GROUPS = 5  # of duplicates that are listed
 
@@ -20,14 +21,15 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
     Raises UserError for a sample that cannot be used.
     """
     sizes, modes = Counter[tuple[int, int]](), Counter[str]()
-    for kind in feed.reader.prepared.survey.kinds:
+    reader = reader_of_source(feed)
+    prepared, survey = reader.prepared, reader.prepared.survey
+    for kind in survey.kinds:
         sizes[kind.width, kind.height] += kind.count
         modes[kind.mode] += kind.count
-    unreadable = feed.reader.prepared.survey.unreadable | feed.reader.prepared.survey.undecodable
+    unreadable = survey.unreadable | survey.undecodable
     kept = feed.samples.images if isinstance(feed.samples, InMemory) else None
-    cache = feed.reader.prepared.cache
     return {
-        "samples": len(feed.reader.prepared.samples),
+        "samples": len(prepared.samples),
         "training": len(feed.training),
         "held_out": len(feed.held_out_indices),
         "shape": list(feed.shape),
@@ -35,17 +37,16 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
         "modes": dict(modes.most_common()),
         "classes": _classes(feed),
         "store": {
-            "place": feed.reader.prepared.place,
+            "place": prepared.place,
             "bytes": 0 if kept is None else kept.nbytes,
             "device": None if kept is None else str(kept.device),
-            "path": str(cache) if cache else None,
-            "workers": feed.reader.workers.workers if kept is None else 0,
+            "path": str(prepared.cache) if prepared.cache else None,
+            "workers": reader.workers.workers if kept is None else 0,
         },
         **_pixels(feed, unreadable),  # which adds to `unreadable`
         "unreadable": {"count": len(unreadable), "files": [unreadable[index] for index in sorted(unreadable)]},
         "passed_over": {
-            kind: {"count": num, "first": first}
-            for kind, (num, first) in getattr(feed.reader.source, "passed_over", {}).items()
+            kind: {"count": count, "first": first} for kind, (count, first) in reader.source.passed_over.items()
         },
         "images_per_second": _speed(feed, seconds),
     }

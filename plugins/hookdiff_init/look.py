@@ -6,7 +6,7 @@ from pathlib import Path
 from attrs import define
 
 from hookdiff import UserError
-from hookdiff.images import Folder, Store, Transforms, feed_of
+from hookdiff.images import Folder, Store, Transforms, feed_of, reader_of_source
 
 _PER_CLASS = 8  # with fewer images for each sub-folder, the sub-folders are no classes
 _DECODED = 5_000  # images that are decoded, to find broken ones; that many photos take a minute
@@ -88,7 +88,7 @@ def look(path: Path) -> Pictures:
     # Options that any images fit. Only the headers of many are read.
     kept = Store(store="memory" if len(source) <= _DECODED else "none", unreadable="skip")
     feed = feed_of(source, Transforms(image_size=2, upscale=True, channels=3), kept)
-    survey = feed.reader.prepared.survey
+    survey = reader_of_source(feed).prepared.survey
     kinds, num = survey.kinds, len(source) - len(survey.unreadable | survey.undecodable)
     sizes: dict[tuple[int, int], int] = {}
     for kind in kinds:

@@ -96,7 +96,7 @@ def between_prompts(run: Run, ends: Sequence[str]) -> Given:
     Raises:
         UserError: for a network without captions.
     """
-    texts = getattr(run.loop.feed.reader, "texts", None)
+    texts = run.loop.feed.reader.texts
     if texts is None:
         raise UserError("--prompt: the network was trained without captions")
     objective: Any = run.loop.objective

@@ -141,8 +141,9 @@ class SampleGrid(Periodic):
         if prompts:
             if self.classes:
                 raise UserError("plugins.samples: classes and prompts exclude each other")
-            texts = self._of_prompts(loop, range(len(prompts)))
-            loop.feed.reader.texts.embed(texts)  # now, and not far into the run
+            texts, encoders = self._of_prompts(loop, range(len(prompts))), loop.feed.reader.texts
+            assert encoders is not None
+            encoders.embed(texts)  # now, and not far into the run
             self._labels = tuple([*range(len(prompts))] * max(1, self.num // len(prompts)))
         elif getattr(loop.objective, "conditional", False):
             num = int(getattr(loop.model, "num_classes", 0))
@@ -162,7 +163,8 @@ class SampleGrid(Periodic):
 
     def _of_prompts(self, loop: Loop, numbers: Iterable[int]) -> dict[str, list[str]]:
         """Return the prompts with these numbers, as the texts of a request."""
-        kinds: Sequence[str] = getattr(getattr(loop.feed.reader, "texts", None), "kinds", ())
+        encoders = loop.feed.reader.texts
+        kinds = encoders.kinds if encoders else ()
         if len(kinds) != 1:
             known = f"with {listed(kinds, 3)}" if kinds else "without captions"
             raise UserError(f"plugins.samples.prompts: need a network with captions of one kind; this one is {known}")

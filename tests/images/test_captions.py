@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from hookdiff import InMemory, UserError
+from hookdiff.data.source import AnySource
 from hookdiff.images import Workers, feed_of
 from hookdiff.images.folder import Folder
 from hookdiff.images.item_texts import with_texts
@@ -229,7 +230,7 @@ ITEMS: list[tuple[list[Any], dict[str, Any], dict[str, Any]]] = [  # items, the 
 def test_texts_in_items_are_captions_and_all_else_stays(
     items: list[Any], texts: dict[str, Any], others: dict[str, Any], workers: int
 ) -> None:
-    given = with_texts(items, ItemKeys(), Workers(workers=workers))
+    given = with_texts(AnySource(items), ItemKeys(), Workers(workers=workers))
     assert dict(given.texts) == texts
     (batch,) = feed_of(given, workers=workers).bind(len(items)).batches(0)
     assert {name: set(column.tolist()) for name, column in batch.conditions.items()} == {
@@ -263,11 +264,11 @@ def test_items_are_read_once_for_their_texts_if_these_are_asked_for() -> None:
     draws = random.Random(0), numpy.random.RandomState(0), torch.Generator().manual_seed(0)
     expected = draws[0].random(), draws[1].rand(), torch.rand((), generator=draws[2])
     random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
-    given = with_texts(source, keys, Workers())
+    given = with_texts(AnySource(source), keys, Workers())
     assert (list(given.texts), source.read) == (["text"], [0])
     assert given.texts["text"] is given.texts["text"]
     assert source.read == [0, 0, 1, 2]
-    assert given.texts["text"] == with_texts(Drawn(), keys, Workers()).texts["text"]
+    assert given.texts["text"] == with_texts(AnySource(Drawn()), keys, Workers()).texts["text"]
     assert len({*given.texts["text"]}) == 3
     assert (random.random(), numpy.random.rand(), torch.rand(())) == expected  # what a run draws is not changed
     feed = feed_of(pickle.loads(pickle.dumps(given)), image_key="pixels", label_key="kind").bind(3)
@@ -287,7 +288,8 @@ def test_items_are_read_once_for_their_texts_if_these_are_asked_for() -> None:
     ],
 )
 def test_a_source_without_texts_in_its_items_stays_as_it_is(source: Any) -> None:
-    assert with_texts(source, ItemKeys(), Workers()) is source
+    given = AnySource(source)
+    assert with_texts(given, ItemKeys(), Workers()) is given
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -304,4 +306,4 @@ def test_a_source_without_texts_in_its_items_stays_as_it_is(source: Any) -> None
 def test_items_without_the_text_of_the_first_are_refused(broken: Any, facts: tuple[Any, ...], workers: int) -> None:
     items = [{"image": PICTURE, "text": "a"}, {"image": PICTURE, **broken}]
     with refused(UserError, "sample 1 of the data", *facts):
-        with_texts(items, ItemKeys(), Workers(workers=workers)).texts["text"]
+        with_texts(AnySource(items), ItemKeys(), Workers(workers=workers)).texts["text"]

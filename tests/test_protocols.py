@@ -1,0 +1,71 @@
+"""What hookdiff asks of its own kinds stands in their protocols: `getattr` and `Any` are for foreign things."""
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from asked_by_name import ASKED, UNTYPED
+
+import hookdiff
+
+ROOT = Path(hookdiff.__file__).parent.parent
+if not (ROOT / "pyproject.toml").exists():
+    pytest.skip("needs the sources", allow_module_level=True)
+
+FILES = {
+    path.relative_to(ROOT).as_posix(): path for top in ("hookdiff", "plugins") for path in (ROOT / top).rglob("*.py")
+}
+ASKING = {"getattr", "hasattr", "vars", "attrgetter"}
+KINDS = {"loop", "feed", "reader", "source", "codec", "encoder", "objective", "sampler", "output", "inner"}
+
+
+def asked(tree: ast.AST) -> Iterator[str]:
+    """Yield the expressions that ask an object for an attribute by its name, or whether it has it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ASKING:
+            yield ast.unparse(node)
+        elif isinstance(node, ast.ExceptHandler) and node.type and "AttributeError" in ast.unparse(node.type):
+            yield f"except {ast.unparse(node.type)}"
+        elif isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
+            yield "def __getattr__"
+
+
+def untyped(tree: ast.AST) -> Iterator[str]:
+    """Yield the parameters, attributes and results that have the name of a kind and the type Any or object."""
+    for node in ast.walk(tree):
+        name, hint = "", None
+        if isinstance(node, ast.arg):
+            name, hint = node.arg, node.annotation
+        elif isinstance(node, ast.AnnAssign):
+            name, hint = ast.unparse(node.target).rpartition(".")[2], node.annotation
+        elif isinstance(node, ast.FunctionDef):
+            name, hint = node.name, node.returns
+        words = {part.id for part in ast.walk(hint) if isinstance(part, ast.Name)} if hint else set()
+        if name.strip("_") in KINDS and words and words <= {"Any", "object"}:
+            yield f"{name}: {ast.unparse(hint)}" if hint else name
+
+
+def found_by(walk: Callable[[ast.AST], Iterator[str]]) -> dict[str, set[str]]:
+    every = {file: {*walk(ast.parse(path.read_text("utf-8")))} for file, path in FILES.items()}
+    return {file: expressions for file, expressions in every.items() if expressions}
+
+
+@pytest.mark.parametrize("code", ["getattr(a, 'b')", "operator.attrgetter('b')", "try: a.b\nexcept AttributeError: c"])
+def test_what_is_asked_by_name_is_found(code: str) -> None:
+    assert len([*asked(ast.parse(code))]) == 1
+
+
+@pytest.mark.parametrize(
+    "code", ["def f(loop: Any): ...", "class A:\n  _feed: Any | None", "def codec(self) -> object: ..."]
+)
+def test_what_has_no_type_is_found(code: str) -> None:
+    assert len([*untyped(ast.parse(code))]) == 1
+
+
+def test_only_foreign_things_are_asked_by_name() -> None:
+    assert found_by(asked) == {file: {*expressions} for file, expressions in ASKED.items()}
+
+
+def test_no_kind_of_our_own_is_without_a_type() -> None:
+    assert found_by(untyped) == {file: {*names} for file, names in UNTYPED.items()}
