@@ -114,7 +114,7 @@ class Following(Norm):
     start: float | None = field(
         default=None,
         validator=optional(and_(gt(0), _below_max, _above_min)),
-        metadata=about("threshold until enough norms are known; unless given, `max_norm`"),
+        metadata=about("threshold until enough norms are known; default: `max_norm`"),
     )
     warmup: int = field(default=100, validator=ge(1), metadata=about("updates with `start` as the threshold"))
     _count: int = field(default=0, init=False, eq=False)  # updates so far

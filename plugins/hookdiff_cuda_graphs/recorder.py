@@ -17,7 +17,7 @@ class Recorder:
         self.renew()
 
     def renew(self) -> None:
-        """Give later recordings memory of their own: those before are dropped, but a tensor of theirs may live."""
+        """Give later recordings new memory: earlier ones are dropped, but a tensor of theirs may still be in use."""
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     @contextmanager
@@ -30,7 +30,7 @@ class Recorder:
         usual.wait_stream(self._stream)
 
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Call `work`, of which the operations are only noted, and return a function that does them."""
+        """Call `work` to record its operations, which are not done yet; return a function that does them."""
         graph, usual = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
         try:
             # "thread_local": the threads that write checkpoints and pin batches may go on meanwhile.

@@ -38,11 +38,11 @@ def reconstruction(config: Config, num: int, features: str | None) -> tuple[dict
         psnr, distance = _compare(feed, feed.usable[torch.arange(num) * len(feed.usable) // num], space)
     except ValueError as error:  # features that are not finite, or a single picture
         raise UserError(f"data.encode.{_INPUTS}: {error}") from None
-    found = {"num": num, "samples": len(feed.usable), "psnr": psnr, "space": space and space.name}
+    facts = {"num": num, "samples": len(feed.usable), "psnr": psnr, "space": space and space.name}
     if space:
-        found[space.distance] = distance
+        facts[space.distance] = distance
         texts += filter(None, [few_images(num)])
-    return found, texts
+    return facts, texts
 
 
 def _of_few(config: Config) -> Config:
@@ -52,11 +52,11 @@ def _of_few(config: Config) -> Config:
     """
     for kind, given in config.data.shared.items():
         if encoder := (given.get("encode") or {}).get(_INPUTS):
-            texts = {name: one for name, one in given["encode"].items() if isinstance(one, TextEncoder)}
-            own = {**given, "encode": {**texts, _INPUTS: evolve(encoder, store="none")}}
-            return evolve(config, data=evolve(config.data, shared={**config.data.shared, kind: own}))
+            texts = {name: part for name, part in given["encode"].items() if isinstance(part, TextEncoder)}
+            options = {**given, "encode": {**texts, _INPUTS: evolve(encoder, store="none")}}
+            return evolve(config, data=evolve(config.data, shared={**config.data.shared, kind: options}))
     where = f"[data.encode.{_INPUTS}]"
-    raise UserError(f"{config.path}: --reconstruction is about the autoencoder in {where}, which is not there")
+    raise UserError(f"{config.path}: --reconstruction needs an autoencoder: add the table {where}")
 
 
 def _open(features: str | None, shape: tuple[int, ...], device: torch.device) -> tuple[Space | None, list[str]]:

@@ -25,10 +25,10 @@ DTYPES = {"float32": None, "bf16": torch.bfloat16}  # None: that of the weights
 class FSDP:
     """Trains on several ranks, with a part of weights, gradients and averages on each (PyTorch's `fully_shard`).
 
-    torchrun starts the ranks, as in `torchrun --nproc-per-node 8 -m hookdiff run CONFIG --plugins fsdp`; without it the
-    plugin does nothing. A block is gathered from all ranks while it computes, and freed afterwards. `run.batch_size` is
-    that of all ranks together, so the samples of a step, their order and their noise are the same on any number of
-    ranks.
+    torchrun starts the ranks, as in `torchrun --nproc-per-node 8 -m hookdiff run CONFIG --plugins fsdp`. On a single
+    rank the plugin does nothing. A block is gathered from all ranks while it computes, and freed afterwards.
+    `run.batch_size` is that of all ranks together, so the samples of a step, their order and their noise are the same
+    on any number of ranks.
     """
 
     blocks: tuple[str, ...] = field(
@@ -67,21 +67,21 @@ class FSDP:
             return
         if isinstance(loop.model, FSDPModule):
             raise UserError("fsdp: the model is sharded already; make it anew for another training")
-        found = blocks_of(loop.model, self.blocks)
-        check_shared(loop.model, found.values())
+        blocks = blocks_of(loop.model, self.blocks)
+        check_shared(loop.model, blocks.values())
         mesh = self._mesh(loop)
         dtype = DTYPES[self.precision]
         single = dtype and torch.float32  # of sums over the ranks, and of what the blocks return
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=single, output_dtype=single)
         for parameter in loop.model.parameters():  # fully_shard takes no other memory format
             parameter.data = parameter.data.contiguous()
-        for block in found.values():
+        for block in blocks.values():
             if self.checkpointing:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
             _shard(block, mesh, policy)
         # What is outside of the blocks keeps its precision: it gets the times, which bf16 would round.
         self._model = _shard(loop.model, mesh, MixedPrecisionPolicy())
-        self._kept = (self._model, *(() if self.reshard else found.values()))
+        self._kept = (self._model, *(() if self.reshard else blocks.values()))
 
     def _mesh(self, loop: Loop) -> DeviceMesh:
         if loop.num_ranks % self.replicas or self.replicas == loop.num_ranks:

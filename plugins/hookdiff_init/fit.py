@@ -61,16 +61,17 @@ def fit(pictures: Pictures, seconds: float | None, side: int | None = None, diff
         steps = seconds / plan.step_seconds
         fitting = evolve(plan, steps=_rounded(steps if given else min(max(steps, fewest), _ENOUGH * fewest)))
     if fitting is None:
-        raise UserError(f"the memory is too short for images of {f'{side} x {side}' if side else 'any size'}")
+        way_out = "; choose a smaller --image-size" if side else ""
+        raise UserError(f"the memory is too short for images of {f'{side} x {side}' if side else 'any size'}{way_out}")
     return fitting
 
 
 def _sides(pictures: Pictures) -> list[int]:
     """Return the sides to choose from, the smallest first: that of the images if they are squares, or powers of two."""
-    own = pictures.side
-    sides = [side for side in (8, 16, 32, 64, 128) if side <= max(8, own)]
-    if pictures.square and 8 < own < 128 and own % _network(own).divisor == 0:
-        sides = sorted({*sides, own})
+    largest = pictures.side
+    sides = [side for side in (8, 16, 32, 64, 128) if side <= max(8, largest)]
+    if pictures.square and 8 < largest < 128 and largest % _network(largest).divisor == 0:
+        sides = sorted({*sides, largest})
     return [side for side in sides if side >= min(_SIDE, sides[-1])]
 
 

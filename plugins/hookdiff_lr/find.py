@@ -25,8 +25,7 @@ _LONG = Every(86400, "seconds")
 _SHARE = 0.1  # suggested rate over the one from which the loss rises
 _CHANCE = 8  # standard errors of the smoothed loss that are no chance
 _WINDOWS = 20  # the loss is smoothed over this share of the rates
-_FIRST = 10  # the rates have this many parts; in the first, the loss varies by chance alone
-_LEAST = 3  # standard deviations of the loss there that are a fall or a rise
+
 _FIRST = 10  # the loss of the first of this many parts of the rates shows how far it varies by chance
 _LEAST = 3  # standard deviations of that loss; less is no fall
 
@@ -61,7 +60,7 @@ class RangeTest:
             fall = self.smooth[0] - min(self.smooth)
             yield (
                 f"no rate is suggested: the loss falls by {fall:.3g}, and it varies by {self.deviation:.3g} (standard "
-                f"deviation) at the first tenth of the rates, of which a fall takes {_LEAST}; more rates (--steps "
+                f"deviation) at the first tenth of the rates; a fall takes {_LEAST} times as much; more rates (--steps "
                 f"{4 * len(rates)}) or larger batches (--set run.batch_size=N) show a smaller fall, and a network that "
                 "is trained already has none"
             )
@@ -101,20 +100,21 @@ def find(loop: Loop, rates: Sequence[float], adopted: Iterable[str] = ()) -> Ran
         UserError: the first group has no rate above 0, something else sets the rates, or the loss is not finite at the
             first of them.
     """
-    own = OwnRates.of(loop, adopted)
-    group, first = own.groups[0]
+    rates_of_config = OwnRates.of(loop, adopted)
+    group, first = rates_of_config.groups[0]
     if not first > 0:
-        raise UserError(f"the optimizer has the rate {first:g}; a range test needs one above 0, to keep the ratios")
+        raise UserError(f"optimizer.lr is {first:g}: set it above 0, so that the test can keep the ratios of the rates")
     half, steps, losses = _half(len(rates)), loop.steps(), list[float]()
     lowest, has_diverged = math.inf, False
     with loop.log.muted(), _quiet():
         # A step returns the loss before its update, so the loss after the update at a rate is that of the next step.
         for rate in paced((*rates, rates[-1]), len(rates) + 1, "learning rates", "steps", size=lambda _: 1):
-            own.scale(rate / first)
+            rates_of_config.scale(rate / first)
             if (step := next(steps, None)) is None:
                 raise UserError(f"the training ended at the rate {rate:.3g}: {loop.end.reason}")
             if not math.isclose(float(group["lr"]), rate, rel_tol=1e-4):
-                raise UserError(f"another plugin of the config sets the rate: {group['lr']:g} in place of {rate:g}")
+                way_out = "switch it off: --plugins no:NAME"
+                raise UserError(f"another plugin sets the rate {group['lr']:g} in place of {rate:g}; {way_out}")
             losses.append(step.loss)
             recent = statistics.median(losses[-half - 1 :])
             lowest = min(lowest, recent)

@@ -146,9 +146,9 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
         with noted(f"the state of the plugin {name!r}"):
             states = (state_of(keeper) for keeper in (plugin, *loop.adopted.of(name)))
             tensors = [flatten(state)[0].values() for state in states]
-            own = storages(chain(*tensors), loop.device)
-            plugins[name] = _sum_without(own, held)
-            held |= own
+            sizes = storages(chain(*tensors), loop.device)
+            plugins[name] = _sum_without(sizes, held)
+            held |= sizes
     with _saved() as saved:
         loop.hook.micro_step(loop=loop, batch=more, index=0, count=1)
     per_sample = _sum_without(saved, held | _tensors(more)) - activations
@@ -220,8 +220,8 @@ def _saved() -> Iterator[dict[int, int]]:
         yield saved
 
 
-def _sum_without(storages: Mapping[int, int], others: Mapping[int, int]) -> int:
-    return sum(size for address, size in storages.items() if address not in others)
+def _sum_without(sizes: Mapping[int, int], others: Mapping[int, int]) -> int:
+    return sum(size for address, size in sizes.items() if address not in others)
 
 
 def _data(config: Config, loop: Loop) -> int:

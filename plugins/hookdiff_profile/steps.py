@@ -97,7 +97,7 @@ def _warm_up(loop: Loop, step: Callable[[], float], num: int) -> None:
     last, rate, stride, reached = (_length(loop) or math.inf) - num, -1.0, 1.0, 0
     while loop.progress.step < last:
         step()
-        before, rate = rate, sum(float(group["lr"]) for one in loop.optimizers for group in one.param_groups)
+        before, rate = rate, sum(float(group["lr"]) for each in loop.optimizers for group in each.param_groups)
         if rate <= before:  # the step before had the whole rate
             loop.set_step(reached)
             return
@@ -150,9 +150,9 @@ def busy_seconds(events: Iterable[Any]) -> float:
 
     A kernel also counts in the operator that launched it, and in each annotation around it: these are left out.
     """
-    work = (one for one in events if one.device_type == DeviceType.CUDA and not one.is_user_annotation)
+    work = (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
     total = end = 0.0
-    for start, stop in sorted((one.time_range.start, one.time_range.end) for one in work):
+    for start, stop in sorted((event.time_range.start, event.time_range.end) for event in work):
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total / 1e6

@@ -65,10 +65,10 @@ def value(name: str, text: str) -> Text:
 def sparkline(values: Iterable[float]) -> str:
     """Return a character for each value, from the lowest to the highest one; "x" for nan and infinity."""
     values = list(values)
-    finite = [value for value in values if math.isfinite(value)]
+    finite = [number for number in values if math.isfinite(number)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     size = (high / 2 - low / 2) or 1.0  # halves: their difference is finite
     return "".join(
-        _BLOCKS[round((value / 2 - low / 2) / size * (len(_BLOCKS) - 1))] if math.isfinite(value) else "x"
-        for value in values
+        _BLOCKS[round((number / 2 - low / 2) / size * (len(_BLOCKS) - 1))] if math.isfinite(number) else "x"
+        for number in values
     )

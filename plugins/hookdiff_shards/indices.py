@@ -61,13 +61,13 @@ def kept_of(files: Files, folder: Path, kind: Kind[Made]) -> list[Made]:
     paths = [folder / f"{_hash(shard.place)}{kind.suffix}" for shard in files.shards]
     try:
         make_folder(folder)
-        found = [_load(files, path, number, kind) for number, path in enumerate(paths)]
-        if None in found:
+        loaded = [_load(files, path, number, kind) for number, path in enumerate(paths)]
+        if None in loaded:
             with locked(folder / _hash("\n".join(path.name for path in paths)), shared=False):  # one rank makes them
-                return _with_others(files, paths, found, kind)
+                return _with_others(files, paths, loaded, kind)
     except OSError as error:
         raise cannot_write(Path(error.filename or folder), error) from None
-    return [one for one in found if one is not None]
+    return [kept for kept in loaded if kept is not None]
 
 
 def _hash(text: str) -> str:
@@ -91,11 +91,11 @@ def _load(files: Files, path: Path, number: int, kind: Kind[Made], report: bool 
         return None
 
 
-def _with_others(files: Files, paths: Sequence[Path], found: list[Made | None], kind: Kind[Made]) -> list[Made]:
+def _with_others(files: Files, paths: Sequence[Path], loaded: list[Made | None], kind: Kind[Made]) -> list[Made]:
     """Return all: what was `found`, what another process has made meanwhile, and what is new."""
     shards, problems, made = files.shards, list[str](), dict[int, Made]()
-    for number, one in enumerate(found):
-        known = _load(files, paths[number], number, kind, report=True) if one is None else one
+    for number, kept in enumerate(loaded):
+        known = _load(files, paths[number], number, kind, report=True) if kept is None else kept
         if known is not None:
             made[number] = known
     lacking = [number for number in range(len(shards)) if number not in made]
