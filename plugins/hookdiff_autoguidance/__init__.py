@@ -58,7 +58,7 @@ class Autoguidance:
     scale: float = field(default=1.5, validator=ge(1), metadata=about("strength; 1: no guidance"))
     at: float = field(
         default=0.3,
-        validator=between(0, 0.95, open_ends=True),  # a later one is the average itself
+        validator=between(0, 0.95, open_ends=True),  # a later guide would be the average itself
         metadata=about(
             "share of the run after which the guide is taken; earlier guides at this share of it, and so on"
         ),
@@ -69,7 +69,7 @@ class Autoguidance:
         validator=is_interval,
         metadata=about("lowest and highest sigma / alpha at which guidance is used"),
     )
-    _step: int = saved(0, validator=COUNT)  # updates that the guide had
+    _step: int = saved(0, validator=COUNT)  # updates before the guide was taken
     _weights: dict[str, Tensor] = saved(factory=dict)  # of the guide, by parameter name, in the host
     _end: int | None = field(default=None, init=False)  # of the run
 
@@ -96,7 +96,7 @@ class Autoguidance:
         has_guide = self._step and self._weights and self.scale > 1
         if not (has_guide and request.weights != OWN and _is_unguided(sampler)):
             return (yield)
-        guide = self._guide(loop.model) if request.num else loop.model  # none is called for no images
+        guide = self._guide(loop.model) if request.num else loop.model  # no images need no guide
         away = AwayFrom(compiled(guide) if sampler.compile else guide, self.scale, self.interval)
         with loop.using(sampler=evolve(sampler, guidance=away)):
             return (yield)
@@ -104,7 +104,7 @@ class Autoguidance:
     def _guide(self, model: nn.Module) -> Callable[..., Tensor]:
         """Return a function that calls `model` with the weights of the guide."""
         parameters = {name: parameter for name, parameter in model.named_parameters() if name in self._weights}
-        # Autocast keeps its copies of weights only if these ask for gradients.
+        # Autocast keeps its copies of weights only if the weights require gradients.
         held = {name: self._weights[name].to(weight).detach().requires_grad_() for name, weight in parameters.items()}
         return lambda *arguments, **named: functional_call(model, held, arguments, named)
 
@@ -136,8 +136,9 @@ def _is_unguided(sampler: object) -> TypeGuard[Sampling]:
 def landmark(step: int, share: float, end: int | None) -> int:
     """Return the newest step, up to `step`, at which a guide is taken; 0 before the first.
 
-    A run that ends at `end` takes it after `share` of its steps, before that after `share` of these, and so on, so that
-    its first guides are soon replaced. In a run without an end, the guide of step s is replaced at step s / `share`.
+    A run that ends at step `end` takes the last guide at `end` * `share`. Each earlier guide is taken at `share` of the
+    steps of the next one, so that the first guides are soon replaced. A run without an end replaces the guide of step s
+    at step s / `share`.
     """
     at = 1.0 if end is None else end * share
     while end is None and at / share <= step:

@@ -22,7 +22,7 @@ class Recorder:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Do the work in a `with` where a recording is made: what is prepared at the first call is prepared there."""
+        """Run the `with` block on the stream of the recordings, so that first calls prepare their work there."""
         usual = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):

@@ -65,10 +65,10 @@ def has_state(optimizer: Optimizer) -> bool:
 
 @define(eq=False)
 class RecordedStep:
-    """The passes and the update of a step, recorded for batches like the given one; nothing is computed meanwhile.
+    """The passes and the update of a step, recorded for batches like the given one; recording computes nothing.
 
-    batch: a copy of it, into which each replay copies its own.
-    parts: the work of the plugins in an update, in their order. Without it the host makes the updates.
+    batch: is copied; each replay copies its own batch into this copy.
+    parts: the work of the plugins in an update, in their order. None: the host makes the updates.
     """
 
     loop: Loop

@@ -20,15 +20,15 @@ _INPUTS = "image"  # what the encoder of the inputs is called
 
 
 def reconstruction(config: Config, num: int, features: str | None) -> tuple[dict[str, Any], list[str]]:
-    """Compare `num` pictures, evenly spread over the usable samples, with what the autoencoder makes of them.
+    """Compare `num` pictures, evenly spread over the usable samples, with their reconstructions by the autoencoder.
 
-    They are in [-1, 1], encoded to the mean of the posterior, decoded, and clamped. Returns facts that JSON can hold,
-    and texts about them. "psnr" is the mean of 10 log10(4 / mean squared error) over the pictures, in dB. The Fréchet
-    distance has the name of its space, which `features` names; without a name, it is left out if the usual features
-    cannot be opened.
+    The pictures are in [-1, 1], encoded to the mean of the posterior, decoded, and clamped. Returns facts that JSON can
+    hold, and texts about them. "psnr" is the mean of 10 log10(4 / mean squared error) over the pictures, in dB. The
+    Fréchet distance has the name of the space `features`; None: the usual space, or no distance if that cannot be
+    opened.
 
-    Raises UserError if no encoder makes the inputs of `config`, for `features` that cannot be opened, and for pictures
-    that cannot be encoded, or come back with values that are not finite.
+    Raises UserError if `config` has no encoder of pictures, for `features` that cannot be opened, for pictures that
+    cannot be encoded, and for reconstructions that are not finite.
     """
     feed = build_feed(_of_few(config), encode="pictures")
     feed.blank(1)  # encodes a picture: an autoencoder that does not return pictures of this shape is refused
@@ -46,9 +46,9 @@ def reconstruction(config: Config, num: int, features: str | None) -> tuple[dict
 
 
 def _of_few(config: Config) -> Config:
-    """Return `config` with one encoder of pictures, that of the inputs, and no table, which would be of all samples.
+    """Return `config` with the encoder of the inputs alone, and no table of latents, which would take all samples.
 
-    Encoders of texts stay: they take the captions of the source, and encode none here.
+    Encoders of texts stay, since the source has their captions; here they encode nothing.
     """
     for kind, given in config.data.shared.items():
         if encoder := (given.get("encode") or {}).get(_INPUTS):
@@ -60,7 +60,7 @@ def _of_few(config: Config) -> Config:
 
 
 def _open(features: str | None, shape: tuple[int, ...], device: torch.device) -> tuple[Space | None, list[str]]:
-    """Return the space to compare pictures of `shape` in; if there is none, why."""
+    """Return the space to compare pictures of `shape` in, or None and the reason."""
     try:
         choice = named_features(features) if features else usual_features(shape)
         choice.check(shape)

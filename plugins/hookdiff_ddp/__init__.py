@@ -52,7 +52,7 @@ class Replica(nn.Module):
         return self.ddp(*args, **kwargs)
 
     def follow(self) -> None:
-        """Exchange the gradients of those parameters that want one now."""
+        """Exchange the gradients of the parameters that are trained now."""
         if self._wanted() != self._trained:
             self.ddp = DistributedDataParallel(self.ddp.module, **self._options)
             self._trained = self._wanted()

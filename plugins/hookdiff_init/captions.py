@@ -71,7 +71,7 @@ def _longest(encoder: Path, texts: Sequence[str]) -> int:
 
 
 def _length(encoder: Path, longest: int) -> int:
-    """Return the length that holds a caption of so many tokens, or else the most that the encoder takes."""
+    """Return a length that holds a caption of `longest` tokens, at most that of the encoder."""
 
     def is_taken(length: int) -> bool:
         try:

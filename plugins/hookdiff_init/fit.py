@@ -13,12 +13,12 @@ from hookdiff.experiment import pick_device
 from hookdiff_init.look import Pictures
 from hookdiff_init.write import Network, Plan, text
 
-_USUAL = 600.0  # seconds of training, unless given
+_USUAL = 600.0  # default of the seconds of training
 # Drawings of 32 x 32 pixels in four classes were recognised after this many steps; twice the side takes twice as many.
 _STEPS = 800
-_ENOUGH = 8  # times as many steps: more improve little
+_ENOUGH = 8  # more than this multiple of the steps improves little
 _SIDE = 32  # fewer pixels are hard to recognise, so this side is not reduced to save time
-_TRIED = 4  # steps, of which the fastest counts
+_TRIED = 4  # steps on trial; the fastest counts
 _BATCH = 32
 
 
@@ -40,8 +40,8 @@ def check_side(side: int) -> None:
 def fit(pictures: Pictures, seconds: float | None, side: int | None = None, diffusers: bool = False) -> Plan:
     """Return the plan for `pictures` that this machine trains in about `seconds`, after a few steps on trial.
 
-    None is ten minutes: longer if the images cannot be recognised by then, shorter if more time improves little. A
-    `side` is that of the training images, which is otherwise chosen, too.
+    Without `seconds` it takes ten minutes, longer if the images cannot be recognised by then, and shorter if more time
+    improves little. `side` is that of the training images; None: it is chosen here.
     """
     given, seconds = seconds, seconds or _USUAL
     device = pick_device("auto").type

@@ -95,7 +95,7 @@ class LR:
 
     def __attrs_post_init__(self) -> None:
         if self.total and not self.schedule.needs_end:
-            raise ValueError(f"leave out total: the schedule {self.schedule.use!r} has no end")
+            raise ValueError(f"total: the schedule {self.schedule.use!r} has no end; leave it out")
         if self.start_factor and not self.warmup:
             raise ValueError(f"start_factor = {self.start_factor:g} needs a warm-up: set warmup, or leave it out")
 

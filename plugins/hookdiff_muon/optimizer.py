@@ -63,14 +63,14 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Make a step with the gradients of the weights, without those that have none; return what `closure` does."""
+        """Update the weights that have a gradient; return the result of `closure`."""
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         for group in self.param_groups:
             batches = defaultdict(list)
             for weight in group["params"]:
                 if weight.grad is not None:
-                    # A sharded one alone, since its whole is in memory meanwhile.
+                    # A sharded weight is a batch of its own, since it is gathered as a whole.
                     batches[id(weight) if is_sharded(weight) else batch_of(weight)].append(weight)
             for weights in batches.values():
                 self._update(weights, group)

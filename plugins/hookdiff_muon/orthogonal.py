@@ -11,7 +11,7 @@ A, B, C = 3.4445, -4.7750, 2.0315  # of a step x <- a x + b x^3 + c x^5 for each
 
 
 def batch_of(weight: Tensor) -> Hashable:
-    """Return a key: the matrices of weights with the same one can share their products."""
+    """Return a key; the matrices of weights with equal keys can share their products."""
     rows, columns = len(weight), math.prod(weight.shape[1:])
     size = min(rows, columns) if _is_exact(weight) else (rows, columns)
     return size, weight.dtype, weight.device

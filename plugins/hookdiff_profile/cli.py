@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hookdiff_profile.trials import Outcome
 
 _SHOWN = 3  # changes to try first
-_SMALL = 0.001  # share of a step from which on a part has a row of its own
+_SMALL = 0.001  # parts below this share of a step have no row of their own
 
 
 @click.command()
@@ -46,7 +46,7 @@ def command(
     """Show where the time of a step of CONFIG goes, and which changes would make it faster.
 
     Trains for some steps in a temporary directory. Then each change is measured beside CONFIG, in turns: precision,
-    memory format, batch size, workers, compilation. What is faster may train differently: a rate may have to fit it.
+    memory format, batch size, workers, compilation. A faster change may need another learning rate.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr, also that there is no GPU
 

@@ -22,10 +22,10 @@ SETTLING = 3  # steps that are not timed: allocators and kernels settle
 _TRACED = 3  # steps
 _SPARE = 20  # steps that a run needs for its warm-up, beside those that settle and those that are counted
 _LONG = Every(86400, "seconds")
-# What the loop itself does between two hooks, by the hook before or the hook after.
+# Names for the work of the loop itself between two hooks, by the hook before or the hook after.
 _AFTER = {"unscale": "finite check"}
 _BEFORE = {"make_batch": "data"}
-_LOOP = "loop"  # all that is left
+_LOOP = "loop"  # the rest of the loop's own work
 
 
 @define
@@ -38,7 +38,7 @@ class Profile:
     parts: Mapping[str, float]  # seconds of a step by part, the longest first; their sum is a little longer
     first: int  # steps of the run before the first that is timed; the warm-up of the rate is over
     length: int | None  # steps of the run; None without an end
-    is_longer: bool  # than the config says, which is too short for the measurement
+    is_longer: bool  # whether the run of the config was too short, so that it was made longer
     busy: float | None = None  # share of the time in which the GPU computes; None on other devices
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BUDGET = 8 << 20  # letters of all pictures of a report, in base64
 _LEVELS = ((82, 1200), (76, 900), (70, 720), (64, 560), (56, 440), (48, 320))  # quality, and the longer side in pixels
-_ENOUGH = 60  # steps; for more of them the quality is not reduced
+_ENOUGH = 60  # steps; quality is not reduced to show more steps
 _MOST_STEPS, _MOST_NAMES, _MOST_PANELS = 200, 16, 8
 _APART = 16  # pixels between the images of two panels; names beside rows take more than these
 _CAPTIONS = {

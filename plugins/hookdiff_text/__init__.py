@@ -46,7 +46,7 @@ _CLASSES = {
         )
     },
 }
-_USUAL = 128  # tokens of an encoder that takes more
+_USUAL = 128  # tokens at which captions are cut by default
 
 
 def _is_known(config: Mapping[str, Any]) -> bool:
@@ -210,7 +210,7 @@ class _Network:
             pooled = made.get("text_embeds", made.get("pooler_output"))
             if pooled is None:
                 kind = type(self.network).__name__
-                raise UserError(f"data.encode: set pooled = false: a {kind} makes no vector for a caption")
+                raise UserError(f"data.encode: pooled: a {kind} makes no vector for a caption; set pooled = false")
             outputs["_pooled"] = pooled
         outputs = {name: rows.float().cpu() for name, rows in outputs.items()}
         return {**outputs, **({"_mask": mask.bool().cpu()} if options.mask else {})}

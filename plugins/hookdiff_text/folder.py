@@ -59,13 +59,13 @@ def has_tokenizer(folder: Path) -> bool:
     """Return whether there is a tokenizer in `folder`.
 
     Raises:
-        UserError: if a pipe or a folder has the name of one.
+        UserError: if a file of a tokenizer is a pipe or a folder.
     """
     return bool(files_in(folder, _OF_TOKENIZER))
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return all files of a tokenizer that are there, which are all that `tokenizer_in` opens."""
+    """Return the files of the tokenizer in `folder`; `tokenizer_in` opens no others."""
     settings = table_in(folder, _SETTINGS, "tokenizer") if file_in(folder, _SETTINGS) else {}
     names = (*_OF_TOKENIZER, "added_tokens.json", *_TABLES, *_versions(settings))
     return [*files_in(folder, names).values()]
@@ -169,12 +169,12 @@ def count_in(table: Mapping[str, Any], key: str, where: Path) -> int | None:
 
 
 def lengths_of(tokenizer: Any, texts: list[str]) -> list[int]:
-    """Return the number of tokens of each text, those that would be cut included."""
+    """Return the number of tokens of each text before it is cut."""
     return [len(row) for row in tokenized(tokenizer, texts, verbose=False)["input_ids"]]
 
 
 def tokens_of(tokenizer: Any, texts: list[str], length: int) -> list[list[int | None]]:
-    """Return the tokens of each text, cut at `length`, None for an unknown one."""
+    """Return the tokens of each text, cut at `length`; None is an unknown token."""
     rows = tokenized(tokenizer, texts, truncation=True, max_length=length, verbose=False)["input_ids"]
     unknown, blank = tokenizer.unk_token_id, tokenizer.convert_tokens_to_ids("\u2581")
     blank = None if blank == unknown else blank  # it stands before each unknown word of sentencepiece

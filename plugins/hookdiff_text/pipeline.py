@@ -50,7 +50,7 @@ class _Side:
     # first for the prompts, then for no prompt.
     returned: Mapping[str, tuple[str, int, int]]
     time_ids: bool = False  # whether its network gets the sizes and the crop of a picture
-    length: int | None = None  # its own `max_sequence_length`; None: it has none
+    length: int | None = None  # default of the pipeline's `max_sequence_length`; None: it has no such argument
     lowers: bool = False  # whether it takes texts in lower case
 
 
@@ -119,7 +119,7 @@ class Pipeline(TextEncoder):
         """Return the text encoders, in order.
 
         Raises:
-            UserError: for one that is missing, or not of the class that is known here, and for a wrong `length`.
+            UserError: for an encoder that is missing or of an unknown class, and for a wrong `length`.
         """
         index = self.index()
         side = _SIDES[index["_class_name"]]
@@ -231,15 +231,15 @@ class _Network:
     side: _Side
     pipeline: Any
     parts: Mapping[str, Any]  # of the pipeline: networks and tokenizers
-    others: Mapping[str, Any]  # to the pipeline
-    given: Mapping[str, Any]  # to `encode_prompt`
-    pairs: Sequence[tuple[Any, Any]]  # a network and its tokenizer
-    tokenizers: Sequence[tuple[Any, int]]  # and the tokens at which each cuts
+    others: Mapping[str, Any]  # other arguments of the pipeline
+    given: Mapping[str, Any]  # arguments of `encode_prompt`
+    pairs: Sequence[tuple[Any, Any]]  # each network and its tokenizer
+    tokenizers: Sequence[tuple[Any, int]]  # each with the number of tokens at which it cuts
     device: torch.device
 
     def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
         taken = self._taken(texts)
-        for network, tokenizer in self.pairs:  # the pipeline would end in a traceback
+        for network, tokenizer in self.pairs:  # unknown tokens would end the pipeline with a traceback
             check_tokens(network, tokenizer, tokenized(tokenizer, taken, verbose=False)["input_ids"])
         is_empty = torch.tensor([not text for text in texts])
         with torch.no_grad():
