@@ -63,20 +63,20 @@ def _safe_upgrades() -> Iterator[None]:
 class Aim(Sink):
     """Tracks metrics, pictures, histograms, texts, events and the config in Aim; look at them with `aim up --repo DIR`.
 
-    A resumed run goes on in the same Aim run. If that has steps which the run makes again, as after a crash, or not all
-    of the earlier ones, it is replaced by a new Aim run that is filled from the run directory. A run that is resumed
-    into another directory gets an Aim run of its own, filled likewise.
+    A resumed run goes on in the same Aim run. After a crash the Aim run may have steps that the run makes again, or it
+    may lack earlier steps. Then a new Aim run, filled from the run directory, replaces it. A run that is resumed into
+    another directory gets a new Aim run, too.
     """
 
     repo: Annotated[str | None, Writes()] = field(
-        default=None, metadata=about("repository, a folder or aim://HOST:PORT; without it beside the run directory")
+        default=None, metadata=about("repository, a folder or aim://HOST:PORT; default: beside the run directory")
     )
-    experiment: str | None = field(default=None, metadata=about('experiment in Aim; without it "default"'))
-    name: str | None = field(default=None, metadata=about("name of the run in Aim; without it the run directory's"))
+    experiment: str | None = field(default=None, metadata=about('experiment in Aim; default: "default"'))
+    name: str | None = field(default=None, metadata=about("name of the run in Aim; default: that of the run directory"))
     system_tracking_interval: float | None = field(
         default=None,
         validator=optional(ge(0)),
-        metadata=about("time between two records of CPU, GPU and memory; without it, or 0, none", "seconds"),
+        metadata=about("time between two records of CPU, GPU and memory; 0: none; default: none", "seconds"),
     )
     capture_terminal_logs: bool = field(
         default=False, metadata=about("record what the process prints, for which Aim patches stdout and stderr")
@@ -150,8 +150,8 @@ class Aim(Sink):
 
     def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
         make = _aim().Distribution
-        for name, one in distributions.items():
-            self._run.track(make(hist=one.counts, bin_range=(one.low, one.high)), name=name, step=step)
+        for name, bins in distributions.items():
+            self._run.track(make(hist=bins.counts, bin_range=(bins.low, bins.high)), name=name, step=step)
 
     def event(self, step: int, time: float, event: Event) -> None:
         # Aim keeps one value of a name, context and step.
@@ -173,10 +173,10 @@ class Aim(Sink):
         aim = _aim()
         repo, run_hash = aim.Repo.from_path(folder), None if run.is_branch else self._hash
         if run_hash and run_hash not in _hashes(repo):
-            found = _mirrors(repo, run.run_dir)  # such as one that `hookdiff mirror` has made
-            if not found:
+            mirrors = _mirrors(repo, run.run_dir)  # such as one that `hookdiff mirror` has made
+            if not mirrors:
                 logger.warning("Aim has lost the run %s in %s; a new one begins", run_hash, folder)
-            self._hash = run_hash = found[-1] if found else None
+            self._hash = run_hash = mirrors[-1] if mirrors else None
         if run_hash and run.has_earlier_steps and not _goes_on(repo, run_hash, run.step):
             if run_hash in _mirrors(repo, run.run_dir):  # not that of a run of which this directory is a copy
                 _delete(repo, run_hash)
@@ -246,7 +246,9 @@ def _mirrors(repo: Any, run_dir: Path | None) -> list[str]:
     if run_dir is None:
         return []
     place = str(run_dir.resolve())
-    return [one for one in _hashes(repo) if _tree(repo, one).subtree("attrs").get("run_dir", None) == place]
+    return [
+        run_hash for run_hash in _hashes(repo) if _tree(repo, run_hash).subtree("attrs").get("run_dir", None) == place
+    ]
 
 
 def _goes_on(repo: Any, run_hash: str, step: int) -> bool:

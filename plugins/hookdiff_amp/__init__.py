@@ -75,7 +75,7 @@ class AMP:
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         precision: str = self.precision
-        if precision == "auto":  # in a script; a config is settled before
+        if precision == "auto":  # only in a script: for a config, `choose` is called before
             precision = self.choose(loop.device)["precision"]
             logger.info("amp: precision auto is %s on this %s", precision, loop.device.type)
         self._dtype = DTYPES.get(precision)

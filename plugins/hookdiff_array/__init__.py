@@ -23,10 +23,10 @@ class Arrays:
 
     Args:
         path: an .npy or .npz file
-        images: name of the array in an .npz; unless given, "images", or the only array
+        images: name of the array in an .npz; default: "images", or the only array
         labels: name of the array of labels in an .npz, or path of a separate .npy; one integer for each image (-1:
-            unknown); unless given, "labels" if the .npz has it
-        layout: "n h w", "n h w c" or "n c h w"; unless given, the only layout that the shape allows
+            unknown); default: "labels" if the .npz has it
+        layout: "n h w", "n h w c" or "n c h w"; default: the only layout that the shape allows
         value_range: [low, high], the values of black and white; required unless the array is uint8
 
     Raises:
@@ -48,7 +48,7 @@ class Arrays:
         self.labels = _labels(self.path, names, labels, array.shape[:1])
         self.layout = layout or _layout(array.shape, path)
         if len(array.shape) != len(self.layout.split()):
-            raise ValueError(f"{path}: its shape {array.shape} is not {self.layout!r}")
+            raise ValueError(f"{path}: its shape {array.shape} is not {self.layout!r}: set another layout")
         if 0 in array.shape:
             raise ValueError(f"{path}: there are no pixels in its shape {array.shape}")
         if array.dtype.kind not in "biuf":
@@ -111,14 +111,14 @@ def _labels(path: Path, names: list[str], name: str | None, shape: tuple[int, ..
     if name is None and "labels" not in names:
         return None
     name = name or "labels"
-    own = Path(os.path.expanduser(name)) if name.endswith(".npy") else None
-    found = open_array(own or path, "" if own else name, whole=True)
-    where = f"{own or path}: labels = {name!r}"
-    if found.dtype.kind not in "iu" or found.shape != shape:
-        raise ValueError(f"{where}: expected integers of shape {shape}, got {found.dtype} of shape {found.shape}")
-    if len(found):
+    file = Path(os.path.expanduser(name)) if name.endswith(".npy") else None
+    labels = open_array(file or path, "" if file else name, whole=True)
+    where = f"{file or path}: labels = {name!r}"
+    if labels.dtype.kind not in "iu" or labels.shape != shape:
+        raise ValueError(f"{where}: expected integers of shape {shape}, got {labels.dtype} of shape {labels.shape}")
+    if len(labels):
         try:
-            check_range(int(found.min()), int(found.max()))
+            check_range(int(labels.min()), int(labels.max()))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-    return torch.from_numpy(found.astype(numpy.int64))
+    return torch.from_numpy(labels.astype(numpy.int64))

@@ -76,11 +76,11 @@ class Autoencoder(PictureEncoder):
         """Read config.json.
 
         Raises:
-            UserError: if there is none, or not of a class that is known here.
+            UserError: if there is no such file, or it names a class that is not known here.
         """
         config = table_in(self.folder, _CONFIG, "autoencoder of diffusers", _is_known)
         if not isinstance(name := config.get("_class_name"), str):
-            raise UserError(f"data.encode: {self.folder / _CONFIG} names no class of diffusers")
+            raise UserError(f"data.encode: {self.folder / _CONFIG}: set `_class_name` to a class of diffusers")
         if name not in _CLASSES:
             raise UserError(f"data.encode: {self.path} holds a {name}; expected {listed(list(_CLASSES), 3)}")
         return config
@@ -117,9 +117,9 @@ class Autoencoder(PictureEncoder):
         return self._own_scale()
 
     def _own_scale(self) -> tuple[Sequence[float], Sequence[float]]:
-        """Return mean and deviation so that (x - mean) / std is what pipelines of diffusers do with latents x.
+        """Return mean and deviation such that pipelines of diffusers scale latents x to (x - mean) / std.
 
-        What config.json leaves out has the default of its class, and keys that its class does not have count nothing.
+        A key that config.json leaves out has the default of its class. Keys that the class does not have are ignored.
         """
         import diffusers
 
@@ -134,18 +134,18 @@ class Autoencoder(PictureEncoder):
             mean = self._numbers("latents_mean", center, num)
         width = given.get("latents_std")
         std = (1.0,) if width is None else self._numbers("latents_std", width, num, above=0)
-        return mean, tuple(one / factor for one in std)
+        return mean, tuple(deviation / factor for deviation in std)
 
     def _numbers(self, key: str, value: Any, num: int, above: float = -math.inf) -> tuple[float, ...]:
         """Return the `num` numbers of a key of config.json, which may be nested, as in a shape (1, num, 1, 1)."""
-        found = [value]
-        while any(isinstance(one, list | tuple) for one in found):
-            found = [each for one in found for each in (one if isinstance(one, list | tuple) else [one])]
-        are_numbers = all(type(one) in (int, float) and math.isfinite(one) and one > above for one in found)
-        if len(found) != num or not are_numbers:
+        items = [value]
+        while any(isinstance(item, list | tuple) for item in items):
+            items = [part for item in items for part in (item if isinstance(item, list | tuple) else [item])]
+        are_numbers = all(type(item) in (int, float) and math.isfinite(item) and item > above for item in items)
+        if len(items) != num or not are_numbers:
             expected = f"{num} finite number{'s' * (num != 1)}{f' above {above:g}' * math.isfinite(above)}"
             raise UserError(f"data.encode: {self.folder / _CONFIG}: {key} = {value!r}, expected {expected}")
-        return tuple(map(float, found))
+        return tuple(map(float, items))
 
     def to_diffusers(self, mean: Sequence[float], std: Sequence[float]) -> Any:
         network = self._loaded()
@@ -153,11 +153,11 @@ class Autoencoder(PictureEncoder):
         if getattr(network, "quant_conv", None) is not None and network.post_quant_conv is not None:
             _fold(network, mean, std)
             network.register_to_config(**_UNSCALED)
-        elif not is_same_scale((mean, std), own := self._own_scale()):
+        elif not is_same_scale((mean, std), scale := self._own_scale()):
             raise UserError(
                 f"data.encode: the {type(network).__name__} in {self.path} has no quant_conv and post_quant_conv to "
-                f"hold the scale of this run, {scale_text((mean, std))}, and its {_CONFIG} has {scale_text(own)}; only "
-                'a run with scale = "model" can be exported to diffusers'
+                f"hold the scale of this run, {scale_text((mean, std))}, and its {_CONFIG} has {scale_text(scale)}; "
+                'only a run with scale = "model" can be exported to diffusers'
             )
         return network
 

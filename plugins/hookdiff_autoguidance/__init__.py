@@ -36,30 +36,32 @@ class AwayFrom(Guidance):
         return "autoguidance"
 
     def output(self, ask: Ask, x: Tensor, at: Point, given: Given) -> Tensor:
-        own = ask(x, given)
+        output = ask(x, given)
         low, high = self.interval
         if not low <= at.ratio <= high:
-            return own
-        return own + (self.scale - 1) * (own - ask(x, given, net=self.guide))
+            return output
+        return output + (self.scale - 1) * (output - ask(x, given, net=self.guide))
 
 
 @define(eq=False)
 class Autoguidance:
     """Guides samples away from what the network made earlier in its training: Karras et al. 2024 (arXiv 2406.02507).
 
-    The guide is the first average of the weights as it was after a share of the run. Both make the same mistakes, the
-    guide larger ones, so the step from its output to that of the network points away from them. A step of the sampler
-    calls both. The guide needs the memory of the weights once more, in the host.
+    The guide is a copy of the averaged weights from earlier in the run. It makes the same mistakes as the network, only
+    larger ones, so the step from its output to the network's points away from these mistakes. Each step of the sampler
+    calls both. The guide takes as much memory in the host as the weights.
 
-    Samples of the model's own weights are not guided, nor those with classifier-free guidance, and none of a run
-    without an average, of sharded weights, or with a sampler that is not hookdiff's.
+    Only samples of averaged weights are guided. There is no guidance beside classifier-free guidance, with sharded
+    weights, or with a sampler that is not hookdiff's.
     """
 
     scale: float = field(default=1.5, validator=ge(1), metadata=about("strength; 1: no guidance"))
     at: float = field(
         default=0.3,
-        validator=between(0, 0.95, open_ends=True),  # a later one is the average itself
-        metadata=about("share of the run after which the guide is taken; before that, the same share of it, and so on"),
+        validator=between(0, 0.95, open_ends=True),  # a later guide would be the average itself
+        metadata=about(
+            "share of the run after which the guide is taken; earlier guides at this share of it, and so on"
+        ),
     )
     interval: tuple[float, float] = field(
         default=(0.0, 2.5),
@@ -67,7 +69,7 @@ class Autoguidance:
         validator=is_interval,
         metadata=about("lowest and highest sigma / alpha at which guidance is used"),
     )
-    _step: int = saved(0, validator=COUNT)  # updates that the guide had
+    _step: int = saved(0, validator=COUNT)  # updates before the guide was taken
     _weights: dict[str, Tensor] = saved(factory=dict)  # of the guide, by parameter name, in the host
     _end: int | None = field(default=None, init=False)  # of the run
 
@@ -94,16 +96,16 @@ class Autoguidance:
         has_guide = self._step and self._weights and self.scale > 1
         if not (has_guide and request.weights != OWN and _is_unguided(sampler)):
             return (yield)
-        guide = self._guide(loop.model) if request.num else loop.model  # none is called for no images
+        guide = self._guide(loop.model) if request.num else loop.model  # no images need no guide
         away = AwayFrom(compiled(guide) if sampler.compile else guide, self.scale, self.interval)
         with loop.using(sampler=evolve(sampler, guidance=away)):
             return (yield)
 
     def _guide(self, model: nn.Module) -> Callable[..., Tensor]:
         """Return a function that calls `model` with the weights of the guide."""
-        own = {name: parameter for name, parameter in model.named_parameters() if name in self._weights}
-        # Autocast keeps its copies of weights only if these ask for gradients.
-        held = {name: self._weights[name].to(one).detach().requires_grad_() for name, one in own.items()}
+        parameters = {name: parameter for name, parameter in model.named_parameters() if name in self._weights}
+        # Autocast keeps its copies of weights only if the weights require gradients.
+        held = {name: self._weights[name].to(weight).detach().requires_grad_() for name, weight in parameters.items()}
         return lambda *arguments, **named: functional_call(model, held, arguments, named)
 
     @hookimpl
@@ -119,7 +121,7 @@ class Autoguidance:
 
 
 def _average_of(loop: Loop) -> dict[str, Tensor]:
-    """Return a copy of the first average in the host; nothing if there is none, or only parts of it are here."""
+    """Return a copy of the first average in the host; empty without an average, and if its weights are sharded."""
     name, values = choose_weights(None, OWN, loop.hook.offer_weights(loop=loop))
     average = {} if name == OWN else values()
     if any(map(is_sharded, average.values())):
@@ -134,8 +136,9 @@ def _is_unguided(sampler: object) -> TypeGuard[Sampling]:
 def landmark(step: int, share: float, end: int | None) -> int:
     """Return the newest step, up to `step`, at which a guide is taken; 0 before the first.
 
-    A run that ends at `end` takes it after `share` of its steps, before that after `share` of these, and so on, so that
-    its first guides are soon replaced. In a run without an end, the guide of step s is replaced at step s / `share`.
+    A run that ends at step `end` takes the last guide at `end` * `share`. Each earlier guide is taken at `share` of the
+    steps of the next one, so that the first guides are soon replaced. A run without an end replaces the guide of step s
+    at step s / `share`.
     """
     at = 1.0 if end is None else end * share
     while end is None and at / share <= step:

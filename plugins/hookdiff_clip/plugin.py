@@ -24,7 +24,7 @@ class Clip:
 
     rule: Rule = field(default=Norm(), converter=chosen[Rule], metadata=about("rule by which gradients are clipped"))
     adopted: tuple[str, ...] = field(
-        default=(), metadata=about("plugins with modules of their own, of which each is clipped too, on its own")
+        default=(), metadata=about("plugins with modules of their own, which are clipped too, each plugin's by itself")
     )
     _clipped: dict[str, tuple[Rule, Gradients]] = field(init=False)  # copies of the rule, by the prefix of their values
 

@@ -43,11 +43,11 @@ class Rule(Choice, ABC):
     def clip_(self, gradients: Gradients, is_logged: bool) -> Mapping[str, float | Tensor]:
         """Change the gradients in place; return "share", the share that was clipped, and other values to log.
 
-        If not `is_logged`, the share may be left out: nobody reads it.
+        Unless `is_logged`, the share may be left out.
         """
 
     def on_device(self, gradients: Gradients) -> DevicePart | None:
-        """Return the clipping as work of a recorded step, after which `clip_` must change nothing; None: it cannot."""
+        """Return the clipping as work of a recorded step; then `clip_` must change nothing. None: not recordable."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Following(Norm):
     start: float | None = field(
         default=None,
         validator=optional(and_(gt(0), _below_max, _above_min)),
-        metadata=about("threshold until enough norms are known; unless given, `max_norm`"),
+        metadata=about("threshold until enough norms are known; default: `max_norm`"),
     )
     warmup: int = field(default=100, validator=ge(1), metadata=about("updates with `start` as the threshold"))
     _count: int = field(default=0, init=False, eq=False)  # updates so far

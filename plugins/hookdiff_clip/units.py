@@ -83,17 +83,17 @@ class Units:
         Returns the share of units that were scaled: scalar, on the device. It costs two norms and a product for each
         matrix; everything else is computed for many tensors at once.
         """
-        found = [(each, gradient) for each in self._parameters if (gradient := each.gradient) is not None]
-        if not found:
+        pairs = [(each, gradient) for each in self._parameters if (gradient := each.gradient) is not None]
+        if not pairs:
             return torch.zeros(())
-        gradients = [gradient for _, gradient in found]
-        parameters = [each for each, _ in found]
+        gradients = [gradient for _, gradient in pairs]
+        parameters = [each for each, _ in pairs]
         allowed = self._norms(parameters, [each.weights for each in parameters])
-        own = self._norms(parameters, gradients)
+        gradient_norms = self._norms(parameters, gradients)
         # A gradient of zero gives infinity, which is clamped to 1.
-        scale = torch.cat(allowed).clamp_(min=floor).mul_(factor).div_(torch.cat(own)).clamp_(max=1)
-        parts = torch.split(scale, [len(part) for part in own])
-        torch._foreach_mul_(gradients, [each.spread(part) for (each, _), part in zip(found, parts, strict=True)])
+        scale = torch.cat(allowed).clamp_(min=floor).mul_(factor).div_(torch.cat(gradient_norms)).clamp_(max=1)
+        parts = torch.split(scale, [len(part) for part in gradient_norms])
+        torch._foreach_mul_(gradients, [each.spread(part) for (each, _), part in zip(pairs, parts, strict=True)])
         if not any(is_sharded(each.parameter) for each in parameters):
             return (scale < 1).float().mean()
         # Units that several ranks have count on the first one alone.
@@ -107,8 +107,8 @@ class Units:
         """Return the L2 norms of the units of each of `tensors`, this rank's parts: (units,)."""
         num = sum(not each.inner for each in parameters)
         vectors = [each.parameter for each in parameters[:num]]
-        found = [norm.view(1) for norm in norms(vectors, self._dtype, tensors[:num])]
+        all_norms = [norm.view(1) for norm in norms(vectors, self._dtype, tensors[:num])]
         for each, tensor in zip(parameters[num:], tensors[num:], strict=True):
-            own = torch.linalg.vector_norm(tensor, dim=each.inner, dtype=self._dtype).flatten()
-            found.append(summed(own.square() * counts(each.parameter)).sqrt() if each.is_split else own)
-        return found
+            values = torch.linalg.vector_norm(tensor, dim=each.inner, dtype=self._dtype).flatten()
+            all_norms.append(summed(values.square() * counts(each.parameter)).sqrt() if each.is_split else values)
+        return all_norms

@@ -32,7 +32,7 @@ class Compile:
     )
     dynamic: bool | None = field(
         default=None,
-        metadata=about("true: compile once for all batch sizes; false: for each; without it, for all at the second"),
+        metadata=about("true: compile once for all batch sizes; false: for each size; default: for all at the second"),
     )
     backend: str = field(default="inductor", validator=min_len(1), metadata=about('backend; "eager" compiles nothing'))
 
@@ -40,7 +40,7 @@ class Compile:
         default=(),
         metadata=about(
             'patterns of modules to compile on their own, as `["blocks.*"]`: equal ones are compiled once, which is '
-            "faster for a deep model; without them the model is compiled as a whole"
+            "faster for a deep model; default: the whole model at once"
         ),
     )
 

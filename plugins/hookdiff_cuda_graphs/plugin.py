@@ -49,12 +49,10 @@ class CudaGraphs:
     def on_start(self, loop: Loop) -> None:
         self._step, self._recorder, self._seen = None, recorder_for(loop.device), 0
         if self._recorder is None:
-            logger.info(
-                "cuda_graphs: there are none on this %s; steps are made as without the plugin", loop.device.type
-            )
+            logger.info("cuda_graphs: a %s has no CUDA graphs, so the plugin does nothing", loop.device.type)
             return
         if loop.num_ranks > 1:
-            raise UserError("plugins.cuda_graphs: it records the steps of one process: --plugins no:cuda_graphs")
+            raise UserError("plugins.cuda_graphs: train on several ranks without it: --plugins no:cuda_graphs")
         if hindrance := self._hindrance(loop):
             logger.warning("cuda_graphs: no step is recorded, because of %s", hindrance)
             self._recorder = None
@@ -77,7 +75,7 @@ class CudaGraphs:
         between = [name for name in self._implementing(loop, BETWEEN) if name in asked]
         self._in_between = [name for name in between if name not in self._in_passes]
         reasons = self._refusing(loop, BETWEEN)
-        reasons += [type(one).__name__ for one in loop.optimizers if not can_be_held_back(one)]
+        reasons += [type(each).__name__ for each in loop.optimizers if not can_be_held_back(each)]
         if reasons:
             logger.warning("cuda_graphs: the host makes the update in each step, because of %s", ", ".join(reasons))
             return None
@@ -89,8 +87,8 @@ class CudaGraphs:
 
     def _refusing(self, loop: Loop, hooks: Iterable[str]) -> list[str]:
         """Return the names of the plugins that implement one of `hooks`, and must do it on the host in each step."""
-        found = self._implementing(loop, hooks)
-        return [name for name in found if loop.plugins.ask(name, "on_device", loop=loop) is None]
+        names = self._implementing(loop, hooks)
+        return [name for name in names if loop.plugins.ask(name, "on_device", loop=loop) is None]
 
     def _implementing(self, loop: Loop, hooks: Iterable[str]) -> list[str]:
         """Return the names of the other plugins that implement one of `hooks`, in the order of their calls."""

@@ -17,12 +17,12 @@ class Recorder:
         self.renew()
 
     def renew(self) -> None:
-        """Give later recordings memory of their own: those before are dropped, but a tensor of theirs may live."""
+        """Give later recordings new memory: earlier ones are dropped, but a tensor of theirs may still be in use."""
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Do the work in a `with` where a recording is made: what is prepared at the first call is prepared there."""
+        """Run the `with` block on the stream of the recordings, so that first calls prepare their work there."""
         usual = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):
@@ -30,7 +30,7 @@ class Recorder:
         usual.wait_stream(self._stream)
 
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Call `work`, of which the operations are only noted, and return a function that does them."""
+        """Call `work` to record its operations, which are not done yet; return a function that does them."""
         graph, usual = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
         try:
             # "thread_local": the threads that write checkpoints and pin batches may go on meanwhile.

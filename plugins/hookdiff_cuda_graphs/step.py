@@ -38,7 +38,7 @@ def key_of(loop: Loop, batch: Batch) -> Any:
     """Return all that a recording of the passes depends on, besides the values of tensors."""
     trained = [parameter.requires_grad for parameter in loop.gradients.parameters]
     names = [*batch.draws, *batch.conditions]
-    return trained, names, batch.weight, [(one.shape, one.dtype, one.device) for one in tensors_of(batch)]
+    return trained, names, batch.weight, [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors_of(batch)]
 
 
 def options_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
@@ -65,10 +65,10 @@ def has_state(optimizer: Optimizer) -> bool:
 
 @define(eq=False)
 class RecordedStep:
-    """The passes and the update of a step, recorded for batches like the given one; nothing is computed meanwhile.
+    """The passes and the update of a step, recorded for batches like the given one; recording computes nothing.
 
-    batch: a copy of it, into which each replay copies its own.
-    parts: the work of the plugins in an update, in their order. Without it the host makes the updates.
+    batch: is copied; each replay copies its own batch into this copy.
+    parts: the work of the plugins in an update, in their order. None: the host makes the updates.
     """
 
     loop: Loop
@@ -125,7 +125,7 @@ class RecordedStep:
         self._seed()
         self._passes()
         # Copies, because values are logged later, and the next replay overwrites the output and the norms.
-        loss, *columns = [None if one is None else one.clone() for one in (self._output.loss, *self._output.columns)]
+        loss, *columns = [None if rows is None else rows.clone() for rows in (self._output.loss, *self._output.columns)]
         assert loss is not None
         gradients.take(loss, self._gradients, self._norms.clone())
         if updates and self._update is not None:

@@ -33,7 +33,9 @@ _SHARD_SIZE = 256.0  # MiB
     metavar="X",
     help=f"Size of a tar file in MiB.  [default: {_SHARD_SIZE:g}]",
 )
-@click.option("--reconstruction", type=click.IntRange(2), metavar="N", help="Encode and decode N pictures.")
+@click.option(
+    "--reconstruction", "num_pictures", type=click.IntRange(2), metavar="N", help="Encode and decode N pictures."
+)
 @click.option("--features", metavar="NAME", help="Space of the features.  [default: by the size of the images]")
 def command(
     config: Path,
@@ -46,7 +48,7 @@ def command(
     seconds: float,
     to_shards: Path | None,
     shard_size: float | None,
-    reconstruction: int | None,
+    num_pictures: int | None,
     features: str | None,
 ) -> None:
     """Report on the data of CONFIG, and with --out, draw its first batch.
@@ -72,10 +74,10 @@ def command(
 
     if out is not None:
         check_output(out, overwrite)
-    _check_options(out, to_shards, shard_size, reconstruction, features)
+    _check_options(out, to_shards, shard_size, num_pictures, features)
     checked = load_config(config, plugins, settings, trust=trust)
-    if reconstruction is not None:
-        _print_reconstruction(checked, reconstruction, features, as_json)
+    if num_pictures is not None:
+        _print_reconstruction(checked, num_pictures, features, as_json)
         return
     if to_shards is not None:
         written = _to_shards(checked, to_shards, shard_size or _SHARD_SIZE, overwrite)
@@ -84,7 +86,7 @@ def command(
     device = pick_device(checked.run.device)
     feed = build_feed(checked, encode=False).bind(checked.run.batch_size, checked.run.seed, device)
     about = captions(feed)
-    found = {
+    facts = {
         "source": checked.data.use,
         **report(feed, seconds),
         **({"captions": about} if about else {}),
@@ -100,38 +102,38 @@ def command(
         labels = [] if batch.labels is None else batch.labels.tolist()
         names = [feed.classes[label] if feed.classes and label >= 0 else str(label) for label in labels]
         rows = [names[start : start + columns] for start in range(0, len(names), columns)]
-        found["picture"] = {"path": str(out), "images": len(batch), "labels": rows}
-        found["picture"] |= {"captions": below} if below else {}
-    click.echo(json.dumps(found) if as_json else "\n".join(f"{name:<12} {text}" for name, text in _rows(found)))
+        facts["picture"] = {"path": str(out), "images": len(batch), "labels": rows}
+        facts["picture"] |= {"captions": below} if below else {}
+    click.echo(json.dumps(facts) if as_json else "\n".join(f"{name:<12} {text}" for name, text in _rows(facts)))
 
 
 def _check_options(
-    out: Path | None, to_shards: Path | None, shard_size: float | None, reconstruction: int | None, features: str | None
+    out: Path | None, to_shards: Path | None, shard_size: float | None, num_pictures: int | None, features: str | None
 ) -> None:
     """Raise UsageError for options that do not go together."""
-    for name, other in {"--to-shards": to_shards, "--reconstruction": reconstruction}.items():
+    for name, other in {"--to-shards": to_shards, "--reconstruction": num_pictures}.items():
         if other is not None and out is not None:
             raise click.UsageError(f"{name} makes no report and draws no batch: leave out --out")
-    if to_shards is not None and reconstruction is not None:
+    if to_shards is not None and num_pictures is not None:
         raise click.UsageError("--to-shards and --reconstruction are two commands: leave out one of them")
     if shard_size is not None and to_shards is None:
         raise click.UsageError("--shard-size is about --to-shards DIR, which is not given")
-    if features is not None and reconstruction is None:
+    if features is not None and num_pictures is None:
         raise click.UsageError("--features is about --reconstruction N, which is not given")
 
 
 def _print_reconstruction(config: Any, num: int, features: str | None, as_json: bool) -> None:
     from hookdiff_data.reconstruction import reconstruction
 
-    found, texts = reconstruction(config, num, features)
+    facts, texts = reconstruction(config, num, features)
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(facts))
     else:
         rows = {
-            "pictures": f"{found['num']:,} of {found['samples']:,}, evenly spread",
-            "psnr": f"{found['psnr']:.2f} dB",
+            "pictures": f"{facts['num']:,} of {facts['samples']:,}, evenly spread",
+            "psnr": f"{facts['psnr']:.2f} dB",
         }
-        rows |= {name: f"{value:.6g}" for name, value in found.items() if "/" in name}
+        rows |= {name: f"{value:.6g}" for name, value in facts.items() if "/" in name}
         wide = max(map(len, rows))
         click.echo("\n".join(f"{name:<{wide}}  {text}" for name, text in rows.items()))
     for text in texts:
@@ -160,24 +162,24 @@ def _text(written: dict[str, Any]) -> str:
     return f"{counts}; to train on them:\n\n{tomli_w.dumps({'data': written['data']})}"
 
 
-def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each line; a line without a name continues the one before."""
-    yield "source", found["source"]
-    held_out = f", {found['held_out']:,} of them held out" if found["held_out"] else ""
-    yield "samples", f"{found['samples']:,}{held_out}"
-    if found["sizes"]:
-        yield "sizes", listed([f"{width} x {height}: {count:,}" for width, height, count in found["sizes"]], _LISTED)
-        yield "modes", listed([f"{mode}: {count:,}" for mode, count in found["modes"].items()], _LISTED)
-    if counts := found["classes"]:
+    yield "source", facts["source"]
+    held_out = f", {facts['held_out']:,} of them held out" if facts["held_out"] else ""
+    yield "samples", f"{facts['samples']:,}{held_out}"
+    if facts["sizes"]:
+        yield "sizes", listed([f"{width} x {height}: {count:,}" for width, height, count in facts["sizes"]], _LISTED)
+        yield "modes", listed([f"{mode}: {count:,}" for mode, count in facts["modes"].items()], _LISTED)
+    if counts := facts["classes"]:
         yield "classes", f"{len(counts):,}: {listed([f'{name} {count:,}' for name, count in counts.items()], _LISTED)}"
         most, least = max(counts.values()), min(counts.values())
         ratio = f", ratio {most / least:.1f}" if least else ""
         yield "balance", f"{least:,} to {most:,} samples a class{ratio}"
     else:
         yield "classes", "no labels"
-    yield from _captions(found.get("captions", {}))
-    values, store = found["values"], found["store"]
-    yield "inputs", f"{' x '.join(map(str, found['shape']))}, from {values['min']:.3g} to {values['max']:.3g}"
+    yield from _captions(facts.get("captions", {}))
+    values, store = facts["values"], facts["store"]
+    yield "inputs", f"{' x '.join(map(str, facts['shape']))}, from {values['min']:.3g} to {values['max']:.3g}"
     yield "mean", ", ".join(f"{value:.4f}" for value in values["mean"])
     yield "std", ", ".join(f"{value:.4f}" for value in values["std"])
     workers = f"{store['workers']} workers" if store["workers"] else "the training process"
@@ -186,23 +188,23 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         text = f"{byte_size(store['bytes'])} in {store['path'] or store['device']}"
     yield "store", f"{store['place']}: {text}"
     for name, key, note in (("unreadable", "unreadable", ""), ("not finite", "not_finite", " with NaN or infinity")):
-        if found[key]["count"] or name == "unreadable":
-            yield name, f"{found[key]['count']:,}{note}"
-            yield from (("", line) for line in found[key]["files"][:_LISTED])
-    if kinds := found["passed_over"]:
-        yield "not used", listed([f"{one['count']:,} {kind} ({one['first']})" for kind, one in kinds.items()], _LISTED)
-    duplicates = found["duplicates"]
+        if facts[key]["count"] or name == "unreadable":
+            yield name, f"{facts[key]['count']:,}{note}"
+            yield from (("", line) for line in facts[key]["files"][:_LISTED])
+    if kinds := facts["passed_over"]:
+        yield "not used", listed([f"{row['count']:,} {kind} ({row['first']})" for kind, row in kinds.items()], _LISTED)
+    duplicates = facts["duplicates"]
     yield "duplicates", f"{duplicates['count']:,} with the same pixels as another" if duplicates["count"] else "0"
     for group in duplicates["groups"]:
         yield "", " = ".join(group[:3]) + (", ..." if len(group) > 3 else "")
-    yield "speed", rate(found["images_per_second"])
-    if picture := found["picture"]:
+    yield "speed", rate(facts["images_per_second"])
+    if picture := facts["picture"]:
         yield "picture", f"{picture['path']}: the first {picture['images']} images of epoch 0"
         yield from (("", " ".join(row)) for row in picture["labels"])
 
 
-def _captions(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, about in found.items():
+def _captions(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, about in facts.items():
         yield "captions", f"{shown(name)}: {about['count']:,}, {about['unique']:,} different, {about['empty']:,} empty"
         for text, count in about["frequent"]:
             yield "", f"{count:,} x {shown(text if len(text) <= _SHOWN else f'{text[:_SHOWN]}...') or '(empty)'}"

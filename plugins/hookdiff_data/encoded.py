@@ -1,4 +1,4 @@
-"""The members of an encoded sample in a shard: what the encoders have made of it, in place of its picture."""
+"""The members of an encoded sample in a shard: the results of the encoders, in place of its picture."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def is_encoded(feed: Feed) -> bool:
 
 
 @define(eq=False)
-class Encodings:
-    """What the encoders of `feed` have made of all samples; the names of the members are known once one is made."""
+class MembersOfEncoders:
+    """The members of the encoded samples of `feed`; their names are known once one sample is made."""
 
     feed: Feed
     facts: dict[str, Any] = field(init=False, factory=dict)
@@ -31,8 +31,8 @@ class Encodings:
     def members(self) -> Iterator[tuple[int, Members]]:
         """Yield the position and the members of each usable sample, in order, that of the inputs first.
 
-        Pictures that no encoder makes the inputs of are written as they are. Raises UserError for a sample that cannot
-        be written.
+        Without an encoder of the inputs, the pictures are written as they are. Raises UserError for a sample that
+        cannot be written.
         """
         reader = stage(self.feed, LatentReader)
         assert reader is not None

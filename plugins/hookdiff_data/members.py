@@ -54,7 +54,7 @@ def members(feed: Feed) -> Iterator[tuple[int, Members]]:
             suffix, content = written(feed, index, value, name)
             sample[f"{member_name(name)}.{suffix}"] = content
         if len(sample) < 1 + (label is not None) + len(others):
-            raise UserError(f"the names of the conditions differ only by capitals: {', '.join(others)}")
+            raise UserError(f"conditions {', '.join(others)}: rename some, so that they differ not only by capitals")
         yield index, sample
 
 
@@ -65,7 +65,7 @@ def with_captions(feed: Feed, samples: Iterator[tuple[int, Members]]) -> Iterato
     """
     captions = feed.reader.captions
     if others := [name for name in captions if name != _TEXT]:
-        about = f"shards hold those that their source calls {_TEXT!r}, and no others"
+        about = f"rename them: shards hold only captions that are called {_TEXT!r}"
         raise UserError(f"captions {shown(others[0])!r}: {about}")
     for index, sample in samples:
         if captions:
@@ -78,7 +78,7 @@ def _lines(name: str, captions: Sequence[str]) -> bytes:
         content = "\n".join(captions).encode()
         if lines_of(content) == tuple(captions):
             return content
-        problem = "expected each on one line, without space around it"
+        problem = "expected each caption on one line, without space around it"
     except ValueError as error:
         problem = str(error)
     raise UserError(f"{name}: captions {shown(repr([*captions])[:60])} cannot be written to a shard: {problem}")

@@ -20,15 +20,15 @@ _INPUTS = "image"  # what the encoder of the inputs is called
 
 
 def reconstruction(config: Config, num: int, features: str | None) -> tuple[dict[str, Any], list[str]]:
-    """Compare `num` pictures, evenly spread over the usable samples, with what the autoencoder makes of them.
+    """Compare `num` pictures, evenly spread over the usable samples, with their reconstructions by the autoencoder.
 
-    They are in [-1, 1], encoded to the mean of the posterior, decoded, and clamped. Returns facts that JSON can hold,
-    and texts about them. "psnr" is the mean of 10 log10(4 / mean squared error) over the pictures, in dB. The Fréchet
-    distance has the name of its space, which `features` names; without a name, it is left out if the usual features
-    cannot be opened.
+    The pictures are in [-1, 1], encoded to the mean of the posterior, decoded, and clamped. Returns facts that JSON can
+    hold, and texts about them. "psnr" is the mean of 10 log10(4 / mean squared error) over the pictures, in dB. The
+    Fréchet distance has the name of the space `features`; None: the usual space, or no distance if that cannot be
+    opened.
 
-    Raises UserError if no encoder makes the inputs of `config`, for `features` that cannot be opened, and for pictures
-    that cannot be encoded, or come back with values that are not finite.
+    Raises UserError if `config` has no encoder of pictures, for `features` that cannot be opened, for pictures that
+    cannot be encoded, and for reconstructions that are not finite.
     """
     feed = build_feed(_of_few(config), encode="pictures")
     feed.blank(1)  # encodes a picture: an autoencoder that does not return pictures of this shape is refused
@@ -38,29 +38,29 @@ def reconstruction(config: Config, num: int, features: str | None) -> tuple[dict
         psnr, distance = _compare(feed, feed.usable[torch.arange(num) * len(feed.usable) // num], space)
     except ValueError as error:  # features that are not finite, or a single picture
         raise UserError(f"data.encode.{_INPUTS}: {error}") from None
-    found = {"num": num, "samples": len(feed.usable), "psnr": psnr, "space": space and space.name}
+    facts = {"num": num, "samples": len(feed.usable), "psnr": psnr, "space": space and space.name}
     if space:
-        found[space.distance] = distance
+        facts[space.distance] = distance
         texts += filter(None, [few_images(num)])
-    return found, texts
+    return facts, texts
 
 
 def _of_few(config: Config) -> Config:
-    """Return `config` with one encoder of pictures, that of the inputs, and no table, which would be of all samples.
+    """Return `config` with the encoder of the inputs alone, and no table of latents, which would take all samples.
 
-    Encoders of texts stay: they take the captions of the source, and encode none here.
+    Encoders of texts stay, since the source has their captions; here they encode nothing.
     """
     for kind, given in config.data.shared.items():
         if encoder := (given.get("encode") or {}).get(_INPUTS):
-            texts = {name: one for name, one in given["encode"].items() if isinstance(one, TextEncoder)}
-            own = {**given, "encode": {**texts, _INPUTS: evolve(encoder, store="none")}}
-            return evolve(config, data=evolve(config.data, shared={**config.data.shared, kind: own}))
+            texts = {name: part for name, part in given["encode"].items() if isinstance(part, TextEncoder)}
+            options = {**given, "encode": {**texts, _INPUTS: evolve(encoder, store="none")}}
+            return evolve(config, data=evolve(config.data, shared={**config.data.shared, kind: options}))
     where = f"[data.encode.{_INPUTS}]"
-    raise UserError(f"{config.path}: --reconstruction is about the autoencoder in {where}, which is not there")
+    raise UserError(f"{config.path}: --reconstruction needs an autoencoder: add the table {where}")
 
 
 def _open(features: str | None, shape: tuple[int, ...], device: torch.device) -> tuple[Space | None, list[str]]:
-    """Return the space to compare pictures of `shape` in; if there is none, why."""
+    """Return the space to compare pictures of `shape` in, or None and the reason."""
     try:
         choice = named_features(features) if features else usual_features(shape)
         choice.check(shape)

@@ -17,7 +17,7 @@ from hookdiff.cli import check_free
 from hookdiff.disk import new_folder, write_file, writing
 from hookdiff.encoding import ENCODED
 from hookdiff.terminal import paced
-from hookdiff_data.encoded import Encodings, is_encoded
+from hookdiff_data.encoded import MembersOfEncoders, is_encoded
 from hookdiff_data.members import CAPTIONS, Members, conditions_of, members, with_captions
 
 _BLOCK = tarfile.BLOCKSIZE
@@ -43,16 +43,16 @@ def write_shards(feed: Feed, folder: Path, most: int) -> dict[str, Any]:
     "samples", "shards" and "bytes", and as "data" the keys of [data] that read them. Raises UserError for samples that
     cannot be written, or not alike, and if the folder cannot be written.
     """
-    encoded = Encodings(feed) if is_encoded(feed) else None
+    encoded = MembersOfEncoders(feed) if is_encoded(feed) else None
     with writing(folder), new_folder(folder) as partial:
         with closing(_Writer(partial, most)) as writer:
-            found = with_captions(feed, encoded.members() if encoded else members(feed))
-            samples = paced(_alike(feed, found), len(feed.usable), "data: shards", "samples", size=lambda _: 1)
+            captioned = with_captions(feed, encoded.members() if encoded else members(feed))
+            samples = paced(_alike(feed, captioned), len(feed.usable), "data: shards", "samples", size=lambda _: 1)
             with closing(samples):
                 for sample in samples:
                     writer.add(sample)
         if not writer.samples:
-            raise UserError("no sample can be read: there is nothing to write")
+            raise UserError("there is nothing to write: no sample can be read")
         if feed.classes:
             write_file(partial / _CLASSES, json.dumps(list(feed.classes)).encode())
         if encoded:
@@ -75,8 +75,8 @@ def _alike(feed: Feed, samples: Iterator[tuple[int, Members]]) -> Iterator[Membe
         kinds = [picture if picture == "npy" else "a picture", *(f".{other}" for other in others)]
         first, named = first or kinds, named or feed.describe(index)
         if kinds != first:
-            one, other = (", ".join(map(shown, each)) for each in (first, kinds))
-            raise UserError(f"{named} would be written as {one}, {feed.describe(index)} as {other}: expected the same")
+            before, now = (", ".join(map(shown, each)) for each in (first, kinds))
+            raise UserError(f"{named} would be written as {before}, {feed.describe(index)} as {now}: expected the same")
         yield sample
 
 

@@ -16,9 +16,9 @@ from hookdiff.options import about
 
 
 def part_buffers(net: nn.Module) -> None:
-    """Give overlapping buffers, into which DistributedDataParallel cannot write, memory of their own.
+    """Give buffers with overlapping memory, into which DistributedDataParallel cannot write, memory of their own.
 
-    One that shows another tensor of `net` goes on to do so; only the other tensor is sent to the ranks.
+    A buffer that is a view of another tensor of `net` stays a view; only the other tensor is sent to the ranks.
     """
     buffers = {name: buffer for name, buffer in net.named_buffers() if is_overlapping(buffer)}
     if not buffers:
@@ -34,8 +34,8 @@ def part_buffers(net: nn.Module) -> None:
 class Replica(nn.Module):
     """Calls `net` through a DistributedDataParallel, which is made anew when other parameters are trained.
 
-    DistributedDataParallel exchanges the gradients of those that wanted one when it was made. Of a parameter that is
-    thawed later each rank would go its own way.
+    DistributedDataParallel exchanges only the gradients of the parameters that were trained when it was made. A
+    parameter that is thawed later would differ between the ranks.
     """
 
     def __init__(self, net: nn.Module, options: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class Replica(nn.Module):
         return self.ddp(*args, **kwargs)
 
     def follow(self) -> None:
-        """Exchange the gradients of those parameters that want one now."""
+        """Exchange the gradients of the parameters that are trained now."""
         if self._wanted() != self._trained:
             self.ddp = DistributedDataParallel(self.ddp.module, **self._options)
             self._trained = self._wanted()
@@ -61,7 +61,7 @@ class Replica(nn.Module):
         """Raise UserError if a parameter has got no gradient; the exchange waits for all of them."""
         if unused := [name for name, value in self._named if value.requires_grad and value.grad is None]:
             raise UserError(
-                f"plugins.ddp: parameters without a part in the loss of this step: {listed(unused, 3)}; set "
+                f"plugins.ddp: these parameters have no part in the loss of this step: {listed(unused, 3)}; set "
                 "plugins.ddp.find_unused_parameters = true, or freeze those that never have one"
             )
 
@@ -71,9 +71,9 @@ class Replica(nn.Module):
 class DDP:
     """Trains on several ranks, with a copy of the model on each (PyTorch's DistributedDataParallel).
 
-    torchrun starts the ranks, as in `torchrun --nproc-per-node 8 -m hookdiff run CONFIG --plugins ddp`; without it the
-    plugin does nothing. `run.batch_size` is that of all ranks together, so the samples of a step, their order and their
-    noise are the same on any number of ranks. The gradients are averaged while the backward pass of the last
+    torchrun starts the ranks, as in `torchrun --nproc-per-node 8 -m hookdiff run CONFIG --plugins ddp`. On a single
+    rank the plugin does nothing. `run.batch_size` is that of all ranks together, so the samples of a step, their order
+    and their noise are the same on any number of ranks. The gradients are averaged while the backward pass of the last
     micro-batch is under way.
     """
 

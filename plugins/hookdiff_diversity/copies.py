@@ -37,21 +37,21 @@ def copies(samples: Tensor, training: Tensor, held_out: Tensor | None, num_train
     images for a copy (Yoon et al. 2023, "Diffusion probabilistic models generalize when they fail to memorize";
     Carlini et al. 2023, arXiv 2301.13188, section 4.1).
     """
-    found, numbers = nearest_neighbours(samples, training, _NEIGHBOURS + 1)
+    distances, numbers = nearest_neighbours(samples, training, _NEIGHBOURS + 1)
     if held_out is None:
         usual, _ = nearest_neighbours(training[:_USUAL], training, _NEIGHBOURS + 1, within=True)
     else:
         usual, _ = nearest_neighbours(held_out[:_USUAL], training, _NEIGHBOURS + 1)
-    quotients, others = _quotients(found), _quotients(usual)
+    quotients, others = _quotients(distances), _quotients(usual)
     # With duplicates in the data the limit would be 0, and no sample a copy.
     limit = torch.quantile(others[others > _SAME], _CHANCE) if bool((others > _SAME).any()) else _SAME
     median = float(usual[:, 0].median())
     return Copies(
         memorised=float((quotients < limit).double().mean()),
         searched=len(training) / (num_training or len(training)),
-        nearest_ratio=float(found[:, 0].median()) / max(median, 1e-300),
+        nearest_ratio=float(distances[:, 0].median()) / max(median, 1e-300),
         closest=quotients.argsort(stable=True),
-        distances=found[:, 0],
+        distances=distances[:, 0],
         numbers=numbers[:, 0],
     )
 

@@ -43,8 +43,8 @@ def diagnose_samples(spread: Spread, modes: Modes, copies: Copies) -> Diagnosis:
         return Diagnosis("unlike the data", why, "to train for longer: diversity counts once the samples look right")
     excess = modes.dominant - modes.dominant_in_data
     if modes.coverage < COVERED or excess > DOMINANT:
-        one = f"{modes.dominant:.0%} of the samples are in one of them (of the data: {modes.dominant_in_data:.0%})"
-        why = f"{modes.covered} of {modes.judged} modes are covered, {one}"
+        dominant = f"{modes.dominant:.0%} of the samples are in one of them (of the data: {modes.dominant_in_data:.0%})"
+        why = f"{modes.covered} of {modes.judged} modes are covered, {dominant}"
         remedy = "guidance closer to 1, a lower learning rate, or balanced = true if the data has rare classes"
         return Diagnosis("collapsed to few modes", why, remedy)
     if copies.memorised > max(FEWEST_COPIES, COPIED * copies.searched):

@@ -11,7 +11,7 @@ from hookdiff.authors import seeded
 
 _FEWEST = 5  # samples that are expected of a mode, or chance alone may leave it empty
 _SHARE = 0.25  # of the expected samples: with fewer, a mode is not covered
-_STARTS = 4  # of k-means, of which the best is taken
+_STARTS = 4  # runs of k-means; the best is taken
 
 
 @define(frozen=True)

@@ -46,8 +46,7 @@ class Diversity(ImageMetric):
         default=None,
         validator=optional([ge(2), le(10_000)]),
         metadata=about(
-            f"clusters of the data; without it the number of its classes (at most {_MOST_MODES}), or {_MODES} of data "
-            "without classes"
+            f"clusters of the data; default: the number of classes (at most {_MOST_MODES}), or {_MODES} without classes"
         ),
     )
     diagnosis: Diagnosis | None = field(init=False, default=None)  # the newest, on all ranks
@@ -78,22 +77,22 @@ class Diversity(ImageMetric):
                 held_out = feed.held_out_indices
                 self._held_out = data_features(feed, held_out, self.space, "diversity: the images held out")
         made = self.generated.features(self.num_samples, "diversity: images")
-        found = gathered_or_raised(lambda: self._compare(loop, made.rows) if loop.is_main else None)[0]
-        assert found is not None
-        values, self.diagnosis, near = found
+        comparison = gathered_or_raised(lambda: self._compare(loop, made.rows) if loop.is_main else None)[0]
+        assert comparison is not None
+        values, self.diagnosis, near = comparison
         place = f"diversity/{self.space.name}"
         loop.log({f"{place}/{name}": value for name, value in values.items()}, detail=True)
         self._report(loop, self.diagnosis, time.monotonic() - start)
         self._draw(loop, near)
         return values
 
-    def _report(self, loop: Loop, found: Diagnosis, seconds: float) -> None:
-        what = f"diversity: the samples are {found.kind}"
-        finding = Finding("warning", what, found.why, found.remedy) if found.remedy else None
+    def _report(self, loop: Loop, diagnosis: Diagnosis, seconds: float) -> None:
+        what = f"diversity: the samples are {diagnosis.kind}"
+        finding = Finding("warning", what, diagnosis.why, diagnosis.remedy) if diagnosis.remedy else None
         step = loop.progress.step
-        alarms = [self._alarms.news(step, kind, finding if kind == found.kind else None) for kind in KINDS]
+        alarms = [self._alarms.news(step, kind, finding if kind == diagnosis.kind else None) for kind in KINDS]
         news = next(filter(None, alarms), None)
-        loop.log.report(news or Finding("info", f"{what}: {found.why} ({duration(seconds)})"))
+        loop.log.report(news or Finding("info", f"{what}: {diagnosis.why} ({duration(seconds)})"))
 
     def _compare(self, loop: Loop, samples: Tensor) -> tuple[dict[str, float], Diagnosis, Copies]:
         assert self._training is not None

@@ -19,9 +19,9 @@ class Spread:
 
 def spread(samples: Tensor, data: Tensor) -> Spread:
     """Return the spread of the features `samples` (n d) beside that of `data` (m d), with n and m at least 2."""
-    own, other = mean_distance(samples), mean_distance(data)
+    distance, data_distance = mean_distance(samples), mean_distance(data)
     ratio = _variance(samples) / max(_variance(data), 1e-300)
-    return Spread(ratio, own, own / max(other, 1e-300))
+    return Spread(ratio, distance, distance / max(data_distance, 1e-300))
 
 
 def mean_distance(rows: Tensor) -> float:

@@ -64,7 +64,7 @@ def write_snapshot(snapshot: Snapshot, values: Mapping[str, Tensor], averaged: C
             lower = stored.to(dtype)
             stored = lower if torch.equal(lower.isfinite(), stored.isfinite()) else stored.float()
         tensors[key] = stored
-    about = {name: getattr(snapshot, name) for name in ("std", "step", "start", "dtype")}
+    about = {"std": snapshot.std, "step": snapshot.step, "start": snapshot.start, "dtype": snapshot.dtype}
     with new_file(snapshot.path) as path:
         write_tensors(path, tensors, {_ABOUT: json.dumps({**about, "averaged": sorted(averaged)})})
 

@@ -71,11 +71,11 @@ class DINOv2(Features):
 
     def open(self, device: torch.device) -> Space:
         build = _builder()  # before the weights, which are more than a gigabyte
-        found = read_weights(DINOV2_WEIGHTS, self.weights, self.sha256, _WHO)
-        network = build(found.state, device)
+        weights = read_weights(DINOV2_WEIGHTS, self.weights, self.sha256, _WHO)
+        network = build(weights.state, device)
         prepare = RECIPES[self.recipe]
-        name = found.named("dinov2") + ("" if self.recipe == "dgm-eval" else f"/{self.recipe}")
-        key = f"{name} {self.recipe} {found.sha256}"
+        name = weights.named("dinov2") + ("" if self.recipe == "dgm-eval" else f"/{self.recipe}")
+        key = f"{name} {self.recipe} {weights.sha256}"
         return Space(name, key, lambda images: (network(prepare(as_rgb(images))), None), self.channels, device=device)
 
 
@@ -120,8 +120,8 @@ def _builder() -> Callable[[State, torch.device], Network]:
     return partial(_network, create_model)
 
 
-def _network(create_model: Any, state: State, device: torch.device) -> Network:
-    """Return the network with official weights, of any width and depth; raises UserError for those of another one."""
+def _network(build: Any, state: State, device: torch.device) -> Network:
+    """Return the network with official weights of any width and depth; raises UserError for those of other networks."""
     width = state["norm.weight"].numel() if "norm.weight" in state else 0
     if not width or width % _HEAD_DIM:
         raise _unfit(f"norm.weight has {width} features, expected a multiple of {_HEAD_DIM}")
@@ -132,7 +132,7 @@ def _network(create_model: Any, state: State, device: torch.device) -> Network:
     sizes = {"img_size": _SIDE, "embed_dim": width, "depth": depth, "num_heads": width // _HEAD_DIM, "num_classes": 0}
     # It draws initial values; on the meta device it would draw none, but older releases cannot build there.
     with torch.random.fork_rng(devices=[]):
-        network = create_model("vit_large_patch14_dinov2", weight_init="skip", **sizes)
+        network = build("vit_large_patch14_dinov2", weight_init="skip", **sizes)
     fitted = {name: value.float() for name, value in state.items() if name != "mask_token"}  # it is for training only
     fitted["pos_embed"] = resampled(fitted["pos_embed"])
     try:

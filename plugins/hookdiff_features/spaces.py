@@ -48,18 +48,18 @@ class Inception(Features):
     )
 
     def open(self, device: torch.device) -> Space:
-        found = read_weights(FID_WEIGHTS, self.weights, self.sha256, "features 'inception'")
+        weights = read_weights(FID_WEIGHTS, self.weights, self.sha256, "features 'inception'")
         dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
-        network = _network(found, self.use, as_in_fid=True).to(device, dtype)
+        network = _network(weights, self.use, as_in_fid=True).to(device, dtype)
         prepare = RECIPES[self.recipe]
-        name = "/".join((found.named("inception"), self.recipe, *(["bf16"] if dtype == torch.bfloat16 else [])))
+        name = "/".join((weights.named("inception"), self.recipe, *(["bf16"] if dtype == torch.bfloat16 else [])))
         return Space(
             name,
-            f"{name} {found.sha256}",
+            f"{name} {weights.sha256}",
             lambda images: network(prepare(as_rgb(images)).to(dtype)),
             self.channels,
             device=device,
-            metric="fid" if found.is_published else "fd",
+            metric="fid" if weights.is_published else "fd",
         )
 
 
@@ -75,22 +75,22 @@ class TorchvisionInception(Features):
     sha256: str | None = field(default=None, metadata=ABOUT_SHA256)
 
     def open(self, device: torch.device) -> Space:
-        found = read_weights(TORCHVISION_WEIGHTS, self.weights, self.sha256, "features 'inception-torchvision'")
-        network = _network(found, self.use, as_in_fid=False).to(device)
-        name = found.named("inception-torchvision")
+        weights = read_weights(TORCHVISION_WEIGHTS, self.weights, self.sha256, "features 'inception-torchvision'")
+        network = _network(weights, self.use, as_in_fid=False).to(device)
+        name = weights.named("inception-torchvision")
         return Space(
             name,
-            f"{name} {found.sha256}",
+            f"{name} {weights.sha256}",
             lambda images: network(antialiased(as_rgb(images), SIDE, "bilinear") / 127.5 - 1),
             self.channels,
             device=device,
         )
 
 
-def _network(found: Weights, use: str, as_in_fid: bool) -> InceptionV3:
-    """Return the network of the features `use`. Raises UserError if the weights are those of another one."""
+def _network(weights: Weights, use: str, as_in_fid: bool) -> InceptionV3:
+    """Return the network of the features `use`. Raises UserError for the weights of another network."""
     try:
-        network = InceptionV3(found.state, as_in_fid).eval()
+        network = InceptionV3(weights.state, as_in_fid).eval()
         network(torch.zeros(1, 3, 75, 75))  # the least size; it finds what is missing, or of another shape
     except (AttributeError, KeyError, RuntimeError) as error:
         raise UserError(f"features {use!r}: the weights are of another network: {error}") from None

@@ -19,9 +19,9 @@ from hookdiff.options import about
 logger = logging.getLogger("hookdiff")
 # Of the options of features that have published weights.
 ABOUT_FILE = about(
-    "file of the weights (.pth or .safetensors); without it the published ones, from torch's download cache"
+    "file of the weights (.pth or .safetensors); default: the published weights, from torch's download cache"
 )
-ABOUT_SHA256 = about("SHA-256 of `weights`, if they are not the published ones")
+ABOUT_SHA256 = about("SHA-256 of `weights`, for weights that are not the published ones")
 
 
 @define(frozen=True)
@@ -54,10 +54,10 @@ class Weights:
 
 
 def read_weights(published: Published, path: str | None, sha256: str | None, who: str) -> Weights:
-    """Return the weights in the file `path`, or without a path the published ones, which are downloaded if necessary.
+    """Return the weights in the file `path`; None: the published weights, which are downloaded if necessary.
 
-    A file must have the published SHA-256, or that which the caller expects (`sha256`). `who` begins the messages.
-    Raises UserError for a file that is missing, or another one, with the way to get it.
+    A file must have the published SHA-256, or the given `sha256`. `who` begins the messages. Raises UserError for a
+    file that is missing or has another SHA-256, with the way to get it.
     """
     file = Path(path).expanduser() if path else published.path
     if path is None and agree(not file.is_file()):  # machines may have caches of their own

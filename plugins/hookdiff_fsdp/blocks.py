@@ -14,17 +14,18 @@ KEY = "plugins.fsdp.blocks"
 def blocks_of(model: nn.Module, patterns: Collection[str]) -> dict[str, nn.Module]:
     """Return the modules to shard on their own, by name, inner ones first.
 
-    They match one of `patterns`; without patterns, they are the repeated blocks: what the outermost lists of the model
-    hold, or else what an outermost Sequential holds. Raises UserError if there is none, or for a pattern without one.
+    They are the modules that match one of `patterns`. Without patterns they are the repeated blocks: the modules in the
+    outermost lists of the model or, without lists, in an outermost Sequential. Raises UserError if there are no such
+    modules, and for a pattern that matches none.
     """
     if not patterns:
-        found = dict(_held(model, _LISTS)) or dict(_held(model, (nn.Sequential,)))
-        if len(found) < 2:
+        blocks = dict(_held(model, _LISTS)) or dict(_held(model, (nn.Sequential,)))
+        if len(blocks) < 2:
             raise UserError(
                 f"{KEY}: the model has no repeated blocks, and as a single unit it would be gathered as a whole on "
                 f"each device; name its largest modules: {_examples(model)}; or train with the plugin ddp"
             )
-        return found
+        return blocks
     matching = modules_named(model, patterns, KEY)
     named = {name: module for name, module in matching.items() if _is_unit(module)}
     if not named:

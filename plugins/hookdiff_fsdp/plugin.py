@@ -25,16 +25,16 @@ DTYPES = {"float32": None, "bf16": torch.bfloat16}  # None: that of the weights
 class FSDP:
     """Trains on several ranks, with a part of weights, gradients and averages on each (PyTorch's `fully_shard`).
 
-    torchrun starts the ranks, as in `torchrun --nproc-per-node 8 -m hookdiff run CONFIG --plugins fsdp`; without it the
-    plugin does nothing. A block is gathered from all ranks while it computes, and freed afterwards. `run.batch_size` is
-    that of all ranks together, so the samples of a step, their order and their noise are the same on any number of
-    ranks.
+    torchrun starts the ranks, as in `torchrun --nproc-per-node 8 -m hookdiff run CONFIG --plugins fsdp`. On a single
+    rank the plugin does nothing. A block is gathered from all ranks while it computes, and freed afterwards.
+    `run.batch_size` is that of all ranks together, so the samples of a step, their order and their noise are the same
+    on any number of ranks.
     """
 
     blocks: tuple[str, ...] = field(
         default=(),
         metadata=about(
-            'patterns of the modules to shard on their own, such as `["blocks.*"]`; by default repeated blocks'
+            'patterns of the modules to shard on their own, such as `["blocks.*"]`; default: the repeated blocks'
         ),
     )
     reshard: bool = field(
@@ -44,7 +44,7 @@ class FSDP:
     precision: Literal["float32", "bf16"] = field(
         default="float32",
         metadata=about(
-            '"bf16": gather and compute the blocks in bf16; weights, sums and what is outside stay as they are'
+            '"bf16": gather and compute the blocks in bf16; weights, gradient sums and other modules are not changed'
         ),
     )
     checkpointing: bool = field(
@@ -56,7 +56,9 @@ class FSDP:
             "exchange gradients after the last micro-batch only: less communication, but whole gradients on each rank"
         ),
     )
-    replicas: int = field(default=1, validator=ge(1), metadata=about("copies of the model, each over ranks / replicas"))
+    replicas: int = field(
+        default=1, validator=ge(1), metadata=about("copies of the model, each on ranks / replicas ranks")
+    )
     _model: FSDPModule | None = field(default=None, init=False)
     _kept: tuple[FSDPModule, ...] = field(default=(), init=False)  # gathered from a forward pass to its backward pass
 
@@ -67,21 +69,21 @@ class FSDP:
             return
         if isinstance(loop.model, FSDPModule):
             raise UserError("fsdp: the model is sharded already; make it anew for another training")
-        found = blocks_of(loop.model, self.blocks)
-        check_shared(loop.model, found.values())
+        blocks = blocks_of(loop.model, self.blocks)
+        check_shared(loop.model, blocks.values())
         mesh = self._mesh(loop)
         dtype = DTYPES[self.precision]
-        single = dtype and torch.float32  # of sums over the ranks, and of what the blocks return
+        single = dtype and torch.float32  # for sums over the ranks, and for the outputs of the blocks
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=single, output_dtype=single)
         for parameter in loop.model.parameters():  # fully_shard takes no other memory format
             parameter.data = parameter.data.contiguous()
-        for block in found.values():
+        for block in blocks.values():
             if self.checkpointing:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
             _shard(block, mesh, policy)
-        # What is outside of the blocks keeps its precision: it gets the times, which bf16 would round.
+        # Modules outside of the blocks keep their precision: they get the times, which bf16 would round.
         self._model = _shard(loop.model, mesh, MixedPrecisionPolicy())
-        self._kept = (self._model, *(() if self.reshard else found.values()))
+        self._kept = (self._model, *(() if self.reshard else blocks.values()))
 
     def _mesh(self, loop: Loop) -> DeviceMesh:
         if loop.num_ranks % self.replicas or self.replicas == loop.num_ranks:
@@ -100,8 +102,8 @@ class FSDP:
         if self._model is None:
             return (yield)
         self._model.set_requires_gradient_sync(not self.sync_once or index == count - 1)
-        # Here a backward pass follows, which frees what is kept. After any other pass whole weights would stay, and
-        # take the place of their parts: the next update would not reach them.
+        # Here a backward pass follows, which frees the gathered weights. After any other pass they would stay in place
+        # of their parts, and the next update would not reach them.
         self._keep(True)
         try:
             return (yield)

@@ -26,7 +26,7 @@ class HuggingFace:
             on the hub
         split: part of the data set
         name: configuration, for a data set that has several
-        image_column: column with the images; unless given, the first column of images
+        image_column: column with the images; default: the first column of images
         label_column: column with the labels; "auto": the first column of class labels; "none": no labels
         caption_column: column with the captions of each image: a text or a list of texts
 
@@ -88,13 +88,13 @@ class HuggingFace:
         """
         if self._captions is None:
             return None
-        found = list[Sequence[str]]()
+        captions = list[Sequence[str]]()
         for index, value in enumerate(self._captions[self.caption_column][:]):
             try:
-                found.append(captions_of(value))
+                captions.append(captions_of(value))
             except ValueError as error:
                 raise UserError(f"{self.describe(index)}: {self.caption_column}: {error}") from None
-        return {"text": found}
+        return {"text": captions}
 
     def fingerprint(self) -> str:
         return str(self.images._fingerprint)
@@ -112,10 +112,10 @@ def _open(path: str, split: str, name: str | None) -> Any:
     place = Path(path).expanduser()
     if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
         _check_saved(place)
-        found = datasets.load_from_disk(str(place))
-        if isinstance(found, dict) and split not in found:
-            raise ValueError(f"no split {split!r}{nearest(split, found)}; it has {', '.join(found)}")
-        return found[split] if isinstance(found, dict) else found
+        data = datasets.load_from_disk(str(place))
+        if isinstance(data, dict) and split not in data:
+            raise ValueError(f"no split {split!r}{nearest(split, data)}; it has {', '.join(data)}")
+        return data[split] if isinstance(data, dict) else data
     if place.is_file():
         with _uncounted():
             return datasets.load_dataset("parquet", data_files={split: str(place)}, split=split)
@@ -140,8 +140,8 @@ def _check_saved(place: Path) -> None:
         splits = json.loads(read_file(split))["splits"] if split.is_file() else ["."]
         for name in splits:
             if (state := place / name / "state.json").is_file():
-                for one in json.loads(read_file(state))["_data_files"]:
-                    check_kind(place / name / one["filename"])
+                for entry in json.loads(read_file(state))["_data_files"]:
+                    check_kind(place / name / entry["filename"])
 
 
 @contextmanager
@@ -169,8 +169,8 @@ def _plain_urls() -> Iterator[None]:
     def checked(pattern: str, *others: Any, **options: Any) -> list[str]:
         if ("::" in pattern or "://" in pattern) and not is_served(pattern):
             raise ValueError(f"its README names {pattern!r}, expected files or plain URLs")
-        found: list[str] = resolve(pattern, *others, **options)
-        return found
+        files: list[str] = resolve(pattern, *others, **options)
+        return files
 
     data_files.resolve_pattern = checked
     try:
@@ -210,12 +210,12 @@ def _labels(path: str, data: Any, given: str) -> tuple[Tensor | None, Sequence[s
     if column is None or column == "none":
         return None, None
     try:
-        found = data.select_columns([column])[column][:]
+        values = data.select_columns([column])[column][:]
         if not isinstance(data.features[column], datasets.ClassLabel):
-            return encode(found)
+            return encode(values)
     except (KeyError, ValueError) as error:
         raise ValueError(f"{path}: label_column = {column!r}: {reason(error)}") from None
-    return torch.tensor([-1 if label is None else label for label in found]), tuple(data.features[column].names)
+    return torch.tensor([-1 if label is None else label for label in values]), tuple(data.features[column].names)
 
 
 def _captions(path: str, data: Any, column: str) -> Any:

@@ -40,10 +40,10 @@ def with_captions(pictures: Pictures, encoder: Path) -> Pictures:
         raise UserError("--text-encoder needs a package: pip install 'hookdiff[text]'")
     check_encoder(encoder)
     width = _width(encoder)
-    found = Folder(pictures.path, "none", "txt").texts
-    assert found is not None
-    longest = _longest(encoder, sorted({text for captions in found["text"] for text in captions}))
-    lacking = sum(not captions for captions in found["text"])
+    by_name = Folder(pictures.path, "none", "txt").texts
+    assert by_name is not None
+    longest = _longest(encoder, sorted({text for captions in by_name["text"] for text in captions}))
+    lacking = sum(not captions for captions in by_name["text"])
     texts = Texts(str(encoder), width, lacking, _length(encoder, longest), longest)
     return evolve(pictures, texts=texts, classes=(), flat=pictures.flat or bool(pictures.classes))
 
@@ -71,7 +71,7 @@ def _longest(encoder: Path, texts: Sequence[str]) -> int:
 
 
 def _length(encoder: Path, longest: int) -> int:
-    """Return the length that holds a caption of so many tokens, or else the most that the encoder takes."""
+    """Return a length that holds a caption of `longest` tokens, at most that of the encoder."""
 
     def is_taken(length: int) -> bool:
         try:

@@ -13,12 +13,12 @@ from hookdiff.experiment import pick_device
 from hookdiff_init.look import Pictures
 from hookdiff_init.write import Network, Plan, text
 
-_USUAL = 600.0  # seconds of training, unless given
+_USUAL = 600.0  # default of the seconds of training
 # Drawings of 32 x 32 pixels in four classes were recognised after this many steps; twice the side takes twice as many.
 _STEPS = 800
-_ENOUGH = 8  # times as many steps: more improve little
+_ENOUGH = 8  # more than this multiple of the steps improves little
 _SIDE = 32  # fewer pixels are hard to recognise, so this side is not reduced to save time
-_TRIED = 4  # steps, of which the fastest counts
+_TRIED = 4  # steps on trial; the fastest counts
 _BATCH = 32
 
 
@@ -40,8 +40,8 @@ def check_side(side: int) -> None:
 def fit(pictures: Pictures, seconds: float | None, side: int | None = None, diffusers: bool = False) -> Plan:
     """Return the plan for `pictures` that this machine trains in about `seconds`, after a few steps on trial.
 
-    None is ten minutes: longer if the images cannot be recognised by then, shorter if more time improves little. A
-    `side` is that of the training images, which is otherwise chosen, too.
+    Without `seconds` it takes ten minutes, longer if the images cannot be recognised by then, and shorter if more time
+    improves little. `side` is that of the training images; None: it is chosen here.
     """
     given, seconds = seconds, seconds or _USUAL
     device = pick_device("auto").type
@@ -61,16 +61,17 @@ def fit(pictures: Pictures, seconds: float | None, side: int | None = None, diff
         steps = seconds / plan.step_seconds
         fitting = evolve(plan, steps=_rounded(steps if given else min(max(steps, fewest), _ENOUGH * fewest)))
     if fitting is None:
-        raise UserError(f"the memory is too short for images of {f'{side} x {side}' if side else 'any size'}")
+        way_out = "; choose a smaller --image-size" if side else ""
+        raise UserError(f"the memory is too short for images of {f'{side} x {side}' if side else 'any size'}{way_out}")
     return fitting
 
 
 def _sides(pictures: Pictures) -> list[int]:
     """Return the sides to choose from, the smallest first: that of the images if they are squares, or powers of two."""
-    own = pictures.side
-    sides = [side for side in (8, 16, 32, 64, 128) if side <= max(8, own)]
-    if pictures.square and 8 < own < 128 and own % _network(own).divisor == 0:
-        sides = sorted({*sides, own})
+    largest = pictures.side
+    sides = [side for side in (8, 16, 32, 64, 128) if side <= max(8, largest)]
+    if pictures.square and 8 < largest < 128 and largest % _network(largest).divisor == 0:
+        sides = sorted({*sides, largest})
     return [side for side in sides if side >= min(_SIDE, sides[-1])]
 
 

@@ -86,7 +86,8 @@ def command(
     check_picture(out)
     plugin = checked.plugins["lr"].build() if "lr" in checked.plugins else LR("constant", warmup=0)
     if not isinstance(plugin, LR):
-        raise UserError(f"the plugin 'lr' of this config is a {type(plugin).__name__}; only LR of hookdiff_lr is known")
+        kind = type(plugin).__name__
+        raise UserError(f"plugins: `hookdiff lr` needs LR of hookdiff_lr as the plugin 'lr'; this config has a {kind}")
     if finds:
         _find(checked, run, plugin, growing(low, high, steps or STEPS), out, as_json)
     else:
@@ -134,13 +135,13 @@ def _find(config: Config, run: Path | None, plugin: LR, rates: list[float], out:
     from hookdiff_lr.plugin import distinct_groups
 
     with tempfile.TemporaryDirectory() as folder, trial_loop(config, Path(folder), run) as loop:
-        own = {name: float(group["lr"]) for name, group in distinct_groups(loop.optimizers).items()}
+        highest = {name: float(group["lr"]) for name, group in distinct_groups(loop.optimizers).items()}
         test = find(loop, rates, plugin.adopted)
-    names = list(own)
+    names = list(highest)
     draw_charts([_chart(test, names[0])], out)
 
     def of_all(rate: float) -> dict[str, float]:
-        return {name: float(f"{rate * each / own[names[0]]:.3g}") for name, each in own.items()}
+        return {name: float(f"{rate * each / highest[names[0]]:.3g}") for name, each in highest.items()}
 
     suggested, remarks = test.suggested, list(test.remarks(rates))
     if as_json:

@@ -20,13 +20,12 @@ from hookdiff_lr.plugin import OwnRates
 
 # The hooks that decide the effect of a step on the weights; plugins that only look, or save, take no part.
 _IN_A_STEP = hooks_of("model", "net", "restore", "epoch", "batch", "passes", "scale", "update")
-_REPLACED = ("lr", "progress")  # one sets the rate, the other shows a run of a day
+_REPLACED = ("lr", "progress")  # `lr` would set the rate, `progress` would show a run of a day
 _LONG = Every(86400, "seconds")
 _SHARE = 0.1  # suggested rate over the one from which the loss rises
-_CHANCE = 8  # standard errors of the smoothed loss that are no chance
+_CHANCE = 8  # a change of the loss by this many standard errors of the smoothed loss is not by chance
 _WINDOWS = 20  # the loss is smoothed over this share of the rates
-_FIRST = 10  # the rates have this many parts; in the first, the loss varies by chance alone
-_LEAST = 3  # standard deviations of the loss there that are a fall or a rise
+
 _FIRST = 10  # the loss of the first of this many parts of the rates shows how far it varies by chance
 _LEAST = 3  # standard deviations of that loss; less is no fall
 
@@ -55,13 +54,13 @@ class RangeTest:
         return _limit(self.losses, len(self.rates), min(self.smooth))
 
     def remarks(self, rates: Sequence[float]) -> Iterator[str]:
-        """Yield a sentence on each result that says less than it could, with all `rates` that were to be tried."""
+        """Yield advice where the test shows too little; `rates` are all that were to be tried."""
         low, high = rates[0], rates[-1]
         if self.falls is None:
             fall = self.smooth[0] - min(self.smooth)
             yield (
                 f"no rate is suggested: the loss falls by {fall:.3g}, and it varies by {self.deviation:.3g} (standard "
-                f"deviation) at the first tenth of the rates, of which a fall takes {_LEAST}; more rates (--steps "
+                f"deviation) at the first tenth of the rates; a fall takes {_LEAST} times as much; more rates (--steps "
                 f"{4 * len(rates)}) or larger batches (--set run.batch_size=N) show a smaller fall, and a network that "
                 "is trained already has none"
             )
@@ -101,20 +100,21 @@ def find(loop: Loop, rates: Sequence[float], adopted: Iterable[str] = ()) -> Ran
         UserError: the first group has no rate above 0, something else sets the rates, or the loss is not finite at the
             first of them.
     """
-    own = OwnRates.of(loop, adopted)
-    group, first = own.groups[0]
+    rates_of_config = OwnRates.of(loop, adopted)
+    group, first = rates_of_config.groups[0]
     if not first > 0:
-        raise UserError(f"the optimizer has the rate {first:g}; a range test needs one above 0, to keep the ratios")
+        raise UserError(f"the optimizer has the rate {first:g}; set it above 0, so that the rates keep their ratios")
     half, steps, losses = _half(len(rates)), loop.steps(), list[float]()
     lowest, has_diverged = math.inf, False
     with loop.log.muted(), _quiet():
         # A step returns the loss before its update, so the loss after the update at a rate is that of the next step.
         for rate in paced((*rates, rates[-1]), len(rates) + 1, "learning rates", "steps", size=lambda _: 1):
-            own.scale(rate / first)
+            rates_of_config.scale(rate / first)
             if (step := next(steps, None)) is None:
                 raise UserError(f"the training ended at the rate {rate:.3g}: {loop.end.reason}")
             if not math.isclose(float(group["lr"]), rate, rel_tol=1e-4):
-                raise UserError(f"another plugin of the config sets the rate: {group['lr']:g} in place of {rate:g}")
+                way_out = "switch it off: --plugins no:NAME"
+                raise UserError(f"another plugin sets the rate {group['lr']:g} in place of {rate:g}; {way_out}")
             losses.append(step.loss)
             recent = statistics.median(losses[-half - 1 :])
             lowest = min(lowest, recent)
@@ -137,7 +137,7 @@ def judge(rates: Sequence[float], losses: Sequence[float], has_diverged: bool) -
     start, lowest = smooth[0], min(smooth)
     deviation = statistics.stdev(finite[: max(2, len(finite) // _FIRST)])
     at = smooth.index(lowest)
-    noise = _noise(finite[: max(at, 4 * half)], 2 * half + 1)  # before a rise, which is wild
+    noise = _noise(finite[: max(at, 4 * half)], 2 * half + 1)  # before the loss rises and varies wildly
     margin = max(0.1 * (start - lowest), 3 * noise)
     falls = rises = None
     # The smallest of many medians is low by chance, hence the larger factor.
@@ -146,7 +146,7 @@ def judge(rates: Sequence[float], losses: Sequence[float], has_diverged: bool) -
         falls = next((k for k in range(at, 0, -1) if smooth[k - 1] >= start - margin), 0)
     if has_diverged or smooth[-1] - lowest > least:
         rises = 1 + max(k for k, loss in enumerate(smooth) if loss <= lowest + margin)
-        while rises - 1 > at and smooth[rises - 2] < smooth[rises - 1]:  # there it is beyond doubt; it began before
+        while rises - 1 > at and smooth[rises - 2] < smooth[rises - 1]:  # back to the begin of the rise
             rises -= 1
     return RangeTest(
         list(rates[: len(finite)]),
@@ -167,7 +167,7 @@ def _noise(losses: Sequence[float], window: int) -> float:
 
 
 def _limit(losses: Sequence[float], num: int, lowest: float) -> float:
-    """Return the loss from which one of `num` rates has made it diverge: well above the highest one at the start.
+    """Return the loss above which a training at `num` rates has diverged: well above the highest loss at the start.
 
     In a trained network the loss falls little, so the distance is a multiple of the `lowest` one.
     """
@@ -175,7 +175,7 @@ def _limit(losses: Sequence[float], num: int, lowest: float) -> float:
 
 
 def _half(num: int) -> int:
-    """Return how many losses before and after one of `num` its smoothed value takes into account."""
+    """Return how many losses before and after each of `num` losses are smoothed with it."""
     return max(1, num // _WINDOWS // 2)
 
 

@@ -84,7 +84,7 @@ class LR:
         default=0.0, validator=between(0, 1), metadata=about("share of the rate at step 0 of a warm-up")
     )
     total: int | None = field(
-        default=None, validator=optional(ge(1)), metadata=about("step at which the fall ends; without it the last step")
+        default=None, validator=optional(ge(1)), metadata=about("step at which the fall ends; default: the last step")
     )
     adopted: tuple[str, ...] = field(
         default=(), metadata=about("plugins with optimizers of their own that follow the schedule too")
@@ -95,9 +95,9 @@ class LR:
 
     def __attrs_post_init__(self) -> None:
         if self.total and not self.schedule.needs_end:
-            raise ValueError(f"total: the schedule {self.schedule.use!r} has no end")
+            raise ValueError(f"total: the schedule {self.schedule.use!r} has no end; leave it out")
         if self.start_factor and not self.warmup:
-            raise ValueError(f"start_factor: {self.start_factor:g} has no effect without a warm-up, and warmup is 0")
+            raise ValueError(f"start_factor = {self.start_factor:g} needs a warm-up: set warmup, or leave it out")
 
     def curve(self, steps: int | None) -> RateCurve:
         """Return the curve of a run of `steps`. A warm-up is cut at the first fall of the schedule.
@@ -159,8 +159,8 @@ class LR:
 def distinct_groups(optimizers: Iterable[Optimizer]) -> dict[str, dict[str, Any]]:
     """Return the first group of each different rate, by the name of the rate: "lr", then "lr/GROUP"."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    found: dict[str, dict[str, Any]] = {}
+    distinct: dict[str, dict[str, Any]] = {}
     for index, group in enumerate(groups):
-        if float(group["lr"]) not in [float(other["lr"]) for other in found.values()]:
-            found[f"lr/{group.get('name', index)}" if found else "lr"] = group
-    return found
+        if float(group["lr"]) not in [float(other["lr"]) for other in distinct.values()]:
+            distinct[f"lr/{group.get('name', index)}" if distinct else "lr"] = group
+    return distinct

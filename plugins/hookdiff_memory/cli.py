@@ -26,8 +26,9 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], t
     checked = load_config(config, plugins, settings, trust=trust)
     try_config(checked)
     estimate = estimate_memory(checked)
+    values = {**asdict(estimate), "total": estimate.total}
     if as_json:
-        click.echo(json.dumps({**asdict(estimate), "total": estimate.total}, indent=2))
+        click.echo(json.dumps(values, indent=2))
         return
     notes = {
         "data": "the whole data set, held on the device",
@@ -37,9 +38,9 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], t
         + ("with temporary tensors" if estimate.peak > estimate.total else "gradients come as activations go"),
         "available": "memory of the device",
     }
-    sizes = {name: getattr(estimate, name) for name in ("parameters", "buffers", "gradients", "optimizer")}
+    sizes = {name: values[name] for name in ("parameters", "buffers", "gradients", "optimizer")}
     sizes |= {f"plugins.{name}": size for name, size in estimate.plugins.items()}
-    sizes |= {name: getattr(estimate, name) for name in ("data", "batch", "activations", "total", "peak", "available")}
+    sizes |= {name: values[name] for name in ("data", "batch", "activations", "total", "peak", "available")}
     click.echo(f"MiB on {estimate.device}")
     for name, size in sizes.items():
         if size is None and name == "optimizer":

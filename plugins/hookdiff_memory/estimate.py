@@ -146,9 +146,9 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
         with noted(f"the state of the plugin {name!r}"):
             states = (state_of(keeper) for keeper in (plugin, *loop.adopted.of(name)))
             tensors = [flatten(state)[0].values() for state in states]
-            own = storages(chain(*tensors), loop.device)
-            plugins[name] = _sum_without(own, held)
-            held |= own
+            sizes = storages(chain(*tensors), loop.device)
+            plugins[name] = _sum_without(sizes, held)
+            held |= sizes
     with _saved() as saved:
         loop.hook.micro_step(loop=loop, batch=more, index=0, count=1)
     per_sample = _sum_without(saved, held | _tensors(more)) - activations

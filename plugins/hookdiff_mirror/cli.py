@@ -32,12 +32,12 @@ def command(run: Path, name: str, settings: tuple[str, ...]) -> None:
 
     history = History.of(run)
     sink = make_plugin(name, history.config, settings, run_dir=history.run_dir)
-    own = make_plugin(name, history.config)  # to compare the places
-    if not isinstance(sink, Sink) or not isinstance(own, Sink):
+    run_sink = make_plugin(name, history.config)  # to compare the places
+    if not isinstance(sink, Sink) or not isinstance(run_sink, Sink):
         trackers = installed_that(lambda kind: issubclass(kind, Sink))
         raise UserError(f"--to {name}: this plugin is no tracker; installed: {', '.join(trackers)}")
     is_own = name in history.config.get("run", {}).get("plugins", ())
-    if history.state == "running" and is_own and sink.place(tracked(history)) == own.place(tracked(history)):
+    if history.state == "running" and is_own and sink.place(tracked(history)) == run_sink.place(tracked(history)):
         raise UserError(f"{run} is under way and writes to {name} itself; wait for its end, or --set another place")
     try:
         sent = mirror(history, sink)

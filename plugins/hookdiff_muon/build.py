@@ -49,12 +49,12 @@ def muon(
         ValueError: a value out of range, or a pattern that matches no weight.
     """
     kept = matching(params, adamw, "adamw")
-    own = [weight for weight in params if weight.role in ("matrix", "kernel") and weight.name not in kept]
-    rest = [weight for weight in params if weight not in own]
+    matrices = [weight for weight in params if weight.role in ("matrix", "kernel") and weight.name not in kept]
+    rest = [weight for weight in params if weight not in matrices]
     made: list[Optimizer] = []
-    if own:
+    if matrices:
         of_muon: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
-        made.append(Muon(groups(own, "muon"), **of_muon, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn))
+        made.append(Muon(groups(matrices, "muon"), **of_muon, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn))
     if rest:
         rate = lr if adamw_lr is None else adamw_lr
         of_adamw: dict[str, Any] = {"lr": rate, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": weight_decay}

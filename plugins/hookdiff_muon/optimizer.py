@@ -55,22 +55,22 @@ class Muon(Optimizer):
                 raise ValueError(f"{name}={value}: expected {least} to below {end}")
         if adjust_lr_fn not in SCALES:
             raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r}: expected one of {', '.join(SCALES)}")
-        own = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
-        super().__init__(params, {**own, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn})
-        shapes = [tuple(one.shape) for group in self.param_groups for one in group["params"] if one.dim() < 2]
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        super().__init__(params, {**defaults, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn})
+        shapes = [tuple(weight.shape) for group in self.param_groups for weight in group["params"] if weight.dim() < 2]
         if shapes:
             raise ValueError(f"Muon trains weights of two or more dimensions, got the shape {shapes[0]}")
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Make a step with the gradients of the weights, without those that have none; return what `closure` does."""
+        """Update the weights that have a gradient; return the result of `closure`."""
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         for group in self.param_groups:
             batches = defaultdict(list)
             for weight in group["params"]:
                 if weight.grad is not None:
-                    # A sharded one alone, since its whole is in memory meanwhile.
+                    # A sharded weight is a batch of its own, since it is gathered as a whole.
                     batches[id(weight) if is_sharded(weight) else batch_of(weight)].append(weight)
             for weights in batches.values():
                 self._update(weights, group)
@@ -90,12 +90,12 @@ class Muon(Optimizer):
             lr = lr * is_kept
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         ahead = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
-        matrices = [whole(one).flatten(1) for one in ahead]
-        updates = [one.to(matrices[0].dtype) for one in orthogonalized(matrices, group["ns_steps"])]
+        matrices = [whole(matrix).flatten(1) for matrix in ahead]
+        updates = [matrix.to(matrices[0].dtype) for matrix in orthogonalized(matrices, group["ns_steps"])]
         scale = SCALES[group["adjust_lr_fn"]]
-        torch._foreach_mul_(updates, [scale(*one.shape) for one in updates])
+        torch._foreach_mul_(updates, [scale(*matrix.shape) for matrix in updates])
         torch._foreach_mul_(updates, lr)
         parts = [local(weight) for weight in weights]
         torch._foreach_mul_(parts, 1 - lr * group["weight_decay"])
-        own = [update.reshape(weight.shape)[place(weight)] for update, weight in zip(updates, weights, strict=True)]
-        torch._foreach_sub_(parts, own)
+        shares = [update.reshape(weight.shape)[place(weight)] for update, weight in zip(updates, weights, strict=True)]
+        torch._foreach_sub_(parts, shares)

@@ -11,7 +11,7 @@ A, B, C = 3.4445, -4.7750, 2.0315  # of a step x <- a x + b x^3 + c x^5 for each
 
 
 def batch_of(weight: Tensor) -> Hashable:
-    """Return a key: the matrices of weights with the same one can share their products."""
+    """Return a key; the matrices of weights with equal keys can share their products."""
     rows, columns = len(weight), math.prod(weight.shape[1:])
     size = min(rows, columns) if _is_exact(weight) else (rows, columns)
     return size, weight.dtype, weight.device
@@ -23,10 +23,10 @@ def orthogonalized(matrices: Sequence[Tensor], steps: int) -> list[Tensor]:
     After five steps singular values above 0.3 % of the norm lie between 0.68 and 1.21. The result is float32 or float64
     on a CPU, and bf16 on other devices.
     """
-    is_tall = [one.shape[0] > one.shape[1] for one in matrices]
-    wide = [one.mT if tall else one for one, tall in zip(matrices, is_tall, strict=True)]
+    is_tall = [matrix.shape[0] > matrix.shape[1] for matrix in matrices]
+    wide = [matrix.mT if tall else matrix for matrix, tall in zip(matrices, is_tall, strict=True)]
     made = _by_gram(wide, steps) if _is_exact(wide[0]) else _directly(wide, steps)
-    return [one.mT if tall else one for one, tall in zip(made, is_tall, strict=True)]
+    return [matrix.mT if tall else matrix for matrix, tall in zip(made, is_tall, strict=True)]
 
 
 def _is_exact(tensor: Tensor) -> bool:
@@ -51,11 +51,11 @@ def _by_gram(wide: Sequence[Tensor], steps: int) -> Sequence[Tensor]:
     can share them. It squares the singular values, so bf16 would lose the small ones.
     """
     dtype = torch.promote_types(wide[0].dtype, torch.float32)
-    exact = [one.to(dtype) for one in wide]
+    exact = [matrix.to(dtype) for matrix in wide]
     norms = torch._foreach_norm(exact)
     torch._foreach_clamp_min_(norms, 1e-7)
     x = torch._foreach_div(exact, norms)
-    gram = torch.stack([one @ one.mT for one in x])
+    gram = torch.stack([matrix @ matrix.mT for matrix in x])
     identity = torch.eye(len(gram[0]), dtype=dtype).expand_as(gram)
     whole = None
     for left in reversed(range(steps)):
@@ -63,4 +63,4 @@ def _by_gram(wide: Sequence[Tensor], steps: int) -> Sequence[Tensor]:
         whole = polynomial if whole is None else polynomial @ whole
         gram = polynomial @ gram @ polynomial if left else gram
     assert whole is not None
-    return [part @ one for part, one in zip(whole, x, strict=True)]
+    return [part @ matrix for part, matrix in zip(whole, x, strict=True)]

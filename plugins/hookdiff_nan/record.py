@@ -197,7 +197,7 @@ def batch_state(batch: Batch, feed: Feed) -> dict[str, Any]:
 
     They are those of all ranks, so that one process can run the step again. All ranks must call this.
     """
-    columns = {name: getattr(batch, name) for name in ("inputs", "labels", "indices")}
+    columns = {"inputs": batch.inputs, "labels": batch.labels, "indices": batch.indices}
     values = {name: None if column is None else in_order(column, batch) for name, column in columns.items()}
     conditions = {name: in_order(column, batch) for name, column in batch.conditions.items()}
     indices = [] if values["indices"] is None else values["indices"].tolist()

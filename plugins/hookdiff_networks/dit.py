@@ -32,8 +32,8 @@ class DiT(Network):
     starts as zero (Chen et al. 2023, arXiv:2310.00426).
 
     Args:
-        in_channels: channels of the images, in and out; in a config, unless given, those of the data
-        image_size: side of square training images in pixels, a multiple of `patch_size`; in a config, unless given,
+        in_channels: channels of the images, in and out; in a config the default is that of the data
+        image_size: side of square training images in pixels, a multiple of `patch_size`; in a config the default is
             that of the data; no weight depends on it, so the net also takes other sizes
         patch_size: side of a patch in pixels; 4 is several times faster than 2, and coarser
         hidden_size: features of a token, a multiple of `num_heads` and of 4

@@ -58,7 +58,7 @@ class Network(nn.Module, ABC):
                 with classes, refused by any other
             text: embedded tokens of a text for each image, n tokens text_dim, floats; needed by a net with text,
                 refused by any other
-            text_mask: the tokens that count, n tokens, bool or 0 and 1; unless given, all of them. An image without
+            text_mask: the tokens that count, n tokens, bool or 0 and 1; default: all of them. An image without
                 such a token gets the prediction of the net without its cross-attention.
 
         Raises:

@@ -38,14 +38,14 @@ class UNet(Network):
     cross-attention to a text, which starts as zero (Chen et al. 2023, arXiv:2310.00426).
 
     Args:
-        in_channels: channels of the images, in and out; in a config, unless given, those of the data
-        image_size: side of square training images in pixels, at least 8; in a config, unless given, that of the data;
+        in_channels: channels of the images, in and out; in a config the default is that of the data
+        image_size: side of square training images in pixels, at least 8; in a config the default is that of the data;
             the net also takes other sizes that its levels divide
         channels: channels of the first level
         channel_mults: one number per level, finest first: its channels as a multiple of `channels`
         num_res_blocks: residual blocks per level, each way
         attention_resolutions: sides, in pixels at `image_size`, of the levels with self-attention, which costs the
-            fourth power of the side; unless given, the last level, if its side is at most 32
+            fourth power of the side; default: the last level, if its side is at most 32
         head_dim: channels of an attention head; the number of heads follows from the channels of the level
         dropout: probability, below 1, that an activation is dropped in training, inside a residual block
         num_classes: number of classes that the network is conditioned on, labels 0 to num_classes - 1; 0: none

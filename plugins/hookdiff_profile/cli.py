@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hookdiff_profile.trials import Outcome
 
 _SHOWN = 3  # changes to try first
-_SMALL = 0.001  # share of a step from which on a part has a row of its own
+_SMALL = 0.001  # parts below this share of a step have no row of their own
 
 
 @click.command()
@@ -46,7 +46,7 @@ def command(
     """Show where the time of a step of CONFIG goes, and which changes would make it faster.
 
     Trains for some steps in a temporary directory. Then each change is measured beside CONFIG, in turns: precision,
-    memory format, batch size, workers, compilation. What is faster may train differently: a rate may have to fit it.
+    memory format, batch size, workers, compilation. A faster change may need another learning rate.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr, also that there is no GPU
 
@@ -60,36 +60,36 @@ def command(
         check_output(trace, overwrite)
     checked = load_config(config, plugins, settings, trust=trust)
     try:
-        found = measure(checked, steps, trace)
+        profile = measure(checked, steps, trace)
     except OSError as error:
         raise UserError(f"{error.filename or trace}: {error.strerror or error}") from None
     if not as_json:
-        click.echo(f"{checked.run.name}: {table(found)}")
+        click.echo(f"{checked.run.name}: {table(profile)}")
         if trace:
             click.echo(f"{trace}: open it at https://ui.perfetto.dev")
     outcomes = list(tried(config, plugins, settings, steps, trust)) if tries else []
     if as_json:
-        click.echo(json.dumps({**asdict(found), "changes": [_facts(outcome) for outcome in outcomes]}))
+        click.echo(json.dumps({**asdict(profile), "changes": [_facts(outcome) for outcome in outcomes]}))
     elif tries:
         click.echo(advice(outcomes))
 
 
-def table(found: Profile) -> str:
+def table(profile: Profile) -> str:
     """Return the parts of a step as lines of text."""
-    speed = rate(found.images / found.seconds)
-    lines = [f"{found.seconds * 1000:.1f} ms a step of {found.images:,} images on {found.device}, {speed}"]
-    length = "" if found.length is None else f" of {found.length:,}"
-    longer = ", since the config has too few for the measurement" if found.is_longer else ""
-    lines.append(f"  counted from step {found.first + 1:,}{length}, after the warm-up of the rate{longer}")
-    if found.busy is not None:
-        lines.append(f"  the GPU computes {found.busy:.0%} of the time")
-    total = sum(found.parts.values())
-    if found.device == "cpu" and not 0.7 < total / found.seconds < 1.5:  # elsewhere each part waits for the device
+    speed = rate(profile.images / profile.seconds)
+    lines = [f"{profile.seconds * 1000:.1f} ms a step of {profile.images:,} images on {profile.device}, {speed}"]
+    length = "" if profile.length is None else f" of {profile.length:,}"
+    longer = ", since the config has too few for the measurement" if profile.is_longer else ""
+    lines.append(f"  counted from step {profile.first + 1:,}{length}, after the warm-up of the rate{longer}")
+    if profile.busy is not None:
+        lines.append(f"  the GPU computes {profile.busy:.0%} of the time")
+    total = sum(profile.parts.values())
+    if profile.device == "cpu" and not 0.7 < total / profile.seconds < 1.5:  # elsewhere each part waits for the device
         busy = "do other processes use this machine?"
         lines.append(f"  its parts, measured after that, had {total * 1000:.1f} ms: {busy}")
     lines.append(f"  {'part':<40}{'ms':>10}{'share':>8}")
-    rows = [(part, time) for part, time in found.parts.items() if time >= _SMALL * total]
-    if rest := len(found.parts) - len(rows):
+    rows = [(part, time) for part, time in profile.parts.items() if time >= _SMALL * total]
+    if rest := len(profile.parts) - len(rows):
         rows.append((f"{rest} more, below {_SMALL:.1%} each", total - sum(time for _, time in rows)))
     lines += [f"  {part:<40}{time * 1000:>10.2f}{time / total:>8.1%}" for part, time in rows]
     return "\n".join(lines)

@@ -22,10 +22,10 @@ SETTLING = 3  # steps that are not timed: allocators and kernels settle
 _TRACED = 3  # steps
 _SPARE = 20  # steps that a run needs for its warm-up, beside those that settle and those that are counted
 _LONG = Every(86400, "seconds")
-# What the loop itself does between two hooks, by the hook before or the hook after.
+# Names for the work of the loop itself between two hooks, by the hook before or the hook after.
 _AFTER = {"unscale": "finite check"}
 _BEFORE = {"make_batch": "data"}
-_LOOP = "loop"  # all that is left
+_LOOP = "loop"  # the rest of the loop's own work
 
 
 @define
@@ -38,7 +38,7 @@ class Profile:
     parts: Mapping[str, float]  # seconds of a step by part, the longest first; their sum is a little longer
     first: int  # steps of the run before the first that is timed; the warm-up of the rate is over
     length: int | None  # steps of the run; None without an end
-    is_longer: bool  # than the config says, which is too short for the measurement
+    is_longer: bool  # whether the run of the config was too short, so that it was made longer
     busy: float | None = None  # share of the time in which the GPU computes; None on other devices
 
 
@@ -97,7 +97,7 @@ def _warm_up(loop: Loop, step: Callable[[], float], num: int) -> None:
     last, rate, stride, reached = (_length(loop) or math.inf) - num, -1.0, 1.0, 0
     while loop.progress.step < last:
         step()
-        before, rate = rate, sum(float(group["lr"]) for one in loop.optimizers for group in one.param_groups)
+        before, rate = rate, sum(float(group["lr"]) for each in loop.optimizers for group in each.param_groups)
         if rate <= before:  # the step before had the whole rate
             loop.set_step(reached)
             return
@@ -150,9 +150,9 @@ def busy_seconds(events: Iterable[Any]) -> float:
 
     A kernel also counts in the operator that launched it, and in each annotation around it: these are left out.
     """
-    work = (one for one in events if one.device_type == DeviceType.CUDA and not one.is_user_annotation)
+    work = (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
     total = end = 0.0
-    for start, stop in sorted((one.time_range.start, one.time_range.end) for one in work):
+    for start, stop in sorted((event.time_range.start, event.time_range.end) for event in work):
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total / 1e6

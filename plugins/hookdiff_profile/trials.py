@@ -70,8 +70,8 @@ def tried(
             with running(changed, _ROUNDS * steps) as (other, other_step):
                 size = other.config.batch_size / loop.config.batch_size
                 for _ in range(_ROUNDS):
-                    own = statistics.median(step() for _ in range(steps))
-                    ratios.append(size * own / statistics.median(other_step() for _ in range(steps)))
+                    seconds = statistics.median(step() for _ in range(steps))
+                    ratios.append(size * seconds / statistics.median(other_step() for _ in range(steps)))
             return statistics.median(ratios)
 
         for change in changes(config, loop.device.type, stored, form):

@@ -8,7 +8,7 @@ from collections import deque
 
 from attrs import define, field
 
-_WINDOW, _FEWEST = 30.0, 5  # seconds of training, and spans, that the speed follows from
+_WINDOW, _FEWEST = 30.0, 5  # the speed is that of the last seconds of training, of these many spans at least
 _SPAN = 1.0  # seconds; shorter steps are counted together
 _LONGER, _LEAST = 3.0, 1.0  # a step that takes three times as long, and a second more, has a pause in it
 _IN_A_ROW = 3  # such steps mean that the machine is slower now, or faster if they are that much shorter
@@ -38,10 +38,10 @@ class Pace:
     """The speed of this process, from the times at which its steps begin; steps before a resume do not count.
 
     The speed is the mean of the last 30 seconds of training, so it follows a machine that becomes faster or slower. The
-    first step, which warms up, does not count, nor do pauses, such as evaluations and saves. Waiting for the data does,
-    however irregular it is. After two pauses more are expected, of their mean length, and at their mean distance or, if
-    they have stopped, at the distance of the last one from now. The longest counts as the second longest, since it may
-    have been the only one of its kind.
+    first step, which warms up, does not count, and neither do pauses, such as evaluations and saves. Waiting for the
+    data counts, however irregular it is. After two pauses, further pauses are expected: of the mean length, and at the
+    mean distance or, if that is longer, at the time since the last pause. The longest pause counts as the second
+    longest, since it may have been the only one of its kind.
     """
 
     # Time, batches, steps and seconds of waiting at the begin of a step.

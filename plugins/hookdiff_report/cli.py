@@ -38,13 +38,13 @@ def command(runs: tuple[Path, ...], out: Path | None, texts: tuple[str, ...], ov
     except ValueError as error:
         raise UserError(f"--goal {error}") from None
     histories = (History.of(run, MOST_LINES) for run in runs)
-    found = list({history.run_dir.resolve(): history for history in histories}.values())
-    path = out or (found[0].run_dir if len(found) == 1 else Path()) / "report.html"
+    different = list({history.run_dir.resolve(): history for history in histories}.values())
+    path = out or (different[0].run_dir if len(different) == 1 else Path()) / "report.html"
     if path.suffix not in (".html", ".htm"):
         raise UserError(f"--out {shown(path)}: expected a name that ends in .html")
     check_output(path, overwrite or out is None)
     try:
-        data = page(found, goals).encode("utf-8", "replace")
+        data = page(different, goals).encode("utf-8", "replace")
     except OSError as error:  # such as a folder that has the name of a file
         raise UserError(f"{shown(error.filename)}: cannot be read: {error.strerror}") from None
     try:

@@ -85,20 +85,21 @@ class Plot:
 def plots(runs: Sequence[ReportedRun], goals: Sequence[Goal] = ()) -> list[Plot]:
     """Return the plots of the runs, with the goals; a plot without values is left out."""
     is_alone = len(runs) == 1
-    found = [_loss(runs), _by_noise_level(runs), *_distances(runs), *(_variety(runs[0]) if is_alone else ())]
-    found += [_rates(runs), _gradients(runs), *_throughput(runs), _memory(runs)]
-    return [_with_goals(plot, goals, runs) for plot in [*found, *_others(found, goals, runs)] if plot.curves]
+    known = [_loss(runs), _by_noise_level(runs), *_distances(runs), *(_variety(runs[0]) if is_alone else ())]
+    known += [_rates(runs), _gradients(runs), *_throughput(runs), _memory(runs)]
+    return [_with_goals(plot, goals, runs) for plot in [*known, *_others(known, goals, runs)] if plot.curves]
 
 
 def _with_goals(plot: Plot, goals: Sequence[Goal], runs: Sequence[ReportedRun]) -> Plot:
-    own = [goal for goal in goals if goal.name in plot.names]
-    texts = [f" The goal {in_words(goal, run)}{f' in {run.label}' * (len(runs) > 1)}." for goal in own for run in runs]
-    return evolve(plot, goals=[goal.value for goal in own], caption="".join([plot.caption, *texts]))
+    drawn = [goal for goal in goals if goal.name in plot.names]
+    labels = {run: f" in {run.label}" * (len(runs) > 1) for run in runs}
+    texts = [f" The goal {in_words(goal, run)}{labels[run]}." for goal in drawn for run in runs]
+    return evolve(plot, goals=[goal.value for goal in drawn], caption="".join([plot.caption, *texts]))
 
 
-def _others(found: Sequence[Plot], goals: Sequence[Goal], runs: Sequence[ReportedRun]) -> Iterator[Plot]:
+def _others(known: Sequence[Plot], goals: Sequence[Goal], runs: Sequence[ReportedRun]) -> Iterator[Plot]:
     """Yield a plot of each goal that belongs to no other plot."""
-    drawn = {name for plot in found if plot.curves for name in plot.names}
+    drawn = {name for plot in known if plot.curves for name in plot.names}
     for name in dict.fromkeys(goal.name for goal in goals if goal.name not in drawn):
         lines: Lines = {name: (name, "dots")}
         yield Plot(
@@ -187,9 +188,9 @@ def _rates(runs: Sequence[ReportedRun]) -> Plot:
 
 def distances(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     """Return the names of the logged Fréchet distances, each with its title."""
-    found = [(name, *name.split("/", 1)) for name in _names(runs) if is_distance(name)]
+    parts = [(name, *name.split("/", 1)) for name in _names(runs) if is_distance(name)]
     kinds = {"fid": "FID", "fd": "Fréchet distance"}
-    return [(name, f"{kinds[kind]} ({shortened(space, 60)})") for name, kind, space in found]
+    return [(name, f"{kinds[kind]} ({shortened(space, 60)})") for name, kind, space in parts]
 
 
 def _distances(runs: Sequence[ReportedRun]) -> Iterator[Plot]:
@@ -271,7 +272,7 @@ def _by_noise_level(runs: Sequence[ReportedRun]) -> Plot:
 
 def _levels(run: ReportedRun, kind: str, until: float = math.inf) -> tuple[Array, Array]:
     """Return the middles of the bins of the log-SNR, and the mean in each over a tenth of the logs, up to a step."""
-    found = []
+    bins = []
     for name in _names([run]):
         if not name.startswith(f"loss/{kind}-"):
             continue
@@ -281,10 +282,10 @@ def _levels(run: ReportedRun, kind: str, until: float = math.inf) -> tuple[Array
         recent = recent[numpy.isfinite(recent)]
         try:
             if len(recent):
-                found.append((float(low), float(high), recent.mean()))
+                bins.append((float(low), float(high), recent.mean()))
         except ValueError:  # no bin of the monitor
             continue
-    lows, highs, means = numpy.array(found, float).reshape(-1, 3).T
+    lows, highs, means = numpy.array(bins, float).reshape(-1, 3).T
     widths = (highs - lows)[numpy.isfinite(highs - lows)]
     width = numpy.median(widths) if len(widths) else 1.0
     # The outer bins are open; they are shown with the width of the others.

@@ -86,13 +86,13 @@ def marks(run: ReportedRun) -> list[Mark]:
     groups: dict[tuple[str, int], list[LoggedEvent]] = {}
     for logged in events:
         groups.setdefault((logged.event.kind, int(logged.step // width)), []).append(logged)
-    found = []
+    joined = []
     for (kind, _), group in groups.items():
         text = shortened(group[-1].event.text.partition("\n")[0], 120)
         if len(group) > 1:
             text = f"{count(len(group))} times, steps {_steps(group)}; {text}"
-        found.append(Mark(kind, group[0].step, text))
-    return found
+        joined.append(Mark(kind, group[0].step, text))
+    return joined
 
 
 def diagnoses(run: ReportedRun) -> tuple[list[Diagnosis], int]:
@@ -107,8 +107,8 @@ def diagnoses(run: ReportedRun) -> tuple[list[Diagnosis], int]:
         if is_crash or logged.event.kind in ("finding", "nan"):
             what = re.sub(r"[-+]?\d[\d.,e+-]*", "0", logged.event.text.partition("\n")[0])
             groups.setdefault((logged.event.severity, what), []).append(logged)
-    found = sorted(groups.values(), key=lambda group: (_RANKS[group[-1].event.severity], -group[-1].step))
-    return [_diagnosis(group) for group in found[:_MOST_DIAGNOSES]], max(0, len(found) - _MOST_DIAGNOSES)
+    worst_first = sorted(groups.values(), key=lambda group: (_RANKS[group[-1].event.severity], -group[-1].step))
+    return [_diagnosis(group) for group in worst_first[:_MOST_DIAGNOSES]], max(0, len(worst_first) - _MOST_DIAGNOSES)
 
 
 def _diagnosis(group: Sequence[LoggedEvent]) -> Diagnosis:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BUDGET = 8 << 20  # letters of all pictures of a report, in base64
 _LEVELS = ((82, 1200), (76, 900), (70, 720), (64, 560), (56, 440), (48, 320))  # quality, and the longer side in pixels
-_ENOUGH = 60  # steps; for more of them the quality is not reduced
+_ENOUGH = 60  # steps; quality is not reduced to show more steps
 _MOST_STEPS, _MOST_NAMES, _MOST_PANELS = 200, 16, 8
 _APART = 16  # pixels between the images of two panels; names beside rows take more than these
 _CAPTIONS = {
@@ -102,7 +102,7 @@ def pictures(runs: Sequence[ReportedRun]) -> tuple[list[Group], list[Film], int]
         if strip := _strip(title, files, most, left * weights[0] // sum(weights)):
             left -= sum(len(source) for sources in strip.sources for source in sources)
             strips.setdefault(name, []).append(strip)
-    groups = [Group(name, _CAPTIONS.get(name, ""), found) for name, found in strips.items()]
+    groups = [Group(name, _CAPTIONS.get(name, ""), strips_of_name) for name, strips_of_name in strips.items()]
     return groups, films, len(names) - len(groups)
 
 
@@ -195,14 +195,14 @@ def _weights(image: Image) -> str:
 
 def _boxes(image: Image) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
     """Yield title and place of each panel, with names beside its rows; nothing unless there are several."""
-    found = []
+    boxes = []
     for place in list(panel_layouts(read_info(image)))[:_MOST_PANELS]:
         if place.is_inside(image.size):
-            found.append((shortened(place.title, 60), place.whole))
-    if len(found) == 1 or len(dict(found)) < len(found):  # titles that are equal would hide a panel
+            boxes.append((shortened(place.title, 60), place.whole))
+    if len(boxes) == 1 or len(dict(boxes)) < len(boxes):  # titles that are equal would hide a panel
         return
-    for title, (left, top, right, bottom) in found:
-        others = [box[2] for _, box in found if box[2] <= left and box[1] < bottom and top < box[3]]
+    for title, (left, top, right, bottom) in boxes:
+        others = [box[2] for _, box in boxes if box[2] <= left and box[1] < bottom and top < box[3]]
         begin = max(others, default=-_APART) + _APART
         yield title, (begin if left - begin > _APART else left, top, right, bottom)
 

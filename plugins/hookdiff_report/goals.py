@@ -79,11 +79,11 @@ def goals_in_config(run: ReportedRun) -> list[Goal]:
     texts: Any = run.config
     for key in ("plugins", "report", "goals"):
         texts = texts.get(key) if isinstance(texts, Mapping) else None
-    found = []
+    goals = []
     for text in texts if isinstance(texts, list) else ():
         with suppress(ValueError):  # an edited config
-            found.append(Goal.of(str(text)))
-    return [goal for goal in found if goal.name in run.history.series]
+            goals.append(Goal.of(str(text)))
+    return [goal for goal in goals if goal.name in run.history.series]
 
 
 def in_words(goal: Goal, run: ReportedRun) -> str:

@@ -18,7 +18,7 @@ from hookdiff_report.words import count
 
 @numpy.errstate(all="ignore")  # a damaged file may have numbers as large as floats get
 def page(histories: Sequence[History], goals: Sequence[Goal] = ()) -> str:
-    """Return the HTML of the report, with the goals, or else those of the configs.
+    """Return the HTML of the report, with `goals`; default: those of the configs.
 
     Raises OSError for a file of a run that cannot be read, and UserError for a goal of a name that is not logged.
     """

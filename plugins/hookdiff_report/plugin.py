@@ -24,9 +24,9 @@ logger = logging.getLogger("hookdiff")
 class Report(Periodic):
     """Writes `report.html` in the run directory at regular intervals and at every end of the run.
 
-    It is what `hookdiff report RUN` writes, by a process of its own with low priority. So a report that is slow or
-    fails does not hurt the run: there is one warning, and the run goes on. If a report takes longer than an interval,
-    the next one is left out.
+    A process of its own with low priority writes it, as `hookdiff report RUN` does. A report that is slow or fails does
+    not hurt the run: there is one warning, and the run goes on. If a report takes longer than an interval, the next one
+    is left out.
     """
 
     every: Every = field(
@@ -36,7 +36,9 @@ class Report(Periodic):
         metadata=about("how often; 0: only when the run ends"),
     )
     timeout: float = field(
-        default=120.0, validator=gt(0), metadata=about("time that the end of the run waits for the last one", "seconds")
+        default=120.0,
+        validator=gt(0),
+        metadata=about("time that the end of the run waits for the last report", "seconds"),
     )
     goals: tuple[str, ...] = field(
         default=(), metadata=about('values to reach, such as ["fd/digits=0.4"], which are drawn')

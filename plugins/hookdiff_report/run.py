@@ -116,7 +116,7 @@ class ReportedRun:
 def named(histories: Sequence[History]) -> list[ReportedRun]:
     """Return the runs with their names, or with their paths where names are equal."""
     names = [history.name for history in histories]
-    return [ReportedRun.of(one, one.name if names.count(one.name) == 1 else str(one.run_dir)) for one in histories]
+    return [ReportedRun.of(each, each.name if names.count(each.name) == 1 else str(each.run_dir)) for each in histories]
 
 
 def _smooth(values: Array, most: int = NEIGHBOURS) -> Array:
@@ -125,5 +125,5 @@ def _smooth(values: Array, most: int = NEIGHBOURS) -> Array:
     finite = numpy.isfinite(values)
     sums, nums = (numpy.cumsum([0, *part]) for part in (numpy.where(finite, values, 0.0), finite))
     low, high = (numpy.clip(numpy.arange(len(values)) + end, 0, len(values)) for end in (-width, width + 1))
-    found: Array = (sums[high] - sums[low]) / (nums[high] - nums[low])
-    return found
+    means: Array = (sums[high] - sums[low]) / (nums[high] - nums[low])
+    return means

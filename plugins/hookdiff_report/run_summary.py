@@ -41,10 +41,10 @@ def _losses(run: ReportedRun) -> Iterator[Fact]:
 def _best_distances(run: ReportedRun) -> Iterator[Fact]:
     for name, title in distances([run])[:_MOST_DISTANCES]:
         nums = {step: num for step, num in zip(*run.points(f"{name}/num"), strict=True) if num > 0}
-        found = [(value, step, nums.get(step)) for step, value in zip(*run.points(name), strict=True)]
-        found = [one for one in found if math.isfinite(one[0])]
+        points = [(value, step, nums.get(step)) for step, value in zip(*run.points(name), strict=True)]
+        points = [point for point in points if math.isfinite(point[0])]
         # A distance with another n than the newest one cannot be compared with it.
-        if same := [one for one in found if one[2] == found[-1][2]]:
+        if same := [point for point in points if point[2] == points[-1][2]]:
             value, step, num = min(same)
             yield f"Best {title}", (number(value), f"at step {count(step)}{f', n = {count(num)}' if num else ''}")
 

@@ -33,8 +33,8 @@ def scrubber(runs: Sequence[ReportedRun], groups: Sequence[Group]) -> dict[str, 
             rows[f"{title}{label}"] = run.points(name)
             wanted.update(map(int, rows[f"{title}{label}"][0]))
     logged_at = [points[0] for points in rows.values() if len(points[0])]
-    wanted.update(int(step) for one in logged_at for step in (one[0], one[-1]))
-    logged = sorted({int(step) for one in logged_at for step in one})
+    wanted.update(int(step) for steps in logged_at for step in (steps[0], steps[-1]))
+    logged = sorted({int(step) for steps in logged_at for step in steps})
     stops = sorted({*evenly(sorted(wanted), _MOST_STOPS), *evenly(logged, _MOST_STOPS)})
     if len(stops) < 2:
         return {}

@@ -64,15 +64,15 @@ def environment(runs: Sequence[ReportedRun]) -> Table:
     """
     columns: list[tuple[str, dict[str, str]]] = []
     for run in runs:
-        found: list[tuple[str, dict[str, str]]] = []
+        added: list[tuple[str, dict[str, str]]] = []
         for logged in run.history.events:
             if logged.event.kind in BEGINS and logged.event.details:
                 values = _as_json(logged.event.details)
                 facts = {name.removeprefix("versions."): _plain(text) for name, text in values}
                 facts.pop("steps", None)  # of the run
-                if not found or facts != found[-1][1]:
-                    found.append((f"from step {count(logged.step)}", facts))
-        columns += found[-_MOST_COLUMNS:] if len(runs) == 1 else [(run.label, facts) for _, facts in found[-1:]]
+                if not added or facts != added[-1][1]:
+                    added.append((f"from step {count(logged.step)}", facts))
+        columns += added[-_MOST_COLUMNS:] if len(runs) == 1 else [(run.label, facts) for _, facts in added[-1:]]
     return Table.of(columns)
 
 

@@ -88,5 +88,5 @@ def _found(places: Sequence[str]) -> Iterator[tuple[str, History]]:
         for history in find_runs(folder):
             path = history.run_dir if len(folders) > 1 else history.run_dir.relative_to(folder)
             name = history.name if path == Path() else str(path)
-            if not patterns or any(fnmatchcase(one, p) for p in patterns for one in (name, history.run_dir.name)):
+            if not patterns or any(fnmatchcase(text, p) for p in patterns for text in (name, history.run_dir.name)):
                 yield name, history

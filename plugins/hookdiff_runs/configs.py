@@ -38,7 +38,7 @@ class Configs:
     def _joined(self, tables: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the tables as one; raises ValueError if two have a key."""
         whole: dict[str, Any] = {}
-        own: set[int] = set()  # of the dicts that were made here; the others are tables of other configs too
+        made_here: set[int] = set()  # of the dicts that were made here; the others are tables of other configs too
         for table in tables:
             place, rest = whole, table
             while rest:
@@ -50,9 +50,9 @@ class Configs:
                     break
                 if not isinstance(inside := place.setdefault(name, {}), dict):
                     raise ValueError(name)
-                if id(inside) not in own:
+                if id(inside) not in made_here:
                     place[name] = inside = dict(inside)
-                    own.add(id(inside))
+                    made_here.add(id(inside))
                 place = inside
                 rest = inner
         return whole

@@ -20,17 +20,17 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     plugin that is not in all runs differs in run.plugins alone, and another network in model.use and in shared keys.
     """
     values = [dict(flat(config)) for config in configs]
-    found: list[dict[str, Any]] = [{} for _ in configs]
-    for key in dict.fromkeys(key for one in values for key in one):
-        if key in _OWN or _is_common([one.get(key, _MISSING) for one in values]):
+    differing: list[dict[str, Any]] = [{} for _ in configs]
+    for key in dict.fromkeys(key for each in values for key in each):
+        if key in _OWN or _is_common([each.get(key, _MISSING) for each in values]):
             continue
         kinds = [_kind(config, key) for config in configs]
-        present = {kind for kind, one in zip(kinds, values, strict=True) if key in one}
+        present = {kind for kind, each in zip(kinds, values, strict=True) if key in each}
         compared = [n for n, kind in enumerate(kinds) if key in values[n] or kind in present]
         if len({as_text(values[n].get(key, _MISSING)) for n in compared}) > 1:
             for n in compared:
-                found[n][key] = values[n].get(key)
-    return found
+                differing[n][key] = values[n].get(key)
+    return differing
 
 
 def _is_common(values: Sequence[Any]) -> bool:
@@ -41,18 +41,18 @@ def _is_common(values: Sequence[Any]) -> bool:
     return all(type(value) is kind and value == first for value in values)
 
 
-def texts(found: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def texts(differing: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return differences as "key=value"; those of run.plugins as "with a,b", the plugins that not all runs have."""
-    lists = [one[_PLUGINS] for one in found if isinstance(one.get(_PLUGINS), list)]
+    lists = [values[_PLUGINS] for values in differing if isinstance(values.get(_PLUGINS), list)]
     common = set.intersection(*(set(map(as_text, plugins)) for plugins in lists)) if lists else set()
 
     def text(name: str, value: Any) -> str:
         if name != _PLUGINS or not isinstance(value, list):
             return f"{name}={_MISSING if value is None else as_text(value)}"
-        own = [as_text(plugin) for plugin in value if as_text(plugin) not in common]
-        return f"with {','.join(own)}" if own else ""
+        plugins = [as_text(plugin) for plugin in value if as_text(plugin) not in common]
+        return f"with {','.join(plugins)}" if plugins else ""
 
-    return [list(filter(None, (text(name, value) for name, value in one.items()))) for one in found]
+    return [list(filter(None, (text(name, value) for name, value in values.items()))) for values in differing]
 
 
 def as_text(value: object) -> str:

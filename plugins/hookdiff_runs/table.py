@@ -39,14 +39,14 @@ class Runs:
     def __attrs_post_init__(self) -> None:
         self.metrics = sorted({name for row in self.rows for name in row.best})
         whole = [row for row in self.rows if row.config]
-        found = differences([row.config for row in whole])
-        self.differing = {**{row: {} for row in self.rows}, **dict(zip(whole, found, strict=True))}
-        self._texts = dict(zip(whole, texts(found), strict=True))
+        differing = differences([row.config for row in whole])
+        self.differing = {**{row: {} for row in self.rows}, **dict(zip(whole, differing, strict=True))}
+        self._texts = dict(zip(whole, texts(differing), strict=True))
 
     @property
     def keys(self) -> list[str]:
         """The keys of the configs that differ."""
-        return list(dict.fromkeys(key for one in self.differing.values() for key in one))
+        return list(dict.fromkeys(key for values in self.differing.values() for key in values))
 
     @property
     def usual(self) -> list[str]:
@@ -110,27 +110,26 @@ class Runs:
             missing = [name for k, name in enumerate(columns) if k not in kept]
             columns, lines = [columns[k] for k in kept], [[line[k] for k in kept] for line in lines]
         states = ["", *(_COLORS.get(row.state, "") for row in self.rows)]
-        found = [
+        rendered = [
             _line(columns, line, sizes, state, is_cut=width is not None)
             for line, state in zip(lines, states, strict=True)
         ]
         if missing:
             note = f"not shown: {', '.join(map(shown, missing))}; choose with --columns, or see --json"
-            found += ["", *click.wrap_text(note, width or 0).split("\n")]
-        return found
+            rendered += ["", *click.wrap_text(note, width or 0).split("\n")]
+        return rendered
 
     def _value(self, row: Row, name: str) -> Any:
         if name in row.best:
             return row.best[name][0]
-        if name in _COLUMNS[:4]:
-            return getattr(row, name)
-        return self.differing[row].get(name, self._configs[row].get(name))
+        known = {_NAME: row.name, "state": row.state, "step": row.step, "loss": row.loss}
+        return known[name] if name in known else self.differing[row].get(name, self._configs[row].get(name))
 
     def _text(self, row: Row, name: str) -> str:
         """Return a cell."""
         match name:
             case "name" | "state":
-                return shown(getattr(row, name))
+                return shown(row.name if name == _NAME else row.state)
             case "step":
                 return f"{row.step:,}" if row.steps is None else f"{row.step:,}/{row.steps:,}"
             case "loss":
@@ -148,9 +147,9 @@ class Runs:
         """Return "key=value" for the keys in which the configs differ, or why the run directory cannot be read."""
         if row.problem:
             return [row.problem]
-        found = [shown(_shortened(text)) for text in self._texts[row]]
-        more = len(found) - _MOST_KEYS
-        return [*found[:_MOST_KEYS], f"and {more} more"] if more > 0 else found
+        pairs = [shown(_shortened(text)) for text in self._texts[row]]
+        more = len(pairs) - _MOST_KEYS
+        return [*pairs[:_MOST_KEYS], f"and {more} more"] if more > 0 else pairs
 
 
 def _fitted(columns: Sequence[str], sizes: Sequence[int], width: int) -> tuple[list[int], list[int]]:

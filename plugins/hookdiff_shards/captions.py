@@ -22,7 +22,6 @@ from hookdiff_shards.samples import Column, Samples
 from hookdiff_shards.stored import are_ends, load_arrays, save_arrays, state_of
 
 _FORMAT = 2  # a file of another format is not used
-_ARRAYS = ("texts", "ends", "numbers")
 
 
 @define(eq=False)
@@ -54,17 +53,17 @@ class _All(Sequence[Sequence[str]]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
+            return [self[position] for position in range(*index.indices(len(self)))]
         number = self.shard[index]  # raises IndexError
         return self.parts[number].of(index % len(self) - int(self.first[number]))
 
 
 def parse(given: str) -> Condition:
     """Return the member with captions that a config names. Raises ValueError for one that holds no text."""
-    found = member_of(given, "captions")
-    if is_picture(found.extension) or found.format == "npy":
-        raise ValueError(f"captions: .{shown(found.format)} holds no text; expected such as 'txt' or 'json:caption'")
-    return found
+    member = member_of(given, "captions")
+    if is_picture(member.extension) or member.format == "npy":
+        raise ValueError(f"captions: .{shown(member.format)} holds no text; expected such as 'txt' or 'json:caption'")
+    return member
 
 
 def read_captions(samples: Samples, column: Column, member: Condition, folder: Path) -> Sequence[Sequence[str]]:
@@ -89,10 +88,10 @@ def read_captions(samples: Samples, column: Column, member: Condition, folder: P
         raise UserError(f"captions: {error}") from None
 
 
-def _make(samples: Samples, column: Column, member: Condition, number: int, own: range) -> Captions:
+def _make(samples: Samples, column: Column, member: Condition, number: int, indices: range) -> Captions:
     read = buffered(partial(samples.files.read, number), block_of(samples.files.shards[number]))
     texts, ends, numbers, wrong = bytearray(), list[int](), list[int](), list[str]()
-    for index in own:
+    for index in indices:
         if not column.is_lacking[index]:
             try:
                 if (size := column.size[index]) > LARGEST_CAPTIONS:
@@ -116,7 +115,8 @@ def _captions_in(content: bytes, member: Condition) -> tuple[str, ...]:
 
 
 def _save(captions: Captions, shard: Shard, path: Path, asked: str) -> None:
-    save_arrays(path, state_of(shard, format=_FORMAT, asked=asked), {name: getattr(captions, name) for name in _ARRAYS})
+    arrays = {"texts": captions.texts, "ends": captions.ends, "numbers": captions.numbers}
+    save_arrays(path, state_of(shard, format=_FORMAT, asked=asked), arrays)
 
 
 def _load(path: Path, shard: Shard, asked: str, num: int) -> Captions | None:
@@ -124,10 +124,10 @@ def _load(path: Path, shard: Shard, asked: str, num: int) -> Captions | None:
 
     Raises many kinds of error for a file that is damaged, and for a forged one that would make the reading fail.
     """
-    if (found := load_arrays(path, state_of(shard, format=_FORMAT, asked=asked))) is None:
+    if (stored := load_arrays(path, state_of(shard, format=_FORMAT, asked=asked))) is None:
         return None
-    captions = Captions(**found[1])
-    shapes = [(one.dtype.name, one.ndim) for one in (captions.texts, captions.ends, captions.numbers)]
+    captions = Captions(**stored[1])
+    shapes = [(array.dtype.name, array.ndim) for array in (captions.texts, captions.ends, captions.numbers)]
     if (
         shapes != [("uint8", 1), ("int64", 1), ("int64", 1)]
         or len(captions) != num

@@ -49,25 +49,25 @@ class Condition:
 
 def parse(given: Mapping[str, str]) -> dict[str, Condition]:
     """Return the conditions that a config names. Raises ValueError for an extension that is not read."""
-    found = {}
+    conditions = {}
     for name, text in given.items():
-        condition = found[name] = member_of(text, f"conditions.{name}")
+        condition = conditions[name] = member_of(text, f"conditions.{name}")
         known = ("npy", "json", *_TEXTS)
         if name in _TAKEN:
-            raise ValueError(f"conditions: {name!r} is the name of something else in a sample")
+            raise ValueError(f"conditions: {name!r} has another meaning in a sample; choose another name")
         if not is_picture(condition.extension) and condition.format not in known:
             unknown = f".{shown(condition.format)} is not read{nearest(condition.format, known)}"
             raise ValueError(f"conditions.{name}: {unknown}; expected a picture or {', '.join(known)}")
-    return found
+    return conditions
 
 
 def member_of(text: str, option: str) -> Condition:
-    """Return the member that `text` names. Raises ValueError for one of pickles, and for a key of another than JSON."""
+    """Return the member that `text` names. Raises ValueError for a pickle, and for a key without a JSON member."""
     extension, _, key = text.partition(":")
-    found = Condition(extension_of(extension, option), key)
-    if key and found.format != "json":
-        raise ValueError(f"{option}: {text!r} has a key, which only .json has")
-    return found
+    member = Condition(extension_of(extension, option), key)
+    if key and member.format != "json":
+        raise ValueError(f"{option}: {text!r}: leave out the key; only .json has keys")
+    return member
 
 
 class Items(Samples):
@@ -82,7 +82,7 @@ class Items(Samples):
     ) -> None:
         super().__init__(files, indices, *options)
         self.conditions = dict(conditions)
-        self.columns = [self.column(indices, [one.extension]) for one in self.conditions.values()]
+        self.columns = [self.column(indices, [each.extension]) for each in self.conditions.values()]
         self.refuse_lacking(self.pictures, f".{self.image}" if self.image else "picture")
         for column, condition in zip(self.columns, self.conditions.values(), strict=True):
             self.refuse_lacking(column, f".{condition.extension}")

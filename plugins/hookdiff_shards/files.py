@@ -48,12 +48,12 @@ class Files:
             check_parts(first.name, self.options)
         pool = ThreadPoolExecutor(THREADS)
         try:
-            found = [first, *pool.map(look, names[1:])]
+            looked_at = [first, *pool.map(look, names[1:])]
         finally:
             pool.shutdown(cancel_futures=True)
-        if absent := [name for name, shard in zip(names, found, strict=True) if shard is None]:
+        if absent := [name for name, shard in zip(names, looked_at, strict=True) if shard is None]:
             raise missing(absent)
-        self.shards = [shard for shard in found if shard is not None]
+        self.shards = [shard for shard in looked_at if shard is not None]
 
     def read(self, number: int, start: int, size: int) -> bytes:
         """Return `size` bytes of a shard, from `start`; fewer at its end.
@@ -66,8 +66,8 @@ class Files:
             return b""
         if is_url(shard.name):
             return read_range(shard.name, self.options, start, size)
-        found: bytes = self._opened(shard).read(start, size)
-        return found
+        content: bytes = self._opened(shard).read(start, size)
+        return content
 
     @cached_property
     def _opened(self) -> Any:
@@ -108,7 +108,7 @@ class _Local:
 
     def read(self, start: int, size: int) -> bytes:
         if _state(self.descriptor) != (self.shard.size, self.shard.mark):  # else other bytes may pass for a picture
-            raise StorageError(f"{self.path} has changed since it was first looked at")
+            raise StorageError(f"{self.path} has changed since it was first looked at: start again to read it anew")
         if hasattr(os, "pread"):
             return os.pread(self.descriptor, size, start)
         with open_file(self.path) as file:  # Windows

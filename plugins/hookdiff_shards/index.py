@@ -27,7 +27,6 @@ _HEAD = 60 << 10  # bytes at the beginning of a picture that are read for its he
 _LARGEST = 1 << 15  # width and height that are taken from a header; larger ones are read again
 _NAME = re.compile(r"(?s)((?:.*/)?[^./]+)\.([^/]+)")  # as the library webdataset splits names
 _COLUMNS = ("sample", "kind", "start", "size", "mode", "width", "height", "end", "head")
-_ARRAYS = ("keys", "key_ends", "table", "texts")
 
 
 def is_picture(extension: str) -> bool:
@@ -62,9 +61,9 @@ class Index:
         kinds = [number for number, extension in enumerate(self.extensions) if extension in extensions]
         (rows,) = numpy.isin(self.column("kind"), kinds).nonzero()
         samples = self.column("sample")[rows]
-        found = numpy.full(len(self), -1)
-        found[samples] = rows
-        return found, numpy.bincount(samples, minlength=len(self))
+        row_of_sample = numpy.full(len(self), -1)
+        row_of_sample[samples] = rows
+        return row_of_sample, numpy.bincount(samples, minlength=len(self))
 
     def key(self, sample: int) -> str:
         """Return the name of a sample."""
@@ -142,7 +141,7 @@ def _header(head: bytes, size: int) -> tuple[str, int, int]:
 
 @define(frozen=True)
 class _About:
-    """All else in the file of an index."""
+    """The facts in the file of an index, beside its arrays."""
 
     format: int
     shard: str
@@ -155,7 +154,8 @@ class _About:
 def save(index: Index, shard: Shard, path: Path) -> None:
     """Write the index of `shard`. Raises OSError."""
     about = state_of(shard, format=_FORMAT, extensions=index.extensions, modes=index.modes)
-    save_arrays(path, about, {name: getattr(index, name) for name in _ARRAYS})
+    arrays = {"keys": index.keys, "key_ends": index.key_ends, "table": index.table, "texts": index.texts}
+    save_arrays(path, about, arrays)
 
 
 def load(path: Path, shard: Shard) -> Index | None:
@@ -163,10 +163,10 @@ def load(path: Path, shard: Shard) -> Index | None:
 
     Raises OSError, ValueError and many kinds of error for a file that is missing or damaged.
     """
-    if (found := load_arrays(path, state_of(shard, format=_FORMAT))) is None:
+    if (stored := load_arrays(path, state_of(shard, format=_FORMAT))) is None:
         return None
-    about = structured(_About, found[0])
-    index = Index(**found[1], extensions=about.extensions, modes=about.modes)
+    about = structured(_About, stored[0])
+    index = Index(**stored[1], extensions=about.extensions, modes=about.modes)
     _check(index, shard.size)
     return index
 

@@ -28,10 +28,10 @@ Made = TypeVar("Made")
 
 @define(frozen=True)
 class Kind(Generic[Made]):
-    """What is kept for each shard; the functions get its number, or the shard."""
+    """A kind of files, one for each shard; the functions get the number of the shard, or the shard."""
 
-    name: str  # in messages
-    suffix: str  # of the files
+    name: str  # of the content, in messages
+    suffix: str
     make: Callable[[int], Made]  # raises OSError, ValueError
     save: Callable[[Made, Shard, Path], None]
     load: Callable[[Path, int], Made | None]  # None if the file is of an earlier state of the shard
@@ -53,21 +53,21 @@ def block_of(shard: Shard) -> int:
 
 
 def kept_of(files: Files, folder: Path, kind: Kind[Made]) -> list[Made]:
-    """Return what is kept for each shard, from `folder` if it is there; else it is made, and written there.
+    """Return the content of the file of each shard in `folder`; files that are missing are made and written.
 
-    A file that is damaged is reported and made again. Raises ValueError that names the shards that cannot be read, and
+    A damaged file is reported and made again. Raises ValueError that names the shards that cannot be read, and
     UserError if the folder cannot be written.
     """
     paths = [folder / f"{_hash(shard.place)}{kind.suffix}" for shard in files.shards]
     try:
         make_folder(folder)
-        found = [_load(files, path, number, kind) for number, path in enumerate(paths)]
-        if None in found:
+        loaded = [_load(files, path, number, kind) for number, path in enumerate(paths)]
+        if None in loaded:
             with locked(folder / _hash("\n".join(path.name for path in paths)), shared=False):  # one rank makes them
-                return _with_others(files, paths, found, kind)
+                return _with_others(files, paths, loaded, kind)
     except OSError as error:
         raise cannot_write(Path(error.filename or folder), error) from None
-    return [one for one in found if one is not None]
+    return [kept for kept in loaded if kept is not None]
 
 
 def _hash(text: str) -> str:
@@ -75,9 +75,9 @@ def _hash(text: str) -> str:
 
 
 def _load(files: Files, path: Path, number: int, kind: Kind[Made], report: bool = False) -> Made | None:
-    """Return what is in a file; None if it is missing, of an earlier state or damaged, which is logged on request.
+    """Return the content of a file; None if the file is missing, damaged, or of an earlier state of the shard.
 
-    Without a mark of the shard, nothing says of which state it is.
+    A damaged file is logged if `report`. For a shard without a mark, which shows no change, no file is used.
     """
     shard = files.shards[number]
     if not shard.mark or not os.path.lexists(path):
@@ -91,11 +91,11 @@ def _load(files: Files, path: Path, number: int, kind: Kind[Made], report: bool 
         return None
 
 
-def _with_others(files: Files, paths: Sequence[Path], found: list[Made | None], kind: Kind[Made]) -> list[Made]:
-    """Return all: what was `found`, what another process has made meanwhile, and what is new."""
+def _with_others(files: Files, paths: Sequence[Path], loaded: list[Made | None], kind: Kind[Made]) -> list[Made]:
+    """Return the content of all files: those `loaded`, those that another process made meanwhile, and new ones."""
     shards, problems, made = files.shards, list[str](), dict[int, Made]()
-    for number, one in enumerate(found):
-        known = _load(files, paths[number], number, kind, report=True) if one is None else one
+    for number, kept in enumerate(loaded):
+        known = _load(files, paths[number], number, kind, report=True) if kept is None else kept
         if known is not None:
             made[number] = known
     lacking = [number for number in range(len(shards)) if number not in made]
@@ -122,7 +122,7 @@ def _with_others(files: Files, paths: Sequence[Path], found: list[Made | None], 
 
 
 def _make(kind: Kind[Made], number: int) -> Made | str:
-    """Return what is made of a shard, or the reason why nothing is."""
+    """Return the content for a shard, or the reason why it cannot be made."""
     try:
         return kind.make(number)
     except (OSError, ValueError) as error:

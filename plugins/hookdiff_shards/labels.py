@@ -99,7 +99,8 @@ def encode_labels(
 ) -> tuple[Tensor | None, tuple[str, ...] | None, list[str]]:
     """Return labels (n, int64) and the names of the classes; `name_of(i)` is for messages.
 
-    A label is an integer, or the name of a class: one of `classes`, or else any. The third value lists what is wrong.
+    A label is an integer, or the name of a class; with `classes` it must be one of these. The third value lists the
+    problems.
     """
     values: list[str | int] = []
     for index, text in enumerate(texts):
@@ -116,8 +117,8 @@ def encode_labels(
         return None, None, [f"labels must be all integers from -1 or all names; {examples}"]
     try:
         if classes is None or str not in first:
-            labels, found = encode(values)
-            return labels, found if classes is None else classes, []
+            labels, encoded_classes = encode(values)
+            return labels, encoded_classes if classes is None else classes, []
     except ValueError as error:
         return None, None, [str(error)]
     position = {normal(name): number for number, name in enumerate(classes)}

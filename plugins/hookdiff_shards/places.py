@@ -31,18 +31,18 @@ def _files(given: str) -> list[str]:
     path = os.path.expanduser(given)
     if os.path.lexists(path):  # a name may have braces and stars of its own
         return _inside(path)
-    found = []
-    for one in braces(path):
-        if is_url(one):  # a check of the config saw no URL
-            raise ValueError(f"{given}: its braces make the URL {one}; write :// outside of them")
-        matches = sorted(glob(one, recursive=True)) if has_magic(one) else [one]
+    paths = []
+    for pattern in braces(path):
+        if is_url(pattern):  # a check of the config saw no URL
+            raise ValueError(f"{given}: its braces make the URL {pattern}; write :// outside of them")
+        matches = sorted(glob(pattern, recursive=True)) if has_magic(pattern) else [pattern]
         if not matches:
-            folder = os.path.dirname(re.split(r"[*?[]", one)[0]) or "."
+            folder = os.path.dirname(re.split(r"[*?[]", pattern)[0]) or "."
             names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
             why = f"{folder} has {some(names)}" if names else f"{folder} is no folder, or empty"
-            raise ValueError(f"{one}: no file has such a name; {why}")
-        found += [shard for match in matches for shard in _inside(match)]
-    return found
+            raise ValueError(f"{pattern}: no file has such a name; {why}")
+        paths += [shard for match in matches for shard in _inside(match)]
+    return paths
 
 
 def _inside(path: str) -> list[str]:
@@ -66,15 +66,15 @@ def _inside(path: str) -> list[str]:
 
 
 def _urls(given: str, options: Mapping[str, Any]) -> list[str]:
-    found: list[str] = []
+    urls: list[str] = []
     for url in braces(given):
         has_stars = any(sign in url for sign in "*[")  # a question mark begins a query
         if not has_stars and _is_shard(url.partition("?")[0]):
-            found.append(url)
+            urls.append(url)
             continue
         try:
             if not has_stars and not asked(url, options, lambda system, path: system.isdir(path)):
-                found.append(url)
+                urls.append(url)
                 continue
             matches = asked(url, options, _matches if has_stars else _in_folder)
         except OSError as error:
@@ -82,8 +82,8 @@ def _urls(given: str, options: Mapping[str, Any]) -> list[str]:
             raise ValueError(f"{url}: {why}") from error
         if not matches:
             raise ValueError(f"{url}: {'no file has such a name' if has_stars else 'the folder has no .tar'}")
-        found += matches
-    return found
+        urls += matches
+    return urls
 
 
 def _matches(system: Any, path: str) -> list[str]:
@@ -101,13 +101,13 @@ def _is_shard(name: str) -> bool:
 def braces(text: str) -> list[str]:
     """Return what {000..123} and {a,b} in `text` stand for, as in a shell; raises ValueError if these are too many."""
     parts = re.split(r"\{(\d+\.\.\d+|[^{}]*,[^{}]*)\}", text)
-    found = [parts[0]]
+    texts = [parts[0]]
     for choices, rest in zip(parts[1::2], parts[2::2], strict=True):
         options, count = _choices(choices)
-        if count * len(found) > _MOST:
-            raise ValueError(f"{text}: names more than {_MOST:,} shards")
-        found = [f"{before}{option}{rest}" for before in found for option in options]
-    return found
+        if count * len(texts) > _MOST:
+            raise ValueError(f"{text}: expected at most {_MOST:,} shards, its braces name more")
+        texts = [f"{before}{option}{rest}" for before in texts for option in options]
+    return texts
 
 
 def _choices(text: str) -> tuple[Iterable[str], int]:
@@ -118,10 +118,10 @@ def _choices(text: str) -> tuple[Iterable[str], int]:
     first, last = text.split("..")
     width = max(len(first), len(last)) if "0" in (first[0], last[0]) else 0
     if len(first) > 18 or len(last) > 18:
-        raise ValueError(f"{{{text}}}: a range of numbers that are too long")
+        raise ValueError(f"{{{text}}}: expected numbers of at most 18 digits")
     low, high = int(first), int(last)
     if low > high:
-        raise ValueError(f"{{{text}}}: the range ends before it begins")
+        raise ValueError(f"{{{text}}}: the range ends before it begins; write the lower number first")
     return [f"{number:0{width}}" for number in range(low, min(high, low + _MOST) + 1)], high - low + 1
 
 

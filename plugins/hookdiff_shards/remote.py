@@ -134,8 +134,8 @@ def check_parts(url: str, options: Mapping[str, Any]) -> None:
     def second_byte(system: Any, path: str) -> bytes:
         with system.open(path, cache_type="none") as file:
             file.seek(1)
-            found: bytes = file.read(1)
-            return found
+            content: bytes = file.read(1)
+            return content
 
     try:
         asked(url, options, second_byte)
@@ -147,7 +147,7 @@ def read_range(url: str, options: Mapping[str, Any], start: int, size: int) -> b
     """Return `size` bytes of the file at `url`, fewer at its end. Raises StorageError if that fails."""
     try:
         with connections():  # the source was made, so its server is permitted
-            found: bytes = asked(
+            content: bytes = asked(
                 url, options, lambda system, path: system.cat_file(path, start=start, end=start + size)
             )
     except FileNotFoundError:
@@ -155,6 +155,6 @@ def read_range(url: str, options: Mapping[str, Any], start: int, size: int) -> b
     except (PermissionError, ValueError) as error:
         why = reason(error).removeprefix(f"{url}: ")
         raise StorageError(f"{url}: the server no longer gives this file: {why}") from error
-    if len(found) > size:
-        raise StorageError(f"{url}: the server has sent {len(found)} bytes instead of {size}")
-    return found
+    if len(content) > size:
+        raise StorageError(f"{url}: the server has sent {len(content)} bytes instead of {size}")
+    return content

@@ -32,7 +32,7 @@ class Column:
 
     def __init__(self, indices: Sequence[Index], rows: Sequence[Any]) -> None:
         self.kind, self.start, self.size, self.mode, self.width, self.height, self.head = (
-            numpy.concatenate([index.column(name)[own] for index, own in zip(indices, rows, strict=True)])
+            numpy.concatenate([index.column(name)[part] for index, part in zip(indices, rows, strict=True)])
             for name in ("kind", "start", "size", "mode", "width", "height", "head")
         )
         self.is_lacking = numpy.concatenate(rows) < 0
@@ -87,12 +87,12 @@ class Samples:
         Raises ValueError if no sample has one, or one has several.
         """
         rows, counts = map(numpy.concatenate, zip(*[index.rows(extensions) for index in indices], strict=True))
-        wanted = " or ".join(f".{shown(one)}" for one in extensions)
+        wanted = " or ".join(f".{shown(extension)}" for extension in extensions)
         if not counts.any():
             known = Counter(self.extensions[number][kind] for number, kind in _kinds(indices))
-            readable = [one for one in known if one.rpartition(".")[2] not in _PICKLED]
+            readable = [extension for extension in known if extension.rpartition(".")[2] not in _PICKLED]
             near = nearest(next(iter(extensions)), readable) if len(extensions) == 1 else ""
-            raise ValueError(f"no sample has a {wanted}{near}; they have {some([f'.{one}' for one in known])}")
+            raise ValueError(f"no sample has a {wanted}{near}; they have {some([f'.{name}' for name in known])}")
         if (counts > 1).any():
             index = int(counts.argmax())
             raise ValueError(
@@ -153,7 +153,7 @@ class Samples:
         spans = sorted(
             (int(column.start[index]) - BLOCK, int(column.size[index]) + BLOCK, k) for k, column in enumerate(columns)
         )
-        found, begin, content = dict[int, bytes](), 0, b""
+        contents, begin, content = dict[int, bytes](), 0, b""
         for place, (start, size, number) in enumerate(spans):
             if start + size > begin + len(content):
                 end = start + size
@@ -161,8 +161,8 @@ class Samples:
                     end = later + more if later - end <= _WORTH else end
                 read = partial(self.files.read, int(self.shard[index]))
                 begin, content = start, self._read(index, start, end - start, read)
-            found[number] = self._checked(index, columns[number], content[start - begin : start - begin + size])
-        return [found[number] for number in range(len(columns))]
+            contents[number] = self._checked(index, columns[number], content[start - begin : start - begin + size])
+        return [contents[number] for number in range(len(columns))]
 
     def member(self, index: int, column: Column, read: Read) -> bytes:
         """Return what one member of a sample holds, by a function that reads the shard. Raises as `members` does."""
@@ -180,7 +180,7 @@ class Samples:
         return content
 
     def _checked(self, index: int, column: Column, content: bytes) -> bytes:
-        """Return what a member holds, of which `content` has the header as well."""
+        """Return what a member holds, given the `content` with its header."""
         if crc32(content[:BLOCK]) != column.head[index]:
             raise StorageError(f"{shown(self.name(index))} is no longer where it was: its shard has changed")
         return content[BLOCK:]
@@ -191,10 +191,10 @@ class Samples:
         return torch.from_numpy(numpy.where(known[:, None], sides, 0))
 
     def fingerprint(self) -> str:
-        found = hashlib.sha256(repr(self.image).encode())
+        digest = hashlib.sha256(repr(self.image).encode())
         for shard in self.files.shards:
-            found.update(f"\n{shard.place}\0{shard.size}\0{shard.mark}".encode("utf-8", "surrogateescape"))
-        return found.hexdigest()
+            digest.update(f"\n{shard.place}\0{shard.size}\0{shard.mark}".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
 
 
 class Shards(Samples):
@@ -219,11 +219,11 @@ class Shards(Samples):
 
 def _kinds(indices: Sequence[Index]) -> list[tuple[int, int]]:
     """Return each extension as the number of its shard and its number there, the most frequent in a shard first."""
-    found = []
+    ordered = []
     for number, index in enumerate(indices):
         kinds, counts = numpy.unique(index.column("kind"), return_counts=True)
-        found += [(number, int(kind)) for kind in kinds[numpy.argsort(-counts, kind="stable")]]
-    return found
+        ordered += [(number, int(kind)) for kind in kinds[numpy.argsort(-counts, kind="stable")]]
+    return ordered
 
 
 def extension_of(given: str, option: str) -> str:

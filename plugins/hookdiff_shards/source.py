@@ -32,12 +32,12 @@ def shards(
     Args:
         path: the shards: a path or a URL that fsspec reads, with ranges as in "train-{000..123}.tar", or stars; a
             folder, which means its .tar files; or a list of these
-        image: extension of the pictures, such as "jpg"; unless given, any format, of which each sample must have one;
+        image: extension of the pictures, such as "jpg"; default: any format, with one picture in each sample;
             "npy": arrays, such as latents
         label: extension of the labels: integers from 0 (-1: unknown), or names; "auto": "cls" if there are any;
             "none": no labels
         classes: the names of the classes in the order of their numbers, or a file of them, a .txt with a name on each
-            line or a .json; unless given, classes.json or classes.txt beside the first shard, if there is one
+            line or a .json; default: classes.json or classes.txt beside the first shard, if there is one
         conditions: what else a sample has, as a table of names and extensions, such as { text = "t5.npy", size =
             "json:size" }: arrays (npy), numbers or lists of numbers (json, or the value of a key in it), a number (txt,
             cls) or a picture
@@ -45,7 +45,7 @@ def shards(
             texts, as the value of a key. A sample without such a member has none
         storage_options: options of fsspec for URLs. They stand in the config of the run, which needs --trust for them:
             passwords belong in the environment
-        index_dir: folder of the indices, and of captions that were read; unless given, `hookdiff/shards` in the user's
+        index_dir: folder of the indices, and of captions that were read; default: `hookdiff/shards` in the user's
             cache
 
     Raises:
@@ -59,9 +59,9 @@ def shards(
     indices = indices_of(files, folder)
     names = read_classes(classes, files.shards[0].name, options) if label != "none" else None
     kind = partial(Items, asked) if asked or is_array(image) else Shards
-    found: Shards | Items = kind(files, indices, image, label, names)
-    found.encoded = read_encoded(files.shards[0].name, options)
+    source: Shards | Items = kind(files, indices, image, label, names)
+    source.encoded = read_encoded(files.shards[0].name, options)
     if member:
-        column = found.column(indices, [member.extension])
-        found.read_captions = partial(texts.read_captions, found, column, member, folder)
-    return found
+        column = source.column(indices, [member.extension])
+        source.read_captions = partial(texts.read_captions, source, column, member, folder)
+    return source

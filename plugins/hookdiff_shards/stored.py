@@ -30,8 +30,8 @@ def save_arrays(path: Path, about: Mapping[str, Any], arrays: Arrays) -> None:
 
 def _tensor(values: Any) -> Tensor:
     # An empty array of numpy would keep its stride of 0, with which its bytes cannot be viewed.
-    found = torch.tensor(values)
-    return torch.empty(found.shape, dtype=found.dtype).copy_(found)
+    tensor = torch.tensor(values)
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 def load_arrays(path: Path, wanted: Mapping[str, Any]) -> tuple[Any, Arrays] | None:

@@ -118,12 +118,12 @@ def _text(field: bytes) -> str:
 
 def _records(data: bytes, where: int) -> dict[str, str]:
     """Return the records "LENGTH KEY=VALUE" of an extended header of POSIX."""
-    found = {}
+    records = {}
     while data.strip(b"\0"):
         length, space, _ = data[:20].partition(b" ")
         if not space or not re.fullmatch(rb"[0-9]+", length) or not len(length) + 3 <= int(length) <= len(data):
             raise ValueError(f"is damaged at byte {where}: an extended header is broken")
         key, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
-        found[_text(key)] = _text(value)
+        records[_text(key)] = _text(value)
         data = data[int(length) :]
-    return found
+    return records

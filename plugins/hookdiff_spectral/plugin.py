@@ -79,14 +79,14 @@ def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, gen
     layers = {name: layer for name, layer in chosen.items() if name != output and name not in at_zero}
     if not layers:
         raise ConfigError(
-            f"{KEY}: no layer is left of {', '.join(chosen)}: the output layer and layers at zero are never normalised"
+            f"{KEY}: choose others than {', '.join(chosen)}: the output layer and layers at zero are never normalised"
         )
     for name, layer in layers.items():
         if parametrize.is_parametrized(layer, "weight"):
-            raise ConfigError(f"{KEY}: the weight of {name} is parametrised already")
+            raise ConfigError(f"{KEY}: leave out {name}: its weight is parametrised already")
         names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is layer.weight]
         if len(names) > 1:
-            raise ConfigError(f"{KEY}: {' and '.join(names)} are one weight, and shared weights are not supported")
+            raise ConfigError(f"{KEY}: leave out the layers of {' and '.join(names)}: they share one weight")
     for layer in layers.values():
         divided = DividedBySigma(layer.weight, isinstance(layer, _ConvTransposeNd), generator)
         parametrize.register_parametrization(layer, "weight", divided)

@@ -27,13 +27,13 @@ _SUFFIX = ".hookdiff"  # by which we find ours, as `filename_suffix` of a Summar
 class TensorBoard(Sink):
     """Tracks metrics, pictures, texts, histograms and the config for TensorBoard: `tensorboard --logdir runs`.
 
-    A run that is resumed or rolled back replaces its file, by one that is first filled from the run directory.
+    A run that is resumed or rolled back replaces its file by a new file, which is filled from the run directory first.
     """
 
     dir: Annotated[str | None, Writes()] = field(
         default=None,
         metadata=about(
-            "folder, in which a run has its own, by its name; without it `tensorboard` in the run directory"
+            "folder; each run has its own inside it, by its name; default: `tensorboard` in the run directory"
         ),
     )
     _file: FileIO | None = field(init=False, default=None)
@@ -69,7 +69,9 @@ class TensorBoard(Sink):
         self._write(first, now(), session_log=session(status=session.START))
         if run.hparams:
             # HParams can hold nothing else.
-            values = {key: one if isinstance(one, bool | int | float) else str(one) for key, one in flat(run.hparams)}
+            values = {
+                key: item if isinstance(item, bool | int | float) else str(item) for key, item in flat(run.hparams)
+            }
             summary = _module("tensorboard.plugins.hparams.summary_v2").hparams_pb(values)
             self._write(run.step, now(), summary=summary)
         return earlier(run, self)
@@ -84,7 +86,7 @@ class TensorBoard(Sink):
         self._write_all(step, time, {name: _text(text) for name, text in texts.items()})
 
     def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
-        self._write_all(step, time, {name: {"histo": _histogram(one)} for name, one in distributions.items()})
+        self._write_all(step, time, {name: {"histo": _histogram(each)} for name, each in distributions.items()})
 
     def event(self, step: int, time: float, event: Event) -> None:
         self._write_all(step, time, {f"events/{event.kind}": _text(event.text)})
@@ -142,16 +144,16 @@ def _text(text: str) -> dict[str, Any]:
     return {"tensor": held, "metadata": metadata}
 
 
-def _histogram(one: Distribution) -> Any:
+def _histogram(distribution: Distribution) -> Any:
     # The sums, which nothing shows, are those of the middles of the bins.
-    middles = [(low + high) / 2 for low, high in zip(one.edges, one.edges[1:], strict=False)]
-    weighted = list(zip(middles, one.counts, strict=True))
+    middles = [(low + high) / 2 for low, high in zip(distribution.edges, distribution.edges[1:], strict=False)]
+    weighted = list(zip(middles, distribution.counts, strict=True))
     return _module("tensorboard.compat.proto.summary_pb2").HistogramProto(
-        min=one.low,
-        max=one.high,
-        num=sum(one.counts),
+        min=distribution.low,
+        max=distribution.high,
+        num=sum(distribution.counts),
         sum=sum(middle * count for middle, count in weighted),
         sum_squares=sum(middle * middle * count for middle, count in weighted),
-        bucket_limit=one.edges[1:],
-        bucket=one.counts,
+        bucket_limit=distribution.edges[1:],
+        bucket=distribution.counts,
     )

@@ -32,7 +32,7 @@ from hookdiff_text.folder import (
 
 logger = logging.getLogger("hookdiff")
 
-# The class that opens a folder, by the one in its `architectures`. A file can name no other.
+# The class that opens a folder, by the class in its `architectures`. A file can make us open no other class.
 _CLASSES = {
     "CLIPModel": "CLIPTextModel",
     "T5ForConditionalGeneration": "T5EncoderModel",
@@ -46,7 +46,7 @@ _CLASSES = {
         )
     },
 }
-_USUAL = 128  # tokens of an encoder that takes more
+_USUAL = 128  # tokens at which captions are cut by default
 
 
 def _is_known(config: Mapping[str, Any]) -> bool:
@@ -66,24 +66,24 @@ class Text(TextEncoder):
     length: int | None = field(
         default=None,
         validator=optional(ge(1)),
-        metadata=about("tokens of a caption, to which it is filled or cut; unless given, what it takes, at most 128"),
+        metadata=about("tokens to which a caption is filled or cut; default: what the encoder takes, at most 128"),
     )
     layer: int = field(
         default=-1,
         metadata=about(
-            "layer from which the output is taken: -1 is the last, with its final norm; -2 the one before, without it"
+            "layer that gives the output: -1 is the last one, after the final norm; -2 is the one before, without norm"
         ),
     )
     attend: Literal["all", "tokens"] | None = field(
         default=None,
         validator=optional(in_(("all", "tokens"))),
         metadata=about(
-            'what a token attends to: "all" positions, or the "tokens" of the caption; unless given, "all" for a CLIP, '
-            "as Stable Diffusion calls it"
+            'what a token attends to: "all" positions, or the "tokens" of the caption; default: "all" for a CLIP, as '
+            'in Stable Diffusion, else "tokens"'
         ),
     )
-    pooled: bool = field(default=False, metadata=about("also make NAME_pooled, one vector for a caption"))
-    mask: bool = field(default=False, metadata=about("also make NAME_mask, which tokens are of the caption"))
+    pooled: bool = field(default=False, metadata=about("also make NAME_pooled, one vector for each caption"))
+    mask: bool = field(default=False, metadata=about("also make NAME_mask, true for the caption's own tokens"))
     precision: Literal["float32", "bf16"] = field(
         default="float32", validator=in_(("float32", "bf16")), metadata=about("dtype of the network")
     )
@@ -104,20 +104,22 @@ class Text(TextEncoder):
         for folder in (self.folder, beside, self.folder.resolve().parent / "tokenizer"):
             if has_tokenizer(folder):
                 return folder
-        raise UserError(f"data.encode: {self.path} has no tokenizer, and there is none in {beside}")
+        raise UserError(f"data.encode: {self.path} has no tokenizer: save it there, or in {beside}")
 
     def config(self) -> dict[str, Any]:
         """Read config.json.
 
         Raises:
-            UserError: if there is none, or not of a class that is known here.
+            UserError: if there is no such file, or it names a class that is not known here.
         """
         config = table_in(self.folder, CONFIG, "model of transformers", _is_known)
         match config.get("architectures"):
             case [str(name)]:
                 pass
             case _:
-                raise UserError(f"data.encode: {self.path} names no class of transformers in `architectures`")
+                raise UserError(
+                    f"data.encode: {self.folder / CONFIG}: set `architectures` to a list of one class of transformers"
+                )
         if name not in _CLASSES:
             raise UserError(
                 f"data.encode: {self.path} holds a {name}; expected {listed(list(_CLASSES), len(_CLASSES))}"
@@ -127,15 +129,15 @@ class Text(TextEncoder):
     @property
     def limit(self) -> int | None:
         config = self.config()
-        if isinstance(own := config.get("text_config"), dict):
-            config = {**config, **own, "architectures": config["architectures"]}
+        if isinstance(text_config := config.get("text_config"), dict):
+            config = {**config, **text_config, "architectures": config["architectures"]}
         most = count_in(config, "max_position_embeddings", self.folder / CONFIG)
         if most and "oberta" in config["architectures"][0]:
-            most = max(1, most - 2)  # its positions begin after that of the padding
+            most = max(1, most - 2)  # RoBERTa's positions begin after that of the padding
         if self.length is None:
             return min(most or _USUAL, _USUAL)
         if most and self.length > most:
-            raise UserError(f"data.encode: length = {self.length} is above the {most} positions of {self.path}")
+            raise UserError(f"data.encode: length = {self.length}: {self.path} takes at most {most} tokens")
         return self.length
 
     def digest(self) -> str:
@@ -157,13 +159,13 @@ class Text(TextEncoder):
     def to_diffusers(self, name: str, folder: str) -> ExportedTexts:
         opened = evolve(self, precision="float32").open(torch.device("cpu"))
         network, tokenizer, kind = opened.network, opened.tokenizer, type(opened.network).__name__
-        tokenizer.model_max_length = opened.length  # at which a pipeline cuts
+        tokenizer.model_max_length = opened.length  # where a pipeline cuts captions
         made = {"": "made.last_hidden_state" if self.layer == -1 else f"made.hidden_states[{self.layer}]"}
         if self.pooled:
             made["_pooled"] = f"made.{'text_embeds' if kind.endswith('WithProjection') else 'pooler_output'}"
         if self.mask:
             made["_mask"] = "tokens.attention_mask.bool()"
-        returned = ", ".join(f"{name + own!r}: {value}" for own, value in made.items())
+        returned = ", ".join(f"{name + suffix!r}: {value}" for suffix, value in made.items())
         attends = ", attention_mask=tokens.attention_mask" * opened.is_masked
         layers = ", output_hidden_states=True" * (self.layer != -1)
         code = f"""\
@@ -176,12 +178,12 @@ def encode(texts):
     return {{{returned}}}
 given, none = encode(prompts), encode([''] * len(prompts))
 """
-        has_mask = getattr(network.config, "use_attention_mask", False)  # by which the pipeline decides
+        has_mask = getattr(network.config, "use_attention_mask", False)  # the pipeline decides by this attribute
         is_usual = kind == "CLIPTextModel" and self.layer == -1 and opened.is_masked == bool(has_mask)
         return ExportedTexts(
             {"text_encoder": network, "tokenizer": tokenizer},
             code,
-            {name + own: (f"given[{name + own!r}]", f"none[{name + own!r}]") for own in made},
+            {name + suffix: (f"given[{name + suffix!r}]", f"none[{name + suffix!r}]") for suffix in made},
             "StableDiffusionPipeline" if is_usual else "",
         )
 
@@ -203,14 +205,15 @@ class _Network:
         layered = {} if options.layer == -1 else {"output_hidden_states": True}
         with torch.no_grad():
             made = self.network(input_ids=ids, attention_mask=mask if self.is_masked else None, **layered)
-        found = {"": made.last_hidden_state if options.layer == -1 else self._layer(made.hidden_states)}
+        outputs = {"": made.last_hidden_state if options.layer == -1 else self._layer(made.hidden_states)}
         if options.pooled:
             pooled = made.get("text_embeds", made.get("pooler_output"))
             if pooled is None:
-                raise UserError(f"data.encode: pooled: a {type(self.network).__name__} has no vector for a caption")
-            found["_pooled"] = pooled
-        found = {name: rows.float().cpu() for name, rows in found.items()}
-        return {**found, **({"_mask": mask.bool().cpu()} if options.mask else {})}
+                kind = type(self.network).__name__
+                raise UserError(f"data.encode: pooled: a {kind} makes no vector for a caption; set pooled = false")
+            outputs["_pooled"] = pooled
+        outputs = {name: rows.float().cpu() for name, rows in outputs.items()}
+        return {**outputs, **({"_mask": mask.bool().cpu()} if options.mask else {})}
 
     def _layer(self, states: Sequence[Tensor]) -> Tensor:
         layer = self.options.layer

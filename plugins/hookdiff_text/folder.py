@@ -26,7 +26,7 @@ from hookdiff.encoding import (
 
 CONFIG = "config.json"
 _USUAL = "model.safetensors"
-_WEIGHTS = "transformers_weights"  # a key of a config: the name of their file
+_WEIGHTS = "transformers_weights"  # a key of config.json: the name of the file with the weights
 _OF_TOKENIZER = (
     *("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
     *("tokenizer.model", "spm.model"),
@@ -35,7 +35,7 @@ _SETTINGS, _VERSIONS = "tokenizer_config.json", "fast_tokenizer_files"
 _TABLES = (_SETTINGS, "special_tokens_map.json", CONFIG)
 _POOLER = "add_pooling_layer"  # an argument of some models of transformers
 _SHOWN = 60  # characters of a caption in a message
-_VERSION = re.compile(r"tokenizer\.[\w.-]+\.json")  # for one of transformers
+_VERSION = re.compile(r"tokenizer\.[\w.-]+\.json")  # a tokenizer for one version of transformers
 
 
 def network_weights(folder: Path, config: Mapping[str, Any]) -> Weights:
@@ -59,13 +59,13 @@ def has_tokenizer(folder: Path) -> bool:
     """Return whether there is a tokenizer in `folder`.
 
     Raises:
-        UserError: if a pipe or a folder has the name of one.
+        UserError: if a file of a tokenizer is a pipe or a folder.
     """
     return bool(files_in(folder, _OF_TOKENIZER))
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return all files of a tokenizer that are there, which are all that `tokenizer_in` opens."""
+    """Return the files of the tokenizer in `folder`; `tokenizer_in` opens no others."""
     settings = table_in(folder, _SETTINGS, "tokenizer") if file_in(folder, _SETTINGS) else {}
     names = (*_OF_TOKENIZER, "added_tokens.json", *_TABLES, *_versions(settings))
     return [*files_in(folder, names).values()]
@@ -86,8 +86,8 @@ def network_in(folder: Path, kind: str, device: torch.device, precision: str) ->
     """
     config = table_in(folder, CONFIG, "model of transformers")
     weights = network_weights(folder, config)
-    with _quiet() as transformers:
-        made, options = getattr(transformers, kind), {}
+    with _quiet() as library:
+        made, options = getattr(library, kind), {}
         # Models that were trained on words alone are saved without the layer that makes a vector for a caption.
         if _POOLER in signature(made).parameters and not any("pooler." in name for name in weights.shapes):
             options[_POOLER] = False
@@ -109,19 +109,19 @@ def tokenizer_in(folder: Path, kind: str) -> Any:
         table = table_in(folder, name, "tokenizer")
         versions = [version for version in _versions(table) if version in files]
         seen[name] = {**without_places(table), **({_VERSIONS: versions} if versions else {})}
-    with _quiet() as transformers:
-        tokenizer = load_seen(getattr(transformers, kind), folder, seen, trust_remote_code=False)
+    with _quiet() as library:
+        tokenizer = load_seen(getattr(library, kind), folder, seen, trust_remote_code=False)
     tokenizer.name_or_path = str(folder)
-    if getattr(tokenizer, "vocab_file", None):  # which some copy when they are saved
+    if getattr(tokenizer, "vocab_file", None):  # some tokenizers copy this file when they are saved
         tokenizer.vocab_file = str(folder / Path(tokenizer.vocab_file).name)
     if tokenizer.pad_token_id is None:
-        raise UserError(f"data.encode: the tokenizer in {folder} has no token to fill captions with (pad_token)")
+        raise UserError(f"data.encode: set pad_token in {folder / _SETTINGS}: captions are filled with this token")
     return tokenizer
 
 
 @contextmanager
 def _quiet() -> Iterator[Any]:
-    """Yield transformers; it draws no bar, which would stand in the lines of a run, and no table of what it loads."""
+    """Yield the library transformers; its progress bars and reports, which would stand among a run's lines, are off."""
     import transformers
 
     logging: Any = transformers.utils.logging
@@ -137,10 +137,10 @@ def _quiet() -> Iterator[Any]:
 
 
 def tokenized(tokenizer: Any, texts: list[str], **options: Any) -> Any:
-    """Return what `tokenizer` makes of texts.
+    """Return the tokens of `texts`, as `tokenizer` returns them.
 
     Raises:
-        UserError: if it cannot, as without a token for unknown words.
+        UserError: if the tokenizer cannot take the texts, for example without a token for unknown words.
     """
     example = f"captions such as {texts[0][:_SHOWN]!r}" if texts else "captions"
     with refused_as(f"the tokenizer in {tokenizer.name_or_path} cannot take {example}"):
@@ -150,10 +150,10 @@ def tokenized(tokenizer: Any, texts: list[str], **options: Any) -> Any:
 def check_tokens(network: Any, tokenizer: Any, tokens: Any) -> None:
     """Raise UserError if `network` has no embedding for one of `tokens`, a list of lists."""
     num = network.get_input_embeddings().num_embeddings
-    if (largest := max((max(one, default=0) for one in tokens), default=0)) >= num:
+    if (largest := max((max(row, default=0) for row in tokens), default=0)) >= num:
         raise UserError(
             f"data.encode: the tokenizer in {tokenizer.name_or_path} makes token {largest}, but the network in "
-            f"{network.name_or_path} has {num}: they are not of one model"
+            f"{network.name_or_path} has {num}: use the tokenizer that was saved with this network"
         )
 
 
@@ -163,18 +163,18 @@ def count_in(table: Mapping[str, Any], key: str, where: Path) -> int | None:
     Raises:
         UserError: if it is no whole number of at least 1.
     """
-    if (found := table.get(key)) is not None and (type(found) is not int or found < 1):
-        raise UserError(f"data.encode: {where}: {key} = {found!r}, expected a whole number of at least 1")
-    return found
+    if (count := table.get(key)) is not None and (type(count) is not int or count < 1):
+        raise UserError(f"data.encode: {where}: {key} = {count!r}, expected a whole number of at least 1")
+    return count
 
 
 def lengths_of(tokenizer: Any, texts: list[str]) -> list[int]:
-    """Return the number of tokens of each text, those that would be cut included."""
-    return [len(one) for one in tokenized(tokenizer, texts, verbose=False)["input_ids"]]
+    """Return the number of tokens of each text before it is cut."""
+    return [len(row) for row in tokenized(tokenizer, texts, verbose=False)["input_ids"]]
 
 
 def tokens_of(tokenizer: Any, texts: list[str], length: int) -> list[list[int | None]]:
-    """Return the tokens of each text, cut at `length`, None for an unknown one."""
+    """Return the tokens of each text, cut at `length`; None is an unknown token."""
     rows = tokenized(tokenizer, texts, truncation=True, max_length=length, verbose=False)["input_ids"]
     unknown, blank = tokenizer.unk_token_id, tokenizer.convert_tokens_to_ids("\u2581")
     blank = None if blank == unknown else blank  # it stands before each unknown word of sentencepiece

@@ -46,11 +46,11 @@ class _Side:
     """The text side of a class of pipelines."""
 
     encoders: tuple[str, ...]  # classes of text_encoder, text_encoder_2 and so on
-    # By the name of what is made: the keyword of the network, and the places, in what `encode_prompt` returns, of that
-    # of the prompts and of that of no prompt.
+    # By the end of a condition's name: the network's keyword for it, and its places in the result of `encode_prompt`,
+    # first for the prompts, then for no prompt.
     returned: Mapping[str, tuple[str, int, int]]
     time_ids: bool = False  # whether its network gets the sizes and the crop of a picture
-    length: int | None = None  # its own `max_sequence_length`; None: it has none
+    length: int | None = None  # default of the pipeline's `max_sequence_length`; None: it has no such argument
     lowers: bool = False  # whether it takes texts in lower case
 
 
@@ -97,7 +97,7 @@ class Pipeline(TextEncoder):
     length: int | None = field(
         default=None,
         validator=optional(ge(1)),
-        metadata=about("tokens of a caption, which the pipeline calls max_sequence_length; unless given, its own"),
+        metadata=about("tokens of a caption (the pipeline's max_sequence_length); default: that of the pipeline"),
     )
     precision: Literal["float32", "bf16"] = field(
         default="float32", validator=in_(("float32", "bf16")), metadata=about("dtype of the networks")
@@ -119,12 +119,12 @@ class Pipeline(TextEncoder):
         """Return the text encoders, in order.
 
         Raises:
-            UserError: for one that is missing, or not of the class that is known here, and for a wrong `length`.
+            UserError: for an encoder that is missing or of an unknown class, and for a wrong `length`.
         """
         index = self.index()
         side = _SIDES[index["_class_name"]]
         if self.length and not side.length:
-            raise UserError(f"data.encode: length: a {index['_class_name']} has none; its tokenizer cuts captions")
+            raise UserError(f"data.encode: leave out length: the tokenizer of a {index['_class_name']} cuts captions")
         return [
             self._part(index, suffix, kind, self.length or side.length)
             for suffix, kind in zip(("", "_2", "_3"), side.encoders, strict=False)
@@ -134,14 +134,14 @@ class Pipeline(TextEncoder):
         folders, kinds = [], []
         for name, known in ((f"text_encoder{suffix}", (kind,)), (f"tokenizer{suffix}", _TOKENIZERS)):
             match index.get(name):
-                case ["transformers", str(found)] if found in known:
+                case ["transformers", str(class_name)] if class_name in known:
                     folders.append(Path(self.path).expanduser() / name)
-                    kinds.append(found)
-                case found:
+                    kinds.append(class_name)
+                case entry:
                     expected = f"{listed(known, len(known))} of transformers"
-                    raise UserError(f"data.encode: the {name} of {self.path} is {found}; expected {expected}")
+                    raise UserError(f"data.encode: the {name} of {self.path} is {entry}; expected {expected}")
         if not has_tokenizer(folders[1]):
-            raise UserError(f"data.encode: {folders[1]} has no tokenizer")
+            raise UserError(f"data.encode: {folders[1]} has no tokenizer: save the whole pipeline again")
         where = "length"
         if kind.startswith("CLIP"):
             limit = table_in(folders[1], "tokenizer_config.json", "tokenizer").get("model_max_length")
@@ -168,18 +168,18 @@ class Pipeline(TextEncoder):
             config = table_in(part.folder, CONFIG, "model of transformers")
             facts += [part.tokenizer_kind, part.limit, config]
             weights.append(network_weights(part.folder, config))
-            own = tokenizer_files(part.tokenizer_folder)
-            facts.append(len(own))
-            files += own
+            tokenizer_paths = tokenizer_files(part.tokenizer_folder)
+            facts.append(len(tokenizer_paths))
+            files += tokenizer_paths
         return digest_seen(weights, files, json.dumps(facts, sort_keys=True))
 
     def open(self, device: torch.device) -> _Network:
         index, parts = self.index(), self.parts()
         name = index["_class_name"]
         side = _SIDES[name]
-        keywords_of = {own: keyword for own, (keyword, *_) in side.returned.items()}
+        keywords_of = {suffix: keyword for suffix, (keyword, *_) in side.returned.items()}
         keywords_of |= {"_time_ids": "added_cond_kwargs.time_ids"} if side.time_ids else {}
-        keywords = ", ".join(f'"{keyword}" = "NAME{own}"' for own, keyword in keywords_of.items())
+        keywords = ", ".join(f'"{keyword}" = "NAME{suffix}"' for suffix, keyword in keywords_of.items())
         logger.info("data.encode: the text side of the %s in %s, for conditions = { %s }", name, self.path, keywords)
         made: dict[str, Any] = {}
         for part in parts:
@@ -193,7 +193,7 @@ class Pipeline(TextEncoder):
                 logging.getLogger(where).setLevel(logging.ERROR)  # they warn of each chunk; the run counts what is cut
             # Not by its `from_pretrained`, which in some versions imports a file of the folder.
             taken, flags = inspect.signature(kind).parameters, _flags(index)
-            others = {key: flags.get(key) for key, one in taken.items() if key in flags or one.default is one.empty}
+            others = {key: flags.get(key) for key, each in taken.items() if key in flags or each.default is each.empty}
             pipeline = kind(**{**others, **made})
         given = {"num_images_per_prompt": 1, **{f"prompt_{number}": None for number in range(2, len(parts) + 1)}}
         if side.length:
@@ -215,9 +215,9 @@ class Pipeline(TextEncoder):
         asked = ", ".join(f"{each}={value!r}" for each, value in given.items())
         code += f"made = pipeline.encode_prompt(prompts, {asked})\n"
         conditions = {}
-        for own, (_, prompted, unprompted) in opened.side.returned.items():
-            as_bool = ".bool()" * (own == "_mask")
-            conditions[name + own] = f"made[{prompted}]{as_bool}", f"made[{unprompted}]{as_bool}"
+        for suffix, (_, prompted, unprompted) in opened.side.returned.items():
+            as_bool = ".bool()" * (suffix == "_mask")
+            conditions[name + suffix] = f"made[{prompted}]{as_bool}", f"made[{unprompted}]{as_bool}"
         return ExportedTexts(parts, code, conditions, kind)
 
 
@@ -231,36 +231,36 @@ class _Network:
     side: _Side
     pipeline: Any
     parts: Mapping[str, Any]  # of the pipeline: networks and tokenizers
-    others: Mapping[str, Any]  # to the pipeline
-    given: Mapping[str, Any]  # to `encode_prompt`
-    pairs: Sequence[tuple[Any, Any]]  # a network and its tokenizer
-    tokenizers: Sequence[tuple[Any, int]]  # and the tokens at which each cuts
+    others: Mapping[str, Any]  # other arguments of the pipeline
+    given: Mapping[str, Any]  # arguments of `encode_prompt`
+    pairs: Sequence[tuple[Any, Any]]  # each network and its tokenizer
+    tokenizers: Sequence[tuple[Any, int]]  # each with the number of tokens at which it cuts
     device: torch.device
 
     def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
         taken = self._taken(texts)
-        for network, tokenizer in self.pairs:  # the pipeline would end in a traceback
+        for network, tokenizer in self.pairs:  # unknown tokens would end the pipeline with a traceback
             check_tokens(network, tokenizer, tokenized(tokenizer, taken, verbose=False)["input_ids"])
         is_empty = torch.tensor([not text for text in texts])
         with torch.no_grad():
             made = self.pipeline.encode_prompt(
                 list(texts), device=self.device, do_classifier_free_guidance=bool(is_empty.any()), **self.given
             )
-        found = {}
+        outputs = {}
         for name, (_, prompted, unprompted) in self.side.returned.items():
             rows = made[prompted].cpu()
             if is_empty.any():
                 rows[is_empty] = made[unprompted].cpu()[is_empty]
-            found[name] = rows.bool() if name == "_mask" else rows.float()
-        return found
+            outputs[name] = rows.bool() if name == "_mask" else rows.float()
+        return outputs
 
     def lengths(self, texts: Sequence[str]) -> Sequence[int]:
         taken, first = self._taken(texts), min(limit for _, limit in self.tokenizers)
-        lengths = (lengths_of(one, taken) for one, limit in self.tokenizers if limit == first)
+        lengths = (lengths_of(tokenizer, taken) for tokenizer, limit in self.tokenizers if limit == first)
         return [max(all_of) for all_of in zip(*lengths, strict=True)]
 
     def tokens(self, texts: Sequence[str]) -> Sequence[Sequence[int | None]]:
-        rows = (tokens_of(one, self._taken(texts), limit) for one, limit in self.tokenizers)
+        rows = (tokens_of(tokenizer, self._taken(texts), limit) for tokenizer, limit in self.tokenizers)
         return [list(chain.from_iterable(all_of)) for all_of in zip(*rows, strict=True)]
 
     def _taken(self, texts: Sequence[str]) -> list[str]:

@@ -36,25 +36,25 @@ class WandB(Sink):
     """
 
     project: str | None = field(
-        default=None, metadata=about('project; without it that of W&B\'s settings, else "uncategorized"')
+        default=None, metadata=about('project; default: that of W&B\'s settings, or "uncategorized"')
     )
-    entity: str | None = field(default=None, metadata=about("user or team; without it that of the key"))
-    name: str | None = field(default=None, metadata=about("name of the run; without it the run directory's"))
+    entity: str | None = field(default=None, metadata=about("user or team; default: that of the key"))
+    name: str | None = field(default=None, metadata=about("name of the run; default: that of the run directory"))
     group: str | None = field(
-        default=None, metadata=about("group of the run; without it the run directory's name, which resumed runs share")
+        default=None,
+        metadata=about("group of the run; default: the name of the run directory, which resumed runs share"),
     )
     tags: tuple[str, ...] = field(default=(), metadata=about("tags of the run"))
     mode: Annotated[Literal["online", "offline"] | None, Connects(lambda mode: _is_online(mode))] = field(
-        default=None,
-        metadata=about("where the run is kept; without it W&B's own default, but offline if there is no key"),
+        default=None, metadata=about("where the run is kept; default: as W&B is set, or offline without a key")
     )
     dir: Annotated[str | None, Writes()] = field(
-        default=None, metadata=about("folder in which W&B makes its folder `wandb`; without it the run directory")
+        default=None, metadata=about("folder in which W&B makes its folder `wandb`; default: the run directory")
     )
     system_tracking_interval: float | None = field(
         default=None,
         validator=optional(ge(0)),
-        metadata=about("time between two records of CPU, GPU and memory; without it, or 0, none", "seconds"),
+        metadata=about("time between two records of CPU, GPU and memory; 0: none; default: none", "seconds"),
     )
     _library: Any = field(init=False, default=None)
     _run: Any = field(init=False, default=None)
@@ -134,7 +134,7 @@ class WandB(Sink):
 
     def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
         make = _wandb().Histogram
-        ready = {name: make(np_histogram=(one.counts, one.edges)) for name, one in distributions.items()}
+        ready = {name: make(np_histogram=(each.counts, each.edges)) for name, each in distributions.items()}
         self._log(step, time, ready)
 
     def event(self, step: int, time: float, event: Event) -> None:

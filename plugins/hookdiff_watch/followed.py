@@ -28,8 +28,8 @@ from hookdiff.run_dir import (
 )
 
 _NAMES = ("loss", "loss/smooth", "grad_norm", "lr")
-_ROUTINE = ("checkpoint", "void", "skipped", "held")  # of these the newest one is shown, with their number
-_WINDOW, _FEWEST = 60.0, 10  # seconds and lines of which the speed is the mean, whichever is longer
+_ROUTINE = ("checkpoint", "void", "skipped", "held")  # only the newest event of such a kind is shown, with their number
+_WINDOW, _FEWEST = 60.0, 10  # the speed is the mean over these seconds, or over these lines if they take longer
 _WAITING = ("running", "not started", "missing")
 
 
@@ -46,7 +46,7 @@ class Followed:
     step: int = field(init=False, default=0)  # of the newest line, or of the end
     _config: Mapping[str, Any] = field(init=False, factory=dict)
     _points: list[tuple[float, int]] = field(init=False, factory=list)  # time and step of each line
-    _process: LoggedEvent | None = field(init=False, default=None)  # with which the newest process began
+    _process: LoggedEvent | None = field(init=False, default=None)  # the event at the begin of the newest process
     _began: tuple[float, int] | None = field(init=False, default=None)  # time and step, also of a rollback
     _metrics: Tail[Logged[float]] = field(init=False)
     _events: Tail[LoggedEvent] = field(init=False)

@@ -22,8 +22,8 @@ _MOST_PIXELS = 50_000_000
 def half_blocks(path: Path, width: int, height: int) -> list[Text]:
     """Return a title and at most `height` - 1 lines of `width` columns with the first samples in a picture.
 
-    If the file says where its samples are, as many are shown as are large enough to see, else the whole picture. Text
-    says if it cannot be read.
+    If the file has the places of its samples, only as many are shown as are large enough to see; otherwise the whole
+    picture is shown. For a file that cannot be read, the title gives the reason.
     """
     from PIL import Image
     from rich.text import Text
@@ -63,8 +63,8 @@ def _scaled(image: Image, info: dict[str, Any], width: int, height: int) -> tupl
         for column in range(columns):
             number = row * place.columns + column
             if number < place.num:
-                one = image.crop(place.box(number)).convert("RGBA").resize((across, down), Image.Resampling.BOX)
-                picture.paste(one, (column * (across + 1), row * (down + 1)))
+                sample = image.crop(place.box(number)).convert("RGBA").resize((across, down), Image.Resampling.BOX)
+                picture.paste(sample, (column * (across + 1), row * (down + 1)))
     return picture, place.title
 
 
@@ -80,7 +80,7 @@ def _lines(picture: Image) -> list[Text]:
         line = Text()
         for x in range(width):
             upper, lower = pixels[x, top], pixels[x, top + 1] if top + 1 < height else (0, 0, 0, 0)
-            above, below = (Color.from_rgb(*one[:3]) if one[3] > 127 else None for one in (upper, lower))
+            above, below = (Color.from_rgb(*pixel[:3]) if pixel[3] > 127 else None for pixel in (upper, lower))
             if above:
                 line.append("\u2580", Style(color=above, bgcolor=below))
             else:

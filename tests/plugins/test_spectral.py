@@ -120,7 +120,7 @@ def test_patterns_choose_layers(patterns: list[str], names: list[str]) -> None:
         (["*atention*"], "no module matches '*atention*'; did you mean 'attention'?"),
         (["conv_ni"], "no module matches 'conv_ni'; did you mean 'conv_in'?"),
         (["norm_out"], "no module that matches 'norm_out' has a linear layer or convolution in it"),
-        (["conv_out", "mid.0.conv2"], "no layer is left of mid.0.conv2, conv_out: "),
+        (["conv_out", "mid.0.conv2"], "choose others than mid.0.conv2, conv_out: "),
     ],
 )
 def test_wrong_patterns_are_refused(patterns: list[str], message: str) -> None:
@@ -136,7 +136,7 @@ def test_a_weight_that_is_shared_or_parametrised_is_refused() -> None:
         add(shared, "0")
     once = nn.Sequential(nn.Linear(3, 3))
     add(once, "0")
-    with pytest.raises(ConfigError, match=r"the weight of 0 is parametrised already"):
+    with pytest.raises(ConfigError, match=r"leave out 0: its weight is parametrised already"):
         add(once, "0")
 
 
