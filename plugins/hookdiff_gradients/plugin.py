@@ -146,8 +146,8 @@ class GradientMonitor:
     def micro_step(self, loop: Loop, batch: Batch, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
         if not loop.log.due or batch.most == batch.total:  # one pass on one rank; others have fillers
             return (yield)
-        # With several ranks the backward pass averages gradients: only a hook gets those of this rank. A sharded
-        # parameter has no such hook, and no noise scale.
+        # With several ranks the backward pass averages gradients; only a hook gets the gradients of this rank. A
+        # sharded parameter has no such hook, and no noise scale.
         by_hooks = loop.num_ranks > 1 and index == 0
         rank_norms: list[Tensor] = []
         trained = [parameter for parameter in loop.gradients.parameters if parameter.requires_grad]
@@ -232,7 +232,7 @@ class GradientMonitor:
         return {"update_ratio": torch.linalg.vector_norm(self._changes) / size, "weight_growth": growth}
 
     def _norm(self, weights: list[Tensor]) -> Tensor:
-        """Return the L2 norm over all `weights`, at least that of weights of `MIN_RMS`."""
+        """Return the L2 norm over all `weights`, at least the norm of weights of `MIN_RMS`."""
         floor = MIN_RMS * math.sqrt(sum(weight.numel() for weight in weights))
         total: Tensor = torch.linalg.vector_norm(norms(weights, self._ring.dtype)).clamp(min=floor)
         return total
