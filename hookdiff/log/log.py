@@ -110,14 +110,16 @@ class Log:
     def _add(self, values: Mapping[str, Value | Mean]) -> None:
         self._records.setdefault(self._updates(), {}).update(values)
 
-    def average(self, values: Mapping[str, Value]) -> None:
+    def average(self, values: Mapping[str, Value], *, detail: bool = False) -> None:
         """Log the mean of `values`, numbers or scalar tensors, over all steps since the last log, when the next is due.
 
-        Raises ValueError as a call of the log does, and for a pair.
+        `detail` is that of a call of the log. Raises ValueError as a call of the log does, and for a pair.
         """
         for name, value in values.items():
             _check_number(name, value, "a number or a scalar tensor")
         self._claim("number", [name for name in values if name not in self._window])
+        if detail:
+            self.details.update(values)
         self._once_updated(partial(self._collect, dict(values)))
 
     def _collect(self, values: Mapping[str, Value]) -> None:

@@ -37,9 +37,9 @@ def command(
 
     The data of the run is not needed.
 
-    They equal the weights with which `hookdiff sample RUN --weights NAME` samples, bit for bit. For diffusers the
-    scheduler makes the steps of the run's sampler, or of that which --steps, --sampler and --set describe. A sampler
-    that diffusers does not have is refused.
+    The weights equal, bit for bit, those with which `hookdiff sample RUN --weights NAME` samples. For diffusers, the
+    scheduler makes the steps of the run's sampler, or of the sampler that --steps, --sampler and --set describe. A
+    sampler that diffusers does not have is refused.
     """
     from hookdiff import SampleRequest, UserError, evaluating, load_run
     from hookdiff.cli import chosen_weights
@@ -53,7 +53,7 @@ def command(
             raise UserError(f"--set {setting}: expected a key of [data.encode], or of [sampling] with --to diffusers")
     for option, given in (("--steps", steps), ("--sampler", sampler)):
         if to != "diffusers" and given is not None:
-            raise UserError(f"{option}: only with --to diffusers, which writes a scheduler")
+            raise UserError(f"{option}: add --to diffusers, or leave the option out; {to} has no scheduler")
     check_place(out, to, overwrite)
     with load_run(run, settings, trust=trust) as opened, opened.sampling(steps=steps, sampler=sampler):
         loop = opened.loop
@@ -61,7 +61,7 @@ def command(
         try:
             with chosen_weights(opened, weights) as name, evaluating(loop.model):
                 metadata = about(name, opened.step)
-                is_helped = loop.sample(SampleRequest(0, weights=opened.in_loop(name))).sampler is not loop.sampler
+                is_changed = loop.sample(SampleRequest(0, weights=opened.in_loop(name))).sampler is not loop.sampler
                 if sampling:
                     usage = write_folder(out, loop, sampling, metadata)
                 else:
@@ -70,7 +70,7 @@ def command(
             where = f" ({error.filename})" if error.filename else ""
             raise UserError(f"{out}: cannot be written: {error.strerror or error}{where}") from None
         origin = opened.origin(name)
-        helpers = [one.plugin_name for one in loop.plugins.order("sample") if one.plugin_name in loop.plugins]
+        plugins = [hook.plugin_name for hook in loop.plugins.order("sample") if hook.plugin_name in loop.plugins]
     click.echo(f"{out}: the {origin}\n  {usage}")
-    if is_helped:
-        click.echo(f"  hookdiff sample also uses {', '.join(helpers)}: the images of these weights alone are others")
+    if is_changed:
+        click.echo(f"  hookdiff sample also uses {', '.join(plugins)}; these weights alone make other images")

@@ -23,13 +23,12 @@ def check_place(out: Path, to: str, overwrite: bool) -> None:
         return
     earlier = out.is_file() if to == "safetensors" else (out / "scheduler" / "scheduler_config.json").is_file()
     if not earlier:
-        refusal = f"is no export to {to}, so not even --overwrite replaces it"
-        raise UserError(f"{out} exists and {refusal}; choose another name")
+        raise UserError(f"{out} exists and is no export to {to}, which --overwrite never replaces; choose another name")
     check_free(out, overwrite)
 
 
 def write_weights(out: Path, net: nn.Module, metadata: Mapping[str, str]) -> str:
-    """Write the weights of `net` and `metadata` to the file `out`; return the code that loads it."""
+    """Write the weights of `net` and the `metadata` to the file `out`; return the code that loads the file."""
     with new_file(out) as path:
         write_tensors(path, plain_tensors(net), metadata)
     others = [name for name, value in net.state_dict().items() if not isinstance(value, Tensor)]
@@ -46,12 +45,12 @@ def about(name: str, step: int) -> dict[str, str]:
 def plain_tensors(net: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of `net`, with the values of parametrised weights in place of their parametrisations.
 
-    What else its state holds, from a `get_extra_state`, is left out.
+    The state that `get_extra_state` returns is left out.
     """
     state = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
     tensors = {name: value for name, value in state.items() if ".parametrizations." not in f".{name}"}
     for path, module in net.named_modules():
         if parametrize.is_parametrized(module):
-            made: Any = module.parametrizations
-            tensors |= {f"{path}.{name}".lstrip("."): getattr(module, name) for name in made}
+            parametrized: Any = module.parametrizations
+            tensors |= {f"{path}.{name}".lstrip("."): getattr(module, name) for name in parametrized}
     return tensors

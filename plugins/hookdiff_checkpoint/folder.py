@@ -3,9 +3,9 @@
 The manifest is written last, and has digests of all files and of itself. A folder with an intact manifest is a complete
 checkpoint, whatever its name; a folder without one is not a checkpoint.
 
-Each part of the state has a file of its own, and each plugin is a part: `model.safetensors` and `ema.safetensors` have
-the keys of the model. Of a tensor that the ranks of a run share, each rank writes its piece, under the tensor's name,
-to a file such as `model-00002-of-00008.safetensors`, and the manifest says where the pieces of each file begin.
+Each part of the state has a file of its own, and each plugin is a part. `model.safetensors` and `ema.safetensors` have
+the keys of the model. If the ranks of a run share a tensor, each rank writes its piece under the tensor's name to a
+file such as `model-00002-of-00008.safetensors`, and the manifest has the place where each piece begins.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from operator import index
 from pathlib import Path
@@ -30,11 +30,11 @@ from hookdiff.disk import is_intact, open_file, open_tensors, read_file, unflatt
 from hookdiff.run_dir import CHECKPOINTS, step_of
 from hookdiff_checkpoint.pieces import pieced
 
-FORMAT, SHARDED = 3, 4  # without and with tensors in pieces, which an earlier hookdiff cannot read
+FORMAT, SHARDED = 3, 4  # without and with tensors in pieces; an earlier hookdiff cannot read pieces
 MANIFEST = "manifest.json"
 REMOVED = ".removed"  # suffix of a folder that is being removed
-_NAME = re.compile(r"[\w%~-][\w.%~-]*\.safetensors", re.ASCII)  # as `file_of` makes them, inside the folder
-PLUGINS = "plugins/"  # before the name of a plugin, in that of its part
+_NAME = re.compile(r"[\w%~-][\w.%~-]*\.safetensors", re.ASCII)  # the names that `file_of` returns
+PLUGINS = "plugins/"  # prefix of the part of a plugin
 PARTS = ("model", "optimizers", "progress", "log", "data", "random", "config")
 _COUNTS = ("position", "epoch", "step", "samples")
 # Errors from a manifest that is valid JSON, but was not written by hookdiff.
@@ -42,7 +42,7 @@ _FOREIGN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeErro
 
 
 class NewerFormat(UserError):
-    """A checkpoint of a later hookdiff. Resuming from an older checkpoint would undo the work of that version."""
+    """A later hookdiff wrote the checkpoint; to resume from an older checkpoint would undo its work."""
 
 
 @define(frozen=True)
@@ -52,7 +52,7 @@ class CheckpointInfo:
     path: Path
     place: tuple[int, int]  # position and epoch; the newest checkpoint of a run has the largest
     number: int  # of the save, from 1
-    scheduled: bool  # made at a time that the config sets, and not by the end of a run
+    scheduled: bool  # saved at a time that the config sets, not at the end of a run
     metrics: Mapping[str, float]  # values logged at its step
 
     @classmethod
@@ -83,20 +83,24 @@ def find_checkpoints(run_dir: Path) -> tuple[list[CheckpointInfo], list[UserErro
         NewerFormat: for a checkpoint of a newer version.
         UserError: if the folder cannot be read.
     """
-    found, problems = [], []
+    checkpoints, problems = [], []
     for path in [run_dir] if os.path.lexists(run_dir / MANIFEST) else _folders(run_dir / CHECKPOINTS):
         try:
-            found.append(CheckpointInfo.of(path, read_manifest(path)))
+            checkpoints.append(CheckpointInfo.of(path, read_manifest(path)))
         except NewerFormat:
             raise
         except UserError as error:
             problems.append(error)
-    # The names decide between two checkpoints of the same place and number.
-    return sorted(found, key=lambda one: (one.place, one.number, one.path.name), reverse=True), problems
+    return newest_first(checkpoints), problems
+
+
+def newest_first(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Return `checkpoints` sorted; their names decide between two of the same place and number."""
+    return sorted(checkpoints, key=lambda info: (info.place, info.number, info.path.name), reverse=True)
 
 
 def _folders(parent: Path) -> list[Path]:
-    """Return the folders in `parent` that are checkpoints, or have the name of one; control characters are in none."""
+    """Return the folders in `parent` with the name of a checkpoint or a manifest, and no control characters."""
     try:
         paths = sorted(parent.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -143,11 +147,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def read_checkpoint(path: Path, share: int = 0, num_shares: int = 1) -> dict[str, Any]:
     """Verify the checkpoint at `path`, and return its state, with tensors on the CPU.
 
-    The values of the tensors are read when they are used, from files mapped into memory; see `Pieces` for those that
-    are sharded. Of several processes that read it together, each verifies the digests of one share of the files.
+    The values of the tensors are read when they are used, from files mapped into memory; see `Pieces` for sharded
+    tensors. When several processes read the checkpoint together, each verifies the digests of its share of the files.
 
     Raises:
-        UserError: for a file that is missing, cut short, changed, or of another kind.
+        UserError: for a file that is missing, cut short, changed, or no safetensors file.
     """
     manifest = read_manifest(path)
     try:
@@ -172,10 +176,10 @@ def read_checkpoint(path: Path, share: int = 0, num_shares: int = 1) -> dict[str
 
 def _state(part: Mapping[str, Any], files: Mapping[str | None, Mapping[str, Tensor]]) -> dict[str, Any]:
     """Return the state of a part of the manifest, with its tensors in `files`."""
-    own, sharded = files[part["file"]], part.get("sharded", {})
-    if twice := own.keys() & sharded.keys():
+    whole, sharded = files[part["file"]], part.get("sharded", {})
+    if twice := whole.keys() & sharded.keys():
         raise ValueError(f"{min(twice)} is sharded, and also in {part['file']}")
-    return unflatten({**own, **{name: pieced(name, saved, files) for name, saved in sharded.items()}}, part["values"])
+    return unflatten({**whole, **{name: pieced(name, saved, files) for name, saved in sharded.items()}}, part["values"])
 
 
 def _foreign(path: Path, error: Exception) -> UserError:
@@ -201,7 +205,7 @@ def verify(path: Path, bytes: int, sha256: str) -> None:
 
 
 def mapped(path: Path) -> dict[str, Tensor]:
-    """Return the tensors in a file of a checkpoint, which is mapped into memory. Raises UserError for another file."""
+    """Return the tensors in a file of a checkpoint, mapped into memory. Raises UserError for no safetensors file."""
     try:
         with open_tensors(path) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 no mapping

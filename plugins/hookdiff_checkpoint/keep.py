@@ -17,25 +17,28 @@ _LEFT = re.compile(rf"\.(.+)(\.partial|\.replaced|\{REMOVED})")
 
 
 def choose(
-    found: Sequence[CheckpointInfo], last: int, every: int, best: str | None, highest: bool
+    checkpoints: Sequence[CheckpointInfo], last: int, every: int, best: str | None, highest: bool
 ) -> list[CheckpointInfo]:
-    """Return the checkpoints to keep of `found`, which are sorted, newest first.
+    """Return the `checkpoints` to keep; they are sorted, newest first.
 
-    These are the `last` newest, the newest scheduled one (a rollback goes back to it), one of `every` saves (0: none),
-    and the one with the best value named `best`, which is the lowest unless `highest`. If a value was measured on a
-    number of samples, logged as `best`/num, it is compared only with those of the number that the newest one has.
+    These are the `last` newest, the newest scheduled checkpoint (a rollback goes back to it), one of `every` saves
+    (0: none), and the checkpoint with the best value named `best`, which is the lowest unless `highest`. Values are
+    compared only if they were measured on as many samples, logged as `best`/num, as the newest value.
     """
-    scheduled = next((one for one in found if one.scheduled), None)
+    scheduled = next((info for info in checkpoints if info.scheduled), None)
 
-    def rank(one: CheckpointInfo) -> float:
-        value = one.metrics.get(best or "")
+    def rank(info: CheckpointInfo) -> float:
+        value = info.metrics.get(best or "")
         return math.inf if value is None else -value if highest else value
 
-    is_kept = [at < last or one is scheduled or (every and one.number % every == 0) for at, one in enumerate(found)]
-    chosen = [one for one, kept in zip(found, is_kept, strict=True) if kept]
-    number = next((one.metrics.get(f"{best}/num") for one in found if best in one.metrics), None)
-    comparable = [one for one in found if one.metrics.get(f"{best}/num") == number]
-    first = min(comparable, key=rank, default=None)  # the newest of equal ones
+    chosen = [
+        info
+        for at, info in enumerate(checkpoints)
+        if at < last or info is scheduled or (every and info.number % every == 0)
+    ]
+    number = next((info.metrics.get(f"{best}/num") for info in checkpoints if best in info.metrics), None)
+    comparable = [info for info in checkpoints if info.metrics.get(f"{best}/num") == number]
+    first = min(comparable, key=rank, default=None)  # the newest of equally good ones
     return [*chosen, first] if first and first not in chosen and rank(first) < math.inf else chosen
 
 
@@ -51,7 +54,7 @@ class Logged:
     _elsewhere: int | None = field(default=None, init=False)  # newest step at which `best` was logged
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Add values that are logged at `step`, which may have several logs."""
+        """Add values that are logged at `step`; a step may have several logs."""
         self._values = {**(self._values if step == self._step else {}), **values}
         self._step = step
         self._names.update(values)
@@ -66,12 +69,11 @@ class Logged:
         return {name: value for name, value in self._values.items() if math.isfinite(value)}
 
     def problem(self, is_over: bool) -> Finding | None:
-        """Return why no saved step has the value `best`; before the run `is_over`, only if that will hardly change."""
+        """Return why no saved step has the value `best`; before the run `is_over`, only if that seems final."""
         if self.best is None or self.is_found:
             return None
         near, so_far = nearest(self.best, self._names), "" if is_over else "so far "
         if self._elsewhere:
-            step = f"{self._elsewhere:,}"
             step = f"{self._elsewhere:,}"
             what = f"keep_best: {self.best!r} was logged at step {step}, but {so_far}at no step with a save"
             remedy = "to save at the steps at which it is logged (plugins.checkpoint.every)"
@@ -107,7 +109,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; rename it first, or raise OSError: no partly removed checkpoint has a valid name."""
+    """Rename a checkpoint and remove it, so that no partly removed one has a valid name. Raises OSError."""
     removed = path.with_name(f".{path.name}{REMOVED}")
     discard(removed)
     path.replace(removed)

@@ -27,8 +27,8 @@ class PieceLocation:
     shape: tuple[int, ...]  # of the whole
     dtype: torch.dtype
     start: Start
-    is_mine: bool  # this rank writes its piece: the piece is not empty, and no rank before has the same
-    is_whole: bool  # the checkpoint has the tensor in one piece, which the main rank puts together
+    is_mine: bool  # this rank writes its piece, as it is not empty and no rank before has the same piece
+    is_whole: bool  # the main rank writes the tensor in one piece
 
     @classmethod
     def of(cls, tensor: Tensor, is_whole: bool) -> PieceLocation:
@@ -38,15 +38,15 @@ class PieceLocation:
         return cls(tuple(tensor.shape), tensor.dtype, start, is_mine, is_whole)
 
     def manifest(self, starts: Mapping[str, Start]) -> dict[str, Any]:
-        """Return what the manifest says of the tensor, the pieces of which begin at `starts`, by file."""
+        """Return the entry of the tensor in the manifest; `starts` has the start of its piece in each file."""
         return {"shape": self.shape, "dtype": str(self.dtype).removeprefix("torch."), "pieces": dict(starts)}
 
 
 class Pieces(Tensor):
     """A whole tensor on the CPU that is put together from its pieces when an operation needs its values.
 
-    Nothing is kept, so at most one such tensor takes memory. A slice reads only what it covers, and one that lies in a
-    single piece shares its memory, which is mapped from a file.
+    The values are not kept, so at most one such tensor takes memory. A slice reads only the pieces that it overlaps.
+    A slice within a single piece shares the memory of the piece, which is mapped from a file.
     """
 
     _pieces: Mapping[Start, Tensor]
@@ -58,9 +58,9 @@ class Pieces(Tensor):
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, pieces: Mapping[Start, Tensor]) -> Pieces:
         """Return the tensor of `shape` with `pieces`, by their starts, which fill it."""
         make: Any = Tensor._make_wrapper_subclass
-        made: Pieces = make(cls, shape, dtype=dtype, device="cpu")
-        made._pieces = pieces
-        return made
+        tensor: Pieces = make(cls, shape, dtype=dtype, device="cpu")
+        tensor._pieces = pieces
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -79,10 +79,10 @@ class Pieces(Tensor):
         """Return the tensor with its values."""
         if len(self._pieces) == 1:
             return next(iter(self._pieces.values()))
-        made = torch.empty(self.shape, dtype=self.dtype)
+        tensor = torch.empty(self.shape, dtype=self.dtype)
         for start, piece in self._pieces.items():
-            made[tuple(slice(at, at + size) for at, size in zip(start, piece.shape, strict=True))] = piece
-        return made
+            tensor[tuple(slice(at, at + size) for at, size in zip(start, piece.shape, strict=True))] = piece
+        return tensor
 
     def _narrowed(self, dim: int, begin: int, end: int) -> Pieces:
         """Return the part of this tensor from `begin` to `end` in dimension `dim`."""
@@ -106,7 +106,7 @@ def pieced(name: str, saved: Mapping[str, Any], files: Mapping[str | None, Mappi
         raise ValueError(f"{name} has an impossible shape")
     pieces = {}
     for file, at in saved["pieces"].items():
-        start, piece = tuple(index(one) for one in at), files[file][name]
+        start, piece = tuple(map(index, at)), files[file][name]
         if piece.dtype != dtype or piece.dim() != len(shape) or len(start) != len(shape) or start in pieces:
             raise ValueError(f"the piece of {name} in {file} is {piece.dtype} {tuple(piece.shape)} at {start}")
         pieces[start] = piece
@@ -116,9 +116,9 @@ def pieced(name: str, saved: Mapping[str, Any], files: Mapping[str | None, Mappi
 
 
 def _fill(shape: tuple[int, ...], pieces: Mapping[Start, Tensor]) -> bool:
-    """Return whether `pieces` are a grid that fills `shape`, which is all that ranks make of a tensor.
+    """Return whether `pieces` are a grid that fills `shape`; ranks cut a tensor in no other way.
 
-    This takes a time that is proportional to the number of pieces; for blocks in any places it would be its square.
+    The time is proportional to the number of pieces. For blocks in any places it would be its square.
     """
     if not prod(shape):
         return not pieces

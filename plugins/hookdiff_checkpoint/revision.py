@@ -19,28 +19,28 @@ from hookdiff.disk import check_kind, read_file
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _REF = re.compile(r"refs/[^\0\n]+")
-# Of the repository's own config: how its files are compared, and nothing else.
+# The keys of the repository's config that are read: how its files are compared.
 _COMPARED = r"^core\.(filemode|autocrlf|eol|symlinks|ignorecase)$"
-_SECONDS = 10.0  # for git; a pipe in the repository lets it wait for ever
+_SECONDS = 10.0  # for git, which waits for ever on a pipe in the repository
 _VALUES = ("true", "false", "input", "lf", "crlf", "native")
 
 
 def revision(runs: Iterable[Path]) -> dict[str, Any] | None:
     """Return the commit of the working directory, and whether files differ from it.
 
-    None without a repository, a commit or git, if git takes more than seconds, and for a repository in one of the
-    directories `runs`.
+    Returns None if there is no repository, no commit or no git, if git takes more than `_SECONDS`, and for a
+    repository in one of the directories `runs`.
     """
     try:
         root = next((folder for folder in (Path.cwd(), *Path.cwd().parents) if os.path.lexists(folder / ".git")), None)
         if root is None or any(root.is_relative_to(run.resolve()) for run in runs):
             return None
-        own = root / ".git"
-        own = root / _text(own).removeprefix("gitdir: ") if own.is_file() else own
-        common = own / _text(own / "commondir") if (own / "commondir").is_file() else own  # of several working trees
-        if (commit := _commit(own, common)) is None:
+        git = root / ".git"
+        git = root / _text(git).removeprefix("gitdir: ") if git.is_file() else git
+        common = git / _text(git / "commondir") if (git / "commondir").is_file() else git  # of several working trees
+        if (commit := _commit(git, common)) is None:
             return None
-        return {"commit": commit, "changed": _is_changed(root, own, common, commit)}
+        return {"commit": commit, "changed": _is_changed(root, git, common, commit)}
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
@@ -49,16 +49,16 @@ def _text(file: Path) -> str:
     return read_file(file).decode().strip()
 
 
-def _commit(own: Path, common: Path) -> str | None:
+def _commit(git: Path, common: Path) -> str | None:
     """Return the commit that HEAD names; None if there is none yet."""
-    name = _text(own / "HEAD")
+    name = _text(git / "HEAD")
     for _ in range(5):  # as git follows at most
         if _COMMIT.fullmatch(name):
             return name
         ref = name.removeprefix("ref: ")
         if not _REF.fullmatch(ref) or ".." in ref:
             return None
-        file = next((folder / ref for folder in (own, common) if (folder / ref).is_file()), None)
+        file = next((folder / ref for folder in (git, common) if (folder / ref).is_file()), None)
         if file is None:
             packed = _text(common / "packed-refs") if (common / "packed-refs").is_file() else ""
             lines = (line.partition(" ") for line in packed.splitlines())
@@ -67,14 +67,14 @@ def _commit(own: Path, common: Path) -> str | None:
     return None
 
 
-def _is_changed(root: Path, own: Path, common: Path, commit: str) -> bool:
+def _is_changed(root: Path, git: Path, common: Path, commit: str) -> bool:
     """Return whether tracked files differ from `commit`, by a git directory of our own with a copy of the index."""
     with tempfile.TemporaryDirectory() as folder:
         ours = Path(folder)
         for name in ("objects", "refs"):
             (ours / name).mkdir()
         (ours / "HEAD").write_text(commit)
-        for file in (own / "index", *own.glob("sharedindex.*")):
+        for file in (git / "index", *git.glob("sharedindex.*")):
             check_kind(file)
             # With its time: git compares the content of a file as new as the index, by whole seconds.
             shutil.copy2(file, ours / file.name)
@@ -94,8 +94,8 @@ def _is_changed(root: Path, own: Path, common: Path, commit: str) -> bool:
 
 
 def _git(around: Mapping[str, str], until: float, *words: str, codes: tuple[int, ...] = (0,)) -> str:
-    """Return what git writes; raises SubprocessError if it fails, or runs at the time `until`."""
-    # A session of its own, to end what it has started with it.
+    """Return the output of git; raises SubprocessError if it fails, or still runs at the time `until`."""
+    # In a session of its own, git and the processes that it has started can be killed together.
     options: Any = {"env": dict(around), "start_new_session": True, "text": True}
     null, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(["git", *words], stdin=null, stdout=pipe, stderr=null, **options) as process:

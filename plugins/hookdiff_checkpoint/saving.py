@@ -1,4 +1,4 @@
-"""Saves the state of a run in the folder of a checkpoint: each rank its pieces, and the main rank all else."""
+"""Saves the state of a run in the folder of a checkpoint. Each rank saves its pieces, and the main rank the rest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hookdiff_checkpoint.pieces import PieceLocation, Pieces, Start
 
 @define(frozen=True)
 class Part:
-    """What a rank saves of a part of the state."""
+    """The share of a part of the state that a rank saves."""
 
     tensors: Mapping[str, Tensor]  # those that are not in pieces; on the main rank alone
     values: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Part:
 
     @property
     def bytes(self) -> int:
-        """The room on the disk that the tensors take, with the pieces that are there twice for a while."""
+        """The bytes that the tensors take on the disk; pieces of a whole tensor are there twice for a while."""
         twice = [piece for name, piece in self.pieces.items() if self.places[name].is_whole]
         return sum(tensor.nbytes for tensor in (*self.tensors.values(), *self.pieces.values(), *twice))
 
@@ -49,9 +49,9 @@ Parts = Mapping[str, Part]
 
 
 def split(state: Mapping[str, Any]) -> dict[str, Part]:
-    """Return this rank's share of the state of a loop, by part; the tensors are not copied, all other values are.
+    """Return this rank's share of the state of a loop, by part. Other values are copied; tensors are not.
 
-    Tensors of a plugin that have keys of the model, such as an average, are written whole, to a file with these keys
+    Tensors of a plugin that have keys of the model, such as an average, are written whole to a file with these keys
     alone, so that other programs can load it. All other sharded tensors stay in pieces. Raises UserError for a value
     that no file can hold.
     """
@@ -72,8 +72,8 @@ def split(state: Mapping[str, Any]) -> dict[str, Part]:
 def _part(tensors: Mapping[str, Tensor], values: Mapping[str, Any], whole: Container[str]) -> Part:
     is_main = rank() == 0
     sharded = [name for name, tensor in tensors.items() if is_sharded(tensor) and num_ranks() > 1]
-    # A file with the name of the part is for other programs. If it has keys of the model, it has no others; if these
-    # would be the buffers alone, there is none: it would be taken for the model.
+    # A file with the name of the part is for other programs. If it has keys of the model, it has no other keys. There
+    # is no such file for buffers alone, which would be taken for the model.
     in_pieces: Collection[str] = tensors if sharded else ()
     if any(name in whole for name in tensors):
         in_pieces = [name for name in tensors if name in sharded or name not in whole]
@@ -103,15 +103,15 @@ class PieceFile:
 
 
 def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any], aside: BackgroundGroup) -> CheckpointInfo:
-    """Write the folder `path`, which appears completely or not at all; all ranks must call this, and agree `aside`.
+    """Write the folder `path`, which appears completely or not at all. All ranks call this, and agree by `aside`.
 
-    The manifest has the numbers, the strings and the `facts` of the main rank. An error on one rank is raised on all.
+    The manifest has the numbers, strings and `facts` of the main rank. An error on one rank is raised on all ranks.
     """
     is_main, folder = rank() == 0, partial_of(path)
     with ExitStack() as made:
         aside.gathered_or_raised(lambda: made.enter_context(new_folder(path)) if is_main else None)
-        found = aside.gathered_or_raised(lambda: _write_pieces(folder, parts))
-        files = [file for files in found for file in files]
+        of_ranks = aside.gathered_or_raised(lambda: _write_pieces(folder, parts))
+        files = [file for of_rank in of_ranks for file in of_rank]
 
         def complete() -> CheckpointInfo | None:
             if not is_main:
@@ -126,39 +126,39 @@ def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any], aside: 
 
 
 def _write_pieces(folder: Path, parts: Parts) -> list[PieceFile]:
-    if any(own.pieces for own in parts.values()) and not folder.is_dir():
+    if any(part.pieces for part in parts.values()) and not folder.is_dir():
         what = f"rank {rank()} does not see what the first rank writes there; all ranks must share the disk"
         raise OSError(errno.EIO, what)
     files, of_rank = [], f"{rank() + 1:05d}-of-{num_ranks():05d}"
-    for part, own in parts.items():
+    for name, part in parts.items():
         for is_kept in (True, False):
-            pieces = {name: piece for name, piece in own.pieces.items() if own.places[name].is_whole != is_kept}
+            pieces = {key: piece for key, piece in part.pieces.items() if part.places[key].is_whole != is_kept}
             if pieces:
-                name = "." * (not is_kept) + file_of(part, of_rank)
-                written = write_tensors(folder / name, pieces)
-                starts = {key: own.places[key].start for key in pieces}
-                files.append(PieceFile(part, name, written, starts, is_kept))
+                file = "." * (not is_kept) + file_of(name, of_rank)
+                written = write_tensors(folder / file, pieces)
+                starts = {key: part.places[key].start for key in pieces}
+                files.append(PieceFile(name, file, written, starts, is_kept))
     return files
 
 
 def _write_rest(folder: Path, parts: Parts, facts: Mapping[str, Any], files: Sequence[PieceFile]) -> dict[str, Any]:
-    """Write what is not in pieces, and then the manifest, which is returned."""
+    """Write the values and the whole tensors, and then the manifest, which is returned."""
     manifest: dict[str, Any] = {"format": FORMAT, **facts, "files": {}, "parts": {}}
     manifest["files"] = {file.name: asdict(file.written) for file in files if file.is_kept}
-    for part, own in parts.items():
-        its = [file for file in files if file.part == part]
-        tensors = {**own.tensors, **_put_together(folder, own.places, [file for file in its if not file.is_kept])}
-        name = file_of(part) if tensors else None
-        if name:
-            manifest["files"][name] = asdict(write_tensors(folder / name, tensors))
-        manifest["parts"][part] = {"file": name, "values": own.values}
+    for name, part in parts.items():
+        of_part = [file for file in files if file.part == name]
+        tensors = {**part.tensors, **_put_together(folder, part.places, [file for file in of_part if not file.is_kept])}
+        whole = file_of(name) if tensors else None
+        if whole:
+            manifest["files"][whole] = asdict(write_tensors(folder / whole, tensors))
+        manifest["parts"][name] = {"file": whole, "values": part.values}
         sharded = {
-            key: place.manifest({file.name: file.starts[key] for file in its if key in file.starts})
-            for key, place in own.places.items()
+            key: place.manifest({file.name: file.starts[key] for file in of_part if key in file.starts})
+            for key, place in part.places.items()
             if not place.is_whole
         }
         if sharded:
-            manifest["format"], manifest["parts"][part]["sharded"] = SHARDED, sharded
+            manifest["format"], manifest["parts"][name]["sharded"] = SHARDED, sharded
     for file in files:
         if not file.is_kept:
             discard(folder / file.name)
@@ -168,7 +168,7 @@ def _write_rest(folder: Path, parts: Parts, facts: Mapping[str, Any], files: Seq
 
 
 def _put_together(folder: Path, places: Mapping[str, PieceLocation], files: Sequence[PieceFile]) -> dict[str, Tensor]:
-    """Return the tensors that are written whole. Each is put together when it is written, so one is in memory."""
+    """Return the tensors that are written whole. Each takes memory only while it is written."""
     opened = [(file.starts, file.pieces(folder)) for file in files]
     return {
         name: Pieces(

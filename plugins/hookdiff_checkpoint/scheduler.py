@@ -1,7 +1,7 @@
 """The scheduler of diffusers that makes the steps of a run's sampler.
 
-The options of the schedulers are those of diffusers 0.42. A sampler that no scheduler reproduces is refused, because
-the images would differ from those of the run.
+The schedulers have the options of diffusers 0.42. A sampler that no scheduler reproduces is refused, because the images
+would differ from the images of the run.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ import hookdiff.diffusion as parts
 from hookdiff import Loop, UserError
 from hookdiff.options import Choice, name_of
 
-_UNBOUNDED = 1e9  # largest range of dynamic thresholding, which has no limit here
+_UNBOUNDED = 1e9  # largest range of dynamic thresholding, which hookdiff does not limit
 OTHERWISE = "--to safetensors"
 
 
@@ -26,7 +26,7 @@ class Equivalent:
     times: str  # argument of set_timesteps
     step: Mapping[str, Any] = field(factory=dict)  # arguments of each step
     pipeline: str | None = None  # class that makes these calls, for a UNet2DModel of pictures without classes
-    scales: bool = False  # the scheduler scales the noise, and what the network gets
+    scales: bool = False  # the scheduler scales the noise and the inputs of the network
     guidance: Any = None  # of the run
 
 
@@ -138,7 +138,7 @@ def _check_noise(sampler: Any, *options: str) -> None:
 
 
 def _check(key: str, part: Choice, known: tuple[type[Choice], ...]) -> None:
-    """Refuse a part of another class than those `known`; a derived class may compute something else."""
+    """Refuse a part unless its class is one of `known`; a derived class may compute something else."""
     if type(part) not in known:
         names = [name_of(kind) for kind in known]
         way_out = f"--set {key}={names[0]}" if key.startswith("sampling.") else OTHERWISE

@@ -1,6 +1,6 @@
 """Writes a run as a folder that diffusers loads: the model, its encoders, and a scheduler.
 
-With it goes the code that makes the images of the run: a call of a pipeline, or a loop.
+It returns code that makes the images of the run: a call of a pipeline, or a loop.
 """
 
 import importlib
@@ -42,7 +42,7 @@ def write_folder(out: Path, loop: Loop, sampling: Equivalent, about: Mapping[str
     name = "unet" if kind.startswith("UNet") else "transformer"
     models = {name: model} if vae is None else {name: model, _DECODERS.get(pipeline, "vae"): vae}
     if pipeline == _SD:
-        scheduler.register_to_config(steps_offset=1)  # which it would set with a warning, and its steps do not use
+        scheduler.register_to_config(steps_offset=1)  # else it is set with a warning; the steps do not use it
     with new_folder(out) as folder:
         for each, part in models.items():
             _write_config(folder / each, part)
@@ -62,10 +62,10 @@ def write_folder(out: Path, loop: Loop, sampling: Equivalent, about: Mapping[str
 
 
 def _texts(loop: Loop, folder: str) -> ExportedTexts:
-    """Return the encoder of texts of a run, which will be written to `folder`; without one it has no parts.
+    """Return the encoder of texts of a run, which will be written to `folder`; it has no parts if there is none.
 
     Raises:
-        UserError: for several, and for one that cannot be exported.
+        UserError: for several encoders, and for an encoder that cannot be exported.
     """
     texts = loop.feed.reader.texts
     encoders = texts.encoders if texts else {}
@@ -80,7 +80,7 @@ def _texts(loop: Loop, folder: str) -> ExportedTexts:
 
 
 def _pipeline(loop: Loop, sampling: Equivalent, vae: Any, texts: ExportedTexts) -> tuple[str, str]:
-    """Return the class of the pipeline that makes the images of the run, and the arguments of its call; "" for none."""
+    """Return the class of the pipeline that makes the images of the run, and its arguments; "" if there is none."""
     model: Any = loop.model
     objective: Any = loop.objective
     kind, num_classes, scale = type(model).__name__, getattr(model, "num_classes", 0), _scale(sampling.guidance)
@@ -106,7 +106,7 @@ def _pipeline(loop: Loop, sampling: Equivalent, vae: Any, texts: ExportedTexts) 
 
 
 def _is_stable_diffusion(loop: Loop, sampling: Equivalent, vae: Any, texts: ExportedTexts) -> bool:
-    """Return whether StableDiffusionPipeline does with a UNet2DConditionModel what the run does."""
+    """Return whether StableDiffusionPipeline makes the images of a run with a UNet2DConditionModel."""
     objective: Any = loop.objective
     if vae is None or texts.pipeline != _SD or objective.conditional:
         return False
@@ -130,8 +130,8 @@ def _own_loop(loop: Loop, out: Path, name: str, sampling: Equivalent, vae: Any, 
     start, seen = "noise * scheduler.init_noise_sigma", "scheduler.scale_model_input(x, t)"
     first = f"{seen if sampling.scales else 'x'}, {'timestep=' * takes_time_later(model)}t.expand(len(x))"
     labels = "labels", f"torch.full_like(labels, {num_classes})"
-    others = {each: f"conditions[{each!r}]" for each in objective.condition_names}
-    conditions = {each: (one, f"torch.zeros_like({one})") for each, one in others.items()} | {**texts.conditions}
+    codes = {each: f"conditions[{each!r}]" for each in objective.condition_names}
+    conditions = {each: (code, f"torch.zeros_like({code})") for each, code in codes.items()} | {**texts.conditions}
 
     def call(which: int) -> str:
         """Return a call of the model with labels and conditions (0), or without them (1)."""
@@ -156,12 +156,12 @@ def _own_loop(loop: Loop, out: Path, name: str, sampling: Equivalent, vae: Any, 
 
 
 def _nested(given: Mapping[str, str]) -> str:
-    """Return expressions as arguments of a call, by its keywords; one with a dot is a key in a dict."""
-    found: dict[str, list[str]] = {}
+    """Return expressions as arguments of a call, by keyword; a keyword with a dot is a key in a dict."""
+    by_keyword: dict[str, list[str]] = {}
     for keyword, value in given.items():
         outer, dot, key = keyword.partition(".")
-        found.setdefault(outer, []).append(f"{key!r}: {value}" if dot else value)
-    return _keywords({outer: given.get(outer, f"{{{', '.join(items)}}}") for outer, items in found.items()})
+        by_keyword.setdefault(outer, []).append(f"{key!r}: {value}" if dot else value)
+    return _keywords({outer: given.get(outer, f"{{{', '.join(items)}}}") for outer, items in by_keyword.items()})
 
 
 def _keywords(arguments: Mapping[str, Any]) -> str:
@@ -169,7 +169,7 @@ def _keywords(arguments: Mapping[str, Any]) -> str:
 
 
 def _decoded(config: Mapping[str, Any]) -> str:
-    """Return the line of code that makes pictures of what the model makes, with the scale that is in `config`."""
+    """Return the line of code that decodes the latents of the model into pictures, with the scale in `config`."""
     scaled = "x" if config.get("scaling_factor", 1) == 1 else "x / vae.config.scaling_factor"
     mean, std = (f"torch.tensor(vae.config.latents_{which}).view(-1, 1, 1)" for which in ("mean", "std"))
     if config.get("latents_std") is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from hookdiff.disk import check_place, make_folder
 from hookdiff.loop import ADOPTED
 from hookdiff.machine import BackgroundGroup, first_rank_says, rank, thread_beside
-from hookdiff_checkpoint.folder import CheckpointInfo
+from hookdiff_checkpoint.folder import CheckpointInfo, newest_first
 from hookdiff_checkpoint.keep import remove
 from hookdiff_checkpoint.saving import Parts, write_checkpoint
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("hookdiff")
 _SPARE = 1 << 20  # bytes for manifest, headers and folders
 _EXTRA = "_extra_state"  # in the key under which torch saves what a module's `get_extra_state` returns
 
-Buffer = tuple[str, torch.Size]  # name and shape: one of another shape is another buffer
+Buffer = tuple[str, torch.Size]  # name and shape; after a change of shape it counts as another buffer
 
 
 class NotFinite(Exception):
@@ -34,14 +34,13 @@ class NotFinite(Exception):
 
 
 class BufferNotFinite(NotFinite):
-    """The tensor is a buffer, and all that an update changes is finite."""
+    """The tensor is a buffer. The weights and the state of the optimizers, which an update changes, are finite."""
 
 
 class Staging:
     """Memory on the host that all snapshots share, page-locked for tensors of a GPU.
 
-    The copies from a GPU are queued after the step that made the values and before the next step, so the host need not
-    wait for them; `wait` does.
+    The copies from a GPU are queued between two steps, so the host need not wait for them; `wait` waits.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ class Staging:
                 ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)  # on one thread, without the lock of Python
 
     def copy(self, parts: Parts) -> Parts:
-        """Return `parts` with copied tensors, which overwrite those of an earlier call."""
+        """Return `parts` with copied tensors, which overwrite the copies of an earlier call."""
         copies: dict[str, dict[str, Tensor]] = {part: {} for part in parts}
         sources, targets = list[Tensor](), list[Tensor]()
         for part, name, tensor, buffer, is_first in self._places(parts):
@@ -64,34 +63,34 @@ class Staging:
                 sources.append(tensor)
                 targets.append(buffer)
         devices = {source.device for source in sources if source.is_cuda}
-        if sources:  # the first rank saves what all ranks have
+        if sources:  # ranks after the first have none without sharded tensors
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources, non_blocking=bool(devices))
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
         return {
-            part: evolve(
-                own,
-                tensors={name: copies[part][name] for name in own.tensors},
-                pieces={name: copies[part][name] for name in own.pieces},
+            name: evolve(
+                part,
+                tensors={key: copies[name][key] for key in part.tensors},
+                pieces={key: copies[name][key] for key in part.pieces},
             )
-            for part, own in parts.items()
+            for name, part in parts.items()
         }
 
     def _places(self, parts: Parts) -> list[tuple[str, str, Tensor, Tensor, bool]]:
-        """Return part, name, tensor and buffer of each tensor, and whether it is the first of tied ones."""
+        """Return part, name, tensor and buffer of each tensor, and whether it is the first of tied tensors."""
         before, self._buffers = self._buffers, {}
         places, seen = list[tuple[str, str, Tensor, Tensor, bool]](), dict[int, list[tuple[Tensor, Tensor]]]()
-        for part, own in parts.items():
-            for name, tensor in (*own.tensors.items(), *own.pieces.items()):
+        for part, content in parts.items():
+            for name, tensor in (*content.tensors.items(), *content.pieces.items()):
                 at_address = seen.setdefault(tensor.data_ptr(), [])
-                found = next((copy for earlier, copy in at_address if _is_same(earlier, tensor)), None)
-                buffer = before.get((part, name)) if found is None else found
+                tied = next((copy for earlier, copy in at_address if _is_same(earlier, tensor)), None)
+                buffer = before.get((part, name)) if tied is None else tied
                 if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
                     buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
-                if found is None:
+                if tied is None:
                     self._buffers[part, name] = buffer
                     at_address.append((tensor, buffer))
-                places.append((part, name, tensor, buffer, found is None))
+                places.append((part, name, tensor, buffer, tied is None))
         return places
 
     def wait(self) -> None:
@@ -99,13 +98,13 @@ class Staging:
             event.synchronize()
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def _is_same(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors at one address are the same values."""
 
     def form(tensor: Tensor) -> tuple[object, ...]:
         return tensor.device, tensor.shape, tensor.stride(), tensor.dtype
 
-    return bool(one.numel()) and form(one) == form(other)
+    return bool(first.numel()) and form(first) == form(second)
 
 
 def check_finite(parts: Parts, weights: Container[str]) -> None:
@@ -123,33 +122,33 @@ def check_finite(parts: Parts, weights: Container[str]) -> None:
 def finite_buffers(parts: Parts, weights: Container[str], before: Container[Buffer] = ()) -> set[Buffer]:
     """Return the floating-point buffers in `parts` that are finite, of the model and of modules that plugins train.
 
-    Raises BufferNotFinite for another one that was finite `before`: a mask holds its infinities from the beginning, but
-    the variance of a batch norm becomes infinite once activations are too large.
+    Raises BufferNotFinite for a buffer that was finite `before` and is no longer. A mask holds its infinities from the
+    beginning, but the variance of a batch norm becomes infinite once activations are too large.
     """
-    found = set[Buffer]()
+    finite = set[Buffer]()
     for part, name, tensor in _floating(parts):
         of_module = part == "model" or (name.startswith(f"{ADOPTED}/") and "/module/" in name)
         if not of_module or name.rpartition("/")[2] in weights or _EXTRA in name:
             continue
         buffer = f"{part}/{name}", tensor.shape
         if _is_finite(tensor):
-            found.add(buffer)
+            finite.add(buffer)
         elif buffer in before:
             raise BufferNotFinite(f"{part}/{name}")
-    return found
+    return finite
 
 
 def _floating(parts: Parts) -> Iterator[tuple[str, str, Tensor]]:
-    for part, own in parts.items():
-        for name, tensor in (*own.tensors.items(), *own.pieces.items()):
+    for part, content in parts.items():
+        for name, tensor in (*content.tensors.items(), *content.pieces.items()):
             if tensor.is_floating_point():
                 yield part, name, tensor
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    if tensor.itemsize == 1:  # float8, of which torch makes no sum
+    if tensor.itemsize == 1:  # torch cannot sum float8
         tensor = tensor.float()
-    # A sum takes a tenth of the time; that of finite values may overflow.
+    # A sum takes a tenth of the time, but a sum of finite values may overflow.
     return bool(tensor.sum().isfinite() or tensor.isfinite().all())
 
 
@@ -157,16 +156,16 @@ def _is_finite(tensor: Tensor) -> bool:
 class Writer:
     """Writes the checkpoints of one run, one at a time, and removes those that `choose` does not return.
 
-    Each rank has one, and a thread for it. The threads agree after each part of a save, so that it succeeds or fails on
-    all ranks, with the same error. They do so beside the training, which may be anywhere, and go on if it fails; if the
-    process of a rank dies, the other threads notice it at once.
+    Each rank has a writer with a thread. The threads agree after each part of a save, so that it succeeds or fails on
+    all ranks with the same error. They run beside the training and go on if it fails. If the process of a rank dies,
+    the other threads notice it at once.
     """
 
     folder: Path
     weights: Container[str]  # names of the parameters
-    finite: set[Buffer]  # buffers that have been finite, each of which must stay so
+    finite: set[Buffer]  # buffers that have been finite, and must stay finite
     known: dict[Path, CheckpointInfo]  # checkpoints of the run; used by the thread alone during a save
-    choose: Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]  # of all, newest first, those to keep
+    choose: Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]  # gets all, newest first; returns those to keep
     _aside: BackgroundGroup = field(factory=BackgroundGroup, init=False)
     _staging: Staging = field(factory=Staging, init=False)
     _pool: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "checkpoint"), init=False)
@@ -202,8 +201,8 @@ class Writer:
 
     def last_good(self) -> str:
         """Return a sentence about the newest checkpoint from which a run can resume."""
-        found = self._newest_first()
-        return f"the last good one is {found[0].path}" if found else "there is none yet"
+        checkpoints = self._newest_first()
+        return f"the last good checkpoint is {checkpoints[0].path}" if checkpoints else "there is no checkpoint yet"
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -245,17 +244,16 @@ class Writer:
         if rank() > 0:
             return self.known
         check_place(self.folder)
-        found = self._newest_first()  # a checkpoint that the user has removed does not count
-        kept = self.choose(found)
-        self.known = {one.path: one for one in kept}
-        for one in found:
-            if one not in kept:
+        checkpoints = self._newest_first()  # a checkpoint that the user has removed does not count
+        kept = self.choose(checkpoints)
+        self.known = {info.path: info for info in kept}
+        for info in checkpoints:
+            if info not in kept:
                 try:
-                    remove(one.path)
+                    remove(info.path)
                 except OSError as error:  # the new checkpoint is complete nevertheless
-                    logger.warning("%s cannot be removed: %s", one.path, error.strerror or error)
+                    logger.warning("%s cannot be removed: %s", info.path, error.strerror or error)
         return self.known
 
     def _newest_first(self) -> list[CheckpointInfo]:
-        found = [one for one in self.known.values() if one.path.exists()]
-        return sorted(found, key=lambda one: (one.place, one.number), reverse=True)
+        return newest_first(info for info in self.known.values() if info.path.exists())

@@ -37,16 +37,16 @@ SAME, CONSTANT = 0.5, 0.1  # shares of the images
 UNEVEN_CLASSES = 20  # the largest class over the smallest
 # Signal to noise of the process
 AT_END, AT_END_BROKEN = 0.01, 0.1  # where sampling begins
-AT_START = 20  # a lower one can be seen
+AT_START = 20  # below this, the cleanest images have visible noise
 BURIED = 5.0  # distance of the log-SNR from 0, beyond which noise or image hide the other
 # Network
 LARGE, HUGE = 10.0, 100.0  # mean or deviation of the output, where about 1 is expected
-YOUNG = 0.1  # deviation of an output below which all gradients but those of the last layer are next to nothing
+YOUNG = 0.1  # deviation of the output below which only the last layer has notable gradients
 IGNORED = 1e-6  # change of the output, over its size
 UNEVEN_GRADIENTS = 1e5  # root mean square of a layer over the median of all
-UNLEARNED = 0.97  # error over that of predicting the mean
-OVER_FLOOR, FLOOR_SLACK = 1.1, 0.02  # error over the floor, and over that of predicting the mean
-LAGGING = 1.3  # error of an average over that of the model's own weights
+UNLEARNED = 0.97  # error over the error of predicting the mean
+OVER_FLOOR, FLOOR_SLACK = 1.1, 0.02  # error over the floor; slack over the error of predicting the mean
+LAGGING = 1.3  # error of an average over the error of the model's own weights
 # Losses of a trial
 FEWEST = 8  # steps
 PEAK, RUIN, RUIN_TRAINED = 1.5, 3.0, 1.5  # over the first loss
@@ -76,9 +76,9 @@ def cause(findings: Mapping[str, Finding]) -> str | None:
 
 
 def following(findings: Mapping[str, Finding], first: str | None) -> dict[str, Finding]:
-    """Return `findings`, where those after the `first` cause refer to it: their own remedies would mislead.
+    """Return `findings` with the remedy to mend the `first` error in all later ones, as their own would mislead.
 
-    A cause that is not among them comes before all of them.
+    If the first error is not in `findings`, it comes before all of them.
     """
     if first is None:
         return dict(findings)
@@ -94,8 +94,8 @@ def check_inputs(
 ) -> Finding:
     """Judge the range and distribution of the images, which the process and the sampler expect in [-1, 1].
 
-    `standardised`: the objective has a data_mean or data_std, so any range will do; `sigma_data` is that of EDM, if the
-    objective uses it; `bad_samples` are the names of samples that are not finite, where they are known.
+    `standardised`: the objective has a data_mean or data_std, so any range is right. `sigma_data`: that option of EDM,
+    if the objective has it. `bad_samples`: names of samples that are not finite, if they are known.
     """
     low, high, num, mean, std = inputs.low, inputs.high, inputs.num, abs(inputs.scaled_mean), inputs.scaled_std
     raw, largest = not standardised, max(inputs.std, abs(inputs.mean))
@@ -105,7 +105,7 @@ def check_inputs(
     off = standardised and (mean > OFF_MEAN or not 1 / OFF_STD < std < OFF_STD)
     off_sigma = sigma_data and not 1 / SIGMA_DATA < std / sigma_data < SIGMA_DATA
     scaled = f"after data_mean and data_std the mean is {inputs.scaled_mean:.2g}, the std {std:.2g}"
-    own = f"data_mean = {inputs.mean:.2g} and data_std = {inputs.std:.2g}"
+    measured = f"data_mean = {inputs.mean:.2g} and data_std = {inputs.std:.2g}"
     one_channel = f"channel {listed(inputs.channels, 4)} is constant in a whole batch"
     return judge(
         str(inputs),
@@ -115,12 +115,12 @@ def check_inputs(
         error_if(as_shares, "inputs in [0, 1], not in [-1, 1]", f"image * 2 - 1{UINT8}"),
         error_if(raw and largest > WILD, "inputs far outside [-1, 1]", SCALE),
         warning_if(outside, "inputs outside [-1, 1]", SCALE),
-        warning_if(off, "inputs not standardised", own, scaled),
+        warning_if(off, "inputs not standardised", measured, scaled),
         warning_if(num > 1 and inputs.channels, one_channel, LOOK),
         warning_if(num > 1 and inputs.same > SAME, f"{percent(inputs.same)} of a batch are the same image", LOOK),
         warning_if(inputs.constant > CONSTANT, f"{percent(inputs.constant)} of the images are constant", LOOK),
         warning_if(
-            std < FAINT or mean > LOPSIDED, "hardly any contrast beside noise of variance 1", f"{LOOK}, or {own}"
+            std < FAINT or mean > LOPSIDED, "hardly any contrast beside noise of variance 1", f"{LOOK}, or {measured}"
         ),
         warning_if(
             off_sigma,
@@ -131,7 +131,7 @@ def check_inputs(
 
 
 def check_labels(counts: Sequence[int] | None, unknown: int, conditional: bool) -> Finding:
-    """Judge how many samples each class has; `unknown` samples have none of them."""
+    """Judge how many samples each class has; `unknown` samples have no class."""
     if not conditional or counts is None:
         return Finding("ok", "the network does not use them")
     absent, total = [label for label, count in enumerate(counts) if not count], sum(counts)
@@ -206,7 +206,7 @@ def check_learning(trial: Trial, trained: bool = False, resumed: bool = False) -
     change = max(statistics.median(part or [math.nan]) for part in (trial.changes[:8], trial.changes[-8:]))
     numbers = f"loss {first:.3g} to {end:.3g} in {len(losses):,} steps, with a peak of {peak:.3g} at step "
     numbers += f"{losses.index(peak) + 1:,}; learning rate {rate:.3g}; an update changes weights by {percent(change)}"
-    # Batches of a trained network differ by more than what it still learns.
+    # The losses of a trained network differ from batch to batch by more than it still learns.
     back = not trained and end > BACK * first and (peak > PEAK * first or change > LARGE_CHANGE)
     wild = not trained and end > STILL_HIGH * first and change > WILD_CHANGE
     lost = not trained and end > LOST * min(means) and end > first / 2
@@ -232,13 +232,13 @@ def check_learning(trial: Trial, trained: bool = False, resumed: bool = False) -
 def check_gradients(
     layers: Mapping[str, Layer], silent: Collection[str] = (), outputs: Outputs | None = None
 ) -> Finding:
-    """Judge the gradients of all layers; in the `silent` ones they have been exactly zero for several steps.
+    """Judge the gradients of all layers; those of `silent` layers have been exactly zero for several steps.
 
-    While the `outputs` are close to zero, so are all gradients but those of the last layer: sizes are not compared.
+    While the `outputs` are close to zero, only the last layer has notable gradients, so their sizes are not compared.
     """
     dead = [layer for layer in layers if layer in silent]
-    unused = [layer for layer, found in layers.items() if found.norm is None]
-    sizes = {layer: found.rms for layer, found in layers.items() if found.norm}
+    unused = [layer for layer, gradient in layers.items() if gradient.norm is None]
+    sizes = {layer: gradient.rms for layer, gradient in layers.items() if gradient.norm}
     top = max(sizes, key=sizes.__getitem__, default="")
     over = sizes[top] / statistics.median(sizes.values()) if sizes else 0.0
     uneven = over > UNEVEN_GRADIENTS and (outputs is None or outputs.std > YOUNG)
@@ -290,8 +290,8 @@ def check_levels(levels: Sequence[Level], times: Sequence[Drawn], trained: bool)
     """
     drawn = {time.name for time in times if time.share}
     ratios = [level.error / level.mean_error if level.mean_error else math.nan for level in levels]
-    most = {one.name: OVER_FLOOR * one.floor + FLOOR_SLACK * one.mean_error for one in levels}
-    worse = [one.name for one in levels if one.error > most[one.name] and one.name in drawn]
+    most = {level.name: OVER_FLOOR * level.floor + FLOOR_SLACK * level.mean_error for level in levels}
+    worse = [level.name for level in levels if level.error > most[level.name] and level.name in drawn]
     new = min(ratios) > UNLEARNED
     shown = "clean to noisy, over that of predicting the mean: " + " ".join(f"{ratio:.2f}" for ratio in ratios)
     return judge(
@@ -305,7 +305,7 @@ def check_levels(levels: Sequence[Level], times: Sequence[Drawn], trained: bool)
 
 
 def check_samples(images: Tensor, data: Inputs, trained: bool) -> Finding:
-    """Judge samples, `images` of n c h w: range and deviation beside those of the data, NaN, equal images."""
+    """Judge samples, `images` of n c h w: range and deviation beside the data, NaN, equal images."""
     made = measure_inputs(images)
     spare = (data.high - data.low) / 4
     outside = float(((images < data.low - spare) | (images > data.high + spare)).float().mean())
@@ -324,9 +324,10 @@ def check_samples(images: Tensor, data: Inputs, trained: bool) -> Finding:
     )
 
 
-def check_average(name: str, average: Sequence[Level], own: Sequence[Level], trained: bool) -> Finding:
+def check_average(name: str, average: Sequence[Level], plain: Sequence[Level], trained: bool) -> Finding:
     """Judge the averaged weights called `name` beside the model's own, by their errors."""
-    over = statistics.fmean(one.error for one in average) / (statistics.fmean(one.error for one in own) or math.nan)
+    averaged, unaveraged = (statistics.fmean(level.error for level in levels) for levels in (average, plain))
+    over = averaged / (unaveraged or math.nan)
     slow = "a lower decay, a warm-up of it, or a longer training"
     return judge(
         f"{name} has {over:.2f} times the error of the model's own weights",
@@ -350,7 +351,7 @@ def check_length(parameters: int, images: int, values: int, batch_size: int, ste
 
 
 def check_trial(trial: Trial) -> Finding:
-    """Return how many updates the trial made, and why they are not as many as were asked for."""
+    """Return how many updates the trial made, and why it made more or fewer than it was asked for."""
     made, asked, tried = len(trial.rates), trial.asked, len(trial.losses)
     if made > asked:
         more = f"{made - asked} more through the warm-up, in growing strides, and at the rate after it"

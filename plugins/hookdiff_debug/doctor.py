@@ -25,7 +25,7 @@ from hookdiff_debug import checks, measure
 from hookdiff_debug.measure import SETTLED, Drawn, Level, Outputs
 from hookdiff_debug.trial import Trial, run_trial
 
-# Plugins that have a part in a step or in sampling; those that write files, or measure now and then, have none.
+# Hooks of a step and of sampling. Plugins that write files, or measure now and then, are left out.
 _IN_A_STEP = hooks_of("model", "net", "epoch", "batch", "passes", "scale", "update", "images")
 _IN_SAMPLING = hooks_of("model", "restore", "images")
 _OF_NETWORK = hooks_of("passes", "update")  # the work of these counts for the network, also in a plugin
@@ -49,7 +49,7 @@ class Report:
 
 @define
 class _Portrait:
-    """Outputs and errors of a network, with its own weights and with an average of them if there is one."""
+    """Outputs and errors of a network, with its own weights and with their average, if there is one."""
 
     outputs: Outputs | None
     samples: Tensor
@@ -64,7 +64,7 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
 
     Pictures go to `strip`, if given. Raises UserError if the config cannot be built, or the run has no checkpoint.
     """
-    # The checks of the plugin debug are those of the doctor; its name is kept for its saved state.
+    # The doctor makes the checks of the plugin debug, whose name stays for its saved state.
     idle = {name: Part(part.where, part.use, object) for name, part in config.plugins.items() if name == "debug"}
     tried = evolve(config, plugins={**config.plugins, **idle})
     with _listening() as logged, ExitStack() as stack:
@@ -78,8 +78,8 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
                 before, portrait = saved.progress.step, _portray(saved)
                 stack.enter_context(loop)
                 load_state(loop.model, saved.model.state_dict())
-                for own, other in zip(loop.optimizers, saved.optimizers, strict=True):
-                    own.load_state_dict(copy.deepcopy(other.state_dict()))
+                for optimizer, other in zip(loop.optimizers, saved.optimizers, strict=True):
+                    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
                 for mine, kept in zip(loop.adopted, saved.adopted, strict=True):
                     mine.load_state_dict(copy.deepcopy(kept.state_dict()))
                 loop.progress.load_state_dict(saved.progress.state_dict())

@@ -189,13 +189,13 @@ def measure_layers(loop: Loop) -> dict[str, Layer]:
     """Return the gradients of the step under way by module, with one transfer."""
     norms = dict(zip(loop.gradients.named(), loop.gradients.norms.tolist(), strict=True))
     sizes: dict[str, int] = {}
-    found: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = {}
     for name, parameter in loop.model.named_parameters():
         if parameter.requires_grad:
             layer = name.rpartition(".")[0] or name
             sizes[layer] = sizes.get(layer, 0) + parameter.numel()
-            found.setdefault(layer, []).extend([norms[name]] if name in norms else [])
-    return {layer: Layer(math.hypot(*found[layer]) if found[layer] else None, size) for layer, size in sizes.items()}
+            parts.setdefault(layer, []).extend([norms[name]] if name in norms else [])
+    return {layer: Layer(math.hypot(*parts[layer]) if parts[layer] else None, size) for layer, size in sizes.items()}
 
 
 def level_points(process: Any) -> list[Point]:
@@ -251,9 +251,9 @@ def draw_levels(
     title: str,
     decode: Callable[[Tensor], Tensor] = lambda images: images,
 ) -> Panel:
-    """Return a panel with two rows for each image: its noisy versions at `LEVELS`, and the predictions of it below.
+    """Return a panel with two rows for each image: its noisy versions at `LEVELS`, and below them the predictions.
 
-    `decode` makes pictures of what the network is trained on.
+    `decode` turns values of the network into pictures.
     """
     noisy, predicted = [images], [images]
     for _, x_t, output, alpha, sigma, _, _ in _predictions(net, diffusion, images, given):
@@ -274,8 +274,8 @@ def draw_levels(
 
 def merged(looks: Sequence[Mapping[str, Layer]]) -> dict[str, Layer]:
     """Return each layer from the measurement in which its gradient was largest."""
-    found: dict[str, list[Layer]] = {}
+    by_name: dict[str, list[Layer]] = {}
     for look in looks:
         for name, layer in look.items():
-            found.setdefault(name, []).append(layer)
-    return {name: max(layers, key=lambda each: (each.norm is not None, each.rms)) for name, layers in found.items()}
+            by_name.setdefault(name, []).append(layer)
+    return {name: max(layers, key=lambda each: (each.norm is not None, each.rms)) for name, layers in by_name.items()}

@@ -27,7 +27,7 @@ class Debug:
     every: Every = field(
         default=Every(500),
         converter=parse_every,
-        metadata=about("how often to measure, besides updates 1, 2, 4 and so on to 64; 0: only at these"),
+        metadata=about("how often to measure, besides updates 1, 2, 4 and so on to 64; 0: only these updates"),
     )
     num: int = field(default=32, validator=ge(2), metadata=about("images of a batch on which to measure the network"))
     _due: Due = field(init=False)

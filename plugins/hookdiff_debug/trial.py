@@ -53,10 +53,10 @@ class Trial:
 
 
 def run_trial(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
-    """Make `steps` updates with `loop`, which has been entered, or as many as fit in half a minute.
+    """Make `steps` updates with the entered `loop`, or as many as fit in half a minute.
 
-    With `whole_rate`, if the learning rate is still rising then, `progress.step` runs ahead of the updates: it goes
-    through the warm-up in growing strides, and some more updates follow at the configured rate.
+    With `whole_rate`, a trial that ends while the learning rate still rises makes more updates. `progress.step` then
+    runs ahead of them through the warm-up, in growing strides, and some updates at the configured rate follow.
     """
     clock, looks = Stopwatch(loop.device), list[dict[str, Layer]]()
     trial: Trial | None = None
@@ -94,7 +94,7 @@ def run_trial(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
         if whole_rate and len(trial.rates) >= steps and trial.is_warming_up:
             loop.set_step(loop.progress.step + int(stride))
             goal, stride = len(trial.rates) + _AT_WHOLE_RATE, 1.25 * stride
-        over = len(trial.rates) >= goal or len(trial.losses) >= 10 * steps  # of which some made no update
+        over = len(trial.rates) >= goal or len(trial.losses) >= 10 * steps  # a step may make no update
         if over or time.monotonic() - began > _TIME_LIMIT:
             break
     loop.plugins.instrument(None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from hookdiff.machine import is_sharded, local_parts, norms, summed
 from hookdiff_ema.profiles import Warmup, gamma_of, half_life_decay, power_decay
 
-Length = float | list[float] | None  # how long one average, or several, remember
+Length = float | list[float] | None  # length of one average, or of several
 
 _STD = 0.1  # if no length is given
 _INTEGERS = {4: torch.int32, 8: torch.int64}  # type of the bits of a number, by its size in bytes
@@ -92,22 +92,22 @@ def _bits(value: Tensor) -> Tensor:
 
 @define(frozen=True)
 class each:
-    """A validator of a number, or of each number in a list that is not empty; None passes."""
+    """A validator of a number, or of each number in a list, which may not be empty; None passes."""
 
     validator: Callable[[Any, Any, Any], Any]
 
     def __call__(self, instance: object, attribute: Attribute[Any], value: Length) -> None:
         if value == []:
-            raise ValueError(f"{attribute.name} is an empty list")
+            raise ValueError(f"{attribute.name} is an empty list; give a number, or remove it")
         for number in _listed(value):
             self.validator(instance, attribute, number)
 
 
 def make_averages(name: str, decay: Length, half_life: Length, std: Length, warmup: Warmup) -> list[Average]:
-    """Return the averages: first the one that is given by a number, then those of the lists.
+    """Return the average that is given by a number, if any, and then the averages of the lists.
 
-    The first logs under `name`, the others under `name` and their label. The `warmup` applies to a decay and to a
-    half-life. Raises ValueError for two numbers, and for two equal averages.
+    The first average logs under `name`, each other one under `name` and its label. The `warmup` applies to a decay and
+    to a half-life. Raises ValueError for two numbers, and for two equal averages.
     """
     lengths = {"decay": decay, "half_life": half_life, "std": std}
     given = {key: value for key, value in lengths.items() if value is not None} or {"std": _STD}
@@ -119,7 +119,7 @@ def make_averages(name: str, decay: Length, half_life: Length, std: Length, warm
         for value in _listed(given[key]):
             label = f"{key}={value}".removesuffix(".0")
             if label in averages:
-                raise ValueError(f"{label} is given twice")
+                raise ValueError(f"{label} is given twice; remove one")
             prefix = f"{name}/{label}" if averages else name
             averages[label] = Average(label, prefix, _decay(key, value, warmup), value if key == "std" else None)
     return list(averages.values())

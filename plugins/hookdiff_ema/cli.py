@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     "--step",
     type=click.IntRange(1),
     metavar="N",
-    help="Last step of the average.  [default: that of the last snapshot; with --draw that of the training]",
+    help="Last step of the average.  [default: of the last snapshot; with --draw of the training]",
 )
 @out_option("File to write.  [default: RUN/ema-step-STEP-std=STD.safetensors, with --draw NAME-ema.png; made anew]")
 @overwrite_option
@@ -52,7 +52,7 @@ def command(
     if plugins or settings or trust:
         raise UserError("--plugins, --set and --trust are for --draw: an average is made of the snapshots of a run")
     if std is None:
-        raise UserError("--std is missing: the width of the average to make; or --draw to draw those of a config")
+        raise UserError("--std is missing: give the width of the average to make, or --draw to draw averages")
     _make(path, std, step, out)
 
 
@@ -88,7 +88,7 @@ def _draw(
         config = load_config(path, plugins, settings, trust=trust)
     plugin = config.plugins["ema"].build() if "ema" in config.plugins else None
     if not isinstance(plugin, EMA):
-        other = "is not that of hookdiff_ema" if plugin else "is not switched on: --plugins ema"
+        other = "is another plugin than hookdiff_ema" if plugin else "is not switched on: --plugins ema"
         raise UserError(f"{path}: the plugin 'ema' {other}")
     out = out or Path(f"{config.run.name}-ema.png")
     check_picture(out)

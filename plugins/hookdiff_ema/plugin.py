@@ -23,7 +23,7 @@ from hookdiff_ema.snapshots import FOLDER, Snapshot, remove_later, write_snapsho
 from hookdiff_ema.weights import Weights
 
 NAME = "ema"  # of the first average, in a SampleRequest
-OWN = "ema"  # key of the state, beside those of the model
+OWN = "ema"  # key of the rest of the state, beside the keys of the model
 STILL = "ema/still"  # logged: number of updates since an average last changed, the largest of all averages
 MANY = 200  # updates without a change after which to warn
 BACK = 0.8  # share of max_distance below which the average follows the weights again
@@ -33,7 +33,7 @@ logger = logging.getLogger("hookdiff")
 
 @define(frozen=True)
 class Numbers:
-    """What is saved beside the first average."""
+    """The saved state beside the first average."""
 
     num_updates: int = field(validator=COUNT)
     labels: list[str]
@@ -63,9 +63,8 @@ class EMA:
     least float32, holds tied weights once, and does not change in void or skipped steps.
 
     The length of an average is a decay, a half-life, or the width of a power function that grows with the training
-    (Karras et al. 2024, arXiv 2312.02696, eq. 2). A number gives the first average, lists give further ones: those of
-    `decay` before those of `half_life`, and these before those of `std`. From snapshots of two widths
-    `hookdiff ema` makes averages of other widths later.
+    (Karras et al. 2024, arXiv 2312.02696, eq. 2). A number gives the first average. Lists give further averages, in the
+    order `decay`, `half_life`, `std`. From snapshots of two widths `hookdiff ema` makes averages of other widths later.
     """
 
     decay: Length = field(default=None, validator=each(and_(ge(0), lt(1))), metadata=about("decay per update"))
@@ -195,8 +194,8 @@ class EMA:
         lost = self._weights.replaced()
         what = f"ema: parameters were replaced, and the average follows the old ones: {listed(lost, 3)}"
         remedy = "to change them in place (copy_), or in the hook prepare_model"
-        found = Finding("warning", what, "", remedy) if lost else None
-        loop.log.report(self._alarms.news(step, "replaced", found), step)
+        finding = Finding("warning", what, "", remedy) if lost else None
+        loop.log.report(self._alarms.news(step, "replaced", finding), step)
         for average in self._averages:
             distance = values[f"{average.prefix}/distance"]
             is_lost, over = distance > self.max_distance, distance < BACK * self.max_distance
@@ -244,7 +243,7 @@ class EMA:
             return
         self._snapped = step
         if loop.is_main:
-            remove_later(self._folder, step)  # those from before a rollback
+            remove_later(self._folder, step)  # snapshots from before a rollback
         for average in self._averages:
             if average.std is not None:
                 path = self._folder / f"step-{step:08d}-std={average.std}.safetensors"
@@ -258,27 +257,27 @@ class EMA:
                     logger.warning("ema: %s cannot be written: %s", path, error.strerror or error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the first average under the keys of the model, and under `OWN` the others and all numbers."""
+        """Return the first average under the keys of the model, and the rest of the state under `OWN`."""
         self._settle()
         first, *others = (self._weights.in_model_keys(average.shadow) for average in self._averages)
         labels = [average.label for average in self._averages]
-        own = {
+        rest = {
             "num_updates": self.num_updates,
             "labels": labels,
             "averages": dict(zip(labels[1:], others, strict=True)),
             "still": [average.still_state for average in self._averages],
             "alarms": self._alarms.state_dict(),
         }
-        return {**first, OWN: own}
+        return {**first, OWN: rest}
 
     @hookimpl
     def check_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Raise ValueError for averages of other lengths than the run's, or of another model than `model`."""
         saved = structured(EMAState, state)
-        labels, own = saved.ema.labels, [average.label for average in self._averages]
+        labels, of_run = saved.ema.labels, [average.label for average in self._averages]
         # A decay may differ, as any hyper-parameter may; a power function must be the same from its first step.
-        if len(labels) != len(own) or any(a != b and "std=" in a + b for a, b in zip(labels, own, strict=True)):
-            raise ValueError(f"it has the averages {', '.join(labels)}, the run has {', '.join(own)}")
+        if len(labels) != len(of_run) or any(a != b and "std=" in a + b for a, b in zip(labels, of_run, strict=True)):
+            raise ValueError(f"it has the averages {', '.join(labels)}, the run has {', '.join(of_run)}")
         if len(saved.ema.still) != len(labels):
             raise ValueError(f"{OWN}.still: there are {len(labels)} averages")
         parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -26,9 +26,9 @@ def half_life_decay(half_life: float) -> float:
 
 
 def step_weights(decay: Callable[[int], float], updates: int) -> Floats:
-    """Return how much the weights of each step count in an average after `updates` >= 1 updates: updates + 1, sum 1.
+    """Return the share of the weights of each step in an average after `updates` >= 1 updates: updates + 1, sum 1.
 
-    The first are the initial weights, with which the average starts. `decay` is that of update n, from 0.
+    The first share is that of the initial weights. `decay` returns the decay of update n, counted from 0.
     """
     decays = np.array([decay(n) for n in range(updates)])
     later = np.cumprod(np.append(decays, 1.0)[::-1])[::-1]  # what is left of a step, by all updates after it

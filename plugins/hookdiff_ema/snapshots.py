@@ -46,7 +46,7 @@ class Snapshot:
 
 @define(frozen=True)
 class _About:
-    """What the header of a snapshot says; its content is checked, not trusted."""
+    """The header of a snapshot, with its values checked."""
 
     std: float = field(validator=[gt(0.0), le(MAX_STD)])
     step: int = field(validator=lt(1 << 53))
@@ -56,7 +56,7 @@ class _About:
 
 
 def write_snapshot(snapshot: Snapshot, values: Mapping[str, Tensor], averaged: Collection[str]) -> None:
-    """Write `values`, by key of the model; those `averaged` in the snapshot's dtype, unless they overflow in it."""
+    """Write `values`, by key of the model; the `averaged` ones in the snapshot's dtype, unless they overflow in it."""
     tensors, dtype = {}, getattr(torch, snapshot.dtype)
     for key, value in values.items():
         stored = value.detach().cpu()
@@ -83,24 +83,24 @@ def find_snapshots(run: Path) -> list[Snapshot]:
 
     Raises UserError if there is no snapshot, or no such directory.
     """
-    found = []
+    snapshots = []
     for path in (run / FOLDER).glob("step-*"):
         if _NAME.fullmatch(path.name):
             try:
                 with _opened(path) as file:
                     about = _about(file)
-                found.append(Snapshot(path, about.std, about.step, about.start, about.dtype))
+                snapshots.append(Snapshot(path, about.std, about.step, about.start, about.dtype))
             except (Problems, ValueError, RecursionError) as error:
                 raise UserError(f"{path}: not a snapshot of an average: its header: {error}") from None
-    if not found and not run.is_dir():
+    if not snapshots and not run.is_dir():
         raise UserError(f"{run}: " + ("expected a run directory, got a file" if run.exists() else "no such directory"))
-    if not found:
+    if not snapshots:
         raise UserError(
             f"{run} has no snapshots; a run writes them with\n"
             "  [plugins.ema]\n  std = [0.05, 0.1]\n  snapshot_every = 1000"
         )
-    found.sort(key=lambda snapshot: (snapshot.step, snapshot.std))
-    return [snapshot for snapshot in found if snapshot.start == found[-1].start]
+    snapshots.sort(key=lambda snapshot: (snapshot.step, snapshot.std))
+    return [snapshot for snapshot in snapshots if snapshot.start == snapshots[-1].start]
 
 
 @define(frozen=True)
@@ -113,7 +113,7 @@ class Reconstruction:
 
 
 def plan(snapshots: Sequence[Snapshot], std: float, step: int | None = None) -> Reconstruction:
-    """Return how to make the average of width `std` at `step`, by default the step of the newest snapshot.
+    """Return how to make the average of width `std` at `step` (default: the step of the newest snapshot).
 
     Raises UserError, with the possible range, if the snapshots do not determine this average.
     """
@@ -125,11 +125,11 @@ def plan(snapshots: Sequence[Snapshot], std: float, step: int | None = None) -> 
     unit = max(_UNIT[snapshot.dtype] for snapshot in snapshots)
 
     def fitted(targets: Sequence[float]) -> tuple[Fit, list[bool]]:
-        found = fit(times, stds, step - start, targets)
-        rounding = unit * np.abs(found.weights).sum(0)  # larger if large weights cancel
-        return found, ((found.errors <= _TOLERANCE) & (rounding <= _ROUNDING)).tolist()
+        fitting = fit(times, stds, step - start, targets)
+        rounding = unit * np.abs(fitting.weights).sum(0)  # larger if large weights cancel
+        return fitting, ((fitting.errors <= _TOLERANCE) & (rounding <= _ROUNDING)).tolist()
 
-    found, (is_fine,) = fitted([std])
+    best, (is_fine,) = fitted([std])
     if not is_fine:
         grid = np.unique([*np.linspace(0.001, MAX_STD, 500), *stds]).tolist()
         runs = [
@@ -143,10 +143,10 @@ def plan(snapshots: Sequence[Snapshot], std: float, step: int | None = None) -> 
         raise UserError(
             f"the snapshots determine no average at step {step:,}; the nearest snapshot is at step {near:,}"
         )
-    weights = found.weights[:, 0].tolist()
+    weights = best.weights[:, 0].tolist()
     # A snapshot of weight 0 is not read: an average that was saved comes from its own snapshot alone.
     parts = [(snapshot, weight) for snapshot, weight in zip(snapshots, weights, strict=True) if abs(weight) > 1e-12]
-    return Reconstruction(step, parts, float(found.errors[0]))
+    return Reconstruction(step, parts, float(best.errors[0]))
 
 
 def reconstruct(planned: Reconstruction) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hookdiff")
 
 _ALL = "all"
-_ERRORS = ("/error", "/deviation")  # ends of the names of values that belong to another
+_ERRORS = ("/error", "/deviation")  # ends of the names of the errors of other values
 _FLOOR = "/floor"
 _MADE = ("weights", "step", "seed", "sampler", "steps", "guidance", "guidance_scale")  # of a run, in JSON
 
@@ -42,7 +42,7 @@ _MADE = ("weights", "step", "seed", "sampler", "steps", "guidance", "guidance_sc
 @path_argument("samples", check_exists, "A")
 @path_argument("reference", check_exists, "[B]", required=False)
 @click.option("--features", metavar="NAME", help="Space of the features.  [default: by the size of the images]")
-@click.option("--recipe", metavar="NAME", help="Resize as this package does; all: a table of all of them.")
+@click.option("--recipe", metavar="NAME", help="Resize as this package does; all: a table of all recipes.")
 @click.option("--feature-weights", metavar="FILE", help="Weights of the features.  [default: the published ones]")
 @click.option("--feature-sha256", metavar="HEX", help="SHA-256 of --feature-weights, if they are not published.")
 @click.option(
@@ -81,14 +81,14 @@ def command(
     """Compare the images A with B: Fréchet distance, kernel distance, precision, recall, density and coverage.
 
     A and B are each a folder of pictures, a run or a checkpoint (images are made of it), an NPZ file of images (arr_0),
-    or an NPZ file of statistics (mu and sigma, such as papers publish). Without B, a run is compared with its training
-    images. --steps, --sampler, --guidance-scale, --seed, --weights and --set are for the images of A and, if it is a
+    or an NPZ file of statistics (mu and sigma, such as papers publish). B is by default the training images of the run
+    A. --steps, --sampler, --guidance-scale, --seed, --weights and --set are for the images of A and, if it is a
     run, of B, as in `hookdiff sample`. Pictures beside a run are resized and cropped as its data is, with its channels
     and its `background`.
 
     In the space "inception" the Fréchet distance is FID. Compare only values of the same space, recipe and number of
     images. The floor is the distance that a perfect model would have with as many images as A. With --json, each recipe
-    has a line with an object of its own.
+    is an object on a line of its own.
     """
     import json
 
@@ -109,53 +109,53 @@ def command(
     else:
         data, labels = data_of(samples, settings, trust)
         sets = [open_set(samples, making, labels), data]
-    images = [one for one in sets if isinstance(one, ImageSet)]
+    images = [side for side in sets if isinstance(side, ImageSet)]
     for name, value in {**sampling, "weights": weights}.items():
-        if value is not None and not any(one.made for one in images):
-            raise UserError(f"--{name.replace('_', '-')}: only for the images of a run, and none is compared")
+        if value is not None and not any(side.made for side in images):
+            raise UserError(f"--{name.replace('_', '-')}: only for the images of a run; compare a run, or leave it out")
     if save and isinstance(sets[0], Statistics):
-        raise UserError(f"--save: {samples} holds statistics already")
+        raise UserError(f"--save: {samples} holds statistics already; leave --save out")
     given = {"recipe": recipe, "weights": feature_weights, "sha256": feature_sha256}
     rows: list[dict[str, Any]] = []
     lacking = ""
     try:
         if not images:
-            first, second = (one.gaussian for one in sets if isinstance(one, Statistics))
+            first, second = (side.gaussian for side in sets if isinstance(side, Statistics))
             rows.append({"space": None, "fd": frechet_distance(first, second)})
         choices = _choices(features, given, images[0].shape) if images else []
         for choice in choices:
             choice.check(images[0].shape)
-        # All that may be missing or not fit is found before images are made of a run, which takes longest.
+        # Errors are found before the images of a run are made, which takes longest.
         spaces = [choice.open(pick_device(device or "auto")) for choice in choices]
         for space in spaces:
             _check(space, sets)
-        by_set = {id(one): one.features(spaces) for one in sorted(images, key=lambda one: bool(one.made))}
+        by_set = {id(side): side.features(spaces) for side in sorted(images, key=lambda side: bool(side.made))}
         for k, space in enumerate(spaces):
-            found = [by_set[id(one)][k] if isinstance(one, ImageSet) else one.gaussian for one in sets]
-            if save and isinstance(found[0], Collected):
-                write_statistics(save, found[0].moments)
-                what = f"mean and covariance of {found[0].num:,} images of {sets[0].name}"
+            measured = [by_set[id(side)][k] if isinstance(side, ImageSet) else side.gaussian for side in sets]
+            if save and isinstance(measured[0], Collected):
+                write_statistics(save, measured[0].moments)
+                what = f"mean and covariance of {measured[0].num:,} images of {sets[0].name}"
                 click.echo(f"{save}: {what} in the space {space.name}", err=as_json)
-            if len(found) > 1:
-                row = {"space": space.name, **compare(space, found[0], found[1])}
-                if isinstance(found[0], Collected) and isinstance(found[1], Collected):
-                    row[f"{space.distance}{_FLOOR}"] = floor_of(found[1], found[0].num)
+            if len(measured) > 1:
+                row = {"space": space.name, **compare(space, measured[0], measured[1])}
+                if isinstance(measured[0], Collected) and isinstance(measured[1], Collected):
+                    row[f"{space.distance}{_FLOOR}"] = floor_of(measured[1], measured[0].num)
                 rows.append(row)
-                lacking = too_few(found[0], found[1])
+                lacking = too_few(measured[0], measured[1])
     except ValueError as error:  # too few images, or statistics of other features
-        raise UserError(f"{' and '.join(one.name for one in sets)}: {error}") from None
-    for one in images:
-        for text in one.remarks:
-            logger.warning("%s: %s", one.name, text)
+        raise UserError(f"{' and '.join(side.name for side in sets)}: {error}") from None
+    for side in images:
+        for text in side.remarks:
+            logger.warning("%s: %s", side.name, text)
     if as_json:
-        about: dict[str, Any] = {"sets": [one.name for one in sets], "num": [one.num for one in sets]}
-        about["unreadable"] = [len(one.unreadable) if isinstance(one, ImageSet) else 0 for one in sets]
-        made: list[Mapping[str, Any]] = [one.made if isinstance(one, ImageSet) else {} for one in sets]
+        about: dict[str, Any] = {"sets": [side.name for side in sets], "num": [side.num for side in sets]}
+        about["unreadable"] = [len(side.unreadable) if isinstance(side, ImageSet) else 0 for side in sets]
+        made: list[Mapping[str, Any]] = [side.made if isinstance(side, ImageSet) else {} for side in sets]
         about |= {key: [how.get(key) for how in made] for key in _MADE}
         for row in rows:
             click.echo(json.dumps({**about, **row}))
     elif rows:
-        click.echo("\nagainst ".join(f"{_count(one.num)} of {one.name}" for one in sets))
+        click.echo("\nagainst ".join(f"{_count(side.num)} of {side.name}" for side in sets))
         click.echo(_table(rows) if recipe == _ALL else _list(rows[0]))
     if lacking:
         click.echo(lacking, err=True)
@@ -169,18 +169,17 @@ def _check(space: Space, sets: Sequence[ImageSet | Statistics]) -> None:
 
     from hookdiff_fid.sets import ImageSet
 
-    images = [one for one in sets if isinstance(one, ImageSet)]
-    for one in images:
-        one.check(space)
+    images = [image_set for image_set in sets if isinstance(image_set, ImageSet)]
+    for image_set in images:
+        image_set.check(space)
     features, _ = space(torch.zeros(1, *images[0].shape, dtype=torch.uint8))
     for other in sets:
         if not isinstance(other, ImageSet) and len(other.gaussian.mean) != (dim := features.shape[1]):
             has = f"has statistics of {len(other.gaussian.mean):,} features"
-            raise UserError(f"{other.name} {has}, the space {space.name!r} has {dim:,}; --features names another one")
+            raise UserError(f"{other.name} {has}, the space {space.name!r} has {dim:,}; choose another by --features")
 
 
 def _check_save(save: Path, recipe: str | None, overwrite: bool) -> None:
-
     if save.suffix != ".npz":
         raise UserError(f"--save {save}: expected a name that ends in .npz")
     if recipe == _ALL:
@@ -192,8 +191,8 @@ def _few(images: Sequence[ImageSet]) -> str:
     """Return a warning of sets with few images; "" if there are none. Nobody can add to the data of a run."""
     from hookdiff.features import few_images
 
-    few = [one for one in images if few_images(one.num) and not one.is_data]
-    way_out = "; --num makes more" if any(one.made for one in few) else ""
+    few = [image_set for image_set in images if few_images(image_set.num) and not image_set.is_data]
+    way_out = "; --num makes more" if any(image_set.made for image_set in few) else ""
     return few_images(few[0].num) + way_out if few else ""
 
 
@@ -214,7 +213,7 @@ def _choices(use: str | None, given: Mapping[str, str | None], shape: tuple[int,
         known: Any = attrs.fields_dict(type(named_features(use))).get("recipe")
         recipes = list(getattr(known and known.validator, "names", ()))  # of `one_of`
         if not recipes:
-            raise UserError(f"--recipe all: the features {use!r} have only one recipe")
+            raise UserError(f"--recipe all: the features {use!r} have only one recipe; leave --recipe out")
     return [named_features(use, **options, **({"recipe": recipe} if recipe else {})) for recipe in recipes]
 
 

@@ -1,4 +1,4 @@
-"""All that is measured between two sets of features, by the names under which it is logged."""
+"""Compares two sets of features; the values have the names under which they are logged."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hookdiff_fid.neighbourhoods import neighbourhoods
 Metric = Literal["kid", "precision", "is"]
 METRICS: tuple[Metric, ...] = ("kid", "precision", "is")
 
-_FEWEST = 10  # samples with which each of them can be computed
+_FEWEST = 10  # samples of a metric
 
 
 def compare(
     space: Space, samples: Collected | Gaussian, reference: Collected | Gaussian, metrics: Collection[Metric] = METRICS
 ) -> dict[str, float]:
-    """Return the distance of `samples` to `reference`, and those `metrics` that can be computed, by name.
+    """Return the distance of `samples` to `reference`, and the `metrics` that can be computed, by name.
 
     Published statistics (a Gaussian) and fewer than 10 samples have only the Fréchet distance. The Inception Score is
     that of `samples`, for a network with classes.
@@ -32,8 +32,8 @@ def compare(
             distance, error = kernel_distance(samples.rows, reference.rows)
             values |= {f"kid/{space.name}": distance, f"kid/{space.name}/error": error}
         if "precision" in metrics:
-            found = neighbourhoods(samples.rows, reference.rows)
-            values |= {f"{name}/{space.name}": value for name, value in found.items()}
+            shares = neighbourhoods(samples.rows, reference.rows)
+            values |= {f"{name}/{space.name}": value for name, value in shares.items()}
     if "is" in metrics and samples.logits is not None:
         values[f"is/{space.name}"], values[f"is/{space.name}/deviation"] = inception_score(samples.logits)
     return values
@@ -42,8 +42,9 @@ def compare(
 def floor_of(target: Collected, num: int) -> float | None:
     """Return the distance that `num` images of a perfect model would have; None for fewer than 4 images of the data.
 
-    It is measured with images of the data, at most `num` and half of them. They are among those to which they are
-    compared, so the distance is in proportion to 1/part - 1/total, and that of new images is to 1/num + 1/total.
+    It is measured between a part of the data, at most `num` images and half of them, and all of the data. Because the
+    part belongs to the data, that distance is proportional to 1/part - 1/total. The distance of new images is
+    proportional to 1/num + 1/total.
     """
     part = min(num, target.num // 2, len(target.rows))
     if part < 2:
@@ -55,15 +56,15 @@ def floor_of(target: Collected, num: int) -> float | None:
 def too_few(
     samples: Collected | Gaussian, reference: Collected | Gaussian, metrics: Collection[Metric] = METRICS
 ) -> str:
-    """Return a text about those `metrics` that `compare` leaves out for too few images; "" if there are none."""
+    """Return a text about the `metrics` that `compare` leaves out for too few images; "" for none."""
     if not isinstance(samples, Collected):
         return ""
     sets: dict[str, list[Collected | Gaussian]] = {"kid": [samples, reference], "precision": [samples, reference]}
     sets |= {"is": [samples]} if samples.logits is not None else {}
-    needed = {name: [one for one in sets.get(name, ()) if isinstance(one, Collected)] for name in metrics}
-    lacking = [name for name, given in needed.items() if any(one.num < _FEWEST for one in given)]
+    needed = {name: [given for given in sets.get(name, ()) if isinstance(given, Collected)] for name in metrics}
+    lacking = [name for name, collected in needed.items() if any(given.num < _FEWEST for given in collected)]
     return f"without {', '.join(lacking)}, for which {_FEWEST} images are needed" if lacking else ""
 
 
-def _moments(one: Collected | Gaussian) -> Moments | Gaussian:
-    return one.moments if isinstance(one, Collected) else one
+def _moments(features: Collected | Gaussian) -> Moments | Gaussian:
+    return features.moments if isinstance(features, Collected) else features

@@ -23,11 +23,11 @@ def inception_score(logits: Tensor) -> tuple[float, float]:
         raise ValueError(f"the Inception Score needs at least {_PARTS} images, got {len(logits)}")
     scores = []
     ends = [len(logits) * part // _PARTS for part in range(1, _PARTS)]
-    # They may be sorted by class. The order is that of torch-fidelity, so that the parts are the same.
+    # Images may be sorted by class. This is the order of torch-fidelity, so that the parts are the same.
     order = numpy.random.RandomState(2020).permutation(len(logits))
     for part in torch.tensor_split(logits[order].double(), ends):
         log_p = part.log_softmax(dim=1)
         log_mean = log_p.logsumexp(dim=0) - math.log(len(part))
         scores.append((log_p.exp() * (log_p - log_mean)).sum(dim=1).mean().exp())
-    found = torch.stack(scores)
-    return float(found.mean()), float(found.std(correction=0))
+    part_scores = torch.stack(scores)
+    return float(part_scores.mean()), float(part_scores.std(correction=0))

@@ -14,9 +14,9 @@ def kernel_distance(a: Tensor, b: Tensor) -> tuple[float, float]:
     """Return the squared maximum mean discrepancy of features (n d and m d) and its standard error.
 
     The kernel is (x y / d + 1)^3 (Binkowski et al. 2018, arXiv 1801.01401, section 4). The estimate is unbiased, so it
-    may be negative, and does not depend on n as the Fréchet distance does. It takes all pairs: that has the least
-    variance, and the mean that the average over random subsets of the paper has. The error is that of a U-statistic to
-    first order in 1/n (Sutherland et al. 2017, arXiv 1611.04488, section 2).
+    may be negative, and does not depend on n as the Fréchet distance does. It takes all pairs, which has the mean of
+    the paper's average over random subsets, but the least variance. The error is the error of a U-statistic to first
+    order in 1/n (Sutherland et al. 2017, arXiv 1611.04488, section 2).
 
     Raises:
         ValueError: for fewer than 2 samples in either set, or sets that differ in dimension.

@@ -14,13 +14,14 @@ _DENSITY_K = 5  # Naeem et al. 2020
 def neighbourhoods(samples: Tensor, data: Tensor) -> dict[str, float]:
     """Return precision, recall, density and coverage of the features of `samples` (n d) and `data` (m d).
 
-    * precision, recall: the share of samples in the neighbourhood of a data point, and of data points in that of a
-      sample; a neighbourhood reaches to the 3rd nearest of its own set (Kynkäänniemi et al. 2019, arXiv 1904.06991).
+    * precision, recall: the share of samples in the neighbourhood of a data point, and of data points in the
+      neighbourhood of a sample; it reaches to the 3rd nearest of its own set (Kynkäänniemi et al. 2019, arXiv
+      1904.06991).
     * density, coverage: the mean number of neighbourhoods of data points around a sample, divided by 5, and the share
       of data points with a sample in theirs; they reach to the 5th nearest (Naeem et al. 2020, arXiv 2002.09797, eq. 3
       and 4). Density may exceed 1.
 
-    Sets of equal size are compared: they begin with as many rows as the smaller has.
+    Sets of equal size are compared: of the larger set, the first rows.
 
     Raises:
         ValueError: for fewer than 6 of each.

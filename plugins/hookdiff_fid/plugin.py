@@ -20,20 +20,20 @@ from hookdiff_fid.statistics import read_statistics
 
 logger = logging.getLogger("hookdiff")
 
-_FEWEST = 100  # samples that a time budget leaves: the bias of fewer hides the model
+_FEWEST = 100  # samples, whatever the time budget: with fewer, bias hides the model
 
 
 @define(eq=False)
 class FID(ImageMetric):
     """Logs the Fréchet distance of generated images to the training set, and other metrics of the same features.
 
-    In the space of Inception with the published weights the distance is `fid/NAME`, in all others `fd/NAME`, with a
-    scale of its own. NAME is the space with its recipe. The distance falls as the number of samples grows, so that
-    number is logged as `fd/NAME/num`, and as `fd/NAME/floor` the distance that a perfect model would have with as many,
-    by a measurement on training images. Compare only values with the same name and number.
+    In the space of Inception with the published weights the distance is `fid/NAME`, in other spaces `fd/NAME`, and each
+    space has a scale of its own. NAME is the space with its recipe. The distance falls as the number of samples grows,
+    so `fd/NAME/num` has that number. `fd/NAME/floor` is the distance that a perfect model would have with as many
+    samples, measured on training images. Compare only values with the same name and number.
 
-    The images are those that would be saved: rounded to 8 bits. Each measurement uses the same noise, so that a curve
-    shows the progress of the training and not that of chance. The features of the data are kept in the user's cache.
+    The images are rounded to 8 bits, as in a saved file. Each measurement uses the same noise, so that a curve shows
+    the training and not chance. The features of the data are kept in the user's cache.
     """
 
     section = "fid"
@@ -45,22 +45,22 @@ class FID(ImageMetric):
         converter=parse_every,
         validator=is_time,
         metadata=about(
-            'time for a measurement, as "3 min": the first one sets the number of samples by it, at most '
-            "`num_samples`; 0: any"
+            'time for a measurement, such as "3 min"; the first measurement sets the number of samples by it, at most '
+            "`num_samples`; 0: no limit"
         ),
     )
     metrics: tuple[Metric, ...] = field(
         default=METRICS,
         validator=deep_iterable(in_(METRICS)),
         metadata=about(
-            'what else is measured: "kid"; "precision", with recall, density and coverage; "is", the Inception Score'
+            'other metrics: "kid"; "precision", with recall, density and coverage; "is", the Inception Score'
         ),
     )
     reference: str | None = field(
         default=None,
         metadata=about("file of published statistics (.npz with mu and sigma) to compare with, in place of the data"),
     )
-    num: int | None = saved(None, validator=COUNT)  # images of a measurement, once that is known
+    num: int | None = saved(None, validator=COUNT)  # images of a measurement; None: not yet known
     target: Collected | Gaussian = field(init=False)  # the features of the data, or the published statistics
     floor: float | None = field(init=False, default=None)
     _is_ready: bool = field(init=False, default=False)
@@ -92,7 +92,7 @@ class FID(ImageMetric):
             count, cost = f"at most {most:,}", f"about {in_words(limit)}"
         else:
             # Plugins such as autoguidance may make samples slower, but only during the training.
-            is_lower_bound = any(one.plugin_name in loop.plugins for one in loop.plugins.order("sample"))
+            is_lower_bound = any(hook.plugin_name in loop.plugins for hook in loop.plugins.order("sample"))
             count = f"{self.num:,}"
             cost = f"{'at least' if is_lower_bound else 'about'} {in_words(self.num * self._seconds())}"
         if loop.is_main:

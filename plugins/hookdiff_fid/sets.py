@@ -44,8 +44,8 @@ _ARRAY = "arr_0"  # of the images in an archive, as the evaluators of the field 
 
 _RESIZED, _CROPPED = "resized", "cropped"
 
-_TRIED = 256  # images of the trial that tells the time
-_WAITING = 4 * _BATCH  # pictures of several sizes that wait for others of theirs
+_TRIED = 256  # images of the trial that measures the time
+_WAITING = 4 * _BATCH  # pictures that wait until a batch of their size is full
 
 
 @define(frozen=True)
@@ -70,8 +70,8 @@ class ImageSet:
     shape: tuple[int, ...]  # of the first image, c h w
     _read: Callable[[Sequence[Space]], list[Collected]]
     unreadable: dict[int, str] = field(factory=dict)  # by image, the reason; the features show them
-    passed_over: Sequence[str] = ()  # other files, in words
-    made: Mapping[str, Any] = field(factory=dict)  # how its images are made of a run; empty for others
+    passed_over: Sequence[str] = ()  # texts about files that are no pictures
+    made: Mapping[str, Any] = field(factory=dict)  # how a run makes the images; empty for other sets
     is_data: bool = False  # of a run
     transforms: Transforms | None = None  # of a run: they give other pictures the form of its samples
     changed: dict[int, Sequence[str]] = field(factory=dict)  # by image, what gives it another size
@@ -82,15 +82,15 @@ class ImageSet:
 
     @property
     def remarks(self) -> list[str]:
-        """What is not used, and what is not used as it is, in words."""
-        reasons = [self.unreadable[one] for one in sorted(self.unreadable)]
+        """Texts about images that are left out, resized or cropped, and about files that are no pictures."""
+        reasons = [self.unreadable[image] for image in sorted(self.unreadable)]
         counts = Counter(change for changes in self.changed.values() for change in changes)
         how = " and ".join(f"{counts[change]:,} {change}" for change in (_RESIZED, _CROPPED) if counts[change])
         made = f"of {self.total:,} images {how} to {size_text(self.shape[1:])}, as the data of the run"
         return [*([made] if how else []), *left_out_text(reasons, self.total), *self.passed_over]
 
     def check(self, space: Space) -> None:
-        """Raise UserError unless `space` takes the first image, which needs none of the others."""
+        """Raise UserError unless `space` takes the first image; no other image is made or read."""
         try:
             space.check(self.shape)
         except UserError as error:
@@ -118,16 +118,16 @@ class Statistics:
 
 
 def open_sets(paths: Sequence[Path], making: Making) -> list[ImageSet | Statistics]:
-    """Return what `open_set` does for each of `paths`; with a run among them, other pictures get the form of its data.
+    """Return the set at each of `paths`. If one of them is a run, other pictures get the size of its data.
 
     Raises UserError as `open_set` does.
     """
-    found: dict[Path, ImageSet | Statistics] = {}
+    opened: dict[Path, ImageSet | Statistics] = {}
     transforms = None
     for path in sorted(dict.fromkeys(paths), key=_is_run, reverse=True):
-        found[path] = open_set(path, making, transforms=transforms)
-        transforms = transforms or getattr(found[path], "transforms", None)
-    return [found[path] for path in paths]
+        opened[path] = open_set(path, making, transforms=transforms)
+        transforms = transforms or getattr(opened[path], "transforms", None)
+    return [opened[path] for path in paths]
 
 
 def open_set(
@@ -136,14 +136,13 @@ def open_set(
     """Return the images at `path`, or the statistics.
 
     * A run, or a checkpoint: its images are made once their features are wanted, with the noise of the plugin `fid`.
-      With `labels`, those of a data set, each class is as frequent as there; else all are in turn.
+      With the `labels` of a data set, each class is as frequent as in it. Default: the classes in turn.
     * A folder: all pictures at any depth that can be read.
     * An .npz: its array arr_0 (uint8, n h w or n h w c), or the statistics mu and sigma.
 
-    The `transforms` of a run, if there is one to compare with, give the pictures of a folder or an archive the form
-    of its samples.
+    The `transforms` of a run to compare with give the pictures of a folder or an archive the size of its samples.
 
-    Raises UserError for anything else, and for pictures that cannot be read.
+    Raises UserError for any other path, and for pictures that cannot be read.
     """
     if path.suffix.lower() == ".npz":
         if path.exists() and has_statistics(path):
@@ -158,12 +157,12 @@ def open_set(
 def data_of(path: Path, settings: Sequence[str], trust: bool) -> tuple[ImageSet, Tensor | None]:
     """Return the training images of the run at `path`, and the labels of all of its data if there are classes.
 
-    Raises UserError if that is no run, or its data is not here.
+    Raises UserError if `path` is no run, or its data is not on this machine.
     """
     if not path.exists():
         raise UserError(f"{path}: {why_missing(path)}")
     if not _is_run(path):
-        raise UserError(f"{path} is no run, so it has no training images: name the images to compare with")
+        raise UserError(f"{path} is no run, so it has no training images; name the images B to compare with")
     feed = build_feed(load_config(run_of(path) / CONFIG, settings=settings, trust=trust), encode=False)
     name = f"the training data of {path}"
 
@@ -222,15 +221,15 @@ def _in_words(info: Mapping[str, Any]) -> str:
 
 def _collected(spaces: Sequence[Space], parts: Iterable[Tensor]) -> list[Collected]:
     """Return the features in each space of the images in `parts`: n c h w each, uint8."""
-    found = [Collected() for _ in spaces]
+    features = [Collected() for _ in spaces]
     for part in parts:
-        for one, space in zip(found, spaces, strict=True):
-            one.add(*space(part))
-    return found
+        for collected, space in zip(features, spaces, strict=True):
+            collected.add(*space(part))
+    return features
 
 
 def _in_parts(name: str, num: int, parts: Callable[[], Iterator[Tensor]]) -> ImageSet:
-    """Return the set of images that `parts` returns, n c h w each, uint8, anew at each call."""
+    """Return the set of the images that each call of `parts` yields: n c h w each, uint8."""
 
     def read(spaces: Sequence[Space]) -> list[Collected]:
         with closing(paced(parts(), num, f"images of {name}")) as images:
@@ -276,11 +275,11 @@ def _folder(path: Path, transforms: Transforms | None) -> ImageSet:
     def parts() -> Iterator[Tensor]:
         waiting: dict[torch.Size, list[Tensor]] = {}  # pictures by their shape
         order = [index for index in _order(len(folder)).tolist() if index not in unreadable]
-        for index, found in with_images(folder, order, partial(_pixels, transforms or Transforms())):
-            if isinstance(found, Unreadable):
-                unreadable[index] = str(found)
+        for index, result in with_images(folder, order, partial(_pixels, transforms or Transforms())):
+            if isinstance(result, Unreadable):
+                unreadable[index] = str(result)
                 continue
-            pixels, changed[index] = torch.from_numpy(found[0]), found[1]
+            pixels, changed[index] = torch.from_numpy(result[0]), result[1]
             same = waiting.setdefault(pixels.shape, [])
             same.append(pixels)
             if len(same) == _BATCH or sum(map(len, waiting.values())) == _WAITING:

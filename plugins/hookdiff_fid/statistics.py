@@ -14,7 +14,7 @@ from hookdiff.features import Gaussian, Moments
 from hookdiff.images import names_in, open_array
 
 MU, SIGMA = "mu", "sigma"  # as write_statistics names them
-_NUM = "num"  # of the images, which published files do not have
+_NUM = "num"  # number of images, which published files do not have
 
 
 def has_statistics(path: Path) -> bool:
@@ -28,7 +28,7 @@ def has_statistics(path: Path) -> bool:
 def read_statistics(path: Path) -> Gaussian:
     """Return the mean and the covariance in an .npz, as pytorch-fid, ADM, EDM and others publish them.
 
-    Nothing is unpickled. Raises UserError for a file without them, or with numbers that are none.
+    Nothing is unpickled. Raises UserError for a file without them, or with values that are no such statistics.
     """
     try:
         mean, covariance = (_numbers(path, name) for name in (MU, SIGMA))
@@ -52,15 +52,15 @@ def write_statistics(path: Path, moments: Moments) -> None:
 
 
 def _numbers(path: Path, name: str) -> Tensor:
-    found = numpy.asarray(open_array(path, name, whole=True))
-    if found.dtype.kind != "f":
-        raise ValueError(f"{path}: {name!r} has {found.dtype}, expected floats")
-    return torch.from_numpy(found.astype(numpy.float64))
+    array = numpy.asarray(open_array(path, name, whole=True))
+    if array.dtype.kind != "f":
+        raise ValueError(f"{path}: {name!r} has {array.dtype}, expected floats")
+    return torch.from_numpy(array.astype(numpy.float64))
 
 
 def _number(path: Path) -> int | None:
     """Return the number of images that `write_statistics` has written; None in other files."""
     if _NUM not in names_in(path):
         return None
-    found = numpy.asarray(open_array(path, _NUM, whole=True))
-    return int(found) if not found.shape and found.dtype.kind in "iu" else None
+    array = numpy.asarray(open_array(path, _NUM, whole=True))
+    return int(array) if not array.shape and array.dtype.kind in "iu" else None

@@ -5,12 +5,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from attrs import define, field
-from attrs.validators import gt, lt
+from attrs import define
 
 from hookdiff import Finding
 from hookdiff.log import LOWER_RATE, dead_layers, error_if, judge, rate_too_high
-from hookdiff.options import about
 
 Cause = Literal["rate", "exploding", "vanishing", "fading", "dead"]
 
@@ -26,39 +24,17 @@ SATURATED = "a lower learning rate, or activations that do not saturate; a loss 
 IN_BACKWARD = "no root, logarithm or division at zero, and no half precision"
 
 EARLY = 20  # steps at the start, with unusual gradients
-RISING = 1.2  # recent over usual: a ratio above this means that the number recovers by itself
+RISING = 1.2  # recent over usual: above this ratio the number recovers by itself
 
 
-@define(eq=False, kw_only=True)
+@define(frozen=True)
 class Limits:
-    """Thresholds of the rules."""
+    """Thresholds of the rules, from the options of the same names."""
 
-    explode: float = field(
-        default=10.0,
-        validator=gt(1),
-        metadata=about(
-            "report an explosion when the norm of the window's newest tenth exceeds this multiple of the rest"
-        ),
-    )
-    vanish: float = field(
-        default=1e-5,
-        validator=[gt(0), lt(1)],
-        metadata=about(
-            "report vanishing gradients below this ratio of the same norms, or of the first to the last tensors"
-        ),
-    )
-    max_update: float = field(
-        default=0.05,
-        validator=gt(0),
-        metadata=about(
-            "report a rate too high when one update changes the weights by more than this share of their norm"
-        ),
-    )
-    max_growth: float = field(
-        default=2.0,
-        validator=gt(1),
-        metadata=about("report a rate too high when the norm of the weights exceeds this multiple within a window"),
-    )
+    explode: float
+    vanish: float
+    max_update: float
+    max_growth: float
 
 
 @define(frozen=True, kw_only=True)
@@ -67,9 +43,9 @@ class Numbers:
 
     steps: int  # of the history
     recent: float  # median of the total norm in the newest tenth of the history, which is `num_recent(steps)` steps
-    usual: float  # median of the total norm in the rest of it
-    depth: float  # norm of the first third of the tensors over that of the last third; median as in recent
-    usual_depth: float  # the same, median as in usual
+    usual: float  # median of the total norm in the rest of the history
+    depth: float  # norm of the first third of the tensors over norm of the last third; median as in recent
+    usual_depth: float  # the same ratio, median as in usual
     update: float  # |change| / |weights| of one update, L2 over all
     growth: float  # largest ratio of |weights| to |weights| at most a window before, since the last diagnosis
     dead: int = 0  # tensors whose gradient was exactly zero in each step of a full window
@@ -81,7 +57,7 @@ def num_recent(steps: int) -> int:
 
 
 def diagnose_gradients(numbers: Numbers, limits: Limits) -> dict[Cause, Finding]:
-    """Return the findings, the likeliest cause of the others first; none means healthy."""
+    """Return the findings, the likeliest root cause first; {} means healthy."""
     recent, usual, depth, settled = numbers.recent, numbers.usual, numbers.depth, numbers.steps >= EARLY
     grows = numbers.growth > limits.max_growth
     jumps = settled and numbers.update > limits.max_update
@@ -111,10 +87,10 @@ def diagnose_nan(norms: Sequence[float], loss: float, num_bad: int, num_tensors:
 
     Args:
         norms: total norms of the steps before, oldest first.
-        loss: that of the step.
+        loss: loss of the step.
         num_bad: number of tensors with a gradient that is not finite.
         num_tensors: number of all tensors with a gradient.
-        limits: those of the other diagnoses.
+        limits: thresholds; `explode` is used.
     """
     recent = num_recent(len(norms))
     usual = statistics.median(norms[:-recent]) if len(norms) > recent else math.nan
@@ -130,9 +106,10 @@ def diagnose_nan(norms: Sequence[float], loss: float, num_bad: int, num_tensors:
     )
 
 
-def conclude(looks: int, found: Mapping[str, int], num_nan: int) -> str:
-    """Return the summary of a run: `found` counts the causes in `looks` diagnoses."""
-    causes = [f"{name} at {found[cause]}" for cause, name in NAMES.items() if found.get(cause)]
-    parts = [f"{', '.join(causes) or f'healthy at {looks}'} of {looks} logged steps"] if looks else []
+def conclude(num_diagnoses: int, num_found: Mapping[str, int], num_nan: int) -> str:
+    """Return the summary of a run; `num_found` has the number of diagnoses that found each cause."""
+    causes = [f"{name} at {num_found[cause]}" for cause, name in NAMES.items() if num_found.get(cause)]
+    healthy = f"healthy at {num_diagnoses}"
+    parts = [f"{', '.join(causes) or healthy} of {num_diagnoses} logged steps"] if num_diagnoses else []
     parts += [f"not finite at {num_nan} step" + "s" * (num_nan > 1)] if num_nan else []
     return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""Further measurements of gradients, for the steps that are logged; all results stay on the device."""
+"""Measures the entries of gradients and their noise scale in logged steps. All results stay on the device."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,14 +13,14 @@ CHUNK = 2**22  # entries measured together: few kernels for many small tensors, 
 
 
 def entry_sizes(tensors: list[Tensor]) -> dict[str, Tensor]:
-    """Return mean, max and min of |entry| of all `tensors`, {} for none; all ranks must call it for sharded ones."""
+    """Return mean, max and min of |entry| over all `tensors`; {} for none. All ranks call it for sharded tensors."""
     num = sum(tensor.numel() for tensor in tensors)
     if not num:
         return {}
     is_shared = any(map(is_sharded, tensors))
     held = [local(tensor) for tensor in tensors if not is_shared or counts(tensor)]
-    own = _sizes(held) if sum(tensor.numel() for tensor in held) else torch.tensor([0.0, 0.0, math.inf])
-    totals, largest, smallest = stacked(own.to(local(tensors[0]).device)).unbind(1) if is_shared else own[:, None]
+    sizes = _sizes(held) if sum(tensor.numel() for tensor in held) else torch.tensor([0.0, 0.0, math.inf])
+    totals, largest, smallest = stacked(sizes.to(local(tensors[0]).device)).unbind(1) if is_shared else sizes[:, None]
     return {"mean": totals.sum() / num, "max": largest.max(), "min": smallest.min()}
 
 
@@ -59,10 +59,10 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def own_norms(parameters: Sequence[Tensor], norms: list[Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """Add the norms of the gradients of one backward pass to `norms`, before they are averaged over ranks.
+def noted_norms(parameters: Sequence[Tensor], norms: list[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Append the norms of this rank's gradients of one backward pass to `norms`.
 
-    DistributedDataParallel averages once a gradient is accumulated; the hook of a parameter is called before that.
+    The hook of a parameter is called before DistributedDataParallel averages its gradient over the ranks.
     """
 
     def take(gradient: Tensor) -> None:
@@ -103,25 +103,25 @@ class NoiseScale:
     def after_first(self, norms: Tensor, part: int, share: float) -> None:
         """Take the norms of this rank's first micro-batch, of `part` samples; its loss was multiplied by `share`.
 
-        A rank without a sample has a `part` of 0, and does not count.
+        `part` is 0 for a rank without a sample, which does not count.
         """
         self._first, self._part = torch.linalg.vector_norm(norms) / (share or 1), part
 
     def after_last(self, norms: Tensor, whole: int) -> None:
-        """Take the norms of the `whole` samples of all ranks, at the same loss scale as those of the part, if any."""
+        """Take the norms for the `whole` samples of all ranks, at the same loss scale as in `after_first`."""
         if self._first is None:
             return
         self._measured = (self._first / torch.linalg.vector_norm(norms)).square(), whole
 
     def update(self, norms: Tensor) -> None:
-        """Smooth the measurement; `norms` are those of the whole step at true scale. All ranks call it together."""
+        """Smooth the measurement; `norms` are the norms of the whole step at true scale. All ranks call it together."""
         if self._measured is None:
             return
         (ratio, B), self._measured = self._measured, None
         # The mean over ranks of |G_b|^2 is |G|^2 + S times the mean of 1 / b.
-        one = torch.ones_like(ratio)
-        own = torch.stack((ratio, one / self._part, one)) if self._part else torch.zeros_like(ratio).repeat(3)
-        sums = summed(own)
+        unit = torch.ones_like(ratio)
+        terms = torch.stack((ratio, unit / self._part, unit)) if self._part else torch.zeros_like(ratio).repeat(3)
+        sums = summed(terms)
         ratio, b = sums[0] / sums[2], sums[2] / sums[1]
         of_whole = torch.linalg.vector_norm(norms).float().square()
         of_part = of_whole * ratio

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, evolve, field
-from attrs.validators import ge, le, lt
+from attrs.validators import ge, gt, le, lt
 from torch import Tensor
 
 from hookdiff import Alarms, Batch, Finding, Loop, LossOutput, NonFinite, hookimpl, listed
@@ -29,7 +29,7 @@ from hookdiff_gradients.diagnosis import (
     diagnose_nan,
     num_recent,
 )
-from hookdiff_gradients.measures import NoiseScale, entry_sizes, own_norms
+from hookdiff_gradients.measures import NoiseScale, entry_sizes, noted_norms
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +40,7 @@ logger = logging.getLogger("hookdiff")
 TINY = torch.finfo(torch.float32).tiny
 MIN_RMS = 0.01  # weights of a smaller RMS count as if they had this one
 NAMED, NAMED_DEAD = 3, 5  # number of tensors, and of dead tensors, that a message names
-SHOWN = ("gradients/update_ratio", "gradients/noise_scale")  # also in lines for people; the others are details
+SHOWN = ("gradients/update_ratio", "gradients/noise_scale")  # also in lines for people; other values are details
 
 
 @define(frozen=True)
@@ -52,18 +52,18 @@ class GradientsState:
     growth: Tensor = field(validator=[shaped(), numbers()])
     noise: Tensor | None = field(validator=[shaped(3), numbers()])
     num_diagnoses: int = field(validator=COUNT)
-    found: dict[str, int] = field(validator=COUNT)
+    found: dict[str, int] = field(validator=COUNT)  # number of diagnoses by cause
     num_nan: int = field(validator=COUNT)
     alarms: Raised
 
 
 @define(eq=False)
-class GradientMonitor(Limits):
+class GradientMonitor:
     """Measures gradients and updates, and reports when they explode, vanish, or stay zero.
 
-    The norms of one step are measured once for all plugins, and kept on the device for every step of the window. Steps
-    that are logged have more: sizes of entries, the change of the weights, the noise scale when a step has several
-    micro-batches or ranks, and a diagnosis. Gradients are measured before they are clipped.
+    The norms of every step of the window are kept on the device. In a step that is logged, it also measures the sizes
+    of the entries, the change of the weights and, with several micro-batches or ranks, the noise scale, and makes a
+    diagnosis. Gradients are measured before they are clipped.
     """
 
     window: int = field(default=100, validator=[ge(20), le(1_000_000)], metadata=about("length of history", "steps"))
@@ -76,24 +76,55 @@ class GradientMonitor(Limits):
         validator=ge(0),
         metadata=about("interval between histograms of all gradients and weights; 0: none", "steps"),
     )
+    explode: float = field(
+        default=10.0,
+        validator=gt(1),
+        metadata=about(
+            "report an explosion when the norm of the window's newest tenth exceeds this multiple of the rest"
+        ),
+    )
+    vanish: float = field(
+        default=1e-5,
+        validator=[gt(0), lt(1)],
+        metadata=about(
+            "report vanishing gradients below this ratio of the same norms, or of the first to the last tensors"
+        ),
+    )
+    max_update: float = field(
+        default=0.05,
+        validator=gt(0),
+        metadata=about(
+            "report a rate too high when one update changes the weights by more than this share of their norm"
+        ),
+    )
+    max_growth: float = field(
+        default=2.0,
+        validator=gt(1),
+        metadata=about("report a rate too high when the norm of the weights exceeds this multiple within a window"),
+    )
     findings: dict[Cause, Finding] = field(factory=dict, init=False)  # of the last logged step; none: healthy
     _names: list[str] = field(init=False)  # of the trained parameters
     _weights: list[Tensor] = field(init=False)
     _ring: Tensor = field(init=False)  # (window, tensors): norms, by step modulo window
     _count: int = field(default=0, init=False)  # rows written
-    _columns: tuple[list[str], Tensor] = field(init=False)  # columns of the norms, when some tensors have no gradient
+    _columns: tuple[list[str], Tensor] = field(init=False)  # of the norms, when some tensors have no gradient
     _sizes: dict[str, Tensor] = field(factory=dict, init=False)  # of entries, in the current step
     _histograms: dict[str, Distribution] = field(factory=dict, init=False)  # of the gradients of the current step
-    _before: list[Tensor] = field(factory=list, init=False)  # weights before the current update, if it will be logged
+    _before: list[Tensor] = field(factory=list, init=False)  # weights before the current update, if its step is logged
     _changes: Tensor = field(init=False)  # (tensors,): |change| of the last update that was measured
     _size: Tensor = field(init=False)  # |weights| when the step was last a multiple of the window
     _growth: Tensor = field(init=False)  # largest ratio of two such sizes in a row, since the last logged step
     _noise: NoiseScale = field(init=False)
     _alarms: Alarms = field(factory=Alarms, init=False)
     _num_diagnoses: int = field(default=0, init=False)  # diagnoses made
-    _found: Counter[str] = field(factory=Counter, init=False)  # of them, those with each cause
+    _num_found: Counter[str] = field(factory=Counter, init=False)  # diagnoses with a finding, by cause
     _num_nan: int = field(default=0, init=False)  # steps that were not finite
-    _nonfinite_share: float | None = field(default=None, init=False)  # of the tensors, if the newest batch was one
+    _nonfinite_share: float | None = field(default=None, init=False)  # of tensors, if the newest step failed
+
+    @property
+    def limits(self) -> Limits:
+        """The thresholds of the findings."""
+        return Limits(self.explode, self.vanish, self.max_update, self.max_growth)
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -115,15 +146,15 @@ class GradientMonitor(Limits):
     def micro_step(self, loop: Loop, batch: Batch, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
         if not loop.log.due or batch.most == batch.total:  # one pass on one rank; others have fillers
             return (yield)
-        # With several ranks the backward pass averages gradients: only a hook gets those of this rank. A sharded
-        # parameter has no such hook, and no noise scale.
-        is_own = loop.num_ranks > 1 and index == 0
-        own: list[Tensor] = []
+        # With several ranks the backward pass averages gradients; only a hook gets the gradients of this rank. A
+        # sharded parameter has no such hook, and no noise scale.
+        by_hooks = loop.num_ranks > 1 and index == 0
+        rank_norms: list[Tensor] = []
         trained = [parameter for parameter in loop.gradients.parameters if parameter.requires_grad]
-        with own_norms(trained, own, self._ring.dtype) if is_own else nullcontext():
+        with noted_norms(trained, rank_norms, self._ring.dtype) if by_hooks else nullcontext():
             output = yield
-        if index == 0 and (own or not is_own):
-            first = torch.stack(own) if is_own else loop.gradients.measure()
+        if index == 0 and (rank_norms or not by_hooks):
+            first = torch.stack(rank_norms) if by_hooks else loop.gradients.measure()
             self._noise.after_first(first, 0 if batch.is_filler else len(batch), batch.weight * loop.num_ranks)
         if index == count - 1:
             self._noise.after_last(loop.gradients.measure(), batch.total)
@@ -131,8 +162,8 @@ class GradientMonitor(Limits):
 
     @hookimpl
     def after_backward(self, loop: Loop) -> None:
-        own = self._norms(loop)  # first, because it may begin a new history
-        self._ring[self._count % self.window].copy_(own)
+        step_norms = self._norms(loop)  # first, because it may begin a new history
+        self._ring[self._count % self.window].copy_(step_norms)
         self._count += 1
         if loop.progress.step % self.window == 0:  # also before the first update
             size = self._norm(self._weights)
@@ -160,17 +191,17 @@ class GradientMonitor(Limits):
 
     def _norms(self, loop: Loop) -> Tensor:
         """Return the norms of the step, with zeros for parameters without a gradient: (tensors,)."""
-        found = loop.gradients.norms
-        if len(found) == len(self._names):
-            return found
+        step_norms = loop.gradients.norms
+        if len(step_norms) == len(self._names):
+            return step_norms
         names = list(loop.gradients.named())
         if not set(names) <= set(self._names):  # some were thawed
             self._watch(loop)
             return self._norms(loop)
         if self._columns[0] != names:
             index = {name: column for column, name in enumerate(self._names)}
-            self._columns = names, torch.tensor([index[name] for name in names], device=found.device)
-        return found.new_zeros(len(self._names)).index_copy_(0, self._columns[1], found)
+            self._columns = names, torch.tensor([index[name] for name in names], device=step_norms.device)
+        return step_norms.new_zeros(len(self._names)).index_copy_(0, self._columns[1], step_norms)
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
@@ -201,7 +232,7 @@ class GradientMonitor(Limits):
         return {"update_ratio": torch.linalg.vector_norm(self._changes) / size, "weight_growth": growth}
 
     def _norm(self, weights: list[Tensor]) -> Tensor:
-        """Return the L2 norm over all `weights`, at least that of weights of `MIN_RMS`."""
+        """Return the L2 norm over all `weights`, at least the norm of weights of `MIN_RMS`."""
         floor = MIN_RMS * math.sqrt(sum(weight.numel() for weight in weights))
         total: Tensor = torch.linalg.vector_norm(norms(weights, self._ring.dtype)).clamp(min=floor)
         return total
@@ -248,10 +279,10 @@ class GradientMonitor(Limits):
             growth=values["gradients/weight_growth"],
             dead=round(values["gradients/dead_share"] * len(self._names)),
         )
-        self.findings = diagnose_gradients(measured, self)
+        self.findings = diagnose_gradients(measured, self.limits)
         if steps >= EARLY or self.findings:
             self._num_diagnoses += 1
-            self._found.update(self.findings.keys())
+            self._num_found.update(self.findings.keys())
         for cause, finding in self.findings.items():
             names = self._tensors(cause)
             place = f"; most in {listed(names, len(names))}" if names else ""
@@ -282,22 +313,21 @@ class GradientMonitor(Limits):
         self._nonfinite_share = bad / max(1, known)
         # A NaN spreads backward from the output, so the last bad tensor in the model's order had it first.
         nearest = f"; nearest to the output {report.parameters[-1]}" if bad else ""
-        found = diagnose_nan(totals, report.loss, bad, known, self)
-        report.notes["gradients"] = str(evolve(found, why=found.why + nearest))
+        finding = diagnose_nan(totals, report.loss, bad, known, self.limits)
+        report.notes["gradients"] = str(evolve(finding, why=finding.why + nearest))
         self._num_nan += 1
 
     @hookimpl
     def between_steps(self, loop: Loop) -> None:
-        if self._nonfinite_share is not None:  # what the batch itself logged would be lost with it
-            name = "gradients/nonfinite_share"
-            loop.log.average({name: self._nonfinite_share})
-            loop.log.details.add(name)
+        if self._nonfinite_share is not None:  # here, because what is logged during a failed step is dropped
+            loop.log.average({"gradients/nonfinite_share": self._nonfinite_share}, detail=True)
             self._nonfinite_share = None
 
     @hookimpl
     def on_stop(self, loop: Loop) -> None:
-        was_done = loop.end.reason == "done" and loop.progress.step == loop.first_step  # and has been logged before
-        if loop.is_main and not was_done and (conclusion := conclude(self._num_diagnoses, self._found, self._num_nan)):
+        was_done = loop.end.reason == "done" and loop.progress.step == loop.first_step  # the conclusion is logged
+        conclusion = conclude(self._num_diagnoses, self._num_found, self._num_nan)
+        if loop.is_main and not was_done and conclusion:
             logger.info("gradients: %s", conclusion)
 
     def history(self) -> dict[str, NDArray[np.floating[Any]]]:
@@ -312,7 +342,7 @@ class GradientMonitor(Limits):
     def state_dict(self) -> dict[str, Any]:
         noise = self._noise.state if self._noise.known else None
         tensors = {"history": self._rows(), "size": self._size, "growth": self._growth, "noise": noise}
-        counts = {"num_diagnoses": self._num_diagnoses, "found": dict(self._found), "num_nan": self._num_nan}
+        counts = {"num_diagnoses": self._num_diagnoses, "found": dict(self._num_found), "num_nan": self._num_nan}
         return {**tensors, **counts, "alarms": self._alarms.state_dict()}
 
     def load_state_dict(self, state: GradientsState) -> None:
@@ -327,4 +357,4 @@ class GradientMonitor(Limits):
             self._noise.load(state.noise)
         self._alarms.load_state_dict(state.alarms)
         self._num_diagnoses, self._num_nan = state.num_diagnoses, state.num_nan
-        self._found = Counter(state.found)
+        self._num_found = Counter(state.found)

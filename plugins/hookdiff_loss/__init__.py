@@ -1,4 +1,4 @@
-"""Monitors the loss: its trend, its value at each noise level, and that of held-out samples."""
+"""Monitors the loss: its trend, its value at each noise level, and the loss of held-out samples."""
 
 from hookdiff_loss.plugin import LossMonitor
 

@@ -26,12 +26,12 @@ NARROWEST = 0.01  # deviation of a curve without noise: a percent
 IN_A_ROW = 3  # levels above their limit before it is a divergence
 START = math.log(1.2)  # smallest rise above the first loss of the run that counts
 STARTING = 30  # short levels for which the first loss is remembered
-MUCH_WORSE = 4.0  # times the level of a divergence that was reported: it is reported again
-MARGIN = 4.0  # deviations of a level, beyond the distance of the lowest of many from their mean
+MUCH_WORSE = 4.0  # report a divergence again above this multiple of its reported level
+MARGIN = 4.0  # deviations by which a rise must exceed the rise that noise explains
 FLAT = math.log(1.05)  # change within which a curve is flat
 
-# Standard deviations of a normal distribution: over its median deviation; over that of a difference of two; of the
-# median of n, over that of the mean.
+# Of a normal distribution: the standard deviation over the median deviation; the same for a difference of two numbers;
+# the standard deviation of the median of n numbers over that of their mean.
 OF_MAD, OF_DIFFERENCE, OF_MEDIAN = 1.4826, 1.4826 / math.sqrt(2), math.sqrt(math.pi / 2)
 
 
@@ -90,7 +90,7 @@ class Levels:
 
 @define(eq=False)
 class LossTrends:
-    """Finds events and trends in one loss after another. It stops at a loss without a logarithm: 0 or less."""
+    """Finds events and trends in a sequence of losses. It stops at a loss of 0 or less, which has no logarithm."""
 
     window: int = 100  # updates with which a loss is compared
     spike: float = 10.0  # robust deviations from the median of the window
@@ -118,7 +118,7 @@ class LossTrends:
         self._short, self._long = Levels(GROUP, 20), Levels(self.window, max(10, self.plateau // self.window))
 
     def observe(self, step: int, loss: float, worse_than_nothing: bool = False) -> Findings:
-        """Add the loss of update `step`; return the findings that are news.
+        """Add the loss of update `step`; return the new findings.
 
         `worse_than_nothing`: the error before the last log was larger than that of a constant prediction.
         """
@@ -128,15 +128,15 @@ class LossTrends:
         value = math.log(loss)
         if self._first is None:
             self._first = value
-        found = self._watch(step, value)
+        findings = self._watch(step, value)
         if self._short.add(step, value, self._noise):
-            found |= self._rising(step, self._short) | self._ruined(step, worse_than_nothing)
+            findings |= self._rising(step, self._short) | self._ruined(step, worse_than_nothing)
             if len(self._recent) == self.window:
                 self._level = level = median(self._recent)
                 self._spread = max(NARROWEST, OF_MAD * median([abs(value - level) for value in self._recent]))
         if group := self._long.add(step, value, self._noise):
-            found |= self._rising(step, self._long) | self._swinging(step, group) | self._resting(step)
-        return found
+            findings |= self._rising(step, self._long) | self._swinging(step, group) | self._resting(step)
+        return findings
 
     def conclude(self, step: int) -> Findings:
         """Return the divergence that was under way when the run ended early."""
@@ -153,19 +153,19 @@ class LossTrends:
     # Spikes and drops
 
     def _watch(self, step: int, value: float) -> Findings:
-        found: Findings = {}
+        findings: Findings = {}
         if self._event:
             if self._is_off(value, self.spike / 2) and (value > self._level) == (self._event[0] > self._level):
                 self._event.append(value)
                 return self._event_stays() if len(self._event) == 2 * GROUP else {}
-            found = self._event_over()
+            findings = self._event_over()
         elif self._is_off(value, self.spike) and self._is_abrupt(value):
             self._event, self._event_from = [value], step
             return {}
         self._recent.append(value)
         if len(self._recent) > self.window:
             del self._recent[0]
-        return found
+        return findings
 
     def _is_off(self, value: float, deviations: float) -> bool:
         return self._spread is not None and abs(value - self._level) > max(LEAST, deviations * self._spread)
@@ -223,9 +223,9 @@ class LossTrends:
         if (
             levels.risen >= IN_A_ROW
             and not is_swing
-            and (found := self._divergence(step, level, levels.lowest, levels.lowest_at, levels.limit / 2, by_long))
+            and (findings := self._divergence(step, level, levels.lowest, levels.lowest_at, levels.limit / 2, by_long))
         ):
-            return found
+            return findings
         calm = max(levels.values[-IN_A_ROW:]) < self._back_below
         if "divergence" in self.alarms and by_long == self._by_long and calm:
             self.alarms.news(step, "divergence", None)
@@ -281,12 +281,12 @@ class LossTrends:
         return {"plateau": finding}
 
     def _swinging(self, step: int, group: Sequence[float]) -> Findings:
-        found = period(group)
-        updates, self._swing = found or (0, 0.0)
+        swing = period(group)
+        updates, self._swing = swing or (0, 0.0)
         why = f"by ±{self._swing:.0%}, once in {updates} updates: at the edge of stability, or data that repeats"
         what = f"the loss has oscillated since step {step - len(group):,}"
         finding = Finding("warning", what, why, "a third of the learning rate")
-        return {"oscillation": finding} if self.alarms.news(step, "oscillation", finding if found else None) else {}
+        return {"oscillation": finding} if self.alarms.news(step, "oscillation", finding if swing else None) else {}
 
 
 def trend(values: Sequence[float]) -> tuple[float, float]:

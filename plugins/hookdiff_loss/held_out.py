@@ -10,7 +10,7 @@ from hookdiff.options import COUNT, numbers
 
 RISE = 1.03  # ratio to the lowest held-out loss
 IN_A_ROW = 3  # measurements
-MUCH_WORSE = 1.25  # times the held-out loss that was reported: it is reported again
+MUCH_WORSE = 1.25  # report overfitting again above this multiple of the reported held-out loss
 
 
 def fixed_loss(loop: Loop, indices: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def fixed_loss(loop: Loop, indices: Tensor) -> Tensor:
 
 
 def some_of(indices: Tensor, num: int) -> Tensor:
-    """Return at most `num` of `indices`, spread evenly: sets are often sorted by class."""
+    """Return at most `num` of `indices`, spread evenly, because data is often sorted by class."""
     places = torch.linspace(0, len(indices) - 1, min(num, len(indices)), dtype=torch.float64)
     return indices[places.round().long()]
 
@@ -48,7 +48,7 @@ class Overfitting:
     _worse: int = saved(0, validator=COUNT)  # measurements in a row
 
     def observe(self, step: int, held_out: float, trained_on: float) -> Finding | None:
-        """Add a measurement; return a finding that is news."""
+        """Add a measurement; return a new finding, if any."""
         is_best = self._best is None or held_out < self._best
         if self._best is None or is_best:
             self._best, self._trained, self._step = held_out, trained_on, step

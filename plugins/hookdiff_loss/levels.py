@@ -1,4 +1,4 @@
-"""The error at each noise level, beside that of the best prediction from mean and variance of the data alone."""
+"""The error at each noise level, beside the error of the best prediction from mean and variance of the data alone."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,13 +14,13 @@ from hookdiff.options import COUNT, numbers, shaped
 MOST = 1 << 14  # samples that are kept before they are summed
 MEASURED = 100  # batches over which the variance of the data is measured
 LEARNED = 0.5  # a network that has learned explains at least this share of (variance of the target - floor)
-TOLERANCE = 0.02  # allowed beyond that, as a share of the target's variance: some levels have almost nothing to explain
+TOLERANCE = 0.02  # slack, as a share of the target's variance, for levels with almost nothing to explain
 ROWS = 4  # of the sums: samples, error, floor, variance of the target
 
 
 @define(frozen=True)
 class NoiseLevelsState:
-    """The saved state of `NoiseLevels`: the sums of each rank, and the samples that each has not summed yet."""
+    """The saved state of `NoiseLevels`: the sums of each rank, and the samples that it has not summed yet."""
 
     sums: Tensor = field(validator=[shaped(None, ROWS, None, dtype=torch.float32), numbers()])
     num_waiting: list[int] = field(validator=COUNT)  # of each rank
@@ -120,9 +120,9 @@ class NoiseLevels:
             row += torch.where(here, values.float(), 0.0).sum(1)
 
     def close(self, updates: int) -> dict[str, Any]:
-        """Return means and counts since the last call, which was `updates` ago, as `loop.log` takes them.
+        """Return sums and counts since the last call, which was `updates` ago, as `loop.log` takes them.
 
-        They are those of all ranks, which must all call this.
+        They cover the samples of all ranks, which must all call this.
         """
         self._sum()
         counts, errors, floors, variances = sums = summed(self.sums).clone()
@@ -164,11 +164,11 @@ class NoiseLevels:
     def state_dict(self) -> dict[str, Any]:
         """Return streaks, the moments of the data, and the sums and waiting samples of each rank.
 
-        All ranks must call this. To sum what waits would change the values that are logged next: by rounding, and the
-        floors by the variance of the data, which is measured on.
+        All ranks must call this. Waiting samples are not summed here: that would change the next logged values by
+        rounding, and their floors, because the variance of the data is still measured.
         """
-        own = [torch.cat(column).cpu() for column in zip(*self._waiting, strict=True)]
-        sums, waiting = zip(*gathered((self.sums.cpu(), own)), strict=True)
+        rank_columns = [torch.cat(column).cpu() for column in zip(*self._waiting, strict=True)]
+        sums, waiting = zip(*gathered((self.sums.cpu(), rank_columns)), strict=True)
         state: dict[str, Any] = {"sums": torch.stack(sums), "streak": self.streak}
         state["num_waiting"] = [len(columns[0]) if columns else 0 for columns in waiting]
         state |= {"moments": self.moments, "num_measured": self.num_measured}
@@ -180,7 +180,7 @@ class NoiseLevels:
     def load_state_dict(self, state: NoiseLevelsState) -> None:
         """Restore a saved state; the bins start empty if their number has changed.
 
-        On another number of ranks than the saved one the first rank takes all sums and samples.
+        If the number of ranks has changed, the first rank takes all sums and samples.
         """
         self.moments = state.moments.to(self.device, copy=True)
         self.num_measured = state.num_measured
@@ -190,20 +190,21 @@ class NoiseLevels:
             return
         self.streak = state.streak.to(self.device, copy=True)
         num = len(state.sums)
-        own = slice(rank(), rank() + 1) if num_ranks() == num else slice(0, num if rank() == 0 else 0)
-        self.sums = state.sums[own].sum(0).to(self.device)
-        start, self._num_waiting = sum(state.num_waiting[: own.start]), sum(state.num_waiting[own])
-        columns = [one for one in (state.log_snr, state.error, state.times) if one is not None]
+        ranks = slice(rank(), rank() + 1) if num_ranks() == num else slice(0, num if rank() == 0 else 0)
+        self.sums = state.sums[ranks].sum(0).to(self.device)
+        start, self._num_waiting = sum(state.num_waiting[: ranks.start]), sum(state.num_waiting[ranks])
+        columns = [column for column in (state.log_snr, state.error, state.times) if column is not None]
         if columns and self._num_waiting:
-            log_snr, error, times = (one[start:][: self._num_waiting].to(self.device, copy=True) for one in columns)
+            end = start + self._num_waiting
+            log_snr, error, times = (column[start:end].to(self.device, copy=True) for column in columns)
             self._waiting = [(log_snr, error, times)]
 
 
 def bin_edges(objective: Any, num: int) -> list[float]:
     """Return the edges between `num` bins of the log-SNR, equally distant, to a tenth.
 
-    They span all but a hundredth of the times of the process at either end, so that runs of the same process can be
-    compared; without a process, -10 to 10.
+    They span the times of the process except a hundredth at either end, so that runs of the same process can be
+    compared. For an objective without a process they span -10 to 10.
     """
     low, high = -10.0, 10.0
     if process := getattr(objective, "process", None):

@@ -22,7 +22,7 @@ class LossMonitor(Evaluation):
     """Reports a loss that spikes, diverges, oscillates or stays flat, overfitting, and noise levels not learned.
 
     It logs the smoothed loss, the loss in bins of the log-SNR beside their floor (see `Diffusion.floor`), and the loss
-    on held-out samples. The loss of a step is on the host already; all else stays on the device until the next log.
+    on held-out samples. The loss of a step is on the host already; other values stay on the device until the next log.
     """
 
     decay: float = field(
@@ -46,7 +46,7 @@ class LossMonitor(Evaluation):
     bins: int = field(
         default=12,
         validator=[ge(3), le(1000)],
-        metadata=about("number of bins of the log-SNR, equally wide but for the outer two"),
+        metadata=about("number of bins of the log-SNR, equally wide except the outer two"),
     )
     patience: int = field(
         default=1000, validator=ge(1), metadata=about("report a noise level not learned for this long", "updates")
@@ -57,7 +57,7 @@ class LossMonitor(Evaluation):
         kw_only=True,
         metadata=about("how often the loss of held-out samples is measured; 0: only at the end"),
     )
-    # Not those of an average: an average is late, and the other values here are of the model's own weights.
+    # An average lags behind, and the other values here are measured with the model's own weights.
     weights: str | None = field(
         default="model",
         kw_only=True,
@@ -91,7 +91,7 @@ class LossMonitor(Evaluation):
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
         step, loss, output = loop.progress.step, loop.gradients.loss, loop.output
-        # After the step: a skipped batch may hold a NaN, which would stay in the mean.
+        # Not before the step: a skipped batch may hold a NaN, which would stay in the mean.
         assert self._batch is not None
         self._levels.measure(self._batch.inputs, self._batch.weight)
         self._batch = None

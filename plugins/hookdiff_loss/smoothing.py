@@ -10,7 +10,7 @@ class Smoothed:
     """Mean and standard deviation of numbers, each weighted by decay to the power of its age.
 
     Weights are normalised, so an average that starts at 0 has no bias (Kingma & Ba 2014, arXiv 1412.6980, section 3);
-    the update is that of West 1979 (doi 10.1145/359146.359153), without cancellation.
+    the update of West 1979 (doi 10.1145/359146.359153) avoids cancellation.
     """
 
     decay: float  # per number, from 0 to below 1

@@ -28,16 +28,16 @@ def command(
 ) -> None:
     """Run again the step kept in DIR, such as RUN/nan/step-00000123-position-00000123.
 
-    Exit code 0 if all its values are the same to the bit, 1 if not. The options --plugins, --set and --lr change
-    the step: then 0 if it is finite, 1 if not. With --anomaly: 0 if an operation of the backward pass that made a NaN
-    is named, 1 if there is none. 2 when DIR cannot be used. The run directory is only read. Only --lr needs the data
-    of the run.
+    The exit code is 0 if all values of the step are the same to the bit, and 1 if not. With --plugins, --set or --lr,
+    which change the step, it is 0 if the step is finite. With --anomaly, it is 0 if an operation of the backward pass
+    that made a NaN is named. It is 2 if DIR cannot be used. The run directory is only read. Only --lr needs the data of
+    the run.
     """
     from hookdiff import UserError
     from hookdiff_nan.replay import replay, retrain
 
     if lr is not None and anomaly:
-        raise UserError("--lr and --anomaly exclude each other")
+        raise UserError("give --lr or --anomaly, not both")
     if lr is not None:
         good = retrain(folder, lr, plugins, settings, trust, click.echo)
     else:

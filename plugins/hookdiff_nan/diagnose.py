@@ -57,12 +57,12 @@ class Diagnosis:
 def diagnose_all(
     loop: Loop, report: NonFinite, watch: Watch, updates: Sequence[Update] = (), sizes: Sequence[float] = ()
 ) -> Diagnosis:
-    """Return the diagnosis of the first rank that finds a cause; the arguments are those of `diagnose_step`."""
-    found = gathered(diagnose_step(loop, report, watch, updates, sizes))
-    number = next((number for number, one in enumerate(found) if one.cause != "unclear"), 0)
-    if len(found) == 1:
-        return found[0]
-    return evolve(found[number], details={**found[number].details, "rank": f"{number} of {len(found)}"})
+    """Return the diagnosis of the first rank that finds a cause; see `diagnose_step` for the arguments."""
+    diagnoses = gathered(diagnose_step(loop, report, watch, updates, sizes))
+    number = next((number for number, diagnosis in enumerate(diagnoses) if diagnosis.cause != "unclear"), 0)
+    if len(diagnoses) == 1:
+        return diagnoses[0]
+    return evolve(diagnoses[number], details={**diagnoses[number].details, "rank": f"{number} of {len(diagnoses)}"})
 
 
 def diagnose_step(
@@ -70,7 +70,7 @@ def diagnose_step(
 ) -> Diagnosis:
     """Return why the step of `report` is not finite; `loop` stays as it is.
 
-    updates: the last ones. sizes: the norms of the weights before one or two of them (see `divergence`).
+    updates: the last updates. sizes: the norms of the weights before one or two of them (see `divergence`).
     The buffers must have the values from before the step. The loop calls `begin` and `finish` of `watch` around each
     micro-batch. Costs all passes of the step, once or twice.
     """
@@ -91,7 +91,7 @@ def diagnose_step(
     rows = inputs or next(iter(draws.values()), report.samples)
     samples = _samples(loop, report.batch, rows)
     details = _details(report, watch, samples if len(rows) < len(report.batch) else [])
-    found = partial(Diagnosis, details=details, samples=samples)
+    diagnosis = partial(Diagnosis, details=details, samples=samples)
 
     # A module may return infinities on purpose, as a mask does, so only the output of the model counts.
     forward = None if watch.returned_finite else watch.forward
@@ -100,29 +100,29 @@ def diagnose_step(
         first, values = next(iter(weights.items()))
         more = f", and {len(weights) - 1} more" if len(weights) > 1 else ""
         text = f"{first} is not finite before the step ({values}){more}: no batch can help"
-        return found("weight", text, parameter=first)
+        return diagnosis("weight", text, parameter=first)
     if inputs:
         names = ", ".join(str(sample["name"]) for sample in samples)
         more = f" and {len(inputs) - len(samples)} more" if len(inputs) > len(samples) else ""
-        return found("data", f"inputs hold values that are not finite: {names}{more}")
+        return diagnosis("data", f"inputs hold values that are not finite: {names}{more}")
     if draws:
-        return found("draw", f"the objective drew values that are not finite: {', '.join(draws)}")
+        return diagnosis("draw", f"the objective drew values that are not finite: {', '.join(draws)}")
     if watch.given_finite and (diverged := divergence(loop, updates, sizes, size, loss)):
-        return found("divergence", diverged)
+        return diagnosis("divergence", diverged)
     if math.isfinite(loss):
         place = f"first in {forward.place}" if forward else "in the backward"
         text = f"values too large for {watch.autocast and name_of(watch.autocast)}, {place}"
-        return found("overflow", f"{text}; the same step without autocast is finite", module=module)
+        return diagnosis("overflow", f"{text}; the same step without autocast is finite", module=module)
     if not watch.given_finite:
-        return found("loss", "data and draws are finite, but the inputs that the objective made from them are not")
+        return diagnosis("loss", "data and draws are finite, but the inputs that the objective made from them are not")
     if forward:
-        return found("forward", _of_forward(forward), module=module)
+        return diagnosis("forward", _of_forward(forward), module=module)
     if watch.bad_loss:
-        return found("loss", "the output of the network is finite, but its loss is not")
+        return diagnosis("loss", "the output of the network is finite, but its loss is not")
     if backward := watch.backward:
         module = backward.takers[-1].name if backward.takers else None
-        return found("backward", _of_backward(backward), module=module, parameter=backward.parameter)
-    return found("unclear", missed)
+        return diagnosis("backward", _of_backward(backward), module=module, parameter=backward.parameter)
+    return diagnosis("unclear", missed)
 
 
 def _of_forward(forward: Forward) -> str:
@@ -228,8 +228,8 @@ def _details(report: NonFinite, watch: Watch, samples: list[dict[str, Any]]) -> 
     if (forward := watch.forward) and not watch.returned_finite:
         details["first output not finite"] = [
             f"{forward.place}, in {name_of(forward.dtype)}",
-            *(f"input {one}" for one in forward.inputs),
-            *(f"output {one}" for one in forward.outputs),
+            *(f"input {text}" for text in forward.inputs),
+            *(f"output {text}" for text in forward.outputs),
         ]
     elif backward := watch.backward:
         maker = f"output of {backward.maker or 'the objective'}"

@@ -1,7 +1,7 @@
 """Recognises a training that had diverged before the step that is not finite.
 
-Losses alone cannot show it: with one sample in a batch, those of a healthy run may differ by a factor of a million. But
-the weights of a healthy run hardly grow within a few updates.
+Losses alone cannot show it: with one sample in a batch, the losses of a healthy run may differ by a factor of a
+million. But the weights of a healthy run hardly grow within a few updates.
 """
 
 import math
@@ -16,16 +16,16 @@ from hookdiff import Loop
 from hookdiff.machine import norms
 
 REMEMBERED = 10  # updates
-GROWN = 100.0  # losses or gradient norms that grew this much, together with weights that grew at all ...
-MOVED = 1.5  # ... by this factor, are a divergence
-RUINED = 10.0  # and so are weights that grew this much, whatever the losses
+GROWN = 100.0  # a loss or gradient norm that grew by this factor is a divergence ...
+MOVED = 1.5  # ... if the weights grew by this factor
+RUINED = 10.0  # weights that grew by this factor are a divergence, whatever the losses
 _JUMP, _CALM, _NUM_CALM = 1000.0, 10.0, 3  # a jump of the loss after some calm updates comes from its batch
-_HIGHEST = 0.01  # rate that is suggested
+_HIGHEST = 0.01  # learning rate that is suggested
 
 
 @define(frozen=True)
 class Update:
-    """An update, with the largest of its learning rates; loss and norm are those before it."""
+    """An update, with the largest of its learning rates, and the loss and gradient norm that led to it."""
 
     step: int
     loss: float
@@ -35,7 +35,7 @@ class Update:
 
 def rate_of(loop: Loop) -> float | Tensor:
     """Return the largest learning rate of the next update, without waiting for the device."""
-    rates = [group["lr"] for one in loop.optimizers for group in one.param_groups]
+    rates = [group["lr"] for optimizer in loop.optimizers for group in optimizer.param_groups]
     on_device = [rate for rate in rates if isinstance(rate, Tensor)]
     if not on_device:
         return max(map(float, rates), default=0.0)
@@ -57,26 +57,27 @@ def size_of(loop: Loop) -> Tensor:
 def divergence(loop: Loop, updates: Sequence[Update], sizes: Sequence[float], size: float, loss: float) -> str | None:
     """Return a text about the divergence that the last `updates` show, or None.
 
-    sizes: the norms of the weights at one or two earlier updates. size: their norm now. loss: of the step that is not
-    finite, if other numbers than its own give it a loss; else NaN.
+    sizes: the norms of the weights at one or two earlier updates. size: their norm now. loss: the loss of the step that
+    is not finite when it is computed without autocast, if that loss is finite; else NaN.
     """
     if not updates:
         return None
-    losses = [one.loss for one in updates] + ([loss] if math.isfinite(loss) else [])
+    losses = [update.loss for update in updates] + ([loss] if math.isfinite(loss) else [])
     begin, end, growth = _rise(losses)
-    rise = _rise([one.grad_norm for one in updates])
+    rise = _rise([update.grad_norm for update in updates])
     before = min(sizes)
     num_weights = sum(weight.numel() for weight in loop.gradients.parameters)
-    is_ruined = size >= RUINED * before and size > math.sqrt(num_weights)  # not those that began at zero
+    # Weights that began at zero may grow by any factor.
+    is_ruined = size >= RUINED * before and size > math.sqrt(num_weights)
     has_grown = size >= MOVED * before and max(growth, rise[2]) >= GROWN
     if not (is_ruined or has_grown) or _is_of_one_batch(losses, updates):
         return None
     seen = growth >= _CALM
-    rate = max(one.rate for one in (updates[begin:end] if seen else updates))
+    rate = max(update.rate for update in (updates[begin:end] if seen else updates))
     shown = sorted({begin, (begin + end + 1) // 2, end})
     numbers = ", ".join(_short(losses[index]) for index in shown)
     why = f"loss {numbers}" if seen else f"the norm of the weights grew from {_short(before)} to {_short(size)}"
-    calm = [one for one in updates[begin:end] if one.loss < _CALM * losses[begin]] if seen else updates[:1]
+    calm = [update for update in updates[begin:end] if update.loss < _CALM * losses[begin]] if seen else updates[:1]
     sound = calm[-1].step - 1  # an update has the loss of the weights before it
     start = f"from a checkpoint of step {sound:,} or earlier" if sound else "from the start"
     lower = f"try {min(rate / 100, _HIGHEST):.1g} {start}"
@@ -99,7 +100,7 @@ def _is_of_one_batch(losses: Sequence[float], updates: Sequence[Update]) -> bool
     for end in range(_NUM_CALM, len(losses)):
         before = losses[:end]
         if losses[end] > _JUMP * max(before):
-            rates = [one.rate for one in updates[:end]]
+            rates = [update.rate for update in updates[:end]]
             return _rise(before)[2] < _CALM and max(rates) < 2 * min(rates)
     return False
 

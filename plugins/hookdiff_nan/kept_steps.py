@@ -17,7 +17,7 @@ def check_kept(path: Path) -> None:
     if not path.is_dir():
         beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         wrong = "is not a folder" if path.exists() else f"no such folder{nearest(path.name, beside)}"
-        raise UserError(f"{path}: {wrong}; expected one such as RUN/nan/step-00000123-position-00000123")
+        raise UserError(f"{path}: {wrong}; expected a folder such as RUN/nan/step-00000123-position-00000123")
     if not (path / STEP).is_file():
         near = sorted(kept_in(path) or kept_in(path / "nan"))
         others = f"; it holds {', '.join(near)}" if near else ""

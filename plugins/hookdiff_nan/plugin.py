@@ -101,29 +101,30 @@ class NaN:
             states, problem = {}, str(error)
         verdicts = yield
         self._last, sizes = on_host(self._last), [float(size) for _, size in self._sizes]
-        self.diagnosis = found = diagnose_all(loop, report, self._watch, self._last, sizes)
+        self.diagnosis = diagnosis = diagnose_all(loop, report, self._watch, self._last, sizes)
         others = dict(report.notes)
         report.notes.clear()  # the cause comes first
-        report.notes.update({"cause": str(found), "try": ADVICE[found.cause], **found.details, **others})
+        report.notes.update({"cause": str(diagnosis), "try": ADVICE[diagnosis.cause], **diagnosis.details, **others})
         rates = [f"{group['lr']:g}" for optimizer in loop.optimizers for group in optimizer.param_groups]
         report.notes["epoch"] = f"{loop.progress.epoch}, {loop.progress.samples} samples into it"
         report.notes["learning rate"] = ", ".join(dict.fromkeys(rates))
         if self._last:
-            losses, norms = ([f"{getattr(one, name):.4g}" for one in self._last] for name in ("loss", "grad_norm"))
+            losses = " ".join(f"{update.loss:.4g}" for update in self._last)
+            norms = " ".join(f"{update.grad_norm:.4g}" for update in self._last)
             title = f"updates {self._last[0].step} to {self._last[-1].step}"
-            report.notes[title] = f"losses {' '.join(losses)}\ngradient norms {' '.join(norms)}"
-        verdict = self._verdict(loop, report, found)
+            report.notes[title] = f"losses {losses}\ngradient norms {norms}"
+        verdict = self._verdict(loop, report, diagnosis)
         if problem:
             report.notes["replay"] = f"not kept: {problem}"
         else:
-            self._keep(loop, report, found, states)
+            self._keep(loop, report, diagnosis, states)
         return [*verdicts, verdict]
 
-    def _verdict(self, loop: Loop, report: NonFinite, found: Diagnosis) -> Verdict:
+    def _verdict(self, loop: Loop, report: NonFinite, diagnosis: Diagnosis) -> Verdict:
         self._in_a_row += 1
         self._furthest = max(self._furthest, loop.progress.step)
         rules = (
-            (self.policy == "skip" and found.cause == "weight", "skipping cannot repair a weight"),
+            (self.policy == "skip" and diagnosis.cause == "weight", "skipping cannot repair a weight"),
             (self.policy != "stop" and self._in_a_row > self.max_skips, f"max_skips is {self.max_skips} in a row"),
         )
         for holds, why in rules:
@@ -132,7 +133,7 @@ class NaN:
                 return "stop"
         return self.policy
 
-    def _keep(self, loop: Loop, report: NonFinite, found: Diagnosis, states: Mapping[str, Any]) -> None:
+    def _keep(self, loop: Loop, report: NonFinite, diagnosis: Diagnosis, states: Mapping[str, Any]) -> None:
         if loop.run_dir is None or not self.keep:
             return
         root = loop.run_dir / self.folder
@@ -147,7 +148,7 @@ class NaN:
         if not loop.is_main:
             return
         try:
-            write_record(path, loop, report, found, parts, results, self.num_begun == 1)
+            write_record(path, loop, report, diagnosis, parts, results, self.num_begun == 1)
         except OSError as error:
             report.notes["replay"] = f"not kept: {path} cannot be written: {error.strerror or error}"
             return
@@ -168,7 +169,7 @@ class NaN:
 
 def _states(loop: Loop) -> dict[str, Any]:
     """Return copies of the state of the data, and of the plugins that take part in a step."""
-    with loop.log.muted():  # the state of a run includes that of the log, which is sent to the sinks before
+    with loop.log.muted():  # the state of the log is part of it, and asking for that state sends the log to the sinks
         state = loop.state_dict()
     plugins = {}
     for name, plugin in loop.plugins.items():

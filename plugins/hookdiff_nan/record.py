@@ -1,4 +1,4 @@
-"""The folder of one step: all that is needed to run it again, and its outcome.
+"""The folder of one step, from which the step can be run again, and its results compared.
 
 It holds no pickle, and gets its name only once it is complete:
 
@@ -57,15 +57,15 @@ def write_record(
     path: Path,
     loop: Loop,
     report: NonFinite,
-    found: Diagnosis,
+    diagnosis: Diagnosis,
     parts: Mapping[str, Mapping[str, Any]],
     results: Mapping[str, Any],
     is_first: bool,
 ) -> None:
     """Write the step of `report`, which has not changed the weights, to the folder `path`, completely or not at all.
 
-    `parts` are the states of all `PARTS`, `results` what `outcome` returns. `is_first`: of a process, because compiled
-    code may give other bits once it has met other sizes. Raises OSError if `path` cannot be written.
+    `parts` are the states of all `PARTS`, `results` the return value of `outcome`. `is_first`: the step is the first of
+    its process; compiled code may give other bits after other sizes. Raises OSError if `path` cannot be written.
     """
     facts: dict[str, Any] = {
         "format": FORMAT,
@@ -81,13 +81,13 @@ def write_record(
         "position": report.position,
         "epoch": loop.progress.epoch,
         "loss": report.loss,
-        "cause": found.cause,
-        "text": found.text,
-        "module": found.module,
-        "parameter": found.parameter,
+        "cause": diagnosis.cause,
+        "text": diagnosis.text,
+        "module": diagnosis.module,
+        "parameter": diagnosis.parameter,
         "gradients": report.parameters,
-        "samples": found.samples,
-        "learning_rates": [float(group["lr"]) for one in loop.optimizers for group in one.param_groups],
+        "samples": diagnosis.samples,
+        "learning_rates": [float(group["lr"]) for optimizer in loop.optimizers for group in optimizer.param_groups],
         "notes": report.notes,
     }
     texts = {REPORT: f"{report}\n"}
@@ -119,7 +119,7 @@ def read_record(path: Path) -> Record:
         raise UserError(f"{path / STEP} is damaged, and no JSON: {error}") from None
     facts.pop("sha256", None)
     if facts.pop("format", None) != FORMAT:
-        raise UserError(f"{path / STEP} has another format than {FORMAT}, which this hookdiff reads")
+        raise UserError(f"{path / STEP} has another format than {FORMAT}; replay it with the hookdiff that kept it")
     if is_intact(data) is None:
         raise UserError(f"{path / STEP} is damaged: it has no SHA-256 of itself")
     known = _structured(StepFacts, facts, path / STEP)
@@ -195,7 +195,7 @@ def outcome(loop: Loop, batch: Batch) -> dict[str, Any]:
 def batch_state(batch: Batch, feed: Feed) -> dict[str, Any]:
     """Return the samples of the step of `batch`, before any draw, as a state with their names.
 
-    They are those of all ranks, so that one process can run the step again. All ranks must call this.
+    These are the samples of all ranks, so that one process can run the step again. All ranks must call this.
     """
     columns = {"inputs": batch.inputs, "labels": batch.labels, "indices": batch.indices}
     values = {name: None if column is None else in_order(column, batch) for name, column in columns.items()}
@@ -205,11 +205,11 @@ def batch_state(batch: Batch, feed: Feed) -> dict[str, Any]:
 
 
 def in_order(column: Tensor, batch: Batch) -> Tensor:
-    """Return `column`, which has a row for each sample of `batch`, for all samples of the step in their order."""
+    """Return `column`, with a row for each sample of this rank's `batch`, for all samples in their order."""
     if num_ranks() == 1:
         return column
-    own = column[:0] if batch.is_filler else column
-    parts = gathered((list(batch.rows[: len(own)]), own.cpu()))
+    samples = column[:0] if batch.is_filler else column
+    parts = gathered((list(batch.rows[: len(samples)]), samples.cpu()))
     order = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
     return torch.cat([part for _, part in parts])[order]
 
@@ -228,7 +228,7 @@ def digest(values: Tensor) -> str:
 
 
 def _plain(node: Any) -> Any:
-    """Return `node` for JSON, which has no NaN and no infinities: they become text."""
+    """Return `node` for JSON; NaN and infinities, which JSON does not have, become text."""
     if isinstance(node, dict):
         return {key: _plain(value) for key, value in node.items()}
     if isinstance(node, list):

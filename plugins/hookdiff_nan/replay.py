@@ -56,9 +56,9 @@ class Replay:
     def on_start(self, loop: Loop) -> None:
         buffers = dict(loop.model.named_buffers())
         for name, value in self._record.parts["buffers"].items():
-            own = buffers.get(name)
-            if own is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
-                fill_(own, value)
+            buffer = buffers.get(name)
+            if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
+                fill_(buffer, value)
 
     @hookimpl(tryfirst=True)
     def before_step(self, batch: Batch) -> None:
@@ -69,9 +69,9 @@ class Replay:
 def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly: bool, trust: bool, say: Say) -> bool:
     """Run the step in the folder `path` again and `say` the outcome.
 
-    Returns whether all its values are the same to the bit. If `plugins` or `settings` change the config: whether
-    the step is now finite; with `anomaly`, whether torch named an operation. trust: see `load_config`. Raises UserError
-    if it cannot run.
+    Returns whether all values of the step are the same to the bit. If `plugins` or `settings` change the config, it
+    returns whether the step is now finite; with `anomaly`, whether torch named an operation. trust: see `load_config`.
+    Raises UserError if the step cannot run.
     """
     record = read_record(path)
     config = _config(record, plugins, settings, trust, without=("data",))
@@ -98,19 +98,19 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
                 if may_be_compiled() and not record.facts.is_first:
                     _warm_up(loop, batch)
                 step = loop.run_step(batch)
-            except _ERRORS as error:  # the step did run, so its files are others, or the code is
+            except _ERRORS as error:  # the step has run once, so its files or the code have changed
                 wrong = f"the step does not run here: {type(error).__name__}: {error}"
                 raise UserError(f"{record.path}: {wrong}") from error
-        found = next(iter(sorted(Path(folder).rglob("step-*-position-*"))), None)
-        if found:
-            say((found / "report.txt").read_text("utf-8").rstrip())
+        again = next(iter(sorted(Path(folder).rglob("step-*-position-*"))), None)
+        if again:
+            say((again / "report.txt").read_text("utf-8").rstrip())
         if plugins or settings:
             say(_summary(step))
-            return not found
-        if not found:
+            return not again
+        if not again:
             say(f"not reproduced: {_summary(step)}")
             return False
-        return _compare(record, read_record(found), say)
+        return _compare(record, read_record(again), say)
 
 
 def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[str], trust: bool, say: Say) -> bool:
@@ -197,7 +197,7 @@ def _differences(record: Record, now: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _compare(record: Record, again: Record, say: Say) -> bool:
-    """Return whether two runs of a step have the same values to the bit; `say` so, or `say` the first difference."""
+    """Return whether two runs of a step have the same values to the bit; `say` that, or the first difference."""
     if again.facts.inputs != record.facts.inputs:
         say("not reproduced: the inputs differ")
         return False
@@ -246,10 +246,10 @@ def _find_operation(loop: Loop, batch: Batch, say: Say) -> bool:
         except RuntimeError as error:
             if "returned nan values" not in str(error):
                 raise
-            traces = [text for one in caught if "Traceback of forward call" in (text := str(one.message))]
+            traces = [text for warning in caught if "Traceback of forward call" in (text := str(warning.message))]
             say("\n".join([str(error), *map(_of_the_model, traces)]))
             return True
-    say("no operation of the backward pass made a NaN: check the forward pass, and for infinities, not found here")
+    say("no operation of the backward pass made a NaN; look for infinities, or for a NaN of the forward pass")
     return False
 
 

@@ -1,4 +1,4 @@
-"""The values that a kept step consists of, besides its states; read strictly, since any file may be damaged."""
+"""The values of a kept step besides its states. They are read strictly, since any file may be damaged."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class StepFacts:
     is_first: bool  # of its process
     versions: dict[str, str]
     machine: Machine
-    inputs: str  # digest of the batch that the network met
+    inputs: str  # digest of the batch that the network got
     results: Results
-    values: dict[str, dict[str, Any]]  # of each part, all that is no tensor
+    values: dict[str, dict[str, Any]]  # of each part, those that are no tensors
     files: dict[str, str] = field(validator=_DIGESTS)  # SHA-256 by name
 
 

@@ -198,5 +198,5 @@ class Watch:
         if self.backward is None and is_bad(gradient):
             takers, maker = (self._takers.get(key, []), self._makers.get(key)) if key else ([], None)
             # A container has the same input as its first module, so only the innermost is reported.
-            inner = [one for one in takers if not any(other.is_inside(one) for other in takers)]
+            inner = [taker for taker in takers if not any(other.is_inside(taker) for other in takers)]
             self.backward = Backward(inner, maker, parameter, describe(gradient))

@@ -24,14 +24,15 @@ def noise_between(shape: Sequence[int], seed: int, rows: int, num: int) -> Tenso
 
     It is cos(a) z0 + sin(a) z1 for angles a from 0 to pi / 2, so that the noise has the variance 1 at each of them.
     """
-    ends = torch.stack([torch.randn(*shape, generator=one) for one in SampleRequest(2 * rows, seed).generators()])
+    generators = SampleRequest(2 * rows, seed).generators()
+    ends = torch.stack([torch.randn(*shape, generator=generator) for generator in generators])
     angles = torch.linspace(0, math.pi / 2, num).view(-1, *[1] * len(shape))
     return torch.cat([angles.cos() * ends[k] + angles.sin() * ends[k + 1] for k in range(0, 2 * rows, 2)])
 
 
 @define(frozen=True)
 class _Blend(Guidance):
-    """(1 - share) a + share b, for the outputs a with what the images have and b with the `other`, each guided.
+    """(1 - share) a + share b, for the guided outputs a with the images' own label or conditions and b with `other`.
 
     As an output is linear in the score, this is the score of p(x|a)^(1 - share) p(x|b)^share, up to its constant.
     """
@@ -44,16 +45,16 @@ class _Blend(Guidance):
         rows = {name: value.to(given[name]).expand_as(given[name]) for name, value in self.other.items()}
         if self.share in (0, 1):
             return self.guidance.output(ask, x, at, {**given, **rows} if self.share else given)
-        first, second = (self.guidance.output(ask, x, at, one) for one in (given, {**given, **rows}))
+        first, second = (self.guidance.output(ask, x, at, conditions) for conditions in (given, {**given, **rows}))
         return torch.lerp(first, second, self.share)
 
 
 @define(eq=False)
 class Towards(Solver):
-    """Makes the steps of `solver`, for images that are a `share` of the way from what they have to the `other`.
+    """Makes the steps of `solver` for images a `share` of the way from their own label or conditions to `other`.
 
     `other` has a label, or conditions, of one image. The guidance is replaced in a step, because plugins such as
-    `autoguidance` may set that of a chain before its first step.
+    `autoguidance` may set the guidance of a chain before its first step.
     """
 
     solver: Solver
@@ -69,9 +70,9 @@ class Towards(Solver):
 def between_noises(
     run: Run, labels: Sequence[int] | None, asked: Mapping[str, Any], seed: int, rows: int, num: int
 ) -> Iterator[Tensor]:
-    """Yield `rows` strips of `num` images in parts; see `noise_between`. `labels` are those of the strips.
+    """Yield `rows` strips of `num` images in parts; see `noise_between`. `labels` has the class of each strip.
 
-    `asked` has the prompts of the strips, in turn, and what else the images are asked by.
+    `asked` has the prompts of the strips, in turn, and further arguments of `Run.batches`.
     """
     options: dict[str, Any] = {**asked, "labels": labels and [label for label in labels for _ in range(num)]}
     objective: Any = run.loop.objective
@@ -79,33 +80,34 @@ def between_noises(
         options["prompts"] = [text for text in islice(cycle(prompts), rows) for _ in range(num)]
     elif getattr(objective, "conditions", ()):  # of the examples, the same ones for all images of a strip
         given = objective.given(run.loop.feed.examples(lambda known: [k // num % known for k in range(rows * num)]))
-        own = given.pop("labels", None)
-        options |= {"conditions": given, "labels": options["labels"] or (None if own is None else own.tolist())}
+        known_labels = given.pop("labels", None)
+        numbers = None if known_labels is None else known_labels.tolist()
+        options |= {"conditions": given, "labels": options["labels"] or numbers}
     noise = noise_between(run.loop.feed.shape, seed, rows, num)
     yield from paced(run.batches(rows * num, seed=seed, noise=noise, **options), rows * num, "images")
 
 
 def between_classes(run: Run, ends: Sequence[int]) -> Given:
-    """Return what `between` leads to: the second of two classes."""
+    """Return the second of two classes, as the `other` of `between`."""
     return {"labels": torch.tensor([ends[1]])}
 
 
 def between_prompts(run: Run, ends: Sequence[str]) -> Given:
-    """Return what `between` leads to: the second of two prompts.
+    """Return the second of two prompts, as the `other` of `between`.
 
     Raises:
         UserError: for a network without captions.
     """
     texts = run.loop.feed.reader.texts
     if texts is None:
-        raise UserError("--prompt: the network was trained without captions")
+        raise UserError("--prompt: the network was trained without captions; leave it out")
     objective: Any = run.loop.objective
     made = texts.embed({kind: [ends[1]] for kind in texts.kinds})
     return {name: rows for name, rows in made.items() if name in objective.condition_names}
 
 
 def between(run: Run, other: Given, first: Mapping[str, Any], seed: int, rows: int, num: int) -> Iterator[Tensor]:
-    """Yield `rows` strips of `num` images from what `first` asks for to `other`, in one part.
+    """Yield `rows` strips of `num` images from the label or prompt in `first` to `other`, in one part.
 
     A strip has the noise of one image.
 
@@ -113,7 +115,7 @@ def between(run: Run, other: Given, first: Mapping[str, Any], seed: int, rows: i
         UserError: if the sampler is not hookdiff's.
     """
     if not isinstance(run.loop.sampler, Sampling):
-        raise UserError("--interpolate between classes or prompts is for hookdiff's own Sampling")
+        raise UserError("--interpolate between classes or prompts needs hookdiff's own Sampling as the sampler")
     objective: Any = run.loop.objective
     fitted = run.loop.sampler.fit(objective)
     solver = fitted.sampler

@@ -1,4 +1,4 @@
-"""What the sampler of a picture was, and the denoising of some images, recorded while they are made."""
+"""Records the denoising of some images while they are made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VISIBLE = 5.0  # log-SNR beyond which x_t looks like noise (below minus this) o
 class Recorded(Solver):
     """Makes the steps of `solver`, and keeps x_t of the first `num` images of the first chain that comes to its end.
 
-    `decode` makes pictures of what the network makes; with `decodes_late`, once they are asked for.
+    `decode` turns values of the network into pictures; with `decodes_late`, only when `frames` is read.
     """
 
     solver: Solver
@@ -61,8 +61,8 @@ class Recorded(Solver):
     def evenly(self, most: int) -> list[int]:
         """Return the numbers of at most `most` points: the noise, x_t at even log-SNR, and the image.
 
-        Equal shares of the steps would not do: most samplers make most of their steps where the noise hides the image.
-        Levels may lead to the same point, which then repeats.
+        Points at equal distances would show little: most samplers make most steps where the noise hides the image. Two
+        levels may have the same nearest point, which then repeats.
         """
         levels = torch.linspace(-_VISIBLE, _VISIBLE, most).tolist()[1:-1]
         inner = range(1, len(self.points) - 1)

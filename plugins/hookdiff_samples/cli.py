@@ -93,15 +93,14 @@ def command(
     RUN stands for its newest checkpoint. The images are written as one grid, unless --each or --out says otherwise. An
     NPZ file has them as arr_0 (uint8, n h w c), and their class numbers as arr_1 if the run has classes, as the
     evaluators of the field read them. --steps, --sampler, --precision, --compile and --guidance-scale replace the
-    values of the config, and --set any others, such as `data.encode.image.path` of an autoencoder that has moved. With
-    --images, a higher --strength leaves less of the picture; with --mask, a picture of the same size, what is
-    black or transparent in it stays as it is. --prompt and
-    --prompts are for a network that was trained on captions: there is a row for each text, and --each writes it beside
-    the picture.
+    values of the config, and --set any other value, such as `data.encode.image.path` of an autoencoder that has moved.
+    With --images, a higher --strength leaves less of the picture. --mask is a picture of the same size; where it is
+    black or transparent, the picture stays unchanged. --prompt and --prompts are for a network that was trained on
+    captions: there is a row for each text, and --each writes the text beside the picture.
 
-    --interpolate makes strips with noise that goes from that of one image to that of the next, on the sphere; with two
-    --labels or two --prompt, strips of one noise each that go from one to the other. They are written as a PNG and as a
-    GIF file. Unless --sampler says otherwise, the sampler is ddim, which adds no noise.
+    --interpolate makes strips of images, whose noise goes from one noise to another, on the sphere. With two --labels
+    or two --prompt, a strip has one noise and goes from one class or text to the other. Strips are written as a PNG and
+    as a GIF file. The default sampler is then ddim, which adds no noise.
     """
     from hookdiff import load_run
     from hookdiff.cli import chosen_weights
@@ -116,7 +115,7 @@ def command(
     if mask is not None and not images:
         raise UserError("--mask needs --images, the pictures to paint in")
     if interpolate and (images or columns):
-        raise UserError(f"--interpolate with {'--images' if images else '--columns'}: only one of them is possible")
+        raise UserError(f"--interpolate excludes {'--images' if images else '--columns'}; leave one of them out")
     words = None if labels is None else [label.strip() for label in labels.split(",")]
     texts = [*prompt, *(read_prompts(prompts) if prompts else ())]
     for option, given in (("--labels", words), ("--prompt", texts)):
@@ -138,11 +137,10 @@ def command(
         rows = num // (interpolate or 1)
         numbers = opened.labels(words, rows)
         asked: dict[str, Any] = {"prompts": texts or None, "negative": negative}
-        is_between = {name for name, given in (("labels", words), ("prompts", texts)) if given and len(given) == 2}
-        if len(is_between) == 2 and interpolate:
+        ends = (opened.labels(words, 2) or ()) if interpolate and words and len(words) == 2 else ()
+        opposite = texts if interpolate and len(texts) == 2 else []
+        if ends and opposite:
             raise UserError("--interpolate goes between two --labels or two --prompt, not both")
-        ends = (opened.labels(words, 2) or ()) if interpolate and "labels" in is_between else ()
-        opposite = texts if interpolate and "prompts" in is_between else []
         if interpolate and isinstance(opened.loop.sampler, Sampling):
             sampling["sampler"] = sampling["sampler"] or "ddim"  # fresh noise would hide how the images change
         with chosen_weights(opened, weights) as name, opened.sampling(**sampling):
@@ -166,11 +164,7 @@ def command(
                 parts = paced(opened.batches(num, labels=numbers, seed=seed, **starts, **asked), num, "images")
             classes = [class_name(label, opened.classes) for label in numbers or ()]
             if texts and not opposite:
-                output.texts = (
-                    list(islice(cycle(texts), rows))
-                    if not interpolate
-                    else [text for text in islice(cycle(texts), rows) for _ in range(interpolate)]
-                )
+                output.texts = [text for text in islice(cycle(texts), rows) for _ in range(interpolate or 1)]
             done = 0
             for part in parts:
                 output.add(to_uint8(part), info, classes[done : done + len(part)])

@@ -1,4 +1,4 @@
-"""Pictures of a whole training, made of the sheets that the run directory has: a filmstrip and an animation."""
+"""Makes a filmstrip and an animation of a whole training from the sheets in the run directory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Frame:
 def frames(sheets: Mapping[int, Path], most: int) -> list[Frame]:
     """Return at most `most` of the sheets, by step: the first, the last, and others at equal distances.
 
-    Damaged sheets are left out, and those of another layout than the last one, as another config makes them.
+    Damaged sheets are left out, and sheets with another layout than the last one, which another config has made.
     """
     opened = []
     for step in spread_out(sorted(sheets), most):
@@ -41,8 +41,8 @@ def frames(sheets: Mapping[int, Path], most: int) -> list[Frame]:
         first = next(panel_layouts(read_info(picture)), None) if picture else None
         if picture and first and first.is_inside(picture.size):
             opened.append(Frame(step, picture, first))
-    last = opened[-1].place if opened else None
-    return [one for one in opened if last and (one.place.whole, one.place.columns) == (last.whole, last.columns)]
+    layouts = [(frame.place.whole, frame.place.columns) for frame in opened]
+    return [frame for frame, layout in zip(opened, layouts, strict=True) if layout == layouts[-1]]
 
 
 def spread_out(items: Sequence[Item], most: int) -> Sequence[Item]:
@@ -55,26 +55,26 @@ def spread_out(items: Sequence[Item], most: int) -> Sequence[Item]:
 def filmstrip(sheets: Mapping[int, Path], rows: int, classes: Sequence[str] = ()) -> Picture | None:
     """Return a picture with a row for each of some images of the sheets, and a column for each step.
 
-    The images are at equal distances in the first panel, so those of a panel with `classes` are of different classes.
+    The images are at equal distances in the first panel, so they show different classes in a panel with `classes`.
     Its info has the steps of the columns, and the classes of the rows.
     """
     import numpy
     from PIL import Image
 
-    found = frames(sheets, _COLUMNS)
-    if len(found) < 2:
+    shown = frames(sheets, _COLUMNS)
+    if len(shown) < 2:
         return None
-    place, gap = found[-1].place, 4
+    place, gap = shown[-1].place, 4
     rows = min(rows, place.num)
-    size = gap + len(found) * (place.width + gap), _LINE + rows * (place.height + gap)
-    film = Image.new(found[-1].picture.mode, size, "white")
-    for column, frame in enumerate(found):
+    size = gap + len(shown) * (place.width + gap), _LINE + rows * (place.height + gap)
+    film = Image.new(shown[-1].picture.mode, size, "white")
+    for column, frame in enumerate(shown):
         left = gap + column * (place.width + gap)
         _write(film, f"{frame.step:,}", left + place.width // 2)
         for row in range(rows):
             box = place.box(row * place.num // rows)
             film.paste(frame.picture.crop(box), (left, _LINE + row * (place.height + gap)))
-    info: dict[str, Any] = {"training_steps": [frame.step for frame in found]}
+    info: dict[str, Any] = {"training_steps": [frame.step for frame in shown]}
     if classes:
         info["classes"] = [classes[row * len(classes) // rows] for row in range(rows)]
     return Picture(numpy.array(film), info)

@@ -38,7 +38,7 @@ logger = logging.getLogger("hookdiff")
 
 Read = TypeVar("Read")
 
-_WHITE = 128  # the least value of a pixel that is painted
+_WHITE = 128  # smallest value of a pixel that is painted
 
 
 def picture_files(paths: Sequence[Path]) -> list[Path]:
@@ -54,12 +54,12 @@ def _in_folder(path: Path) -> list[Path]:
         folder = Folder(str(path), labels="none")
     except ValueError as error:
         raise UserError(f"--images {error}") from None
-    found = dict(with_images(folder, range(len(folder)), _load))
-    unreadable = [str(error) for error in found.values() if error is not None]
+    errors = dict(with_images(folder, range(len(folder)), _load))
+    unreadable = [str(error) for error in errors.values() if error is not None]
     refuse(unreadable_problems(unreadable, len(folder), skip=True))
     for text in (*left_out_text(unreadable, len(folder)), *passed_over_text(folder)):
         logger.warning("--images %s: %s", path, text)
-    return [Path(folder.describe(index)) for index, error in found.items() if error is None]
+    return [Path(folder.describe(index)) for index, error in errors.items() if error is None]
 
 
 def _load(image: Any) -> None:
@@ -81,7 +81,7 @@ def read_pictures(files: Sequence[Path], shape: Sequence[int], background: str) 
 def read_mask(file: Path, pictures: Sequence[Path], shape: Sequence[int]) -> Tensor:
     """Return the mask in `file`, 1 1 h w, bool: True where it is white and not transparent.
 
-    It is resized and cropped as the files of the `pictures` are, so it must be as large as each of them.
+    It is resized and cropped as the `pictures` are, so it must have the size of each of them.
     """
     width, height = _size(file)
     for picture in pictures:
@@ -92,7 +92,7 @@ def read_mask(file: Path, pictures: Sequence[Path], shape: Sequence[int]) -> Ten
             )
     mask = _fitted(file, 1, shape[-1], "black")[None] >= _WHITE
     if not mask.any():
-        raise UserError(f"--mask {file}: nothing of it is white, so there is nothing to paint")
+        raise UserError(f"--mask {file}: no pixel is white; make those white that are to be painted")
     return mask
 
 
@@ -212,8 +212,8 @@ class Output:
     ) -> list[Path]:
         """Write `out`, and its animation; return the files and the folder of single pictures.
 
-        `labels` are those of all images, `names` those of the classes, `ends` those of the classes at both ends of a
-        strip; `info` goes into the PNG file of the grid.
+        `labels` has the class number of each image, `names` the names of all classes, `ends` the names at both ends of
+        a strip; `info` goes into the PNG file of the grid.
         """
         if self.out:
             pixels = torch.cat(self._pixels)

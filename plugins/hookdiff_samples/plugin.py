@@ -44,8 +44,8 @@ def _texts(value: str | Sequence[str]) -> tuple[str, ...] | str:
 class SampleGrid(Periodic):
     """Generates images from the same noise at regular intervals, so that one can see the model learn.
 
-    A sheet shows them side by side with an average of the weights and with the weights themselves, and with each
-    guidance scale; a model with classes gets a row for each. The run directory keeps the sheets as
+    A sheet has a panel for an average of the weights, for the weights themselves, and for each guidance scale; a panel
+    has a row for each class. The run directory keeps the sheets as
     `samples/step-00001000.png`, beside the denoising of some images (`samples/denoising`) and images between two noises
     (`samples/interpolation`). From the sheets it makes `samples/filmstrip.png`, where each row follows one noise over
     the whole training, and at the end of the run an animation, `samples/training.webp`.
@@ -60,46 +60,44 @@ class SampleGrid(Periodic):
     classes: tuple[str | int, ...] = field(
         default=(),
         converter=tuple,
-        metadata=about(
-            f"classes by name or number, a row each, in this order; unless given, the first {_MOST_CLASSES}"
-        ),
+        metadata=about(f"classes by name or number, a row each, in this order; default: the first {_MOST_CLASSES}"),
     )
     prompts: tuple[str, ...] | str = field(
         default=(),
         converter=_texts,
         metadata=about(
-            "texts to draw, a row each, for a network that was trained on captions; or a file with one in each line"
+            "texts to draw, a row each, for a network that was trained on captions; or a file with a text in each line"
         ),
     )
     weights: tuple[str, ...] = field(
         default=(),
         converter=tuple,
-        metadata=about('weights side by side, such as ["ema", "model"]; without it an average, if any, and "model"'),
+        metadata=about('weights side by side, such as ["ema", "model"]; default: the average, if any, and "model"'),
     )
     guidance_scales: tuple[float, ...] = field(
         default=(),
         converter=tuple,
         validator=between(0, 1_000_000),
-        metadata=about("a panel for each scale of classifier-free guidance; without it that of [sampling]"),
+        metadata=about("a panel for each scale of classifier-free guidance; default: the scale in [sampling]"),
     )
     sampler: Solver | None = field(
         default=None,
         converter=converters.optional(chosen[Solver]),
-        metadata=about("sampler; without it that of [sampling]"),
+        metadata=about("sampler; default: the sampler in [sampling]"),
     )
     steps: int | None = field(
         default=None,
         validator=optional([ge(1), le(1_000_000)]),
-        metadata=about("steps of the sampler; without it those of [sampling]"),
+        metadata=about("steps of the sampler; default: the steps in [sampling]"),
     )
     seed: int = field(default=0, validator=ge(0), metadata=about("seed of the noise"))
     columns: int | None = field(
-        default=None, validator=optional(ge(1)), metadata=about("images in a row; without it a nearly square panel")
+        default=None, validator=optional(ge(1)), metadata=about("images in a row; default: a nearly square panel")
     )
     scale: int | None = field(
         default=None,
         validator=optional([ge(1), le(1000)]),
-        metadata=about("factor of enlargement; without it, to about 64 pixels"),
+        metadata=about("factor of enlargement; default: to about 64 pixels"),
     )
     denoising: int = field(
         default=7,
@@ -129,18 +127,18 @@ class SampleGrid(Periodic):
         for name in self.weights or (None,):
             loop.sample(SampleRequest(0, weights=name))
         if (self.sampler or self.steps or self.guidance_scales) and not isinstance(loop.sampler, Sampling):
-            raise UserError("plugins.samples: sampler, steps and guidance_scales are for hookdiff's own Sampling")
+            raise UserError("plugins.samples: without hookdiff's own Sampling, remove sampler, steps, guidance_scales")
         if len(shape := loop.feed.picture_shape) != 3:
             shown = " x ".join(map(str, shape))
-            raise UserError(f"plugins.samples: shows images, channels x height x width; those of this run are {shown}")
+            raise UserError(f"plugins.samples: this run makes {shown} and no images (c h w); leave the plugin out")
         if self.interpolation and loop.sampler and not takes_noise(loop.sampler):
-            raise UserError("plugins.samples.interpolation: the sampler of this run cannot start from given `noise`")
+            raise UserError("plugins.samples.interpolation: set 0, as the sampler cannot start from given `noise`")
         prompts: tuple[str, ...]
         prompts = read_prompts(Path(self.prompts)) if isinstance(self.prompts, str) else self.prompts
         self._labels, self._names, self._is_prompted = (), prompts, bool(prompts)
         if prompts:
             if self.classes:
-                raise UserError("plugins.samples: classes and prompts exclude each other")
+                raise UserError("plugins.samples: set classes or prompts, not both")
             texts, encoders = self._of_prompts(loop, range(len(prompts))), loop.feed.reader.texts
             assert encoders is not None
             encoders.embed(texts)  # now, and not far into the run
@@ -153,7 +151,7 @@ class SampleGrid(Periodic):
             numbers = [self._number(name) for name in self.classes] or list(range(min(num, _MOST_CLASSES)))
             self._labels = tuple(numbers * max(1, self.num // len(numbers)))
         elif self.classes:
-            raise UserError("plugins.samples.classes: the network was made without classes (model.num_classes)")
+            raise UserError("plugins.samples.classes: remove it or set model.num_classes; the network has no classes")
         for _, sampler in self._samplers(loop):
             if isinstance(sampler, Sampling) and isinstance(loop.objective, Diffusion):
                 try:
@@ -179,7 +177,7 @@ class SampleGrid(Periodic):
         return number
 
     def _samplers(self, loop: Loop) -> Iterator[tuple[str, Any]]:
-        """Yield the sampler of each guidance scale, and what it adds to a title."""
+        """Yield the sampler of each guidance scale, after the text that it adds to a title."""
         sampler = loop.sampler
         if not isinstance(sampler, Sampling):
             yield "", sampler
@@ -192,7 +190,7 @@ class SampleGrid(Periodic):
             yield f", guidance {scale:g}", evolve(sampler, guidance=evolve(guidance, scale=scale))
 
     def act(self, loop: Loop) -> None:
-        """Make the images, on all ranks, because these may share one model; the first one shows them."""
+        """Make the images on all ranks, which may share one model; the first rank logs them."""
         names = self.weights or tuple(dict.fromkeys((loop.sample(SampleRequest(0)).weights, "model")))
         samplers = list(self._samplers(loop))
         (_, first), *_ = samplers
@@ -206,7 +204,7 @@ class SampleGrid(Periodic):
                 title = f"{shown}{text}" if len(names) * len(samplers) > 1 else ""
                 titles = [title, *([] if panels else self._left_out())]
                 panels.append(self._panel(self._made(loop, used, name), "; ".join(filter(None, titles))))
-        interpolation = self._between(loop, first, names[0]) if self.interpolation else None
+        strips = self._between(loop, first, names[0]) if self.interpolation else None
         if not loop.is_main:
             return
         rows = tuple(dict.fromkeys(self._labels))
@@ -219,8 +217,8 @@ class SampleGrid(Periodic):
             strip = recorded.strip(self.denoising, _SHOWN)
             info = self._info(loop, first, names[0], self._labels[: len(recorded.frames[0][:_SHOWN])])
             pictures[f"{NAME}/denoising"] = sheet([strip], scale=self.scale, info=info)
-        if interpolation:
-            pictures[f"{NAME}/interpolation"] = interpolation
+        if strips:
+            pictures[f"{NAME}/interpolation"] = strips
         loop.log.images(pictures)
         if self._is_prompted:
             loop.log.texts({f"{NAME}/prompts": "\n".join(self._names)})
@@ -238,8 +236,8 @@ class SampleGrid(Periodic):
         kind = "prompts" if self._is_prompted else "classes"
         classes = {kind: [self._names[label] if label >= 0 else "-" for label in rows]} if rows else {}
         with loop.using(sampler=sampler):
-            facts = sampler_info(loop, weights)
-        return {"weights": [weights], "seed": self.seed, **facts, **classes}
+            settings = sampler_info(loop, weights)
+        return {"weights": [weights], "seed": self.seed, **settings, **classes}
 
     def _recorded(self, loop: Loop, sampler: object) -> Recorded | None:
         if isinstance(sampler, Sampling) and isinstance(loop.objective, Diffusion):
@@ -257,10 +255,10 @@ class SampleGrid(Periodic):
         def request(part: range) -> SampleRequest:
             rows = slice(part.start, part.stop)
             begin = None if noise is None else noise[rows]
-            own: Any = {"labels": labels[rows] or None}
+            asked: Any = {"labels": labels[rows] or None}
             if self._is_prompted:
-                own = {"texts": self._of_prompts(loop, labels[rows])}
-            return SampleRequest(len(part), self.seed, part.start, weights=weights, noise=begin, **own)
+                asked = {"texts": self._of_prompts(loop, labels[rows])}
+            return SampleRequest(len(part), self.seed, part.start, weights=weights, noise=begin, **asked)
 
         with loop.using(sampler=sampler):
             images = torch.cat(list(ImageMaker(loop).make(range(num), request)))
@@ -279,16 +277,16 @@ class SampleGrid(Periodic):
     def _between(self, loop: Loop, sampler: Any, weights: str) -> Picture:
         """Return a row of images between each of some pairs of noises."""
         noise = noise_between(loop.feed.shape, self.seed, _SHOWN, self.interpolation)
-        classes = [self._labels[row % len(self._labels)] for row in range(_SHOWN)] if self._labels else []
-        labels = tuple(label for label in classes for _ in range(self.interpolation))
+        row_labels = [self._labels[row % len(self._labels)] for row in range(_SHOWN)] if self._labels else []
+        labels = tuple(label for label in row_labels for _ in range(self.interpolation))
         if isinstance(sampler, Sampling):
             # Fresh noise would hide how the images change.
             sampler = evolve(sampler, sampler="ddim")
         made = self._made(loop, sampler, weights, noise, labels)
-        return grid(made, self.interpolation, self.scale).with_info(**self._info(loop, sampler, weights, classes))
+        return grid(made, self.interpolation, self.scale).with_info(**self._info(loop, sampler, weights, row_labels))
 
     def _film(self, loop: Loop, recorded: Recorded | None, info: Mapping[str, Any]) -> None:
-        """Write the filmstrip and the animated denoising; `info` is that of a panel."""
+        """Write the filmstrip and the animated denoising; `info` is the info of a panel."""
         if loop.run_dir is None:
             return
         rows = info.get("classes") or info.get("prompts", ())

@@ -8,7 +8,7 @@ from hookdiff.images import LARGEST_CAPTIONS, lines_of
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """Return the prompts in a file: its lines, read as those of a file of captions.
+    """Return the prompts in a file: its lines, read as a file of captions is.
 
     Raises:
         UserError: for a file that cannot be read, or has no prompt.

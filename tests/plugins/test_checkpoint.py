@@ -471,7 +471,7 @@ class Watch:
 
     @hookimpl(trylast=True)
     def between_steps(self, loop):
-        writer = loop.plugins["checkpoint"]._writer
+        writer = loop.plugins["checkpoint"]._run.writer
         if writer._reserving:
             writer._reserving.result()
         self.addresses[loop.progress.step] = {

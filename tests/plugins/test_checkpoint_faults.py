@@ -99,7 +99,7 @@ def test_golden_message_of_an_end_that_is_not_saved(disk, whole):
         run(disk / "run", {12: lambda: fill(disk)})
     assert str(caught.value) == (
         f"the end of the run is not saved: no checkpoint could be written in {disk}/run/checkpoints: "
-        f"No space left on device\n  the last good one is {disk}/run/checkpoints/step-00000010"
+        f"No space left on device\n  the last good checkpoint is {disk}/run/checkpoints/step-00000010"
     )
     free(disk)
     again = run(disk / "run", {}, resume=True)

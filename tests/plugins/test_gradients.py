@@ -21,12 +21,13 @@ from hookdiff.testing.toy import toy_loop, toy_model
 from hookdiff.testing.transfers import CountTransfers
 from hookdiff_clip import Clip, Norm
 from hookdiff_debug import Debug
-from hookdiff_gradients import GradientMonitor, Limits, Numbers, diagnose_gradients, diagnose_nan
+from hookdiff_gradients import GradientMonitor, Numbers, diagnose_gradients, diagnose_nan
 from hookdiff_gradients.diagnosis import conclude
 from hookdiff_nan import NaN
 from tests.conftest import Logged, two_ranks, warnings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "basic.toml"
+LIMITS = GradientMonitor().limits
 HEALTHY = Numbers(steps=100, recent=1.0, usual=1.0, depth=0.5, usual_depth=0.5, update=1e-3, growth=1.0)
 
 
@@ -345,7 +346,7 @@ class TestDiagnosis:
         ],
     )
     def test_each_cause_is_named(self, changed: dict[str, Any], cause: str, numbers: str) -> None:
-        ((found, finding),) = diagnose_gradients(evolve(HEALTHY, **changed), Limits()).items()
+        ((found, finding),) = diagnose_gradients(evolve(HEALTHY, **changed), LIMITS).items()
         assert (found, finding.severity) == (cause, "warning")
         assert numbers in finding.why
         assert finding.remedy
@@ -363,10 +364,10 @@ class TestDiagnosis:
         ],
     )
     def test_healthy_numbers_have_no_finding(self, changed: dict[str, Any]) -> None:
-        assert diagnose_gradients(evolve(HEALTHY, **changed), Limits()) == {}
+        assert diagnose_gradients(evolve(HEALTHY, **changed), LIMITS) == {}
 
     def test_a_bad_start_is_found_at_once(self) -> None:
-        assert list(diagnose_gradients(evolve(HEALTHY, steps=1, growth=3.0, update=0.6), Limits())) == ["rate"]
+        assert list(diagnose_gradients(evolve(HEALTHY, steps=1, growth=3.0, update=0.6), LIMITS)) == ["rate"]
 
     @given(
         numbers=st.builds(
@@ -384,7 +385,7 @@ class TestDiagnosis:
     )
     def test_the_scale_of_the_gradients_changes_nothing(self, numbers: Numbers, power: int) -> None:
         scaled = evolve(numbers, recent=numbers.recent * 2.0**power, usual=numbers.usual * 2.0**power)
-        assert list(diagnose_gradients(scaled, Limits())) == list(diagnose_gradients(numbers, Limits()))
+        assert list(diagnose_gradients(scaled, LIMITS)) == list(diagnose_gradients(numbers, LIMITS))
 
     @pytest.mark.parametrize(
         ("norms", "loss", "what", "numbers"),
@@ -398,7 +399,7 @@ class TestDiagnosis:
     def test_a_nan_is_found_with_the_steps_before(
         self, norms: list[float], loss: float, what: str, numbers: str
     ) -> None:
-        finding = diagnose_nan(norms, loss, 3, 4, Limits())
+        finding = diagnose_nan(norms, loss, 3, 4, LIMITS)
         assert finding.severity == "error"
         assert what in finding.what
         assert numbers in finding.why
