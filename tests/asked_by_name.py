@@ -315,7 +315,7 @@ UNTYPED: dict[str, dict[str, str]] = {
     },
     "hookdiff/testing/contract.py": {"loop: Any": "to be judged"},
     "hookdiff/testing/on_ranks.py": {"loop: Any": "to be judged"},
-    "hookdiff/testing/plugin_checks.py": {"loop: Any": "to be judged"},
+    "hookdiff/testing/run_checks.py": {"loop: Any": "to be judged"},
     "hookdiff/testing/toy.py": {"objective: Any": "to be judged"},
     "plugins/hookdiff_autoguidance/__init__.py": {"sampler: object": "to be judged"},
     "plugins/hookdiff_checkpoint/scheduler.py": {"objective: Any": "to be judged", "sampler: Any": "to be judged"},

@@ -25,7 +25,7 @@ from hookdiff import Batch, Loop, LossOutput, TrackedRun, UserError, hookimpl
 from hookdiff.experiment.discovery import plugin_class
 from hookdiff.testing.compare import assert_same, weights
 from hookdiff.testing.contract import assert_keeps_contract
-from hookdiff.testing.plugin_checks import assert_any_order, assert_removable, assert_resumes
+from hookdiff.testing.run_checks import assert_any_order, assert_removable, assert_resumes
 from hookdiff.testing.sink_checks import assert_tracks
 from hookdiff.testing.toy import ToyObjective, toy_loop, toy_model
 from tests.conftest import PATIENCE, Batches, check_facts, finish, ran, records, refused

@@ -10,7 +10,7 @@ from torch import Tensor
 from hookdiff.data.batch import Batch
 from hookdiff.loop.hookspecs import hooks_of
 from hookdiff.loop.loop import Loop
-from hookdiff.loop.registry import implements
+from hookdiff.loop.plugin_checks import implements
 from hookdiff.loop.saved import keeps_state, restore_state, state_of
 from hookdiff.machine.dtensor import local
 from hookdiff.models.objective import LossOutput
@@ -30,7 +30,7 @@ def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
     the same passes, because a sharded model exchanges its weights. If each rank has a copy of the model, no gradients
     are exchanged: they are those of the samples of this rank.
     """
-    optimizers = (*loop.optimizers, *loop.adopted.optimizers)
+    optimizers = loop.all_optimizers
     held = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     parameters: list[Tensor] = list(dict.fromkeys((*loop.model.parameters(), *held)))
     kept = [(parameter, parameter.grad, local(parameter).detach().to("cpu", copy=True)) for parameter in parameters]

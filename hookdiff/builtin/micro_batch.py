@@ -54,7 +54,7 @@ class FitMicroBatch:
 
 def _largest(loop: Loop, batch: Batch, passes: Callable[[Batch], LossOutput]) -> int:
     """Return the largest size that fits among the whole batch, its half, ... 1; 0 if none fits."""
-    reserve = optimizer_bytes(each for each in (*loop.optimizers, *loop.adopted.optimizers) if not each.state)
+    reserve = optimizer_bytes(each for each in loop.all_optimizers if not each.state)
     if loop.device.type == "cuda":  # 5% more: the allocator's blocks never fill the memory completely
         reserve += torch.cuda.get_device_properties(loop.device).total_memory // 20
     size = len(batch)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hookdiff.errors import PluginError, nearest
 from hookdiff.loop.hookspecs import HOOK_NAMES, declaration_of
-from hookdiff.loop.registry import check_contract, implements
+from hookdiff.loop.plugin_checks import check_contract, implements
 from hookdiff.options.imports import check_needs, distribution, import_object, installed
 
 logger = logging.getLogger("hookdiff")

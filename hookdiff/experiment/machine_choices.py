@@ -19,7 +19,8 @@ from hookdiff.experiment.config import Config, RunConfig
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.toml_file import read_toml
 from hookdiff.loop.counts import AUTO
-from hookdiff.loop.registry import Plugins, implements
+from hookdiff.loop.plugin_checks import implements
+from hookdiff.loop.registry import Plugins
 from hookdiff.machine.usage import keep_memory, num_cpus, usual_threads
 from hookdiff.models.adapters import is_of_diffusers
 from hookdiff.options.imports import importing

@@ -5,6 +5,7 @@ bound to their arguments once the plugins are registered, so a call is a loop ov
 marker is pluggy's, but an implementation of a seam leaves the answer to the next one by returning PASS and not None.
 """
 
+import inspect
 import logging
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -56,9 +57,6 @@ Phase = Literal[
     "log",
     "end",
 ]
-# Which plugins a moment reaches: `starting`: all, and they count as started; `once`: all, at the first call after that;
-# `started`: those that count as started, each of them also after an error in another.
-Reach = Literal["starting", "once", "started"]
 Changed = Literal["the weights", "the gradients"]  # what few hooks may leave otherwise than they found it
 
 
@@ -71,7 +69,7 @@ class Hook:
     phase: Phase
     result: str  # the type of the result, as the method names it; "None" for none
     may_be_absent: bool  # None in place of a result
-    reach: Reach | None = None
+    ends: bool = False  # it reaches the plugins that have started, each of them also after an error in another
     work: str = ""  # what the core's own implementation does, for tables of time
     like: tuple[str, ...] = ()  # names of it in other trainers: Lightning, Composer, transformers, Keras, fastai
     may_change: tuple[Changed, ...] = ()
@@ -87,6 +85,12 @@ class HookCall:
     function: Callable[..., Any]  # the method, or what runs it inside of a watch
     take: Callable[[Arguments], Any]
     takes_one: bool  # `take` returns the argument itself, and not a tuple
+
+
+def static_member(plugin: object, attribute: str) -> object:
+    """Return the attribute without running a property; for a static or class method, the function."""
+    member = inspect.getattr_static(plugin, attribute, None)
+    return member.__func__ if isinstance(member, staticmethod | classmethod) else member
 
 
 def in_order(impls: Sequence[HookImpl], rank: Mapping[str, int]) -> list[HookImpl]:
@@ -198,7 +202,7 @@ def compile_hook(hook: Hook, returns: type, calls: Sequence[HookCall]) -> Callab
     if hook.kind == "seam" and [call.plugin for call in calls] == ["defaults"]:  # results of the core need no check
         ((_, function, take, takes_one),) = plain
         return default
-    body: Callable[..., Any] = seam if hook.kind != "moment" else to_the_end if hook.reach == "started" else moment
+    body: Callable[..., Any] = seam if hook.kind != "moment" else to_the_end if hook.ends else moment
     for wrapper in reversed([call for call in calls if call.is_wrapper]):
         body = _surround(hook, returns, wrapper, body)
     return body

@@ -2,8 +2,9 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,20 @@ from torch.optim import Optimizer
 
 from hookdiff.loop.adopted import Adopted
 from hookdiff.machine.dtensor import local, local_parts, norms, squares
-from hookdiff.machine.ranks import num_ranks, summed
+from hookdiff.machine.ranks import Exchange, num_ranks, summed
+
+Number = TypeVar("Number", Tensor, float)  # on the device, or on the host
+
+
+class Pass(NamedTuple, Generic[Number]):
+    """A backward pass of a step: its loss, and the L2 norm over all its gradients."""
+
+    loss: Number
+    norm: Number
+
+
+def _is_finite(numbers: Pass[float]) -> bool:
+    return math.isfinite(numbers.loss) and math.isfinite(numbers.norm)
 
 
 class Gradients:
@@ -30,8 +44,7 @@ class Gradients:
     are in no norm.
 
     With several ranks, loss and norms are those of the whole step, also if each rank holds a part of each gradient. The
-    ranks exchange them once in a step, together with the numbers that `votes` returns, which are summed. All ranks must
-    ask for norms at the same places.
+    ranks sum them once in a step, by `exchange`. All ranks must ask for norms at the same places.
 
     After the replay of a recorded step `is_applied` is true: the device has changed the gradients and updated the
     weights already. `scale_` then only keeps the norms right.
@@ -42,13 +55,13 @@ class Gradients:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         adopted: Adopted | None = None,
-        votes: Callable[[], list[float]] = list,
+        exchange: Exchange | None = None,
     ) -> None:
         self._optimizers = (*optimizers, *(adopted.optimizers if adopted else ()))
-        self._adopted = adopted.named_parameters() if adopted else []
-        self._brought = adopted
+        self._adopted = adopted
+        self._adopted_parameters = adopted.named_parameters() if adopted else []
         self._no_loss = torch.zeros(())
-        self._vote = votes
+        self._exchange = exchange or Exchange()
         self._num_ranks = num_ranks()
         # The gradients of other parameters are never cleared: they grow from step to step, and move no weight.
         held = {p: None for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -70,13 +83,12 @@ class Gradients:
         return found
 
     def _forget(self) -> None:
-        self._earlier: list[Tensor] = []  # loss and total norm of each pass but the last
+        self._earlier: list[Pass[Tensor]] = []  # all but the last
         self._pass_loss: Tensor | None = None  # of the last pass
         self._loss = self._no_loss  # of the step
         self._host_loss: float | None = None
         self._weight = 1.0  # share of this rank in the step
         self.is_applied = False
-        self._votes: list[float] = []  # sums over the ranks
         self._norms: Tensor | None = None
         self._measured: list[Tensor] = []  # the gradients that `_norms` were computed from
         self.clear()
@@ -110,7 +122,7 @@ class Gradients:
     def begin(self, loss: Tensor) -> None:
         """Begin a pass with this `loss`; its gradients are there already."""
         if self._pass_loss is not None:  # its gradients were not cleared, so they are in the sum of both
-            self._earlier += [self._pass_loss, torch.zeros_like(self._pass_loss)]
+            self._earlier.append(Pass(self._pass_loss, torch.zeros_like(self._pass_loss)))
         self._loss = self._pass_loss = loss
         self._host_loss = None
         self.clear()
@@ -126,7 +138,7 @@ class Gradients:
     def zero(self) -> None:
         """Set all gradients to None between two passes; loss and norm of the first are kept for `finite`."""
         if self._pass_loss is not None:
-            self._earlier += [self._pass_loss, torch.linalg.vector_norm(self.norms)]
+            self._earlier.append(Pass(self._pass_loss, torch.linalg.vector_norm(self.norms)))
             self._pass_loss = None
         self._drop()
         self.clear()
@@ -140,8 +152,9 @@ class Gradients:
         """Forget the norms, because the gradients have changed."""
         self._norms = None
         self._measured = []
-        self._host_norms: list[float] | None = None  # the total norm, and then losses and norms of all other parts
-        self._exchanged: Tensor | None = None  # loss, `_host_norms` and votes, on the device
+        # The earlier passes, then one for the gradients of adopted modules, if there are any, then the last pass.
+        self._summed: list[Pass[Tensor]] | None = None  # over the ranks, on the device
+        self._passes: list[Pass[float]] | None = None  # on the host
 
     def named(self) -> dict[str, Tensor]:
         """Return the gradients of the parameters that have one, by parameter name."""
@@ -160,7 +173,7 @@ class Gradients:
             if self._num_ranks == 1:
                 self._norms = norms(self._measured, self.dtype)
             else:
-                self._exchange()
+                self._sum_over_ranks()
         assert self._norms is not None
         return self._norms
 
@@ -176,64 +189,60 @@ class Gradients:
         """
         return norms(self.tensors(), self.dtype)
 
-    def _exchange(self) -> None:
-        """Exchange norms, losses and votes with the other ranks, once adopted modules have averaged their gradients."""
-        if self._brought:
-            self._brought.average_gradients()
+    def _sum_over_ranks(self) -> None:
+        """Sum norms and losses over the ranks, once adopted modules have averaged their gradients."""
+        if self._adopted:
+            self._adopted.average_gradients()
         squared = squares(self._measured, self.dtype)
-        adopted = squares([p.grad for _, p in self._adopted if p.grad is not None], self.dtype).to(squared)
-        losses = torch.stack([loss.to(squared) for loss in (self._loss, *self._earlier[::2])]) * self._weight
-        parts = [squared, adopted, losses, torch.tensor(self._vote(), dtype=torch.float64).to(squared)]
-        squared, adopted, losses, votes = torch.split(summed(torch.cat(parts)), [len(part) for part in parts])
-        earlier = [norm.to(squared) for norm in self._earlier[1::2]]  # they are those of all ranks already
-        values = [losses[0], squared.sum().sqrt()]
-        values += [value for pair in zip(losses[1:], earlier, strict=True) for value in pair]
-        values += [losses[0], adopted.sum().sqrt()] if len(adopted) else []
-        self._norms, self._exchanged = squared.sqrt().to(self.dtype), torch.stack([*values, *votes])
+        adopted = squares(list(self._adopted_gradients().values()), self.dtype).to(squared)
+        own = [self._loss, *(earlier.loss for earlier in self._earlier)]
+        losses = torch.stack([loss.to(squared) for loss in own]) * self._weight
+        squared, adopted, losses = self._exchange.summed(squared, adopted, losses)
+        self._norms = squared.sqrt().to(self.dtype)
+        norms = [earlier.norm.to(squared) for earlier in self._earlier]  # they are those of all ranks already
+        self._summed = [Pass(loss, norm) for loss, norm in zip(losses[1:], norms, strict=True)]
+        if len(adopted):
+            self._summed.append(Pass(losses[0], adopted.sum().sqrt()))
+        self._summed.append(Pass(losses[0], squared.sum().sqrt()))
+
+    def _adopted_gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self._adopted_parameters if p.grad is not None}
 
     @property
     def loss(self) -> float:
         """The loss of the step, on the host; `clear` keeps it."""
-        return self._look()[0] if self._host_loss is None else self._host_loss
+        return self._look()[-1].loss if self._host_loss is None else self._host_loss
 
     @property
     def total_norm(self) -> float:
         """L2 norm over all gradients, on the host."""
-        return self._look()[1] if self._host_norms is None else self._host_norms[0]
-
-    @property
-    def votes(self) -> list[float]:
-        """The sums over the ranks of what `votes` returned; empty on one rank."""
-        self._look()
-        return self._votes
+        return self._look()[-1].norm
 
     @property
     def finite(self) -> bool:
         """Whether all losses and total norms of the step are finite."""
-        return all(map(math.isfinite, self._look()))
+        return all(map(_is_finite, self._look()))
 
     @property
     def overflowed(self) -> bool:
         """Whether the first part of the step that is not finite, a pass or the adopted, has a finite loss."""
-        loss, total, *others = self._look()
-        parts = zip([*others[::2], loss], [*others[1::2], total], strict=True)
-        return next((math.isfinite(loss) for loss, norm in parts if not math.isfinite(loss + norm)), False)
+        return next((math.isfinite(each.loss) for each in self._look() if not _is_finite(each)), False)
 
-    def _look(self) -> list[float]:
-        # All are copied together: this is the only transfer to the host in a step.
-        if self._host_loss is None or self._host_norms is None:
-            own = self.norms
-            if self._exchanged is None:
-                total = torch.linalg.vector_norm(own)
-                values = [self._loss, total, *self._earlier]
-                if self._adopted and (adopted := [p.grad for _, p in self._adopted if p.grad is not None]):
-                    values += [self._loss, torch.linalg.vector_norm(norms(adopted, self.dtype))]
-                self._host_loss, *self._host_norms = torch.stack([value.to(total) for value in values]).tolist()
-            else:
-                self._host_loss, *found = self._exchanged.tolist()
-                num = len(found) - len(self._vote())
-                self._host_norms, self._votes = found[:num], found[num:]
-        return [self._host_loss, *self._host_norms]
+    def _look(self) -> list[Pass[float]]:
+        if self._passes is None:
+            own, passes = self.norms, self._summed
+            if passes is None:
+                passes = [*self._earlier]
+                if adopted := list(self._adopted_gradients().values()):
+                    passes.append(Pass(self._loss, torch.linalg.vector_norm(norms(adopted, self.dtype))))
+                passes.append(Pass(self._loss, torch.linalg.vector_norm(own)))
+            like = passes[-1].norm
+            # All are copied together: this is the only transfer to the host in a step.
+            values = [value.to(like) for each in passes for value in each]
+            numbers = iter(self._exchange.to_host(values))
+            self._passes = [Pass(loss, next(numbers)) for loss in numbers]
+            self._host_loss = self._passes[-1].loss
+        return self._passes
 
     def nonfinite(self) -> list[str]:
         """Return the names of the gradients that hold a NaN or an infinity.
@@ -242,10 +251,10 @@ class Gradients:
         finite, the norms are computed again in float64, so that the total is right. Costs a pass over all gradients
         and a transfer.
         """
-        earlier = self._look()[2 : 2 + len(self._earlier)]
-        found = [] if all(map(math.isfinite, earlier)) else ["(of an earlier pass of the step)"]
-        named = self.named()
-        everything = [*named.items(), *((name, p.grad) for name, p in self._adopted if p.grad is not None)]
+        passes, named = self._look(), self.named()
+        earlier, last = passes[: len(self._earlier)], passes[-1]
+        found = [] if all(map(_is_finite, earlier)) else ["(of an earlier pass of the step)"]
+        everything = [*named.items(), *self._adopted_gradients().items()]
         if not everything:
             return found
         wrong = torch.stack([(~torch.isfinite(local(gradient))).any().float() for _, gradient in everything])
@@ -256,14 +265,14 @@ class Gradients:
                 self._norms = torch.stack([torch.linalg.vector_norm(g.cpu().double()) for g in self._measured])
             else:
                 self._norms = summed(squares(self._measured, torch.float64)).sqrt()
-            self._host_norms = [float(torch.linalg.vector_norm(self._norms)), *earlier]
+            self._passes = [*earlier, Pass(last.loss, float(torch.linalg.vector_norm(self._norms)))]
         return [*names, *found]
 
     def scale_(self, factor: float) -> None:
         """Multiply all gradients by `factor` >= 0 in place; the norms follow."""
         before = self.norms
-        _, total, *others = self._look()
+        *others, last = self._look()
         if self._measured and not self.is_applied:
             torch._foreach_mul_(local_parts(self._measured), factor)
         self._norms = before * factor
-        self._host_norms = [total * factor, *others]
+        self._passes = [*others, Pass(last.loss, last.norm * factor)]

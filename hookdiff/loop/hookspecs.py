@@ -17,7 +17,7 @@ import pluggy
 from attrs import define, evolve, field, fields
 
 from hookdiff.errors import nearest
-from hookdiff.loop.dispatch import Changed, Hook, HookKind, Phase, Reach
+from hookdiff.loop.dispatch import Changed, Hook, HookKind, Phase
 from hookdiff.options.fields import about
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _declared(
     kind: HookKind,
     phase: Phase,
     *,
-    reach: Reach | None = None,
+    ends: bool = False,
     work: str = "",
     like: str = "",
     may_change: tuple[Changed, ...] = (),
@@ -63,7 +63,7 @@ def _declared(
     def declare(method: F) -> F:
         name, returned = method.__name__, method.__annotations__["return"]
         result, may_be_absent = returned.removesuffix(" | None").partition("[")[0], returned.endswith(" | None")
-        HOOKS[name] = Hook(name, kind, phase, result, may_be_absent, reach, work, tuple(like.split()), may_change)
+        HOOKS[name] = Hook(name, kind, phase, result, may_be_absent, ends, work, tuple(like.split()), may_change)
         return _hookspec(firstresult=kind == "seam")(method)
 
     return declare
@@ -120,7 +120,7 @@ class Hooks(Protocol):
         May change: nothing.
         """
 
-    @moment("start", reach="starting", like="setup on_fit_start on_init_end")
+    @moment("start", like="setup on_fit_start on_init_end")
     def on_start(self, loop: Loop) -> None:
         """Moment: once, after weights and optimizers are loaded, and before the states of plugins are.
 
@@ -143,7 +143,7 @@ class Hooks(Protocol):
         May change: nothing.
         """
 
-    @moment("start", reach="once", like="on_train_start on_train_begin fit_start before_fit")
+    @moment("start", like="on_train_start on_train_begin fit_start before_fit")
     def on_ready(self, loop: Loop, resumed: bool) -> None:
         """Moment: once, when the first step is asked for and all states are loaded; `loop.stop()` here trains nothing.
 
@@ -416,14 +416,14 @@ class Hooks(Protocol):
         May change: own state that no later step reads, files.
         """
 
-    @moment("end", reach="started")
+    @moment("end", ends=True)
     def on_exception(self, loop: Loop, error: BaseException) -> None:
         """Moment: an error ends the run; before `on_stop`, in the same plugins.
 
         May change: files; no state.
         """
 
-    @moment("end", reach="started", like="on_train_end on_fit_end teardown fit_end after_fit")
+    @moment("end", ends=True, like="on_train_end on_fit_end teardown fit_end after_fit")
     def on_stop(self, loop: Loop, reason: Reason) -> None:
         """Moment: once at the end of every run; `reason` is done, time, signal, plugin, on_nan or error.
 
@@ -435,16 +435,6 @@ class Hooks(Protocol):
 
 
 HOOK_NAMES = tuple(HOOKS)
-
-# For names in other trainers, the nearest name here.
-ELSEWHERE = {other: hook.name for hook in HOOKS.values() for other in hook.like} | {
-    "validation_step": "Evaluation.evaluate",
-    "on_validation_epoch_end": "Evaluation.evaluate",
-    "on_evaluate": "Evaluation.evaluate",
-    "eval_start": "Evaluation.evaluate",
-    "on_save_checkpoint": "saved",
-    "on_load_checkpoint": "saved",
-}
 
 
 def hooks_of(*phases: Phase) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from hookdiff.loop.end import FOR_GOOD, End, Reason
 from hookdiff.loop.gradients import Gradients
 from hookdiff.loop.readonly import ReadOnly
 from hookdiff.loop.registry import Plugins, check_partners
-from hookdiff.loop.state import NotMade, Optimizers, RunState
+from hookdiff.loop.state import NotMade, Optimizers, as_tuple, check_eps, check_parameters, run_state
 from hookdiff.machine import ranks
 from hookdiff.machine.randomness import Randomness
 from hookdiff.models.objective import LossOutput, Objective, as_objective, join
@@ -91,10 +91,15 @@ class Loop(ReadOnly):
         self.hparams: Final = dict(hparams or {})
         self.run_dir: Final = Path(run_dir) if run_dir else None
         self.resume: Final = self.run_dir if resume is True else Path(resume) if resume else None
+        self._must_resume: Final = not isinstance(resume, bool)  # there must be a checkpoint
+        self._fresh: Final = tuple(fresh)
+        self._is_resumed: Final = False  # a state was loaded
+        self._is_ready: Final = True  # `on_ready` has been called since `on_start`
         self.is_branch: Final = bool(self.resume and run_dir and self.resume.resolve() != Path(run_dir).resolve())
         self.progress: Final = Progress(step=0, position=0, epoch=0, samples=0)
         self.first_step: Final = 0  # updates made before this process began
         self.end: Final = End()  # why the run is over
+        self._exchange: Final = ranks.Exchange(self.end.votes)  # of what the ranks sum in each step
         self.stop: Final = self.end.stop
         self.reduce: Final = ranks.reduced  # the means of values over the ranks
         self.agree: Final = ranks.agree  # whether a flag is true on any rank
@@ -108,19 +113,6 @@ class Loop(ReadOnly):
         self.device: Final = next(model.parameters()).device
         self.random: Final = Randomness(self.config.seed, self.rank)
         self.feed: Final = Feed.of(data).bind(self.config.batch_size, self.config.seed, self.device)
-        self._state: Final = RunState(
-            model=model,
-            plugins=self.plugins,
-            adopted=self.adopted,
-            progress=self.progress,
-            log=self.log,
-            objective=self.objective,
-            feed=self.feed,
-            hparams=self.hparams,
-            place=self.resume,
-            is_required=not isinstance(resume, bool),
-            fresh=tuple(fresh),
-        )
         self._set(_is_made=True)
 
     def run(self) -> Reason:
@@ -158,13 +150,20 @@ class Loop(ReadOnly):
         with self.adopted.taking():
             self.hook.prepare_model(loop=self)
         self._set(net=self.hook.wrap_net(loop=self, net=self.model).train(), buffers=Buffers(self.model))
-        optimizers = self._state.hold(self._make_optimizers(self.model))
-        self._set(optimizers=optimizers, gradients=Gradients(self.model, optimizers, self.adopted, self.end.votes))
+        optimizers = as_tuple(self._make_optimizers(self.model))
+        check_parameters(self.model)
+        check_eps(optimizers)
+        self._set(optimizers=optimizers, gradients=Gradients(self.model, optimizers, self.adopted, self._exchange))
+
+    @property
+    def all_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """`optimizers`, and those of adopted modules."""
+        return (*self.optimizers, *self.adopted.optimizers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state of the run, which the seam `restore` returns later. The tensors are not copied."""
         assert self.weights.name == "model", "the state of a run was asked for while the model held other weights"
-        return self._state.state_dict()
+        return run_state(self)
 
     def __enter__(self) -> Loop:
         self.end.begin()
@@ -172,10 +171,10 @@ class Loop(ReadOnly):
             on_error.push(self)
             self.prepare()
             saved = self.hook.restore(loop=self)
-            self._state.is_resumed, self._state.first_step = bool(saved), self.progress.step
             with self._restoring().loading(saved) if saved or self.resume else nullcontext():
+                self._set(first_step=self.progress.step, _is_resumed=bool(saved), _is_ready=False)
+                self.plugins.begin()
                 self.hook.on_start(loop=self)
-            self._set(first_step=self.progress.step)
             self._unseen.clear()
             on_error.pop_all()
         return self
@@ -204,7 +203,7 @@ class Loop(ReadOnly):
 
     def run_epoch(self) -> Iterator[Step]:
         """Train on the rest of the current epoch."""
-        self.hook.on_ready(loop=self, resumed=self._state.is_resumed)  # the first time only
+        self._get_ready()
         if not self.end.is_agreed() and self.feed.begin(self.progress.epoch):
             self.hook.before_epoch(loop=self)
         if self.end.is_agreed():  # a plugin has stopped the run
@@ -222,7 +221,7 @@ class Loop(ReadOnly):
     def run_step(self, batch: Batch) -> Step:
         """Train on `batch` and return the outcome; a run that is stopped already trains nothing."""
         self._between_steps()  # of the step before, if a script has made it
-        self.hook.on_ready(loop=self, resumed=self._state.is_resumed)  # the first time only
+        self._get_ready()
         progress, total = self.progress, batch.total
         if self.end.begin_step():
             return progress.consume(total, "stopped")
@@ -271,18 +270,29 @@ class Loop(ReadOnly):
         if self._unseen:
             self.hook.between_steps(loop=self, step=self._unseen.pop())
 
+    def _get_ready(self) -> None:
+        """Call `on_ready` before the first step."""
+        if not self._is_ready:
+            self._set(_is_ready=True)
+            self.hook.on_ready(loop=self, resumed=self._is_resumed)
+
     def _restoring(self) -> Any:
         from hookdiff.loop.restoring import Restoring  # not needed by a run that starts anew
 
-        return Restoring(self._state, partial(self.hook.restore, loop=self))
+        return Restoring(self, self._must_resume, self._fresh)
 
     def _refused(self, batch: Batch) -> Outcome | None:
         """Return the outcome of a step that must not change the weights, or None."""
-        outcome = self.end.count(not self.hook.unscale(loop=self), self.gradients.votes)
-        report = None if outcome else nonfinite.examine(batch, self.output, self.gradients, self.progress, self.feed)
-        if outcome or report:
+        is_void = not self.hook.unscale(loop=self)
+        is_finite = self.gradients.finite  # with the norms come the votes of the ranks
+        if outcome := self.end.count(is_void, self._exchange.votes):
             self.buffers.put_back()
-        if report is None:
             return outcome
+        if is_finite:
+            return None
+        report = nonfinite.examine(batch, self.output, self.gradients, self.progress, self.feed)
+        if report is None:
+            return None
+        self.buffers.put_back()
         verdicts = self.hook.on_nan(loop=self, report=report)
         return nonfinite.apply_verdicts(report, verdicts, lambda: self._restoring().roll_back(), self.end)

@@ -54,12 +54,10 @@ class NonFinite:
 
 
 def examine(batch: Batch, output: LossOutput, gradients: Gradients, progress: Progress, feed: Feed) -> NonFinite | None:
-    """Return the report of a step that is not finite, or None.
+    """Return the report of a step with a loss or a norm that is not finite.
 
-    If the norm is not finite, the gradients are checked, because a finite gradient may have a square over float32.
+    None if the loss and all gradients are finite: the square of a finite gradient may be over float32.
     """
-    if gradients.finite:
-        return None
     names, loss = gradients.nonfinite(), gradients.loss
     if not names and math.isfinite(loss):
         return None

@@ -1,9 +1,11 @@
 """Checks a saved state, and loads it into a run that is resumed or rolled back."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from hookdiff.errors import NoCheckpoint, UserError, listed
 from hookdiff.loop.adopted import ADOPTED
 from hookdiff.loop.counts import Progress
 from hookdiff.loop.saved import checked, keeps_state, restore_state
-from hookdiff.loop.state import RunState
+from hookdiff.loop.state import has_state
 from hookdiff.machine.dtensor import everywhere, place
 from hookdiff.machine.ranks import is_of_ranks
 from hookdiff.models.load import differences, load_state
@@ -26,15 +28,22 @@ from hookdiff.options.software import changed
 from hookdiff.options.structure import structured
 from hookdiff.terminal.notice import notice
 
+if TYPE_CHECKING:
+    from hookdiff.loop.loop import Loop
+
 logger = logging.getLogger("hookdiff")
 
 
 @define
 class Restoring:
-    """Loads saved states into `run`; `restore` returns the one to which a rollback goes, empty if there is none."""
+    """Loads saved states into `loop`.
 
-    run: RunState
-    restore: Callable[[], State]
+    `is_required`: the place to resume from must have a checkpoint. `fresh`: the plugins that ignore their saved state.
+    """
+
+    loop: Loop
+    is_required: bool
+    fresh: tuple[str, ...]
 
     @contextmanager
     def loading(self, saved: State) -> Iterator[None]:
@@ -47,42 +56,40 @@ class Restoring:
         if not saved:
             yield
             return
-        self._check(saved, self.run.fresh)
+        self._check(saved, self.fresh)
         self._load(saved)
-        self.run.first_step = self.run.progress.step
         yield
-        self._load_plugins(saved["plugins"], self.run.fresh)
+        self._load_plugins(saved["plugins"], self.fresh)
 
     def _check_start(self, saved: State) -> None:
-        if (folder := self.run.place) is None:
+        if (place := self.loop.resume) is None:
             return
         if not saved:
-            plugins: Any = self.run.plugins
-            if not plugins.implement("restore"):
+            if not self.loop.plugins.implement("restore"):
                 raise UserError(
-                    f"{folder}: none of the run's plugins reads checkpoints (implements the hook restore); add the "
+                    f"{place}: none of the run's plugins reads checkpoints (implements the hook restore); add the "
                     "plugin that saved it (`hookdiff plugins` lists what is installed)"
                 )
-            if self.run.is_required:
-                raise NoCheckpoint(f"{folder} has no checkpoint") if folder.exists() else no_such_folder(folder)
-            if folder.is_dir() and not is_empty(folder):
-                notice(f"{folder} has no checkpoint to go on from: the run starts anew")
+            if self.is_required:
+                raise NoCheckpoint(f"{place} has no checkpoint") if place.exists() else no_such_folder(place)
+            if place.is_dir() and not is_empty(place):
+                notice(f"{place} has no checkpoint to go on from: the run starts anew")
             return
         with refused_if_unfit("versions"):
-            changes = changed(saved.get("versions", {}), self.run.versions)
+            changes = changed(saved.get("versions", {}), self.loop.plugins.versions)
         if changes:
             logger.info("changed since the checkpoint: %s", ", ".join(changes))
-        own, num_samples = self.run.feed.seed, len(self.run.feed.training)
+        own, num_samples = self.loop.feed.seed, len(self.loop.feed.training)
         with refused_if_unfit("random"):
             seed = saved.get("random", {}).get("seed", own)
         with refused_if_unfit("data"):
             facts = saved.get("data", {}).get("facts", {})
             before = facts.get("num_samples", num_samples)
             counts = f"{num_samples:,} samples to train on; the checkpoint was made with {before:,}"
-            moved = _moved(facts.get("classes") or (), tuple(map(str, self.run.feed.classes or ())))
+            moved = _moved(facts.get("classes") or (), tuple(map(str, self.loop.feed.classes or ())))
             known = dict(facts.get("encoders") or {})
             marks = structured(dict[str, Mark], facts.get("marks") or {})
-        encoders = self.run.feed.facts.encoders if known else {}
+        encoders = self.loop.feed.facts.encoders if known else {}
         others = [another_encoder(k, v, known[k]) for k, v in encoders.items() if known.get(k, v) != v]
         if seed != own:
             raise UserError(
@@ -92,30 +99,30 @@ class Restoring:
             raise UserError("\n".join(others))
         if before != num_samples:
             logger.warning("the data has %s", counts)
-        if moved and getattr(self.run.objective, "conditional", False):
+        if moved and getattr(self.loop.objective, "conditional", False):
             raise UserError(f"{moved}; the network has learnt the numbers, so the classes must keep their order")
         if moved:
             logger.warning("%s", moved)
-        if parts := changed_parts(marks, self.run.feed.facts.marks if marks else {}):
+        if parts := changed_parts(marks, self.loop.feed.facts.marks if marks else {}):
             logger.warning("the data has changed since the checkpoint: %s", ", ".join(parts))
 
     def _check(self, saved: State, fresh: Collection[str]) -> None:
         """Raise UserError unless every part of `saved` fits the run; nothing is loaded before."""
         with refused_if_unfit("model"):
-            _check_model(self.run.model, saved["model"], self.run.place is not None)
+            _check_model(self.loop.model, saved["model"], self.loop.resume is not None)
         with refused_if_unfit("optimizers"):
             optimizers = saved.get("optimizers", {})
-            numbers = [str(index) for index in range(len(self.run.optimizers))]
+            numbers = [str(index) for index in range(len(self.loop.optimizers))]
             if "optimizers" in saved and sorted(optimizers) != sorted(numbers):
-                raise ValueError(f"it has {len(optimizers)} optimizers, the run has {len(self.run.optimizers)}")
+                raise ValueError(f"it has {len(optimizers)} optimizers, the run has {len(self.loop.optimizers)}")
             for index, state in optimizers.items():
-                check_optimizer(self.run.optimizers[int(index)], self.run.model, state, self.run.place is not None)
+                check_optimizer(self.loop.optimizers[int(index)], self.loop.model, state, self.loop.resume is not None)
         with refused_if_unfit("progress"):
             structured(Progress, saved["progress"])
         with refused_if_unfit("log"):
             structured(dict[str, tuple[float, int]], saved["log"])
         with refused_if_unfit("data"):
-            self.run.feed.check_state(saved.get("data", {}))
+            self.loop.feed.check_state(saved.get("data", {}))
         self._check_plugins(saved["plugins"], fresh)
 
     def _check_plugins(self, states: State, fresh: Collection[str]) -> None:
@@ -135,15 +142,15 @@ class Restoring:
         for name in keepers:
             with _refused_plugin(name):
                 self._check_plugin(name, states[name])
-        if unclaimed := [name for name in states if name not in self.run.plugins]:
+        if unclaimed := [name for name in states if name not in self.loop.plugins]:
             logger.warning(
                 "the checkpoint has the state of plugins that this run does not have: %s", ", ".join(unclaimed)
             )
 
     def _check_plugin(self, name: str, state: State) -> None:
-        plugins: Any = self.run.plugins
-        is_finite = self.run.place is not None  # a replay begins with the weights of a step that failed
-        if adopted := self.run.adopted.of(name):
+        plugins = self.loop.plugins
+        is_finite = self.loop.resume is not None  # a replay begins with the weights of a step that failed
+        if adopted := self.loop.adopted.of(name):
             structured(dict[str, dict[str, Any]], state[ADOPTED])
             if len(state[ADOPTED]) != len(adopted):
                 raise ValueError(f"{ADOPTED}: there are {len(state[ADOPTED])} modules, the plugin has {len(adopted)}")
@@ -154,10 +161,10 @@ class Restoring:
         own = {key: value for key, value in state.items() if key != ADOPTED}
         if keeps_state(plugins[name]):
             checked(type(plugins[name]), own)
-        plugins.ask(name, "check_state", model=self.run.model, state=own)
+        plugins.ask(name, "check_state", model=self.loop.model, state=own)
 
     def _keepers(self, fresh: Collection[str]) -> list[str]:
-        return [name for name in self.run.plugins if self.run.keeps_state(name) and name not in fresh]
+        return [name for name in self.loop.plugins if has_state(self.loop, name) and name not in fresh]
 
     def _load(self, saved: State) -> None:
         """Load counts, weights and optimizer state; hyper-parameters stay those of the config.
@@ -165,23 +172,23 @@ class Restoring:
         An optimizer without a saved state begins with an empty one.
         """
         with refused_if_unfit("model"):
-            load_state(self.run.model, saved["model"])
+            load_state(self.loop.model, saved["model"])
         with refused_if_unfit("optimizers"):
             for index, state in saved.get("optimizers", {}).items():
-                load_optimizer(self.run.optimizers[int(index)], self.run.model, state)
-        self.run.progress.load_state_dict(saved["progress"])
-        self.run.log.load_state_dict(saved["log"])
-        self.run.feed.load_state_dict(saved.get("data", {}))
+                load_optimizer(self.loop.optimizers[int(index)], self.loop.model, state)
+        self.loop.progress.load_state_dict(saved["progress"])
+        self.loop.log.load_state_dict(saved["log"])
+        self.loop.feed.load_state_dict(saved.get("data", {}))
 
     def _load_plugins(self, states: State, fresh: Collection[str]) -> None:
         for name in self._keepers(fresh):
             with _refused_plugin(name):
                 state = dict(states[name])
-                if adopted := self.run.adopted.of(name):
+                if adopted := self.loop.adopted.of(name):
                     saved = state.pop(ADOPTED)
                     for index, trained in enumerate(adopted):
                         trained.load_state_dict(saved[str(index)])
-                if keeps_state(plugin := self.run.plugins[name]):
+                if keeps_state(plugin := self.loop.plugins[name]):
                     restore_state(plugin, state)
 
     def roll_back(self) -> bool:
@@ -190,17 +197,17 @@ class Restoring:
         Returns False if there is none. One that this process made has the state of all plugins, those that began
         `fresh` too.
         """
-        if not (saved := self.restore()):
+        if not (saved := self.loop.hook.restore(loop=self.loop)):
             logger.error("there is no checkpoint to go back to: the run stops")
             return False
-        here, data = self.run.progress.state_dict(), self.run.feed.state_dict()
+        here, data = self.loop.progress.state_dict(), self.loop.feed.state_dict()
         with refused_if_unfit("progress"):
-            fresh = () if structured(Progress, saved["progress"]).step > self.run.first_step else self.run.fresh
+            fresh = () if structured(Progress, saved["progress"]).step > self.loop.first_step else self.fresh
         self._check(saved, fresh)
         self._load(saved)
         self._load_plugins(saved["plugins"], fresh)
-        self.run.progress.load_state_dict({**here, "step": self.run.progress.step})
-        self.run.feed.load_state_dict(data)
+        self.loop.progress.load_state_dict({**here, "step": self.loop.progress.step})
+        self.loop.feed.load_state_dict(data)
         return True
 
 

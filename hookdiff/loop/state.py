@@ -1,21 +1,20 @@
 """The state of a run, as a checkpoint holds it."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define
 from torch import nn
 from torch.optim import Optimizer
 
-from hookdiff.data.feed import Feed
 from hookdiff.errors import PluginError, UserError
-from hookdiff.log.log import Log
-from hookdiff.loop.adopted import ADOPTED, Adopted
-from hookdiff.loop.counts import Progress
+from hookdiff.loop.adopted import ADOPTED
 from hookdiff.loop.saved import checked, keeps_state, saved_fields, state_of
+
+if TYPE_CHECKING:
+    from hookdiff.loop.loop import Loop
 
 Optimizers = Optimizer | Sequence[Optimizer]
 
@@ -32,76 +31,41 @@ class NotMade(tuple[Optimizer, ...]):
         raise PluginError("loop.optimizers is empty before on_start: they are made of the prepared model")
 
 
-@define(eq=False)
-class RunState:
-    """The state of a run: weights, optimizers, plugins, counts, config, seed and versions.
+def run_state(loop: Loop) -> dict[str, Any]:
+    """Return the whole state of a run, nested. The tensors are not copied."""
+    from hookdiff.disk.tree import plain
+    from hookdiff.models.optimizer_state import optimizer_state
 
-    place: the run or checkpoint to resume from; None starts anew. `is_required`: it must have a checkpoint.
-    fresh: the plugins that ignore their saved state.
-    """
+    return {
+        "versions": dict(loop.plugins.versions),
+        "config": plain(loop.hparams),
+        "data": loop.feed.state_dict(),
+        "random": {"seed": loop.feed.seed},
+        "progress": loop.progress.state_dict(),
+        "log": loop.log.state_dict(),
+        "model": loop.model.state_dict(),
+        "optimizers": {
+            str(index): optimizer_state(optimizer, loop.model) for index, optimizer in enumerate(loop.optimizers)
+        },
+        "plugins": {name: _state_of(loop, name) for name in loop.plugins if has_state(loop, name)},
+    }
 
-    model: nn.Module
-    plugins: Mapping[str, Any]
-    adopted: Adopted
-    progress: Progress
-    log: Log
-    objective: object
-    feed: Feed
-    hparams: Mapping[str, Any]  # the config
-    place: Path | None
-    is_required: bool
-    fresh: tuple[str, ...]
-    optimizers: tuple[Optimizer, ...] = ()
-    is_resumed: bool = False  # a state was loaded
-    first_step: int = 0  # updates made before this process began
 
-    @cached_property
-    def versions(self) -> dict[str, str]:
-        """The versions of python, torch, hookdiff and the plugins' distributions."""
-        from hookdiff.options.software import versions
+def has_state(loop: Loop, name: str) -> bool:
+    """Return whether the plugin `name` has a state."""
+    return keeps_state(loop.plugins[name]) or bool(loop.adopted.of(name))
 
-        return versions(self.plugins.values())
 
-    def hold(self, optimizers: Optimizers) -> tuple[Optimizer, ...]:
-        """Make `optimizers`, one or several, part of the state, and return them as a tuple."""
-        self.optimizers = as_tuple(optimizers)
-        check_parameters(self.model)
-        check_eps(self.optimizers)
-        return self.optimizers
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, nested. The tensors are not copied."""
-        from hookdiff.disk.tree import plain
-        from hookdiff.models.optimizer_state import optimizer_state
-
-        return {
-            "versions": dict(self.versions),
-            "config": plain(self.hparams),
-            "data": self.feed.state_dict(),
-            "random": {"seed": self.feed.seed},
-            "progress": self.progress.state_dict(),
-            "log": self.log.state_dict(),
-            "model": self.model.state_dict(),
-            "optimizers": {
-                str(index): optimizer_state(optimizer, self.model) for index, optimizer in enumerate(self.optimizers)
-            },
-            "plugins": {name: self._state_of(name) for name in self.plugins if self.keeps_state(name)},
-        }
-
-    def keeps_state(self, name: str) -> bool:
-        """Return whether the plugin `name` has a state."""
-        return keeps_state(self.plugins[name]) or bool(self.adopted.of(name))
-
-    def _state_of(self, name: str) -> dict[str, Any]:
-        plugin = self.plugins[name]
-        state: dict[str, Any] = state_of(plugin)
-        if saved_fields(plugin):
-            try:  # now, and not when it is the only state left
-                checked(type(plugin), state)
-            except ValueError as error:
-                raise PluginError(f"the plugin {name!r} has a state that no run could load: {error}") from None
-        trained = {str(index): one.state_dict() for index, one in enumerate(self.adopted.of(name))}
-        return {**state, ADOPTED: trained} if trained else state
+def _state_of(loop: Loop, name: str) -> dict[str, Any]:
+    plugin = loop.plugins[name]
+    state: dict[str, Any] = state_of(plugin)
+    if saved_fields(plugin):
+        try:  # now, and not when it is the only state left
+            checked(type(plugin), state)
+        except ValueError as error:
+            raise PluginError(f"the plugin {name!r} has a state that no run could load: {error}") from None
+    trained = {str(index): one.state_dict() for index, one in enumerate(loop.adopted.of(name))}
+    return {**state, ADOPTED: trained} if trained else state
 
 
 def check_eps(optimizers: Iterable[Optimizer]) -> None:

@@ -6,7 +6,7 @@ A single process is rank 0 of 1, and nothing here costs anything. `joining` make
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -157,6 +157,32 @@ def summed(values: Tensor) -> Tensor:
         return torch.stack(_stand_in.world[2](f"a sum of {tuple(total.shape)} {total.dtype}", total)).sum(0)
     distributed.all_reduce(total)
     return total
+
+
+class Exchange:
+    """The numbers of a step that the ranks sum together, and that come to the host together.
+
+    With them travel the numbers that `vote` returns on each rank, in the same messages. `votes` are their sums; there
+    are none on one rank.
+    """
+
+    def __init__(self, vote: Callable[[], list[float]] = list) -> None:
+        self._vote = vote
+        self._sums: Sequence[Tensor] = ()  # of the votes, until they are on the host
+        self.votes: list[float] = []
+
+    def summed(self, *parts: Tensor) -> Sequence[Tensor]:
+        """Return the sums of `parts` (n each, of one dtype and device) over the ranks; all ranks must call this."""
+        votes = torch.tensor(self._vote(), dtype=torch.float64).to(parts[0])
+        *sums, votes = torch.split(summed(torch.cat([*parts, votes])), [*map(len, parts), len(votes)])
+        self._sums = votes.unbind()
+        return sums
+
+    def to_host(self, values: Sequence[Tensor]) -> list[float]:
+        """Return `values` (scalars of one dtype and device) as numbers on the host."""
+        numbers = torch.stack([*values, *self._sums]).tolist()
+        self._sums, self.votes = (), numbers[len(values) :]
+        return numbers[: len(values)]
 
 
 def reduced(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class AMP:
     def unscale(self, loop: Loop) -> bool:
         if self.scaler is None:
             return PASS
-        for optimizer in (*loop.optimizers, *loop.adopted.optimizers):
+        for optimizer in loop.all_optimizers:
             self.scaler.unscale_(optimizer)
         loop.gradients.clear()
         # The loop needs the same transfer later, so it costs nothing here.
@@ -169,8 +169,7 @@ class AMP:
     def _flags(self, loop: Loop) -> list[Tensor]:
         """Return what the scaler keeps for each optimizer and device: 1 if a gradient of the step was not finite."""
         assert self.scaler is not None
-        optimizers = (*loop.optimizers, *loop.adopted.optimizers)
-        return [flag for each in optimizers for flag in self.scaler._found_inf_per_device(each).values()]
+        return [flag for each in loop.all_optimizers for flag in self.scaler._found_inf_per_device(each).values()]
 
     def _lower(self) -> None:
         assert self.scaler is not None

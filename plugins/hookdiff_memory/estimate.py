@@ -117,7 +117,7 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
     loop.prepare()
     for trained in loop.adopted:
         _make_fake(trained.module, trained.optimizer, mode, device)
-    optimizers = (*loop.optimizers, *loop.adopted.optimizers)
+    optimizers = loop.all_optimizers
     for start in loop.plugins.order("on_start"):  # each plugin by itself
         with noted(f"the plugin {start.plugin_name!r} did not start"):
             start.function(*({"loop": loop}[name] for name in start.argnames))

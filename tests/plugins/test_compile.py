@@ -11,7 +11,7 @@ from hookdiff import ConfigError, SampleRequest, UserError, load_config
 from hookdiff.experiment.probe import try_config
 from hookdiff.models.compiler import compiled
 from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.plugin_checks import assert_resumes
+from hookdiff.testing.run_checks import assert_resumes
 from hookdiff.testing.toy import toy_loop, toy_model
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_compile import Compile

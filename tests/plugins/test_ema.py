@@ -11,7 +11,7 @@ from hookdiff import SampleRequest, UserError, hookimpl
 from hookdiff.loop.saved import restore_state
 from hookdiff.options.structure import Problems, arguments, resolved
 from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.plugin_checks import assert_resumes
+from hookdiff.testing.run_checks import assert_resumes
 from hookdiff.testing.toy import toy_loop, toy_model
 from hookdiff.testing.transfers import CountTransfers
 from hookdiff_checkpoint import Checkpoint

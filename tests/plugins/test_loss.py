@@ -21,7 +21,7 @@ from hookdiff.images import feed_of
 from hookdiff.loop.saved import restore_state, state_of
 from hookdiff.machine.ranks import num_ranks
 from hookdiff.testing.compare import assert_same
-from hookdiff.testing.plugin_checks import assert_resumes
+from hookdiff.testing.run_checks import assert_resumes
 from hookdiff.testing.threads import on_ranks
 from hookdiff.testing.toy import toy_loop
 from hookdiff.testing.transfers import CountTransfers

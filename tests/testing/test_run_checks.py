@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hookdiff import Loop, UserError, hookimpl
 from hookdiff.testing.companions import COMPANIONS
 from hookdiff.testing.compare import assert_same
-from hookdiff.testing.plugin_checks import assert_any_order, assert_removable, assert_resumes
+from hookdiff.testing.run_checks import assert_any_order, assert_removable, assert_resumes
 from hookdiff.testing.toy import ToyObjective, toy_loop, toy_model
 from hookdiff.testing.transfers import CountTransfers
 from tests import faulty

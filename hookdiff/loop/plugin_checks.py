@@ -1,0 +1,154 @@
+"""Checks plugins against the contract, also for mistakes that pluggy accepts in silence."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from attrs import fields
+
+from hookdiff.errors import PluginError, nearest
+from hookdiff.loop.dispatch import static_member
+from hookdiff.loop.hookspecs import HOOK_NAMES, HOOKS, HOOKS_VERSION, Declaration, Hooks, declaration_of
+from hookdiff.loop.saved import saved_fields
+
+# A plugin's tensors are saved in a file with the plugin's name; these names are taken.
+RESERVED = ("data", "defaults", "manifest", "model", "optimizers")
+# For names in other trainers, the nearest name here.
+ELSEWHERE = {other: hook.name for hook in HOOKS.values() for other in hook.like} | {
+    "validation_step": "Evaluation.evaluate",
+    "on_validation_epoch_end": "Evaluation.evaluate",
+    "on_evaluate": "Evaluation.evaluate",
+    "eval_start": "Evaluation.evaluate",
+    "on_save_checkpoint": "saved",
+    "on_load_checkpoint": "saved",
+}
+
+
+def check_plugins(plugins: Mapping[str, object]) -> None:
+    """Raise PluginError for names and plugins that no run can have."""
+    for name, plugin in plugins.items():
+        if name in RESERVED:
+            raise PluginError(f"a plugin cannot be named {name!r}: the core uses that name")
+        if inspect.isclass(plugin):
+            kind = plugin.__name__
+            raise PluginError(f"the plugin {name!r} is the class {kind}; give an instance: {kind}()")
+        check_contract(name, plugin)
+    check_distinct(plugins)
+
+
+def check_contract(name: str, plugin: object) -> None:
+    """Raise PluginError for a `plugin`, or the class of one, that does not fit this version of the hooks.
+
+    It is made for a later version, has a method that would never be called, or can only save or only load its state.
+    """
+    check_declaration(name, plugin if inspect.isclass(plugin) else type(plugin))
+    keeps, takes = (callable(static_member(plugin, half)) for half in ("state_dict", "load_state_dict"))
+    if keeps != takes:
+        there, missing = ("state_dict", "load_state_dict") if keeps else ("load_state_dict", "state_dict")
+        raise PluginError(f"the plugin {name!r} has {there} and no {missing}: its state would be lost on resume")
+    if keeps and (fields := saved_fields(plugin)):
+        raise PluginError(
+            f"the plugin {name!r} has state_dict, so its saved fields ({', '.join(fields)}) would be lost on resume; "
+            "keep what state_dict returns in saved fields too"
+        )
+    for attribute, member, options in _methods(plugin):
+        if options is None:
+            if attribute in HOOK_NAMES:
+                raise PluginError(
+                    f"the plugin {name!r} has a method {attribute} without @hookimpl; it would never be called"
+                )
+            continue
+        hook = options["specname"] or attribute
+        if hook not in HOOK_NAMES:
+            way_out = f"; in hookdiff it is {ELSEWHERE[hook]!r}" if hook in ELSEWHERE else nearest(hook, HOOK_NAMES)
+            raise PluginError(f"the plugin {name!r}: there is no hook {hook!r}{way_out}")
+        if options["hookwrapper"]:
+            raise PluginError(f"the plugin {name!r}: use wrapper=True in place of hookwrapper=True in {attribute}")
+        if options["wrapper"] and HOOKS[hook].kind == "question":
+            raise PluginError(f"the plugin {name!r}: {attribute} answers for this plugin alone, so it wraps nothing")
+        known = _arguments(hook)
+        if unknown := [one for one in _taken(plugin, attribute) if one not in known]:
+            raise PluginError(
+                f"the plugin {name!r}: {attribute} takes {unknown[0]!r}, which the hook {hook!r} does not give"
+                f"{nearest(unknown[0], known)}; it gives: {', '.join(known)}"
+            )
+        if inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member):
+            raise PluginError(f"the plugin {name!r}: {attribute} is `async`, so it would never run; write `def`")
+        if inspect.isgeneratorfunction(member) and not options["wrapper"]:
+            raise PluginError(
+                f"the plugin {name!r}: {attribute} has a `yield`, so it would never run; write "
+                "@hookimpl(wrapper=True) to surround the hook, or return instead"
+            )
+
+
+def _arguments(hook: str) -> list[str]:
+    return list(inspect.signature(getattr(Hooks, hook)).parameters)[1:]
+
+
+def _taken(plugin: object, attribute: str) -> list[str]:
+    """Return the names of the arguments that a method takes from its hook: those without a default."""
+    given = inspect.signature(static_member(plugin, attribute)).parameters.values()  # type: ignore[arg-type]
+    names = [one.name for one in given if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    is_static = isinstance(inspect.getattr_static(plugin, attribute), staticmethod)
+    return names if is_static else names[1:]
+
+
+def implements(plugin: object, *hooks: str) -> bool:
+    """Return whether `plugin`, or the plugins of this class, implement one of `hooks`."""
+    found = (options["specname"] or attribute for attribute, _, options in _methods(plugin) if options)
+    return not set(hooks).isdisjoint(found)
+
+
+def _methods(plugin: object) -> Iterator[tuple[str, Callable[..., Any], Mapping[str, Any] | None]]:
+    """Yield the name of each method, its function, and the options of its @hookimpl; None without one."""
+    for attribute in dir(plugin):
+        if callable(member := static_member(plugin, attribute)):
+            yield attribute, member, getattr(member, "hookdiff_impl", None)
+
+
+def check_declaration(name: str, kind: type) -> None:
+    """Raise PluginError for a class that declares what does not fit, or is made for a later version of the hooks."""
+    for keyword in fields(Declaration):
+        if static_member(kind, keyword.name) is not None:
+            raise PluginError(
+                f"the plugin {name!r}: {keyword.name} is an attribute of the class, which nobody reads; write "
+                f"@plugin({keyword.name}=...) above the class"
+            )
+    declared = declaration_of(kind)
+    for key, names in {"requires": declared.requires, "conflicts": declared.conflicts}.items():
+        if isinstance(names, str):
+            raise PluginError(f"the plugin {name!r}: {key} is the string {names!r}; write {key}=({names!r},)")
+    if not isinstance(declared.needs, Mapping):
+        raise PluginError(
+            f"the plugin {name!r}: needs is {declared.needs!r}; write needs={{'pandas': 'pandas>=2'}}: modules, and "
+            "what pip installs for them"
+        )
+    wanted = declared.hooks_version
+    if not isinstance(wanted, int):
+        raise PluginError(f"the plugin {name!r}: hooks_version is {wanted!r}; write hooks_version={HOOKS_VERSION}")
+    if wanted > HOOKS_VERSION:
+        from hookdiff.options.software import distributions
+
+        origin = "".join(f" of {one.name} {one.version}" for one in distributions([kind]))
+        raise PluginError(
+            f"the plugin {name!r}{origin} is made for version {wanted} of the hooks, and this hookdiff has version "
+            f"{HOOKS_VERSION}: pip install -U hookdiff"
+        )
+
+
+def check_distinct(plugins: Mapping[str, object]) -> None:
+    """Raise PluginError for two plugins that are the same object, or of one class that compares by value.
+
+    pluggy would take the two for one.
+    """
+    by_class: dict[type, str] = {}
+    for name, plugin in plugins.items():
+        kind = type(plugin)
+        other = by_class.setdefault(kind, name)
+        if other != name and plugins[other] is plugin:
+            raise PluginError(f"the plugins {other!r} and {name!r} are the same object; make one for each name")
+        if other != name and kind.__eq__ is not object.__eq__:
+            raise PluginError(
+                f"the plugins {other!r} and {name!r} are both a {kind.__name__}, which compares by value: write "
+                f"@define(eq=False) above the class"
+            )
