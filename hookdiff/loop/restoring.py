@@ -92,7 +92,7 @@ class Restoring:
             raise UserError("\n".join(others))
         if before != num_samples:
             logger.warning("the data has %s", counts)
-        if moved and getattr(self.run.objective, "conditional", False):
+        if moved and self.run.objective.conditional:
             raise UserError(f"{moved}; the network has learnt the numbers, so the classes must keep their order")
         if moved:
             logger.warning("%s", moved)

@@ -16,6 +16,7 @@ from hookdiff.log.log import Log
 from hookdiff.loop.adopted import ADOPTED, Adopted
 from hookdiff.loop.counts import Progress
 from hookdiff.loop.saved import checked, keeps_state, saved_fields, state_of
+from hookdiff.models.objective import Objective
 
 Optimizers = Optimizer | Sequence[Optimizer]
 
@@ -45,7 +46,7 @@ class RunState:
     adopted: Adopted
     progress: Progress
     log: Log
-    objective: object
+    objective: Objective
     feed: Feed
     hparams: Mapping[str, Any]  # the config
     place: Path | None

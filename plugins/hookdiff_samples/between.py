@@ -12,7 +12,7 @@ from attrs import define, evolve
 from torch import Tensor
 
 from hookdiff import SampleRequest, UserError
-from hookdiff.diffusion import Ask, Chain, Given, Guidance, Point, Sampling, Solver
+from hookdiff.diffusion import Ask, Chain, Diffusion, Given, Guidance, Point, Sampling, Solver
 from hookdiff.terminal import paced
 
 if TYPE_CHECKING:
@@ -74,10 +74,10 @@ def between_noises(
     `asked` has the prompts of the strips, in turn, and what else the images are asked by.
     """
     options: dict[str, Any] = {**asked, "labels": labels and [label for label in labels for _ in range(num)]}
-    objective: Any = run.loop.objective
+    objective = run.loop.objective
     if prompts := asked.get("prompts"):
         options["prompts"] = [text for text in islice(cycle(prompts), rows) for _ in range(num)]
-    elif getattr(objective, "conditions", ()):  # of the examples, the same ones for all images of a strip
+    elif objective.condition_names:  # of the examples, the same ones for all images of a strip
         given = objective.given(run.loop.feed.examples(lambda known: [k // num % known for k in range(rows * num)]))
         own = given.pop("labels", None)
         options |= {"conditions": given, "labels": options["labels"] or (None if own is None else own.tolist())}
@@ -99,9 +99,8 @@ def between_prompts(run: Run, ends: Sequence[str]) -> Given:
     texts = getattr(run.loop.feed.reader, "texts", None)
     if texts is None:
         raise UserError("--prompt: the network was trained without captions")
-    objective: Any = run.loop.objective
     made = texts.embed({kind: [ends[1]] for kind in texts.kinds})
-    return {name: rows for name, rows in made.items() if name in objective.condition_names}
+    return {name: rows for name, rows in made.items() if name in run.loop.objective.condition_names}
 
 
 def between(run: Run, other: Given, first: Mapping[str, Any], seed: int, rows: int, num: int) -> Iterator[Tensor]:
@@ -112,10 +111,9 @@ def between(run: Run, other: Given, first: Mapping[str, Any], seed: int, rows: i
     Raises:
         UserError: if the sampler is not hookdiff's.
     """
-    if not isinstance(run.loop.sampler, Sampling):
+    if not (isinstance(run.loop.sampler, Sampling) and isinstance(run.loop.objective, Diffusion)):
         raise UserError("--interpolate between classes or prompts is for hookdiff's own Sampling")
-    objective: Any = run.loop.objective
-    fitted = run.loop.sampler.fit(objective)
+    fitted = run.loop.sampler.fit(run.loop.objective)
     solver = fitted.sampler
     assert solver is not None
 
