@@ -18,7 +18,6 @@ from hookdiff.builtin import builtin_plugins
 from hookdiff.builtin.start_from import Start
 from hookdiff.data.feed import Feed
 from hookdiff.data.memory import InMemory
-from hookdiff.data.reader import Reader
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.disk.reading import read_file
@@ -57,6 +56,7 @@ from hookdiff.terminal.bars import shown_works
 logger = logging.getLogger("hookdiff")
 
 _TRAINING_ONLY = {"run_dir", "changes"}  # plugins of a run that trains
+_ENCODED = (LatentReader, CaptionedReader)  # readers that may have to encode
 _SIZES = ("in_channels", "out_channels", "image_size", "sample_size")  # arguments of models, here and in diffusers
 
 
@@ -218,22 +218,19 @@ def build_feed(
             source = with_texts(source, config.data.of(ItemKeys), config.data.of(Workers))
         captions_for(source, texts)  # refused before the pictures are looked at
         device = pick_device(config.run.device)
-        reader: Reader | LatentReader | CaptionedReader
-        stages: list[LatentReader | CaptionedReader] = []  # the readers that may have to encode, the outer one first
         if pictures and encode:
             read = evolve(store, store="auto" if isinstance(source, InMemory) else "none")
             samples = cache(partial(feed_of, source, as_they_are, read, **shared))
             of_items = config.data.of(ItemKeys)
-            latents = LatentReader(source, transforms, store, pictures, samples, device, is_encoded, of_items)
-            reader, stages = latents, [latents]
+            reader: Any = LatentReader(source, transforms, store, pictures, samples, device, is_encoded, of_items)
         elif not texts:
             return feed_of(source, as_they_are, store, **shared)
         else:
             reader = feed_of(source, as_they_are, store, **shared).reader
         if texts:
             keys, encodes = config.data.of(CaptionKeys), encode in (True, "trial")
-            reader = captioned = CaptionedReader(reader, source, texts, keys, store, device, encodes)
-            stages.insert(0, captioned)
+            reader = CaptionedReader(reader, source, texts, keys, store, device, encodes)
+        stages = [one for one in (reader, getattr(reader, "inner", None)) if isinstance(one, _ENCODED)]
         if encode == "trial":
             return Feed(stages[0].trial() if stages else reader, **config.data.shared[Feed])
         is_pending = agree(any(stage.pending for stage in stages))
