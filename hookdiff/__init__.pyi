@@ -30,6 +30,6 @@ from .loop.loop import Loop as Loop
 from .loop.nonfinite import NonFinite as NonFinite
 from .loop.saved import saved as saved
 from .models.objective import LossOutput as LossOutput, Objective as Objective
-from .models.sampler import SampleRequest as SampleRequest, Samples as Samples
+from .models.sample_request import SampleRequest as SampleRequest, Samples as Samples
 from .models.weights import evaluating as evaluating
 from .options.every import Due as Due, Every as Every, parse_every as parse_every

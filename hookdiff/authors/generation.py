@@ -25,7 +25,8 @@ from hookdiff.machine.dtensor import is_sharded
 from hookdiff.machine.fitting import Fitting
 from hookdiff.machine.network import is_closed, no_connections
 from hookdiff.machine.ranks import gathered, gathered_or_raised
-from hookdiff.models.sampler import SampleRequest
+from hookdiff.models.sample_request import SampleRequest
+from hookdiff.models.sampler import Sampler
 from hookdiff.options.choices import chosen
 from hookdiff.options.default_names import DEFAULT_FEATURES, FEATURES_OF_OTHERS
 from hookdiff.options.fields import about
@@ -48,7 +49,7 @@ class ImageMaker:
     _fitting: Fitting = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        limit: int = getattr(self.loop.sampler, "batch_size", 256)
+        limit = self.loop.sampler.batch_size if self.loop.sampler else Sampler.batch_size
         values = torch.Size(self.loop.feed.picture_shape).numel()
         size = limit if self.loop.device.type != "cpu" else min(limit, max(_FEWEST_ON_CPU, _VALUES_ON_CPU // values))
         self._fitting = Fitting(size, self.loop.device, any(map(is_sharded, self.loop.model.parameters())))
@@ -101,8 +102,8 @@ class Generated:
     def used(self) -> str:
         """Return the names of the weights that make the images now, and of a guidance of a plugin: "ema with NAME"."""
         samples = self.loop.sample(SampleRequest(0, weights=self.weights))
-        own, used = (getattr(one, "guidance", None) for one in (self.loop.sampler, samples.sampler))
-        return samples.weights if used is None or used is own else f"{samples.weights} with {used.use}"
+        usual, used = (each.guidance if each else None for each in (self.loop.sampler, samples.sampler))
+        return samples.weights if used is None or used is usual else f"{samples.weights} with {used.use}"
 
     def images(self, numbers: range) -> Iterator[Tensor]:
         """Yield the images `numbers` in parts, n c h w, float32; all ranks must call this."""

@@ -5,12 +5,17 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from attrs import asdict
+
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.guidance import ClassifierFree
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.loop.loop import Loop
-from hookdiff.models.sampler import SampleRequest
+from hookdiff.models.sample_request import SampleRequest
+from hookdiff.models.sampler import Sampler
 from hookdiff.options.structure import as_toml
+
+_PARTS = ("sampler", "spacing", "clipping", "guidance")
 
 
 def sampler_info(loop: Loop, weights: str) -> dict[str, Any]:
@@ -24,7 +29,8 @@ def sampler_info(loop: Loop, weights: str) -> dict[str, Any]:
     if not (isinstance(sampler, Sampling) and isinstance(objective, Diffusion)):
         return {}
     fitted = sampler.fit(objective)
-    parts = {name: as_toml(getattr(fitted, name)) for name in ("sampler", "spacing", "clipping", "guidance")}
+    choices = asdict(fitted, recurse=False, filter=lambda option, _: option.name in _PARTS)
+    parts = {name: as_toml(choice) for name, choice in choices.items()}
     used = {name: part.pop("use") for name, part in parts.items()}
     scale = {"guidance_scale": parts["guidance"].pop("scale")} if isinstance(fitted.guidance, ClassifierFree) else {}
     precision = {"precision": fitted.precision} if fitted.precision != "float32" else {}
@@ -32,7 +38,7 @@ def sampler_info(loop: Loop, weights: str) -> dict[str, Any]:
     return {**used, "steps": fitted.steps, **scale, **precision, "options": options}
 
 
-def takes_noise(sampler: Any) -> bool:
+def takes_noise(sampler: Sampler) -> bool:
     """Return whether `sampler` has the argument `noise` of the protocol `Sampler`."""
     known = inspect.signature(sampler.sample).parameters.values()
     return any(parameter.name == "noise" or parameter.kind is parameter.VAR_KEYWORD for parameter in known)

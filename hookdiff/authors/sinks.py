@@ -148,7 +148,7 @@ class Sink:
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
         if values:
-            self._send(loop, "scalars", step, dict(values))
+            self._send(loop, "scalars", self.scalars, step, dict(values))
 
     @hookimpl(trylast=True)  # after their files are written
     def on_images(self, loop: Loop, step: int, images: Mapping[str, Picture]) -> None:
@@ -157,15 +157,15 @@ class Sink:
             for name in images:
                 worker.send("images", send_picture, self, step, name, picture_path(loop.run_dir, name, step))
         else:
-            self._send(loop, "images", step, dict(images))
+            self._send(loop, "images", self.images, step, dict(images))
 
     @hookimpl
     def on_texts(self, loop: Loop, step: int, texts: Mapping[str, str]) -> None:
-        self._send(loop, "texts", step, dict(texts))
+        self._send(loop, "texts", self.texts, step, dict(texts))
 
     @hookimpl
     def on_distributions(self, loop: Loop, step: int, distributions: Mapping[str, Distribution]) -> None:
-        self._send(loop, "distributions", step, dict(distributions))
+        self._send(loop, "distributions", self.distributions, step, dict(distributions))
 
     @hookimpl(wrapper=True)
     def on_event(self, loop: Loop, step: int, event: Event) -> Generator[None, Any, Any]:
@@ -173,12 +173,12 @@ class Sink:
             # Before events.jsonl has the rollback, which would otherwise be sent a second time.
             self._worker.open(_facts(loop, step, is_branch=False), again=True)
         result = yield
-        self._send(loop, "event", step, event)
+        self._send(loop, "event", self.event, step, event)
         return result
 
-    def _send(self, loop: Loop, name: str, step: int, what: object) -> None:
+    def _send(self, loop: Loop, name: str, method: Callable[..., object], step: int, what: object) -> None:
         if worker := self._open(loop):
-            worker.send(name, getattr(self, name), step, now(), what)
+            worker.send(name, method, step, now(), what)
 
     def _open(self, loop: Loop) -> _Worker | None:
         if loop.is_main and self._worker is None and not self._is_closed:

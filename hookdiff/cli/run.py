@@ -154,9 +154,11 @@ def _report(config: Config, loop: Loop, reason: str, resume: bool | Path, run_di
 
     and_trust = " --trust" * (bool(config.needs_trust) and not _is_remembered(run_dir))
     if reason == "done" and resume and loop.progress.step == loop.first_step:
-        unit = "steps" if config.run.epochs is None else "epochs"
+        unit, length, made = "steps", config.run.steps, loop.progress.step
+        if config.run.epochs is not None:
+            unit, length, made = "epochs", config.run.epochs, loop.progress.epoch
         source, out = (run_dir, "") if resume is True else (resume, f" --out {run_dir}" * (resume != run_dir))
-        length, made = getattr(config.run, unit), getattr(loop.progress, unit.removesuffix("s"))
+        assert length is not None
         known = f"is already done, with {made:,} of {length:,} {unit}"
         if made > length:
             known = (

@@ -19,7 +19,7 @@ from hookdiff.diffusion.process import VP, Flow, Process
 from hookdiff.diffusion.times import Times
 from hookdiff.diffusion.weighting import UniformWeighting, Weighting
 from hookdiff.errors import nearest
-from hookdiff.models.objective import LossOutput
+from hookdiff.models.objective import LossOutput, Objective
 from hookdiff.options.choices import chosen
 from hookdiff.options.fields import IS_FINITE, about, between
 
@@ -57,19 +57,19 @@ def _share_of(name: str, shares: Iterable[str]) -> str:
     return max((one for one in shares if f"{name}_".startswith(f"{one}_")), key=len, default="")
 
 
-def _are_of_conditions(diffusion: Any, option: Attribute[Any], value: float | dict[str, float]) -> None:
+def _are_of_conditions(diffusion: Diffusion, option: Attribute[Any], value: float | dict[str, float]) -> None:
     conditions = diffusion.conditions
     known = (_ALL, _LABELS, *(conditions.values() if isinstance(conditions, Mapping) else conditions))
     if isinstance(value, dict) and (strange := [name for name in value if name not in known]):
         raise ValueError(f"'label_dropout' has no condition {strange[0]!r}{nearest(strange[0], known)}")
 
 
-def _fits_process(diffusion: Any, option: Attribute[Any], value: Any) -> None:
+def _fits_process(diffusion: Diffusion, option: Attribute[Any], value: Any) -> None:
     value.check(diffusion.process)
 
 
 @define(eq=False, frozen=True)  # frozen, so that `_constants` always match the options
-class Diffusion:
+class Diffusion(Objective):
     """The objective that trains a network to denoise; its arguments are the keys of the config table [diffusion].
 
     Any prediction works with any process, except "epsilon" with a process that ends in pure noise. In a script,
@@ -152,11 +152,10 @@ class Diffusion:
         if all(std == 1 for std in _numbers(self.data_std)):
             return
         for name, part in (("prediction", self.prediction), ("weighting", self.weighting)):
-            sigma_data = getattr(part, "sigma_data", 1)
-            if sigma_data != 1:
+            if part.sigma_data not in (None, 1):
                 raise ValueError(
-                    f"'{name}': its sigma_data is {sigma_data:g}, and data_std gives the images a standard deviation "
-                    f"of 1; write {name} = {{ use = {part.use!r}, sigma_data = 1.0 }}"
+                    f"'{name}': its sigma_data is {part.sigma_data:g}, and data_std gives the images a standard "
+                    f"deviation of 1; write {name} = {{ use = {part.use!r}, sigma_data = 1.0 }}"
                 )
 
     def bind(self, nothing: Mapping[str, Tensor | None]) -> Diffusion:
@@ -371,7 +370,7 @@ class Diffusion:
     def _each(self, which: str, images: Tensor) -> Tensor:
         key = which, images.device, images.dtype
         if key not in self._constants:  # a copy in each step would make the host wait for the device
-            values: tuple[float, ...] = getattr(self, f"data_{which}")
+            values = _numbers(self.data_mean if which == "mean" else self.data_std)
             if len(values) not in (1, images.shape[1]):
                 raise ValueError(f"data_{which} has {len(values)} numbers for images of {images.shape[1]} channels")
             self._constants[key] = images.new_tensor(values).view(-1, 1, 1)

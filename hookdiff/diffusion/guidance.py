@@ -2,14 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from attrs import define, field
 from attrs.validators import ge
 from torch import Tensor
 
-from hookdiff.diffusion.diffusion import Given, Net
+from hookdiff.diffusion.diffusion import Diffusion, Given, Net
 from hookdiff.diffusion.process import Point
 from hookdiff.options.choices import Choice
 from hookdiff.options.fields import about, is_interval
@@ -39,7 +39,7 @@ class Guidance(Choice, ABC):
         stands for no label and no conditions.
         """
 
-    def check(self, diffusion: Any) -> None:
+    def check(self, diffusion: Diffusion) -> None:
         """Raise ValueError, naming `guidance`, if it does not fit the objective (`Diffusion`)."""
 
 
@@ -68,7 +68,7 @@ class ClassifierFree(Guidance):
         conditional, unconditional = ask(torch.cat([x, x]), both).chunk(2)
         return unconditional + self.scale * (conditional - unconditional)  # a scale of 0 is the latter exactly
 
-    def check(self, diffusion: Any) -> None:
+    def check(self, diffusion: Diffusion) -> None:
         if self.scale != 1 and diffusion.conditional is not None:
             if not diffusion.conditional and not diffusion.condition_names:
                 raise ValueError(

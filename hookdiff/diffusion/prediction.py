@@ -35,6 +35,7 @@ class Prediction(Choice, ABC):
     kind = "prediction"
     needs_alpha = False  # x0 cannot be derived from the output at alpha = 0 (pure noise)
     needs_sigma = False  # the noise cannot be derived from the output at sigma = 0 (no noise)
+    sigma_data: float | None = None  # standard deviation of the images that it assumes; None: any
 
     def network_input(self, x_t: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
         """Return the input of the network: x_t itself, unless the prediction scales it."""

@@ -21,14 +21,17 @@ from hookdiff.diffusion.prediction import q_sample
 from hookdiff.diffusion.process import IMAGE, Point, Process
 from hookdiff.diffusion.solvers import Solver
 from hookdiff.diffusion.spacing import Spacing
+from hookdiff.errors import UserError
 from hookdiff.models.compiler import compiled
+from hookdiff.models.objective import LossFunction
+from hookdiff.models.sampler import Sampler
 from hookdiff.options.choices import chosen
 from hookdiff.options.fields import about
 from hookdiff.terminal.pace import paced
 
 
 @define(eq=False, frozen=True)
-class Sampling:
+class Sampling(Sampler):
     """Makes images from noise, or from other images; its arguments are the keys of the config table [sampling].
 
     Unless given, sampler, spacing and clipping are the usual ones for the process, and steps those for the sampler.
@@ -102,7 +105,7 @@ class Sampling:
     def sample(
         self,
         net: Net,
-        diffusion: Diffusion,
+        diffusion: LossFunction,
         shape: Sequence[int],
         generators: Sequence[Generator],
         device: torch.device | str,
@@ -129,7 +132,7 @@ class Sampling:
 
         Args:
             net: the network, called as `Diffusion` calls it, with images of `dtype`.
-            diffusion: the objective that the network was trained with.
+            diffusion: the objective that the network was trained with, a `Diffusion`.
             shape: shape of one image, c h w.
             generators: one for each image; on the CPU, so that the noise is the same on every device.
             device: device of the network.
@@ -146,7 +149,10 @@ class Sampling:
 
         Raises:
             ValueError: for options that do not fit the objective, another dtype, or a tensor of the wrong shape.
+            UserError: for another objective than a `Diffusion`.
         """
+        if not isinstance(diffusion, Diffusion):
+            raise UserError(f"Sampling is for a Diffusion: give the Loop a sampler for {type(diffusion).__name__}")
         solver, steps, _, clipping = self._parts(diffusion.process)
         points = self.points(diffusion)
         if dtype not in (torch.float32, torch.float64):

@@ -25,6 +25,7 @@ class Weighting(Choice, ABC):
 
     kind = "weighting"
     default = "uniform"
+    sigma_data: float | None = None  # standard deviation of the images that it assumes; None: any
 
     @abstractmethod
     def weights(self, prediction: Prediction, alpha: Tensor, sigma: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ class EDMWeighting(X0Weighting):
         return sigma * sigma / (self.sigma_data or 0.5) ** 2 + alpha * alpha
 
     def fit(self, prediction: Prediction) -> Weighting:
-        return self if self.sigma_data else evolve(self, sigma_data=getattr(prediction, "sigma_data", 0.5))
+        return self if self.sigma_data else evolve(self, sigma_data=prediction.sigma_data or 0.5)
 
 
 Weighting.known = {"uniform": UniformWeighting, "min_snr": MinSNR, "debiased": Debiased, "p2": P2, "edm": EDMWeighting}

@@ -12,7 +12,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, cast
 
-_guarded = threading.local()  # `open`: for each `only_files` that is open in a thread, whether it refuses loops
+
+class _Guards(threading.local):
+    open: tuple[bool, ...] = ()  # for each `only_files` that is open in a thread, whether it refuses loops
+
+
+_guarded = _Guards()
 
 
 def check_kind(path: Path | str) -> None:
@@ -55,7 +60,7 @@ def only_files(no_loops: bool = False) -> Iterator[None]:
             to a folder that the link is in.
     """
     _listen()
-    before = getattr(_guarded, "open", ())
+    before = _guarded.open
     _guarded.open = (*before, no_loops)
     try:
         yield
@@ -69,7 +74,7 @@ def _listen() -> None:
 
 
 def _heard(event: str, arguments: tuple[Any, ...]) -> None:
-    if event not in ("open", "os.scandir", "os.listdir") or not (guards := getattr(_guarded, "open", ())):
+    if event not in ("open", "os.scandir", "os.listdir") or not (guards := _guarded.open):
         return
     path = arguments[0]
     if not isinstance(path, str | bytes | os.PathLike):  # an open file, by its number

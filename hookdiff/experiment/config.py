@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from attrs import Attribute, define, evolve, field, fields
+from attrs import Attribute, asdict, define, evolve, field, fields
 from attrs.validators import ge
 
 from hookdiff.builtin.start_from import Start
@@ -46,7 +46,17 @@ from hookdiff.options.choices import Choice, check_claims, path_of
 from hookdiff.options.default_names import DEFAULT_OPTIMIZER, DEFAULT_PLUGINS
 from hookdiff.options.fields import Fixed, about, between, is_below
 from hookdiff.options.imports import TRUST, import_object, importing, installed
-from hookdiff.options.structure import Problems, Text, arguments, as_toml, described, marks_of, missing, parameters
+from hookdiff.options.structure import (
+    Problems,
+    Text,
+    arguments,
+    as_toml,
+    described,
+    marks_of,
+    missing,
+    options_of,
+    parameters,
+)
 from hookdiff.run_dir.layout import is_run_dir
 
 logger = logging.getLogger("hookdiff")
@@ -224,9 +234,10 @@ class Config:
 
     def defaults(self) -> dict[str, Any]:
         """Return the resolved config of a file that only names the same parts and plugins."""
-        parts = {name: getattr(self, name).bare() for name in ("data", "model", "diffusion", "optimizer", "sampling")}
+        parts = asdict(self, recurse=False, filter=lambda _, value: isinstance(value, Part))
         plugins = {name: part.bare() for name, part in self.plugins.items()}
-        return evolve(self, run=RunConfig(name=self.run.name), plugins=plugins, **parts).resolved()
+        bare = {name: part.bare() for name, part in parts.items()}
+        return evolve(self, run=RunConfig(name=self.run.name), plugins=plugins, **bare).resolved()
 
     def fixed(self) -> dict[str, str]:
         """Return the keys that model and optimizer mark as `Fixed`, with the reasons."""
@@ -460,7 +471,7 @@ def _used(parts: Iterable[Part]) -> Iterator[tuple[str, str, object]]:
     for place, value in waiting:  # it grows
         if isinstance(value, Choice):
             yield place, value.use, type(value)
-            waiting += [(f"{place}.{name}", getattr(value, name, None)) for name in parameters(type(value))]
+            waiting += [(f"{place}.{name}", each) for name, each in options_of(value).items()]
         elif isinstance(value, list | tuple):
             waiting += [(place, each) for each in value]
         elif isinstance(value, Mapping):

@@ -16,7 +16,7 @@ from hookdiff.experiment.catalog import Member, kinds
 from hookdiff.experiment.config import SECTIONS, RunConfig
 from hookdiff.options.choices import Choice
 from hookdiff.options.every import UNITS, Every
-from hookdiff.options.fields import limits_of
+from hookdiff.options.fields import limits_of, one_of
 from hookdiff.options.help import keys
 from hookdiff.options.structure import COLLECTIONS, as_toml, described, fields_of, hints_of, missing, parameters
 
@@ -163,5 +163,5 @@ def _limited(schema: Schema, validator: Any) -> Schema:
         return {**schema, "items": each}
     if schema.get("type") in ("integer", "number"):
         return schema | {_LIMITS[way]: limit for way, limit in limits_of(validator) if math.isfinite(limit)}
-    names = getattr(validator, "names", getattr(validator, "options", None)) if schema.get("type") == "string" else None
-    return {**schema, "enum": list(names)} if names else schema
+    names = validator.names if isinstance(validator, one_of) else getattr(validator, "options", ())  # of attrs' in_
+    return {**schema, "enum": list(names)} if names and schema.get("type") == "string" else schema

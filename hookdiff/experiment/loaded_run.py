@@ -20,6 +20,7 @@ from hookdiff.authors.sampler_info import sampler_info, takes_noise
 from hookdiff.data.absent_data import FeedWithoutData, absent
 from hookdiff.data.feed import Feed
 from hookdiff.data.feed_state import Facts, another_encoder
+from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.encoding.codec import PictureCodec
 from hookdiff.encoding.encoder import CAPTIONS, INPUTS, EncoderKeys
 from hookdiff.encoding.encoder_output import EncoderOutput
@@ -35,7 +36,8 @@ from hookdiff.loop.hookspecs import hookimpl, hooks_of
 from hookdiff.loop.loop import Loop
 from hookdiff.loop.plugin_checks import implements
 from hookdiff.models.load import load_into, load_state
-from hookdiff.models.sampler import SampleRequest
+from hookdiff.models.sample_request import SampleRequest
+from hookdiff.models.sampler import Sampler
 from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.run_dir.history import History
 from hookdiff.run_dir.layout import run_of
@@ -200,7 +202,7 @@ class Run:
     @property
     def classes(self) -> list[str]:
         """The names of the classes, by their numbers; without names the numbers; empty if the model takes no class."""
-        if not getattr(self.loop.objective, "conditional", False):
+        if not self.loop.objective.conditional:
             return []
         known, names = self.loop.feed.num_classes or 0, self.loop.feed.classes
         return list(names) if names else [str(number) for number in range(known)]
@@ -293,7 +295,7 @@ class Run:
         """
         classes = self.classes
         if wanted is None:
-            numbers = [] if getattr(self.loop.objective, "conditions", ()) else list(range(len(classes)))
+            numbers = [] if self.loop.objective.condition_names else list(range(len(classes)))
         elif classes:
             numbers = [_number(label, classes) for label in wanted]
         else:
@@ -363,7 +365,7 @@ class Run:
         if noise is not None:
             if noise.shape != (expected := (num, *self.loop.feed.shape)):
                 raise ValueError(f"noise has the shape {tuple(noise.shape)}, expected {expected}")
-            if not takes_noise(self.loop.sampler):
+            if self.loop.sampler and not takes_noise(self.loop.sampler):
                 raise UserError(f"{self.path}: the sampler of this run cannot start from given noise")
         changes: Any = {"sampler": sampler, "steps": steps, "guidance_scale": guidance_scale}
         changes |= {"precision": precision, "compile": compile}
@@ -401,7 +403,7 @@ class Run:
         kinds = encoders.kinds if encoders else ()
         return {kinds[0] if len(kinds) == 1 else CAPTIONS: texts}
 
-    def _sampler(self, changes: Mapping[str, Any]) -> Any:
+    def _sampler(self, changes: Mapping[str, Any]) -> Sampler | None:
         """Return the sampler of the run with `changes` of its keys; None are no changes."""
         settings = [f"sampling.{key}={value}" for key, value in changes.items() if value is not None]
         if not settings:
@@ -409,8 +411,8 @@ class Run:
         everything = (*self.settings, *settings)
         without = ("data", "model", "optimizer")
         config = run_config(self.path, settings=everything, trust=self.trust, without=without, hooks=())
-        objective: Any = self.loop.objective
-        return build_sampling(config, objective)
+        assert isinstance(self.loop.objective, Diffusion)  # as of every config
+        return build_sampling(config, self.loop.objective)
 
 
 def _texts(config: Config, facts: Facts) -> TextConditions | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import evolve
+from attrs import asdict, evolve
 
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.config import Config, RunConfig
@@ -66,7 +66,8 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
         plugins[name] = part
     # On a GPU the group norms of torch copy each image that is in channels_last: benchmarks/README.md.
     run = {"channels_last": on_cpu and not is_of_diffusers(config.model.target), **run}
-    run = {key: value for key, value in run.items() if getattr(config.run, key) == AUTO}
+    given = asdict(config.run, recurse=False)
+    run = {key: value for key, value in run.items() if given[key] == AUTO}
     if same_kind:
         run |= {key: earlier[key] for key in run if key in earlier and earlier[key] != AUTO}
     if config.run.threads == AUTO:
@@ -77,8 +78,8 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
 
 def filled_in(given: Config, settled: Config, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `settle` has filled in, by key, without what it took from the run `before`."""
-    found = {f"run.{key}": getattr(settled.run, key) for key in ("channels_last", "threads")}
-    found = {key: value for key, value in found.items() if getattr(given.run, key.removeprefix("run.")) == AUTO}
+    asked, chosen = asdict(given.run, recurse=False), asdict(settled.run, recurse=False)
+    found = {f"run.{key}": chosen[key] for key in ("channels_last", "threads") if asked[key] == AUTO}
     known = {f"run.{key}": value for key, value in before.get("run", {}).items()}
     for name, part in settled.plugins.items():
         own, earlier = given.plugins[name].arguments, before.get("plugins", {}).get(name, {})

@@ -14,7 +14,7 @@ from typing import Any
 from hookdiff.disk.paths import leads_out
 from hookdiff.options.connects import Connects
 from hookdiff.options.fields import Handed, Writes
-from hookdiff.options.structure import Text, fields_of, marks_of
+from hookdiff.options.structure import Text, fields_of, marks_of, options_of
 from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.run_dir.layout import is_run_dir
 
@@ -65,7 +65,7 @@ def dangers(
         else:
             pairs = zip(value, given, strict=False) if isinstance(given, list) else [(value, given)]
             for part, its_table in pairs:
-                inner = {name: getattr(part, field.name) for name, field in fields_of(type(part)).items()}
+                inner = options_of(part) if fields_of(type(part)) else {}
                 yield from dangers(type(part), inner, its_table, place, run_dir)
 
 

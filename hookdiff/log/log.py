@@ -235,12 +235,12 @@ class Log:
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Drop all that is logged during the `with`, in which a step is tried."""
-        kept = dict(vars(self))
-        vars(self).update(_records={}, _window={}, _sums={}, _batch=[], details=set(), _call=_drop)
+        kept = self._records, self._window, self._sums, self._batch, self._closed, self.details, self._call
+        self._records, self._window, self._sums, self._batch, self.details, self._call = {}, {}, {}, [], set(), _drop
         try:
             yield
         finally:
-            vars(self).update(kept)
+            self._records, self._window, self._sums, self._batch, self._closed, self.details, self._call = kept
 
     def state_dict(self) -> dict[str, Any]:
         """Flush, and return the sums since the last means, so that a resumed run logs the same means."""

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hookdiff.data.batch import Batch
 from hookdiff.data.memory import to_device
 from hookdiff.errors import HookError, UnknownWeights, UserError, listed
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.models.objective import LossOutput
-from hookdiff.models.sampler import SampleRequest, Samples
+from hookdiff.models.sample_request import SampleRequest, Samples
 from hookdiff.models.weights import evaluating
 
 if TYPE_CHECKING:
-    from hookdiff.data.reader import TextEncoders
     from hookdiff.loop.loop import Loop
 
 
@@ -130,10 +128,12 @@ class Defaults:
         with loop.weights(request.weights) as name, evaluating(loop.model):
             if request.num == 0:
                 return Samples(torch.empty(0, *loop.feed.picture_shape), name, loop.sampler)
+            from hookdiff.models.sampling_arguments import arguments, bound  # not needed by a run without images
+
             images = loop.sampler.sample(
                 loop.model,
-                *(_objective(loop, request), loop.feed.shape, request.generators(), loop.device),
-                **_wanted(loop, request),
+                *(bound(loop.objective, request, loop.feed), loop.feed.shape, request.generators(), loop.device),
+                **arguments(request, loop.objective, loop.feed, loop.model),
             )
         if not request.raw:
             images = loop.decode(images)
@@ -151,56 +151,3 @@ def _scalar(loss: Tensor) -> Tensor:
             "depends on output.per_sample, which an objective must not detach"
         )
     return loss
-
-
-def _encoders(loop: Loop) -> TextEncoders:
-    if (encoders := loop.feed.reader.texts) is None:
-        raise UserError("texts were given, but the network was trained without: no encoder makes conditions of them")
-    return encoders
-
-
-def _objective(loop: Loop, request: SampleRequest) -> Any:
-    """Return the objective, with the negative texts of the request as its null conditions."""
-    objective: Any = loop.objective
-    if request.negative is None:
-        return objective
-    made = _encoders(loop).embed({name: [text] for name, text in request.negative.items()})
-    return objective.bind({**loop.feed.nothing, **{name: rows[0] for name, rows in made.items()}})
-
-
-def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:
-    """Return labels, conditions and the images to start from, as arguments of the sampler."""
-    wanted: dict[str, Any] = {}
-    objective: Any = loop.objective
-    labels, conditions, names = request.labels, request.conditions, getattr(objective, "condition_names", ())
-    made = {} if request.texts is None else _encoders(loop).of_prompts(request.texts)
-    made = {name: rows for name, rows in made.items() if name in names}
-    if conditions is None and names:
-        if len(made) == len(set(names)):
-            conditions = {}
-        else:
-            conditions = objective.given(loop.feed.examples(request.rows))
-            own = conditions.pop("labels", None)
-            labels = labels or (None if own is None else tuple(own.tolist()))
-        conditions |= made
-    if conditions is not None:
-        wanted["conditions"] = {**made, **conditions}
-    if getattr(objective, "conditional", False):
-        num_classes: int = getattr(loop.model, "num_classes", 0)
-        labels = labels or request.default_labels(num_classes, loop.feed.labels)
-        if len(labels) != request.num or not all(-1 <= label < num_classes for label in labels):
-            raise UserError(f"expected {request.num} labels from 0 to {num_classes - 1}, or -1 for none, got {labels}")
-        wanted["labels"] = torch.tensor(labels)
-    elif request.labels:
-        raise UserError("labels were given, but the network was trained without")
-    if request.noise is not None:
-        wanted["noise"] = request.noise
-    codec, mask = loop.feed.codec, request.mask
-    if request.images is not None:
-        images = codec.encode(to_device(request.images, loop.device)) if codec else request.images
-        wanted |= {"images": images, "strength": request.strength}
-    if mask is not None:
-        # A latent is made anew if any pixel of its field is.
-        sides = loop.feed.shape[1:]
-        wanted["mask"] = functional.adaptive_max_pool2d(mask.float(), sides).bool() if codec else mask
-    return wanted

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hookdiff.loop.loop import Loop
     from hookdiff.loop.nonfinite import NonFinite
     from hookdiff.models.objective import LossOutput
-    from hookdiff.models.sampler import SampleRequest, Samples
+    from hookdiff.models.sample_request import SampleRequest, Samples
 
 HOOKS_VERSION = 1  # of the contract: greater once a hook is removed, renamed, or means something else
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from attrs import evolve
@@ -28,9 +28,12 @@ from hookdiff.loop.registry import Plugins, check_partners
 from hookdiff.loop.state import NotMade, Optimizers, as_tuple, check_eps, check_parameters, run_state
 from hookdiff.machine import ranks
 from hookdiff.machine.randomness import Randomness
-from hookdiff.models.objective import LossOutput, Objective, as_objective, join
-from hookdiff.models.sampler import Sampler, SampleRequest, Samples
+from hookdiff.models.objective import LossFunction, LossOutput, Objective, as_objective, join
+from hookdiff.models.sample_request import SampleRequest, Samples, with_all_members
 from hookdiff.models.weights import Buffers, HeldWeights
+
+if TYPE_CHECKING:
+    from hookdiff.models.sampler import MakesImages
 
 
 class Loop(ReadOnly):
@@ -45,7 +48,7 @@ class Loop(ReadOnly):
         data: a tensor n c h w, an `InMemory` set, anything with a length and `[i]`, or a `Feed` of one of them.
         config: length of the run, batch size, seed and the like.
         plugins: by name, called in this order.
-        sampler: makes images from the model; without it the run samples none.
+        sampler: makes images from the model; an object with `sample` will do. Default: the run samples none.
         hparams: the whole config as plain values, for plugins that record it.
         run_dir: the place for files; without it nothing is written.
         resume: True continues the run in `run_dir`, if it has a checkpoint; a path the run or checkpoint there.
@@ -56,12 +59,12 @@ class Loop(ReadOnly):
         self,
         model: nn.Module,
         optimizers: Optimizers | Callable[[nn.Module], Optimizers],
-        objective: Objective | Callable[[nn.Module, Batch], Tensor],
+        objective: Objective | LossFunction,
         data: Any,
         config: LoopConfig | None = None,
         plugins: Mapping[str, object] | None = None,
         *,
-        sampler: Sampler | None = None,
+        sampler: MakesImages | None = None,
         hparams: Mapping[str, Any] | None = None,
         run_dir: str | Path | None = None,
         resume: bool | str | Path = False,
@@ -84,10 +87,10 @@ class Loop(ReadOnly):
         self.gradients: Final = Gradients(model, ())
         self.buffers: Final = Buffers(model)  # as they were before the step
         self.weights: Final = HeldWeights(
-            model, lambda: self.hook.offer_weights(loop=self), lambda: getattr(self.sampler, "weights", None)
+            model, lambda: self.hook.offer_weights(loop=self), lambda: self.sampler.weights if self.sampler else None
         )
         self.objective: Final = as_objective(objective)
-        self.sampler: Final = sampler
+        self.sampler: Final = with_all_members(sampler)
         self.hparams: Final = dict(hparams or {})
         self.run_dir: Final = Path(run_dir) if run_dir else None
         self.resume: Final = self.run_dir if resume is True else Path(resume) if resume else None
@@ -131,9 +134,11 @@ class Loop(ReadOnly):
         """Return the pictures (n c h w, float32) of `inputs` (n c h w) of the network, by the hook `decode`."""
         return self.hook.decode(loop=self, inputs=inputs)
 
-    def using(self, *, net: nn.Module | None = None, sampler: Sampler | None = None) -> AbstractContextManager[None]:
+    def using(
+        self, *, net: nn.Module | None = None, sampler: MakesImages | None = None
+    ) -> AbstractContextManager[None]:
         """Train with another `net`, or sample with another `sampler`, during the `with`."""
-        return self._lending(net=net or self.net, sampler=sampler or self.sampler)
+        return self._lending(net=net or self.net, sampler=with_all_members(sampler) or self.sampler)
 
     def set_micro_batch(self, size: int | None) -> None:
         """Send `size` samples at a time through the network from now on; None: the whole batch."""

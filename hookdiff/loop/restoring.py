@@ -99,7 +99,7 @@ class Restoring:
             raise UserError("\n".join(others))
         if before != num_samples:
             logger.warning("the data has %s", counts)
-        if moved and getattr(self.loop.objective, "conditional", False):
+        if moved and self.loop.objective.conditional:
             raise UserError(f"{moved}; the network has learnt the numbers, so the classes must keep their order")
         if moved:
             logger.warning("%s", moved)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import torch
 from attrs import define, field
 from torch import Generator, Tensor, nn
 
 from hookdiff.data.batch import Batch
+from hookdiff.errors import UserError
 
 logger = logging.getLogger("hookdiff")
 
@@ -40,39 +42,71 @@ class LossOutput:
         return self.per_sample, self.timesteps, self.log_snr, self.weights
 
 
+LossFunction = Callable[[nn.Module, Batch], LossOutput | Tensor]
+
+
+@runtime_checkable
 class Objective(Protocol):
-    """Draws the randomness of a step once, and returns the loss of slices of its batch."""
+    """Draws the randomness of a step once, and returns the loss of slices of its batch.
+
+    Only `__call__` is required. `as_objective` gives an object without one of the optional members its default. A class
+    that inherits from this one has all of them, and `loop.objective` is then the object itself.
+    """
+
+    conditional: bool | None = False  # whether the network gets the labels; optional
+
+    @cached_property
+    def condition_names(self) -> tuple[str, ...]:
+        """The names of the conditions that the network gets. Optional; default: none."""
+        return ()
 
     def draw(self, batch: Batch, generator: Generator) -> Batch:
         """Return `batch.with_draws({...})` with this step's randomness, one row per sample.
 
-        Called once in a step, before the batch is sliced, so that the noise does not depend on `micro_batch`. The
-        generator is the same on all ranks: draw for the `batch.total` samples of the step, and keep those of
-        `batch.own`, so that the noise does not depend on the number of ranks either.
+        Optional; default: `batch` itself. Called once in a step, before the batch is sliced, so that the noise does not
+        depend on `micro_batch`. The generator is the same on all ranks: draw for the `batch.total` samples of the step,
+        and keep those of `batch.own`, so that the noise does not depend on the number of ranks either.
         """
+        return batch
+
+    def given(self, batch: Batch) -> dict[str, Tensor]:
+        """Return what the network gets of `batch` beside its inputs. Optional; default: the named conditions."""
+        return {name: batch.conditions[name] for name in self.condition_names}
+
+    def bind(self, nothing: Mapping[str, Tensor | None]) -> Objective:
+        """Return a copy with other null conditions, by name, for one sample. Optional; the default refuses them.
+
+        Raises:
+            UserError: by default.
+        """
+        raise UserError("negative texts were given, but the objective of this run has no method `bind`")
+
+    def remarks(self) -> Sequence[str]:
+        """Return warnings, which are logged when the Loop is made. Optional; default: none."""
+        return ()
 
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput | Tensor:
         """Return the loss of `batch`: a LossOutput, or a tensor, of which the mean is taken."""
 
 
-class _Function:
-    """An objective that draws nothing."""
+class AnyObjective(Objective):
+    """A function or an object of a user as an objective, with the default of each member that it lacks."""
 
-    def __init__(self, function: Callable[[nn.Module, Batch], LossOutput | Tensor]) -> None:
-        self.function = function
-
-    def draw(self, batch: Batch, generator: Generator) -> Batch:
-        return batch
+    def __init__(self, origin: LossFunction) -> None:
+        self.origin = origin
+        names = [name for name in vars(Objective) if name[0] != "_" and hasattr(origin, name)]
+        vars(self).update({name: getattr(origin, name) for name in names})
 
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput | Tensor:
-        return self.function(net, batch)
+        return self.origin(net, batch)
 
 
-def as_objective(given: Objective | Callable[[nn.Module, Batch], Tensor]) -> Objective:
-    """Return `given`, or make an objective of a plain loss function; log the remarks of the objective."""
-    for remark in getattr(given, "remarks", list)():
+def as_objective(given: LossFunction) -> Objective:
+    """Return `given`, an objective or a function (net, batch) -> loss, with all members; log its remarks."""
+    objective = given if isinstance(given, Objective) else AnyObjective(given)
+    for remark in objective.remarks():
         logger.warning("%s", remark)
-    return cast(Objective, given) if hasattr(given, "draw") else _Function(given)
+    return objective
 
 
 def join(outputs: Sequence[LossOutput], parts: Sequence[Batch]) -> LossOutput:

@@ -1,90 +1,39 @@
-"""The request and the result of the hook `sample`, and the protocol of samplers."""
+"""What makes images for a Loop: the protocol of samplers, and the adapter through which one enters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from attrs import define, evolve, field, validators
 from torch import Generator, Tensor, nn
 
-from hookdiff.machine.randomness import derive_seed
+from hookdiff.models.objective import LossFunction
+from hookdiff.options.choices import Choice
 
 
-def _has_a_row_each(request: Any, option: Any, conditions: Mapping[str, Any] | None) -> None:
-    for name, column in (conditions or {}).items():
-        if len(column) != request.num:
-            size = f"shape {tuple(column.shape)}" if isinstance(column, Tensor) else f"{len(column)} rows"
-            raise ValueError(f"{option.name!r}: {name!r} has {size}, expected {request.num} rows, one per image")
+class MakesImages(Protocol):
+    """What a Loop takes as its sampler: any object with `sample`, as `Sampler` describes it."""
+
+    def sample(self, *arguments: Any, **named: Any) -> Tensor: ...
 
 
-@define(frozen=True)
-class SampleRequest:
-    """A request for `num` images, from number `start` on; `seed`, `stream` and its number determine an image."""
-
-    num: int = field(validator=validators.ge(0))  # 0 only checks that the request can be met
-    seed: int = 0
-    start: int = 0
-    stream: str = "sample"  # "evaluate" for images that metrics are computed on; they differ from those to look at
-    weights: str | None = None  # "model", or the name of an average; None: an average if there is one
-    labels: tuple[int, ...] | None = None  # one per image, -1 is no class; None: see `default_labels`
-    noise: Tensor | None = field(default=None, eq=False)  # n c h w, standard normal: to start from, in place of its own
-    images: Tensor | None = field(default=None, eq=False)  # n c h w in [-1, 1]: to start from, in place of pure noise
-    mask: Tensor | None = field(default=None, eq=False)  # n 1 h w, bool: the region of `images` to make anew
-    strength: float = 0.8  # with `images`: share of the sampler's steps to run, in (0, 1]; with a mask, 1 is usual
-    # By name, one row per image; None: those of training samples, if the objective needs any (see `rows`).
-    conditions: Mapping[str, Tensor] | None = field(default=None, eq=False, validator=_has_a_row_each)
-    texts: Mapping[str, Sequence[str]] | None = field(default=None, validator=_has_a_row_each)  # beside conditions
-    negative: Mapping[str, str] | None = None  # texts that guidance leads away from, by name; None: nothing
-    raw: bool = False  # as the sampler and the plugins made them: not decoded, and not clamped
-
-    def generators(self) -> list[Generator]:
-        """Return one CPU generator for each image: image k is the same in any grid and batch, and on any device."""
-        numbers = range(self.start, self.start + self.num)
-        return [Generator().manual_seed(derive_seed(self.seed, self.stream, k)) for k in numbers]
-
-    def default_labels(self, num_classes: int, known: Tensor | None) -> tuple[int, ...]:
-        """Return the labels of a request that gives none; the label of image k is the same in any request.
-
-        Images to look at take the classes in turn. Images for metrics ("evaluate") take the labels of random samples of
-        the data, if `known` (n, int64) holds them, so that each class is as frequent as in the data.
-        """
-        if self.stream != "evaluate" or known is None or not len(known):
-            return tuple(k % num_classes for k in range(self.start, self.start + self.num))
-        return tuple(int(known[row]) for row in self.rows(len(known)))
-
-    def rows(self, num_samples: int) -> list[int]:
-        """Return the sample, of `num_samples`, that gives each image its conditions: in turn, or random to evaluate."""
-        numbers = range(self.start, self.start + self.num)
-        if self.stream != "evaluate":
-            return [k % num_samples for k in numbers]
-        return [derive_seed(self.seed, self.stream, k, part=1) % num_samples for k in numbers]
-
-    def finish(self, made: Samples, feed: Any) -> Samples:
-        """Return `made` clamped to [-1, 1] if they are pictures, as `feed` says, unless the request is raw."""
-        if self.raw or not self.num or not (feed.codec or feed.are_pictures):
-            return made
-        images = made.images  # NaN and infinities stay, so that they are found
-        return evolve(made, images=images.clamp(-1, 1).where(images.isfinite(), images))
-
-
-@define(frozen=True, eq=False)
-class Samples:
-    """Images and the weights they came from."""
-
-    images: Tensor  # n c h w, float32, on the model's device; see `Loop.sample` for their range
-    weights: str  # "model" or the name of the average that was used
-    sampler: Any = None  # that made them, which a plugin may have put in place of the run's; None: not known
-
-
+@runtime_checkable
 class Sampler(Protocol):
-    """Makes images from a trained net; `hookdiff.diffusion.Sampling` is one."""
+    """Makes images from a trained net; `hookdiff.diffusion.Sampling` is one.
+
+    Only `sample` is required. `as_sampler` gives an object without one of the optional members its default. A class
+    that inherits from this one has all of them, and `loop.sampler` is then the object itself.
+    """
+
+    weights: str | None = None  # those to sample with where a request names none, as `[sampling] weights`; optional
+    batch_size: int = 256  # images that a plugin asks for at a time, at most; optional
+    guidance: Choice | None = None  # by which plugins see whether another sampler has another one; optional
 
     def sample(
         self,
         net: nn.Module,
-        objective: Any,
+        objective: LossFunction,
         shape: Sequence[int],
         generators: Sequence[Generator],
         device: torch.device,
@@ -100,5 +49,21 @@ class Sampler(Protocol):
         """Return one image of `shape` (c h w) for each generator; `net` was trained with `objective`.
 
         `labels` (n, int64), `noise`, `images`, `mask`, `strength` and `conditions` (n rows each) are given only if the
-        `SampleRequest` has them.
+        `SampleRequest` has them. `objective` is what the Loop was given.
         """
+
+
+class AnySampler(Sampler):
+    """An object of a user as a sampler, with the default of each member that it lacks."""
+
+    sample: Callable[..., Tensor]  # of the object
+
+    def __init__(self, origin: MakesImages) -> None:
+        self.origin = origin
+        names = [name for name in vars(Sampler) if name[0] != "_" and hasattr(origin, name)]
+        vars(self).update({name: getattr(origin, name) for name in names})
+
+
+def as_sampler(given: MakesImages) -> Sampler:
+    """Return `given` with all members of a `Sampler`."""
+    return given if isinstance(given, Sampler) else AnySampler(given)

@@ -100,9 +100,13 @@ def arguments(
 
 def _elsewhere(target: Callable[..., Any], key: str) -> str:
     """Return a text with the other parts of the same kind that have `key`, if `target` is a part of a kind."""
-    known: Mapping[str, type] = getattr(target, "known", {})
-    names = [f"use = {name!r}" for name, other in known.items() if key in parameters(other)]
+    names = [f"use = {name!r}" for name, other in _known(target).items() if key in parameters(other)]
     return f"; it is a key with {' or '.join(names)}" if names else ""
+
+
+def _known(target: object) -> Mapping[str, type]:
+    """Return the choices of the kind of `target` by name, if it is a choice."""
+    return target.known if inspect.isclass(target) and issubclass(target, Choice) else {}
 
 
 def structured(kind: type[T], values: Any) -> T:
@@ -215,7 +219,7 @@ def as_toml(value: Any) -> Any:
         return str(value)
     if fields_of(type(value)) or isinstance(value, Choice):
         use = {"use": value.use} if isinstance(value, Choice) else {}
-        return use | resolved(type(value), _options(value))
+        return use | resolved(type(value), options_of(value))
     if isinstance(value, (tuple, list, set, frozenset)):
         items = [as_toml(item) for item in value]
         return None if None in items else items
@@ -226,7 +230,7 @@ def as_toml(value: Any) -> Any:
     return value if isinstance(value, plain) else None
 
 
-def _options(value: Any) -> dict[str, Any]:
+def options_of(value: Any) -> dict[str, Any]:
     """Return the arguments of `value`, which has an attribute for each."""
     fields = fields_of(type(value))
     return {name: getattr(value, fields[name].name if name in fields else name) for name in parameters(type(value))}
@@ -301,7 +305,7 @@ def _value(value: Any, kind: Any) -> Any:
     if not isinstance(value, Text):
         return _structured(value, kind)
     members = typing.get_args(kind)
-    if value == "none" and types.NoneType in members and not any("none" in getattr(m, "known", ()) for m in members):
+    if value == "none" and types.NoneType in members and not any("none" in _known(member) for member in members):
         return None
     errors = []
     for reading in _readings(value):
@@ -437,7 +441,7 @@ def _choice(value: Any, kind: type[Choice]) -> Choice:
     table = {"use": value} if isinstance(value, str) else {"use": kind.default, **value}
     chosen: Choice = _attrs_class(table, find(kind, _value(table.pop("use"), Any)))
     try:
-        _options(chosen)
+        options_of(chosen)
     except AttributeError as error:
         raise ValueError(f"{error}; make it an attrs class, which keeps its options") from None
     return chosen

@@ -10,7 +10,7 @@ from torch import Tensor
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
 from hookdiff.loop.saved import saved
-from hookdiff.models.sampler import SampleRequest
+from hookdiff.models.sample_request import SampleRequest
 from hookdiff.testing.toy import ToyObjective
 
 _NAME = "companion/average"

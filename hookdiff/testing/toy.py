@@ -1,6 +1,6 @@
 """A real Loop, small enough that a test takes milliseconds."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,11 @@ from torch import Generator, Tensor, nn
 from hookdiff.data.batch import Batch
 from hookdiff.loop.counts import LoopConfig
 from hookdiff.loop.loop import Loop
-from hookdiff.models.objective import LossOutput
+from hookdiff.models.objective import LossFunction, LossOutput, Objective
+from hookdiff.models.sampler import Sampler
 
 
-class ToyObjective:
+class ToyObjective(Objective):
     """Learns to predict the noise in samples of any shape: a small diffusion.
 
     The noise has the standard deviation (timestep + 1) / 10; its output has the loss, the timestep and the log-SNR of
@@ -34,11 +35,18 @@ class ToyObjective:
         return LossOutput(error.mean(), error, timesteps, -2 * level.log())
 
 
-class ToySampler:
+class ToySampler(Sampler):
     """Returns the output of the net for noise."""
 
     def sample(
-        self, net: nn.Module, objective: Any, shape: Any, generators: Any, device: torch.device, /, **wanted: Any
+        self,
+        net: nn.Module,
+        objective: LossFunction,
+        shape: Sequence[int],
+        generators: Sequence[Generator],
+        device: torch.device,
+        /,
+        **wanted: Any,
     ) -> Tensor:
         noise = torch.stack([torch.randn(tuple(shape), generator=generator) for generator in generators])
         images: Tensor = net(noise)
@@ -59,7 +67,7 @@ def toy_loop(
     *,
     model: nn.Module | None = None,
     optimizers: Callable[[nn.Module], Any] | None = None,
-    objective: Any = None,
+    objective: LossFunction | None = None,
     data: Any = None,
     hparams: Mapping[str, Any] | None = None,
     run_dir: Path | None = None,

@@ -7,10 +7,11 @@ would differ from the images of the run.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from attrs import define, evolve, field
+from attrs import asdict, define, evolve, field
 
 import hookdiff.diffusion as parts
 from hookdiff import Loop, UserError
+from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.options import Choice, name_of
 
 _UNBOUNDED = 1e9  # largest range of dynamic thresholding, which hookdiff does not limit
@@ -35,10 +36,11 @@ def equivalent_of(loop: Loop) -> Equivalent:
     kind = type(loop.model)
     if kind.__module__.partition(".")[0] != "diffusers":
         raise UserError(f"--to diffusers: model.use: {kind.__name__} is no class of diffusers; use {OTHERWISE}")
-    objective: Any = loop.objective
-    sampling: Any = loop.sampler
-    for key, neutral in () if loop.feed.codec else (("data_mean", 0), ("data_std", 1)):
-        given = getattr(objective, key)
+    objective, sampling = loop.objective, loop.sampler
+    assert isinstance(objective, Diffusion)  # as of every config
+    assert isinstance(sampling, Sampling)
+    scales: list[tuple[str, Any, int]] = [("data_mean", objective.data_mean, 0), ("data_std", objective.data_std, 1)]
+    for key, given, neutral in [] if loop.feed.codec else scales:
         if any(value != neutral for value in given):
             raise _refusal(f"diffusion.{key}", given, "its pipelines would not undo the standardisation", OTHERWISE)
     _check("diffusion.process", objective.process, (parts.VP, parts.DDPMProcess, parts.Flow, parts.EDM))
@@ -75,7 +77,8 @@ def _with_timesteps(objective: Any, sampling: Any) -> Equivalent:
     _check_noise(sampler, "churn")
     if type(sampler) in (parts.DDIM, parts.Euler):
         # By default the scheduler goes on with noise that does not match the clipped image.
-        step = {"eta": getattr(sampler, "eta", 0.0), "use_clipped_model_output": type(clipping) is not parts.NoClipping}
+        eta = sampler.eta if type(sampler) is parts.DDIM else 0.0
+        step = {"eta": eta, "use_clipped_model_output": type(clipping) is not parts.NoClipping}
         return Equivalent("DDIMScheduler", {**options, **clamps, "set_alpha_to_one": True}, times, step, "DDIMPipeline")
     if type(sampler) is parts.DDPM:
         if sampler.variance == "fixed_large" and type(spacing) is parts.Trailing and steps < timesteps:
@@ -131,7 +134,7 @@ def _check_free(objective: Any, sampling: Any, prediction: type[Choice], spacing
 
 def _check_noise(sampler: Any, *options: str) -> None:
     for option in options:
-        if value := getattr(sampler, option, 0):
+        if value := asdict(sampler, recurse=False).get(option, 0):
             key = f"sampling.sampler.{option}"
             why = "its schedulers add no noise, or only after the network has seen the image"
             raise _refusal(key, value, why, f"--set {key}=0")

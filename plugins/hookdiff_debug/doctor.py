@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from attrs import define, evolve
@@ -16,6 +15,7 @@ from torch import Generator, Tensor
 
 from hookdiff import Batch, Config, Finding, Loop, SampleRequest, build_loop, evaluating
 from hookdiff.authors import sheet
+from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.experiment import LeftOut, Part
 from hookdiff.log import Panel
 from hookdiff.loop import HOOKS, hooks_of
@@ -90,6 +90,7 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
         trial = run_trial(loop, steps, whole_rate=run is None)
         portrait = portrait or _portray(loop)
     trained = before >= _TRAINED
+    assert isinstance(loop.objective, Diffusion)
     times = measure.measure_times(loop.objective)
     findings, network = (
         _of_data(loop, trial, times),
@@ -118,9 +119,9 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
 
 
 def _of_data(loop: Loop, trial: Trial, times: Sequence[Drawn]) -> dict[str, Finding]:
-    objective: Any = loop.objective
-    parts = (objective.prediction, objective.weighting)
-    sigma_data = next((part.sigma_data for part in parts if hasattr(part, "sigma_data")), None)
+    objective = loop.objective
+    assert isinstance(objective, Diffusion)
+    sigma_data = objective.prediction.sigma_data or objective.weighting.sigma_data
     inputs = checks.check_inputs(trial.inputs, objective.is_normalized, sigma_data, trial.spoiled)
     counts, unknown = None, 0
     if loop.feed.labels is not None:
@@ -177,7 +178,9 @@ def _measure(loop: Loop, batch: Batch) -> Outputs | None:
 
 def _portray(loop: Loop) -> _Portrait:
     batch = _plain_batch(loop)
-    objective: Any = loop.objective
+    objective, sampler = loop.objective, loop.sampler
+    assert isinstance(objective, Diffusion)  # as of every config
+    assert isinstance(sampler, Sampling)
     given = objective.given(batch)
     outputs = _measure(loop, batch)
     levels, averaged, average = list[Level](), list[Level](), None
@@ -192,8 +195,7 @@ def _portray(loop: Loop) -> _Portrait:
         few = {name: column[:_DRAWN] for name, column in given.items()}
         title = "the network predicts the image from its noisy version" + (f"; weights: {used}" if average else "")
         drawn = measure.draw_levels(loop.model, objective, batch.inputs[:_DRAWN], few, title, loop.decode)
-    sampler: Any = loop.sampler
-    steps = min(sampler.fit(objective).steps, _SAMPLER_STEPS)
+    steps = min(sampler.fit(objective).steps or 0, _SAMPLER_STEPS)
     with loop.using(sampler=evolve(sampler, steps=steps)):
         samples = loop.sample(SampleRequest(_MADE, raw=True)).images.float().cpu()
     return _Portrait(outputs, samples, drawn, levels, average, averaged)

@@ -10,8 +10,8 @@ import torch
 from attrs import define
 from torch import Generator, Tensor, nn
 
-from hookdiff import Batch, Loop, evaluating
-from hookdiff.diffusion import Point
+from hookdiff import Batch, Loop, Objective, evaluating
+from hookdiff.diffusion import Diffusion, Point
 from hookdiff.log import Panel
 from hookdiff.models import Buffers
 
@@ -110,10 +110,11 @@ def eager(model: nn.Module) -> AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
-def measure_inputs(inputs: Tensor, objective: object = None) -> Inputs:
-    """Measure `inputs`, n c h w or n of any shape, also after `objective.normalize` if it exists; one transfer."""
+def measure_inputs(inputs: Tensor, objective: Objective | None = None) -> Inputs:
+    """Measure `inputs`, n c h w or n of any shape, also normalized by a Diffusion; one transfer."""
     inputs = inputs.detach().float()
-    flat, scaled = inputs.flatten(1), getattr(objective, "normalize", lambda images: images)(inputs).flatten(1)
+    normalized = objective.normalize(inputs) if isinstance(objective, Diffusion) else inputs
+    flat, scaled = inputs.flatten(1), normalized.flatten(1)
     finite = flat.isfinite()
     low, high = torch.where(finite, flat, math.inf).min(), torch.where(finite, flat, -math.inf).max()
     mean, std = _moments(flat, finite)
@@ -206,7 +207,7 @@ def level_points(process: Any) -> list[Point]:
     return [Point(*row) for row in rows]
 
 
-def measure_times(diffusion: Any) -> list[Drawn]:
+def measure_times(diffusion: Diffusion) -> list[Drawn]:
     """Return how often the noise levels around each of `LEVELS` are among `DRAWS` times of a training."""
     process = diffusion.process
     borders = process.from_fraction((torch.tensor(LEVELS[1:]) + torch.tensor(LEVELS[:-1])) / 2)
@@ -219,7 +220,9 @@ def measure_times(diffusion: Any) -> list[Drawn]:
     return [Drawn(at.label, at.log_snr, share) for at, share in zip(level_points(process), shares, strict=True)]
 
 
-def _predictions(net: Any, diffusion: Any, images: Tensor, given: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
+def _predictions(
+    net: Any, diffusion: Diffusion, images: Tensor, given: Mapping[str, Tensor]
+) -> Iterator[tuple[Tensor, ...]]:
     """Yield times, x_t, the network's output, alpha and sigma at each of `LEVELS`, and x0 and noise."""
     x0 = diffusion.normalize(images)
     noise = torch.randn(x0.shape, generator=Generator().manual_seed(0)).to(x0)
@@ -231,7 +234,7 @@ def _predictions(net: Any, diffusion: Any, images: Tensor, given: Mapping[str, T
         yield times, x_t, output, alpha, sigma, x0, noise
 
 
-def measure_levels(net: Any, diffusion: Any, images: Tensor, given: Mapping[str, Tensor]) -> list[Level]:
+def measure_levels(net: Any, diffusion: Diffusion, images: Tensor, given: Mapping[str, Tensor]) -> list[Level]:
     """Return the network's error on `images` (n c h w, n above 1) at `LEVELS`, always with the same noise."""
     rows = []
     for times, _, output, alpha, sigma, x0, noise in _predictions(net, diffusion, images, given):
@@ -245,7 +248,7 @@ def measure_levels(net: Any, diffusion: Any, images: Tensor, given: Mapping[str,
 
 def draw_levels(
     net: Any,
-    diffusion: Any,
+    diffusion: Diffusion,
     images: Tensor,
     given: Mapping[str, Tensor],
     title: str,

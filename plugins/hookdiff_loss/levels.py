@@ -8,6 +8,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from hookdiff import Objective
+from hookdiff.diffusion import Diffusion
 from hookdiff.machine import gathered, num_ranks, rank, summed
 from hookdiff.options import COUNT, numbers, shaped
 
@@ -47,7 +49,7 @@ class NoiseLevels:
     The samples of a step are kept until a log is due, or until there are many, so that no kernel runs in a step.
     """
 
-    objective: Any  # with or without `floor` and `target_variance`
+    objective: Objective
     edges: Sequence[float]  # inner edges of the log-SNR bins, rising; the two outer bins are open
     device: torch.device
     patience: int  # updates
@@ -69,10 +71,9 @@ class NoiseLevels:
         self.streak = torch.zeros(num, dtype=torch.int64, device=self.device)
 
     @property
-    def has_floor(self) -> bool:
-        """Whether the objective has the error of the best prediction from mean and variance, for a squared error."""
-        loss = getattr(self.objective, "loss", None)
-        return hasattr(self.objective, "floor") and getattr(loss, "use", "mse") == "mse"
+    def diffusion(self) -> Diffusion | None:
+        """The objective, if it has the error of the best prediction from mean and variance, for a squared error."""
+        return self.objective if isinstance(self.objective, Diffusion) and self.objective.loss.use == "mse" else None
 
     @property
     def names(self) -> list[str]:
@@ -85,8 +86,8 @@ class NoiseLevels:
 
         `weight` is the share of this rank in the step; all ranks must call this.
         """
-        if self.has_floor and self.num_measured < MEASURED:
-            x0 = self.objective.normalize(inputs)
+        if (diffusion := self.diffusion) and self.num_measured < MEASURED:
+            x0 = diffusion.normalize(inputs)
             self.moments += summed(torch.stack((x0.mean(), x0.square().mean())) * weight)
             self.num_measured += 1
 
@@ -111,9 +112,9 @@ class NoiseLevels:
         log_snr, error, times = map(torch.cat, zip(*self._waiting, strict=True))
         self._waiting, self._num_waiting = [], 0
         rows = [torch.ones_like(error), error]
-        if self.has_floor:
+        if diffusion := self.diffusion:
             variance = self.variance
-            rows += [self.objective.floor(times, variance), self.objective.target_variance(times, variance)]
+            rows += [diffusion.floor(times, variance), diffusion.target_variance(times, variance)]
         # Not index_add_: its sums on a GPU differ from run to run.
         here = torch.bucketize(log_snr, self._bounds) == self._bins
         for row, values in zip(self.sums, rows, strict=False):
@@ -130,7 +131,7 @@ class NoiseLevels:
         values: dict[str, Any] = {}
         for name, count, error in zip(self.names, counts, errors, strict=True):
             values[f"loss/snr-{name}"] = error, count
-        if self.has_floor:
+        if self.diffusion:
             for name, count, floor in zip(self.names, counts, floors, strict=True):
                 values[f"loss/floor-{name}"] = floor, count
             whole = sums.sum(1)
@@ -200,14 +201,15 @@ class NoiseLevels:
             self._waiting = [(log_snr, error, times)]
 
 
-def bin_edges(objective: Any, num: int) -> list[float]:
+def bin_edges(objective: Objective, num: int) -> list[float]:
     """Return the edges between `num` bins of the log-SNR, equally distant, to a tenth.
 
     They span the times of the process except a hundredth at either end, so that runs of the same process can be
     compared. For an objective without a process they span -10 to 10.
     """
     low, high = -10.0, 10.0
-    if process := getattr(objective, "process", None):
+    if isinstance(objective, Diffusion):
+        process = objective.process
         ends = process.from_fraction(torch.tensor([0.99, 0.01]))
         low, high = process.rates(ends, 1)[2].tolist()
     return [round(low + k * (high - low) / (num - 2), 1) for k in range(num - 1)]

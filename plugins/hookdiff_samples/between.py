@@ -12,7 +12,7 @@ from attrs import define, evolve
 from torch import Tensor
 
 from hookdiff import SampleRequest, UserError
-from hookdiff.diffusion import Ask, Chain, Given, Guidance, Point, Sampling, Solver
+from hookdiff.diffusion import Ask, Chain, Diffusion, Given, Guidance, Point, Sampling, Solver
 from hookdiff.terminal import paced
 
 if TYPE_CHECKING:
@@ -75,10 +75,10 @@ def between_noises(
     `asked` has the prompts of the strips, in turn, and further arguments of `Run.batches`.
     """
     options: dict[str, Any] = {**asked, "labels": labels and [label for label in labels for _ in range(num)]}
-    objective: Any = run.loop.objective
+    objective = run.loop.objective
     if prompts := asked.get("prompts"):
         options["prompts"] = [text for text in islice(cycle(prompts), rows) for _ in range(num)]
-    elif getattr(objective, "conditions", ()):  # of the examples, the same ones for all images of a strip
+    elif objective.condition_names:  # of the examples, the same ones for all images of a strip
         given = objective.given(run.loop.feed.examples(lambda known: [k // num % known for k in range(rows * num)]))
         known_labels = given.pop("labels", None)
         numbers = None if known_labels is None else known_labels.tolist()
@@ -101,9 +101,8 @@ def between_prompts(run: Run, ends: Sequence[str]) -> Given:
     texts = run.loop.feed.reader.texts
     if texts is None:
         raise UserError("--prompt: the network was trained without captions; leave it out")
-    objective: Any = run.loop.objective
     made = texts.embed({kind: [ends[1]] for kind in texts.kinds})
-    return {name: rows for name, rows in made.items() if name in objective.condition_names}
+    return {name: rows for name, rows in made.items() if name in run.loop.objective.condition_names}
 
 
 def between(run: Run, other: Given, first: Mapping[str, Any], seed: int, rows: int, num: int) -> Iterator[Tensor]:
@@ -114,10 +113,9 @@ def between(run: Run, other: Given, first: Mapping[str, Any], seed: int, rows: i
     Raises:
         UserError: if the sampler is not hookdiff's.
     """
-    if not isinstance(run.loop.sampler, Sampling):
+    if not (isinstance(run.loop.sampler, Sampling) and isinstance(run.loop.objective, Diffusion)):
         raise UserError("--interpolate between classes or prompts needs hookdiff's own Sampling as the sampler")
-    objective: Any = run.loop.objective
-    fitted = run.loop.sampler.fit(objective)
+    fitted = run.loop.sampler.fit(run.loop.objective)
     solver = fitted.sampler
     assert solver is not None
 

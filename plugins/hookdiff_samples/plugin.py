@@ -16,6 +16,7 @@ from hookdiff import Every, Loop, Periodic, SampleRequest, UserError, hookimpl, 
 from hookdiff.authors import ANIMATION_FORMATS, ImageMaker, by_class, sampler_info, save_animation, sheet, takes_noise
 from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling, Solver
 from hookdiff.log import Panel, Picture, grid
+from hookdiff.models import Sampler
 from hookdiff.options import about, between, chosen, one_of
 from hookdiff.run_dir import picture_files
 from hookdiff_samples.between import noise_between
@@ -143,7 +144,7 @@ class SampleGrid(Periodic):
             assert encoders is not None
             encoders.embed(texts)  # now, and not far into the run
             self._labels = tuple([*range(len(prompts))] * max(1, self.num // len(prompts)))
-        elif getattr(loop.objective, "conditional", False):
+        elif loop.objective.conditional:
             num = int(getattr(loop.model, "num_classes", 0))
             if num < 1:
                 raise UserError("plugins.samples.classes: the network has labels, but no attribute `num_classes`")
@@ -176,7 +177,7 @@ class SampleGrid(Periodic):
             raise UserError(f"plugins.samples.classes: there is no class {name!r}{near}; {known}")
         return number
 
-    def _samplers(self, loop: Loop) -> Iterator[tuple[str, Any]]:
+    def _samplers(self, loop: Loop) -> Iterator[tuple[str, Sampler | None]]:
         """Yield the sampler of each guidance scale, after the text that it adds to a title."""
         sampler = loop.sampler
         if not isinstance(sampler, Sampling):
@@ -198,8 +199,9 @@ class SampleGrid(Periodic):
         panels: list[Panel] = []
         for name in names:
             for text, sampler in samplers:
-                is_recorded = recorded and not panels
-                used = evolve(sampler.fit(loop.objective), sampler=recorded) if is_recorded else sampler
+                used = sampler
+                if recorded and not panels and isinstance(sampler, Sampling) and isinstance(loop.objective, Diffusion):
+                    used = evolve(sampler.fit(loop.objective), sampler=recorded)
                 shown = "model, not averaged" if name == "model" and len(names) > 1 else name
                 title = f"{shown}{text}" if len(names) * len(samplers) > 1 else ""
                 titles = [title, *([] if panels else self._left_out())]
@@ -231,7 +233,7 @@ class SampleGrid(Periodic):
             return []
         return [f"{len(without)} of {len(self._names)} classes are not shown: {listed(without, 3)}"]
 
-    def _info(self, loop: Loop, sampler: Any, weights: str, rows: Sequence[int]) -> dict[str, Any]:
+    def _info(self, loop: Loop, sampler: Sampler | None, weights: str, rows: Sequence[int]) -> dict[str, Any]:
         """Return how the images of a picture were made; `rows` are the labels of its rows, if there are any."""
         kind = "prompts" if self._is_prompted else "classes"
         classes = {kind: [self._names[label] if label >= 0 else "-" for label in rows]} if rows else {}
@@ -239,14 +241,19 @@ class SampleGrid(Periodic):
             settings = sampler_info(loop, weights)
         return {"weights": [weights], "seed": self.seed, **settings, **classes}
 
-    def _recorded(self, loop: Loop, sampler: object) -> Recorded | None:
+    def _recorded(self, loop: Loop, sampler: Sampler | None) -> Recorded | None:
         if isinstance(sampler, Sampling) and isinstance(loop.objective, Diffusion):
             solver = sampler.fit(loop.objective).sampler
             return Recorded(solver, _ANIMATED, loop.decode, bool(loop.feed.codec)) if solver else None
         return None
 
     def _made(
-        self, loop: Loop, sampler: Any, weights: str, noise: Tensor | None = None, labels: tuple[int, ...] = ()
+        self,
+        loop: Loop,
+        sampler: Sampler | None,
+        weights: str,
+        noise: Tensor | None = None,
+        labels: tuple[int, ...] = (),
     ) -> Tensor:
         """Return the images of a panel, or one for each of `noise` with its label: n c h w, on the CPU."""
         labels = labels or self._labels
@@ -274,7 +281,7 @@ class SampleGrid(Periodic):
             return Panel(images, self.columns, title)
         return evolve(by_class(images, self._labels, self._names, self.columns), title=title)
 
-    def _between(self, loop: Loop, sampler: Any, weights: str) -> Picture:
+    def _between(self, loop: Loop, sampler: Sampler | None, weights: str) -> Picture:
         """Return a row of images between each of some pairs of noises."""
         noise = noise_between(loop.feed.shape, self.seed, _SHOWN, self.interpolation)
         row_labels = [self._labels[row % len(self._labels)] for row in range(_SHOWN)] if self._labels else []

@@ -23,7 +23,7 @@ from hookdiff.machine.ranks import num_ranks
 from hookdiff.testing.compare import assert_same
 from hookdiff.testing.run_checks import assert_resumes
 from hookdiff.testing.threads import on_ranks
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing.toy import ToyObjective, toy_loop
 from hookdiff.testing.transfers import CountTransfers
 from hookdiff_ema import EMA
 from hookdiff_loss import LossMonitor
@@ -269,11 +269,11 @@ def test_edges_span_the_process(diffusion: Diffusion) -> None:
     _, _, log_snr = diffusion.process.rates(torch.arange(1000), 1)
     assert (log_snr < edges[0]).sum() == pytest.approx(10, abs=8)
     assert (log_snr > edges[-1]).sum() == pytest.approx(10, abs=8)
-    assert bin_edges(object(), 3) == [-10.0, 10.0]
+    assert bin_edges(ToyObjective(), 3) == [-10.0, 10.0]
 
 
 def test_ranges_in_words() -> None:
-    levels = NoiseLevels(object(), [-2.0, 0.5, 2.0, 4.0], torch.device("cpu"), 100)
+    levels = NoiseLevels(ToyObjective(), [-2.0, 0.5, 2.0, 4.0], torch.device("cpu"), 100)
     assert levels.ranges([0]) == "log-SNR below -2"
     assert levels.ranges([0, 1, 3]) == "log-SNR below 0.5, 2 to 4"
     assert levels.ranges([2, 3, 4]) == "log-SNR above 0.5"

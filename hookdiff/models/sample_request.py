@@ -1,0 +1,91 @@
+"""The request and the result of the hook `sample`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, evolve, field, validators
+from torch import Generator, Tensor
+
+from hookdiff.machine.randomness import derive_seed
+
+if TYPE_CHECKING:
+    from hookdiff.data.feed import Feed
+    from hookdiff.models.sampler import MakesImages, Sampler
+
+
+def _has_a_row_each(request: Any, option: Any, conditions: Mapping[str, Any] | None) -> None:
+    for name, column in (conditions or {}).items():
+        if len(column) != request.num:
+            size = f"shape {tuple(column.shape)}" if isinstance(column, Tensor) else f"{len(column)} rows"
+            raise ValueError(f"{option.name!r}: {name!r} has {size}, expected {request.num} rows, one per image")
+
+
+def with_all_members(sampler: MakesImages | None) -> Sampler | None:
+    """Return a sampler with the optional members that it lacks; None remains None."""
+    if sampler is None:
+        return None
+    from hookdiff.models.sampler import as_sampler  # not needed by a run that makes no images
+
+    return as_sampler(sampler)
+
+
+@define(frozen=True)
+class SampleRequest:
+    """A request for `num` images, from number `start` on; `seed`, `stream` and its number determine an image."""
+
+    num: int = field(validator=validators.ge(0))  # 0 only checks that the request can be met
+    seed: int = 0
+    start: int = 0
+    stream: str = "sample"  # "evaluate" for images that metrics are computed on; they differ from those to look at
+    weights: str | None = None  # "model", or the name of an average; None: an average if there is one
+    labels: tuple[int, ...] | None = None  # one per image, -1 is no class; None: see `default_labels`
+    noise: Tensor | None = field(default=None, eq=False)  # n c h w, standard normal: to start from, in place of its own
+    images: Tensor | None = field(default=None, eq=False)  # n c h w in [-1, 1]: to start from, in place of pure noise
+    mask: Tensor | None = field(default=None, eq=False)  # n 1 h w, bool: the region of `images` to make anew
+    strength: float = 0.8  # with `images`: share of the sampler's steps to run, in (0, 1]; with a mask, 1 is usual
+    # By name, one row per image; None: those of training samples, if the objective needs any (see `rows`).
+    conditions: Mapping[str, Tensor] | None = field(default=None, eq=False, validator=_has_a_row_each)
+    texts: Mapping[str, Sequence[str]] | None = field(default=None, validator=_has_a_row_each)  # beside conditions
+    negative: Mapping[str, str] | None = None  # texts that guidance leads away from, by name; None: nothing
+    raw: bool = False  # as the sampler and the plugins made them: not decoded, and not clamped
+
+    def generators(self) -> list[Generator]:
+        """Return one CPU generator for each image: image k is the same in any grid and batch, and on any device."""
+        numbers = range(self.start, self.start + self.num)
+        return [Generator().manual_seed(derive_seed(self.seed, self.stream, k)) for k in numbers]
+
+    def default_labels(self, num_classes: int, known: Tensor | None) -> tuple[int, ...]:
+        """Return the labels of a request that gives none; the label of image k is the same in any request.
+
+        Images to look at take the classes in turn. Images for metrics ("evaluate") take the labels of random samples of
+        the data, if `known` (n, int64) holds them, so that each class is as frequent as in the data.
+        """
+        if self.stream != "evaluate" or known is None or not len(known):
+            return tuple(k % num_classes for k in range(self.start, self.start + self.num))
+        return tuple(int(known[row]) for row in self.rows(len(known)))
+
+    def rows(self, num_samples: int) -> list[int]:
+        """Return the sample, of `num_samples`, that gives each image its conditions: in turn, or random to evaluate."""
+        numbers = range(self.start, self.start + self.num)
+        if self.stream != "evaluate":
+            return [k % num_samples for k in numbers]
+        return [derive_seed(self.seed, self.stream, k, part=1) % num_samples for k in numbers]
+
+    def finish(self, made: Samples, feed: Feed) -> Samples:
+        """Return `made` clamped to [-1, 1] if they are pictures, as `feed` says, unless the request is raw."""
+        if self.raw or not self.num or not (feed.codec or feed.are_pictures):
+            return made
+        images = made.images  # NaN and infinities stay, so that they are found
+        return evolve(made, images=images.clamp(-1, 1).where(images.isfinite(), images))
+
+
+@define(frozen=True, eq=False)
+class Samples:
+    """Images and the weights they came from."""
+
+    images: Tensor  # n c h w, float32, on the model's device; see `Loop.sample` for their range
+    weights: str  # "model" or the name of the average that was used
+    # That made them, which a plugin may have put in place of the run's; None: not known.
+    sampler: Sampler | None = field(default=None, converter=with_all_members)
