@@ -26,8 +26,7 @@ from PIL import Image
 from torch import distributed
 
 from hookdiff import PASS, Batch, Loop, hookimpl
-from hookdiff.disk.lock import lock_run_dir
-from hookdiff.disk.tree import flatten, unflatten
+from hookdiff.disk import flatten, lock_run_dir, unflatten
 from hookdiff.machine.joining import leave
 from hookdiff.testing.graphs import Graphs
 from hookdiff.testing.toy import toy_loop

@@ -24,8 +24,7 @@ from click import Context
 
 import hookdiff
 from hookdiff import Hooks, Loop, load_config
-from hookdiff.cli import COMMANDS, main
-from hookdiff.cli.command_line import group
+from hookdiff.cli import COMMANDS, group, main
 from hookdiff.loop.hookspecs import ELSEWHERE, HOOK_NAMES, HOOKS
 from hookdiff.options.default_names import DEFAULT_PLUGINS
 from hookdiff.options.imports import import_object, installed

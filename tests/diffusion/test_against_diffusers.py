@@ -11,12 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdiff.diffusion.clipping import DynamicThreshold
-from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion import DDIM, DDPM, EDM, VP, Diffusion, DynamicThreshold, Flow, Sampling
 from hookdiff.diffusion.prediction import EDMPrediction, VPrediction, q_sample
-from hookdiff.diffusion.process import EDM, VP, Flow
-from hookdiff.diffusion.sampling import Sampling
-from hookdiff.diffusion.solvers import DDIM, DDPM
 from tests.diffusion.conftest import generators, seeded
 
 pytestmark = [

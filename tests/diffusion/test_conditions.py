@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import Batch, ConfigError, InMemory, Loop, LoopConfig, SampleRequest, build_loop, load_config
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.guidance import ClassifierFree
-from hookdiff.diffusion.sampling import Sampling
+from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling
 from tests.conftest import SMALL, ran, refused
 from tests.diffusion.conftest import generators, seeded
 

@@ -14,8 +14,7 @@ import torch
 from PIL import Image
 
 from hookdiff import InMemory, UserError
-from hookdiff.images import Workers, feed_of
-from hookdiff.images.folder import Folder
+from hookdiff.images import Folder, Workers, feed_of
 from hookdiff.images.item_texts import with_texts
 from hookdiff.images.items import ItemKeys
 from hookdiff_samples.prompts import read_prompts

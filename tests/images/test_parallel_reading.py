@@ -9,9 +9,7 @@ import numpy
 import pytest
 
 from hookdiff import StorageError
-from hookdiff.images import each
-from hookdiff.images.decoding import Unreadable
-from hookdiff.images.parallel_reading import with_images
+from hookdiff.images import Unreadable, parallel_reading, with_images
 
 
 class Numbers:
@@ -46,7 +44,7 @@ def place_and_value(image: Any) -> tuple[int, int]:
 
 @pytest.fixture(params=[0.0, math.inf], ids=["workers", "no workers"])
 def worth(request, monkeypatch) -> float:
-    monkeypatch.setattr(each, "_WORTH", request.param)
+    monkeypatch.setattr(parallel_reading, "_WORTH", request.param)
     return request.param
 
 
@@ -70,7 +68,7 @@ def test_the_first_pictures_are_read_here_and_the_others_in_workers_if_that_is_w
 
 
 def test_a_source_that_reads_one_picture_at_a_time_has_no_workers(monkeypatch) -> None:
-    monkeypatch.setattr(each, "_WORTH", 0.0)
+    monkeypatch.setattr(parallel_reading, "_WORTH", 0.0)
     assert {result[0] for _, result in with_images(OneAtATime(300), range(0, 300, 2), place_and_value)} == {os.getpid()}
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hookdiff import PASS, Batch, Finding, Loop, Verdict, hookimpl
+from hookdiff.log import Picture, panel_layouts
 from hookdiff.log.event import Event, Severity
-from hookdiff.log.picture import Picture
-from hookdiff.log.placement import panel_layouts
 from hookdiff.testing.toy import toy_loop
 from tests.conftest import Logged, RollsBack, check_facts, refused
 

@@ -7,8 +7,7 @@ from attrs import define, field, fields
 from hookdiff import HOOKS_VERSION, Evaluation, HookError, Hooks, PluginError, hookimpl, plugin
 from hookdiff.loop.hookspecs import ELSEWHERE, HOOK_NAMES, HOOKS, Declaration, Phase, declaration_of, hooks_of
 from hookdiff.loop.registry import RESERVED, Plugins, implements
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import assert_same, toy_loop, weights
 from tests.conftest import acting, ran, refused
 
 

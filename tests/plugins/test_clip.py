@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from hookdiff import PASS, Loop, LoopConfig, LossOutput, UserError, hookimpl, load_config
 from hookdiff.loop.gradients import Gradients
-from hookdiff.testing.toy import toy_loop, toy_model
-from hookdiff.testing.transfers import CountTransfers
+from hookdiff.testing import CountTransfers, toy_loop, toy_model
 from hookdiff_clip import AGC, Adaptive, Clip, Norm, Percentile, Rule, Value, ZScore
 from tests.conftest import Logged, records, refused
 

@@ -12,8 +12,7 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import Feed, InMemory, Loop, LoopConfig, UserError, hookimpl
 from hookdiff.data.memory import digits
-from hookdiff.log.picture import Picture
-from hookdiff.log.placement import panel_layouts
+from hookdiff.log import Picture, panel_layouts
 from hookdiff.loop.saved import restore_state, state_of
 from hookdiff_diversity import Diversity
 from hookdiff_diversity.copies import Copies, copies

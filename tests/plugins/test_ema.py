@@ -10,10 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hookdiff import SampleRequest, UserError, hookimpl
 from hookdiff.loop.saved import restore_state
 from hookdiff.options.structure import Problems, arguments, resolved
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.plugin_checks import assert_resumes
-from hookdiff.testing.toy import toy_loop, toy_model
-from hookdiff.testing.transfers import CountTransfers
+from hookdiff.testing import CountTransfers, assert_resumes, assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA, NoWarmup, Power, Warmup
 from hookdiff_ema.profiles import gamma_of

@@ -15,9 +15,7 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Feed, InMemory, Loop, LoopConfig, SampleRequest, UserError, hookimpl
 from hookdiff.data.memory import digits
-from hookdiff.features.collected import Collected
-from hookdiff.features.frechet import frechet_distance
-from hookdiff.features.moments import Gaussian, Moments
+from hookdiff.features import Collected, Gaussian, Moments, frechet_distance
 from hookdiff.log.pixels import to_uint8
 from hookdiff.loop.saved import restore_state, state_of
 from hookdiff_diversity import Diversity

@@ -17,8 +17,7 @@ from hookdiff import Batch, Loop, LossOutput, NonFinite, build_loop, hookimpl, l
 from hookdiff.builtin.logged import Metrics
 from hookdiff.log.distribution import Distribution
 from hookdiff.loop.saved import restore_state
-from hookdiff.testing.toy import toy_loop, toy_model
-from hookdiff.testing.transfers import CountTransfers
+from hookdiff.testing import CountTransfers, toy_loop, toy_model
 from hookdiff_clip import Clip, Norm
 from hookdiff_debug import Debug
 from hookdiff_gradients import GradientMonitor, Limits, Numbers, diagnose_gradients, diagnose_nan

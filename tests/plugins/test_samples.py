@@ -24,13 +24,8 @@ from hookdiff import (
 )
 from hookdiff.builtin.pictures import Pictures
 from hookdiff.data.memory import digits
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.process import Process
-from hookdiff.diffusion.sampling import Sampling
-from hookdiff.diffusion.solvers import DDIM, Solver
-from hookdiff.log.panel import grid
-from hookdiff.log.picture import Picture, read_info
-from hookdiff.log.placement import panel_layouts
+from hookdiff.diffusion import DDIM, Diffusion, Process, Sampling, Solver
+from hookdiff.log import Picture, grid, panel_layouts, read_info
 from hookdiff.options.structure import Problems, arguments
 from hookdiff.run_dir.pictures_png import find_pictures, picture_files, picture_path
 from hookdiff.testing.toy import ToySampler
