@@ -279,8 +279,7 @@ def test_default_labels_belong_to_the_samples_with_the_conditions() -> None:
 USER = """
 import torch
 from attrs import define
-from hookdiff import InMemory
-from hookdiff import hookimpl
+from hookdiff import InMemory, hookimpl
 from torch import nn
 
 class Pairs:

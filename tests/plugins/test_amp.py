@@ -260,8 +260,7 @@ def test_its_state_is_the_scale():
 
 SCALES = """
 from torch import nn
-from hookdiff import PASS
-from hookdiff import hookimpl
+from hookdiff import PASS, hookimpl
 from hookdiff.testing.toy import toy_loop
 from hookdiff_amp import AMP
 from hookdiff_ddp import DDP

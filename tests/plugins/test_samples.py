@@ -1,5 +1,5 @@
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,7 @@ from attrs import evolve
 from PIL import Image
 from torch import Generator, Tensor, nn
 
-from hookdiff import (
-    Batch,
-    Every,
-    Loop,
-    LoopConfig,
-    Objective,
-    SampleRequest,
-    UserError,
-    build_loop,
-    hookimpl,
-    load_config,
-)
+from hookdiff import Batch, Every, Loop, LoopConfig, SampleRequest, UserError, build_loop, hookimpl, load_config
 from hookdiff.builtin.pictures import Pictures
 from hookdiff.data.memory import digits
 from hookdiff.diffusion import DDIM, Diffusion, Process, Sampling, Solver
@@ -55,14 +44,7 @@ class TinySampler:
         self.channels, self.sizes = channels, list[int]()
         self.batch_size = 256
 
-    def sample(
-        self,
-        net: nn.Module,
-        objective: Objective,
-        shape: Sequence[int],
-        generators: Sequence[Generator],
-        device: torch.device,
-    ) -> Tensor:
+    def sample(self, net: nn.Module, objective: Any, shape: Any, generators: Any, device: torch.device) -> Tensor:
         self.sizes.append(len(generators))
         shape = (self.channels or shape[0], *shape[1:])
         images: Tensor = net(torch.stack([torch.randn(*shape, generator=g) for g in generators]).to(device))
