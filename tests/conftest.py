@@ -4,6 +4,7 @@ import gc
 import importlib
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -23,14 +24,13 @@ import tomli_w
 import torch
 from hypothesis import settings
 from PIL import Image
-from torch import distributed
+from torch import distributed, nn
 
 from hookdiff import PASS, Batch, Loop, hookimpl
-from hookdiff.disk.lock import lock_run_dir
-from hookdiff.disk.tree import flatten, unflatten
+from hookdiff.disk import flatten, lock_run_dir, unflatten
 from hookdiff.machine.joining import leave
+from hookdiff.testing import CountTransfers, toy_loop
 from hookdiff.testing.graphs import Graphs
-from hookdiff.testing.toy import toy_loop
 from tests.forked import PATIENCE, begin, command, forked, run_main
 
 pytest_plugins = ["hookdiff.cli.fixtures"]
@@ -138,6 +138,18 @@ def output(result: tuple[int, str, str]) -> str:
 def toy_run(plugins: Mapping[str, object] | None = None, **options: Any) -> Loop:
     """Return a toy loop that has run."""
     return ran(toy_loop(plugins, **options))
+
+
+def added_transfers(plugins: Mapping[str, object], **options: Any) -> int:
+    """Return how many more transfers from the device the steps of a toy loop have with the plugins than without."""
+    counts = []
+    for chosen in ({}, plugins):
+        with toy_loop(chosen, **options) as loop, CountTransfers() as transfers:
+            for _ in loop.steps():
+                pass
+        counts.append(transfers.count)
+    assert counts[0] > 0
+    return counts[1] - counts[0]
 
 
 def as_list(tensor: torch.Tensor | None) -> Any:
@@ -514,6 +526,25 @@ class Still:
     @hookimpl
     def optimizer_step(self) -> bool:
         return True
+
+
+class Push:
+    """Replaces the gradients: at step k, all of them point along one vector and have the norm norms[k]."""
+
+    def __init__(self, norms: list[float]) -> None:
+        self.norms = norms
+
+    @hookimpl(tryfirst=True)
+    def unscale(self, loop: Loop) -> bool:
+        size = math.sqrt(sum(g.numel() for g in loop.gradients.tensors()))
+        for gradient in loop.gradients.tensors():
+            gradient.fill_(self.norms[loop.progress.position] / size)
+        return True
+
+
+def still(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that moves nothing, so that gradients depend on the data alone."""
+    return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
 class Logged:

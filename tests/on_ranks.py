@@ -15,9 +15,8 @@ from torch import Generator, Tensor, nn
 from hookdiff import Batch, Loop, LoopConfig, LossOutput, build_loop, hookimpl, load_config
 from hookdiff.experiment.config import make_plugin
 from hookdiff.experiment.optimizers import weights_of
-from hookdiff.machine.dtensor import whole
+from hookdiff.machine import gathered, whole
 from hookdiff.machine.joining import joined, leave
-from hookdiff.machine.ranks import gathered
 from hookdiff_muon import muon
 from tests.forked import Rank, forked
 

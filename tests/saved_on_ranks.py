@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from hookdiff import Loop, UserError, hookimpl
 from hookdiff.disk.tree import flatten
 from hookdiff.experiment.optimizers import weights_of
-from hookdiff.machine.dtensor import fill_, is_sharded, local, whole
-from hookdiff.machine.ranks import gathered, num_ranks, rank
+from hookdiff.machine import fill_, gathered, is_sharded, local, num_ranks, rank, whole
 from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ddp import DDP

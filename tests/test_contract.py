@@ -584,8 +584,7 @@ def test_a_run_imports_only_the_packages_that_it_uses(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from hookdiff import build_loop
-from hookdiff import load_config
+from hookdiff import build_loop, load_config
 folder = Path({str(tmp_path)!r})
 build_loop(load_config(folder / "small.toml"), folder / "run").run()
 print(*sys.modules)

@@ -37,11 +37,7 @@ num_samples = 4
 """
 SCRIPT = """
 from attrs import define, field
-from hookdiff import builtin_plugins
-from hookdiff import LoopConfig
-from hookdiff import hookimpl
-from hookdiff import Loop
-from hookdiff import SampleRequest
+from hookdiff import Loop, LoopConfig, SampleRequest, builtin_plugins, hookimpl
 from hookdiff.data import digits
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.process import VP

@@ -9,9 +9,7 @@ from attrs import define, field
 from torch import Tensor, nn
 
 from hookdiff import Evaluation, Feed, HookError, Loop, SampleRequest, UnknownWeights, hookimpl
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop, toy_model
-from hookdiff.testing.transfers import CountTransfers
+from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
 from hookdiff_ema import EMA
 from tests.conftest import Logged, Restores, kept, ran, refused, saved
 

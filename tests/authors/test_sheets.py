@@ -9,10 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from hookdiff.authors.sheets import by_class, sheet
-from hookdiff.log.panel import Panel, save_grid
-from hookdiff.log.picture import Picture
-from hookdiff.log.pixels import as_pictures, to_uint8
-from hookdiff.log.placement import panel_layouts
+from hookdiff.log import Panel, Picture, as_pictures, panel_layouts, save_grid, to_uint8
 
 PADDING = 4  # white pixels around each picture
 

@@ -15,11 +15,8 @@ from attrs import define, field
 
 from hookdiff import Loop, Reason, Sink, TrackedRun, UserError, builtin_plugins, hookimpl
 from hookdiff.authors.mirroring import Call
-from hookdiff.log.distribution import Distribution
-from hookdiff.log.event import Event
-from hookdiff.log.picture import Picture
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop
+from hookdiff.log import Distribution, Event, Picture
+from hookdiff.testing import assert_same, toy_loop, weights
 from tests.conftest import (
     PATIENCE,
     Restores,

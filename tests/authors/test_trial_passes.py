@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from hookdiff import Batch, Loop, LossOutput, hookimpl
 from hookdiff.authors.trial_passes import rehearsing
 from hookdiff.disk.tree import flatten
-from hookdiff.testing.compare import assert_same
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import assert_same, toy_loop
 from hookdiff_amp import AMP
 from tests.conftest import acting, ran
 from tests.sam import SAM, Uncertainty

@@ -30,8 +30,7 @@ import time
 from pathlib import Path
 
 import torch
-from hookdiff import UserError
-from hookdiff import hookimpl
+from hookdiff import UserError, hookimpl
 
 class Samples(torch.utils.data.Dataset):
     "Each worker that loads a sample leaves a file with its process id."
@@ -87,9 +86,7 @@ class Keeps:
 
 SCRIPT = """
 import torch
-from hookdiff import builtin_plugins
-from hookdiff import LoopConfig
-from hookdiff import Loop
+from hookdiff import Loop, LoopConfig, builtin_plugins
 from hookdiff.testing.toy import ToyObjective, toy_model
 
 model = toy_model()
@@ -441,9 +438,7 @@ def test_golden_message_of_a_run_in_use_and_takeover_of_a_dead_one(folder, start
 TRAINS = """
 import sys
 import torch
-from hookdiff import builtin_plugins
-from hookdiff import LoopConfig
-from hookdiff import Loop
+from hookdiff import Loop, LoopConfig, builtin_plugins
 from hookdiff.testing.toy import ToyObjective, toy_model
 from hookdiff_checkpoint import Checkpoint
 

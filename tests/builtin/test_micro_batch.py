@@ -12,8 +12,7 @@ from hookdiff.builtin.micro_batch import FitMicroBatch
 from hookdiff.disk.tree import flatten
 from hookdiff.machine.fitting import is_out_of_memory
 from hookdiff.models.footprint import HeldBytes
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_amp import AMP
 from hookdiff_ema import EMA
 from tests.conftest import check_facts, finish, refused

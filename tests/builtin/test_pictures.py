@@ -14,7 +14,7 @@ from hookdiff.log.picture import read_info
 from hookdiff.run_dir.pictures_png import find_pictures
 from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
-from tests.conftest import StopAt, check_facts, warnings
+from tests.conftest import StopAt, acting, check_facts, warnings
 
 
 class Draws:
@@ -48,14 +48,9 @@ def test_a_resumed_run_removes_the_pictures_of_later_steps(tmp_path: Path) -> No
     own = tmp_path / "seen" / "here" / "step-00000009.png"
     Image.new("L", (4, 4)).save(own)  # of the user
 
-    class Look:
-        @hookimpl
-        def before_step(self) -> None:
-            seen.append(steps(tmp_path))
-
     seen: list[list[int]] = []
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
-    train(tmp_path, {"look": Look()}, resume=True)
+    train(tmp_path, {"look": acting(before_step=lambda: seen.append(steps(tmp_path)))}, resume=True)
     assert seen == [[1, 2], [1, 2, 3]]
     assert steps(tmp_path) == [1, 2, 3, 4]
     assert own.exists()

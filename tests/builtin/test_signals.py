@@ -8,8 +8,7 @@ import pytest
 
 from hookdiff import hookimpl
 from hookdiff.builtin.signals import Signals
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import assert_same, toy_loop, weights
 from tests.conftest import toy_run
 from tests.forked import python
 

@@ -6,8 +6,7 @@ import torch
 from hookdiff import Batch, Loop, hookimpl
 from hookdiff.builtin.skip import SkipBatches
 from hookdiff.images import feed_of
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import assert_same, toy_loop, weights
 from tests.conftest import Restores, refused, saved, toy_run
 
 

@@ -7,8 +7,7 @@ from torch import nn
 from hookdiff import ConfigError, build_loop, load_config
 from hookdiff.builtin.start_from import Start
 from hookdiff.experiment.probe import try_config
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import assert_same, toy_loop, weights
 from tests.conftest import refused
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from hookdiff import Batch, Feed, InMemory, Loop, Progress, UserError, hookimpl
 from hookdiff.images import feed_of
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop, toy_model
+from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from tests.conftest import StopAt, as_list, refused, toy_run
 from tests.forked import python
 

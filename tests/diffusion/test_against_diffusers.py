@@ -11,12 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdiff.diffusion.clipping import DynamicThreshold
-from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion import DDIM, DDPM, EDM, VP, Diffusion, DynamicThreshold, Flow, Sampling
 from hookdiff.diffusion.prediction import EDMPrediction, VPrediction, q_sample
-from hookdiff.diffusion.process import EDM, VP, Flow
-from hookdiff.diffusion.sampling import Sampling
-from hookdiff.diffusion.solvers import DDIM, DDPM
 from tests.diffusion.conftest import generators, seeded
 
 pytestmark = [
@@ -183,12 +179,15 @@ def scale_of(scheduler: Any) -> float:
 # Churn is not compared. Algorithm 2 evaluates the network after the noise is added, and diffusers before.
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS)
+HEUN = [("heun", "scaled_linear", name) for name in ("epsilon", "v_prediction")]  # diffusers' has no other prediction
+EULER = [("euler", schedule, name) for schedule in ("linear", "scaled_linear") for name in PREDICTIONS]
+
+
+@pytest.mark.parametrize(("sampler", "schedule", "prediction"), [*EULER, *HEUN])
 @pytest.mark.parametrize("spacing", ["trailing", "leading", "karras"])
-@pytest.mark.parametrize("schedule", ["linear", "scaled_linear"])
-def test_euler(diffusers: Any, schedule: str, prediction: str, spacing: str) -> None:
+def test_euler_and_heun(diffusers: Any, sampler: str, schedule: str, prediction: str, spacing: str) -> None:
     karras = spacing == "karras"
-    scheduler = diffusers.EulerDiscreteScheduler(
+    scheduler = getattr(diffusers, f"{sampler.title()}DiscreteScheduler")(
         beta_schedule=schedule,
         prediction_type=prediction,
         timestep_spacing="linspace" if karras else spacing,  # makes the noise levels span the whole range
@@ -197,24 +196,7 @@ def test_euler(diffusers: Any, schedule: str, prediction: str, spacing: str) -> 
     )
     scheduler.set_timesteps(20)
     diffusion = Diffusion(VP(schedule), prediction)
-    images = ours(diffusion, Net(), sampler="euler", steps=20, spacing=spacing)
-    check(images, theirs(scheduler, Net(), scale_of(scheduler)))
-
-
-@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])  # diffusers' Heun has no other prediction
-@pytest.mark.parametrize("spacing", ["trailing", "leading", "karras"])
-def test_heun(diffusers: Any, prediction: str, spacing: str) -> None:
-    karras = spacing == "karras"
-    scheduler = diffusers.HeunDiscreteScheduler(
-        beta_schedule="scaled_linear",
-        prediction_type=prediction,
-        timestep_spacing="linspace" if karras else spacing,
-        use_karras_sigmas=karras,
-        **ENDS["scaled_linear"],
-    )
-    scheduler.set_timesteps(20)
-    diffusion = Diffusion(VP("scaled_linear"), prediction)
-    images = ours(diffusion, Net(), sampler="heun", steps=20, spacing=spacing)
+    images = ours(diffusion, Net(), sampler=sampler, steps=20, spacing=spacing)
     check(images, theirs(scheduler, Net(), scale_of(scheduler)))
 
 

@@ -4,11 +4,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from hookdiff.diffusion.clipping import Clamp, DynamicThreshold, NoClipping
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.process import VP
-from hookdiff.diffusion.sampling import Sampling
-from hookdiff.diffusion.solvers import Solver
+from hookdiff.diffusion import VP, Clamp, Diffusion, DynamicThreshold, NoClipping, Sampling, Solver
 from tests.diffusion.conftest import generators, solvers
 
 LINEAR = Diffusion("ddpm")

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import Batch, ConfigError, InMemory, Loop, LoopConfig, SampleRequest, build_loop, load_config
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.guidance import ClassifierFree
-from hookdiff.diffusion.sampling import Sampling
+from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling
 from tests.conftest import SMALL, ran, refused
 from tests.diffusion.conftest import generators, seeded
 
@@ -281,8 +279,7 @@ def test_default_labels_belong_to_the_samples_with_the_conditions() -> None:
 USER = """
 import torch
 from attrs import define
-from hookdiff import InMemory
-from hookdiff import hookimpl
+from hookdiff import InMemory, hookimpl
 from torch import nn
 
 class Pairs:

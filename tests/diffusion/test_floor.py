@@ -3,9 +3,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.prediction import EDMPrediction
-from hookdiff.diffusion.process import VP
+from hookdiff.diffusion import VP, Diffusion, EDMPrediction
 from hookdiff_selftest.gaussian import CASES, STD, Case, exact_loss, training_levels
 from tests.diffusion.conftest import FLOORS, PAIRS, PREDICTIONS, PROCESSES
 

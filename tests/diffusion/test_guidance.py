@@ -7,10 +7,7 @@ from attrs import evolve
 from hypothesis import given
 from torch import Tensor
 
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.guidance import ClassifierFree
-from hookdiff.diffusion.sampling import Sampling
-from hookdiff.diffusion.solvers import Solver
+from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling, Solver
 from hookdiff.diffusion.spacing import karras_sigmas
 from tests.conftest import refused
 from tests.diffusion.conftest import generators, objectives, pointwise, solvers

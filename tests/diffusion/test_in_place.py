@@ -5,12 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import Batch, InMemory
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.guidance import ClassifierFree, Guidance
-from hookdiff.diffusion.sampling import Sampling
-from hookdiff.diffusion.solvers import Solver
-from hookdiff.testing.compare import assert_same
-from hookdiff.testing.toy import toy_loop
+from hookdiff.diffusion import ClassifierFree, Diffusion, Guidance, Sampling, Solver
+from hookdiff.testing import assert_same, toy_loop
 from hookdiff_autoguidance import AwayFrom
 from hookdiff_debug.measure import measure_outputs, untouched
 from tests.conftest import ran

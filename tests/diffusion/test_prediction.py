@@ -5,7 +5,7 @@ import torch
 from hypothesis import assume, given, strategies as st
 from torch import Tensor
 
-from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion import EDM, VP, Diffusion, EDMWeighting, Process
 from hookdiff.diffusion.prediction import (
     EDMPrediction,
     Epsilon,
@@ -16,8 +16,6 @@ from hookdiff.diffusion.prediction import (
     noise_from_x0,
     q_sample,
 )
-from hookdiff.diffusion.process import EDM, VP, Process
-from hookdiff.diffusion.weighting import EDMWeighting
 from tests.conftest import refused
 from tests.diffusion.conftest import PREDICTIONS
 

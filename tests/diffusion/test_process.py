@@ -4,8 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hookdiff.diffusion.process import EDM, IMAGE, VP, Flow, Process
-from hookdiff.diffusion.schedules import Cosine, Linear
+from hookdiff.diffusion import EDM, IMAGE, VP, Cosine, Flow, Linear, Process
 from tests.conftest import refused
 from tests.diffusion.conftest import column, random_betas, vp
 

@@ -9,10 +9,7 @@ from attrs import define
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.process import VP
-from hookdiff.diffusion.sampling import Sampling
-from hookdiff.diffusion.solvers import DDIM, DDPM, DPMSolver2M, Euler, Heun, Solver
+from hookdiff.diffusion import DDIM, DDPM, VP, Diffusion, DPMSolver2M, Euler, Heun, Sampling, Solver
 from hookdiff.diffusion.spacing import karras_sigmas
 from tests.diffusion.conftest import (
     PREDICTIONS,

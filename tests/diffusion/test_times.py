@@ -7,9 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.process import EDM, VP, Flow, Process
-from hookdiff.diffusion.times import LogitNormal, LogNormal, Times, UniformTimes
+from hookdiff.diffusion import EDM, VP, Diffusion, Flow, LogitNormal, LogNormal, Process, Times, UniformTimes
 from tests.conftest import refused
 from tests.diffusion.conftest import seeded
 

@@ -8,11 +8,9 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from hookdiff import Batch
-from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.diffusion import EDM, P2, VP, Debiased, Diffusion, EDMWeighting, MinSNR, UniformWeighting, Weighting
 from hookdiff.diffusion.prediction import EDMPrediction, Epsilon, Prediction, SamplePrediction, noise_from_x0
-from hookdiff.diffusion.process import EDM, VP
 from hookdiff.diffusion.schedules import NoiseSchedule
-from hookdiff.diffusion.weighting import P2, Debiased, EDMWeighting, MinSNR, UniformWeighting, Weighting
 from hookdiff.testing.toy import toy_loop
 from tests.conftest import check_facts
 from tests.diffusion.conftest import PREDICTIONS, seeded

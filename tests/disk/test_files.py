@@ -9,8 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hookdiff import StorageError
-from hookdiff.disk.files import new_file, new_folder, write_file, writing
-from hookdiff.disk.tensors import check_tensors, write_tensors
+from hookdiff.disk import check_tensors, new_file, new_folder, write_file, write_tensors, writing
 from tests.conftest import locked, refused
 
 DTYPES = [

@@ -45,11 +45,12 @@ def pictures() -> InMemory:
     return InMemory(samples().images)
 
 
-@define(frozen=True)
+@define(frozen=True, slots=False)  # two bases with slots do not mix
 class Ends:
     """Options of an encoder that ends the process by a signal, or raises an error, at a call with many rows."""
 
     log: str
+    version: int = 1
     at: int = 0
     how: str = "SIGKILL"
 
@@ -67,17 +68,12 @@ class Ends:
 
 
 @define(frozen=True)
-class Halves(PictureEncoder):
-    log: str
-    version: int = 1
-    at: int = 0
-    how: str = "SIGKILL"
-
+class Halves(Ends, PictureEncoder):
     def digest(self) -> str:
         return f"halves {self.version}"
 
     def open(self, device: torch.device) -> Encoded:
-        return _Halves(Ends(self.log, self.at, self.how))
+        return _Halves(self)
 
 
 @define
@@ -93,17 +89,12 @@ class _Halves:
 
 
 @define(frozen=True)
-class Letters(TextEncoder):
-    log: str
-    version: int = 1
-    at: int = 0
-    how: str = "SIGKILL"
-
+class Letters(Ends, TextEncoder):
     def digest(self) -> str:
         return f"letters {self.version}"
 
     def open(self, device: torch.device) -> EncodedTexts:
-        return _Letters(Ends(self.log, self.at, self.how))
+        return _Letters(self)
 
 
 @define

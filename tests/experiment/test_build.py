@@ -5,14 +5,11 @@ import torch
 
 from hookdiff import ConfigError, Feed, InMemory, UserError, build_loop, hookimpl, load_config
 from hookdiff.builtin.directory import RunDir
+from hookdiff.experiment import LeftOut, Part, try_config
 from hookdiff.experiment.build import fit_to_data, pick_device
-from hookdiff.experiment.discovery import LeftOut
-from hookdiff.experiment.part import Part
-from hookdiff.experiment.probe import try_config
 from hookdiff.images import feed_of
 from hookdiff.run_dir.config_toml import CONFIG
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import assert_same, toy_loop, weights
 from tests.conftest import check_facts, ran, refused
 
 USER = """

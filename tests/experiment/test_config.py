@@ -14,10 +14,8 @@ from hookdiff.encoding.captions import CaptionKeys
 from hookdiff.encoding.encoder import EncoderKeys
 from hookdiff.experiment.config import SOURCES
 from hookdiff.experiment.toml_file import read_toml
+from hookdiff.images import Store, Transforms, Workers
 from hookdiff.images.items import ItemKeys
-from hookdiff.images.loader import Workers
-from hookdiff.images.store import Store
-from hookdiff.images.transforms import Transforms
 from hookdiff.options.imports import installed
 from hookdiff.run_dir.history import History
 from tests.conftest import check_facts, refused, warnings

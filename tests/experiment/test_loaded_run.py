@@ -24,12 +24,10 @@ from hookdiff import (
     load_config,
     load_run,
 )
-from hookdiff.data.absent_data import FeedWithoutData
-from hookdiff.data.feed_state import Facts
+from hookdiff.data import Facts, FeedWithoutData
 from hookdiff.images import feed_of
 from hookdiff.log.pixels import to_uint8
-from hookdiff.testing.compare import assert_same
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import assert_same, toy_loop
 from hookdiff_samples.between import between_noises, noise_between
 from tests.conftest import SMALL, check_facts, finish, records, refused
 from tests.forked import python

@@ -13,13 +13,10 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from hookdiff import ConfigError, Loop, build_loop, load_config
+from hookdiff.experiment import Part, try_config
 from hookdiff.experiment.optimizers import OPTIMIZERS, Groups, build_optimizers, groups, spare, weights_of
-from hookdiff.experiment.part import Part
-from hookdiff.experiment.probe import try_config
 from hookdiff.loop.state import as_tuple
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop, toy_model
-from hookdiff.testing.transfers import CountTransfers
+from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
 from hookdiff_muon import muon
 from tests.conftest import ran, refused
 

@@ -17,8 +17,7 @@ import tomli_w
 from attrs import define
 
 from hookdiff import ConfigError, Every, PluginError, load_config
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.sampling import Sampling
+from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.encoding import Encoder
 from hookdiff.experiment.config import SECTIONS, RunConfig
 from hookdiff.options.choices import Choice, parts, path_of

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from hookdiff.features.frechet import frechet_distance
-from hookdiff.features.moments import Gaussian, Moments
+from hookdiff.features import Gaussian, Moments, frechet_distance
 from tests.conftest import refused
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hookdiff.features import neighbours
-from hookdiff.features.neighbours import distances, nearest_neighbours
+from hookdiff.features import distances, nearest_neighbours, neighbours
 from tests.conftest import refused
 
 

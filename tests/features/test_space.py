@@ -9,10 +9,8 @@ from attrs import define
 from torch import Tensor, nn
 
 from hookdiff import PluginError, UserError
-from hookdiff.features.collected import ROWS, Collected
-from hookdiff.features.space import Features, Space, usual_features
-from hookdiff.options.choices import parts
-from hookdiff.options.structure import structured
+from hookdiff.features import ROWS, Collected, Features, Space, usual_features
+from hookdiff.options import parts, structured
 from tests.conftest import refused
 from tests.forked import python
 

@@ -24,16 +24,12 @@ from hookdiff.data import fashion_mnist
 from hookdiff.disk.files import new_file, write_file, writing
 from hookdiff.disk.lock import is_locked
 from hookdiff.experiment.toml_file import read_toml
-from hookdiff.images import feed_of
-from hookdiff.images.folder import Folder
-from hookdiff.images.store import Store
-from hookdiff.images.transforms import Transforms
+from hookdiff.images import Folder, Store, Transforms, feed_of
 from hookdiff.log.picture import Picture
 from hookdiff.models.load import check_file
-from hookdiff.run_dir.history import History
+from hookdiff.run_dir import History, newest_picture, picture_files, read_picture
 from hookdiff.run_dir.lines import Skim, Tail
 from hookdiff.run_dir.metrics_jsonl import parse_metrics
-from hookdiff.run_dir.pictures_png import newest_picture, picture_files, read_picture
 from hookdiff.testing.toy import toy_loop, toy_model
 from hookdiff_array import Arrays
 from hookdiff_checkpoint import Checkpoint, read_checkpoint

@@ -21,10 +21,7 @@ from hypothesis import example, given, strategies as st
 from torch import Tensor
 
 from hookdiff import StorageError, UserError
-from hookdiff.images import feed_of
-from hookdiff.images.folder import Folder
-from hookdiff.images.store import Store
-from hookdiff.images.transforms import Transforms
+from hookdiff.images import Folder, Store, Transforms, feed_of
 from hookdiff_array import Arrays
 from hookdiff_shards import shards
 from hookdiff_shards.files import Files

@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from hookdiff import Loop, UserError, build_loop, builtin_plugins, hookimpl, load_config
 from hookdiff.disk.stamped_json import stamped
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop, toy_model
+from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_clip import Clip

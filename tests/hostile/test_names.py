@@ -12,10 +12,7 @@ from hypothesis import given, strategies as st
 from PIL import Image
 
 from hookdiff import UserError
-from hookdiff.images import feed_of
-from hookdiff.images.folder import Folder
-from hookdiff.images.store import Store
-from hookdiff.images.transforms import Transforms
+from hookdiff.images import Folder, Store, Transforms, feed_of
 from tests.conftest import PICTURES, check_facts, pixels, refused
 from tests.hostile.mutations import HERE, in_time, remove
 

@@ -18,8 +18,7 @@ from hookdiff.experiment.config import make_plugin
 from hookdiff.experiment.trust import dangers
 from hookdiff.images.store import Store
 from hookdiff.log.picture import Picture
-from hookdiff.testing import examples
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import examples, toy_loop
 from hookdiff_huggingface import HuggingFace
 from hookdiff_shards import shards
 from tests.conftest import SMALL, check_facts, refused, write_small

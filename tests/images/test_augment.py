@@ -8,9 +8,8 @@ from torch import Tensor
 from torchvision.transforms import functional as vision
 
 from hookdiff import Batch
-from hookdiff.images import augment as stage
+from hookdiff.images import Transforms, augment as stage
 from hookdiff.images.augment import jitter
-from hookdiff.images.transforms import Transforms
 
 ALL = Transforms(image_size=9, resize=12, flip=0.3, color_jitter=(0.4, 0.3, 0.5, 0.2))
 

@@ -15,8 +15,7 @@ from PIL import Image
 
 from hookdiff import InMemory, UserError
 from hookdiff.data.source import AnySource
-from hookdiff.images import Workers, feed_of
-from hookdiff.images.folder import Folder
+from hookdiff.images import Folder, Workers, feed_of
 from hookdiff.images.item_texts import with_texts
 from hookdiff.images.items import ItemKeys
 from hookdiff_samples.prompts import read_prompts

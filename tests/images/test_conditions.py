@@ -12,8 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from hookdiff import Batch, InMemory, UserError
-from hookdiff.images import feed_of
-from hookdiff.images.transforms import Transforms
+from hookdiff.images import Transforms, feed_of
 from hookdiff.testing.compare import assert_same, weights
 from tests.conftest import Restores, as_list, pixels, refused, toy_run
 

@@ -12,11 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from hookdiff import UserError
-from hookdiff.images import feed_of
-from hookdiff.images.decoding import decode, num_channels, upright_size
-from hookdiff.images.folder import Folder
-from hookdiff.images.store import Store
-from hookdiff.images.transforms import Transforms
+from hookdiff.images import Folder, Store, Transforms, decode, feed_of, num_channels, upright_size
 from tests.conftest import refused
 
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV", "I", "I;16", "F")

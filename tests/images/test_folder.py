@@ -10,11 +10,7 @@ import pytest
 from PIL import Image
 
 from hookdiff import UserError
-from hookdiff.images import feed_of
-from hookdiff.images.folder import Folder
-from hookdiff.images.formats import PICTURE_FORMATS
-from hookdiff.images.store import Store
-from hookdiff.images.transforms import Transforms
+from hookdiff.images import PICTURE_FORMATS, Folder, Store, Transforms, feed_of
 from tests.conftest import as_list, refused
 
 Write = Callable[..., list[Path]]

@@ -2,10 +2,7 @@ from pathlib import Path
 
 import numpy
 
-from hookdiff.images import feed_of
-from hookdiff.images.folder import Folder
-from hookdiff.images.store import Store
-from hookdiff.images.transforms import Transforms
+from hookdiff.images import Folder, Store, Transforms, feed_of
 from tests.images.variants import SIDE, variants
 
 LOSSY = ("jpg", "avif")

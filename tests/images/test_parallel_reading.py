@@ -9,9 +9,7 @@ import numpy
 import pytest
 
 from hookdiff import StorageError
-from hookdiff.images import parallel_reading
-from hookdiff.images.decoding import Unreadable
-from hookdiff.images.parallel_reading import with_images
+from hookdiff.images import Unreadable, parallel_reading, with_images
 
 
 class Numbers:

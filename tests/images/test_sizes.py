@@ -9,10 +9,7 @@ import torch
 from PIL import Image
 
 from hookdiff import InMemory, UserError
-from hookdiff.images import feed_of
-from hookdiff.images.folder import Folder
-from hookdiff.images.store import Store
-from hookdiff.images.transforms import Transforms
+from hookdiff.images import Folder, Store, Transforms, feed_of
 from tests.conftest import as_list, refused
 
 SIZES = [[9, 12], [30, 7], [21, 33], [40, 40]]  # height and width

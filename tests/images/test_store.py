@@ -13,10 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 from hookdiff import Feed, UserError
-from hookdiff.images import feed_of
-from hookdiff.images.folder import Folder
-from hookdiff.images.store import Store
-from hookdiff.images.transforms import Transforms
+from hookdiff.images import Folder, Store, Transforms, feed_of
 from tests.conftest import PATIENCE, as_list, refused
 
 Write = Callable[..., list[Path]]

@@ -14,11 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from hookdiff import Feed, InMemory, UserError
-from hookdiff.images import feed_of
-from hookdiff.images.folder import Folder
-from hookdiff.images.store import Store
-from hookdiff.images.survey import Kind
-from hookdiff.images.transforms import Transforms
+from hookdiff.images import Folder, Kind, Store, Transforms, feed_of
 from hookdiff_array import Arrays
 from tests.conftest import as_list, check_facts, refused, warnings
 

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hookdiff import PASS, Batch, Finding, Loop, Verdict, hookimpl
+from hookdiff.log import Picture, panel_layouts
 from hookdiff.log.event import Event, Severity
-from hookdiff.log.picture import Picture
-from hookdiff.log.placement import panel_layouts
 from hookdiff.testing.toy import toy_loop
-from tests.conftest import Logged, RollsBack, check_facts, refused
+from tests.conftest import Logged, RollsBack, acting, check_facts, refused
 
 
 class Sink(Logged):
@@ -364,12 +363,7 @@ def test_a_finding_is_logged_for_people_and_as_an_event(
     caplog.set_level(logging.INFO)
     finding, events = Finding(severity, "hot", "70 degrees"), []
 
-    class Hears:
-        @hookimpl
-        def on_event(self, step: int, event: Event) -> None:
-            events.append((step, event))
-
-    with toy_loop({"hears": Hears()}) as loop:
+    with toy_loop({"hears": acting(on_event=lambda step, event: events.append((step, event)))}) as loop:
         next(loop.steps())
         loop.log.report(None)
         loop.log.report(finding)

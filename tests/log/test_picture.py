@@ -12,9 +12,7 @@ from PIL import Image
 
 from hookdiff import Samples, UserError
 from hookdiff.authors.animation import ANIMATION_FORMATS, save_animation
-from hookdiff.log.panel import show
-from hookdiff.log.picture import Picture, read_info
-from hookdiff.log.placement import panel_layouts
+from hookdiff.log import Picture, panel_layouts, read_info, show
 from tests.conftest import refused
 
 GREY = numpy.arange(12, dtype=numpy.uint8).reshape(3, 4)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LossOutput, PluginError, UserError, hookimpl
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop, toy_model
+from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_clip import Clip

@@ -10,8 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hookdiff import Batch, Feed, InMemory, Loop, UserError, hookimpl
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_checkpoint import Checkpoint
 from tests.conftest import Batches, acting, outcomes, ran, refused
 

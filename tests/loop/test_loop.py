@@ -24,8 +24,7 @@ from hookdiff import (
 )
 from hookdiff.cli.summary import run_summary
 from hookdiff.machine.randomness import derive_seed
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import ToyObjective, toy_loop, toy_model
+from hookdiff.testing import ToyObjective, assert_same, toy_loop, toy_model, weights
 from tests.conftest import Clock, Logged, Restores, StopAt, acting, check_facts, kept, ran, refused
 
 

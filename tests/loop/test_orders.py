@@ -14,8 +14,7 @@ from torch import Tensor
 from hookdiff import Loop, hookimpl
 from hookdiff.builtin.pictures import Pictures
 from hookdiff.disk.tree import flatten
-from hookdiff.testing.compare import assert_same
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import assert_same, toy_loop
 from tests.first_party import KINDS, LOOP, OPTIONS, net
 
 DEAR = {"aim", "compile", "report", "wandb"}  # a run with one of these takes seconds

@@ -9,8 +9,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from hookdiff import Batch, HookError, Loop, LossOutput, hookimpl
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import ToyObjective, toy_loop, toy_model
+from hookdiff.testing import ToyObjective, assert_same, toy_loop, toy_model, weights
 from hookdiff_amp import AMP
 from tests.conftest import Batches, acting, check_facts, outcomes, ran, refused
 from tests.sam import SAM

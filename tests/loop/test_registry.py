@@ -8,8 +8,7 @@ from hookdiff import HOOKS_VERSION, Evaluation, HookError, Hooks, PluginError, h
 from hookdiff.loop.hookspecs import HOOK_NAMES, HOOKS, Declaration, Phase, declaration_of, hooks_of
 from hookdiff.loop.plugin_checks import ELSEWHERE, RESERVED, implements
 from hookdiff.loop.registry import Plugins
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import assert_same, toy_loop, weights
 from tests.conftest import acting, ran, refused
 
 

@@ -14,8 +14,7 @@ from hookdiff import PASS, InMemory, Loop, UserError, hookimpl
 from hookdiff.builtin.logged import Metrics
 from hookdiff.disk.tree import flatten
 from hookdiff.errors import NoCheckpoint
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop, toy_model
+from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint, read_checkpoint
 from tests.conftest import Restores, RollBackAt, acting, check_facts, kept, ran, refused, saved, warnings
 

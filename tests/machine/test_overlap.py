@@ -13,8 +13,7 @@ from hookdiff import Loop, UserError
 from hookdiff.disk.tensors import write_tensors
 from hookdiff.machine.overlap import is_overlapping
 from hookdiff.models.load import load_into
-from hookdiff.testing.compare import assert_same
-from hookdiff.testing.toy import toy_loop, toy_model
+from hookdiff.testing import assert_same, toy_loop, toy_model
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA

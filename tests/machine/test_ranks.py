@@ -21,8 +21,7 @@ def test_a_flag_of_one_rank_is_enough(own: bool, other: bool) -> None:
 
 RANK = """
 import time, torch
-from hookdiff import hookimpl
-from hookdiff import Due
+from hookdiff import Due, hookimpl
 from hookdiff.testing.toy import toy_loop
 
 class Evaluates:

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, Samples, UnknownWeights, UserError, hookimpl
 from hookdiff.data.absent_data import FeedWithoutData
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.sampling import Sampling
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import ToySampler, toy_loop
+from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.testing import ToySampler, assert_same, toy_loop, weights
 from tests.authors.test_evaluation import Measure
 from tests.conftest import refused
 

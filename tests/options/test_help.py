@@ -12,11 +12,9 @@ from attrs import define, field
 from attrs.validators import and_, deep_iterable, ge, gt, le, lt, optional
 
 from hookdiff import Feed
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.sampling import Sampling
+from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.experiment.config import OPTIMIZERS, SECTIONS, SOURCES, RunConfig
-from hookdiff.options.choices import Choice, name_of, parts
-from hookdiff.options.fields import about, between
+from hookdiff.options import Choice, about, between, name_of, parts
 from hookdiff.options.help import keys, plain_lines
 from hookdiff.options.imports import import_object, installed
 

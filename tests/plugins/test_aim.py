@@ -20,8 +20,7 @@ import torch
 
 from hookdiff import Loop, UserError, builtin_plugins, hookimpl
 from hookdiff.builtin.logged import Metrics
-from hookdiff.log.distribution import Distribution
-from hookdiff.log.event import Event
+from hookdiff.log import Distribution, Event
 from hookdiff.loop.saved import restore_state
 from hookdiff.options.structure import Problems, arguments
 from hookdiff.testing.toy import toy_loop

@@ -8,8 +8,7 @@ from torch import nn
 
 from hookdiff import UserError, hookimpl
 from hookdiff.loop.saved import restore_state
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import ToyObjective, toy_loop, toy_model
+from hookdiff.testing import ToyObjective, assert_same, toy_loop, toy_model, weights
 from hookdiff_amp import AMP
 from tests.conftest import Logged, check_facts, refused, two_ranks
 
@@ -261,8 +260,7 @@ def test_its_state_is_the_scale():
 
 SCALES = """
 from torch import nn
-from hookdiff import PASS
-from hookdiff import hookimpl
+from hookdiff import PASS, hookimpl
 from hookdiff.testing.toy import toy_loop
 from hookdiff_amp import AMP
 from hookdiff_ddp import DDP

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from hookdiff import UserError
-from hookdiff.images import feed_of
-from hookdiff.images.store import Store
-from hookdiff.images.transforms import Transforms
+from hookdiff.images import Store, Transforms, feed_of
 from hookdiff_array import Arrays
 from tests.conftest import refused
 

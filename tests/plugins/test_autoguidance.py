@@ -16,10 +16,7 @@ from torch import Tensor, nn
 from hookdiff import ConfigError, Loop, LoopConfig, SampleRequest, build_loop, hookimpl, load_run
 from hookdiff.authors.generation import Generated
 from hookdiff.data import digits
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.guidance import ClassifierFree
-from hookdiff.diffusion.process import Point
-from hookdiff.diffusion.sampling import Sampling
+from hookdiff.diffusion import ClassifierFree, Diffusion, Point, Sampling
 from hookdiff.log.picture import read_info
 from hookdiff.testing.toy import toy_loop
 from hookdiff_autoguidance import Autoguidance, AwayFrom, landmark

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from hookdiff import UserError, hookimpl
 from hookdiff.builtin.logged import Metrics
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop, toy_model
+from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.saving import Part
 from hookdiff_checkpoint.writer import Staging

@@ -11,8 +11,7 @@ from hypothesis import given, strategies as st
 from hookdiff import UserError
 from hookdiff.builtin.logged import Metrics
 from hookdiff.disk.tree import flatten
-from hookdiff.testing.compare import assert_same
-from hookdiff.testing.toy import toy_loop, toy_model
+from hookdiff.testing import assert_same, toy_loop, toy_model
 from hookdiff_checkpoint import Checkpoint, read_checkpoint
 from hookdiff_ema import EMA
 from tests.conftest import check_facts, refused, warnings

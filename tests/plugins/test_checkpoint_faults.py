@@ -12,8 +12,7 @@ from attrs import define
 
 from hookdiff import StorageError, UserError, hookimpl
 from hookdiff.builtin.logged import Metrics
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 from tests.conftest import check_facts, fill, free, read_only, records, refused, warnings
 

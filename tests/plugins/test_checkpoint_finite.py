@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from hookdiff import Loop, UserError, builtin_plugins, hookimpl
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop, toy_model
+from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint, find_checkpoints
 from hookdiff_ema import EMA
 from hookdiff_nan import NaN

@@ -11,8 +11,7 @@ from hookdiff import InMemory, UserError, hookimpl
 from hookdiff.builtin.logged import Metrics
 from hookdiff.disk.tree import flatten
 from hookdiff.images import feed_of
-from hookdiff.testing.compare import assert_same
-from hookdiff.testing.toy import toy_loop, toy_model
+from hookdiff.testing import assert_same, toy_loop, toy_model
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_clip import Adaptive, Clip, Percentile

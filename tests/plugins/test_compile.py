@@ -10,9 +10,7 @@ from torch import nn
 from hookdiff import ConfigError, SampleRequest, UserError, load_config
 from hookdiff.experiment.probe import try_config
 from hookdiff.models.compiler import compiled
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.run_checks import assert_resumes
-from hookdiff.testing.toy import toy_loop, toy_model
+from hookdiff.testing import assert_resumes, assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_compile import Compile
 from hookdiff_ema import EMA

@@ -8,9 +8,7 @@ import pytest
 
 from hookdiff.loop.hookspecs import declaration_of
 from hookdiff.options.imports import installed
-from hookdiff.testing.companions import COMPANIONS
-from hookdiff.testing.contract import assert_keeps_contract
-from hookdiff.testing.run_checks import assert_any_order, assert_removable, assert_resumes
+from hookdiff.testing import COMPANIONS, assert_any_order, assert_keeps_contract, assert_removable, assert_resumes
 from tests.first_party import KINDS, LOOP, OPTIONS, net
 
 CHANGES: dict[str, Any] = {"amp": "training", "clip": "training", "lr": "training", "spectral": "model"}

@@ -18,13 +18,10 @@ from hookdiff.data import digits
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.experiment.discovery import plugin_class
 from hookdiff.experiment.optimizers import weights_of
-from hookdiff.images import feed_of
-from hookdiff.images.transforms import Transforms
+from hookdiff.images import Transforms, feed_of
 from hookdiff.loop.device_part import DevicePart
 from hookdiff.models.adamw import AdamW
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import ToyObjective, toy_loop, toy_model
-from hookdiff.testing.transfers import CountTransfers
+from hookdiff.testing import CountTransfers, ToyObjective, assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_cuda_graphs import CudaGraphs
 from hookdiff_muon import muon

@@ -13,8 +13,7 @@ from PIL import Image
 
 from hookdiff import InMemory, load_config
 from hookdiff.experiment.build import build_feed
-from hookdiff.images import feed_of
-from hookdiff.images.store import Store
+from hookdiff.images import Store, feed_of
 from hookdiff_shards import Items, shards
 from tests.conftest import PICTURES, check_facts
 

@@ -8,13 +8,9 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from hookdiff import Batch, hookimpl
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.prediction import EDMPrediction
-from hookdiff.diffusion.process import EDM, VP, Flow
+from hookdiff.diffusion import EDM, VP, Diffusion, EDMPrediction, Flow
 from hookdiff.loop.saved import restore_state, state_of
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop, toy_model
-from hookdiff.testing.transfers import CountTransfers
+from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
 from hookdiff_debug import Debug
 from hookdiff_debug.checks import check_inputs
 from hookdiff_debug.measure import measure_inputs, measure_layers, measure_outputs, untouched

@@ -12,8 +12,7 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import Feed, InMemory, Loop, LoopConfig, UserError, hookimpl
 from hookdiff.data import digits
-from hookdiff.log.picture import Picture
-from hookdiff.log.placement import panel_layouts
+from hookdiff.log import Picture, panel_layouts
 from hookdiff.loop.saved import restore_state, state_of
 from hookdiff_diversity import Diversity
 from hookdiff_diversity.copies import Copies, copies
@@ -203,15 +202,7 @@ class Painter:
     def __init__(self, pool: Tensor, noise: float = 0.03) -> None:
         self.pool, self.noise = pool, noise
 
-    def sample(
-        self,
-        net: nn.Module,
-        objective: Any,
-        shape: Sequence[int],
-        generators: Sequence[Generator],
-        device: torch.device,
-        /,
-    ) -> Tensor:
+    def sample(self, net: nn.Module, objective: Any, shape: Any, generators: Any, device: torch.device, /) -> Tensor:
         chosen = [int(torch.randint(len(self.pool), (), generator=generator)) for generator in generators]
         noise = torch.stack([torch.randn(*shape, generator=generator) for generator in generators])
         return (self.pool[chosen] + self.noise * noise).clamp(-1, 1)
@@ -369,20 +360,11 @@ def test_images_that_are_not_finite_are_an_error() -> None:
 
 RANKS = """
 import torch
-from hookdiff import LoopConfig
-from hookdiff import hookimpl
-from hookdiff import Loop
+from hookdiff import Loop, LoopConfig
 from hookdiff.data import digits
+from hookdiff.testing import ToySampler
 from hookdiff_diversity import Diversity
-
-class Noise:
-    def sample(self, net, objective, shape, generators, device, /):
-        return net(torch.stack([torch.randn(*shape, generator=generator) for generator in generators]))
-
-class Logged:
-    @hookimpl
-    def on_log(self, values):
-        logged.update(values)
+from tests.conftest import acting
 
 torch.set_num_threads(1)
 logged = {}
@@ -390,9 +372,9 @@ torch.manual_seed(0)
 model = torch.nn.Conv2d(1, 1, 1)
 plugin = Diversity(every=0, num_samples=101)
 loss = lambda net, batch: net(batch.inputs).square().mean()
-plugins = {"diversity": plugin, "logged": Logged()}
+plugins = {"diversity": plugin, "logged": acting(on_log=lambda values: logged.update(values))}
 sgd = torch.optim.SGD(model.parameters(), 1e-9)
-Loop(model, sgd, loss, digits(), LoopConfig(steps=1, batch_size=8), plugins, sampler=Noise()).run()
+Loop(model, sgd, loss, digits(), LoopConfig(steps=1, batch_size=8), plugins, sampler=ToySampler()).run()
 result = ({name: value for name, value in logged.items() if "digits" in name}, plugin.diagnosis.kind)
 """
 

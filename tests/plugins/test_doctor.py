@@ -11,13 +11,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from hookdiff import Finding, build_loop, hookimpl, load_config
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.process import EDM, VP, Flow
-from hookdiff.diffusion.schedules import Linear
-from hookdiff.diffusion.times import LogitNormal, UniformTimes
+from hookdiff.diffusion import EDM, VP, Diffusion, Flow, Linear, LogitNormal, UniformTimes
 from hookdiff.terminal import byte_size
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_debug import checks
 from hookdiff_debug.checks import cause
 from hookdiff_debug.doctor import as_text, examine

@@ -10,14 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hookdiff import SampleRequest, UserError, hookimpl
 from hookdiff.loop.saved import restore_state
 from hookdiff.options.structure import Problems, arguments, resolved
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.run_checks import assert_resumes
-from hookdiff.testing.toy import toy_loop, toy_model
-from hookdiff.testing.transfers import CountTransfers
+from hookdiff.testing import CountTransfers, assert_resumes, assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA, NoWarmup, Power, Warmup
 from hookdiff_ema.profiles import gamma_of
-from tests.conftest import Logged, Restores, RollBackAt, Still, warnings
+from tests.conftest import Logged, Restores, RollBackAt, Still, added_transfers, warnings
 
 
 class Values:
@@ -410,13 +407,7 @@ def test_an_update_is_one_call_per_average(dtype, first):
 
 
 def test_training_steps_need_no_transfer():
-    ema = EMA(decay=[0.9], std=[0.1])
-    counts = {}
-    for name, plugins in {"without": {}, "with": {"ema": ema}}.items():
-        with CountTransfers() as transfers:
-            toy_loop(plugins).run()
-        counts[name] = transfers.count
-    assert counts["with"] == counts["without"] + 4  # on log steps what it logs: one each
+    assert added_transfers({"ema": EMA(decay=[0.9], std=[0.1])}) == 4  # on log steps what it logs: one each
 
 
 def test_an_average_that_does_not_move_is_reported(caplog):

@@ -12,8 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hookdiff import UserError, build_loop, hookimpl, load_config
-from hookdiff.testing.compare import assert_same
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import assert_same, toy_loop
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA
 from hookdiff_ema.snapshots import find_snapshots, plan, reconstruct

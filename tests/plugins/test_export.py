@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, UserError, build_loop, evaluating, load_config
-from hookdiff.diffusion.clipping import Clamp
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.process import VP, Flow
-from hookdiff.diffusion.sampling import Sampling
-from hookdiff.diffusion.solvers import DDIM, DDPM, Euler
-from hookdiff.diffusion.spacing import Trailing
+from hookdiff.diffusion import DDIM, DDPM, VP, Clamp, Diffusion, Euler, Flow, Sampling, Trailing
 from hookdiff.testing.compare import assert_same
 from hookdiff_checkpoint.scheduler import equivalent_of
 from hookdiff_networks import UNet

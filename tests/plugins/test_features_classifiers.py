@@ -20,9 +20,7 @@ from torch import Generator, Tensor
 
 from hookdiff import UserError
 from hookdiff.data import digits, to_unit_range
-from hookdiff.features.frechet import frechet_distance
-from hookdiff.features.moments import Moments
-from hookdiff.features.space import Features, Space
+from hookdiff.features import Features, Moments, Space, frechet_distance
 from hookdiff_features import Digits, FashionMNIST, train_classifiers
 from hookdiff_features.classifiers import DIGITS, FASHION_MNIST, Architecture, Classifier
 from hookdiff_features.train_classifiers import AUGMENTATIONS, OPTIONS, Split, TrainingOptions

@@ -13,9 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hookdiff.features.collected import Collected
-from hookdiff.features.frechet import frechet_distance
-from hookdiff.features.space import Space
+from hookdiff.features import Collected, Space, frechet_distance
 from hookdiff.log.pixels import save_image
 from hookdiff_features import Inception
 from hookdiff_features.inception import InceptionV3

@@ -2,7 +2,7 @@
 
 import gzip
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,10 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Feed, InMemory, Loop, LoopConfig, SampleRequest, UserError, hookimpl
 from hookdiff.data import digits
-from hookdiff.features.collected import Collected
-from hookdiff.features.frechet import frechet_distance
-from hookdiff.features.moments import Gaussian, Moments
+from hookdiff.features import Collected, Gaussian, Moments, frechet_distance
 from hookdiff.log.pixels import to_uint8
 from hookdiff.loop.saved import restore_state, state_of
+from hookdiff.testing import ToySampler
 from hookdiff_diversity import Diversity
 from hookdiff_ema import EMA
 from hookdiff_features import Digits
@@ -39,23 +38,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "hookdiff" / "features"
 
 
-class Painter:
+class Painter(ToySampler):
     """Makes images from the noise of the net and the generators, or of the value `fill` if it is given."""
 
     def __init__(self, fill: float | None = None) -> None:
         self.fill = fill
 
-    def sample(
-        self,
-        net: nn.Module,
-        objective: Any,
-        shape: Sequence[int],
-        generators: Sequence[Generator],
-        device: torch.device,
-        /,
-    ) -> Tensor:
-        noise = torch.stack([torch.randn(*shape, generator=generator) for generator in generators])
-        images: Tensor = net(noise.to(device))
+    def sample(self, *arguments: Any, **wanted: Any) -> Tensor:
+        images = super().sample(*arguments, **wanted)
         return images if self.fill is None else torch.full_like(images, self.fill)
 
 
@@ -331,9 +321,9 @@ class Slow(Painter):
         self.now = 0.0
         monkeypatch.setattr("time.monotonic", lambda: self.now)
 
-    def sample(self, *arguments: Any) -> Tensor:  # type: ignore[override]
+    def sample(self, *arguments: Any, **wanted: Any) -> Tensor:
         self.now += 10 * len(arguments[3])
-        return super().sample(*arguments)
+        return super().sample(*arguments, **wanted)
 
 
 class Guides:
@@ -443,18 +433,11 @@ def test_published_statistics_take_the_place_of_the_data(tmp_path: Path, cache: 
 RANKS = """
 import logging
 import torch
-from hookdiff import Loop, LoopConfig, hookimpl
+from hookdiff import Loop, LoopConfig
 from hookdiff.data import digits
+from hookdiff.testing import ToySampler
 from hookdiff_fid import FID
-
-class Noise:
-    def sample(self, net, objective, shape, generators, device, /):
-        return net(torch.stack([torch.randn(*shape, generator=generator) for generator in generators]))
-
-class Logged:
-    @hookimpl
-    def on_log(self, values):
-        logged.update(values)
+from tests.conftest import acting
 
 torch.set_num_threads(1)
 lines, logged = [], {}
@@ -464,9 +447,9 @@ torch.manual_seed(0)
 model = torch.nn.Conv2d(1, 1, 1)
 fid = FID(every=0, num_samples=301, time_budget="1 h")
 loss = lambda net, batch: net(batch.inputs).square().mean()
-plugins = {"fid": fid, "logged": Logged()}
+plugins = {"fid": fid, "logged": acting(on_log=lambda values: logged.update(values))}
 sgd = torch.optim.SGD(model.parameters(), 1e-9)
-Loop(model, sgd, loss, digits(), LoopConfig(steps=1, batch_size=8), plugins, sampler=Noise()).run()
+Loop(model, sgd, loss, digits(), LoopConfig(steps=1, batch_size=8), plugins, sampler=ToySampler()).run()
 result = ({name: value for name, value in logged.items() if "digits" in name}, fid.num, fid.target.num, len(lines))
 """
 

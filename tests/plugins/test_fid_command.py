@@ -14,9 +14,7 @@ from PIL import Image
 from hookdiff import SampleRequest, load_run
 from hookdiff.data import digits
 from hookdiff.experiment.loaded_run import Run
-from hookdiff.features.collected import Collected
-from hookdiff.features.frechet import frechet_distance
-from hookdiff.features.moments import Moments
+from hookdiff.features import Collected, Moments, frechet_distance
 from hookdiff.log.pixels import save_image, to_uint8
 from hookdiff_features import Digits
 from tests.conftest import SMALL, check_facts, check_refused, records

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from hookdiff import UserError
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_ddp import DDP
 from hookdiff_fsdp import FSDP
 from hookdiff_fsdp.blocks import blocks_of, check_shared

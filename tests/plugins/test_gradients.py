@@ -17,14 +17,13 @@ from hookdiff import Batch, Loop, LossOutput, NonFinite, build_loop, hookimpl, l
 from hookdiff.builtin.logged import Metrics
 from hookdiff.log.distribution import Distribution
 from hookdiff.loop.saved import restore_state
-from hookdiff.testing.toy import toy_loop, toy_model
-from hookdiff.testing.transfers import CountTransfers
+from hookdiff.testing import toy_loop, toy_model
 from hookdiff_clip import Clip, Norm
 from hookdiff_debug import Debug
 from hookdiff_gradients import GradientMonitor, Numbers, diagnose_gradients, diagnose_nan
 from hookdiff_gradients.diagnosis import conclude
 from hookdiff_nan import NaN
-from tests.conftest import Logged, two_ranks, warnings
+from tests.conftest import Logged, Push, added_transfers, still, two_ranks, warnings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "basic.toml"
 LIMITS = GradientMonitor().limits
@@ -57,24 +56,6 @@ class Look(Logged):
     def norms(self, name: str | None = None) -> list[float]:
         kept = [[g for key, g in step.items() if name in (None, key)] for step in self.gradients]
         return [math.sqrt(sum(g.double().square().sum().item() for g in step)) for step in kept]
-
-
-class Push:
-    """Makes all gradients of step k norms[k] times a fixed vector of length 1."""
-
-    def __init__(self, norms: list[float]) -> None:
-        self.norms = norms
-
-    @hookimpl(tryfirst=True)
-    def unscale(self, loop: Loop) -> bool:
-        size = math.sqrt(sum(g.numel() for g in loop.gradients.tensors()))
-        for gradient in loop.gradients.tensors():
-            gradient.fill_(self.norms[loop.progress.position] / size)
-        return True
-
-
-def still(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
 def watch(monitor: GradientMonitor | None = None, *others: object, **config: Any) -> tuple[Look, Loop]:
@@ -229,14 +210,8 @@ class TestNumbers:
             assert found == {name: Distribution.of(tensor) for name, tensor in expected.items()}
 
     def test_it_adds_no_transfer(self) -> None:
-        counts = []
-        for plugins in ({}, {"gradients": GradientMonitor(per_tensor=True)}):
-            loop = toy_loop(plugins, steps=25, micro_batch=4, log_every=5)
-            with loop, CountTransfers() as transfers:
-                for _ in loop.steps():
-                    pass
-            counts.append(transfers.count)
-        assert counts[1] == counts[0] + 5  # that of the log, which had nothing to fetch before
+        added = added_transfers({"gradients": GradientMonitor(per_tensor=True)}, steps=25, micro_batch=4, log_every=5)
+        assert added == 5  # that of the log, which had nothing to fetch before
 
 
 class Scaled:

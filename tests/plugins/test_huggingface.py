@@ -10,9 +10,7 @@ import torch
 from PIL import Image
 
 from hookdiff import UserError
-from hookdiff.images import feed_of
-from hookdiff.images.store import Store
-from hookdiff.images.transforms import Transforms
+from hookdiff.images import Store, Transforms, feed_of
 from hookdiff_huggingface import HuggingFace
 from tests.conftest import pixels, refused
 

@@ -14,8 +14,7 @@ from PIL import Image
 
 from hookdiff import load_config
 from hookdiff.experiment.build import build_feed
-from hookdiff.log.picture import read_info
-from hookdiff.log.placement import panel_layouts
+from hookdiff.log import panel_layouts, read_info
 from tests.conftest import check_facts, check_refused, pixels
 
 Say = Callable[..., tuple[int, str, str]]

@@ -15,16 +15,11 @@ from torch import Tensor, nn
 
 from hookdiff import Batch, Feed, Finding, InMemory, Loop, LossOutput, UnknownWeights, hookimpl
 from hookdiff.data import digits
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.process import EDM, VP, Flow, Process
+from hookdiff.diffusion import EDM, VP, Diffusion, Flow, Process
 from hookdiff.images import feed_of
 from hookdiff.loop.saved import restore_state, state_of
 from hookdiff.machine.ranks import num_ranks
-from hookdiff.testing.compare import assert_same
-from hookdiff.testing.run_checks import assert_resumes
-from hookdiff.testing.threads import on_ranks
-from hookdiff.testing.toy import ToyObjective, toy_loop
-from hookdiff.testing.transfers import CountTransfers
+from hookdiff.testing import CountTransfers, ToyObjective, assert_resumes, assert_same, on_ranks, toy_loop
 from hookdiff_ema import EMA
 from hookdiff_loss import LossMonitor
 from hookdiff_loss.held_out import Overfitting, some_of

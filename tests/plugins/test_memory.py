@@ -11,8 +11,7 @@ import torch
 from hookdiff import PASS, hookimpl
 from hookdiff.machine.fitting import free_memory, memory_in_use
 from hookdiff.terminal import byte_size
-from hookdiff.testing.toy import toy_loop
-from hookdiff.testing.transfers import CountTransfers
+from hookdiff.testing import CountTransfers, toy_loop
 from hookdiff_memory import Memory
 from hookdiff_memory.plugin import MIB
 from tests.conftest import Logged

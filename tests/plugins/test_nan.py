@@ -9,11 +9,8 @@ from torch import nn
 
 from hookdiff import Feed, LossOutput, hookimpl
 from hookdiff.builtin.logged import Metrics
-from hookdiff.testing.compare import assert_same, weights
+from hookdiff.testing import CountTransfers, ToyObjective, assert_same, on_ranks, toy_loop, toy_model, weights
 from hookdiff.testing.on_ranks import Averaging
-from hookdiff.testing.threads import on_ranks
-from hookdiff.testing.toy import ToyObjective, toy_loop, toy_model
-from hookdiff.testing.transfers import CountTransfers
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_nan import NaN

@@ -22,10 +22,8 @@ from hypothesis import given, strategies as st
 from PIL import Image
 
 from hookdiff.authors.sheets import sheet
-from hookdiff.log.panel import Panel
-from hookdiff.log.picture import Picture
-from hookdiff.run_dir.history import History
-from hookdiff.run_dir.pictures_png import picture_path
+from hookdiff.log import Panel, Picture
+from hookdiff.run_dir import History, picture_path
 from tests.conftest import check_facts, check_refused, finish, locked, output, wait_for, warnings, write_small
 from tests.forked import python
 

@@ -1,5 +1,5 @@
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +10,11 @@ from attrs import evolve
 from PIL import Image
 from torch import Generator, Tensor, nn
 
-from hookdiff import (
-    Batch,
-    Every,
-    Loop,
-    LoopConfig,
-    Objective,
-    SampleRequest,
-    UserError,
-    build_loop,
-    hookimpl,
-    load_config,
-)
+from hookdiff import Batch, Every, Loop, LoopConfig, SampleRequest, UserError, build_loop, hookimpl, load_config
 from hookdiff.builtin.pictures import Pictures
 from hookdiff.data import digits
-from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.process import Process
-from hookdiff.diffusion.sampling import Sampling
-from hookdiff.diffusion.solvers import DDIM, Solver
-from hookdiff.log.panel import grid
-from hookdiff.log.picture import Picture, read_info
-from hookdiff.log.placement import panel_layouts
+from hookdiff.diffusion import DDIM, Diffusion, Process, Sampling, Solver
+from hookdiff.log import Picture, grid, panel_layouts, read_info
 from hookdiff.options.structure import Problems, arguments
 from hookdiff.run_dir.pictures_png import find_pictures, picture_files, picture_path
 from hookdiff.testing.toy import ToySampler
@@ -60,14 +44,7 @@ class TinySampler:
         self.channels, self.sizes = channels, list[int]()
         self.batch_size = 256
 
-    def sample(
-        self,
-        net: nn.Module,
-        objective: Objective,
-        shape: Sequence[int],
-        generators: Sequence[Generator],
-        device: torch.device,
-    ) -> Tensor:
+    def sample(self, net: nn.Module, objective: Any, shape: Any, generators: Any, device: torch.device) -> Tensor:
         self.sizes.append(len(generators))
         shape = (self.channels or shape[0], *shape[1:])
         images: Tensor = net(torch.stack([torch.randn(*shape, generator=g) for g in generators]).to(device))

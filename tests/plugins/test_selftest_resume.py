@@ -18,9 +18,7 @@ from torch import Tensor
 
 from hookdiff import UserError, load_config
 from hookdiff.options.imports import installed
-from hookdiff.testing.compare import ValueKey, all_differences
-from hookdiff.testing.record import snapshot
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import ValueKey, all_differences, snapshot, toy_loop
 from hookdiff_selftest.cli import resume as command
 from hookdiff_selftest.resume import Plan, make_plan
 from hookdiff_selftest.state_recorder import put_back

@@ -14,11 +14,8 @@ import torch
 from PIL import Image
 
 from hookdiff import Feed, UserError
-from hookdiff.images import feed_of
-from hookdiff.images.folder import Folder
-from hookdiff.images.store import Store
+from hookdiff.images import Folder, Store, Transforms, feed_of
 from hookdiff.images.survey import survey
-from hookdiff.images.transforms import Transforms
 from hookdiff_shards import Items, Shards, shards
 from tests.conftest import as_list, check_facts, output, pixels, records, refused, two_ranks
 

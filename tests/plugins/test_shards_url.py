@@ -11,9 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from hookdiff import StorageError
-from hookdiff.images import feed_of
-from hookdiff.images.store import Store
-from hookdiff.images.transforms import Transforms
+from hookdiff.images import Store, Transforms, feed_of
 from hookdiff_shards import shards
 from tests.conftest import as_list, refused, warnings
 from tests.plugins.test_shards import assert_same_batches, is_picture, labelled, sample, taken, write

@@ -15,8 +15,7 @@ from torch.nn.utils import parametrizations
 from hookdiff import ConfigError, Loop, SampleRequest, UserError, build_loop, hookimpl, load_config
 from hookdiff.experiment.probe import try_config
 from hookdiff.models.names import plain_name
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop, toy_model
+from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_memory.estimate import estimate_memory
 from hookdiff_networks import UNet
 from hookdiff_spectral import Spectral

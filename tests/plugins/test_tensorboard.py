@@ -15,10 +15,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams import metadata
 
 from hookdiff import Loop, TrackedRun, builtin_plugins, hookimpl
-from hookdiff.log.distribution import Distribution
-from hookdiff.log.event import Event
-from hookdiff.testing.sink_checks import assert_tracks
-from hookdiff.testing.toy import toy_loop
+from hookdiff.log import Distribution, Event
+from hookdiff.testing import assert_tracks, toy_loop
 from hookdiff_tensorboard import TensorBoard
 from tests.conftest import Restores, RollsBack, StopAt, check_facts, fill, free, warnings
 from tests.forked import python

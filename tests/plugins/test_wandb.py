@@ -224,8 +224,7 @@ def test_the_folder_may_be_elsewhere(tmp_path: Path) -> None:
 ONE_RUN = """
 import sys, signal
 from pathlib import Path
-from hookdiff import builtin_plugins
-from hookdiff import hookimpl
+from hookdiff import builtin_plugins, hookimpl
 from hookdiff.log.event import Event
 from hookdiff.testing.toy import toy_loop
 from hookdiff_wandb import WandB

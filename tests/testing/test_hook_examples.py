@@ -33,9 +33,7 @@ from hookdiff.cli.hooks import contract, example, imports
 from hookdiff.experiment.machine_choices import settle
 from hookdiff.log.picture import Picture
 from hookdiff.loop.hookspecs import HOOK_NAMES, HOOKS
-from hookdiff.testing import examples
-from hookdiff.testing.compare import assert_same, weights
-from hookdiff.testing.toy import toy_loop, toy_model
+from hookdiff.testing import assert_same, examples, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_cuda_graphs import CudaGraphs
 from tests.conftest import Batches, Logged, acting, check_facts, outcomes, ran, refused, saved, warnings

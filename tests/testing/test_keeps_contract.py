@@ -9,8 +9,7 @@ from attrs import define, field
 
 from hookdiff import Batch, Loop, hookimpl
 from hookdiff.loop.hookspecs import HOOKS, Hooks
-from hookdiff.testing.companions import COMPANIONS
-from hookdiff.testing.contract import assert_keeps_contract
+from hookdiff.testing import COMPANIONS, assert_keeps_contract
 from tests.conftest import acting, refused
 
 

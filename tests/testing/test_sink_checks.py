@@ -14,8 +14,7 @@ import torch
 from attrs import define, field
 
 from hookdiff import Loop, Sink, TrackedRun, hookimpl
-from hookdiff.authors.mirroring import earlier
-from hookdiff.authors.sinks import Call
+from hookdiff.authors import Call, earlier
 from hookdiff.testing.sink_checks import assert_tracks
 from tests.conftest import refused
 
