@@ -48,7 +48,7 @@ def num_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def launch() -> str:
+def job_name() -> str:
     """Return the name of torchrun's job, the same in all its attempts; "" if torchrun has not started this process."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return f"{name} of {platform.node()} {os.getppid()}" if name == "none" else name  # the user has given no name
@@ -90,7 +90,7 @@ def joined(device: str = "auto") -> Iterator[None]:
     except UserError as error:
         with suppress(RuntimeError):  # the store has ended with the first rank
             store.set(_REFUSED, str(error.exit_code))
-        if is_news(f"error: {error}"):
+        if is_first_report(f"error: {error}"):
             raise
         raise OnAnotherRank(str(error), error.exit_code) from error
     except RuntimeError as error:
@@ -135,7 +135,7 @@ def shown_once() -> Iterator[None]:
         raise
 
 
-def is_news(text: str) -> bool:
+def is_first_report(text: str) -> bool:
     """Return whether this rank is the first to report `text`; for a repeated text, the first to report it so often."""
     if not is_set_up():
         return True
