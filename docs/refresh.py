@@ -67,7 +67,7 @@ def faces() -> str:
 
 
 def packages() -> str:
-    """Return the table of the packages in plugins/: what each is, by its entry points, and its first sentence.
+    """Return the table of the packages in plugins/: the kinds of their entry points, and their first sentences.
 
     A kind is followed by the names that the package has of it, unless that is its own name. Plugins come first.
     """
@@ -95,7 +95,7 @@ def commands() -> str:
 
 
 def _helps(outer: click.Context, name: str) -> Iterator[str]:
-    """Yield the section of the command `name`, and those of the commands in it."""
+    """Yield the section of the command `name`, and the sections of its commands."""
     assert isinstance(outer.command, click.Group)
     command = outer.command.get_command(outer, name)
     assert command is not None
@@ -115,7 +115,7 @@ def _in_cell(text: str) -> str:
 
 
 def part_kinds() -> str:
-    """Return the table of the kinds of parts: the base class of each, and what a part must define."""
+    """Return the table of the kinds of parts: their base classes, and the methods that a part must define."""
     lines = ["| kind | derives from | defines |", "|---|---|---|"]
     for name, kind in sorted(kinds().items()):
         if base := kind.choice:

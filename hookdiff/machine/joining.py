@@ -58,8 +58,8 @@ def job_name() -> str:
 def joined(device: str = "auto") -> Iterator[None]:
     """Join the processes that torchrun has started until the end of the `with`; a single process does nothing.
 
-    `device` is that of the config. With "auto" or "cuda", each process gets the GPU of its number on this machine, as
-    the current one. Raises UserError if there are fewer GPUs than processes, or if `device` is one GPU for all.
+    `device` is `run.device` of the config. With "auto" or "cuda", each process gets the GPU of its number on this
+    machine. Raises UserError if there are fewer GPUs than processes, or if `device` is one GPU for all.
     """
     if num_launched() == 1 or is_set_up():
         yield
@@ -70,7 +70,7 @@ def joined(device: str = "auto") -> Iterator[None]:
     backend = "gloo"
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         if local_rank() >= (num_gpus := torch.cuda.device_count()):
-            time.sleep(_MOMENT * (local_rank() - num_gpus))  # the first one without a GPU shows it
+            time.sleep(_MOMENT * (local_rank() - num_gpus))  # the first process without a GPU shows the error
             raise UserError(
                 f"process {local_rank()} of this machine has no GPU of its own, there are {num_gpus}; "
                 + (f"start torchrun --nproc-per-node {num_gpus}" if num_gpus else "set run.device = 'cpu'")
