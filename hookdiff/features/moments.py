@@ -98,9 +98,7 @@ class Moments:
         if features.dim() != 2 or not features.shape[1] or not features.is_floating_point():
             raise ValueError(f"expected float features n d, got {tuple(features.shape)} of {features.dtype}")
         if self.dim not in (None, features.shape[1]):
-            raise ValueError(
-                f"features of {self.dim} and of {features.shape[1]} dimensions cannot be compared; use one space"
-            )
+            raise ValueError(f"features of {self.dim} and of {features.shape[1]} dimensions differ; use one space")
         if not len(features):
             return
         rows = features.detach().to("cpu", torch.float64, copy=True)
