@@ -181,7 +181,7 @@ def find_source(app: Sphinx, module: str, name: str) -> str | None:
 
 
 def mend_links(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
-    """Correct the links from a source to the reference: viewcode takes all its names for those of one public module."""
+    """Correct the links from a source to the reference: viewcode takes all its names for names of one public module."""
     if page.startswith("_modules/"):
         link = r'id="(.+)">\n<a class="viewcode-back" href="(.+/modules/(.+)\.html)#.+"'
         context["body"] = re.sub(link, r'id="\1">\n<a class="viewcode-back" href="\2#\3.\1"', context["body"])

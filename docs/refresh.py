@@ -96,7 +96,7 @@ def commands() -> str:
 
 
 def _helps(outer: click.Context, name: str) -> Iterator[str]:
-    """Yield the section of the command `name`, and those of the commands in it."""
+    """Yield the section of the command `name`, and the sections of its commands."""
     assert isinstance(outer.command, click.Group)
     command = outer.command.get_command(outer, name)
     assert command is not None
@@ -116,7 +116,7 @@ def _in_cell(text: str) -> str:
 
 
 def part_kinds() -> str:
-    """Return the table of the kinds of parts: the base class of each, and what a part must define."""
+    """Return the table of the kinds of parts: their base classes, and the methods that a part must define."""
     lines = ["| kind | derives from | defines |", "|---|---|---|"]
     for name, kind in sorted(kinds().items()):
         if base := kind.choice:

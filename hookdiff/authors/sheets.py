@@ -59,7 +59,7 @@ def by_class(images: Tensor, labels: Sequence[int], names: Sequence[str], column
     groups = {label: [k for k, other in enumerate(labels) if other == label] for label in dict.fromkeys(labels)}
     largest = max(map(len, groups.values()))
     columns = min(columns or math.ceil(math.sqrt(len(labels))), largest)
-    columns = math.ceil(largest / math.ceil(largest / columns))  # as many rows, but fuller ones
+    columns = math.ceil(largest / math.ceil(largest / columns))  # the same number of rows, but fuller
     white = torch.full_like(pixels[:1], 255)
     rows, beside = [], []
     for label, numbers in groups.items():

@@ -56,12 +56,12 @@ class TrackedRun:
 class Sink:
     """The base of Aim and of every other tracker: a sink never ends a run, and never delays one for long.
 
-    A subclass is a plugin like any other (`@define(eq=False)`) and implements those of the methods below that it needs,
-    but no hooks. They are called on the main rank only. The training calls `check`. A thread of the sink calls the
-    other methods in their order, with copies and never with the loop. The training waits only for `open`, for `close`,
-    and while 64 calls are queued. A rollback closes the sink and opens it again. A call that raises a transient error
-    is repeated three times, after growing pauses. If a call fails or takes longer than `timeout`, the sink is switched
-    off with one warning and the run continues. KeyboardInterrupt and SystemExit end the run.
+    A subclass is a plugin like any other (`@define(eq=False)`) and implements the methods below that it needs, but no
+    hooks. They are called on the main rank only. The training calls `check`. A thread of the sink calls the other
+    methods in their order, with copies and never with the loop. The training waits only for `open`, for `close`, and
+    while 64 calls are queued. A rollback closes the sink and opens it again. A call that raises a transient error is
+    repeated three times, after growing pauses. If a call fails or takes longer than `timeout`, the sink is switched off
+    with one warning and the run continues. KeyboardInterrupt and SystemExit end the run.
 
     The tracker is a mirror: the run directory holds everything that a sink gets, and `hookdiff mirror RUN --to NAME`
     repeats these calls from its files. `time` is the time of the log call, in seconds since 1970.
@@ -96,7 +96,7 @@ class Sink:
         """
 
     def clear(self, run: TrackedRun) -> None:
-        """Remove what the tracker has of this run; `hookdiff mirror` calls it before `open`."""
+        """Remove this run from the tracker; `hookdiff mirror` calls it before `open`."""
 
     def open(self, run: TrackedRun) -> Sequence[Call] | None:
         """Open the tracker: before the first step, when the state of a resumed run is loaded, and after a rollback.

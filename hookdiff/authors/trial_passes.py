@@ -28,7 +28,7 @@ def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
     the generators of torch and the micro-batch, also after an error. Logged values are dropped. The weights are kept on
     the CPU, so that a GPU needs no more memory for a trial than for a step. With several ranks all of them must make
     the same passes, because a sharded model exchanges its weights. If each rank has a copy of the model, no gradients
-    are exchanged: they are those of the samples of this rank.
+    are exchanged: they belong to the samples of this rank.
     """
     optimizers = loop.all_optimizers
     held = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])

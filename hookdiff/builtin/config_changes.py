@@ -1,4 +1,4 @@
-"""The plugin that compares the config of a resumed run with that of its checkpoint."""
+"""The plugin that compares the config of a resumed run with the config in its checkpoint."""
 
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -39,7 +39,7 @@ FIXED_SWITCHES = {f"optimizer.{key}": FIXED["optimizer.use"] for key in ("amsgra
 
 @define(eq=False)
 class Changes:
-    """Logs the changes in the config of a resumed run since its checkpoint, and refuses those of fixed keys.
+    """Logs the changes in the config of a resumed run since its checkpoint, and refuses changes of fixed keys.
 
     The configs are compared once, not at each rollback.
     """

@@ -15,7 +15,7 @@ from hookdiff.errors import StorageError, UserError
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
 from hookdiff.machine.failures import Failures
-from hookdiff.machine.joining import launch
+from hookdiff.machine.joining import job_name
 from hookdiff.options.every import Every
 from hookdiff.run_dir.config_toml import CONFIG, config_bytes
 from hookdiff.run_dir.layout import check_run_dir
@@ -57,7 +57,7 @@ class RunDir:
         if self.overwrite:
             check_run_dir(path, overwrite=True)
         elif (path / CONFIG).exists() and not goes_on:
-            raise _is_used(path)
+            raise _earlier_run_error(path)
         with writing(path):
             try:
                 lock_run_dir(path, loop.resources)
@@ -81,7 +81,7 @@ class RunDir:
             make_folder(path)
             lock_run_dir(path, loop.resources)
             if not self._existed and (path / CONFIG).exists():
-                raise _is_used(path)
+                raise _earlier_run_error(path)
             if self.overwrite:
                 check_place(path)
                 for entry in path.iterdir():
@@ -99,7 +99,7 @@ class RunDir:
             return
         with writing(path):
             discard(path / OUTCOME)  # of an earlier process
-            write_job(path, launch())
+            write_job(path, job_name())
             with new_file(path / CONFIG) as partial:
                 write_file(partial, self._config)
         if self.written:
@@ -139,7 +139,7 @@ class RunDir:
                 raise
 
 
-def _is_used(path: Path) -> UserError:
+def _earlier_run_error(path: Path) -> UserError:
     return UserError(
         f"{path} holds an earlier run; add --overwrite to replace it, --resume to continue it, or choose another "
         "directory (in a script: Loop(..., resume=True), builtin_plugins(overwrite=True) or another run_dir)"

@@ -12,7 +12,7 @@ from attrs import define, field
 
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
-from hookdiff.machine.joining import launch
+from hookdiff.machine.joining import job_name
 
 logger = logging.getLogger("hookdiff")
 
@@ -59,14 +59,14 @@ class Signals:
         # SIG_DFL ends the process at once. Python's own handler waits for the current call, and can miss a signal.
         # torchrun repeats a signal that all processes have got already, and ends processes that take too long itself.
         for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN if launch() else signal.SIG_DFL)
+            signal.signal(each, signal.SIG_IGN if job_name() else signal.SIG_DFL)
         with suppress(OSError, ValueError):  # of a terminal that is broken or closed
             if sys.__stderr__ and sys.__stderr__.isatty():
                 sys.__stderr__.write("\x1b[?25h")  # show the cursor, which a progress bar hides
         action = "stopping after this step" if loop.end.reason is None else "the run is already ending"
         self.caught = number
         loop.stop("signal")
-        logger.warning("%s%s", action, "" if launch() else "; a second signal ends the process at once")
+        logger.warning("%s%s", action, "" if job_name() else "; a second signal ends the process at once")
 
 
 def _put_back(handlers: dict[int, Any]) -> None:

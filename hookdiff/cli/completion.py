@@ -23,7 +23,7 @@ from hookdiff.options.imports import PARTS, PLUGINS, entries_of, installed
 
 
 def prepare_completion(asked: str) -> None:
-    """Prepare for a request of a shell; for that of the script, such as "bash_source", write the table, too."""
+    """Prepare for a request of a shell; if it asks for the script ("bash_source"), write the table, too."""
     add_completion_class(_Bash)
     if asked.endswith("_source"):
         write_table()
@@ -115,7 +115,7 @@ def _parts(schema: dict[str, Any], known: dict[str, Any]) -> Iterator[dict[str, 
 
 
 def _table() -> dict[str, Any]:
-    """Return the table; an empty one if there is none of the packages installed now."""
+    """Return the table of the packages that are installed now, or an empty table."""
     with suppress(OSError, ValueError, AttributeError):
         table: dict[str, Any] = json.loads(_place().read_text("utf-8"))
         return table if table.get("of") == _installation() else {}

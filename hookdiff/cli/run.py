@@ -92,11 +92,11 @@ def _earlier_attempt(run_dir: Path) -> tuple[bool, int | None]:
 
     torchrun does so after every exit code but 0. The code is None if the run has crashed, or was killed.
     """
-    from hookdiff.machine.joining import launch, num_restarts
+    from hookdiff.machine.joining import job_name, num_restarts
     from hookdiff.run_dir.outcome_json import read_outcome
     from hookdiff.run_dir.torchrun import is_job
 
-    if not num_restarts() or not is_job(run_dir, launch()):
+    if not num_restarts() or not is_job(run_dir, job_name()):
         return False, None
     return True, EXIT_CODES.get(read_outcome(run_dir).reason or "error")
 
@@ -111,13 +111,13 @@ def _train(config: Config, run_dir: Path, *, resume: bool | Path, overwrite: boo
     from hookdiff.machine.ranks import first_rank_does
     from hookdiff.options.default_names import DEFAULT_PLUGINS
 
-    def settled() -> bool | Path:
+    def checked_resume() -> bool | Path:
         """Return whether and from where to resume; only the first rank looks, before it makes the directory."""
         goes_on = resume if resume is not True or run_dir.exists() else False
         check_run_dir(run_dir, goes_on in (True, run_dir), overwrite)
         return goes_on
 
-    goes_on = first_rank_does(settled)
+    goes_on = first_rank_does(checked_resume)
     if resume is True and not goes_on:
         logger.info("%s does not exist: the run starts anew", run_dir)
     freeze_modules()

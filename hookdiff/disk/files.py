@@ -96,8 +96,8 @@ def new_file(path: Path) -> Iterator[Path]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a new, empty folder; it is renamed to `path` when the `with` ends without an error.
 
-    It replaces an earlier folder. For an instant no folder has the name: the earlier one is called `.NAME.replaced`,
-    the new one `.NAME.partial`.
+    It replaces an earlier folder. For an instant no folder has the name: the earlier folder is called
+    `.NAME.replaced`, and the new folder `.NAME.partial`.
     """
     partial, replaced = partial_of(path), path.with_name(f".{path.name}.replaced")
     make_folder(path.parent)

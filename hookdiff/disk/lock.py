@@ -106,7 +106,7 @@ def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
 
 
 def _locked(run_dir: Path, lock: Path) -> FileIO:
-    """Open and lock the file `lock`; a new one takes the place of one that has a second name (a hard link)."""
+    """Open and lock the file `lock`; a file with a second name (a hard link) is replaced by a new file."""
     while True:
         if _is_held(lock):  # by a hard link in a copied run; to open and close it would release that lock
             if os.stat(lock).st_nlink == 1:
@@ -162,7 +162,7 @@ def is_locked(run_dir: Path) -> bool:
     try:
         check_kind(run_dir / LOCK)
         file = FileIO(run_dir / LOCK)
-    except OSError:  # there is none, or it cannot be read
+    except OSError:  # no lock exists, or it cannot be read
         return False
     with file:
         if not _owner(file):

@@ -117,7 +117,7 @@ def _header(path: Path, asked_by: str) -> dict[str, tuple[int, ...]]:
 
 
 def _index(path: Path, asked_by: str) -> dict[str, str]:
-    """Return the names of files by those of their tensors."""
+    """Return the names of files by the names of their tensors."""
     where = f"{asked_by}: {path}"
     try:
         content = json.loads(read_file(path))

@@ -8,7 +8,7 @@ from hookdiff.builtin.config_changes import changes
 from hookdiff.errors import ConfigError
 from hookdiff.experiment.config import Config
 from hookdiff.experiment.discovery import installed_that, trains_on_ranks
-from hookdiff.machine.joining import is_news, joined, num_launched, shown_once
+from hookdiff.machine.joining import is_first_report, joined, num_launched, shown_once
 from hookdiff.machine.ranks import gathered, rank
 
 logger = logging.getLogger("hookdiff")
@@ -36,7 +36,7 @@ def launched(config: Config) -> Iterator[None]:
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    return is_news(record.getMessage()) if record.levelno > logging.INFO else rank() == 0
+    return is_first_report(record.getMessage()) if record.levelno > logging.INFO else rank() == 0
 
 
 def _check_same(config: Config) -> None:

@@ -60,7 +60,7 @@ class Collected:
 
     @classmethod
     def merged(cls, parts: Iterable[Collected]) -> Collected:
-        """Return the features of all `parts`, such as those of several ranks, in this order."""
+        """Return the features of all `parts`, such as of several ranks, in this order."""
         parts = list(parts)
         most = max((part.most for part in parts), default=ROWS)
         both = cls(Moments.merged(part.moments for part in parts), most=most)

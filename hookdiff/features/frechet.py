@@ -27,7 +27,7 @@ def frechet_distance(a: Moments | Gaussian, b: Moments | Gaussian) -> float:
     """
     a, b = (x.fit() if isinstance(x, Moments) else x for x in (a, b))
     if a.mean.shape != b.mean.shape:
-        raise ValueError(f"features of {len(a.mean)} and of {len(b.mean)} dimensions cannot be compared; use one space")
+        raise ValueError(f"features of {len(a.mean)} and of {len(b.mean)} dimensions differ; use one space")
     means = (a.mean - b.mean).square().sum()
     variance = a.variance + b.variance
     if not (means + variance).isfinite():

@@ -80,7 +80,7 @@ class Moments:
 
     @classmethod
     def merged(cls, parts: Iterable[Moments]) -> Moments:
-        """Return the moments of all `parts`, such as those of several ranks, together."""
+        """Return the moments of all `parts`, such as of several ranks."""
         return reduce(cls.merge, parts, cls())
 
     @property
@@ -98,7 +98,7 @@ class Moments:
         if features.dim() != 2 or not features.shape[1] or not features.is_floating_point():
             raise ValueError(f"expected float features n d, got {tuple(features.shape)} of {features.dtype}")
         if self.dim not in (None, features.shape[1]):
-            raise ValueError(f"features of {self.dim} and of {features.shape[1]} dimensions cannot be compared")
+            raise ValueError(f"features of {self.dim} and of {features.shape[1]} dimensions differ; use one space")
         if not len(features):
             return
         rows = features.detach().to("cpu", torch.float64, copy=True)
@@ -116,7 +116,7 @@ class Moments:
             ValueError: if they differ in dimension.
         """
         if None not in (self.dim, other.dim) and self.dim != other.dim:
-            raise ValueError(f"features of {self.dim} and of {other.dim} dimensions cannot be compared")
+            raise ValueError(f"features of {self.dim} and of {other.dim} dimensions differ; use one space")
         both = Moments()
         for part in (self, other):
             if part._scatter is not None:

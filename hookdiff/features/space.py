@@ -57,7 +57,7 @@ class Space:
             ValueError: for features that are not finite.
         """
         self.check(images.shape[1:])
-        with exact(self.device):
+        with in_float32(self.device):
             fitting = Fitting(_AT_ONCE, self.device)
             parts = list(fitting.parts(range(len(images)), lambda part: self._embedded(images[part.start : part.stop])))
             parts = parts or [self._embedded(images)]  # of no images
@@ -160,7 +160,7 @@ class _Own(Features):
 
 
 @contextmanager
-def exact(device: torch.device) -> Iterator[None]:
+def in_float32(device: torch.device) -> Iterator[None]:
     """Compute in float32 with all its digits during the `with`, without TF32, bfloat16 and autocast."""
     backends: Any = torch.backends
     # Not `allow_tf32`: torch refuses to read it once a script has set `fp32_precision`.

@@ -19,7 +19,7 @@ from hookdiff.loop.adopted import ADOPTED
 from hookdiff.loop.counts import Progress
 from hookdiff.loop.saved import checked, keeps_state, restore_state
 from hookdiff.loop.state import has_state
-from hookdiff.machine.dtensor import everywhere, place
+from hookdiff.machine.dtensor import names_of_all_ranks, place
 from hookdiff.machine.ranks import is_of_ranks
 from hookdiff.models.load import differences, load_state
 from hookdiff.models.names import plain_name
@@ -261,5 +261,5 @@ def _check_model(model: nn.Module, saved: State, is_finite: bool, of: str = "mod
     # Buffers, such as a mask, may hold infinities.
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in saved and is_finite}
     bad = [name for name, parameter in parameters.items() if not saved[name][place(parameter)].isfinite().all()]
-    if bad := everywhere(bad, parameters.values()):
+    if bad := names_of_all_ranks(bad, parameters.values()):
         raise UserError(f"the checkpoint's {of} holds values that are not finite: {listed(bad, 3)}")

@@ -137,10 +137,10 @@ def total(tensors: Sequence[Tensor], numbers: Tensor) -> Tensor:
     return summed((numbers * torch.tensor(_counted(tensors)).to(numbers)).sum())
 
 
-def everywhere(names: list[str], tensors: Iterable[Tensor]) -> list[str]:
+def names_of_all_ranks(names: list[str], tensors: Iterable[Tensor]) -> list[str]:
     """Return the `names` of all ranks, each once, if one of `tensors` is sharded; all ranks must call this then.
 
-    Else all ranks have looked at the same tensors, and each returns its own `names`.
+    Otherwise all ranks have looked at the same tensors, and each returns its own `names`.
     """
     if not any(map(is_sharded, tensors)):
         return names

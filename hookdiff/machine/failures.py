@@ -49,7 +49,7 @@ class Failures:
             store.set(f"{self._key}/{rank()}", "")
 
     def first(self, text: str) -> str:
-        """Return the text of the first error, with its rank; `text` is that of the error on this rank.
+        """Return the text of the first error, with its rank; `text` describes the error on this rank.
 
         If ranks have recorded lost connections only, the text names the ranks that have recorded nothing.
         """

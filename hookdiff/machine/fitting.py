@@ -86,7 +86,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory(device: torch.device) -> None:
-    """Return unused memory to the device: that of lost cycles of objects, and that in torch's cache."""
+    """Return unused memory to the device: the memory of lost cycles of objects, and torch's cache."""
     gc.collect()
     if device.type in ("cuda", "mps"):
         getattr(torch, device.type).empty_cache()

@@ -48,7 +48,7 @@ def num_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def launch() -> str:
+def job_name() -> str:
     """Return the name of torchrun's job, the same in all its attempts; "" if torchrun has not started this process."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return f"{name} of {platform.node()} {os.getppid()}" if name == "none" else name  # the user has given no name
@@ -58,8 +58,8 @@ def launch() -> str:
 def joined(device: str = "auto") -> Iterator[None]:
     """Join the processes that torchrun has started until the end of the `with`; a single process does nothing.
 
-    `device` is that of the config. With "auto" or "cuda", each process gets the GPU of its number on this machine, as
-    the current one. Raises UserError if there are fewer GPUs than processes, or if `device` is one GPU for all.
+    `device` is `run.device` of the config. With "auto" or "cuda", each process gets the GPU of its number on this
+    machine. Raises UserError if there are fewer GPUs than processes, or if `device` is one GPU for all.
     """
     if num_launched() == 1 or is_set_up():
         yield
@@ -70,7 +70,7 @@ def joined(device: str = "auto") -> Iterator[None]:
     backend = "gloo"
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         if local_rank() >= (num_gpus := torch.cuda.device_count()):
-            time.sleep(_MOMENT * (local_rank() - num_gpus))  # the first one without a GPU shows it
+            time.sleep(_MOMENT * (local_rank() - num_gpus))  # the first process without a GPU shows the error
             raise UserError(
                 f"process {local_rank()} of this machine has no GPU of its own, there are {num_gpus}; "
                 + (f"start torchrun --nproc-per-node {num_gpus}" if num_gpus else "set run.device = 'cpu'")
@@ -90,7 +90,7 @@ def joined(device: str = "auto") -> Iterator[None]:
     except UserError as error:
         with suppress(RuntimeError):  # the store has ended with the first rank
             store.set(_REFUSED, str(error.exit_code))
-        if is_news(f"error: {error}"):
+        if is_first_report(f"error: {error}"):
             raise
         raise OnAnotherRank(str(error), error.exit_code) from error
     except RuntimeError as error:
@@ -135,7 +135,7 @@ def shown_once() -> Iterator[None]:
         raise
 
 
-def is_news(text: str) -> bool:
+def is_first_report(text: str) -> bool:
     """Return whether this rank is the first to report `text`; for a repeated text, the first to report it so often."""
     if not is_set_up():
         return True

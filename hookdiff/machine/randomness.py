@@ -1,6 +1,6 @@
 """All randomness of a run: a pure function of (seed, stream, position), never stored; dropout depends on the rank too.
 
-A stream names the purpose of the numbers. `position` counts consumed batches, skipped ones too. If it counted only
+A stream names the purpose of the numbers. `position` counts consumed and skipped batches. If it counted only
 updates, noise that causes a NaN would be drawn again for ever.
 """
 
@@ -70,7 +70,7 @@ def uniforms(seed: int, stream: str, position: int, parts: Tensor, count: int) -
 
 def splitmix64_tensor(values: Tensor) -> Tensor:
     """Return `splitmix64` of each of `values`: int64, read as unsigned."""
-    values = values + _signed(_GAMMA)  # integers of torch wrap, as those of C do
+    values = values + _signed(_GAMMA)  # integers of torch wrap, as unsigned integers of C do
     values = (values ^ _shifted(values, 30)) * _signed(0xBF58476D1CE4E5B9)
     values = (values ^ _shifted(values, 27)) * _signed(0x94D049BB133111EB)
     return values ^ _shifted(values, 31)
@@ -96,7 +96,7 @@ class Randomness:
     def generator(self, stream: str, position: int, device: torch.device) -> Generator:
         """Return the generator of `stream` at `position` on `device`; the next call for the stream seeds it anew.
 
-        All ranks get the same one: draw for the `total` samples of a batch, and keep those of `Batch.own`.
+        All ranks get the same generator: draw for the `total` samples of a batch, and keep `Batch.own` of the draws.
         """
         generator = self._generators.get((stream, device))
         if generator is None:

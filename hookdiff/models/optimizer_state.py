@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookdiff.errors import UserError
-from hookdiff.machine.dtensor import everywhere, fill_, is_sharded, layout, place
+from hookdiff.machine.dtensor import fill_, is_sharded, layout, names_of_all_ranks, place
 from hookdiff.models.optimizer_copy import twin
 from hookdiff.options.structure import structured
 
@@ -105,7 +105,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry, is_fin
             pattern = _pattern(parameters[name], key, value, made)
             part = value if pattern is None else value[place(pattern)]
             impossible += [] if _is_possible(key, part) else [f"{key} of {name}"]
-    if is_finite and (found := everywhere(impossible, parameters.values())):
+    if is_finite and (found := names_of_all_ranks(impossible, parameters.values())):
         raise ValueError(f"{found[0]} holds values that no step makes: not finite, or a negative square")
 
 

@@ -79,7 +79,7 @@ def find(kind: type[Chosen], use: object) -> type[Chosen]:
 
 
 def parts(kind: type[Chosen]) -> dict[str, type[Chosen]]:
-    """Return the classes of `kind` by name: those built in, and those of entry points that can be imported."""
+    """Return the classes of `kind` by name: built-in classes, and classes of entry points that can be imported."""
     members = dict(kind.known)
     for name in published(kind.kind):
         with suppress(PluginError):  # one broken package does not hide the others

@@ -55,7 +55,7 @@ def parse_every(value: int | str | Every) -> Every:
 
 @define
 class Due:
-    """An `Every` with a clock for intervals in seconds; with several ranks, the clock of the first one decides."""
+    """An `Every` with a clock for intervals in seconds; with several ranks, the clock of the first rank decides."""
 
     every: Every = field(converter=parse_every)
     _since: float = field(factory=time.monotonic)

@@ -21,7 +21,7 @@ def versions(plugins: Iterable[object]) -> dict[str, str]:
 
 
 def distributions(classes: Iterable[type]) -> list[Distribution]:
-    """Return the distributions that have the `classes` of plugins; those of a script or a local module have none."""
+    """Return the distributions that have the `classes` of plugins; classes of scripts and local modules have none."""
     owners = {entry.module.partition(".")[0]: entry.dist for entry in entries_of(PLUGINS)}
     owners["hookdiff"] = distribution("hookdiff")
     modules = sorted({kind.__module__ for kind in classes})

@@ -243,7 +243,7 @@ def fields_of(target: Any) -> dict[str, attrs.Attribute[Any]]:
 
 
 def hints_of(target: Any, *, marks: bool = False) -> dict[str, Any]:
-    """Return the type of each argument that a config may set; Any if it has none, or one that cannot be evaluated.
+    """Return the type of each argument that a config may set; Any if it has no type that can be evaluated.
 
     `marks` keeps types with Annotated as they are.
     """
@@ -283,7 +283,7 @@ def _metadata(hint: Any) -> Iterator[Any]:
 
 
 def result_of(target: Callable[..., Any]) -> Any:
-    """Return the type that a function is annotated to return; Any if it has none, or one that cannot be evaluated."""
+    """Return the type that a function is annotated to return; Any if it has no type that can be evaluated."""
     try:
         annotation = inspect.signature(target).return_annotation
     except (TypeError, ValueError):  # some callables that are written in C

@@ -153,7 +153,7 @@ def total_steps(config: Mapping[str, Any], begin: LoggedEvent | None) -> int | N
 
 
 def asked_number(config: Mapping[str, Any], key: str) -> int | None:
-    """Return a positive number of the table [run], such as that of "batch_size"; None if it has none."""
+    """Return a positive number of the table [run] by its `key`, such as "batch_size"; None if it is not set."""
     run = config.get("run")
     return _number(run.get(key)) if isinstance(run, dict) else None
 

@@ -44,7 +44,7 @@ class Logged(Generic[Value]):
     """A line of metrics.jsonl, texts.jsonl or distributions.jsonl."""
 
     step: int
-    time: float  # seconds since 1970; NaN if a line of metrics.jsonl has none
+    time: float  # seconds since 1970; NaN if a line of metrics.jsonl has no time
     values: dict[str, Value]
 
     def as_row(self) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class Lines:
         self._waiting = b""
 
     def _begin_branch(self, path: Path, lines: bytes, step: int) -> None:
-        """Write the `lines` of the run that is continued, without those of later steps than `step`."""
+        """Write the `lines` of the run that is continued, without the lines of steps after `step`."""
         if not self.is_cut:  # else `_cut` follows
             lines = b"".join(line for line in lines.splitlines(keepends=True) if _step(line) <= step)
         with open_own(path, "wb") as file:

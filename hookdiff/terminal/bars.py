@@ -26,7 +26,7 @@ PAUSE = 0.25  # seconds between two pictures
 _SHORT = 0.5  # seconds of work that needs no bar
 _WIDTH = 100  # columns in a notebook
 _GAP = 2  # columns between two parts of a line
-_BAR = 5, 60  # columns of the smallest bar, and of the largest one
+_BAR = 5, 60  # columns of the smallest and of the largest bar
 
 # Returns the lines for a number of columns, with or without block characters.
 Draw = Callable[[int, bool], "Sequence[RenderableType]"]
@@ -92,7 +92,7 @@ class Bottom:
             console=console,
             auto_refresh=False,
             transient=not is_kept,
-            redirect_stdout=_is_terminal(sys.stdout),  # a file or a pipe must still get what is printed
+            redirect_stdout=_is_terminal(sys.stdout),  # a file or a pipe must still get the printed text
         )
         self._next = 0.0
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []

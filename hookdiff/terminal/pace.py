@@ -41,7 +41,7 @@ class Work:
 
     @property
     def has_pace(self) -> bool:
-        """Whether a second part is done; the first one may have compiled or started what the others need."""
+        """Whether a second part is done; the first part may have compiled code or started processes."""
         return self._first is not None and self.done > self._first[0]
 
     def left(self) -> float | None:

@@ -15,7 +15,7 @@ def duration(seconds: float) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """Return a rough time, such as that of a forecast or an age: "45 s", "3 min", "2.5 h" or "12 d"."""
+    """Return a rough time, such as a forecast or an age: "45 s", "3 min", "2.5 h" or "12 d"."""
     if not 0 <= seconds < 1e12:
         return "unknown"
     if seconds < 100:

@@ -24,7 +24,7 @@ class ValueKey(NamedTuple):
     """The name of a value of a run."""
 
     kind: Literal["weight", "logged number", "logged picture", "saved value", "field", "file"]
-    name: str  # a path, as in `flatten`; that of a field begins with its plugin
+    name: str  # a path, as in `flatten`; the path of a field begins with its plugin
     step: float = inf  # the update of the value; infinite for a value of the whole run
 
     @property

@@ -309,7 +309,7 @@ class Brighter:
 
 
 class OfferBFloat16:
-    """Offers the weights rounded to bfloat16, to see what an export in half precision loses."""
+    """Offers the weights rounded to bfloat16, to see the loss of an export in half precision."""
 
     @hookimpl
     def offer_weights(self, loop: Loop) -> Mapping[str, Callable[[], Mapping[str, Tensor]]]:

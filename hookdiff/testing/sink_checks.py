@@ -40,7 +40,7 @@ _REMEDIES = {
     "a kill and a resume": f"the tracker keeps the values up to run.step, and none of later steps: {_EARLIER}",
     "a rollback": f"which closes the sink and opens it again, without the values after run.step: {_EARLIER}",
     "a branch": f"its tracker begins with the earlier values of the run that it continues: {_EARLIER}",
-    "hookdiff mirror": "clear has to remove what the tracker has of the run, and scalars takes what open is ready for",
+    "hookdiff mirror": "clear has to remove the run from the tracker, and open has to prepare it for scalars",
 }
 _FAULTS: Final[Mapping[str, Exception | None]] = {
     "raises OSError": OSError("no space left"),

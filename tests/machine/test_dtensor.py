@@ -27,8 +27,8 @@ for placement in (Shard(0), Shard(1), Replicate()):
     result.append((shards.counts(sharded), fills, shards.layout(sharded) == shards.layout(alike)))
 result.append(len({shards.layout(distribute_tensor(whole, mesh, [kind])) for kind in (Shard(0), Shard(0), Shard(1))}))
 result.append(shards.layout(whole))
-result.append(shards.everywhere([f"on {rank}", "on both"], [whole, alike]))
-result.append(shards.everywhere([f"on {rank}"], [whole]))
+result.append(shards.names_of_all_ranks([f"on {rank}", "on both"], [whole, alike]))
+result.append(shards.names_of_all_ranks([f"on {rank}"], [whole]))
 odd = distribute_tensor(whole, mesh, [Shard(0)])
 odd._spec.placements = (_StridedShard(0, split_factor=2),)
 try:
