@@ -57,13 +57,13 @@ def command(
     captions how often they occur and how many tokens they have. The picture shows the first batch as the model sees it,
     augmentation included, with the captions below.
 
-    With --to-shards there is no report: the samples, as they are before any resizing, are written in their order into
-    tar files in the folder DIR, or in the place of pictures what the encoders of CONFIG make of them. Captions are
-    written as they are. The table [data] that trains on them is printed.
+    With --to-shards there is no report: the samples are written in their order into tar files in the folder DIR. The
+    pictures are not resized; if CONFIG has encoders, their outputs are written in place of the pictures. Captions are
+    written as they are. The table [data] that trains on the files is printed.
 
     With --reconstruction there is no report either: N samples, evenly spread, are encoded and decoded by the
-    autoencoder of a config that trains on latents. The mean PSNR of the pictures that come back is printed, and the
-    Fréchet distance to the pictures of the data: what the autoencoder alone costs.
+    autoencoder of CONFIG. The mean PSNR of the decoded pictures is printed, and their Fréchet distance to the pictures
+    of the data. They show how much quality the autoencoder alone loses.
     """
     from hookdiff import load_config
     from hookdiff.disk import writing
