@@ -137,7 +137,7 @@ class Text(TextEncoder):
         if self.length is None:
             return min(most or _USUAL, _USUAL)
         if most and self.length > most:
-            raise UserError(f"data.encode: length = {self.length}: {self.path} takes at most {most} tokens")
+            raise UserError(f"data.encode: length = {self.length}: set at most the {most} positions of {self.path}")
         return self.length
 
     def digest(self) -> str:
