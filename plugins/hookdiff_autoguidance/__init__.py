@@ -59,9 +59,7 @@ class Autoguidance:
     at: float = field(
         default=0.3,
         validator=between(0, 0.95, open_ends=True),  # a later guide would be the average itself
-        metadata=about(
-            "share of the run after which the guide is taken; earlier guides at this share of it, and so on"
-        ),
+        metadata=about("share of the run after which the guide is taken; earlier ones at this share of it, and so on"),
     )
     interval: tuple[float, float] = field(
         default=(0.0, 2.5),

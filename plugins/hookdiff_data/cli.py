@@ -33,9 +33,7 @@ _SHARD_SIZE = 256.0  # MiB
     metavar="X",
     help=f"Size of a tar file in MiB.  [default: {_SHARD_SIZE:g}]",
 )
-@click.option(
-    "--reconstruction", "num_pictures", type=click.IntRange(2), metavar="N", help="Encode and decode N pictures."
-)
+@click.option("--reconstruction", type=click.IntRange(2), metavar="N", help="Encode and decode N pictures.")
 @click.option("--features", metavar="NAME", help="Space of the features.  [default: by the size of the images]")
 def command(
     config: Path,
@@ -48,7 +46,7 @@ def command(
     seconds: float,
     to_shards: Path | None,
     shard_size: float | None,
-    num_pictures: int | None,
+    reconstruction: int | None,
     features: str | None,
 ) -> None:
     """Report on the data of CONFIG, and with --out, draw its first batch.
@@ -74,10 +72,10 @@ def command(
 
     if out is not None:
         check_output(out, overwrite)
-    _check_options(out, to_shards, shard_size, num_pictures, features)
+    _check_options(out, to_shards, shard_size, reconstruction, features)
     checked = load_config(config, plugins, settings, trust=trust)
-    if num_pictures is not None:
-        _print_reconstruction(checked, num_pictures, features, as_json)
+    if reconstruction is not None:
+        _print_reconstruction(checked, reconstruction, features, as_json)
         return
     if to_shards is not None:
         written = _to_shards(checked, to_shards, shard_size or _SHARD_SIZE, overwrite)
@@ -108,17 +106,17 @@ def command(
 
 
 def _check_options(
-    out: Path | None, to_shards: Path | None, shard_size: float | None, num_pictures: int | None, features: str | None
+    out: Path | None, to_shards: Path | None, shard_size: float | None, reconstruction: int | None, features: str | None
 ) -> None:
     """Raise UsageError for options that do not go together."""
-    for name, other in {"--to-shards": to_shards, "--reconstruction": num_pictures}.items():
+    for name, other in {"--to-shards": to_shards, "--reconstruction": reconstruction}.items():
         if other is not None and out is not None:
             raise click.UsageError(f"{name} makes no report and draws no batch: leave out --out")
-    if to_shards is not None and num_pictures is not None:
+    if to_shards is not None and reconstruction is not None:
         raise click.UsageError("--to-shards and --reconstruction are two commands: leave out one of them")
     if shard_size is not None and to_shards is None:
         raise click.UsageError("--shard-size is about --to-shards DIR, which is not given")
-    if features is not None and num_pictures is None:
+    if features is not None and reconstruction is None:
         raise click.UsageError("--features is about --reconstruction N, which is not given")
 
 

@@ -117,9 +117,7 @@ class Text(TextEncoder):
             case [str(name)]:
                 pass
             case _:
-                raise UserError(
-                    f"data.encode: {self.folder / CONFIG}: set `architectures` to a list of one class of transformers"
-                )
+                raise UserError(f"data.encode: {self.folder / CONFIG}: expected `architectures` to name one class")
         if name not in _CLASSES:
             raise UserError(
                 f"data.encode: {self.path} holds a {name}; expected {listed(list(_CLASSES), len(_CLASSES))}"
