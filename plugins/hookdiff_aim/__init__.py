@@ -246,9 +246,7 @@ def _mirrors(repo: Any, run_dir: Path | None) -> list[str]:
     if run_dir is None:
         return []
     place = str(run_dir.resolve())
-    return [
-        run_hash for run_hash in _hashes(repo) if _tree(repo, run_hash).subtree("attrs").get("run_dir", None) == place
-    ]
+    return [each for each in _hashes(repo) if _tree(repo, each).subtree("attrs").get("run_dir", None) == place]
 
 
 def _goes_on(repo: Any, run_hash: str, step: int) -> bool:

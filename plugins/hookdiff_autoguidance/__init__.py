@@ -12,7 +12,7 @@ from torch.func import functional_call
 from hookdiff import Loop, SampleRequest, Samples, hookimpl, saved
 from hookdiff.diffusion import Ask, ClassifierFree, Given, Guidance, Net, Point, Sampling
 from hookdiff.machine import is_sharded
-from hookdiff.models import choose_weights, compiled
+from hookdiff.models import Sampler, choose_weights, compiled
 from hookdiff.options import COUNT, about, between, is_interval
 
 logger = logging.getLogger("hookdiff")
@@ -59,9 +59,7 @@ class Autoguidance:
     at: float = field(
         default=0.3,
         validator=between(0, 0.95, open_ends=True),  # a later guide would be the average itself
-        metadata=about(
-            "share of the run after which the guide is taken; earlier guides at this share of it, and so on"
-        ),
+        metadata=about("share of the run after which the guide is taken; earlier ones at this share of it, and so on"),
     )
     interval: tuple[float, float] = field(
         default=(0.0, 2.5),
@@ -129,7 +127,7 @@ def _average_of(loop: Loop) -> dict[str, Tensor]:
     return {key: value.detach().to("cpu", copy=True) for key, value in average.items()}
 
 
-def _is_unguided(sampler: object) -> TypeGuard[Sampling]:
+def _is_unguided(sampler: Sampler | None) -> TypeGuard[Sampling]:
     return isinstance(sampler, Sampling) and type(sampler.guidance) is ClassifierFree and sampler.guidance.scale == 1
 
 

@@ -33,9 +33,7 @@ _SHARD_SIZE = 256.0  # MiB
     metavar="X",
     help=f"Size of a tar file in MiB.  [default: {_SHARD_SIZE:g}]",
 )
-@click.option(
-    "--reconstruction", "num_pictures", type=click.IntRange(2), metavar="N", help="Encode and decode N pictures."
-)
+@click.option("--reconstruction", type=click.IntRange(2), metavar="N", help="Encode and decode N pictures.")
 @click.option("--features", metavar="NAME", help="Space of the features.  [default: by the size of the images]")
 def command(
     config: Path,
@@ -48,7 +46,7 @@ def command(
     seconds: float,
     to_shards: Path | None,
     shard_size: float | None,
-    num_pictures: int | None,
+    reconstruction: int | None,
     features: str | None,
 ) -> None:
     """Report on the data of CONFIG, and with --out, draw its first batch.
@@ -57,13 +55,13 @@ def command(
     captions how often they occur and how many tokens they have. The picture shows the first batch as the model sees it,
     augmentation included, with the captions below.
 
-    With --to-shards there is no report: the samples, as they are before any resizing, are written in their order into
-    tar files in the folder DIR, or in the place of pictures what the encoders of CONFIG make of them. Captions are
-    written as they are. The table [data] that trains on them is printed.
+    With --to-shards there is no report: the samples are written in their order into tar files in the folder DIR. The
+    pictures are not resized; if CONFIG has encoders, their outputs are written in place of the pictures. Captions are
+    written as they are. The table [data] that trains on the files is printed.
 
     With --reconstruction there is no report either: N samples, evenly spread, are encoded and decoded by the
-    autoencoder of a config that trains on latents. The mean PSNR of the pictures that come back is printed, and the
-    Fréchet distance to the pictures of the data: what the autoencoder alone costs.
+    autoencoder of CONFIG. The mean PSNR of the decoded pictures is printed, and their Fréchet distance to the pictures
+    of the data. They show how much quality the autoencoder alone loses.
     """
     from hookdiff import load_config
     from hookdiff.disk import writing
@@ -74,10 +72,10 @@ def command(
 
     if out is not None:
         check_output(out, overwrite)
-    _check_options(out, to_shards, shard_size, num_pictures, features)
+    _check_options(out, to_shards, shard_size, reconstruction, features)
     checked = load_config(config, plugins, settings, trust=trust)
-    if num_pictures is not None:
-        _print_reconstruction(checked, num_pictures, features, as_json)
+    if reconstruction is not None:
+        _print_reconstruction(checked, reconstruction, features, as_json)
         return
     if to_shards is not None:
         written = _to_shards(checked, to_shards, shard_size or _SHARD_SIZE, overwrite)
@@ -108,17 +106,17 @@ def command(
 
 
 def _check_options(
-    out: Path | None, to_shards: Path | None, shard_size: float | None, num_pictures: int | None, features: str | None
+    out: Path | None, to_shards: Path | None, shard_size: float | None, reconstruction: int | None, features: str | None
 ) -> None:
     """Raise UsageError for options that do not go together."""
-    for name, other in {"--to-shards": to_shards, "--reconstruction": num_pictures}.items():
+    for name, other in {"--to-shards": to_shards, "--reconstruction": reconstruction}.items():
         if other is not None and out is not None:
             raise click.UsageError(f"{name} makes no report and draws no batch: leave out --out")
-    if to_shards is not None and num_pictures is not None:
+    if to_shards is not None and reconstruction is not None:
         raise click.UsageError("--to-shards and --reconstruction are two commands: leave out one of them")
     if shard_size is not None and to_shards is None:
         raise click.UsageError("--shard-size is about --to-shards DIR, which is not given")
-    if features is not None and num_pictures is None:
+    if features is not None and reconstruction is None:
         raise click.UsageError("--features is about --reconstruction N, which is not given")
 
 

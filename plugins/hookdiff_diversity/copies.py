@@ -18,7 +18,7 @@ _SAME = 1e-4  # quotient of images that are in the data twice: their distance is
 class Copies:
     """How near samples are to training images."""
 
-    memorised: float  # share of the samples that are copies; 0.01 is what images have that were never trained on
+    memorised: float  # share of the samples that are copies; images that were never trained on have 0.01
     searched: float  # share of the training images that were compared
     nearest_ratio: float  # median distance to the nearest training image, divided by that of held-out images
     closest: Tensor = field(repr=False)  # n, int64: the samples, those most like copies first

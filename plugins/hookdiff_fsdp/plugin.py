@@ -56,9 +56,7 @@ class FSDP:
             "exchange gradients after the last micro-batch only: less communication, but whole gradients on each rank"
         ),
     )
-    replicas: int = field(
-        default=1, validator=ge(1), metadata=about("copies of the model, each on ranks / replicas ranks")
-    )
+    replicas: int = field(default=1, validator=ge(1), metadata=about("model copies, each on ranks / replicas ranks"))
     _model: FSDPModule | None = field(default=None, init=False)
     _kept: tuple[FSDPModule, ...] = field(default=(), init=False)  # gathered from a forward pass to its backward pass
 

@@ -56,7 +56,7 @@ def command(
 ) -> None:
     """Draw the learning rate of a training with CONFIG, or of the run directory RUN, from step 0 to the last step.
 
-    The data is read only for a CONFIG with its length in epochs. Of a RUN, a checkpoint has the length of an epoch.
+    The data is read only for a CONFIG with its length in epochs. For a RUN, a checkpoint has the length of an epoch.
 
     With --find, train a copy of the model for one step at each of many growing rates, and draw the loss over the rate
     (the learning-rate range test, Smith 2015). The suggested rate is a tenth of the one from which the loss rises. The

@@ -10,7 +10,7 @@ from hookdiff import Config, InMemory, UserError, load_config
 from hookdiff.machine import free_memory, num_cpus
 from hookdiff_profile.steps import running
 
-WORTH = 1.03  # images a second over those of the config, from which on a change is worth a try
+WORTH = 1.03  # a change is worth a try if its speed is at least this multiple of the config's
 _ROUNDS = 3
 _MOST = 9  # changes of a config
 
@@ -29,11 +29,11 @@ class Change:
 
 @define(frozen=True)
 class Outcome:
-    """How a change was."""
+    """The measured speed with a change."""
 
     change: Change
-    ratio: float | None = None  # images a second over those of the config; None: it cannot be used
-    why: str = ""  # it cannot
+    ratio: float | None = None  # images a second over those of the config; None: the change cannot be used
+    why: str = ""  # the change cannot be used
 
 
 def changes(config: Config, device: str, is_stored: bool, channels_last: bool) -> Iterator[Change]:

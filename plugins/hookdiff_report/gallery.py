@@ -86,9 +86,9 @@ class Film:
 
 
 def pictures(runs: Sequence[ReportedRun]) -> tuple[list[Group], list[Film], int]:
-    """Return the pictures of the runs by step, and of one run its films; each of several runs has fewer steps.
+    """Return the pictures of the runs by step, the films of a single run, and the number of names that are left out.
 
-    The number is of the names of pictures that were left out.
+    Of several runs each shows fewer steps.
     """
     films = list(_films(runs[0])) if len(runs) == 1 else []
     left = BUDGET - sum(len(film.source) for film in films)
@@ -118,7 +118,7 @@ def _films(run: ReportedRun) -> Iterator[Film]:
 
 
 def _animation(path: Path, most: int) -> str | None:
-    """Return the file as it is; "" if that takes more than `most` letters, and None if it is not what its name says."""
+    """Return the file as it is; "" if it takes more than `most` letters, None if its name has another format."""
     import PIL.Image
 
     kind = path.suffix[1:]

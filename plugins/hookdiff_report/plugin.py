@@ -36,9 +36,7 @@ class Report(Periodic):
         metadata=about("how often; 0: only when the run ends"),
     )
     timeout: float = field(
-        default=120.0,
-        validator=gt(0),
-        metadata=about("time that the end of the run waits for the last report", "seconds"),
+        default=120.0, validator=gt(0), metadata=about("time that the run waits for its last report", "seconds")
     )
     goals: tuple[str, ...] = field(
         default=(), metadata=about('values to reach, such as ["fd/digits=0.4"], which are drawn')

@@ -16,7 +16,7 @@ from hookdiff_shards.index import Index, is_picture
 from hookdiff_shards.samples import Samples, extension_of, is_array
 
 _TEXTS = ("cls", "index", "inx", "id", "txt")  # that may hold a number
-_TAKEN = ("image", "inputs", "label")  # names that a sample of a data set has for other things
+_TAKEN = ("image", "inputs", "label")  # names with another meaning in a sample
 
 
 @define(frozen=True)

@@ -38,7 +38,7 @@ def shards(
             "none": no labels
         classes: the names of the classes in the order of their numbers, or a file of them, a .txt with a name on each
             line or a .json; default: classes.json or classes.txt beside the first shard, if there is one
-        conditions: what else a sample has, as a table of names and extensions, such as { text = "t5.npy", size =
+        conditions: other members of a sample, as a table of names and extensions, such as { text = "t5.npy", size =
             "json:size" }: arrays (npy), numbers or lists of numbers (json, or the value of a key in it), a number (txt,
             cls) or a picture
         captions: extension of the captions, such as "txt": the lines of a text; or "json:caption": a text or a list of

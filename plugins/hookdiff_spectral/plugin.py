@@ -86,7 +86,7 @@ def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, gen
             raise ConfigError(f"{KEY}: leave out {name}: its weight is parametrised already")
         names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is layer.weight]
         if len(names) > 1:
-            raise ConfigError(f"{KEY}: leave out the layers of {' and '.join(names)}: they share one weight")
+            raise ConfigError(f"{KEY}: {' and '.join(names)} are one weight; leave their layers out")
     for layer in layers.values():
         divided = DividedBySigma(layer.weight, isinstance(layer, _ConvTransposeNd), generator)
         parametrize.register_parametrization(layer, "weight", divided)

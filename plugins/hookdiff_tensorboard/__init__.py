@@ -69,9 +69,8 @@ class TensorBoard(Sink):
         self._write(first, now(), session_log=session(status=session.START))
         if run.hparams:
             # HParams can hold nothing else.
-            values = {
-                key: item if isinstance(item, bool | int | float) else str(item) for key, item in flat(run.hparams)
-            }
+            pairs = flat(run.hparams)
+            values = {key: each if isinstance(each, bool | int | float) else str(each) for key, each in pairs}
             summary = _module("tensorboard.plugins.hparams.summary_v2").hparams_pb(values)
             self._write(run.step, now(), summary=summary)
         return earlier(run, self)

@@ -117,9 +117,7 @@ class Text(TextEncoder):
             case [str(name)]:
                 pass
             case _:
-                raise UserError(
-                    f"data.encode: {self.folder / CONFIG}: set `architectures` to a list of one class of transformers"
-                )
+                raise UserError(f"data.encode: {self.folder / CONFIG}: expected `architectures` to name one class")
         if name not in _CLASSES:
             raise UserError(
                 f"data.encode: {self.path} holds a {name}; expected {listed(list(_CLASSES), len(_CLASSES))}"
@@ -137,7 +135,7 @@ class Text(TextEncoder):
         if self.length is None:
             return min(most or _USUAL, _USUAL)
         if most and self.length > most:
-            raise UserError(f"data.encode: length = {self.length}: {self.path} takes at most {most} tokens")
+            raise UserError(f"data.encode: length = {self.length}: set at most the {most} positions of {self.path}")
         return self.length
 
     def digest(self) -> str:

@@ -86,8 +86,8 @@ def network_in(folder: Path, kind: str, device: torch.device, precision: str) ->
     """
     config = table_in(folder, CONFIG, "model of transformers")
     weights = network_weights(folder, config)
-    with _quiet() as library:
-        made, options = getattr(library, kind), {}
+    with _quiet() as transformers:
+        made, options = getattr(transformers, kind), {}
         # Models that were trained on words alone are saved without the layer that makes a vector for a caption.
         if _POOLER in signature(made).parameters and not any("pooler." in name for name in weights.shapes):
             options[_POOLER] = False
@@ -109,8 +109,8 @@ def tokenizer_in(folder: Path, kind: str) -> Any:
         table = table_in(folder, name, "tokenizer")
         versions = [version for version in _versions(table) if version in files]
         seen[name] = {**without_places(table), **({_VERSIONS: versions} if versions else {})}
-    with _quiet() as library:
-        tokenizer = load_seen(getattr(library, kind), folder, seen, trust_remote_code=False)
+    with _quiet() as transformers:
+        tokenizer = load_seen(getattr(transformers, kind), folder, seen, trust_remote_code=False)
     tokenizer.name_or_path = str(folder)
     if getattr(tokenizer, "vocab_file", None):  # some tokenizers copy this file when they are saved
         tokenizer.vocab_file = str(folder / Path(tokenizer.vocab_file).name)
