@@ -9,5 +9,5 @@ from .memory import (
     fashion_mnist as fashion_mnist,
     to_unit_range as to_unit_range,
 )
-from .reader import Reader as Reader, stage as stage
+from .reader import Reader as Reader, find_reader as find_reader
 from .source import Images as Images, Source as Source, SourceOptions as SourceOptions
