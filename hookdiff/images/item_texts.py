@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import define
 
-from hookdiff.data.source import AnySource, Texts
+from hookdiff.data.source import AnySource, NamedCaptions
 from hookdiff.errors import UserError
 from hookdiff.images.items import ItemKeys, parts_of, seed_all
 from hookdiff.images.loader import Loader, Workers
@@ -61,7 +61,7 @@ class _Captioned(AnySource):
         return {self.keys.image_key or "image": image, self.keys.label_key or "label": label, **kept}
 
     @property
-    def texts(self) -> Texts | None:
+    def texts(self) -> NamedCaptions | None:
         return self.item_texts
 
 
