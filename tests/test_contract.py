@@ -502,9 +502,9 @@ ROOMS = [
     *("errors", "machine", "disk", "options", "terminal", "log", "data", "images", "encoding", "features", "models"),
     *("diffusion", "loop", "run_dir", "authors", "builtin", "experiment", "testing", "cli", "__init__", "__main__"),
 ]
-# The other three of each circle import `Loop` or `Feed` for type checkers.
+# The others of each circle import `Loop`, or `Feed` or `Reader`, for type checkers.
 CIRCLES = [
-    {f"hookdiff.data.{part}" for part in ("feed", "feed_state", "marks", "reader")},
+    {f"hookdiff.data.{part}" for part in ("feed", "feed_state", "marks", "memory_reader", "reader")},
     {f"hookdiff.loop.{part}" for part in ("loop", "hookspecs", "defaults", "registry")},
 ]
 

@@ -47,11 +47,11 @@ def marks_of_data(feed: Feed) -> dict[str, Mark]:
     Its pictures have one if they are in memory, or if their source has a `fingerprint`.
     """
     reader, name = feed.reader, "pictures" if len(feed.picture_shape) == 3 else "inputs"
-    held: object = reader.source.memory if reader.source else None
-    made = {}
-    if reader.source and not held and (files := reader.source.fingerprint()):
-        made[name] = _of_names(reader.source, files)
-    elif isinstance(held := held or reader.samples, InMemory):
+    source, made = reader.source, {}
+    held = reader.samples if source is None or source.memory is None else source.memory
+    if source is not None and source.memory is None and (files := source.fingerprint()) is not None:
+        made[name] = _of_names(source, files)
+    elif isinstance(held, InMemory):
         made[name] = _of_tensor(held.images)
         made |= {f"conditions {key!r}": _of_tensor(column) for key, column in held.conditions.items()}
     if feed.labels is not None:

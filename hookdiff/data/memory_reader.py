@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import repeat
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,9 +75,9 @@ class PlainReader:
     inner: Reader | None = None
     source: AnySource | None = None
     cache_dir: str | None = None
-    captions: Mapping[str, Captions] = MappingProxyType({})
+    captions: Mapping[str, Captions] = {}
     texts: TextEncoders | None = None
-    nothing: Mapping[str, Tensor | None] = MappingProxyType({})
+    nothing: Mapping[str, Tensor | None] = {}
 
     @property
     def digests(self) -> Mapping[str, str]:

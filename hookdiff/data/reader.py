@@ -247,7 +247,7 @@ class ReaderAround:
         self.inner.close()
 
 
-def stage(feed: Feed, kind: type[Kind]) -> Kind | None:
+def find_reader(feed: Feed, kind: type[Kind]) -> Kind | None:
     """Return the reader of this kind among that of `feed` and those inside it; None if there is none."""
     reader: Reader | None = feed.reader
     while reader is not None and not isinstance(reader, kind):

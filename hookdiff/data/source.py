@@ -12,7 +12,7 @@ from torch import Tensor
 from hookdiff.data.memory import InMemory
 from hookdiff.errors import shown
 
-Texts = Mapping[str, Sequence[Sequence[str]]]  # by the name of a kind of captions, those of each sample
+NamedCaptions = Mapping[str, Sequence[Sequence[str]]]  # by the name of a kind of captions, those of each sample
 Value = TypeVar("Value")
 
 
@@ -77,7 +77,7 @@ class SourceOptions(Protocol):
     encoded: Mapping[str, Any] | None  # the table encoded.json, of samples that are encoded already; default: None
 
     @property
-    def texts(self) -> Texts | None:
+    def texts(self) -> NamedCaptions | None:
         """The captions: for each sample one or more in order, empty for a sample without any; default: None.
 
         It may read them at its first use, and may raise UserError then: a run that encodes no text does not ask for it.
@@ -154,8 +154,8 @@ class AnySource:
         return shown(self.describe(index))
 
     @property
-    def texts(self) -> Texts | None:
-        texts: Texts | None = getattr(self.given, "texts", None)
+    def texts(self) -> NamedCaptions | None:
+        texts: NamedCaptions | None = getattr(self.given, "texts", None)
         return texts
 
     def fingerprint(self) -> str | None:

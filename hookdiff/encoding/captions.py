@@ -13,7 +13,7 @@ from attrs import Attribute, define, field
 from attrs.validators import ge, in_, optional
 from torch import Tensor
 
-from hookdiff.data.source import Texts
+from hookdiff.data.source import NamedCaptions
 from hookdiff.encoding.encoder import TextEncoder
 from hookdiff.errors import UserError, listed, nearest
 from hookdiff.images.texts import captions_of, check_text
@@ -124,7 +124,9 @@ class CaptionsOf:
         return found.hexdigest()
 
 
-def captions_for(texts: Texts | None, encoders: Mapping[str, TextEncoder]) -> dict[str, Sequence[Sequence[str]]]:
+def captions_for(
+    texts: NamedCaptions | None, encoders: Mapping[str, TextEncoder]
+) -> dict[str, Sequence[Sequence[str]]]:
     """Return `texts`, the captions of a source, by their names; they must be those that `encoders` take.
 
     Raises:

@@ -243,7 +243,7 @@ class LatentReader(PlainReader):
     @cached_property
     def _data_key(self) -> tuple[Any, ...] | None:
         transforms = self.transforms
-        if memory := self.source.memory:
+        if (memory := self.source.memory) is not None:
             beside = sorted((name, hash_of(column)) for name, column in memory.conditions.items())
             first_stage = (transforms.side, transforms.upscale, transforms.channels, transforms.background)
             return (FORMAT, hash_of(memory.images), beside, *first_stage)

@@ -18,7 +18,7 @@ from hookdiff.builtin import builtin_plugins
 from hookdiff.builtin.start_from import Start
 from hookdiff.data.feed import Feed
 from hookdiff.data.memory import InMemory
-from hookdiff.data.reader import Reader, stage
+from hookdiff.data.reader import Reader, find_reader
 from hookdiff.data.source import AnySource
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
@@ -221,7 +221,7 @@ def build_feed(
         captions_for(source.texts, texts)  # refused before the pictures are looked at
         device = pick_device(config.run.device)
         if pictures and encode:
-            read = evolve(store, store="auto" if source.memory else "none")
+            read = evolve(store, store="none" if source.memory is None else "auto")
             samples = cache(partial(feed_of, source, as_they_are, read, **shared))
             of_items = config.data.of(ItemKeys)
             inner: SourceReader | LatentReader = LatentReader(
@@ -357,7 +357,7 @@ def fit_to_data(config: Config, feed: Feed) -> Config:
     if config.diffusion.arguments.get("conditional"):
         _check_labels(config, feed)
     if _wants_scale(config, feed):
-        latents = stage(feed, LatentReader)
+        latents = find_reader(feed, LatentReader)
         assert latents is not None
         mean, std = latents.scale(feed.training)
         config = evolve(config, diffusion=config.diffusion.given(data_mean=tuple(mean), data_std=tuple(std)))

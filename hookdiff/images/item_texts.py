@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import define
 
-from hookdiff.data.source import AnySource, Texts
+from hookdiff.data.source import AnySource, NamedCaptions
 from hookdiff.errors import UserError
 from hookdiff.images.items import ItemKeys, parts_of, seed_all
 from hookdiff.images.loader import Loader, Workers
@@ -28,7 +28,7 @@ def with_texts(source: AnySource, keys: ItemKeys, workers: Workers) -> AnySource
     Only a map-style data set with a text, or a list of texts, in its first item is another one then. All items are read
     once, when the captions of one key are first asked for, which raises UserError for an item without them.
     """
-    if source.memory or source.is_images or source.texts or not len(source):
+    if not len(source) or source.memory or source.is_images or source.texts:
         return source
     with default_generators_kept():
         names = tuple(name for name, value in _others(source, keys, 0).items() if is_text(value))
@@ -61,7 +61,7 @@ class _Captioned(AnySource):
         return {self.keys.image_key or "image": image, self.keys.label_key or "label": label, **kept}
 
     @property
-    def texts(self) -> Texts | None:
+    def texts(self) -> NamedCaptions | None:
         return self.item_texts
 
 

@@ -33,7 +33,7 @@ def sizes_of(source: AnySource, seen: Survey, keys: ItemKeys) -> Tensor:
     """
     if (common := common_size(seen, len(source))) is not None:
         return common
-    if source.memory:  # of more channels than a picture has
+    if source.memory is not None:  # of more channels than a picture has
         return torch.tensor(source.memory.images.shape[2:]).expand(len(source), 2)
     sizes = torch.zeros(len(source), 2, dtype=torch.int64) if seen.sizes is None else seen.sizes.clone()
     sizes = sizes.where(sizes > 0, source.known_sizes())

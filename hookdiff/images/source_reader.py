@@ -17,7 +17,7 @@ from hookdiff.data.feed import Feed
 from hookdiff.data.feed_state import MOST
 from hookdiff.data.memory import InMemory, to_device
 from hookdiff.data.memory_reader import MemoryReader, PlainReader, are_pictures, checked_labels, hash_of
-from hookdiff.data.reader import Codec, Parts, Stack, stage
+from hookdiff.data.reader import Codec, Parts, Stack, find_reader
 from hookdiff.data.source import AnySource, Images, Source
 from hookdiff.errors import UserError
 from hookdiff.images.augment import augment, center_crop
@@ -237,6 +237,6 @@ def replacements(parts: Sequence[Tensor], unreadable: Tensor) -> Tensor:
 
 def reader_of_source(feed: Feed) -> SourceReader:
     """Return the reader of the source of a `feed` that `feed_of` made, or that reads its captions beside."""
-    reader = stage(feed, SourceReader)
+    reader = find_reader(feed, SourceReader)
     assert reader is not None
     return reader

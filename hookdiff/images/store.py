@@ -94,7 +94,7 @@ def prepare(source: AnySource, transforms: Transforms, store: Store) -> Prepared
 
     Raises UserError for pictures of different shapes or that cannot be read.
     """
-    if source.memory:
+    if source.memory is not None:
         prepared = _from_memory(source.memory, transforms, store)
     elif source.is_images:
         prepared = _from_images(source, transforms, store)

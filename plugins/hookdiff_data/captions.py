@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hookdiff import Batch, Feed
-from hookdiff.data import stage
+from hookdiff.data import find_reader
 from hookdiff.encoding import CaptionedReader, TextEncoder, TokenFacts, of_same_tokens
 from hookdiff.log import as_pictures
 from hookdiff.terminal import paced
@@ -22,7 +22,7 @@ def captions(feed: Feed) -> dict[str, Any]:
     Each encoder is opened on the CPU. Raises UserError for one that cannot be.
     """
     found: dict[str, Any] = {}
-    if (reader := stage(feed, CaptionedReader)) is None:
+    if (reader := find_reader(feed, CaptionedReader)) is None:
         return found
     for name, own in reader.captions.items():
         counts = Counter(own.every())

@@ -9,14 +9,14 @@ import cattrs
 from attrs import define, field
 
 from hookdiff import Feed
-from hookdiff.data import stage
+from hookdiff.data import find_reader
 from hookdiff.encoding import LatentReader
 from hookdiff_data.members import Members, member_name, members, written
 
 
 def is_encoded(feed: Feed) -> bool:
     """Return whether `feed` has samples that encoders have made."""
-    return stage(feed, LatentReader) is not None
+    return find_reader(feed, LatentReader) is not None
 
 
 @define(eq=False)
@@ -34,7 +34,7 @@ class MembersOfEncoders:
         Without an encoder of the inputs, the pictures are written as they are. Raises UserError for a sample that
         cannot be written.
         """
-        reader = stage(self.feed, LatentReader)
+        reader = find_reader(self.feed, LatentReader)
         assert reader is not None
         pictures = None if self.feed.codec else members(reader.open_pictures())
         for part in reader.parts(self.feed.usable):
