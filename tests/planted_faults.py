@@ -117,8 +117,8 @@ FAULTS = (
     Fault(
         "loss: a saved state sums what waits",
         "plugins/hookdiff_loss/levels.py",
-        "        own = [torch.cat(column).cpu()",
-        "        self._sum()\n        own = [torch.cat(column).cpu()",
+        "        rank_columns = [torch.cat(column).cpu()",
+        "        self._sum()\n        rank_columns = [torch.cat(column).cpu()",
     ),
     Fault(
         "data: a batch that replaces a filler counts",
@@ -245,7 +245,7 @@ FAULTS = (
     Fault(
         "checkpoint: the target of a rollback is removed",
         "plugins/hookdiff_checkpoint/keep.py",
-        "at < last or one is scheduled or",
+        "at < last or info is scheduled or",
         "at < last or",
     ),
     Fault(

@@ -23,7 +23,7 @@ from hookdiff_ema.snapshots import FOLDER, Snapshot, remove_later, write_snapsho
 from hookdiff_ema.weights import Weights
 
 NAME = "ema"  # of the first average, in a SampleRequest
-OWN = "ema"  # key of the rest of the state, beside the keys of the model
+KEY = "ema"  # of the rest of the state, beside the keys of the model
 STILL = "ema/still"  # logged: number of updates since an average last changed, the largest of all averages
 MANY = 200  # updates without a change after which to warn
 BACK = 0.8  # share of max_distance below which the average follows the weights again
@@ -257,7 +257,7 @@ class EMA:
                     logger.warning("ema: %s cannot be written: %s", path, error.strerror or error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the first average under the keys of the model, and the rest of the state under `OWN`."""
+        """Return the first average under the keys of the model, and the rest of the state under `KEY`."""
         self._settle()
         first, *others = (self._weights.in_model_keys(average.shadow) for average in self._averages)
         labels = [average.label for average in self._averages]
@@ -268,7 +268,7 @@ class EMA:
             "still": [average.still_state for average in self._averages],
             "alarms": self._alarms.state_dict(),
         }
-        return {**first, OWN: rest}
+        return {**first, KEY: rest}
 
     @hookimpl
     def check_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -279,7 +279,7 @@ class EMA:
         if len(labels) != len(of_run) or any(a != b and "std=" in a + b for a, b in zip(labels, of_run, strict=True)):
             raise ValueError(f"it has the averages {', '.join(labels)}, the run has {', '.join(of_run)}")
         if len(saved.ema.still) != len(labels):
-            raise ValueError(f"{OWN}.still: there are {len(labels)} averages")
+            raise ValueError(f"{KEY}.still: there are {len(labels)} averages")
         parameters = dict(model.named_parameters(remove_duplicate=False))
         expected = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         for label, values in zip(labels, saved.averages, strict=True):

@@ -18,12 +18,12 @@ class Weights:
     def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
         self._model = model
         # Listed once: parameters keep their addresses, and walking over the modules costs more than the update.
-        self._own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self._parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
         first = {parameter: name for name, parameter in model.named_parameters()}
         self.names = {key: first[parameter] for key, parameter in model.named_parameters(remove_duplicate=False)}
-        landed = {name: _landed(value, device or value.device) for name, value in self._own.items()}
+        landed = {name: _landed(value, device or value.device) for name, value in self._parameters.items()}
         self.tensors = {name: _widened(value) for name, value in landed.items()}
-        self._travels = _pairs(self._own, landed)
+        self._travels = _pairs(self._parameters, landed)
         self._widens = _pairs(landed, self.tensors)
         self._arrived: torch.cuda.Event | None = None
         if any(value.is_cuda for value in self._travels[0]):
@@ -60,7 +60,7 @@ class Weights:
     def replaced(self) -> list[str]:
         """Return the names of the parameters with another address than at the start."""
         now = {name: local(parameter).data_ptr() for name, parameter in self._model.named_parameters()}
-        return [name for name, value in self._own.items() if now.get(name) != local(value).data_ptr()]
+        return [name for name, value in self._parameters.items() if now.get(name) != local(value).data_ptr()]
 
     def in_model_keys(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return `values`, by parameter name, under all keys of the model, with the current buffers.

@@ -84,8 +84,8 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
         replayed = evolve(config, plugins=parts)
         feed = FeedWithoutData(Facts.of(record.parts["data"].get("facts")), names=record.batch.names_by_index)
         loop = build_loop(replayed, Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=["replay"], feed=feed)
-        _one(loop, Replay).say = say
-        _one(loop, NaN)  # it makes the report
+        _plugin_of(loop, Replay).say = say
+        _plugin_of(loop, NaN)  # it makes the report
         with _quietly(), loop:
             for line in _differences(record, surroundings(loop)):
                 say(line)
@@ -135,7 +135,7 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
             for step in loop.steps():
                 if position == place.position:
                     good = step.outcome not in ("stopped", "skipped")
-                    say(_summary(step) if good else f"{_summary(step)}\n{_one(loop, NaN).diagnosis}")
+                    say(_summary(step) if good else f"{_summary(step)}\n{_plugin_of(loop, NaN).diagnosis}")
                     return good
                 position = loop.progress.position
     say(f"the run ended at batch {position}, before batch {place.position}: {loop.end.reason}")
@@ -157,7 +157,7 @@ def _config(
     return load_config(record.path / CONFIG, plugins, settings, trust=trust, without=without)
 
 
-def _one(loop: Loop, kind: type[P]) -> P:
+def _plugin_of(loop: Loop, kind: type[P]) -> P:
     for plugin in loop.plugins.values():
         if isinstance(plugin, kind):
             return plugin
