@@ -65,7 +65,7 @@ def checked_by(check: Callable[[Path], object]) -> Callable[..., Path | None]:
 def path_argument(
     name: str, check: Callable[[Path], object], metavar: str | None = None, required: bool = True
 ) -> Callable[[Any], Any]:
-    """Return the decorator of a path argument that refuses the paths for which `check` raises UserError.
+    """Return the decorator of a path argument that refuses the paths that `check` refuses with a UserError.
 
     The answer comes at once if neither `check`, nor the module of the command, nor its package imports torch.
     """
