@@ -26,8 +26,8 @@ import hookdiff
 from hookdiff import Hooks, Loop, load_config
 from hookdiff.cli import COMMANDS, main
 from hookdiff.cli.command_line import group
+from hookdiff.loop.contract_checks import ELSEWHERE
 from hookdiff.loop.hookspecs import HOOK_NAMES, HOOKS
-from hookdiff.loop.plugin_checks import ELSEWHERE
 from hookdiff.options.default_names import DEFAULT_PLUGINS
 from hookdiff.options.imports import import_object, installed
 from hookdiff.run_dir import History
