@@ -25,8 +25,8 @@ from click import Context
 import hookdiff
 from hookdiff import Hooks, Loop, load_config
 from hookdiff.cli import COMMANDS, group, main
+from hookdiff.loop.contract_checks import ELSEWHERE
 from hookdiff.loop.hookspecs import HOOK_NAMES, HOOKS
-from hookdiff.loop.plugin_checks import ELSEWHERE
 from hookdiff.options.default_names import DEFAULT_PLUGINS
 from hookdiff.options.imports import import_object, installed
 from hookdiff.run_dir import History

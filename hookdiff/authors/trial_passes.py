@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hookdiff.data.batch import Batch
+from hookdiff.loop.contract_checks import implements
 from hookdiff.loop.hookspecs import hooks_of
 from hookdiff.loop.loop import Loop
-from hookdiff.loop.plugin_checks import implements
 from hookdiff.loop.saved import keeps_state, restore_state, state_of
 from hookdiff.machine.dtensor import local
 from hookdiff.models.objective import LossOutput

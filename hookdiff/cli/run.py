@@ -107,7 +107,7 @@ def _train(config: Config, run_dir: Path, *, resume: bool | Path, overwrite: boo
     from hookdiff.builtin.signals import Signals
     from hookdiff.experiment.build import unused_classes
     from hookdiff.experiment.discovery import installed_that
-    from hookdiff.loop.plugin_checks import implements
+    from hookdiff.loop.contract_checks import implements
     from hookdiff.machine.ranks import first_rank_does
     from hookdiff.options.default_names import DEFAULT_PLUGINS
 

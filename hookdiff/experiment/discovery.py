@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from hookdiff.errors import PluginError, nearest
+from hookdiff.loop.contract_checks import check_contract, implements
 from hookdiff.loop.hookspecs import HOOK_NAMES, declaration_of
-from hookdiff.loop.plugin_checks import check_contract, implements
 from hookdiff.options.imports import check_needs, distribution, import_object, installed
 
 logger = logging.getLogger("hookdiff")

@@ -32,9 +32,9 @@ from hookdiff.experiment.toml_file import read_toml
 from hookdiff.images.labels import normal
 from hookdiff.images.store import Store
 from hookdiff.images.transforms import Transforms
+from hookdiff.loop.contract_checks import implements
 from hookdiff.loop.hookspecs import hookimpl, hooks_of
 from hookdiff.loop.loop import Loop
-from hookdiff.loop.plugin_checks import implements
 from hookdiff.models.load import load_into, load_state
 from hookdiff.models.sample_request import SampleRequest
 from hookdiff.models.sampler import Sampler

@@ -18,8 +18,8 @@ from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.config import Config, RunConfig
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.toml_file import read_toml
+from hookdiff.loop.contract_checks import implements
 from hookdiff.loop.counts import AUTO
-from hookdiff.loop.plugin_checks import implements
 from hookdiff.loop.registry import Plugins
 from hookdiff.machine.usage import keep_memory, num_cpus, usual_threads
 from hookdiff.models.adapters import is_of_diffusers

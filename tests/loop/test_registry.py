@@ -5,8 +5,8 @@ import pytest
 from attrs import define, field, fields
 
 from hookdiff import HOOKS_VERSION, Evaluation, HookError, Hooks, PluginError, hookimpl, plugin
+from hookdiff.loop.contract_checks import ELSEWHERE, RESERVED, implements
 from hookdiff.loop.hookspecs import HOOK_NAMES, HOOKS, Declaration, Phase, declaration_of, hooks_of
-from hookdiff.loop.plugin_checks import ELSEWHERE, RESERVED, implements
 from hookdiff.loop.registry import Plugins
 from hookdiff.testing import assert_same, toy_loop, weights
 from tests.conftest import acting, ran, refused
