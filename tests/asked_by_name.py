@@ -1,329 +1,262 @@
-"""What hookdiff and the plugins ask of objects by name, and what has no type: each with the foreign thing it is about.
+"""What hookdiff and the plugins ask of objects by name, and what has no type: by the foreign thing it is about.
 
-The keys are files, and in each the expressions as `ast.unparse` writes them.
+Each file has its expressions, as `ast.unparse` writes them.
 """
 
-ASKED: dict[str, dict[str, str]] = {
-    "hookdiff/authors/generation.py": {
-        "getattr(one, 'guidance', None)": "to be judged",
-        "getattr(self.loop.sampler, 'batch_size', 256)": "to be judged",
+ASKED: dict[str, dict[str, set[str]]] = {
+    "a DataLoader of torch": {"hookdiff/images/loader.py": {"getattr(self.loader, '_iterator', None)"}},
+    "a class, a function or a module of others": {
+        "hookdiff/experiment/part_requirements.py": {"getattr(found, '__module__', '')"},
+        "hookdiff/models/adapters.py": {"getattr(kind, '__module__', '')"},
+        "hookdiff/options/imports.py": {"getattr(outer, part)"},
+        "hookdiff/options/structure.py": {"getattr(base, '__module__', '')", "getattr(hint, '__metadata__', ())"},
+        "hookdiff/testing/contract.py": {"vars(base)"},
     },
-    "hookdiff/authors/sampler_info.py": {"getattr(fitted, name)": "to be judged"},
-    "hookdiff/authors/sinks.py": {"getattr(self, name)": "to be judged"},
-    "hookdiff/builtin/signals.py": {"hasattr(signal, 'SIGUSR1')": "to be judged"},
-    "hookdiff/cli/command_line.py": {
-        "getattr(error, '__notes__', ())": "to be judged",
-        "getattr(error, 'exit_code', 1)": "to be judged",
+    "a data set of torchvision": {
+        "hookdiff/images/vision.py": {"getattr(data, 'classes', None)", "getattr(self.data, name, ())"}
     },
-    "hookdiff/cli/hooks.py": {"getattr(Hooks, hook)": "to be judged", "getattr(Hooks, name)": "to be judged"},
-    "hookdiff/cli/output.py": {"getattr(stdout, 'errors', None)": "to be judged", "getattr(sys, name)": "to be judged"},
-    "hookdiff/cli/run.py": {
-        "getattr(config.run, unit)": "to be judged",
-        "getattr(loop.progress, unit.removesuffix('s'))": "to be judged",
+    "a hook, a method or a type by its name in a table": {
+        "hookdiff/cli/hooks.py": {"getattr(Hooks, hook)", "getattr(Hooks, name)"},
+        "hookdiff/loop/contract_checks.py": {"getattr(Hooks, hook)"},
+        "hookdiff/loop/hookspecs.py": {"getattr(kind, 'hookdiff_plugin', Declaration())"},
+        "hookdiff/loop/registry.py": {
+            "attrgetter(hook.result)",
+            "getattr(self._calls, hook)",
+            "getattr(self._manager.hook, hook)",
+            "vars(builtins)",
+            "vars(defaults)",
+        },
+        "hookdiff/testing/sink_checks.py": {"getattr(Sink, call)", "getattr(type(self.make(self.new_folder())), call)"},
+        "plugins/hookdiff_new_plugin/kinds.py": {"vars(builtins)"},
     },
-    "hookdiff/data/feed.py": {"hasattr(data, 'stacks')": "data that is given by mistake, at its door"},
-    "hookdiff/data/source.py": {
-        "getattr(self.given, 'fingerprint', lambda: None)": "a source of the user, at its adapter",
-        "getattr(self.given, 'known_kinds', None)": "a source of the user, at its adapter",
-        "getattr(self.given, 'known_sizes', None)": "a source of the user, at its adapter",
-        "getattr(self.given, 'texts', None)": "a source of the user, at its adapter",
-        "getattr(source.given, self.name, self.default)": "a source of the user, at its adapter",
-        "hasattr(self.given, 'describe')": "a source of the user, at its adapter",
+    "a logged value: a number, or an array of any library": {
+        "hookdiff/log/log.py": {"getattr(value, 'shape', ())", "hasattr(value, 'dtype')", "hasattr(value, 'shape')"}
     },
-    "hookdiff/diffusion/diffusion.py": {
-        "getattr(part, 'sigma_data', 1)": "to be judged",
-        "getattr(self, f'data_{which}')": "to be judged",
+    "a method or a class of any plugin": {
+        "hookdiff/loop/contract_checks.py": {"getattr(member, 'hookdiff_impl', None)"},
+        "hookdiff/loop/dispatch.py": {
+            "getattr(call.method, '__self__', None)",
+            "getattr(method, '__code__', None)",
+            "hasattr(kind, '__slots__')",
+            "hasattr(kind, found[2])",
+        },
+        "hookdiff/testing/transfers.py": {"getattr(func, '__name__', '')"},
     },
-    "hookdiff/diffusion/weighting.py": {"getattr(prediction, 'sigma_data', 0.5)": "to be judged"},
-    "hookdiff/disk/reading.py": {"getattr(_guarded, 'open', ())": "to be judged"},
-    "hookdiff/disk/tensors.py": {
-        "getattr(torch, f'float{bits}')": "to be judged",
-        "getattr(torch, f'int{bits}')": "to be judged",
-        "getattr(torch, f'uint{bits}')": "to be judged",
+    "a module or a stream of Python": {
+        "hookdiff/cli/output.py": {"getattr(sys, name)"},
+        "hookdiff/experiment/catalog.py": {"getattr(sys.modules.get(package), part.__name__, None)"},
+        "hookdiff/options/software.py": {"getattr(sys.modules.get(module), '__file__', None)"},
+        "hookdiff/options/structure.py": {"getattr(sys.modules.get(getattr(base, '__module__', '')), '__dict__', {})"},
     },
-    "hookdiff/encoding/encoder.py": {
-        "getattr(network, 'lengths', None)": "a network of the user, at its adapter",
-        "getattr(network, 'tokens', None)": "a network of the user, at its adapter",
-        "getattr(self, 'path', self.use)": "an option that an encoder of the user may have",
+    "a name in another library": {
+        "hookdiff/terminal/bars.py": {"hasattr(shell, 'kernel')"},
+        "plugins/hookdiff_autoencoder/__init__.py": {
+            "getattr(diffusers, config['_class_name'])",
+            "getattr(diffusers, name)",
+        },
+        "plugins/hookdiff_checkpoint/to_diffusers.py": {
+            "getattr(diffusers, pipeline)",
+            "getattr(diffusers, sampling.scheduler)",
+        },
+        "plugins/hookdiff_text/__init__.py": {"getattr(network.config, 'use_attention_mask', False)"},
+        "plugins/hookdiff_text/folder.py": {"getattr(tokenizer, 'vocab_file', None)", "getattr(transformers, kind)"},
+        "plugins/hookdiff_text/pipeline.py": {"getattr(diffusers, name)"},
     },
-    "hookdiff/experiment/build.py": {
-        "getattr(model, 'num_classes', 0)": "to be judged",
-        "getattr(model, 'num_classes', None)": "to be judged",
+    "a name in torch": {
+        "hookdiff/disk/tensors.py": {
+            "getattr(torch, f'float{bits}')",
+            "getattr(torch, f'int{bits}')",
+            "getattr(torch, f'uint{bits}')",
+        },
+        "hookdiff/experiment/optimizers.py": {"vars(torch.optim)"},
+        "hookdiff/machine/fitting.py": {"getattr(torch, device.type)"},
+        "plugins/hookdiff_checkpoint/pieces.py": {"vars(torch)"},
+        "plugins/hookdiff_ema/snapshots.py": {"getattr(torch, snapshot.dtype)"},
     },
-    "hookdiff/experiment/catalog.py": {"getattr(sys.modules.get(package), part.__name__, None)": "to be judged"},
-    "hookdiff/experiment/config.py": {
-        "getattr(self, name)": "to be judged",
-        "getattr(value, name, None)": "to be judged",
+    "a network of any library": {
+        "hookdiff/experiment/build.py": {"getattr(model, 'num_classes', 0)", "getattr(model, 'num_classes', None)"},
+        "hookdiff/experiment/optimizers.py": {"getattr(module, 'parametrizations', {})"},
+        "hookdiff/experiment/probe.py": {"getattr(model, 'num_classes', 0)"},
+        "hookdiff/models/adapters.py": {
+            "getattr(model, '_forward_pre_hooks', {})",
+            "getattr(theirs, 'config', {})",
+            "hasattr(kind, 'enable_gradient_checkpointing')",
+            "hasattr(module, 'token_drop')",
+        },
+        "hookdiff/models/attention_forms.py": {
+            "getattr(module, 'norm_q', None)",
+            "getattr(module, 'processor', None)",
+            "hasattr(module, 'attention_form')",
+            "hasattr(module, 'set_processor')",
+        },
+        "hookdiff/models/compiler.py": {"getattr(net, '_compiled_call_impl', None)"},
+        "hookdiff/models/sampling_arguments.py": {"getattr(model, 'num_classes', 0)"},
+        "plugins/hookdiff_autoencoder/__init__.py": {"getattr(network, 'quant_conv', None)"},
+        "plugins/hookdiff_checkpoint/export.py": {"getattr(module, name)"},
+        "plugins/hookdiff_checkpoint/to_diffusers.py": {"getattr(model, 'num_classes', 0)"},
+        "plugins/hookdiff_debug/measure.py": {
+            "def __getattr__",
+            "getattr(module, '_compiled_call_impl', None)",
+            "getattr(self.model, name)",
+        },
+        "plugins/hookdiff_samples/plugin.py": {"getattr(loop.model, 'num_classes', 0)"},
     },
-    "hookdiff/experiment/discovery.py": {"except (ImportError, AttributeError)": "to be judged"},
-    "hookdiff/experiment/json_schema.py": {
-        "getattr(validator, 'names', getattr(validator, 'options', None))": "to be judged",
-        "getattr(validator, 'options', None)": "to be judged",
+    "a network of the user, at its adapter": {
+        "hookdiff/encoding/encoder.py": {"getattr(network, 'lengths', None)", "getattr(network, 'tokens', None)"}
     },
-    "hookdiff/experiment/loaded_run.py": {
-        "getattr(self.loop.objective, 'conditional', False)": "to be judged",
-        "getattr(self.loop.objective, 'conditions', ())": "to be judged",
+    "a picture of the user, of Pillow or an array": {
+        "hookdiff/images/items.py": {"hasattr(image, 'convert')", "hasattr(image, 'shape')"},
+        "hookdiff/images/picture_reading.py": {"hasattr(image, 'fp')"},
+        "hookdiff/images/sizes.py": {"hasattr(image, 'fp')"},
+        "hookdiff/images/survey.py": {"hasattr(image, 'convert')", "hasattr(image, 'shape')"},
+        "plugins/hookdiff_data/members.py": {"hasattr(value, 'convert')"},
     },
-    "hookdiff/experiment/machine_choices.py": {
-        "getattr(config.run, key)": "to be judged",
-        "getattr(given.run, key.removeprefix('run.'))": "to be judged",
-        "getattr(settled.run, key)": "to be judged",
+    "a source of the user, at its adapter": {
+        "hookdiff/data/source.py": {
+            "getattr(self.given, 'fingerprint', lambda: None)",
+            "getattr(self.given, 'known_kinds', None)",
+            "getattr(self.given, 'known_sizes', None)",
+            "getattr(self.given, 'texts', None)",
+            "getattr(source.given, self.name, self.default)",
+            "hasattr(self.given, 'describe')",
+        }
     },
-    "hookdiff/experiment/optimizers.py": {
-        "getattr(module, 'parametrizations', {})": "to be judged",
-        "vars(torch.optim)": "to be judged",
+    "a tensor of torch, sharded or not": {"hookdiff/machine/dtensor.py": {"hasattr(tensor, 'to_local')"}},
+    "a validator of attrs, which has no public class": {
+        "hookdiff/experiment/json_schema.py": {"getattr(validator, 'options', ())"},
+        "hookdiff/options/fields.py": {
+            "getattr(validator, '_validators', ())",
+            "getattr(validator, name, None)",
+            "hasattr(validator, 'compare_op')",
+        },
+        "plugins/hookdiff_fid/cli.py": {"getattr(known and known.validator, 'names', ())"},
     },
-    "hookdiff/experiment/part_requirements.py": {"getattr(found, '__module__', '')": "to be judged"},
-    "hookdiff/experiment/probe.py": {"getattr(model, 'num_classes', 0)": "to be judged"},
-    "hookdiff/experiment/trust.py": {"getattr(part, field.name)": "to be judged"},
-    "hookdiff/images/arrays.py": {"hasattr(os, 'preadv')": "the os module, which lacks it on some systems"},
-    "hookdiff/images/items.py": {
-        "getattr(value, 'ndim', 0)": "a value in an item of the user",
-        "hasattr(image, 'convert')": "a picture of the user, of Pillow or an array",
-        "hasattr(image, 'shape')": "a picture of the user, of Pillow or an array",
-        "hasattr(value, 'convert')": "a value in an item of the user",
+    "a value in an item of the user": {
+        "hookdiff/images/items.py": {"getattr(value, 'ndim', 0)", "hasattr(value, 'convert')"}
     },
-    "hookdiff/images/labels.py": {"getattr(error, 'strerror', None)": "an exception"},
-    "hookdiff/images/loader.py": {
-        "getattr(self.loader, '_iterator', None)": "a DataLoader of torch",
-        "hasattr(signal, 'SIGUSR1')": "the signal module, which lacks it on Windows",
-        "hasattr(signal, 'pthread_sigmask')": "the signal module, which lacks it on Windows",
+    "all attributes of the object itself": {
+        "hookdiff/loop/gradients.py": {"vars(self)"},
+        "hookdiff/loop/readonly.py": {"vars(self)"},
+        "plugins/hookdiff_array/__init__.py": {"vars(self)"},
+        "plugins/hookdiff_shards/files.py": {"vars(self)"},
     },
-    "hookdiff/images/modes.py": {"getattr(image, 'tile', None)": "an image of Pillow"},
-    "hookdiff/images/picture_reading.py": {
-        "getattr(error, 'strerror', None)": "an exception",
-        "hasattr(image, 'fp')": "a picture of the user, of Pillow or an array",
+    "an error of code or data of others": {
+        "hookdiff/experiment/discovery.py": {"except (ImportError, AttributeError)"},
+        "hookdiff/loop/restoring.py": {
+            "except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RuntimeError)"
+        },
+        "hookdiff/options/imports.py": {"except AttributeError"},
+        "hookdiff/options/structure.py": {
+            "except (AttributeError, NameError)",
+            "except (AttributeError, NameError, SyntaxError, TypeError)",
+            "except AttributeError",
+        },
+        "hookdiff/run_dir/lines.py": {
+            "except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)"
+        },
+        "plugins/hookdiff_features/spaces.py": {"except (AttributeError, KeyError, RuntimeError)"},
+        "plugins/hookdiff_init/captions.py": {"except (OSError, ValueError, TypeError, AttributeError)"},
     },
-    "hookdiff/images/sizes.py": {"hasattr(image, 'fp')": "a picture of the user, of Pillow or an array"},
-    "hookdiff/images/survey.py": {
-        "hasattr(image, 'convert')": "a picture of the user, of Pillow or an array",
-        "hasattr(image, 'shape')": "a picture of the user, of Pillow or an array",
+    "an exception": {
+        "hookdiff/cli/command_line.py": {"getattr(error, '__notes__', ())", "getattr(error, 'exit_code', 1)"},
+        "hookdiff/cli/output.py": {"getattr(stdout, 'errors', None)"},
+        "hookdiff/images/labels.py": {"getattr(error, 'strerror', None)"},
+        "hookdiff/images/picture_reading.py": {"getattr(error, 'strerror', None)"},
+        "hookdiff/machine/ranks.py": {"getattr(error, 'exit_code', 1)"},
+        "hookdiff/models/compiler.py": {"getattr(error, 'inner_exception', error)"},
+        "hookdiff/testing/contract.py": {"getattr(error, '__notes__', [])"},
+        "plugins/hookdiff_huggingface/source.py": {"getattr(error, 'filename', None)"},
+        "plugins/hookdiff_samples/plugin.py": {"getattr(error, 'strerror', None)"},
+        "plugins/hookdiff_shards/remote.py": {"getattr(cause, 'status', None)"},
     },
-    "hookdiff/images/vision.py": {
-        "getattr(data, 'classes', None)": "a data set of torchvision",
-        "getattr(datasets, each)": "the classes of torchvision",
-        "getattr(self.data, name, ())": "a data set of torchvision",
+    "an image of Pillow": {
+        "hookdiff/images/modes.py": {"getattr(image, 'tile', None)"},
+        "plugins/hookdiff_data/members.py": {"getattr(image, 'fp', None)"},
     },
-    "hookdiff/images/wrong_sources.py": {
-        "hasattr(given, '__iter__')": "data that is given by mistake, at its door",
-        "vars(owner)": "the class of a source of the user",
+    "an objective or a sampler of the user, at its adapter": {
+        "hookdiff/models/objective.py": {
+            "getattr(origin, name)",
+            "hasattr(origin, name)",
+            "vars(Objective)",
+            "vars(self)",
+        },
+        "hookdiff/models/sampler.py": {"getattr(origin, name)", "hasattr(origin, name)", "vars(Sampler)", "vars(self)"},
     },
-    "hookdiff/log/log.py": {
-        "getattr(value, 'shape', ())": "to be judged",
-        "hasattr(value, 'dtype')": "to be judged",
-        "hasattr(value, 'shape')": "to be judged",
-        "vars(self)": "to be judged",
+    "an optimizer of any library": {
+        "hookdiff/models/adamw.py": {"getattr(self, name, None)", "hasattr(_ITS_STEP, 'hooked')"},
+        "hookdiff/models/optimizer_copy.py": {"vars(made)", "vars(optimizer)"},
+        "hookdiff/models/optimizer_state.py": {"vars(kind)"},
+        "hookdiff/options/structure.py": {"getattr(kind, '__name__', str(kind))"},
+        "plugins/hookdiff_cuda_graphs/step.py": {"hasattr(type(optimizer), 'found_inf')"},
+        "plugins/hookdiff_huggingface/source.py": {"getattr(kind, 'value_type', kind)"},
     },
-    "hookdiff/log/panel.py": {"getattr(images, 'images', images)": "to be judged"},
-    "hookdiff/loop/defaults.py": {
-        "getattr(loop.model, 'num_classes', 0)": "to be judged",
-        "getattr(objective, 'condition_names', ())": "to be judged",
-        "getattr(objective, 'conditional', False)": "to be judged",
+    "an option that an encoder of the user may have": {
+        "hookdiff/encoding/encoder.py": {"getattr(self, 'path', self.use)"}
     },
-    "hookdiff/loop/dispatch.py": {
-        "getattr(call.method, '__self__', None)": "to be judged",
-        "getattr(method, '__code__', None)": "to be judged",
-        "hasattr(kind, '__slots__')": "to be judged",
-        "hasattr(kind, found[2])": "to be judged",
+    "data that is given by mistake, at its door": {
+        "hookdiff/data/feed.py": {"hasattr(data, 'stacks')"},
+        "hookdiff/images/wrong_sources.py": {"hasattr(given, '__iter__')"},
     },
-    "hookdiff/loop/gradients.py": {"vars(self)": "to be judged"},
-    "hookdiff/loop/hookspecs.py": {"getattr(kind, 'hookdiff_plugin', Declaration())": "to be judged"},
-    "hookdiff/loop/loop.py": {"getattr(self.sampler, 'weights', None)": "to be judged"},
-    "hookdiff/loop/readonly.py": {"vars(self)": "to be judged"},
-    "hookdiff/loop/registry.py": {
-        "attrgetter(hook.result)": "to be judged",
-        "getattr(Hooks, hook)": "to be judged",
-        "getattr(member, 'hookdiff_impl', None)": "to be judged",
-        "getattr(self._calls, hook)": "to be judged",
-        "getattr(self._manager.hook, hook)": "to be judged",
-        "vars(builtins)": "to be judged",
-        "vars(defaults)": "to be judged",
+    "pictures that are shown: a tensor, or what holds one": {
+        "hookdiff/log/panel.py": {"getattr(images, 'images', images)"}
     },
-    "hookdiff/loop/restoring.py": {
-        "except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RuntimeError)": "to be judged",
-        "getattr(self.run.objective, 'conditional', False)": "to be judged",
+    "the class of a source of the user": {"hookdiff/images/wrong_sources.py": {"vars(owner)"}},
+    "the classes of torchvision": {"hookdiff/images/vision.py": {"getattr(datasets, each)"}},
+    "the fields of any plugin, of which the state is kept": {
+        "hookdiff/loop/saved.py": {
+            "getattr(owner, field.name)",
+            "getattr(owner, field.name, None)",
+            "getattr(state, key)",
+            "hasattr(value, 'load_state_dict')",
+            "hasattr(value, 'state_dict')",
+        },
+        "hookdiff/testing/record.py": {
+            "getattr(plugin, '__dict__', {})",
+            "getattr(plugin, name)",
+            "hasattr(plugin, name)",
+        },
+        "plugins/hookdiff_selftest/state_recorder.py": {
+            "getattr(held, attribute)",
+            "getattr(loop.plugins[plugin], attribute)",
+        },
     },
-    "hookdiff/loop/saved.py": {
-        "getattr(owner, field.name)": "to be judged",
-        "getattr(owner, field.name, None)": "to be judged",
-        "getattr(state, key)": "to be judged",
-        "hasattr(value, 'load_state_dict')": "to be judged",
-        "hasattr(value, 'state_dict')": "to be judged",
+    "the operating system": {
+        "hookdiff/builtin/signals.py": {"hasattr(signal, 'SIGUSR1')"},
+        "hookdiff/images/arrays.py": {"hasattr(os, 'preadv')"},
+        "hookdiff/images/loader.py": {"hasattr(signal, 'SIGUSR1')", "hasattr(signal, 'pthread_sigmask')"},
+        "hookdiff/machine/usage.py": {
+            "getattr(ctypes.CDLL(None), 'mallopt', None)",
+            "hasattr(os, 'sched_getaffinity')",
+        },
+        "plugins/hookdiff_report/plugin.py": {"hasattr(os, 'setpriority')"},
+        "plugins/hookdiff_selftest/state_recorder.py": {"getattr(signal, 'SIGKILL', signal.SIGTERM)"},
+        "plugins/hookdiff_shards/files.py": {"hasattr(os, 'pread')"},
     },
-    "hookdiff/machine/dtensor.py": {"hasattr(tensor, 'to_local')": "to be judged"},
-    "hookdiff/machine/fitting.py": {"getattr(torch, device.type)": "to be judged"},
-    "hookdiff/machine/ranks.py": {"getattr(error, 'exit_code', 1)": "to be judged"},
-    "hookdiff/machine/usage.py": {
-        "getattr(ctypes.CDLL(None), 'mallopt', None)": "to be judged",
-        "hasattr(os, 'sched_getaffinity')": "to be judged",
+    "the options of a part of any author": {
+        "hookdiff/options/structure.py": {"getattr(value, fields[name].name if name in fields else name)"}
     },
-    "hookdiff/models/adamw.py": {
-        "getattr(self, name, None)": "to be judged",
-        "hasattr(_ITS_STEP, 'hooked')": "to be judged",
+    "the output of a network of any library": {
+        "hookdiff/models/adapters.py": {
+            "getattr(getattr(output, 'sample', output), 'requires_grad', True)",
+            "getattr(output, 'sample', None)",
+            "getattr(output, 'sample', output)",
+        },
+        "plugins/hookdiff_autoencoder/__init__.py": {"getattr(self.network.encode(pictures), self.result)"},
     },
-    "hookdiff/models/adapters.py": {
-        "getattr(getattr(output, 'sample', output), 'requires_grad', True)": "to be judged",
-        "getattr(kind, '__module__', '')": "to be judged",
-        "getattr(model, '_forward_pre_hooks', {})": "to be judged",
-        "getattr(output, 'sample', None)": "to be judged",
-        "getattr(output, 'sample', output)": "to be judged",
-        "getattr(theirs, 'config', {})": "to be judged",
-        "hasattr(kind, 'enable_gradient_checkpointing')": "to be judged",
-        "hasattr(module, 'token_drop')": "to be judged",
-    },
-    "hookdiff/models/attention_forms.py": {
-        "getattr(module, 'norm_q', None)": "to be judged",
-        "getattr(module, 'processor', None)": "to be judged",
-        "hasattr(module, 'attention_form')": "to be judged",
-        "hasattr(module, 'set_processor')": "to be judged",
-    },
-    "hookdiff/models/compiler.py": {
-        "getattr(error, 'inner_exception', error)": "to be judged",
-        "getattr(net, '_compiled_call_impl', None)": "to be judged",
-    },
-    "hookdiff/models/objective.py": {
-        "getattr(given, 'remarks', list)": "to be judged",
-        "hasattr(given, 'draw')": "to be judged",
-    },
-    "hookdiff/models/optimizer_copy.py": {"vars(made)": "to be judged", "vars(optimizer)": "to be judged"},
-    "hookdiff/models/optimizer_state.py": {"vars(kind)": "to be judged"},
-    "hookdiff/options/fields.py": {
-        "getattr(validator, '_validators', ())": "to be judged",
-        "getattr(validator, name, None)": "to be judged",
-        "hasattr(validator, 'compare_op')": "to be judged",
-    },
-    "hookdiff/options/imports.py": {"except AttributeError": "to be judged", "getattr(outer, part)": "to be judged"},
-    "hookdiff/options/software.py": {"getattr(sys.modules.get(module), '__file__', None)": "to be judged"},
-    "hookdiff/options/structure.py": {
-        "except (AttributeError, NameError)": "to be judged",
-        "except (AttributeError, NameError, SyntaxError, TypeError)": "to be judged",
-        "except AttributeError": "to be judged",
-        "getattr(hint, '__metadata__', ())": "to be judged",
-        "getattr(kind, '__name__', str(kind))": "to be judged",
-        "getattr(m, 'known', ())": "to be judged",
-        "getattr(one, '__module__', '')": "to be judged",
-        "getattr(sys.modules.get(getattr(one, '__module__', '')), '__dict__', {})": "to be judged",
-        "getattr(target, 'known', {})": "to be judged",
-        "getattr(value, fields[name].name if name in fields else name)": "to be judged",
-    },
-    "hookdiff/run_dir/lines.py": {
-        "except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)": "to be judged"
-    },
-    "hookdiff/terminal/bars.py": {"hasattr(shell, 'kernel')": "to be judged"},
-    "hookdiff/testing/contract.py": {"getattr(error, '__notes__', [])": "to be judged", "vars(base)": "to be judged"},
-    "hookdiff/testing/record.py": {
-        "getattr(plugin, '__dict__', {})": "to be judged",
-        "getattr(plugin, name)": "to be judged",
-        "hasattr(plugin, name)": "to be judged",
-    },
-    "hookdiff/testing/sink_checks.py": {
-        "getattr(Sink, call)": "to be judged",
-        "getattr(type(self.make(self.new_folder())), call)": "to be judged",
-    },
-    "hookdiff/testing/transfers.py": {"getattr(func, '__name__', '')": "to be judged"},
-    "plugins/hookdiff_array/__init__.py": {"vars(self)": "to be judged"},
-    "plugins/hookdiff_autoencoder/__init__.py": {
-        "getattr(diffusers, config['_class_name'])": "to be judged",
-        "getattr(diffusers, name)": "to be judged",
-        "getattr(network, 'quant_conv', None)": "to be judged",
-        "getattr(self.network.encode(pictures), self.result)": "to be judged",
-    },
-    "plugins/hookdiff_checkpoint/export.py": {"getattr(module, name)": "to be judged"},
-    "plugins/hookdiff_checkpoint/pieces.py": {"vars(torch)": "to be judged"},
-    "plugins/hookdiff_checkpoint/scheduler.py": {
-        "getattr(objective, key)": "to be judged",
-        "getattr(sampler, 'eta', 0.0)": "to be judged",
-        "getattr(sampler, option, 0)": "to be judged",
-    },
-    "plugins/hookdiff_checkpoint/to_diffusers.py": {
-        "getattr(diffusers, pipeline)": "to be judged",
-        "getattr(diffusers, sampling.scheduler)": "to be judged",
-        "getattr(model, 'num_classes', 0)": "to be judged",
-    },
-    "plugins/hookdiff_cuda_graphs/step.py": {"hasattr(type(optimizer), 'found_inf')": "to be judged"},
-    "plugins/hookdiff_data/members.py": {
-        "getattr(image, 'fp', None)": "an image of Pillow",
-        "hasattr(value, 'convert')": "a picture of the user, of Pillow or an array",
-    },
-    "plugins/hookdiff_debug/doctor.py": {"hasattr(part, 'sigma_data')": "to be judged"},
-    "plugins/hookdiff_debug/measure.py": {
-        "def __getattr__": "to be judged",
-        "getattr(module, '_compiled_call_impl', None)": "to be judged",
-        "getattr(objective, 'normalize', lambda images: images)": "to be judged",
-        "getattr(self.model, name)": "to be judged",
-    },
-    "plugins/hookdiff_debug/plugin.py": {"getattr(loop.objective, 'is_normalized', False)": "to be judged"},
-    "plugins/hookdiff_ema/snapshots.py": {
-        "getattr(snapshot, name)": "to be judged",
-        "getattr(torch, snapshot.dtype)": "to be judged",
-    },
-    "plugins/hookdiff_features/spaces.py": {"except (AttributeError, KeyError, RuntimeError)": "to be judged"},
-    "plugins/hookdiff_fid/cli.py": {"getattr(known and known.validator, 'names', ())": "to be judged"},
-    "plugins/hookdiff_fid/sets.py": {"getattr(found[path], 'transforms', None)": "to be judged"},
-    "plugins/hookdiff_huggingface/source.py": {
-        "getattr(error, 'filename', None)": "to be judged",
-        "getattr(kind, 'value_type', kind)": "to be judged",
-    },
-    "plugins/hookdiff_init/captions.py": {"except (OSError, ValueError, TypeError, AttributeError)": "to be judged"},
-    "plugins/hookdiff_loss/levels.py": {
-        "getattr(loss, 'use', 'mse')": "to be judged",
-        "getattr(objective, 'process', None)": "to be judged",
-        "getattr(self.objective, 'loss', None)": "to be judged",
-        "hasattr(self.objective, 'floor')": "to be judged",
-    },
-    "plugins/hookdiff_memory/cli.py": {"getattr(estimate, name)": "to be judged"},
-    "plugins/hookdiff_nan/plugin.py": {"getattr(one, name)": "to be judged"},
-    "plugins/hookdiff_nan/record.py": {"getattr(batch, name)": "to be judged"},
-    "plugins/hookdiff_new_plugin/kinds.py": {"vars(builtins)": "to be judged"},
-    "plugins/hookdiff_report/plugin.py": {"hasattr(os, 'setpriority')": "to be judged"},
-    "plugins/hookdiff_runs/table.py": {"getattr(row, name)": "to be judged"},
-    "plugins/hookdiff_samples/between.py": {"getattr(objective, 'conditions', ())": "to be judged"},
-    "plugins/hookdiff_samples/plugin.py": {
-        "getattr(error, 'strerror', None)": "to be judged",
-        "getattr(loop.model, 'num_classes', 0)": "to be judged",
-        "getattr(loop.objective, 'conditional', False)": "to be judged",
-    },
-    "plugins/hookdiff_selftest/state_recorder.py": {
-        "getattr(held, attribute)": "to be judged",
-        "getattr(loop.plugins[plugin], attribute)": "to be judged",
-        "getattr(signal, 'SIGKILL', signal.SIGTERM)": "to be judged",
-    },
-    "plugins/hookdiff_shards/captions.py": {"getattr(captions, name)": "to be judged"},
-    "plugins/hookdiff_shards/files.py": {"hasattr(os, 'pread')": "to be judged", "vars(self)": "to be judged"},
-    "plugins/hookdiff_shards/index.py": {"getattr(index, name)": "to be judged"},
-    "plugins/hookdiff_shards/remote.py": {"getattr(cause, 'status', None)": "to be judged"},
-    "plugins/hookdiff_text/__init__.py": {"getattr(network.config, 'use_attention_mask', False)": "to be judged"},
-    "plugins/hookdiff_text/folder.py": {
-        "getattr(tokenizer, 'vocab_file', None)": "to be judged",
-        "getattr(transformers, kind)": "to be judged",
-    },
-    "plugins/hookdiff_text/pipeline.py": {"getattr(diffusers, name)": "to be judged"},
 }
 
-UNTYPED: dict[str, dict[str, str]] = {
-    "hookdiff/authors/sampler_info.py": {"sampler: Any": "to be judged"},
-    "hookdiff/data/source.py": {"source: Any": "any object of the user, at its adapter"},
-    "hookdiff/experiment/loaded_run.py": {"_sampler: Any": "to be judged", "objective: Any": "to be judged"},
-    "hookdiff/images/source_reader.py": {"source: Any": "any object of the user, at its adapter"},
-    "hookdiff/loop/defaults.py": {"_objective: Any": "to be judged", "objective: Any": "to be judged"},
-    "hookdiff/loop/state.py": {"objective: object": "to be judged"},
-    "hookdiff/models/adapters.py": {"output: Any": "to be judged"},
-    "hookdiff/models/sampler.py": {
-        "feed: Any": "to be judged",
-        "objective: Any": "to be judged",
-        "sampler: Any": "to be judged",
+UNTYPED: dict[str, dict[str, set[str]]] = {
+    "any object of the user, at its adapter": {
+        "hookdiff/data/source.py": {"source: Any"},
+        "hookdiff/images/source_reader.py": {"source: Any"},
     },
-    "hookdiff/testing/contract.py": {"loop: Any": "to be judged"},
-    "hookdiff/testing/on_ranks.py": {"loop: Any": "to be judged"},
-    "hookdiff/testing/run_checks.py": {"loop: Any": "to be judged"},
-    "hookdiff/testing/toy.py": {"objective: Any": "to be judged"},
-    "plugins/hookdiff_autoguidance/__init__.py": {"sampler: object": "to be judged"},
-    "plugins/hookdiff_checkpoint/scheduler.py": {"objective: Any": "to be judged", "sampler: Any": "to be judged"},
-    "plugins/hookdiff_checkpoint/to_diffusers.py": {"objective: Any": "to be judged"},
-    "plugins/hookdiff_debug/doctor.py": {"objective: Any": "to be judged", "sampler: Any": "to be judged"},
-    "plugins/hookdiff_debug/measure.py": {"objective: object": "to be judged"},
-    "plugins/hookdiff_loss/levels.py": {"objective: Any": "to be judged"},
-    "plugins/hookdiff_nan/watch.py": {"output: Any": "to be judged"},
-    "plugins/hookdiff_samples/between.py": {"objective: Any": "to be judged"},
-    "plugins/hookdiff_samples/plugin.py": {"sampler: Any": "to be judged", "sampler: object": "to be judged"},
+    "the arguments of a Loop, as keywords": {
+        "hookdiff/testing/contract.py": {"loop: Any"},
+        "hookdiff/testing/on_ranks.py": {"loop: Any"},
+        "hookdiff/testing/run_checks.py": {"loop: Any"},
+    },
+    "the output of a network of any library": {
+        "hookdiff/models/adapters.py": {"output: Any"},
+        "plugins/hookdiff_nan/watch.py": {"output: Any"},
+    },
 }

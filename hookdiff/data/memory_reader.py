@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 _AT_ONCE = 1 << 20  # pixel values that are fetched from memory in one go: 4 MiB in float32
 
-Finish = Callable[[Batch, int | None], Batch]  # takes samples as they are stored, and the epoch; None: no augmentation
+# Takes samples as they are stored, and the epoch; None: no augmentation.
+Finish = Callable[[Batch, int | None], Batch]
 
 
 def checked_labels(labels: Any, classes: Sequence[str] | None, num: int) -> tuple[Tensor | None, Sequence[str] | None]:

@@ -46,9 +46,9 @@ def check_contract(name: str, plugin: object) -> None:
     if keeps != takes:
         there, missing = ("state_dict", "load_state_dict") if keeps else ("load_state_dict", "state_dict")
         raise PluginError(f"the plugin {name!r} has {there} and no {missing}: its state would be lost on resume")
-    if keeps and (fields := saved_fields(plugin)):
+    if keeps and (saved := saved_fields(plugin)):
         raise PluginError(
-            f"the plugin {name!r} has state_dict, so its saved fields ({', '.join(fields)}) would be lost on resume; "
+            f"the plugin {name!r} has state_dict, so its saved fields ({', '.join(saved)}) would be lost on resume; "
             "keep what state_dict returns in saved fields too"
         )
     for attribute, member, options in _methods(plugin):

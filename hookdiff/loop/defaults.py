@@ -128,12 +128,12 @@ class Defaults:
         with loop.weights(request.weights) as name, evaluating(loop.model):
             if request.num == 0:
                 return Samples(torch.empty(0, *loop.feed.picture_shape), name, loop.sampler)
-            from hookdiff.models.sampling_arguments import arguments, bound  # not needed by a run without images
+            from hookdiff.models.sampling_arguments import arguments_for, bound  # only to make images
 
             images = loop.sampler.sample(
                 loop.model,
                 *(bound(loop.objective, request, loop.feed), loop.feed.shape, request.generators(), loop.device),
-                **arguments(request, loop.objective, loop.feed, loop.model),
+                **arguments_for(request, loop.objective, loop.feed, loop.model),
             )
         if not request.raw:
             images = loop.decode(images)

@@ -25,7 +25,7 @@ from hookdiff.loop.end import FOR_GOOD, End, Reason
 from hookdiff.loop.gradients import Gradients
 from hookdiff.loop.readonly import ReadOnly
 from hookdiff.loop.registry import Plugins, check_partners
-from hookdiff.loop.state import NotMade, Optimizers, as_tuple, check_eps, check_parameters, run_state
+from hookdiff.loop.state import NotMade, Optimizers, checked_optimizers, run_state
 from hookdiff.machine import ranks
 from hookdiff.machine.randomness import Randomness
 from hookdiff.models.objective import LossFunction, LossOutput, Objective, as_objective, join
@@ -71,7 +71,7 @@ class Loop(ReadOnly):
         fresh: Iterable[str] = (),
     ) -> None:
         if not isinstance(data, Feed | InMemory | Tensor):
-            from hookdiff.images.source_reader import feed_of  # not needed for data in memory
+            from hookdiff.images.source_reader import feed_of  # only for other data
 
             data = feed_of(data)
         self.config: Final = config or LoopConfig()
@@ -155,9 +155,7 @@ class Loop(ReadOnly):
         with self.adopted.taking():
             self.hook.prepare_model(loop=self)
         self._set(net=self.hook.wrap_net(loop=self, net=self.model).train(), buffers=Buffers(self.model))
-        optimizers = as_tuple(self._make_optimizers(self.model))
-        check_parameters(self.model)
-        check_eps(optimizers)
+        optimizers = checked_optimizers(self._make_optimizers(self.model), self.model)
         self._set(optimizers=optimizers, gradients=Gradients(self.model, optimizers, self.adopted, self._exchange))
 
     @property
@@ -254,8 +252,7 @@ class Loop(ReadOnly):
 
     def run_pass(self, batch: Batch, stream: str = "model") -> LossOutput:
         """Run `batch` forward and backward in micro-batches; return the loss, detached. See the hook `accumulate`."""
-        outputs = []
-        parts = batch.split(self.config.micro_batch)  # the draws are sliced too
+        parts, outputs = batch.split(self.config.micro_batch), list[LossOutput]()  # the draws are sliced too
         for index, part in enumerate(parts):
             self.random.seed_dropout(self.progress.position, index, self.device, stream)
             outputs.append(self.hook.micro_step(loop=self, batch=part, index=index, count=len(parts)))
@@ -282,7 +279,7 @@ class Loop(ReadOnly):
             self.hook.on_ready(loop=self, resumed=self._is_resumed)
 
     def _restoring(self) -> Any:
-        from hookdiff.loop.restoring import Restoring  # not needed by a run that starts anew
+        from hookdiff.loop.restoring import Restoring  # only to resume
 
         return Restoring(self, self._must_resume, self._fresh)
 

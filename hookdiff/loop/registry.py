@@ -35,7 +35,7 @@ class Plugins(Mapping[str, object]):
         self._manager = _Manager("hookdiff")
         self._manager.add_hookspecs(Hooks)
         if self._plugins:
-            from hookdiff.loop.contract_checks import check_plugins  # not needed by a Loop without plugins
+            from hookdiff.loop.contract_checks import check_plugins  # only with plugins
 
             check_plugins(self._plugins)
         for name, plugin in (*self._plugins.items(), ("defaults", defaults.Defaults())):

@@ -68,7 +68,15 @@ def _state_of(loop: Loop, name: str) -> dict[str, Any]:
     return {**state, ADOPTED: trained} if trained else state
 
 
-def check_eps(optimizers: Iterable[Optimizer]) -> None:
+def checked_optimizers(made: Optimizers, model: nn.Module) -> tuple[Optimizer, ...]:
+    """Return the optimizers `made` for `model`; raises UserError for weights or an `eps` that cannot train."""
+    check_parameters(model)
+    optimizers = as_tuple(made)
+    _check_eps(optimizers)
+    return optimizers
+
+
+def _check_eps(optimizers: Iterable[Optimizer]) -> None:
     """Raise UserError for an `eps` that is 0 in the dtype of the weights: a gradient of 0 would make them NaN."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:

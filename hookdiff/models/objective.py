@@ -26,7 +26,8 @@ class LossOutput:
     """The loss of a batch, and values of each sample: for the hook `reduce_loss`, and for monitoring."""
 
     loss: Tensor  # scalar: the mean over the samples
-    per_sample: Tensor | None = field(default=None, converter=_single)  # n, float32, with its graph, before any weights
+    # n, float32, with its graph, before any weights
+    per_sample: Tensor | None = field(default=None, converter=_single)
     timesteps: Tensor | None = None  # n; t or sigma if the process has no timesteps
     log_snr: Tensor | None = None  # n, natural logarithm; minus infinity for pure noise
     weights: Tensor | None = None  # n, by which `loss` weighs the samples; None if it does not

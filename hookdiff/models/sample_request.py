@@ -26,7 +26,7 @@ def with_all_members(sampler: MakesImages | None) -> Sampler | None:
     """Return a sampler with the optional members that it lacks; None remains None."""
     if sampler is None:
         return None
-    from hookdiff.models.sampler import as_sampler  # not needed by a run that makes no images
+    from hookdiff.models.sampler import as_sampler  # only to make images
 
     return as_sampler(sampler)
 
@@ -38,13 +38,18 @@ class SampleRequest:
     num: int = field(validator=validators.ge(0))  # 0 only checks that the request can be met
     seed: int = 0
     start: int = 0
-    stream: str = "sample"  # "evaluate" for images that metrics are computed on; they differ from those to look at
+    # "evaluate" for images that metrics are computed on; they differ from those to look at
+    stream: str = "sample"
     weights: str | None = None  # "model", or the name of an average; None: an average if there is one
     labels: tuple[int, ...] | None = None  # one per image, -1 is no class; None: see `default_labels`
-    noise: Tensor | None = field(default=None, eq=False)  # n c h w, standard normal: to start from, in place of its own
-    images: Tensor | None = field(default=None, eq=False)  # n c h w in [-1, 1]: to start from, in place of pure noise
-    mask: Tensor | None = field(default=None, eq=False)  # n 1 h w, bool: the region of `images` to make anew
-    strength: float = 0.8  # with `images`: share of the sampler's steps to run, in (0, 1]; with a mask, 1 is usual
+    # n c h w, standard normal: to start from, in place of its own
+    noise: Tensor | None = field(default=None, eq=False)
+    # n c h w in [-1, 1]: to start from, in place of pure noise
+    images: Tensor | None = field(default=None, eq=False)
+    # n 1 h w, bool: the region of `images` to make anew
+    mask: Tensor | None = field(default=None, eq=False)
+    # with `images`: share of the sampler's steps to run, in (0, 1]; with a mask, 1 is usual
+    strength: float = 0.8
     # By name, one row per image; None: those of training samples, if the objective needs any (see `rows`).
     conditions: Mapping[str, Tensor] | None = field(default=None, eq=False, validator=_has_a_row_each)
     texts: Mapping[str, Sequence[str]] | None = field(default=None, validator=_has_a_row_each)  # beside conditions

@@ -24,7 +24,7 @@ def bound(objective: Objective, request: SampleRequest, feed: Feed) -> LossFunct
     return objective.origin if isinstance(objective, AnyObjective) else objective
 
 
-def arguments(request: SampleRequest, objective: Objective, feed: Feed, model: nn.Module) -> dict[str, Any]:
+def arguments_for(request: SampleRequest, objective: Objective, feed: Feed, model: nn.Module) -> dict[str, Any]:
     """Return labels, conditions and the images to start from, as arguments of the sampler."""
     wanted: dict[str, Any] = {}
     labels, conditions, names = request.labels, request.conditions, objective.condition_names

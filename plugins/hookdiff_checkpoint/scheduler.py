@@ -36,8 +36,7 @@ def equivalent_of(loop: Loop) -> Equivalent:
     kind = type(loop.model)
     if kind.__module__.partition(".")[0] != "diffusers":
         raise UserError(f"--to diffusers: model.use: {kind.__name__} is no class of diffusers; use {OTHERWISE}")
-    objective, sampling = loop.objective, loop.sampler
-    assert isinstance(objective, Diffusion)  # as of every config
+    objective, sampling = diffusion_of(loop), loop.sampler
     assert isinstance(sampling, Sampling)
     scales: list[tuple[str, Any, int]] = [("data_mean", objective.data_mean, 0), ("data_std", objective.data_std, 1)]
     for key, given, neutral in [] if loop.feed.codec else scales:
@@ -53,8 +52,15 @@ def equivalent_of(loop: Loop) -> Equivalent:
     return evolve(kinds[type(objective.process)](objective, sampling.fit(objective)), guidance=sampling.guidance)
 
 
-def _with_timesteps(objective: Any, sampling: Any) -> Equivalent:
-    process, sampler, spacing, clipping = objective.process, sampling.sampler, sampling.spacing, sampling.clipping
+def diffusion_of(loop: Loop) -> Diffusion:
+    """Return the objective of `loop`, which a config has made."""
+    assert isinstance(loop.objective, Diffusion)
+    return loop.objective
+
+
+def _with_timesteps(objective: Diffusion, sampling: Any) -> Equivalent:
+    process: Any = objective.process
+    sampler, spacing, clipping = sampling.sampler, sampling.spacing, sampling.clipping
     steps, timesteps = sampling.steps, process.timesteps
     _check("diffusion.prediction", objective.prediction, (parts.Epsilon, parts.SamplePrediction, parts.VPrediction))
     _check("sampling.spacing", spacing, (parts.Trailing, parts.Leading))
@@ -96,19 +102,20 @@ def _with_timesteps(objective: Any, sampling: Any) -> Equivalent:
     return Equivalent("DPMSolverMultistepScheduler", options, times, pipeline="DDPMPipeline")
 
 
-def _flow(objective: Any, sampling: Any) -> Equivalent:
-    scale, spacing = objective.process.time_scale, sampling.spacing
+def _flow(objective: Diffusion, sampling: Any) -> Equivalent:
+    process: Any = objective.process
+    scale, spacing = process.time_scale, sampling.spacing
     _check_free(objective, sampling, parts.FlowPrediction, (parts.Trailing, parts.Shifted))
     if scale != int(scale):
         raise _refusal("diffusion.process.time_scale", scale, "its flow scheduler takes whole numbers", OTHERWISE)
-    shift = spacing.shift if type(spacing) is parts.Shifted else objective.process.shift
+    shift = spacing.shift if type(spacing) is parts.Shifted else process.shift
     # The times of the scheduler would end at 1 / time_scale, and not at 1 / steps.
     times = f"sigmas=[1 - i / {sampling.steps} for i in range({sampling.steps})]"
     return Equivalent("FlowMatchEulerDiscreteScheduler", {"num_train_timesteps": int(scale), "shift": shift}, times)
 
 
-def _edm(objective: Any, sampling: Any) -> Equivalent:
-    process = objective.process
+def _edm(objective: Diffusion, sampling: Any) -> Equivalent:
+    process: Any = objective.process
     _check_free(objective, sampling, parts.EDMPrediction, (parts.Karras,))
     if process.time_scale != 1:
         why = "its EDMEulerScheduler gives the network ln(sigma) / 4"
@@ -123,7 +130,9 @@ def _edm(objective: Any, sampling: Any) -> Equivalent:
     return Equivalent("EDMEulerScheduler", options, f"num_inference_steps={sampling.steps}", scales=True)
 
 
-def _check_free(objective: Any, sampling: Any, prediction: type[Choice], spacings: tuple[type[Choice], ...]) -> None:
+def _check_free(
+    objective: Diffusion, sampling: Any, prediction: type[Choice], spacings: tuple[type[Choice], ...]
+) -> None:
     """Refuse every sampler but Euler's method for `prediction`, without noise and without clipping."""
     _check("diffusion.prediction", objective.prediction, (prediction,))
     _check("sampling.sampler", sampling.sampler, (parts.Euler, parts.DDIM))
@@ -132,9 +141,9 @@ def _check_free(objective: Any, sampling: Any, prediction: type[Choice], spacing
     _check("sampling.clipping", sampling.clipping, (parts.NoClipping,))
 
 
-def _check_noise(sampler: Any, *options: str) -> None:
+def _check_noise(solver: Any, *options: str) -> None:
     for option in options:
-        if value := asdict(sampler, recurse=False).get(option, 0):
+        if value := asdict(solver, recurse=False).get(option, 0):
             key = f"sampling.sampler.{option}"
             why = "its schedulers add no noise, or only after the network has seen the image"
             raise _refusal(key, value, why, f"--set {key}=0")

@@ -17,7 +17,7 @@ from hookdiff.disk import new_folder, write_file, write_tensors
 from hookdiff.encoding import ExportedTexts
 from hookdiff.models import takes_time_later
 from hookdiff_checkpoint.export import plain_tensors
-from hookdiff_checkpoint.scheduler import OTHERWISE, Equivalent
+from hookdiff_checkpoint.scheduler import OTHERWISE, Equivalent, diffusion_of
 
 _DECODERS = {"LDMPipeline": "vqvae"}  # name of the autoencoder in a pipeline; in others it is "vae"
 _SD = "StableDiffusionPipeline"
@@ -32,11 +32,12 @@ def write_folder(out: Path, loop: Loop, sampling: Equivalent, about: Mapping[str
     diffusers = importlib.import_module("diffusers")
     scheduler = getattr(diffusers, sampling.scheduler)(**sampling.options)
     model: Any = loop.model
-    objective: Any = loop.objective
+    objective = diffusion_of(loop)
     shape, codec, kind = loop.feed.shape, loop.feed.codec, type(model).__name__
     if kind == "UNet2DModel":  # it takes any size; a pipeline reads here which size to generate
         model.register_to_config(sample_size=shape[-1] if shape[-1] == shape[-2] else list(shape[1:]))
-    vae = codec.encoder.to_diffusers(objective.data_mean, objective.data_std) if codec else None
+    scale: list[Any] = [objective.data_mean, objective.data_std]  # tuples, by channel
+    vae = codec.encoder.to_diffusers(*scale) if codec else None
     texts = _texts(loop, str(out))
     pipeline, arguments = _pipeline(loop, sampling, vae, texts)
     name = "unet" if kind.startswith("UNet") else "transformer"
@@ -82,7 +83,7 @@ def _texts(loop: Loop, folder: str) -> ExportedTexts:
 def _pipeline(loop: Loop, sampling: Equivalent, vae: Any, texts: ExportedTexts) -> tuple[str, str]:
     """Return the class of the pipeline that makes the images of the run, and its arguments; "" if there is none."""
     model: Any = loop.model
-    objective: Any = loop.objective
+    objective = diffusion_of(loop)
     kind, num_classes, scale = type(model).__name__, getattr(model, "num_classes", 0), _scale(sampling.guidance)
     if not sampling.pipeline:
         return "", ""
@@ -107,7 +108,7 @@ def _pipeline(loop: Loop, sampling: Equivalent, vae: Any, texts: ExportedTexts) 
 
 def _is_stable_diffusion(loop: Loop, sampling: Equivalent, vae: Any, texts: ExportedTexts) -> bool:
     """Return whether StableDiffusionPipeline makes the images of a run with a UNet2DConditionModel."""
-    objective: Any = loop.objective
+    objective = diffusion_of(loop)
     if vae is None or texts.pipeline != _SD or objective.conditional:
         return False
     side, scale = loop.feed.picture_shape[-1], _scale(sampling.guidance) or 0
@@ -125,7 +126,7 @@ def _is_stable_diffusion(loop: Loop, sampling: Equivalent, vae: Any, texts: Expo
 def _own_loop(loop: Loop, out: Path, name: str, sampling: Equivalent, vae: Any, texts: ExportedTexts) -> str:
     """Return the code of a loop that makes the images of the run with the model in the folder `name` of `out`."""
     model: Any = loop.model
-    objective: Any = loop.objective
+    objective = diffusion_of(loop)
     num_classes = getattr(model, "num_classes", 0)
     start, seen = "noise * scheduler.init_noise_sigma", "scheduler.scale_model_input(x, t)"
     first = f"{seen if sampling.scales else 'x'}, {'timestep=' * takes_time_later(model)}t.expand(len(x))"

@@ -125,8 +125,8 @@ def open_sets(paths: Sequence[Path], making: Making) -> list[ImageSet | Statisti
     opened: dict[Path, ImageSet | Statistics] = {}
     transforms = None
     for path in sorted(dict.fromkeys(paths), key=_is_run, reverse=True):
-        opened[path] = open_set(path, making, transforms=transforms)
-        transforms = transforms or getattr(opened[path], "transforms", None)
+        images = opened[path] = open_set(path, making, transforms=transforms)
+        transforms = transforms or (images.transforms if isinstance(images, ImageSet) else None)
     return [opened[path] for path in paths]
 
 

@@ -35,7 +35,7 @@ _REPORT = "report.html"  # it shows when events happened
 _TAIL = 30  # lines of a run that failed
 _MOST = 5  # names in a list
 _NETWORK = hooks_of("passes")  # the hooks in which the network is called
-_KILLED = signal.SIGTERM if os.name == "nt" else -signal.SIGKILL  # the exit code of a process that the witness killed
+_KILLED = signal.SIGTERM if os.name == "nt" else -signal.SIGKILL  # the exit code of a process that the recorder killed
 _GPU = "on a GPU, some operations of torch are not deterministic; try the CPU (--set run.device=cpu)"
 _OWN_GENERATOR = "perhaps a plugin, the model or the data draws from a generator of its own that nobody seeds"
 _ATTEMPTS = 3  # plugins of which the fields are restored, to see whether the difference goes away
@@ -192,7 +192,7 @@ class SubprocessRun:
             table["data"]["workers"] = plan.workers[1]
         run["plugins"] = [*run["plugins"], f"{StateRecorder.__module__}:{StateRecorder.__name__}"]
         options = {"at": plan.save_at, "stop": plan.steps, "kill": kill, "fields": self.fields}
-        plugins["witness"] = {"out": str(self.notes), **options}
+        plugins[StateRecorder.__name__.lower()] = {"out": str(self.notes), **options}
         return table
 
     def copy(self, name: str, fields: list[str]) -> SubprocessRun:
@@ -203,7 +203,7 @@ class SubprocessRun:
         return made
 
     def note(self, moment: str) -> Note:
-        """Return what the witness noted at `moment`; an empty note if the run has not reached it."""
+        """Return what the recorder noted at `moment`; an empty note if the run has not reached it."""
         if moment not in self._notes and (path := self.notes / f"{moment}.json").exists():
             self._notes[moment] = Note.read(path)
         return self._notes.get(moment) or Note()
@@ -243,7 +243,7 @@ class Pair:
 
     def ended(self, run: SubprocessRun) -> dict[ValueKey, Any]:
         """Return what a run has logged, its state at the end, and its files."""
-        # The last checkpoint may be complete after the witness has had its turn, so those of either run count.
+        # The last checkpoint may be complete after the recorder has had its turn, so those of either run count.
         checkpoints = (folder for each in (self.whole, self.cut) for folder in each.note(END).checkpoints)
         skipped = {*checkpoints, CONFIG, METRICS, EVENTS, _REPORT}
         return logged(run.run_dir / METRICS) | run.note(END).state | files(run.run_dir, skipped)

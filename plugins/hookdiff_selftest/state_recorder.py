@@ -35,7 +35,7 @@ _DIFFERENT = ("config/", "plugins/metrics/", "plugins/texts/", "plugins/distribu
 
 @define(frozen=True)
 class Note:
-    """What the witness knows of a run at one moment; files hold it as JSON."""
+    """What the recorder knows of a run at one moment; files hold it as JSON."""
 
     step: int = -1
     values: dict[ValueKey, Any] = field(factory=dict)  # of the state, and of the fields of plugins

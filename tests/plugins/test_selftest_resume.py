@@ -233,7 +233,7 @@ def test_a_network_that_takes_its_shape_from_the_data_resumes_exactly(folder: Pa
 @pytest.mark.parametrize("workers", ["0", "2"])
 @pytest.mark.parametrize("before", [0, 2])
 def test_the_number_of_workers_may_change(before: int, workers: str, folder: Path) -> None:
-    # Of 8 steps the resumed run saves at the last only, when the witness has had its turn.
+    # Of 8 steps the resumed run saves at the last only, when the recorder has had its turn.
     selftest(config(folder, "checkpoint", "nan", workers=before), "--workers", workers, "--steps", "8")
 
 
