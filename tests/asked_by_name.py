@@ -174,13 +174,13 @@ ASKED: dict[str, dict[str, set[str]]] = {
         "plugins/hookdiff_data/members.py": {"getattr(image, 'fp', None)"},
     },
     "an objective or a sampler of the user, at its adapter": {
+        "hookdiff/diffusion/diffusion.py": {"hasattr(given, name)"},
         "hookdiff/models/objective.py": {
-            "getattr(origin, name)",
-            "hasattr(origin, name)",
-            "vars(Objective)",
-            "vars(self)",
+            "getattr(adapter.origin, self.name, getattr(super(owner, adapter), self.name))",
+            "getattr(super(owner, adapter), self.name)",
         },
-        "hookdiff/models/sampler.py": {"getattr(origin, name)", "hasattr(origin, name)", "vars(Sampler)", "vars(self)"},
+        "hookdiff/models/sampler.py": {"getattr(given, 'sample', None)"},
+        "hookdiff/models/sampling_arguments.py": {"hasattr(objective.origin, 'draw')"},
     },
     "an optimizer of any library": {
         "hookdiff/models/adamw.py": {"getattr(self, name, None)", "hasattr(_ITS_STEP, 'hooked')"},

@@ -4,5 +4,6 @@ from .datasets import digits as digits, fashion_mnist as fashion_mnist
 from .feed import Feed as Feed
 from .feed_state import Facts as Facts
 from .memory import InMemory as InMemory, check_range as check_range, to_unit_range as to_unit_range
+from .memory_reader import PlainReader as PlainReader
 from .reader import Reader as Reader, find_reader as find_reader
 from .source import Images as Images, Source as Source, SourceOptions as SourceOptions

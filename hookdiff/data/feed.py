@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from copy import copy
 from functools import cached_property
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from torch import Generator, Tensor
 
 from hookdiff.data.batch import Batch
 from hookdiff.data.memory import InMemory
-from hookdiff.data.memory_reader import MemoryReader
+from hookdiff.data.memory_reader import MemoryReader, PlainReader
 from hookdiff.data.order import balanced, split
 from hookdiff.errors import UserError
 from hookdiff.machine import ranks
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from hookdiff.data.reader import Codec, Reader
     from hookdiff.data.source import Images, Source
 
+_LACKS = object()
 _CPU = torch.device("cpu")
 _NAMED = 64  # samples of which all ranks compare the names
 
@@ -348,5 +350,11 @@ def _reader_of(data: InMemory | Reader | Tensor | Facts) -> Reader:
         raise UserError(
             f"a Feed is made of a tensor, an InMemory or a Reader, not of a {type(data).__name__}: "
             "hookdiff.images.feed_of makes one of any data"
+        )
+    lacking = [name for name in dir(PlainReader) if name[0] != "_" and getattr_static(data, name, _LACKS) is _LACKS]
+    if lacking:
+        raise UserError(
+            f"the reader {type(data).__name__} lacks {', '.join(lacking)}: derive its class from "
+            "hookdiff.data.PlainReader, which has their defaults"
         )
     return cast("Reader", data)

@@ -72,7 +72,7 @@ def _of_names(source: AnySource, files: str) -> Mark:
     ends = enumerate(zip(min(names), max(names), strict=False)) if len(names) > 1 else ()
     common = next((at for at, (one, two) in ends if one != two), 0)  # letters of the folder, which may move
     mark = _of_texts(name[common:] for name in names)
-    return Mark(mark.num, mark.ordered, mark.members, _hash(files.encode()))
+    return Mark(mark.num, mark.ordered, mark.members, _hash(str(files).encode()))
 
 
 def _of_texts(texts: Iterable[str]) -> Mark:

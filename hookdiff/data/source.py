@@ -136,6 +136,11 @@ class AnySource:
         """Return a source with every member; one that has them as it is."""
         return source if isinstance(source, AnySource) else cls(source)
 
+    @property
+    def items(self) -> Any:
+        """The source as `Feed.samples` shows it."""
+        return self.given
+
     def __len__(self) -> int:
         return len(self.given)
 

@@ -5,7 +5,7 @@ from .clipping import (
     DynamicThreshold as DynamicThreshold,
     NoClipping as NoClipping,
 )
-from .diffusion import Diffusion as Diffusion, Given as Given, Net as Net
+from .diffusion import Diffusion as Diffusion, Given as Given, Net as Net, as_diffusion as as_diffusion
 from .guidance import Ask as Ask, ClassifierFree as ClassifierFree, Guidance as Guidance
 from .losses import L1 as L1, MSE as MSE, Huber as Huber, Loss as Loss
 from .prediction import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import Attribute, Factory, define, field
@@ -19,7 +19,7 @@ from hookdiff.diffusion.process import VP, Flow, Process
 from hookdiff.diffusion.times import Times
 from hookdiff.diffusion.weighting import UniformWeighting, Weighting
 from hookdiff.errors import nearest
-from hookdiff.models.objective import LossOutput, Objective
+from hookdiff.models.objective import AnyObjective, LossFunction, LossOutput, Objective
 from hookdiff.options.choices import chosen
 from hookdiff.options.fields import IS_FINITE, about, between
 
@@ -379,3 +379,10 @@ class Diffusion(Objective):
 
 def _replaced(column: Tensor, rows: Tensor, nothing: Tensor) -> Tensor:
     return torch.where(rows.view(-1, *[1] * (column.dim() - 1)), nothing, column)
+
+
+def as_diffusion(objective: LossFunction) -> Diffusion | None:
+    """Return an objective that is a Diffusion, or wraps one and has its members; None for any other."""
+    given = objective.origin if isinstance(objective, AnyObjective) else objective
+    wanted = ("process", "loss", "floor", "normalize")
+    return cast(Diffusion, given) if all(hasattr(given, name) for name in wanted) else None

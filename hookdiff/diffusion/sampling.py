@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from hookdiff.data.memory import to_device
 from hookdiff.diffusion.chain import Chain, standard_normal
 from hookdiff.diffusion.clipping import Clipping
-from hookdiff.diffusion.diffusion import Diffusion, Net
+from hookdiff.diffusion.diffusion import Diffusion, Net, as_diffusion
 from hookdiff.diffusion.guidance import ClassifierFree, Guidance
 from hookdiff.diffusion.prediction import q_sample
 from hookdiff.diffusion.process import IMAGE, Point, Process
@@ -151,8 +151,10 @@ class Sampling(Sampler):
             ValueError: for options that do not fit the objective, another dtype, or a tensor of the wrong shape.
             UserError: for another objective than a `Diffusion`.
         """
-        if not isinstance(diffusion, Diffusion):
+        objective = as_diffusion(diffusion)
+        if objective is None:
             raise UserError(f"Sampling is for a Diffusion: give the Loop a sampler for {type(diffusion).__name__}")
+        diffusion = objective
         solver, steps, _, clipping = self._parts(diffusion.process)
         points = self.points(diffusion)
         if dtype not in (torch.float32, torch.float64):

@@ -55,6 +55,11 @@ class _Captioned(AnySource):
         super().__attrs_post_init__()
         self.kind = type(self).__qualname__
 
+    @property
+    def items(self) -> AnySource:
+        """The source itself: its items hold no captions."""
+        return self
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         image, label, others = parts_of(self.given[index], index, self.keys)
         kept = {name: value for name, value in others.items() if name not in self.names}

@@ -99,9 +99,9 @@ def prepare(source: AnySource, transforms: Transforms, store: Store) -> Prepared
     elif source.is_images:
         prepared = _from_images(source, transforms, store)
     elif store.store in ("auto", "none"):
-        prepared = Prepared(source.given)
+        prepared = Prepared(source.items)
     else:
-        items = f"the items of {source.kind} may differ each time"
+        items = f"the items of {type(source.given).__name__} may differ each time"
         raise UserError(f"store = {store.store!r}: {items}; only an InMemory, or a source with load(i), can be kept")
     shape = prepared.survey.shape
     if shape and any(transforms.color_jitter) and shape[0] not in (1, 3):
@@ -115,7 +115,8 @@ def _from_images(source: AnySource, transforms: Transforms, store: Store) -> Pre
     pixels, cache, skip = None, None, store.unreadable == "skip"
     if store.store == "disk":
         if (key := key_of(source, transforms)) is None:
-            raise UserError(f"store = 'disk' needs a fingerprint() of {source.kind}, to see when its data has changed")
+            name = type(source.given).__name__
+            raise UserError(f"store = 'disk' needs a fingerprint() of {name}, to see when its data has changed")
         place, cache = "disk", place_of(key, store.folder)
         fill = partial(_fill, source=source, transforms=transforms)
         found, pixels = load_or_decode(cache, source, transforms, skip, fill)

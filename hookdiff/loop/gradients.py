@@ -105,12 +105,13 @@ class Gradients:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Forget all that is known of the step during the `with`; then know it again. The gradients stay."""
-        kept = dict(vars(self))
+        before = dict(vars(self))
+        self._exchange = self._exchange.anew()
         self._forget()
         try:
             yield
         finally:
-            vars(self).update(kept)
+            vars(self).update(before)
 
     def _drop(self) -> None:
         # As `zero_grad` does, but without its profiler hooks.
@@ -194,7 +195,7 @@ class Gradients:
         if self._adopted:
             self._adopted.average_gradients()
         squared = squares(self._measured, self.dtype)
-        adopted = squares(list(self._adopted_gradients().values()), self.dtype).to(squared)
+        adopted = squares([gradient for _, gradient in self._adopted_gradients()], self.dtype).to(squared)
         own = [self._loss, *(earlier.loss for earlier in self._earlier)]
         losses = torch.stack([loss.to(squared) for loss in own]) * self._weight
         squared, adopted, losses = self._exchange.summed(squared, adopted, losses)
@@ -205,8 +206,8 @@ class Gradients:
             self._summed.append(Pass(losses[0], adopted.sum().sqrt()))
         self._summed.append(Pass(losses[0], squared.sum().sqrt()))
 
-    def _adopted_gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self._adopted_parameters if p.grad is not None}
+    def _adopted_gradients(self) -> list[tuple[str, Tensor]]:
+        return [(name, p.grad) for name, p in self._adopted_parameters if p.grad is not None]  # names may repeat
 
     @property
     def loss(self) -> float:
@@ -233,7 +234,7 @@ class Gradients:
             own, passes = self.norms, self._summed
             if passes is None:
                 passes = [*self._earlier]
-                if adopted := list(self._adopted_gradients().values()):
+                if adopted := [gradient for _, gradient in self._adopted_gradients()]:
                     passes.append(Pass(self._loss, torch.linalg.vector_norm(norms(adopted, self.dtype))))
                 passes.append(Pass(self._loss, torch.linalg.vector_norm(own)))
             like = passes[-1].norm
@@ -254,7 +255,7 @@ class Gradients:
         passes, named = self._look(), self.named()
         earlier, last = passes[: len(self._earlier)], passes[-1]
         found = [] if all(map(_is_finite, earlier)) else ["(of an earlier pass of the step)"]
-        everything = [*named.items(), *self._adopted_gradients().items()]
+        everything = [*named.items(), *self._adopted_gradients()]
         if not everything:
             return found
         wrong = torch.stack([(~torch.isfinite(local(gradient))).any().float() for _, gradient in everything])

@@ -171,6 +171,10 @@ class Exchange:
         self._sums: Sequence[Tensor] = ()  # of the votes, until they are on the host
         self.votes: list[float] = []
 
+    def anew(self) -> Exchange:
+        """Return another one with the same votes, for passes beside the step."""
+        return Exchange(self._vote)
+
     def summed(self, *parts: Tensor) -> Sequence[Tensor]:
         """Return the sums of `parts` (n each, of one dtype and device) over the ranks; all ranks must call this."""
         votes = torch.tensor(self._vote(), dtype=torch.float64).to(parts[0])

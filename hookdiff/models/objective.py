@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 import torch
 from attrs import define, field
@@ -46,7 +46,6 @@ class LossOutput:
 LossFunction = Callable[[nn.Module, Batch], LossOutput | Tensor]
 
 
-@runtime_checkable
 class Objective(Protocol):
     """Draws the randomness of a step once, and returns the loss of slices of its batch.
 
@@ -90,13 +89,31 @@ class Objective(Protocol):
         """Return the loss of `batch`: a LossOutput, or a tensor, of which the mean is taken."""
 
 
+class OfOrigin:
+    """A member of an adapter: that of its `origin`, as it is now. Default: the member of the protocol."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, adapter: Any, owner: type) -> Any:
+        return getattr(adapter.origin, self.name, getattr(super(owner, adapter), self.name))
+
+    def __set__(self, adapter: Any, value: object) -> None:
+        setattr(adapter.origin, self.name, value)
+
+
 class AnyObjective(Objective):
     """A function or an object of a user as an objective, with the default of each member that it lacks."""
 
+    conditional: Any = OfOrigin()
+    condition_names: Any = OfOrigin()
+    draw: Any = OfOrigin()
+    given: Any = OfOrigin()
+    bind: Any = OfOrigin()
+    remarks: Any = OfOrigin()
+
     def __init__(self, origin: LossFunction) -> None:
         self.origin = origin
-        names = [name for name in vars(Objective) if name[0] != "_" and hasattr(origin, name)]
-        vars(self).update({name: getattr(origin, name) for name in names})
 
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput | Tensor:
         return self.origin(net, batch)
@@ -104,7 +121,7 @@ class AnyObjective(Objective):
 
 def as_objective(given: LossFunction) -> Objective:
     """Return `given`, an objective or a function (net, batch) -> loss, with all members; log its remarks."""
-    objective = given if isinstance(given, Objective) else AnyObjective(given)
+    objective = cast(Objective, given) if Objective in type(given).__mro__ else AnyObjective(given)
     for remark in objective.remarks():
         logger.warning("%s", remark)
     return objective

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Generator, Tensor, nn
 
-from hookdiff.models.objective import LossFunction
+from hookdiff.errors import UserError
+from hookdiff.models.objective import LossFunction, OfOrigin
 from hookdiff.options.choices import Choice
 
 
@@ -18,7 +19,6 @@ class MakesImages(Protocol):
     def sample(self, *arguments: Any, **named: Any) -> Tensor: ...
 
 
-@runtime_checkable
 class Sampler(Protocol):
     """Makes images from a trained net; `hookdiff.diffusion.Sampling` is one.
 
@@ -56,14 +56,23 @@ class Sampler(Protocol):
 class AnySampler(Sampler):
     """An object of a user as a sampler, with the default of each member that it lacks."""
 
-    sample: Callable[..., Tensor]  # of the object
+    weights: Any = OfOrigin()
+    batch_size: Any = OfOrigin()
+    guidance: Any = OfOrigin()
+    sample: Any = OfOrigin()
 
     def __init__(self, origin: MakesImages) -> None:
         self.origin = origin
-        names = [name for name in vars(Sampler) if name[0] != "_" and hasattr(origin, name)]
-        vars(self).update({name: getattr(origin, name) for name in names})
 
 
 def as_sampler(given: MakesImages) -> Sampler:
-    """Return `given` with all members of a `Sampler`."""
-    return given if isinstance(given, Sampler) else AnySampler(given)
+    """Return `given` with all members of a `Sampler`.
+
+    Raises:
+        UserError: for an object without a method `sample`.
+    """
+    if Sampler in type(given).__mro__:
+        return cast(Sampler, given)
+    if not callable(getattr(given, "sample", None)):
+        raise UserError(f"sampler: a {type(given).__name__} has no method sample(net, objective, shape, ...)")
+    return AnySampler(given)

@@ -21,7 +21,9 @@ def bound(objective: Objective, request: SampleRequest, feed: Feed) -> LossFunct
     if request.negative is not None:
         made = _encoders(feed).embed({name: [text] for name, text in request.negative.items()})
         objective = objective.bind({**feed.nothing, **{name: rows[0] for name, rows in made.items()}})
-    return objective.origin if isinstance(objective, AnyObjective) else objective
+    if isinstance(objective, AnyObjective) and hasattr(objective.origin, "draw"):  # a function has none
+        return objective.origin
+    return objective
 
 
 def arguments_for(request: SampleRequest, objective: Objective, feed: Feed, model: nn.Module) -> dict[str, Any]:

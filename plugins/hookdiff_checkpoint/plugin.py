@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from attrs import define, field
+from attrs import Factory, define, field
 from attrs.validators import ge
 from torch import Tensor
 
@@ -64,10 +64,8 @@ class Checkpoint:
         default="continue",
         metadata=about('on a full disk: "continue" with a warning and retry at each save; "stop" with exit code 1'),
     )
-    _run: RunSaves = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.prepare_model()  # `restore` may be called without a run
+    # Made here too, because `restore` may be called without a run.
+    _run: RunSaves = field(init=False, default=Factory(lambda self: RunSaves(Logged(self.keep_best)), takes_self=True))
 
     @hookimpl
     def prepare_model(self) -> None:

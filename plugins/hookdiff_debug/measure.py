@@ -11,7 +11,7 @@ from attrs import define
 from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Loop, Objective, evaluating
-from hookdiff.diffusion import Diffusion, Point
+from hookdiff.diffusion import Diffusion, Point, as_diffusion
 from hookdiff.log import Panel
 from hookdiff.models import Buffers
 
@@ -113,7 +113,8 @@ def eager(model: nn.Module) -> AbstractContextManager[object]:
 def measure_inputs(inputs: Tensor, objective: Objective | None = None) -> Inputs:
     """Measure `inputs`, n c h w or n of any shape, also normalized by a Diffusion; one transfer."""
     inputs = inputs.detach().float()
-    normalized = objective.normalize(inputs) if isinstance(objective, Diffusion) else inputs
+    diffusion = as_diffusion(objective) if objective else None
+    normalized = diffusion.normalize(inputs) if diffusion else inputs
     flat, scaled = inputs.flatten(1), normalized.flatten(1)
     finite = flat.isfinite()
     low, high = torch.where(finite, flat, math.inf).min(), torch.where(finite, flat, -math.inf).max()

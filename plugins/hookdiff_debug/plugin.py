@@ -6,7 +6,7 @@ from attrs import define, field
 from attrs.validators import ge
 
 from hookdiff import Alarms, Batch, Due, Every, Finding, Loop, NonFinite, hookimpl, parse_every, saved
-from hookdiff.diffusion import Diffusion
+from hookdiff.diffusion import as_diffusion
 from hookdiff.loop import DevicePart
 from hookdiff.options import COUNT, about
 from hookdiff_debug.checks import check_gradients, check_inputs, check_outputs, check_response
@@ -106,6 +106,7 @@ class Debug:
 
     def _look_at_inputs(self, loop: Loop, batch: Batch) -> None:
         inputs = measure_inputs(batch.inputs, loop.objective)
-        self._inputs = check_inputs(inputs, isinstance(loop.objective, Diffusion) and loop.objective.is_normalized)
+        diffusion = as_diffusion(loop.objective)
+        self._inputs = check_inputs(inputs, diffusion is not None and diffusion.is_normalized)
         numbers = {"min": inputs.low, "max": inputs.high, "mean": inputs.mean, "std": inputs.std}
         self._numbers = {f"debug/input_{name}": value for name, value in numbers.items()}

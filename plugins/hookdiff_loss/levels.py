@@ -9,7 +9,7 @@ from attrs import define, field
 from torch import Tensor
 
 from hookdiff import Objective
-from hookdiff.diffusion import Diffusion
+from hookdiff.diffusion import Diffusion, as_diffusion
 from hookdiff.machine import gathered, num_ranks, rank, summed
 from hookdiff.options import COUNT, numbers, shaped
 
@@ -73,7 +73,8 @@ class NoiseLevels:
     @property
     def diffusion(self) -> Diffusion | None:
         """The objective, if it has the error of the best prediction from mean and variance, for a squared error."""
-        return self.objective if isinstance(self.objective, Diffusion) and self.objective.loss.use == "mse" else None
+        diffusion = as_diffusion(self.objective)
+        return diffusion if diffusion and diffusion.loss.use == "mse" else None
 
     @property
     def names(self) -> list[str]:
@@ -208,8 +209,8 @@ def bin_edges(objective: Objective, num: int) -> list[float]:
     compared. For an objective without a process they span -10 to 10.
     """
     low, high = -10.0, 10.0
-    if isinstance(objective, Diffusion):
-        process = objective.process
+    if diffusion := as_diffusion(objective):
+        process = diffusion.process
         ends = process.from_fraction(torch.tensor([0.99, 0.01]))
         low, high = process.rates(ends, 1)[2].tolist()
     return [round(low + k * (high - low) / (num - 2), 1) for k in range(num - 1)]

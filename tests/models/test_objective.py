@@ -13,6 +13,7 @@ from hookdiff.testing import ToyObjective, ToySampler
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA
 from hookdiff_samples import SampleGrid
+from tests.conftest import refused
 
 PICTURES = torch.linspace(-1, 1, 16 * 16).view(16, 1, 4, 4)
 
@@ -70,7 +71,8 @@ def test_the_least_trains_samples_and_goes_on(objective: Any, tmp_path: Path) ->
         assert loop.sample(SampleRequest(0)).weights == "ema"
         return sampler
 
-    assert run(resume=False).objective is objective  # the sampler of a user may know more of it
+    given = run(resume=False).objective  # the object itself, of which a sampler of a user may know more
+    assert (given.origin if objective is mean_error else given) is objective
     assert (tmp_path / "samples" / "step-00000004.png").exists()
     run(resume=True)
 
@@ -105,3 +107,18 @@ def test_a_member_of_a_user_counts_and_others_have_their_default(caplog: pytest.
 def test_the_sampler_of_a_diffusion_refuses_another_objective() -> None:
     with loop_of(mean_error, Sampling(steps=2)) as loop, pytest.raises(UserError, match="Sampling"):
         loop.sample(SampleRequest(1))
+
+
+def test_an_adapter_reads_its_object_when_it_is_asked() -> None:
+    sampler, objective = Alone(), RemovesNoise()
+    loop = loop_of(objective, sampler)
+    assert (loop.sampler.batch_size, loop.objective.conditional) == (256, False)
+    sampler.batch_size, objective.conditional = 8, True
+    assert (loop.sampler.batch_size, loop.objective.conditional) == (8, True)
+    loop.sampler.batch_size = 4
+    assert sampler.batch_size == 4
+
+
+def test_a_sampler_without_its_method_is_refused() -> None:
+    with refused(UserError, "sampler", "sample("):
+        loop_of(mean_error, mean_error)
