@@ -328,3 +328,11 @@ def test_ranks_share_an_evaluation_with_as_many_passes(num: int, num_ranks: int,
     assert sorted(indices(counted)) == list(range(num))
     assert all(len(batch) for share in shares for batch in share)
     assert sum(batch.weight for share in shares for batch in share) == pytest.approx(len(shares[0]))
+
+
+def test_a_reader_without_the_defaults_of_plain_reader_is_refused() -> None:
+    class Rows:
+        stacks = texts = None
+
+    with refused(UserError, "Rows", "captions, check, close", "hookdiff.data.PlainReader"):
+        Feed(Rows())  # type: ignore[arg-type]

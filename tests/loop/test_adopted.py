@@ -124,15 +124,34 @@ def test_a_saved_module_of_another_shape_is_refused_by_name(tmp_path: Path) -> N
         toy_loop({"weight": other, "checkpoint": Checkpoint()}, steps=6, run_dir=tmp_path, resume=True).run()
 
 
+class Pair(Uncertainty):
+    """Trains a second module, whose parameter has the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Embedding(10, 1)
+
+    @hookimpl
+    def prepare_model(self, loop: Loop) -> None:
+        super().prepare_model(loop)
+        loop.adopt(self, self.shift, torch.optim.SGD(self.shift.parameters(), lr=0.1))
+
+    @hookimpl
+    def reduce_loss(self, output: LossOutput) -> Tensor:
+        assert output.timesteps is not None
+        return super().reduce_loss(output) + self.shift(output.timesteps).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Uncertainty, Pair])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_is_found_before_any_weight_moves(value: float) -> None:
+def test_a_gradient_that_is_not_finite_is_found_before_any_weight_moves(value: float, kind: type[Uncertainty]) -> None:
     reports: list[Any] = []
 
     def keep(report: Any) -> str:
         reports.append(report)
         return "skip"
 
-    plugin = Uncertainty()
+    plugin = kind()
     plugin.spoil = value
     loop = toy_loop({"weight": plugin, "keeps": acting(on_nan=keep)}, epochs=1)
     before, own = weights(loop), plugin.net.weight.detach().clone()
