@@ -505,7 +505,10 @@ ROOMS = [
 # The others of each circle import `Loop`, or `Feed` or `Reader`, for type checkers.
 CIRCLES = [
     {f"hookdiff.data.{part}" for part in ("feed", "feed_state", "marks", "memory_reader", "reader")},
-    {f"hookdiff.loop.{part}" for part in ("loop", "hookspecs", "defaults", "registry", "state", "restoring")},
+    {
+        f"hookdiff.loop.{part}"
+        for part in ("loop", "hookspecs", "defaults", "registry", "contract_checks", "state", "restoring")
+    },
 ]
 
 

@@ -384,5 +384,5 @@ def _replaced(column: Tensor, rows: Tensor, nothing: Tensor) -> Tensor:
 def as_diffusion(objective: LossFunction) -> Diffusion | None:
     """Return an objective that is a Diffusion, or wraps one and has its members; None for any other."""
     given = objective.origin if isinstance(objective, AnyObjective) else objective
-    wanted = ("process", "loss", "floor", "normalize")
+    wanted = ("process", "floor", "normalize")
     return cast(Diffusion, given) if all(hasattr(given, name) for name in wanted) else None

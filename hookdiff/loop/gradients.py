@@ -200,8 +200,9 @@ class Gradients:
         losses = torch.stack([loss.to(squared) for loss in own]) * self._weight
         squared, adopted, losses = self._exchange.summed(squared, adopted, losses)
         self._norms = squared.sqrt().to(self.dtype)
-        norms = [earlier.norm.to(squared) for earlier in self._earlier]  # they are those of all ranks already
-        self._summed = [Pass(loss, norm) for loss, norm in zip(losses[1:], norms, strict=True)]
+        # The norms of earlier passes are those of all ranks already.
+        pairs = zip(losses[1:], self._earlier, strict=True)
+        self._summed = [Pass(loss, earlier.norm.to(squared)) for loss, earlier in pairs]
         if len(adopted):
             self._summed.append(Pass(losses[0], adopted.sum().sqrt()))
         self._summed.append(Pass(losses[0], squared.sum().sqrt()))
