@@ -46,7 +46,7 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
         **_pixels(feed, unreadable),  # which adds to `unreadable`
         "unreadable": {"count": len(unreadable), "files": [unreadable[index] for index in sorted(unreadable)]},
         "passed_over": {
-            kind: {"count": count, "first": first} for kind, (count, first) in reader.source.passed_over.items()
+            kind: {"count": num, "first": first} for kind, (num, first) in reader.source.passed_over.items()
         },
         "images_per_second": _speed(feed, seconds),
     }
