@@ -252,7 +252,7 @@ UNTYPED: dict[str, dict[str, set[str]]] = {
     },
     "the arguments of a Loop, as keywords": {
         "hookdiff/testing/contract.py": {"loop: Any"},
-        "hookdiff/testing/on_ranks.py": {"loop: Any"},
+        "hookdiff/testing/rank_checks.py": {"loop: Any"},
         "hookdiff/testing/run_checks.py": {"loop: Any"},
     },
     "the output of a network of any library": {

@@ -126,31 +126,31 @@ class Reader(Protocol):
 
     @property
     def inner(self) -> Reader | None:
-        """The reader around which this one is; optional, default: None."""
+        """The reader around which this one is. Optional; None by default."""
 
     @property
     def source(self) -> AnySource | None:
-        """The source, if it is another object than `samples`; optional, default: None."""
+        """The source, if it is another object than `samples`. Optional; None by default."""
 
     @property
     def cache_dir(self) -> str | None:
-        """Folder for files about the samples; optional, default: that of the user."""
+        """Folder for files about the samples. Optional; by default that of the user."""
 
     @property
     def captions(self) -> Mapping[str, Captions]:
-        """The captions, by their names in the source; optional, default: none."""
+        """The captions, by their names in the source. Optional; by default none."""
 
     @property
     def texts(self) -> TextEncoders | None:
-        """The encoders of the captions; optional, default: None."""
+        """The encoders of the captions. Optional; None by default."""
 
     @property
     def nothing(self) -> Mapping[str, Tensor | None]:
-        """What stands for a missing condition, by name; optional, default: zeros for all."""
+        """What stands for a missing condition, by name. Optional; by default zeros for all."""
 
     @property
     def digests(self) -> Mapping[str, str]:
-        """The digests of all encoders, by name; optional, default: none."""
+        """The digests of all encoders, by name. Optional; by default none."""
 
     def __len__(self) -> int:
         """Return the number of samples in the whole set."""

@@ -88,7 +88,7 @@ class SourceOptions(Protocol):
         """Return a string that changes with the data, for the store "disk"; default: None."""
 
     def known_kinds(self) -> tuple[Sequence[Any], Sequence[int]]:
-        """Return the `Kind`s of pictures with a known header, and the positions of all others; default: all others."""
+        """Return each `Kind` with a known header, and the positions of all other pictures. Default: all are others."""
 
     def known_sizes(self) -> Tensor:
         """Return height and width of each picture with a known header (n 2, int64), else zeros; default: zeros."""

@@ -12,7 +12,7 @@ from .compare import (
 )
 from .contract import assert_keeps_contract as assert_keeps_contract
 from .convergence import assert_converges as assert_converges
-from .on_ranks import assert_trains_on_ranks as assert_trains_on_ranks
+from .rank_checks import assert_trains_on_ranks as assert_trains_on_ranks
 from .record import snapshot as snapshot
 from .run_checks import (
     assert_any_order as assert_any_order,

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from hookdiff.errors import UserError
-from hookdiff.loop import gradients as shared
+from hookdiff.loop import gradients
 from hookdiff.loop.hookspecs import HOOKS, hookimpl, hooks_of
 from hookdiff.loop.loop import Loop
+from hookdiff.machine import ranks
 from hookdiff.machine.dtensor import local
 from hookdiff.testing.companions import COMPANIONS
 from hookdiff.testing.compare import fail
@@ -30,6 +31,7 @@ from hookdiff.testing.record import PLUGIN, Record, Runs
 from hookdiff.testing.transfers import CountTransfers
 
 _OF_STEPS = {*hooks_of("batch", "passes", "scale", "update", "after")} - {"on_epoch_end"}
+_OF_THE_STEP = {gradients.__file__, ranks.__file__}  # the transfer of each step, which the loop makes
 _MUTABLE = (list, dict, set, deque)
 _BROKEN = "the plugin breaks the contract"
 _INSTEAD = {
@@ -131,7 +133,7 @@ class _Transfers(CountTransfers):
         frame = sys._getframe(1)
         while frame.f_back and Path(torch.__file__).parent in Path(frame.f_code.co_filename).parents:
             frame = frame.f_back
-        if not self.is_own or frame.f_code.co_filename == shared.__file__:
+        if not self.is_own or frame.f_code.co_filename in _OF_THE_STEP:
             self.count = before
         return result
 
@@ -211,10 +213,10 @@ class _Watch:
     def _held(self) -> dict[str, dict[str, Tensor]]:
         with DisableTorchFunction():
             named = dict(self._loop.model.named_parameters()) if self._loop.weights.name == "model" else {}
-            gradients = {name: local(p.grad).clone() for name, p in named.items() if p.grad is not None}
+            copies = {name: local(p.grad).clone() for name, p in named.items() if p.grad is not None}
             return {
                 "the weights": {name: local(p.detach()).clone() for name, p in named.items()},
-                "the gradients": gradients,
+                "the gradients": copies,
             }
 
     def _is_stale(self) -> bool:

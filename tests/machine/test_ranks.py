@@ -137,4 +137,4 @@ def test_threads_beside_the_training_end_alike_on_all_ranks(tmp_path: Path) -> N
     first, second = two_ranks(ASIDE, tmp_path)
     errors = [("OSError", "[Errno 28] full"), ("ValueError", "first"), ("RuntimeError", "Odd: one")]
     assert second == [[0, 10], *errors, ["well", "well"]]
-    assert first == [*second, ("ConnectionError", "another rank has ended")]
+    assert first == [*second, ("ConnectionError", "another rank has ended; its own message says why")]

@@ -146,8 +146,8 @@ def test_shards_are_loaded_by_their_index_or_folder_and_one_of_them_is_refused_w
 
 SPOILT = {
     "a missing shard": ("", "model-00002-of-00004.safetensors"),
-    "a file outside": ("../model-00001-of-00004.safetensors", "outside"),
-    "an absolute path": ("/model-00001-of-00004.safetensors", "outside"),
+    "a file outside": ("../model-00001-of-00004.safetensors", "in the folder of"),
+    "an absolute path": ("/model-00001-of-00004.safetensors", "in the folder of"),
     "a pickle": ("pytorch_model.bin", "pytorch_model.bin"),
     "no text": (3, "3"),
     "a tensor in two shards": ("", "first.weight"),

@@ -10,7 +10,7 @@ from torch import nn
 from hookdiff import Feed, LossOutput, hookimpl
 from hookdiff.builtin.logged import Metrics
 from hookdiff.testing import CountTransfers, ToyObjective, assert_same, on_ranks, toy_loop, toy_model, weights
-from hookdiff.testing.on_ranks import Averaging
+from hookdiff.testing.rank_checks import Averaging
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_nan import NaN

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from hookdiff import Feed, UserError
+from hookdiff.data.source import AnySource
 from hookdiff.images import Folder, Store, Transforms, feed_of
 from hookdiff.images.survey import survey
 from hookdiff_shards import Items, Shards, shards
@@ -320,7 +321,7 @@ def test_what_is_wrong_with_samples_is_reported_together(made: Path) -> None:
     write(made / "one.tar", members)
     facts = ["2 of 4", "one.tar[0001]", "no .png", "one.tar[0003.png]", "1 of 4 samples have no .cls", "one.tar[0002]"]
     with refused(UserError, *facts):
-        survey(shards("one.tar", image="png"), Transforms(), skip=False)  # type: ignore[arg-type]
+        survey(AnySource(shards("one.tar", image="png")), Transforms(), skip=False)
     with refused(UserError, "2 of 4", "one.tar[0001]", "no picture", "one.tar[0003.png]"):
         feed_of(shards("one.tar", label="none"))
     skipping = feed_of(shards("one.tar", label="none"), store=Store(unreadable="skip"))

@@ -14,7 +14,7 @@ from hookdiff.data import digits
 from hookdiff.loop.hookspecs import declaration_of
 from hookdiff.machine.ranks import first_rank_says, gathered, num_ranks, rank, summed
 from hookdiff.testing import OutOfStep, ToyObjective, all_differences, on_ranks, toy_loop
-from hookdiff.testing.on_ranks import Averaging, assert_trains_on_ranks
+from hookdiff.testing.rank_checks import Averaging, assert_trains_on_ranks
 from hookdiff.testing.record import Record
 from tests.conftest import acting, refused
 from tests.first_party import KINDS, LOOP, OPTIONS, net
