@@ -381,8 +381,7 @@ def _replaced(column: Tensor, rows: Tensor, nothing: Tensor) -> Tensor:
     return torch.where(rows.view(-1, *[1] * (column.dim() - 1)), nothing, column)
 
 
-def as_diffusion(objective: LossFunction) -> Diffusion | None:
-    """Return an objective that is a Diffusion, or wraps one and has its members; None for any other."""
+def as_diffusion(objective: LossFunction, *members: str) -> Diffusion | None:
+    """Return an objective that is a Diffusion, or has these `members` of one, as a class around it has; else None."""
     given = objective.origin if isinstance(objective, AnyObjective) else objective
-    wanted = ("process", "floor", "normalize")
-    return cast(Diffusion, given) if all(hasattr(given, name) for name in wanted) else None
+    return cast(Diffusion, given) if all(hasattr(given, name) for name in members) else None

@@ -151,7 +151,7 @@ class Sampling(Sampler):
             ValueError: for options that do not fit the objective, another dtype, or a tensor of the wrong shape.
             UserError: for another objective than a `Diffusion`.
         """
-        objective = as_diffusion(diffusion)
+        objective = as_diffusion(diffusion, "process")
         if objective is None:
             raise UserError(f"Sampling is for a Diffusion: give the Loop a sampler for {type(diffusion).__name__}")
         diffusion = objective

@@ -113,7 +113,7 @@ def eager(model: nn.Module) -> AbstractContextManager[object]:
 def measure_inputs(inputs: Tensor, objective: Objective | None = None) -> Inputs:
     """Measure `inputs`, n c h w or n of any shape, also normalized by a Diffusion; one transfer."""
     inputs = inputs.detach().float()
-    diffusion = as_diffusion(objective) if objective else None
+    diffusion = as_diffusion(objective, "normalize") if objective else None
     normalized = diffusion.normalize(inputs) if diffusion else inputs
     flat, scaled = inputs.flatten(1), normalized.flatten(1)
     finite = flat.isfinite()

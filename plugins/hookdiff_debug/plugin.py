@@ -106,7 +106,7 @@ class Debug:
 
     def _look_at_inputs(self, loop: Loop, batch: Batch) -> None:
         inputs = measure_inputs(batch.inputs, loop.objective)
-        diffusion = as_diffusion(loop.objective)
+        diffusion = as_diffusion(loop.objective, "is_normalized")
         self._inputs = check_inputs(inputs, diffusion is not None and diffusion.is_normalized)
         numbers = {"min": inputs.low, "max": inputs.high, "mean": inputs.mean, "std": inputs.std}
         self._numbers = {f"debug/input_{name}": value for name, value in numbers.items()}

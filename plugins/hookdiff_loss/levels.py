@@ -73,8 +73,8 @@ class NoiseLevels:
     @property
     def diffusion(self) -> Diffusion | None:
         """The objective, if it has the error of the best prediction from mean and variance, for a squared error."""
-        diffusion = as_diffusion(self.objective)
-        return diffusion if diffusion and diffusion.loss.use == "mse" else None
+        with_loss = as_diffusion(self.objective, "loss")
+        return None if with_loss and with_loss.loss.use != "mse" else as_diffusion(self.objective, "floor")
 
     @property
     def names(self) -> list[str]:
@@ -209,7 +209,7 @@ def bin_edges(objective: Objective, num: int) -> list[float]:
     compared. For an objective without a process they span -10 to 10.
     """
     low, high = -10.0, 10.0
-    if diffusion := as_diffusion(objective):
+    if diffusion := as_diffusion(objective, "process"):
         process = diffusion.process
         ends = process.from_fraction(torch.tensor([0.99, 0.01]))
         low, high = process.rates(ends, 1)[2].tolist()
