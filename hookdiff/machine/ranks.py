@@ -172,7 +172,7 @@ class Exchange:
         self.votes: list[float] = []
 
     def anew(self) -> Exchange:
-        """Return another one with the same votes, for passes beside the step."""
+        """Return an Exchange with the same votes, for passes beside the step."""
         return Exchange(self._vote)
 
     def summed(self, *parts: Tensor) -> Sequence[Tensor]:

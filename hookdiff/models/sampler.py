@@ -26,9 +26,9 @@ class Sampler(Protocol):
     that inherits from this one has all of them, and `loop.sampler` is then the object itself.
     """
 
-    weights: str | None = None  # those to sample with where a request names none, as `[sampling] weights`; optional
+    weights: str | None = None  # of requests that name none, as `[sampling] weights`; optional
     batch_size: int = 256  # images that a plugin asks for at a time, at most; optional
-    guidance: Choice | None = None  # by which plugins see whether another sampler has another one; optional
+    guidance: Choice | None = None  # a plugin compares it with that of another sampler; optional
 
     def sample(
         self,

@@ -1,4 +1,4 @@
-""".torchrun: the name of torchrun's job, by which its next attempt is told from another run."""
+""".torchrun: the name of torchrun's job, which its next attempt has too, and another run has not."""
 
 from pathlib import Path
 
