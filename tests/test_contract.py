@@ -398,6 +398,15 @@ def test_no_two_public_names_are_equal() -> None:
     assert {public: [*found.values()] for public, found in owners.items() if len(found) > 1} == {}
 
 
+@pytest.mark.parametrize("stub", sorted(CORE.glob("*/__init__.pyi")), ids=name)
+def test_no_public_name_is_that_of_a_module_which_does_not_define_it(stub: Path) -> None:
+    """Once that module is imported, the face would have it under the name."""
+    modules = import_graph.lazy_names(stub)
+    assert {public: home for public, home in modules.items() if stub.with_name(f"{public}.py").exists()} == {
+        public: home for public, home in modules.items() if public == home
+    }
+
+
 def test_no_two_modules_have_one_name() -> None:
     names = Counter(path.stem for path in CORE_FILES if path.stem != "__init__")
     assert [module for module, num in names.items() if num > 1] == []
