@@ -113,12 +113,12 @@ ASKED: dict[str, dict[str, set[str]]] = {
     },
     "a source of the user, at its adapter": {
         "hookdiff/data/source.py": {
-            "getattr(self.given, 'fingerprint', lambda: None)",
-            "getattr(self.given, 'known_kinds', None)",
-            "getattr(self.given, 'known_sizes', None)",
-            "getattr(self.given, 'texts', None)",
-            "getattr(source.given, self.name, self.default)",
-            "hasattr(self.given, 'describe')",
+            "getattr(self.origin, 'fingerprint', lambda: None)",
+            "getattr(self.origin, 'known_kinds', None)",
+            "getattr(self.origin, 'known_sizes', None)",
+            "getattr(self.origin, 'texts', None)",
+            "getattr(source.origin, self.name, self.default)",
+            "hasattr(self.origin, 'describe')",
         }
     },
     "a tensor of torch, sharded or not": {"hookdiff/machine/dtensor.py": {"hasattr(tensor, 'to_local')"}},

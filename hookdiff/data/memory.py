@@ -13,8 +13,8 @@ MAX_LABEL = 2**24 - 1  # there is memory for as many classes
 def check_range(low: int, high: int) -> None:
     """Raise ValueError unless `low` and `high`, the extremes of some labels, are labels."""
     if low < -1 or high > MAX_LABEL:
-        found = str(low) if low == high else f"{low} to {high}"
-        raise ValueError(f"expected labels from 0 to {MAX_LABEL} (-1: unknown), got {found}")
+        labels = str(low) if low == high else f"{low} to {high}"
+        raise ValueError(f"expected labels from 0 to {MAX_LABEL} (-1: unknown), got {labels}")
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -85,5 +85,5 @@ class InMemory:
         rows, device = to_device(indices, self.images.device), device or self.images.device
         # Not [rows]: on a CPU, index_select copies whole rows and is up to 20 times as fast.
         labels = None if self.labels is None else to_device(self.labels.index_select(0, rows), device)
-        conditions = {name: to_device(one.index_select(0, rows), device) for name, one in self.conditions.items()}
+        conditions = {name: to_device(column.index_select(0, rows), device) for name, column in self.conditions.items()}
         return to_device(self.images.index_select(0, rows), device), labels, conditions

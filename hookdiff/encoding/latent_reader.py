@@ -255,7 +255,7 @@ class LatentReader(PlainReader):
 
     @property
     def samples(self) -> InMemory | Images | Source:
-        samples: InMemory | Images | Source = self.source.given
+        samples: InMemory | Images | Source = self.source.origin
         return samples
 
     @cached_property

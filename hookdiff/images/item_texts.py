@@ -34,7 +34,7 @@ def with_texts(source: AnySource, keys: ItemKeys, workers: Workers) -> AnySource
         names = tuple(name for name, value in _others(source, keys, 0).items() if is_text(value))
     if not names:
         return source
-    return _Captioned(source.given, keys, names, _ItemTexts(names, partial(_read, source, keys, names, workers)))
+    return _Captioned(source.origin, keys, names, _ItemTexts(names, partial(_read, source, keys, names, workers)))
 
 
 def _others(source: AnySource, keys: ItemKeys, index: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class _Captioned(AnySource):
         self.kind = type(self).__qualname__
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        image, label, others = parts_of(self.given[index], index, self.keys)
+        image, label, others = parts_of(self.origin[index], index, self.keys)
         kept = {name: value for name, value in others.items() if name not in self.names}
         return {self.keys.image_key or "image": image, self.keys.label_key or "label": label, **kept}
 

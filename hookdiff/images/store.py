@@ -99,7 +99,7 @@ def prepare(source: AnySource, transforms: Transforms, store: Store) -> Prepared
     elif source.is_images:
         prepared = _from_images(source, transforms, store)
     elif store.store in ("auto", "none"):
-        prepared = Prepared(source.given)
+        prepared = Prepared(source.origin)
     else:
         items = f"the items of {source.kind} may differ each time"
         raise UserError(f"store = {store.store!r}: {items}; only an InMemory, or a source with load(i), can be kept")
@@ -129,7 +129,7 @@ def _from_images(source: AnySource, transforms: Transforms, store: Store) -> Pre
     left_out = [*left_out_text(unreadable, len(source)), *passed_over_text(source)]
     for text in left_out:
         logger.warning("data: %s", text)
-    return Prepared(source.given if pixels is None else InMemory(pixels, source.labels), place, found, cache, left_out)
+    return Prepared(source.origin if pixels is None else InMemory(pixels, source.labels), place, found, cache, left_out)
 
 
 def _from_memory(source: InMemory, transforms: Transforms, store: Store) -> Prepared:
