@@ -183,8 +183,8 @@ ASKED: dict[str, dict[str, set[str]]] = {
         "hookdiff/models/sampler.py": {"getattr(origin, name)", "hasattr(origin, name)", "vars(Sampler)", "vars(self)"},
     },
     "an optimizer of any library": {
-        "hookdiff/models/adamw.py": {"getattr(self, name, None)", "hasattr(_ITS_STEP, 'hooked')"},
-        "hookdiff/models/optimizer_copy.py": {"vars(made)", "vars(optimizer)"},
+        "hookdiff/models/adamw.py": {"getattr(self, name, None)", "hasattr(_TORCH_STEP, 'hooked')"},
+        "hookdiff/models/optimizer_copy.py": {"vars(copy)", "vars(optimizer)"},
         "hookdiff/models/optimizer_state.py": {"vars(kind)"},
         "hookdiff/options/structure.py": {"getattr(kind, '__name__', str(kind))"},
         "plugins/hookdiff_cuda_graphs/step.py": {"hasattr(type(optimizer), 'found_inf')"},

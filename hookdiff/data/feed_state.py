@@ -46,7 +46,8 @@ def _is_shape(instance: Any, attribute: Attribute[Any], shape: tuple[int, ...] |
 
 def another_encoder(name: str, digest: str, expected: str | None) -> str:
     """Return the text of the error that the training used another encoder."""
-    return f"data.encode.{name}: open the encoder of the training: its digest is {expected}, that of this one {digest}"
+    way_out = f"set its options and files as they were; its digest is {digest}, expected {expected}"
+    return f"data.encode.{name}: this is another encoder than that of the training: {way_out}"
 
 
 @define(frozen=True, eq=False, kw_only=True)

@@ -1,4 +1,4 @@
-"""What makes images for a Loop: the protocol of samplers, and the adapter through which one enters."""
+"""The protocol of samplers, which make images for a Loop, and the adapter for those of a user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hookdiff.options.choices import Choice
 
 
 class MakesImages(Protocol):
-    """What a Loop takes as its sampler: any object with `sample`, as `Sampler` describes it."""
+    """An object that a Loop takes as its sampler: it has `sample`, as `Sampler` describes it."""
 
     def sample(self, *arguments: Any, **named: Any) -> Tensor: ...
 
@@ -26,9 +26,9 @@ class Sampler(Protocol):
     that inherits from this one has all of them, and `loop.sampler` is then the object itself.
     """
 
-    weights: str | None = None  # those to sample with where a request names none, as `[sampling] weights`; optional
+    weights: str | None = None  # default of requests that name no weights, as `[sampling] weights`; optional
     batch_size: int = 256  # images that a plugin asks for at a time, at most; optional
-    guidance: Choice | None = None  # by which plugins see whether another sampler has another one; optional
+    guidance: Choice | None = None  # compared by plugins that replace the sampler; optional
 
     def sample(
         self,
@@ -64,6 +64,6 @@ class AnySampler(Sampler):
         vars(self).update({name: getattr(origin, name) for name in names})
 
 
-def as_sampler(given: MakesImages) -> Sampler:
-    """Return `given` with all members of a `Sampler`."""
-    return given if isinstance(given, Sampler) else AnySampler(given)
+def as_sampler(origin: MakesImages) -> Sampler:
+    """Return `origin` with all members of a `Sampler`."""
+    return origin if isinstance(origin, Sampler) else AnySampler(origin)

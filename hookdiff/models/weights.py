@@ -78,13 +78,13 @@ def holding(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     parameters = dict(model.named_parameters())
     if unknown := tensors.keys() - parameters.keys():
         raise PluginError(f"the model has no parameter {min(unknown)!r} to hold{nearest(min(unknown), parameters)}")
-    kept = {name: parameters[name].detach().clone() for name in tensors}
+    before = {name: parameters[name].detach().clone() for name in tensors}
     try:
         for name, value in tensors.items():
             fill_(parameters[name], value)
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in before.items():
             fill_(parameters[name], value)
 
 
@@ -116,8 +116,10 @@ class Buffers:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Keep the present values, in place of those kept before."""
-        values = {n: own for n, (module, key) in self._places.items() if (own := module._buffers.get(key)) is not None}
+        """Keep the present values; earlier ones are forgotten."""
+        values = {
+            n: buffer for n, (module, key) in self._places.items() if (buffer := module._buffers.get(key)) is not None
+        }
         if {name: value.shape for name, value in values.items()} != {n: kept.shape for n, kept in self.kept.items()}:
             self.kept = {name: value.clone() for name, value in values.items()}
         elif values:
@@ -125,10 +127,10 @@ class Buffers:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        for name, kept in self.kept.items():
+        for name, before in self.kept.items():
             module, key = self._places[name]
             value = module._buffers.get(key)
-            if value is not None and value.shape == kept.shape:
-                fill_(value, kept)
+            if value is not None and value.shape == before.shape:
+                fill_(value, before)
             else:  # a forward pass has replaced the tensor
-                module._buffers[key] = kept.clone()
+                module._buffers[key] = before.clone()
