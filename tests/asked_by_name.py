@@ -195,7 +195,7 @@ ASKED: dict[str, dict[str, set[str]]] = {
     },
     "data that is given by mistake, at its door": {
         "hookdiff/data/feed.py": {"hasattr(data, 'stacks')"},
-        "hookdiff/images/wrong_sources.py": {"hasattr(given, '__iter__')"},
+        "hookdiff/images/wrong_sources.py": {"hasattr(data, '__iter__')"},
     },
     "pictures that are shown: a tensor, or what holds one": {
         "hookdiff/log/panel.py": {"getattr(images, 'images', images)"}

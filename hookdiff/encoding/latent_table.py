@@ -27,7 +27,7 @@ from hookdiff.images.cache import facts_of, survey_of
 from hookdiff.images.rest import make_in_chunks
 from hookdiff.images.source_reader import reader_of_source
 from hookdiff.images.survey import Survey
-from hookdiff.images.table import DTYPES, Column, found, locked, read_table
+from hookdiff.images.table import DTYPES, Column, load_if_sound, locked, read_table
 from hookdiff.images.transforms import size_text
 from hookdiff.machine.fitting import Fitting
 from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, num_ranks, rank
@@ -160,7 +160,7 @@ class PictureTableBuilder:
             rows.soundness.report(self.name, self.encoder)
 
     def _found(self, path: Path, report: bool = False) -> PictureTable | None:
-        return found(path, "table of encoded samples", self._read, report=report)
+        return load_if_sound(path, "table of encoded samples", self._read, report=report)
 
     def _read(self, path: Path) -> PictureTable:
         facts, columns = read_table(path, self.num)

@@ -26,7 +26,7 @@ from hookdiff.encoding.tokens import TokenFacts, of_same_tokens
 from hookdiff.errors import UserError, listed, nearest
 from hookdiff.images.rest import make_in_chunks
 from hookdiff.images.store import Store
-from hookdiff.images.table import FORMAT, Column, found, locked, read_table
+from hookdiff.images.table import FORMAT, Column, load_if_sound, locked, read_table
 from hookdiff.images.texts import check_text
 from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, rank
 from hookdiff.options.structure import structured
@@ -163,7 +163,9 @@ class TextTable:
         self._parts, self._places, self._facts, self._soundness = [], {}, [], []
         for path in sorted(folder.glob("*-*")):
             num = path.name.rpartition("-")[2]
-            part = found(path, "table of texts", partial(_read, num=int(num)), report) if num.isdecimal() else None
+            if not num.isdecimal():
+                continue
+            part = load_if_sound(path, "table of texts", partial(_read, num=int(num)), report)
             if part is not None:
                 self._places |= {digest: (len(self._parts), row) for row, digest in enumerate(part[0].digests)}
                 self._facts.append(part[0])

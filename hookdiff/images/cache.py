@@ -36,7 +36,7 @@ class _Facts:
 
 
 def key_of(source: AnySource, transforms: Transforms) -> tuple[Any, ...] | None:
-    """Return all that the pixels of the first stage of `source` depend on; None for a source without a fingerprint."""
+    """Return the facts on which first-stage pixels of `source` depend; None for a source without a fingerprint."""
     if (fingerprint := source.fingerprint()) is None:
         return None
     first_stage = (transforms.side, transforms.upscale, transforms.channels, transforms.background)
@@ -44,7 +44,7 @@ def key_of(source: AnySource, transforms: Transforms) -> tuple[Any, ...] | None:
 
 
 def place_of(key: tuple[Any, ...], folder: Path) -> Path:
-    """Return the table in `folder` of what depends on `key`."""
+    """Return the path in `folder` of the table with this `key`."""
     return folder / hashlib.sha256(repr(key).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 

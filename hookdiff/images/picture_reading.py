@@ -26,7 +26,7 @@ def open_picture(file: str | BinaryIO) -> Any:
 
     if isinstance(file, str):
         check_kind(file)
-    return Image.open(file, formats=[one.names[0] for one in known()])
+    return Image.open(file, formats=[kind.names[0] for kind in known()])
 
 
 def with_image(source: AnySource, index: int, function: Callable[[Any], Result]) -> Result:

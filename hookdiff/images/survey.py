@@ -68,17 +68,17 @@ def survey(source: AnySource, transforms: Transforms, skip: bool) -> Survey:
     known, unknown = source.known_kinds()
     if len(unknown) > _MANY:
         logger.info("data: reading the headers of %s images", f"{len(unknown):,}")
-    found = {(kind.mode, kind.width, kind.height): kind for kind in known}
+    by_header = {(kind.mode, kind.width, kind.height): kind for kind in known}
     unreadable, sizes = {}, numpy.zeros((len(source), 2), numpy.int64)
     for index, kind in with_images(source, unknown, _kind_of, "data: headers"):
         if isinstance(kind, Unreadable):
             unreadable[index] = str(kind)
             continue
-        kind = found.setdefault((kind.mode, kind.width, kind.height), kind)
+        kind = by_header.setdefault((kind.mode, kind.width, kind.height), kind)
         kind.count += 1
         kind.example = kind.example or source.name_of(index)
         sizes[index] = kind.height, kind.width
-    kinds = list(found.values())
+    kinds = list(by_header.values())
     problems = [*source.problems, *_misfits(kinds, transforms)]
     if (problems or (unreadable and not skip)) and len(source) <= _MANY:  # then their pixels are quickly tried too
         readable = [index for index in range(len(source)) if index not in unreadable]

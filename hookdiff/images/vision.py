@@ -88,20 +88,20 @@ class Vision:
         if first is None:
             return None
         for name in ("targets", "labels", "_labels"):  # most data sets keep their labels in one of these attributes
-            found = _integers(getattr(self.data, name, ()))
+            integers = _integers(getattr(self.data, name, ()))
             # Some data sets keep the labels of the file, and yield them shifted to start at 0.
-            if found is not None and len(found) == len(self.data) and found[0] == first:
-                return found
-        found = _integers([self.data[index][1] for index in range(len(self.data))])
-        if found is None:
+            if integers is not None and len(integers) == len(self.data) and integers[0] == first:
+                return integers
+        integers = _integers([self.data[index][1] for index in range(len(self.data))])
+        if integers is None:
             raise ValueError(f"{self.name} yields labels of {type(first).__name__}, expected integers")
-        return found
+        return integers
 
 
 def _integers(labels: Any) -> Tensor | None:
     """Return labels as int64; None unless all are integers."""
     try:
-        found = numpy.asarray(labels)
+        array = numpy.asarray(labels)
     except (TypeError, ValueError):  # for lists of different lengths, say
         return None
-    return torch.from_numpy(found.astype(numpy.int64)) if found.ndim == 1 and found.dtype.kind in "iu" else None
+    return torch.from_numpy(array.astype(numpy.int64)) if array.ndim == 1 and array.dtype.kind in "iu" else None
