@@ -45,8 +45,8 @@ def why_no_folder(given: str, name: str, what: str, fits: Callable[[Mapping[str,
 def _nearest(folder: Path, name: str, fits: Callable[[Mapping[str, Any]], bool]) -> str:
     """Return "; did you mean path = ...?" for `folder`, or those in it or around it that have such a file `name`."""
     near = [folder, *folder.glob("snapshots/*"), *sorted(folder.glob("*"))[:_MOST], folder.parent]
-    found = [one for one in near if _fits(one / name, fits)]
-    return f"; did you mean {' or '.join(f'path = {str(one)!r}' for one in found)}?" if found else ""
+    fitting = [path for path in near if _fits(path / name, fits)]
+    return f"; did you mean {' or '.join(f'path = {str(path)!r}' for path in fitting)}?" if fitting else ""
 
 
 def _fits(file: Path, fits: Callable[[Mapping[str, Any]], bool]) -> bool:
