@@ -85,8 +85,7 @@ class Batch:
     def in_place_of(self, other: Batch, can_differ: bool) -> Batch:
         """Return this batch, which replaces `other` in a step, with the `total` and the `rows` that fit.
 
-        If its number of samples `can_differ`, all ranks must call this: a step in which one rank has no samples has
-        none at all.
+        If its number of samples `can_differ`, all ranks must call this. If one rank has no samples, the step has none.
         """
         if not can_differ:
             return self

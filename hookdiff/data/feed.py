@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hookdiff.data.source import Images, Source
 
 _CPU = torch.device("cpu")
-_NAMED = 64  # samples of which all ranks compare the names
+_NAMED = 64  # samples whose names all ranks compare
 
 
 def _check_held_out(_: Any, __: Any, held_out: int | float) -> None:
@@ -52,7 +52,7 @@ class Feed:
         UserError: for data that cannot be used with these options.
     """
 
-    data: InMemory | Reader | Tensor | Facts  # the last one of a `FeedWithoutData`
+    data: InMemory | Reader | Tensor | Facts  # Facts: of a `FeedWithoutData`
     held_out: int | float = field(
         default=0,
         validator=_check_held_out,
@@ -104,7 +104,7 @@ class Feed:
 
         Raises:
             UserError: if there are fewer samples than a batch needs, if a batch is smaller than the number of ranks, if
-                the ranks have other data than each other, or if samples that are not images are to be augmented.
+                the ranks have different data, or if samples that are not images are to be augmented.
         """
         self.batch_size, self.seed, self.device = batch_size, seed, device
         self.rank = ranks.rank() if rank is None else rank
@@ -165,7 +165,7 @@ class Feed:
 
     @property
     def codec(self) -> Codec | None:
-        """What encodes pictures to samples, such as an autoencoder; None if samples are not encoded."""
+        """Encodes pictures to samples, such as an autoencoder; None if samples are not encoded."""
         return self.reader.codec
 
     @property
@@ -191,7 +191,7 @@ class Feed:
 
     @cached_property
     def facts(self) -> Facts:
-        """What a checkpoint keeps of the data."""
+        """The facts about the data that a checkpoint keeps."""
         from hookdiff.data.feed_state import Facts
 
         return Facts.about(self)
@@ -241,7 +241,7 @@ class Feed:
         return len(self.training) - start < self._smallest
 
     def begin(self, epoch: int) -> bool:
-        """Forget the weights of another epoch; return whether `epoch` begins, in this run or the one resumed from."""
+        """Forget the weights of another epoch. Return False if `epoch` has begun, perhaps before a resume."""
         if self.epoch == epoch:
             return False
         self.epoch, self.weights = epoch, None
@@ -253,7 +253,7 @@ class Feed:
         It counts from the next call of `batches`; None draws each training sample once. Call it in `before_epoch`.
 
         Raises:
-            ValueError: for weights of another number, that are negative or not finite, or 0 for all training samples.
+            ValueError: for a wrong number of weights, negative or not finite ones, or 0 for all training samples.
         """
         self.weights = None if weights is None else self._usable_weights(weights)
 
@@ -320,7 +320,7 @@ class Feed:
         yield from self._make(None, torch.split(indices, batch_size), 0, 1)
 
     def shared(self, indices: Tensor) -> Iterator[Batch]:
-        """Yield this rank's share of the samples `indices`, in batches of a step as in `batches`, not augmented."""
+        """Yield this rank's share of the samples `indices`, in batches as in `batches`, without augmentation."""
         yield from self._make(None, torch.split(indices, self.batch_size), self.rank, self.num_ranks)
 
     def _make(self, epoch: int | None, parts: Sequence[Tensor], rank: int, num_ranks: int) -> Iterator[Batch]:
@@ -337,7 +337,7 @@ class Feed:
             )
 
     def close(self) -> None:
-        """End the workers that wait for another epoch; a later epoch starts new ones."""
+        """End the workers that wait for the next epoch; it will start new ones."""
         self.reader.close()
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the data, so that its run makes images without it."""
+"""The facts about the data in a checkpoint, from which its run makes images without the data."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Facts:
 
 @define(frozen=True)
 class FeedState:
-    """What `Feed.state_dict` returns."""
+    """The state that `Feed.state_dict` returns."""
 
     facts: Facts | None = None
     epoch: int | None = field(default=None, validator=optional(ge(0)))

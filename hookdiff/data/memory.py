@@ -28,7 +28,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_unit_range(images: Tensor) -> Tensor:
-    """Scale uint8 images from [0, 255] to float32 in [-1, 1]; floats become float32, and others stay as they are."""
+    """Scale uint8 images from [0, 255] to float32 in [-1, 1]; floats become float32, integers stay as they are."""
     if images.dtype == torch.uint8:
         return images.float().div_(127.5).sub_(1)
     return images.float() if images.is_floating_point() else images

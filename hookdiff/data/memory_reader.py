@@ -1,4 +1,4 @@
-"""The reader of data in memory, and what all readers share."""
+"""The reader of data in memory, and helpers of all readers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def hash_of(images: Tensor) -> str:
 
 
 class PlainReader:
-    """What is optional in a `Reader`, with its defaults."""
+    """The optional members of a `Reader`, with their defaults."""
 
     inner: Reader | None = None
     source: AnySource | None = None

@@ -130,7 +130,7 @@ class Reader(Protocol):
 
     @property
     def source(self) -> AnySource | None:
-        """The source, if it is another object than `samples`; optional, default: None."""
+        """The source, if it is not `samples` itself; optional, default: None."""
 
     @property
     def cache_dir(self) -> str | None:
@@ -186,7 +186,7 @@ class Reader(Protocol):
         """Return a hash that changes with the samples without augmentation; None if there is none."""
 
     def close(self) -> None:
-        """End the workers that wait for another epoch; a later epoch starts new ones."""
+        """End the workers that wait for the next epoch; it will start new ones."""
 
 
 class ReaderAround:

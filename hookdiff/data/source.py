@@ -24,7 +24,7 @@ class Images(Protocol):
     only its header is read. `load` may raise any error for a picture that cannot be read, and StorageError if the disk
     or a server fails, which ends the run. It is called from several processes, which were forked or got a pickle.
 
-    `SourceOptions` lists what is optional.
+    `SourceOptions` lists the optional members.
     """
 
     labels: Tensor | None  # n, int64, from 0; -1: unknown

@@ -17,7 +17,7 @@ from hookdiff.images.store import Store
 from hookdiff.options.choices import Choice
 from hookdiff.options.fields import about
 
-INPUTS = "image"  # the name of the encoder of the inputs; any other is that of a condition
+INPUTS = "image"  # the name of the encoder of the inputs; any other encoder has the name of a condition
 STORED = torch.float16  # the dtype of floats from encoders in tables
 CAPTIONS = "text"  # the usual name of the captions of a source
 

@@ -1,4 +1,4 @@
-"""The folder of an encoder: why the `path` of a config is none, and the nearest one that is."""
+"""Finds why the `path` of an encoder is no folder of its kind, and the nearest folder that is one."""
 
 from __future__ import annotations
 

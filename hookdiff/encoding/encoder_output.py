@@ -16,7 +16,7 @@ from hookdiff.errors import UserError
 
 @define(eq=False)
 class EncoderOutput:
-    """Checks what `encoder`, which has the key `where`, returns. All methods raise UserError for what does not fit."""
+    """Checks the values that `encoder`, with the key `where`, returns. All methods raise UserError for wrong values."""
 
     where: str
     encoder: Encoder
@@ -72,5 +72,5 @@ class EncoderOutput:
         return columns  # type: ignore[no-any-return]
 
     def wrong(self, what: str, expected: str) -> UserError:
-        """Return the error about `what` the encoder has or returns."""
+        """Return the error about `what`, an option or a value of the encoder."""
         return UserError(f"{self.where}: {type(self.encoder).__name__}: {what}, expected {expected}")

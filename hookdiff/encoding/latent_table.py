@@ -36,7 +36,7 @@ from hookdiff.terminal.pace import paced
 
 logger = logging.getLogger("hookdiff")
 
-_CHUNK = 32  # pictures that are encoded together, whatever the number of ranks: another number rounds differently
+_CHUNK = 32  # pictures that are encoded together on any number of ranks, as the rounding depends on it
 _LABELS, _OF_SOURCE = "labels", "of source: "  # columns that the samples have beside the pictures
 
 
@@ -223,11 +223,11 @@ class PictureTableBuilder:
             assert batch.indices is not None
             columns, there = self.sides_of(batch) | _beside(pictures, batch), batch.indices == self._chunks[number]
             for rows in columns.values():
-                rows[~there] = 0  # another sample was read in their place
+                rows[~there] = 0  # a replacement was read for each
             yield number, columns, self._chunks[number][~there].tolist()
 
     def _facts(self, broken: list[list[int]]) -> dict[str, Any]:
-        """Return the facts about the pictures, of which those in `broken` cannot be decoded."""
+        """Return the facts about the pictures; those in `broken` cannot be decoded."""
         self.look()  # the chunks may all have been there
         pictures = self.open_pictures()
         survey = reader_of_source(pictures).prepared.survey

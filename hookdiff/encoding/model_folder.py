@@ -22,7 +22,7 @@ from hookdiff.machine.network import no_connections
 
 _ASKED_BY = "data.encode"
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
-_ADAPTER = "adapter_config.json"  # names other weights, on which a library puts those of the folder
+_ADAPTER = "adapter_config.json"  # names base weights elsewhere, to which those of the folder would be added
 _CODE = {  # keys of a config, at any depth, and the reason against each
     "auto_map": "names code of its own",
     "quantization_config": "is of quantized weights",
@@ -78,7 +78,7 @@ def table_in(
     """Read the JSON file `name` of `folder`, which holds `what`, in words. An error names folders with tables that fit.
 
     Raises:
-        UserError: if there is none, if it holds no table, or if it asks for code or another kind of weights.
+        UserError: if the file is missing or holds no table, or if it asks for code or quantized weights.
     """
     is_folder = folder.is_dir()
     if (path := file_in(folder, name) if is_folder else None) is None:
@@ -120,7 +120,7 @@ def weights_in(folder: Path, usual: Sequence[str]) -> Weights:
     An index stands for the files that it names.
 
     Raises:
-        UserError: for weights that are not in safetensors, that are damaged or missing, or of which there are several.
+        UserError: for weights that are not in safetensors, damaged, missing, or ambiguous.
     """
     if os.path.lexists(folder / _ADAPTER):
         raise UserError(

@@ -36,7 +36,7 @@ def few_of(samples: Tensor) -> Tensor:
 def constant_channels(where: str, encoder: Encoder, channels: Sequence[int], of: str) -> UserError:
     """Return the error about `channels` that are constant; `of` says on which samples."""
     return UserError(
-        f"{where}: {_channels(channels)} of what {encoder.origin} makes {'is' if len(channels) == 1 else 'are'} "
+        f"{where}: {_channels(channels)} of {encoder.origin} {'is' if len(channels) == 1 else 'are'} "
         f"constant in float16 on {of}, so no network can learn from {'it' if len(channels) == 1 else 'them'}; choose "
         "an encoder with channels that all depend on the picture"
     )
@@ -47,7 +47,7 @@ class Rounding:
     """The losses of latents in float16."""
 
     constant: list[int]  # channels in which all values are the same
-    changed: float  # share of the values that it changes by more than a tenth of the deviation of their channel
+    changed: float  # share of the values that change by more than a tenth of the deviation of their channel
 
 
 @define(frozen=True)
@@ -56,7 +56,7 @@ class Soundness:
 
     num: int  # pictures
     over_pictures: list[float]  # by channel, the deviation of the means over pictures; empty if these are all the same
-    posterior: list[float]  # by channel, the root mean square of the deviations that it gave; empty if it gave none
+    posterior: list[float]  # by channel, the root mean square of its deviations; empty if it has none
     means: Rounding  # if the means are trained on
     draws: Rounding  # if samples of the posterior are
 
@@ -98,7 +98,7 @@ class Soundness:
         if noise := [channel for channel, (over, width) in enumerate(pairs) if over < _LEAST * width]:
             over, width = min((pairs[channel] for channel in noise), key=lambda pair: pair[0] / pair[1])
             _warn(
-                f"{where}: {_channels(noise)} of what {encoder.origin} makes is noise: over {self.num} pictures the "
+                f"{where}: {_channels(noise)} of {encoder.origin} is noise: over {self.num} pictures the "
                 f"means deviate by {over:.3g}, {over / width:.2%} of the posterior's {width:.3g}, expected 1 % at "
                 "least; has it all its weights?"
             )
@@ -167,8 +167,8 @@ def _warn(text: str) -> None:
 
 def _lost(encoder: Encoder, share: float, of: str) -> str:
     return (
-        f"float16, in which it is kept, changes {share:.1%} of the values that {encoder.origin} makes by more than a "
-        f"tenth of the {of}; scale its values to a deviation near 1 around 0"
+        f"float16 changes {share:.1%} of the values of {encoder.origin} by more than a tenth of the {of}; scale them "
+        "to a deviation near 1 around 0"
     )
 
 

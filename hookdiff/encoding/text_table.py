@@ -155,7 +155,9 @@ class TextTable:
         if self.network is None:
             self.network = self.encoder.opened(self.device)
             if self.encoder.limit and not self.network.lengths:
-                raise self.returned.wrong(f"limit = {self.encoder.limit}", "lengths(texts) of what open() returns")
+                raise self.returned.wrong(
+                    f"limit = {self.encoder.limit}", "lengths(texts) of the network that open() returns"
+                )
         return self.network
 
     def _lacking(self, folder: Path, wanted: Sequence[str], report: bool = False) -> list[str]:

@@ -101,7 +101,7 @@ def _whole(file: IO[bytes], size: int) -> Any:
 
 
 class Rows:
-    """The images in an .npy, each of which is read when it is needed. Threads and forked processes may share them."""
+    """The images in an .npy, each read when it is needed. Threads and forked processes may share them."""
 
     def __init__(self, path: Path, file: FileIO, shape: tuple[int, ...], dtype: Any) -> None:
         self.path, self.shape, self.dtype, self._start = path, shape, dtype, file.tell()

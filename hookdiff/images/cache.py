@@ -78,7 +78,7 @@ def load_or_decode(
 
 
 def facts_of(seen: Survey) -> Any:
-    """Return a survey without its shape as JSON has it."""
+    """Return a survey, without its shape, as values for JSON."""
     return cattrs.unstructure(_Facts(seen.kinds, list(seen.unreadable.items()), list(seen.undecodable.items())))
 
 

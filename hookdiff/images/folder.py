@@ -24,7 +24,7 @@ class Folder:
     """Image files at any depth below a folder, in the order of their names.
 
     A file is an image by its suffix, or by its first bytes if it has none; `formats.py` has the list. `passed_over`
-    counts the others by kind, but for hidden files, captions beside their images, and the file of labels.
+    counts other files by kind, but not hidden files, captions beside their images, and the file of labels.
 
     Where images and labels do not match, `problems` has the reasons: they are reported together with those of the
     images.

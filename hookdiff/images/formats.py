@@ -14,7 +14,7 @@ class Format:
     names: tuple[str, ...]  # in Pillow; the first one is that of the reader
     suffixes: tuple[str, ...]  # the first one is the usual one
     begins: bytes  # pattern of the first bytes
-    is_extra: bool = field(default=False, kw_only=True)  # only another package than Pillow has a reader
+    is_extra: bool = field(default=False, kw_only=True)  # Pillow has no reader; an extra package may have one
 
 
 # The last one is known by its header alone, which has no magic number.

@@ -160,7 +160,7 @@ def _condition(value: Any, picture: Sequence[int], transforms: Transforms) -> Te
     try:
         tensor = value if isinstance(value, Tensor) else torch.tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        way_out = "; an encoder in [data.encode] of a config makes one of a text" if is_text(value) else ""
+        way_out = "; an encoder in [data.encode] of a config turns texts into tensors" if is_text(value) else ""
         raise ValueError(f"{_text(value)}, expected a tensor, an array, a number or an image{way_out}") from None
     *channels, height, width = tensor.shape if tensor.dim() > 1 else (0, 0)
     if not is_paired(tensor.shape, picture) or transforms.side is None or height == width == transforms.side:

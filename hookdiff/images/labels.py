@@ -59,7 +59,7 @@ def read_labels(
     """Return labels and classes of `files` (below `root`) from the file `labels`, in `root` or the working directory.
 
     The third value has the texts in the column `captions` for each of `files`, in the order of the lines; with this
-    column the file needs no labels. The fourth lists what is wrong: lines, images without a label, labels without an
+    column the file needs no labels. The fourth lists the faults: wrong lines, images without a label, labels without an
     image. Raises ValueError for a file that is missing or cannot be read.
     """
     path = root / labels if (root / labels).exists() else Path(os.path.expanduser(labels))
@@ -116,7 +116,7 @@ def read_labels(
 
 
 def _csv(file: TextIO) -> Iterator[tuple[int, Any]]:
-    """Yield the rows below the header as dicts, or what is wrong with one, and their lines."""
+    """Yield the line and the dict of each row below the header, or a ValueError in place of the dict."""
     rows = csv.reader(file, strict=True)  # else an open quote would take all that follows
     header: list[str] = []
     try:
@@ -155,10 +155,10 @@ def _jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what JSON holds.
+    """Return the value in a JSON text.
 
     Raises:
-        ValueError: for what is none, and for a key that is there twice, of which `json` would take the last.
+        ValueError: for a text that is no JSON, and for a key that is there twice. `json` would take the last one.
     """
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Loader:
         _loaders.add(self)
 
     def load(self, addresses: Iterable[Any]) -> Iterator[Any]:
-        """Yield what `read` returns for each of the addresses. Raises the UserError that it raises."""
+        """Yield the result of `read` for each of the addresses. Raises the UserError that `read` raises."""
         self.addresses[:] = addresses
         with _signals_blocked(), safe_path(), _shared_memory():
             results = iter(self.loader)  # this starts the workers

@@ -33,7 +33,7 @@ def with_images(
     bar.
 
     Raises:
-        StorageError: if the place of the pictures fails, which is not about one of them.
+        StorageError: if the disk or the server of the pictures fails.
     """
     source = AnySource.of(source)
     read = partial(_read, source, function)

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def open_picture(file: str | BinaryIO) -> Any:
-    """Return the Pillow image in a file, of which only the header is read.
+    """Return the lazy Pillow image in a file: only the header is read.
 
     Raises:
         OSError: and any error of Pillow; OSError for a pipe, a socket or a device, and for other formats than those in

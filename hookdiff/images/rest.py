@@ -111,7 +111,7 @@ class UnfinishedTable:
             self._files[_JOURNAL] = open_file(self.folder / _JOURNAL, "ab")
         if self._there:
             num = sum(len(self.chunks[number]) for number in self._there)
-            logger.info("data: %s: goes on with what was made before: %s", self.of, self._count(num))
+            logger.info("data: %s: goes on from an earlier run: %s", self.of, self._count(num))
         return set(self._there)
 
     def add(self, group: Sequence[tuple[int, Mapping[str, Tensor], Any]]) -> None:

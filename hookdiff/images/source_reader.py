@@ -224,7 +224,7 @@ class SourceReader(PlainReader):
 def replacements(parts: Sequence[Tensor], unreadable: Tensor) -> Tensor:
     """Return the position of each sample, or of its first readable successor if the sample is `unreadable` (n, bool).
 
-    Raises UserError if one of the `parts`, which are sorted, has unreadable samples only.
+    Raises UserError if all samples of a part, each of which is sorted, are unreadable.
     """
     positions = torch.arange(len(unreadable))
     for part in parts:

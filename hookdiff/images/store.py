@@ -86,7 +86,7 @@ class Prepared:
     place: str = "none"  # of the samples: "memory", "disk" or "none"
     survey: Survey = Factory(Survey)
     cache: Path | None = None  # the folder on disk
-    left_out: Sequence[str] = ()  # what is not used, in words
+    left_out: Sequence[str] = ()  # the parts of the source that are not used, in words
 
 
 def prepare(source: AnySource, transforms: Transforms, store: Store) -> Prepared:

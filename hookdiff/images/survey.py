@@ -101,12 +101,12 @@ def _kind_of(image: Any) -> Kind:
 
 
 def _read_pixels(image: Any) -> None:
-    if hasattr(image, "convert"):  # an image of Pillow, of which only the header is read so far
+    if hasattr(image, "convert"):  # an image of Pillow whose pixels are not read yet
         load(image)
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raise UserError that lists all problems, unless there are none."""
+    """Raise UserError that lists all problems, if there are any."""
     if len(problems) > 1:
         raise UserError("\n".join([f"{len(problems)} problems", *(indent(problem, "  ") for problem in problems)]))
     for problem in problems:

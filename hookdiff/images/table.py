@@ -109,7 +109,7 @@ def load_if_sound(path: Path, what: str, load: Callable[[Path], Checked], report
 
 @contextmanager
 def locked(path: Path, shared: bool) -> Iterator[None]:
-    """Hold the lock of a table, with other processes that hold it `shared`, or alone.
+    """Hold the lock of a table: alone, or `shared` with other processes.
 
     Raises:
         OSError: if the file of the lock cannot be opened.
@@ -193,7 +193,7 @@ def finish_table(folder: Path, columns: Mapping[str, Column], facts: Any) -> Non
 
 
 def check_room(path: Path, columns: Mapping[str, Column], there: int = 0) -> None:
-    """Raise UserError if the disk of `path` has no room for `columns`, of which so many bytes are `there`."""
+    """Raise UserError if the disk of `path` has no room for `columns`, less the bytes that are `there` already."""
     size, free = sum(column.num_bytes for column in columns.values()) - there, shutil.disk_usage(path.parent).free
     if free < size:  # a mapped file that outgrows its disk kills the process without a message
         raise UserError(f"{path.parent}: needs {byte_size(size)}, {byte_size(free)} are free; set data.cache_dir")

@@ -21,7 +21,7 @@ class AdamW(torch.optim.AdamW):
     """
 
     def step(self, closure: Any = None) -> Any:
-        """Make a step with the gradients of the weights, without those that have none; return what `closure` does."""
+        """Make a step with all weights that have gradients; return the result of `closure`."""
         calls = self._calls() if closure is None and self._is_undisturbed() else None
         if calls is None:
             return _LONG_STEP(self, closure)

@@ -134,7 +134,7 @@ def checkpointable(kind: Any) -> Any:
 
 
 def no_weights(target: Any) -> dict[str, None]:
-    """Return None for each argument that names published weights, as `weights_backbone`, and has others by default.
+    """Return None for each argument with published weights as its default, such as `weights_backbone`.
 
     torchvision would download them, although `weights` itself is None, to a network that a run trains from its seed.
     """

@@ -1,4 +1,4 @@
-"""Loads weights into a model: those of safetensors files, ours or of another library, or of a saved state."""
+"""Loads weights into a model, from safetensors files of any library or from a saved state."""
 
 import logging
 from collections.abc import Mapping

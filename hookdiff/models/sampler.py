@@ -49,7 +49,7 @@ class Sampler(Protocol):
         """Return one image of `shape` (c h w) for each generator; `net` was trained with `objective`.
 
         `labels` (n, int64), `noise`, `images`, `mask`, `strength` and `conditions` (n rows each) are given only if the
-        `SampleRequest` has them. `objective` is what the Loop was given.
+        `SampleRequest` has them. `objective` is the argument of the Loop.
         """
 
 

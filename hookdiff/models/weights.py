@@ -49,8 +49,8 @@ class HeldWeights:
     def __call__(self, name: str | None) -> Iterator[str]:
         """Let the model hold the weights called `name` during the `with`, which yields their name.
 
-        None asks for those that the sampler names (`[sampling] weights`), or else for the first average that a plugin
-        offers, or else for the model's own; inside of another such `with`, for its weights.
+        None stands for the weights that the sampler names (`[sampling] weights`). Default of these: the first average
+        that a plugin offers, or else the model's own. Inside of such a `with`, None stands for its weights.
 
         Raises:
             UnknownWeights: if nobody offers weights called `name`.
