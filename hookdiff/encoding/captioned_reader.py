@@ -59,8 +59,8 @@ class CaptionedReader(ReaderAround):
         for name, rows in rows_of.items():
             if self.caption_keys.shuffle_tags is not None and rows.is_kept:
                 raise UserError(f"shuffle_tags: captions change in each step, so encode.{name} needs store = 'none'")
-        every = {name: rows.known(self.captions[rows.encoder.texts].every()) for name, rows in rows_of.items()}
-        self.pending = not all(every.values())
+        known = [rows.known(self.captions[rows.encoder.texts].every()) for rows in rows_of.values()]
+        self.pending = not all(known)
         for rows in rows_of.values():
             rows.holds_network = self.pending
 

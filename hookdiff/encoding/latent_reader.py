@@ -23,7 +23,13 @@ from hookdiff.encoding.codec import PictureCodec
 from hookdiff.encoding.encoded_samples import MEAN, STD, EncodedSamples, SourceLatents
 from hookdiff.encoding.encoder import INPUTS, PictureEncoder
 from hookdiff.encoding.encoder_output import EncoderOutput
-from hookdiff.encoding.latent_table import PictureTable, PictureTableBuilder, decoded_shape, kept_in_memory
+from hookdiff.encoding.latent_table import (
+    PictureTable,
+    PictureTableBuilder,
+    conditions_beside,
+    decoded_shape,
+    latents_in_memory,
+)
 from hookdiff.encoding.soundness import AT_ONCE, Soundness, constant_channels, few_of
 from hookdiff.errors import UserError
 from hookdiff.images.augment import FLIP
@@ -172,8 +178,8 @@ class LatentReader(PlainReader):
             raise UserError(f"image_size: the samples were encoded from {size_text(self._picture_shape)}; leave it out")
         survey = Survey(self._picture_shape)
         sizes = {name: len(self) * sum(column.nbytes for column in columns.values()) for name, columns in sides.items()}
-        if all(self._store_of(name).in_memory(size) for name, size in sizes.items()):
-            self._tables = kept_in_memory(samples, latents_of, survey)
+        if all(self.encoders[name].stored(self.store).in_memory(size) for name, size in sizes.items()):
+            self._tables = latents_in_memory(samples, latents_of, survey)
         else:
             self._makers = dict(latents_of)
         return survey
@@ -208,9 +214,6 @@ class LatentReader(PlainReader):
             self._samples = self.make_samples()
         return self._samples
 
-    def _store_of(self, name: str) -> Store:
-        return self.encoders[name].stored(self.store)
-
     def _table(self, builder: PictureTableBuilder) -> PictureTable:
         key = self._key(builder.name)
         if key is None:
@@ -224,7 +227,7 @@ class LatentReader(PlainReader):
     def _in_memory(self, name: str, table: PictureTable) -> PictureTable:
         """Return the table, in memory if the encoder's `store` says so."""
         size = sum(column.nbytes for column in table.columns.values())
-        if self._store_of(name).in_memory(size):
+        if self.encoders[name].stored(self.store).in_memory(size):
             table.columns = {name: column.clone() for name, column in table.columns.items()}
         return table
 
@@ -237,12 +240,10 @@ class LatentReader(PlainReader):
 
     @cached_property
     def _data_key(self) -> tuple[Any, ...] | None:
-        transforms = self.transforms
         if (memory := self.source.memory) is not None:
             beside = sorted((name, hash_of(column)) for name, column in memory.conditions.items())
-            first_stage = (transforms.side, transforms.upscale, transforms.channels, transforms.background)
-            return (FORMAT, hash_of(memory.images), beside, *first_stage)
-        key = key_of(self.source, transforms)
+            return (FORMAT, hash_of(memory.images), beside, *self.transforms.first_stage)
+        key = key_of(self.source, self.transforms)
         return None if key is None else (*key, self.item_keys)
 
     def __len__(self) -> int:
@@ -279,9 +280,6 @@ class LatentReader(PlainReader):
         reader = copy(self)
         reader.seed, reader.device = seed, device
         return reader
-
-    def check(self) -> None:
-        """Take any samples: pictures that cannot be encoded were refused before."""
 
     def describe(self, index: int) -> str:
         return self.source.name_of(index)
@@ -380,12 +378,7 @@ class LatentReader(PlainReader):
         if batch is None:
             table = next(iter(self._tables.values()))
             return {name: column[share] for name, column in table.conditions.items()}
-        from_source = [maker for maker in self._makers.values() if isinstance(maker, SourceLatents)]
-        return {
-            name: column
-            for name, column in batch.conditions.items()
-            if not any(maker.is_own(name) for maker in from_source)
-        }
+        return conditions_beside(batch, [m for m in self._makers.values() if isinstance(m, SourceLatents)])
 
     def parts(self, indices: Tensor) -> Iterator[LatentPart]:
         """Yield parts of the samples `indices`, in order, with the latents of both sides."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -304,20 +304,24 @@ class PictureTableBuilder:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def kept_in_memory(samples: Feed, makers: Mapping[str, SourceLatents], survey: Survey) -> dict[str, PictureTable]:
+def latents_in_memory(samples: Feed, makers: Mapping[str, SourceLatents], survey: Survey) -> dict[str, PictureTable]:
     """Return the latents that all `samples` hold, by the names of their encoders."""
     tables = {name: dict[str, Tensor]() for name in makers}
-    latents = {f"{name}.{column}" for name in makers for column in (MEAN, STD)}
     batches = samples.unaugmented(samples.usable)
     what = "data: latents"
     with closing(paced(batches, len(samples.usable), what, "rows", size=len)) as shown:
         for batch in shown:
-            others = {name: column for name, column in batch.conditions.items() if name not in latents}
+            others = conditions_beside(batch, makers.values())
             beside = _beside(samples, evolve(batch, conditions=others))
             assert batch.indices is not None
             for name, maker in makers.items():
                 fill_rows(tables[name], batch.indices, maker.sides_of(batch) | beside, len(samples.reader))
     return {name: PictureTable(columns, survey) for name, columns in tables.items()}
+
+
+def conditions_beside(batch: Batch, makers: Collection[SourceLatents]) -> dict[str, Tensor]:
+    """Return the conditions of `batch` that are no latents of `makers`."""
+    return {name: column for name, column in batch.conditions.items() if not any(m.is_own(name) for m in makers)}
 
 
 def fill_rows(columns: dict[str, Tensor], indices: Tensor, values: Mapping[str, Tensor], num: int) -> None:

@@ -21,6 +21,7 @@ from hookdiff.errors import UserError, listed
 from hookdiff.machine.network import no_connections
 
 _ASKED_BY = "data.encode"
+_WEIGHTS = ("*.safetensors", "*.safetensors.index*.json")
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 _ADAPTER = "adapter_config.json"  # names base weights elsewhere, to which those of the folder would be added
 _CODE = {  # keys of a config, at any depth, and the reason against each
@@ -126,7 +127,7 @@ def weights_in(folder: Path, usual: Sequence[str]) -> Weights:
         raise UserError(
             f"{_ASKED_BY}: {folder} has an {_ADAPTER}, so its weights are an adapter; merge it into its network"
         )
-    there = sorted(path.name for path in folder.glob("*.safetensors*") if _is_weights(path.name))
+    there = sorted(path.name for pattern in _WEIGHTS for path in folder.glob(pattern))
     named = next((name for name in usual if name in there), None)
     if named is None:
         indices = [name for name in there if name.endswith(".json")]
@@ -143,10 +144,6 @@ def weights_in(folder: Path, usual: Sequence[str]) -> Weights:
         named = wholes[0]
     file_in(folder, named)
     return read_weights(folder / named, _ASKED_BY)
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith(".safetensors") or (".safetensors.index" in name and name.endswith(".json"))
 
 
 def digest_seen(weights: Iterable[Weights], others: Iterable[Path], *texts: str) -> str:

@@ -39,8 +39,7 @@ def key_of(source: AnySource, transforms: Transforms) -> tuple[Any, ...] | None:
     """Return the facts on which first-stage pixels of `source` depend; None for a source without a fingerprint."""
     if (fingerprint := source.fingerprint()) is None:
         return None
-    first_stage = (transforms.side, transforms.upscale, transforms.channels, transforms.background)
-    return FORMAT, source.kind, fingerprint, *first_stage
+    return FORMAT, source.kind, fingerprint, *transforms.first_stage
 
 
 def place_of(key: tuple[Any, ...], folder: Path) -> Path:

@@ -208,9 +208,7 @@ class SourceReader(PlainReader):
             digest = hash_of(self._kept.samples.images)
         if digest is None:
             return None
-        options = self.transforms
-        first_stage = (options.image_size, options.side, options.upscale, options.channels, options.background)
-        return repr((self.source.kind, digest, *first_stage))
+        return repr((self.source.kind, digest, self.transforms.image_size, *self.transforms.first_stage))
 
     def sizes(self) -> Tensor:
         """Return height and width of the pictures, before they are resized; see `sizes_of`."""

@@ -90,6 +90,11 @@ class Transforms:
         return self.resize or self.image_size
 
     @property
+    def first_stage(self) -> tuple[Any, ...]:
+        """The options on which the pixels after the first stage depend."""
+        return self.side, self.upscale, self.channels, self.background
+
+    @property
     def random(self) -> bool:
         """Whether there is a second, random stage."""
         return self.side != self.image_size or bool(self.flip) or any(self.color_jitter)

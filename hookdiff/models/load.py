@@ -77,13 +77,13 @@ def load_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
         fill_(tensor, saved[name])
 
 
-def check_file(path: Path, asked_by: str = KEY) -> Shapes:
+def check_file(path: Path) -> Shapes:
     """Return the shapes of the tensors in the weights at `path` (see `read_weights`), from the headers alone.
 
     Raises:
         ConfigError: for a file that is missing, cut short, or of another format.
     """
-    return read_weights(path, asked_by).shapes
+    return read_weights(path, KEY).shapes
 
 
 def differences(ours: Mapping[str, object], saved: Mapping[str, object], kind: str = "shape") -> str:

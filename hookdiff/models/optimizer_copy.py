@@ -1,7 +1,7 @@
 """A copy of an optimizer, for copies of the weights, on which a step can be tried."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-def copy_optimizer(
-    optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], copied: Callable[[Tensor], Tensor]
-) -> Optimizer:
+def copy_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], copied: Callable[[Tensor], Tensor]) -> Optimizer:
     """Return a copy of `optimizer` without its state, so that a step of the copy changes nothing of the run.
 
     groups: parameter groups of `optimizer`. copied: returns the copy of a weight, with its gradient.

@@ -173,9 +173,8 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry) -> None
     for name, entry in saved["weights"].items():
         parameter = parameters[name]
         rehearsed = first_state(groups[parameter], parameter) if is_sharded(parameter) else None
-        optimizer.state[parameter] = {
-            key: _like(parameter, key, value, optimizer, rehearsed) for key, value in entry.items()
-        }
+        state = {key: _like(parameter, key, value, optimizer, rehearsed) for key, value in entry.items()}
+        optimizer.state[parameter] = state
     for group, counts in zip(optimizer.param_groups, saved["groups"], strict=False):
         group.update(counts)
 

@@ -117,9 +117,8 @@ class Buffers:
     @torch.no_grad()
     def keep(self) -> None:
         """Keep the present values; earlier ones are forgotten."""
-        values = {
-            n: buffer for n, (module, key) in self._places.items() if (buffer := module._buffers.get(key)) is not None
-        }
+        buffers = ((name, module._buffers.get(key)) for name, (module, key) in self._places.items())
+        values = {name: buffer for name, buffer in buffers if buffer is not None}
         if {name: value.shape for name, value in values.items()} != {n: kept.shape for n, kept in self.kept.items()}:
             self.kept = {name: value.clone() for name, value in values.items()}
         elif values:
