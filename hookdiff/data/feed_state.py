@@ -78,7 +78,7 @@ class Facts:
         """Read the facts in the state of a checkpoint.
 
         Raises:
-            UserError: for a state that holds none.
+            UserError: for a state without facts.
         """
         try:
             return structured(cls, state)

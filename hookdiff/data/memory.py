@@ -11,7 +11,7 @@ MAX_LABEL = 2**24 - 1  # there is memory for as many classes
 
 
 def check_range(low: int, high: int) -> None:
-    """Raise ValueError unless `low` and `high`, the extremes of some labels, are labels."""
+    """Raise ValueError unless labels from `low` to `high` are allowed."""
     if low < -1 or high > MAX_LABEL:
         labels = str(low) if low == high else f"{low} to {high}"
         raise ValueError(f"expected labels from 0 to {MAX_LABEL} (-1: unknown), got {labels}")

@@ -102,7 +102,7 @@ class Reader(Protocol):
 
     @property
     def samples(self) -> InMemory | Images | Source:
-        """The `InMemory` set that holds all samples, or the source that is asked for each of them."""
+        """The `InMemory` set that holds all samples, or the source that reads each of them."""
 
     @property
     def labels(self) -> Tensor | None:
@@ -126,7 +126,7 @@ class Reader(Protocol):
 
     @property
     def inner(self) -> Reader | None:
-        """The reader around which this one is; optional, default: None."""
+        """The reader that this one wraps; optional, default: None."""
 
     @property
     def source(self) -> AnySource | None:
@@ -134,7 +134,7 @@ class Reader(Protocol):
 
     @property
     def cache_dir(self) -> str | None:
-        """Folder for files about the samples; optional, default: that of the user."""
+        """Folder for files about the samples; optional, default: the cache of the user."""
 
     @property
     def captions(self) -> Mapping[str, Captions]:

@@ -133,7 +133,7 @@ class AnySource:
 
     @classmethod
     def of(cls, source: Any) -> AnySource:
-        """Return `source` as an AnySource; one that is an AnySource already stays itself."""
+        """Return `source` with every member of a source."""
         return source if isinstance(source, AnySource) else cls(source)
 
     def __len__(self) -> int:

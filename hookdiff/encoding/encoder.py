@@ -116,7 +116,7 @@ Scale = tuple[Sequence[float], Sequence[float]]  # mean and deviation, one numbe
 
 
 def is_same_scale(scale: Scale, other: Scale) -> bool:
-    """Return whether both give the same latents, but for rounding."""
+    """Return whether both scales give the same latents, up to rounding."""
     pairs: list[tuple[float, float]] = []
     for ours, theirs in zip(scale, other, strict=True):
         num = max(len(ours), len(theirs))
@@ -138,8 +138,8 @@ class EncodedTexts(Protocol):
     def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
         """Return the conditions of `texts`, n rows each, on any device, float, bool or int64.
 
-        A key is the end of the name of a condition, which begins with that of the encoder: "" for the tokens (n tokens
-        features), or begins with "_", as "_mask" for their mask (n tokens, bool). In all calls, whatever the texts,
+        The name of a condition is that of the encoder and a key: "" for the tokens (n tokens features), or one that
+        begins with "_", as "_mask" for their mask (n tokens, bool). In all calls, whatever the texts,
         names, shapes and dtypes of rows are the same.
         """
 
@@ -167,7 +167,7 @@ class TextNetwork:
 
     @classmethod
     def of(cls, network: EncodedTexts | TextNetwork) -> TextNetwork:
-        """Return `network` as a TextNetwork; one that is a TextNetwork already stays itself."""
+        """Return `network` with every member of a TextNetwork."""
         if isinstance(network, TextNetwork):
             return network
         return cls(network.encode, getattr(network, "lengths", None), getattr(network, "tokens", None))

@@ -43,7 +43,7 @@ def why_no_folder(value: str, name: str, what: str, fits: Callable[[Mapping[str,
 
 
 def _nearest(folder: Path, name: str, fits: Callable[[Mapping[str, Any]], bool]) -> str:
-    """Return "; did you mean path = ...?" for `folder`, or those in it or around it that have such a file `name`."""
+    """Return "; did you mean path = ...?" for folders in or around `folder` that have a fitting file `name`."""
     near = [folder, *folder.glob("snapshots/*"), *sorted(folder.glob("*"))[:_MOST], folder.parent]
     fitting = [path for path in near if _fits(path / name, fits)]
     return f"; did you mean {' or '.join(f'path = {str(path)!r}' for path in fitting)}?" if fitting else ""

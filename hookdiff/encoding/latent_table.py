@@ -240,7 +240,7 @@ class PictureTableBuilder:
         """Load the network, and check that it takes pictures of `shape` (c h w), and returns such pictures.
 
         Raises:
-            UserError: if not.
+            UserError: if the pictures do not fit the network.
         """
         if self.network is not None:
             return
@@ -333,7 +333,7 @@ def fill_rows(columns: dict[str, Tensor], indices: Tensor, values: Mapping[str, 
 
 
 def _beside(samples: Feed, batch: Batch) -> dict[str, Tensor]:
-    """Return the columns that a batch has beside its pictures; labels only if the source gives them one by one."""
+    """Return labels and conditions of a batch as columns; labels only if they are in the items of the source."""
     columns = {_OF_SOURCE + name: column.cpu() for name, column in batch.conditions.items()}
     if batch.labels is not None and samples.reader.labels is None:
         columns[_LABELS] = batch.labels.cpu()

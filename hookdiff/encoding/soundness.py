@@ -187,5 +187,5 @@ def _num_changed(values: Tensor, variance: float) -> int:
 
 
 def _rounded(value: Tensor | float) -> float:
-    """Return `value` with four digits: those that follow may differ when a stopped encoding goes on."""
+    """Return `value` with four digits. Later digits may differ when a stopped encoding goes on."""
     return float(f"{float(value):.4g}")

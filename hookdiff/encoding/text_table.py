@@ -76,7 +76,7 @@ class TextTable:
         return not (self.is_kept and agree(bool(self._lacking(self._folder, sorted({"", *texts})))))
 
     def want(self, texts: Iterable[str]) -> None:
-        """Encode those of `texts` that have no row yet, in sorted order, and the empty one. All ranks must call this.
+        """Encode `texts`, and the empty text, unless they have rows, in sorted order. All ranks must call this.
 
         Raises:
             UserError: if the disk has no room for them.
@@ -138,7 +138,7 @@ class TextTable:
         return self._ready(conditions)
 
     def report_prompts(self, texts: Iterable[str]) -> None:
-        """Warn of those of `texts`, which `rows` has encoded, that lose something: once of each."""
+        """Warn once of each of `texts`, which `rows` has encoded, that is cut or unknown to the tokenizer."""
         new = sorted(set(texts) - self._reported)
         self._reported.update(new)
         if new and rank() == 0:

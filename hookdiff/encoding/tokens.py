@@ -41,7 +41,7 @@ class TokenFacts:
 
 
 def of_same_tokens(texts: Sequence[str], tokens: Sequence[str]) -> list[tuple[str, str]]:
-    """Return pairs of texts: one with the `tokens` of an earlier one, and that. Case and blanks do not count."""
+    """Return pairs of different texts with the same `tokens`, the earlier text last. Case and blanks do not count."""
     plain = [" ".join(unicodedata.normalize("NFKC", text).casefold().split()) for text in texts]
     first: dict[str, int] = {}
     pairs = [(row, first.setdefault(token, row)) for row, token in enumerate(tokens)]

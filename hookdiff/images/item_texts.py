@@ -67,7 +67,7 @@ class _Captioned(AnySource):
 
 @define(eq=False, slots=False)
 class _ItemTexts(Mapping[str, Sequence[_Captions]]):
-    """The captions of all samples, by `names`, which are read when those of one name are asked for."""
+    """The captions of all samples, by `names`. All are read when those of one name are first used."""
 
     names: Sequence[str]
     read: Callable[[], dict[str, Sequence[_Captions]]]

@@ -143,7 +143,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def sides_of(image: Any) -> tuple[int, ...]:
-    """Return height and width of a picture, of pixels ... h w or of Pillow; of that only the header is read."""
+    """Return height and width of pixels ... h w, or of a Pillow image, whose header alone is read."""
     return tuple(image.shape[-2:]) if hasattr(image, "shape") else upright_size(image)[::-1]
 
 

@@ -135,7 +135,7 @@ def _csv(file: TextIO) -> Iterator[tuple[int, Any]]:
 
 
 def _check_header(header: Sequence[str], line: int) -> None:
-    """Raise ValueError for names that are there twice, and for a row that commas do not part."""
+    """Raise ValueError for names that are there twice, and for columns that are not separated by commas."""
     check_text(",".join(header))
     if twice := sorted({name for name in header if name and header.count(name) > 1}):
         raise ValueError(f"line {line}: the column {twice[0]!r} is there twice")

@@ -169,7 +169,7 @@ def _content(image: Any, size: int = -1) -> bytes:
 
 
 def _raw_mode(image: Any) -> str:
-    """Return how the values stand in the file, in Pillow's words."""
+    """Return the raw mode of Pillow, which says how the values are stored in the file."""
     arguments = image.tile[0].args
     return str(arguments if isinstance(arguments, str) else arguments[0])
 

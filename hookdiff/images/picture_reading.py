@@ -32,7 +32,7 @@ def open_picture(file: str | BinaryIO) -> Any:
 def with_image(source: AnySource, index: int, function: Callable[[Any], Result]) -> Result:
     """Return `function(picture)` for the picture at `index`, and close its file.
 
-    Raises Unreadable for any error but a StorageError, which is not about this picture alone.
+    Raises Unreadable for any error but a StorageError, which concerns all pictures.
     """
     try:
         image = source.load(index)

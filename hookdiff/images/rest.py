@@ -158,14 +158,14 @@ class UnfinishedTable:
         return f"{num:,} of {sum(map(len, self.chunks)):,} encoded"
 
     def _key(self) -> str:
-        """Return a hash of the form of the table."""
+        """Return a hash of the columns and the chunks of the table."""
         rows = hashlib.sha256(torch.cat(tuple(self.chunks)).numpy().tobytes()) if self.chunks else hashlib.sha256()
         columns = sorted((name, column.dtype, column.shape) for name, column in self.columns.items())
         sizes = {len(chunk) for chunk in self.chunks}
         return hashlib.sha256(repr((FORMAT, columns, sorted(sizes), rows.hexdigest())).encode()).hexdigest()
 
     def _take(self, line: str) -> None:
-        """Count the chunk of a line of the journal as made if its rows have the checksum."""
+        """Count the chunk in a `line` of the journal as made if its rows have the checksum."""
         try:
             number, checksum, facts = json.loads(line)
             written = 0
@@ -206,7 +206,7 @@ def _lines(folder: Path) -> list[str]:
 
 
 def _allocated(folder: Path) -> int:
-    """Return the bytes of the disk that the files of a folder take: those of rows that are not written take none."""
+    """Return the bytes on disk of the files of a folder. Rows that are not written take no space."""
     if os.name == "nt" or not folder.is_dir():
         return 0
     return sum(os.stat(file).st_blocks * 512 for file in folder.iterdir())

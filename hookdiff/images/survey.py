@@ -114,7 +114,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def unreadable_problems(unreadable: Collection[str], total: int, skip: bool) -> list[str]:
-    """Return a problem if all of the `total` samples are unreadable, or, unless `skip`, if any is."""
+    """Return a problem if all `total` samples are unreadable, or if any is and `skip` is false."""
     if len(unreadable) == total:
         return [f"none of the {total:,} images can be read:{as_lines(unreadable)}"]
     if unreadable and not skip:

@@ -43,7 +43,7 @@ Checked = TypeVar("Checked")
 
 @define(frozen=True)
 class Column:
-    """The rows of one name: their dtype, and their shape with the number of rows."""
+    """A column of a table: its dtype, and its shape, which begins with the number of rows."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class Column:
 
 @define(frozen=True)
 class _About:
-    """The content of about.json. The checksums find damage; who can write a table can also forge it."""
+    """The content of about.json. The checksums find damage, but no forgery."""
 
     columns: dict[str, Column]
     facts: Any  # of the maker of the table
@@ -184,7 +184,7 @@ def save_table(path: Path, columns: Mapping[str, Column], fill: Callable[[_Rows]
 
 
 def finish_table(folder: Path, columns: Mapping[str, Column], facts: Any) -> None:
-    """Write the facts of a table beside the files of its columns, which are whole, and their checksums."""
+    """Write about.json, with facts and checksums, beside the finished files of the columns."""
     sums = {name: _checksums(folder / column_file(name)) for name in columns}
     written = {name: evolve(column, checksums=sums[name]) for name, column in columns.items()}
     about = _About(written, facts)

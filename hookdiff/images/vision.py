@@ -39,7 +39,7 @@ def vision(name: str) -> Callable[..., Vision]:
     download = signature.parameters.get("download")
     passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     if download or passes_on or name in _WRITE_ALWAYS:
-        always = name in _WRITE_ALWAYS or (download and download.default)  # some download unless they are told not to
+        always = name in _WRITE_ALWAYS or (download and download.default)  # some download by default
         written = Annotated[str, Writes("" if always else "download")]
         keys = [key.replace(annotation=written) if key.name == "root" else key for key in keys]
 

@@ -106,7 +106,7 @@ def call_text(model: nn.Module | type[nn.Module], words: Sequence[str], conditio
 
 
 def is_of_diffusers(kind: object) -> bool:
-    """Return whether the class or function `kind` is written in diffusers, which is not imported for the question."""
+    """Return whether the class or function `kind` is written in diffusers, without importing it."""
     return getattr(kind, "__module__", "").partition(".")[0] == "diffusers"
 
 
@@ -192,7 +192,7 @@ def _shapes(conditions: Mapping[str, Any], outer: str = "") -> Iterator[tuple[st
 
 
 class NoGradient(ValueError):
-    """The output of a model does not depend on its weights, as far as gradients know."""
+    """The output of a model has no gradient with respect to its weights."""
 
 
 def _call(

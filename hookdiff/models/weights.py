@@ -42,7 +42,7 @@ class HeldWeights:
         self._usual = usual  # the name that None stands for, unless it is the first average
 
     def check(self) -> None:
-        """Raise UnknownWeights if nobody offers those that the sampler names."""
+        """Raise UnknownWeights if nobody offers the weights that the sampler names."""
         choose_weights(self._usual(), self.name, self._offers())
 
     @contextmanager
