@@ -139,7 +139,5 @@ def captions_for(
         known = f"{', '.join(texts) or way_out}{nearest(lacking[0], texts)}"
         raise UserError(f"encode.{wanted[lacking[0]]}.of: the source has no captions {lacking[0]!r}; it has {known}")
     if unused := [name for name in texts if name not in wanted]:
-        raise UserError(
-            f"texts: set `of` of an encoder to {unused[0]!r}, captions that no encoder in [data.encode] takes"
-        )
+        raise UserError(f"texts: no encoder takes the captions {unused[0]!r}; set `of` of one to this name")
     return dict(texts)

@@ -50,14 +50,13 @@ class Encoder(Choice, ABC):
         kw_only=True,
         validator=in_(("data", "auto", "memory", "disk", "none")),
         metadata=about(
-            'where its latents or conditions are kept: "data" (as `store` of [data]); "memory" or "disk", both from a '
-            'file that is made once; "auto" ("memory" up to `memory_limit`, else "disk"); "none" (encoded anew in each '
-            "epoch)"
+            'where its output is kept: "data" (as `store` of [data]); "memory" or "disk", both from a file that is '
+            'made once; "auto" ("memory" up to `memory_limit`, else "disk"); "none" (encoded anew in each epoch)'
         ),
     )
 
     def stored(self, store: Store) -> Store:
-        """Return where its latents or conditions are kept, in a run with this `store` of [data]."""
+        """Return where its output is kept, in a run with this `store` of [data]."""
         return store if self.store == "data" else evolve(store, store=self.store)
 
     @property

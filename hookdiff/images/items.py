@@ -191,10 +191,10 @@ def collate(samples: Sequence[LoadedSample]) -> Stack:
 def _column(values: Sequence[Tensor], indices: Sequence[int], name: str, way_out: str) -> Tensor:
     for value, index in zip(values, indices, strict=True):
         if (value.shape, value.dtype) != (values[0].shape, values[0].dtype):
-            first, other = _text(values[0]), _text(value)
-            raise UserError(
-                f"sample {indices[0]} of the data{name} is {first}, sample {index}{name} is {other}{way_out}"
+            text = (
+                f"sample {indices[0]} of the data{name} is {_text(values[0])}, sample {index}{name} is {_text(value)}"
             )
+            raise UserError(text + way_out)
     return torch.stack(list(values))
 
 
