@@ -113,12 +113,12 @@ ASKED: dict[str, dict[str, set[str]]] = {
     },
     "a source of the user, at its adapter": {
         "hookdiff/data/source.py": {
-            "getattr(self.given, 'fingerprint', lambda: None)",
-            "getattr(self.given, 'known_kinds', None)",
-            "getattr(self.given, 'known_sizes', None)",
-            "getattr(self.given, 'texts', None)",
-            "getattr(source.given, self.name, self.default)",
-            "hasattr(self.given, 'describe')",
+            "getattr(self.origin, 'fingerprint', lambda: None)",
+            "getattr(self.origin, 'known_kinds', None)",
+            "getattr(self.origin, 'known_sizes', None)",
+            "getattr(self.origin, 'texts', None)",
+            "getattr(source.origin, self.name, self.default)",
+            "hasattr(self.origin, 'describe')",
         }
     },
     "a tensor of torch, sharded or not": {"hookdiff/machine/dtensor.py": {"hasattr(tensor, 'to_local')"}},
@@ -183,8 +183,8 @@ ASKED: dict[str, dict[str, set[str]]] = {
         "hookdiff/models/sampling_arguments.py": {"hasattr(objective.origin, 'draw')"},
     },
     "an optimizer of any library": {
-        "hookdiff/models/adamw.py": {"getattr(self, name, None)", "hasattr(_ITS_STEP, 'hooked')"},
-        "hookdiff/models/optimizer_copy.py": {"vars(made)", "vars(optimizer)"},
+        "hookdiff/models/adamw.py": {"getattr(self, name, None)", "hasattr(_TORCH_STEP, 'hooked')"},
+        "hookdiff/models/optimizer_copy.py": {"vars(copy)", "vars(optimizer)"},
         "hookdiff/models/optimizer_state.py": {"vars(kind)"},
         "hookdiff/options/structure.py": {"getattr(kind, '__name__', str(kind))"},
         "plugins/hookdiff_cuda_graphs/step.py": {"hasattr(type(optimizer), 'found_inf')"},
@@ -195,7 +195,7 @@ ASKED: dict[str, dict[str, set[str]]] = {
     },
     "data that is given by mistake, at its door": {
         "hookdiff/data/feed.py": {"hasattr(data, 'stacks')"},
-        "hookdiff/images/wrong_sources.py": {"hasattr(given, '__iter__')"},
+        "hookdiff/images/wrong_sources.py": {"hasattr(data, '__iter__')"},
     },
     "pictures that are shown: a tensor, or what holds one": {
         "hookdiff/log/panel.py": {"getattr(images, 'images', images)"}

@@ -63,8 +63,8 @@ class _Absent(PlainReader):
 
 
 def absent() -> UserError:
-    """Return the error for samples that are asked of a run without its data."""
-    return UserError("the data of the run is not loaded here: it can make images, but no batches")
+    """Return the error that a run without its data raises when it needs samples."""
+    return UserError("this needs the data of the run, which is not loaded here; only images can be made without it")
 
 
 @define(eq=False)
@@ -117,7 +117,7 @@ class FeedWithoutData(Feed):
         return Batch(torch.zeros(len(rows), *self.shape, device=self.device), labels, conditions=chosen)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless `state` is one of a Feed; its weights are of samples that are not here."""
+        """Raise ValueError unless `state` is one of a Feed. Its weights are not checked: they are of absent samples."""
         structured(FeedState, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

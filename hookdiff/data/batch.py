@@ -23,13 +23,13 @@ class Batch:
     draws: Mapping[str, Tensor] = Factory(dict)  # random numbers that the objective drew, one row per sample
     # The samples of the step, over all micro-batches and ranks.
     total: int = Factory(lambda batch: len(batch.inputs), takes_self=True)
-    # All else in the samples, such as masks, by name: one row per sample.
+    # Values beside the inputs, such as masks, by name: one row per sample.
     conditions: Mapping[str, Tensor] = Factory(dict)
-    # Which of the samples of the step these are.
+    # The places of these samples in the step.
     rows: range = Factory(lambda batch: range(len(batch.inputs)), takes_self=True)
-    # The most samples of the step that a rank has.
+    # The largest number of samples on a rank.
     most: int = Factory(lambda batch: len(batch.inputs), takes_self=True)
-    # It repeats a sample, so that all ranks make as many passes, and counts nowhere; `loop.output` has no rows for it.
+    # A filler repeats a sample, so that all ranks make equally many passes. It counts nowhere, `loop.output` included.
     is_filler: bool = False
     # The batch as the data gave it, if the hook `make_batch` may have replaced it.
     replaced: Batch | None = None
@@ -85,18 +85,18 @@ class Batch:
     def in_place_of(self, other: Batch, can_differ: bool) -> Batch:
         """Return this batch, which replaces `other` in a step, with the `total` and the `rows` that fit.
 
-        If its number of samples `can_differ`, all ranks must call this: a step in which one rank has no samples has
-        none at all.
+        If its number of samples `can_differ`, all ranks must call this. If one rank has no samples, the step has none.
         """
         if not can_differ:
             return self
         new = evolve(self[:1] if other.is_filler else self, is_filler=other.is_filler, replaced=other)
         sizes = gathered((len(new), len(other), other.is_filler))
-        if all(own == before for own, before, _ in sizes):
+        if all(size == before for size, before, _ in sizes):
             return evolve(new, total=other.total, rows=other.rows, most=other.most)
-        own = [0 if is_filler else size for size, _, is_filler in sizes]
-        start, total = 0 if other.is_filler else sum(own[: rank()]), sum(own) if all(size for size, *_ in sizes) else 0
-        return evolve(new, total=total, rows=range(start, start + len(new)), most=max(own))
+        counts = [0 if is_filler else size for size, _, is_filler in sizes]
+        start = 0 if other.is_filler else sum(counts[: rank()])
+        total = sum(counts) if all(size for size, *_ in sizes) else 0
+        return evolve(new, total=total, rows=range(start, start + len(new)), most=max(counts))
 
     def split(self, size: int | None) -> list[Batch]:
         """Return micro-batches of at most `size` samples, equally many on all ranks; None: one with all samples."""

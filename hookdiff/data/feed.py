@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _LACKS = object()
 _CPU = torch.device("cpu")
-_NAMED = 64  # samples of which all ranks compare the names
+_NAMED = 64  # samples whose names all ranks compare
 
 
 def _check_held_out(_: Any, __: Any, held_out: int | float) -> None:
@@ -54,7 +54,7 @@ class Feed:
         UserError: for data that cannot be used with these options.
     """
 
-    data: InMemory | Reader | Tensor | Facts  # the last one of a `FeedWithoutData`
+    data: InMemory | Reader | Tensor | Facts  # Facts: of a `FeedWithoutData`
     held_out: int | float = field(
         default=0,
         validator=_check_held_out,
@@ -82,7 +82,7 @@ class Feed:
     def __attrs_post_init__(self) -> None:
         self.reader = _reader_of(self.data)
         if self.balanced and self.labels is None:
-            raise UserError("balanced: the source has no labels")
+            raise UserError("balanced = true needs labels: the source has none")
         readable = torch.ones(len(self.reader), dtype=torch.bool)
         readable[list(self.reader.unreadable)] = False
         self.usable = readable.nonzero().squeeze(1)
@@ -106,7 +106,7 @@ class Feed:
 
         Raises:
             UserError: if there are fewer samples than a batch needs, if a batch is smaller than the number of ranks, if
-                the ranks have other data than each other, or if samples that are not images are to be augmented.
+                the ranks have different data, or if samples that are not images are to be augmented.
         """
         self.batch_size, self.seed, self.device = batch_size, seed, device
         self.rank = ranks.rank() if rank is None else rank
@@ -114,7 +114,7 @@ class Feed:
         self.epoch = self.weights = None
         self._bind_reader()
         if batch_size < num_ranks:
-            raise UserError(f"batch_size is {batch_size:,}: too small for {num_ranks} ranks")
+            raise UserError(f"batch_size is {batch_size:,}; give each of the {num_ranks} ranks a sample")
         self._check_same()
         if self.exhausted(0):
             way_out = "lower batch_size or set drop_last = false" if len(self.training) else "nothing to train on"
@@ -133,9 +133,9 @@ class Feed:
         first, *others = ranks.gathered({**facts, **named})
         for number, other in enumerate(others, 1):
             for what in dict.fromkeys((*first, *other)):
-                one, two = first.get(what, "none"), other.get(what, "none")
-                if one != two:
-                    raise UserError(f"all ranks need the same data: {what}: {one} on rank 0, {two} on rank {number}")
+                ours, theirs = first.get(what, "none"), other.get(what, "none")
+                if ours != theirs:
+                    raise UserError(f"all ranks need the same data: {what}: rank 0 has {ours}, rank {number} {theirs}")
 
     @property
     def samples(self) -> InMemory | Images | Source:
@@ -161,18 +161,18 @@ class Feed:
     def are_pictures(self) -> bool:
         """Whether the samples are pictures, with values in [-1, 1]: no vectors or latents.
 
-        A tensor in memory counts as a whole; samples that are read one by one by the first few.
+        A tensor in memory is checked whole. Of samples that are read one by one, the first few are checked.
         """
         return self.reader.are_pictures
 
     @property
     def codec(self) -> Codec | None:
-        """What makes the samples of pictures, such as an autoencoder; None if they are as the source has them."""
+        """Encodes pictures to samples, such as an autoencoder; None if samples are not encoded."""
         return self.reader.codec
 
     @property
     def pictures(self) -> Feed:
-        """The Feed of the pictures, of which a `codec` makes the samples; without one this Feed."""
+        """The Feed of the pictures that the `codec` encodes; default: this Feed."""
         return self.codec.pictures if self.codec else self
 
     @property
@@ -193,14 +193,14 @@ class Feed:
 
     @cached_property
     def facts(self) -> Facts:
-        """What a checkpoint keeps of the data."""
+        """The facts about the data that a checkpoint keeps."""
         from hookdiff.data.feed_state import Facts
 
         return Facts.about(self)
 
     @property
     def nothing(self) -> Mapping[str, Tensor | None]:
-        """The value of a missing condition, by name, of one sample; None: the condition stays. Others have zeros."""
+        """The value of a missing condition of one sample, by name; None: it stays. Default: zeros."""
         return self.reader.nothing
 
     def examples(self, choose: Callable[[int], Sequence[int]]) -> Batch:
@@ -220,7 +220,7 @@ class Feed:
         return self.reader.describe(index)
 
     def fingerprint(self) -> str | None:
-        """Return a hash that changes with the samples that `unaugmented` yields; None for a source without one."""
+        """Return a hash of the samples that `unaugmented` yields; None if the source gives none."""
         return self.reader.fingerprint()
 
     def __len__(self) -> int:
@@ -243,7 +243,7 @@ class Feed:
         return len(self.training) - start < self._smallest
 
     def begin(self, epoch: int) -> bool:
-        """Forget the weights of another epoch; return whether `epoch` begins, in this run or the one resumed from."""
+        """Forget the weights of another epoch. Return False if `epoch` has begun, perhaps before a resume."""
         if self.epoch == epoch:
             return False
         self.epoch, self.weights = epoch, None
@@ -255,18 +255,18 @@ class Feed:
         It counts from the next call of `batches`; None draws each training sample once. Call it in `before_epoch`.
 
         Raises:
-            ValueError: for weights of another number, that are negative or not finite, or 0 for all training samples.
+            ValueError: for a wrong number of weights, negative or not finite ones, or 0 for all training samples.
         """
         self.weights = None if weights is None else self._usable_weights(weights)
 
     def _usable_weights(self, weights: Tensor) -> Tensor:
         weights = weights.detach().double().cpu()
         if weights.shape != (len(self.reader),):
-            raise ValueError(f"weights of the shape {tuple(weights.shape)} for {len(self.reader):,} samples")
+            raise ValueError(f"expected weights of {len(self.reader):,} samples, got shape {tuple(weights.shape)}")
         if not (weights.isfinite() & (weights >= 0)).all() or not weights[self.training].any():
             raise ValueError("weights of samples must be finite, at least 0, and not all 0")
         if self.balanced:
-            raise UserError("data.balanced = true decides how often a sample is drawn, so it cannot be weighted")
+            raise UserError("samples can be weighted only with data.balanced = false")
         return weights / weights.max()  # so that the sum is finite
 
     def state_dict(self) -> dict[str, Any]:
@@ -304,11 +304,11 @@ class Feed:
         """Yield this rank's share of the batches of `epoch`, after the first `start` samples of its order."""
         whole = torch.split(self.order(epoch)[start:], self.batch_size)
         parts = [part for part in whole if len(part) >= self._smallest]
-        made: Any = self._make(epoch, parts, self.rank, self.num_ranks)
-        with closing(made):
+        batches: Any = self._make(epoch, parts, self.rank, self.num_ranks)
+        with closing(batches):
             while True:
                 asked = time.monotonic()
-                batch = next(made, None)
+                batch = next(batches, None)
                 self.waited += time.monotonic() - asked
                 if batch is None:
                     return
@@ -322,15 +322,15 @@ class Feed:
         yield from self._make(None, torch.split(indices, batch_size), 0, 1)
 
     def shared(self, indices: Tensor) -> Iterator[Batch]:
-        """Yield this rank's share of the samples `indices`, in batches of a step as in `batches`, not augmented."""
+        """Yield this rank's share of the samples `indices`, in batches as in `batches`, without augmentation."""
         yield from self._make(None, torch.split(indices, self.batch_size), self.rank, self.num_ranks)
 
     def _make(self, epoch: int | None, parts: Sequence[Tensor], rank: int, num_ranks: int) -> Iterator[Batch]:
-        # A rank without a share of the last batch gets a filler, so that all ranks make as many passes.
-        parts = [part for part in parts if len(part)]  # torch.split makes an empty one of no samples
+        # A rank without a share of the last batch gets a filler, so that all ranks make equally many passes.
+        parts = [part for part in parts if len(part)]  # torch.split returns an empty part for no samples
         shares = [part[rank::num_ranks] if rank < len(part) else part[:1] for part in parts]
-        made = self.reader.stacks(shares, epoch)
-        for part, (inputs, labels, indices, conditions) in zip(parts, made, strict=True):
+        stacks = self.reader.stacks(shares, epoch)
+        for part, (inputs, labels, indices, conditions) in zip(parts, stacks, strict=True):
             total = part.shape[0]  # len() of a tensor is ten times slower
             is_filler, most = rank >= total, -(-total // num_ranks)
             rows = range(1) if is_filler else range(rank, total, num_ranks)
@@ -339,7 +339,7 @@ class Feed:
             )
 
     def close(self) -> None:
-        """End the workers that wait for another epoch; a later epoch starts new ones."""
+        """End the workers that wait for the next epoch; it will start new ones."""
         self.reader.close()
 
 
@@ -348,8 +348,8 @@ def _reader_of(data: InMemory | Reader | Tensor | Facts) -> Reader:
         return MemoryReader(InMemory(data) if isinstance(data, Tensor) else data)
     if not hasattr(data, "stacks"):
         raise UserError(
-            f"a Feed is made of a tensor, an InMemory or a Reader, not of a {type(data).__name__}: "
-            "hookdiff.images.feed_of makes one of any data"
+            f"expected a tensor, an InMemory or a Reader, got a {type(data).__name__}; "
+            "call hookdiff.images.feed_of, which takes any data"
         )
     lacking = [name for name in dir(PlainReader) if name[0] != "_" and getattr_static(data, name, _LACKS) is _LACKS]
     if lacking:

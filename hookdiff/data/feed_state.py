@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the data, so that its run makes images without it."""
+"""The facts about the data in a checkpoint, from which its run makes images without the data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from hookdiff.options.structure import Problems, shaped, structured
 if TYPE_CHECKING:
     from hookdiff.data.feed import Feed
 
-MOST_VALUES, MOST_SAMPLES, MOST_CLASSES = 1 << 31, 10**10, 10**7  # no run comes near them, and memory has room for them
+# No run comes near these numbers, and memory has room for them.
+MOST_VALUES, MOST_SAMPLES, MOST_CLASSES = 1 << 31, 10**10, 10**7
 MOST, LIMIT = 16, 1 << 22  # examples, and bytes of all of them together; there is always one
 
 
@@ -44,8 +45,9 @@ def _is_shape(instance: Any, attribute: Attribute[Any], shape: tuple[int, ...] |
 
 
 def another_encoder(name: str, digest: str, expected: str | None) -> str:
-    """Return the text of the error that an encoder of [data] is not the one of the training."""
-    return f"data.encode.{name}: this is another encoder than that of the training: {digest}, expected {expected}"
+    """Return the text of the error that the training used another encoder."""
+    way_out = f"set its options and files as they were; its digest is {digest}, expected {expected}"
+    return f"data.encode.{name}: this is another encoder than that of the training: {way_out}"
 
 
 @define(frozen=True, eq=False, kw_only=True)
@@ -58,7 +60,7 @@ class Facts:
     shape: tuple[int, ...] = field(validator=_is_shape)  # of one sample, c h w
     num_samples: int = field(validator=[ge(0), le(MOST_SAMPLES)])  # to train on
     drop_last: bool  # an epoch leaves out its last, smaller batch
-    # Of what a codec makes of one sample; None without a codec.
+    # Of one sample as the codec decodes it; None without a codec.
     picture_shape: tuple[int, ...] | None = field(default=None, validator=_is_shape)
     codec: str | None = None  # its digest
     are_pictures: bool = False  # with values in [-1, 1], to which samples of the model are clamped
@@ -66,7 +68,7 @@ class Facts:
     classes: tuple[str, ...] | None = None  # their names
     labels: Tensor | None = field(default=None, validator=shaped(None, dtype=torch.int64))  # of the examples: n, int64
     conditions: dict[str, Tensor] = field(default=Factory(dict), validator=_are_rows)  # of the examples: n rows each
-    # Of the examples, by kind: n each. Conditions are made of them.
+    # Of the examples, by kind: n each. Encoders make conditions of them.
     texts: dict[str, tuple[str, ...]] = field(default=Factory(dict), validator=_are_rows)
     encoders: dict[str, str] = Factory(dict)  # digests of all encoders, by name
     marks: dict[str, Mark] = Factory(dict)  # of the parts of the data, by name
@@ -76,7 +78,7 @@ class Facts:
         """Read the facts in the state of a checkpoint.
 
         Raises:
-            UserError: for a state that holds none.
+            UserError: for a state without facts.
         """
         try:
             return structured(cls, state)
@@ -86,17 +88,17 @@ class Facts:
     @classmethod
     def about(cls, feed: Feed) -> Facts:
         """Return the facts about a `Feed`; if the samples have conditions, the first samples are loaded."""
-        kept: dict[str, Any] = {}
+        examples: dict[str, Any] = {}
         first, nothing = feed.reader.first.conditions, feed.nothing
-        if columns := {name: one for name, one in first.items() if nothing.get(name) is None}:
+        if columns := {name: column for name, column in first.items() if nothing.get(name) is None}:
             size = sum(column[:1].nbytes for column in columns.values())
             count = max(1, min(MOST, LIMIT // max(1, size)))
         if columns or feed.reader.texts:
             batch = feed.examples(lambda total: range(min(count if columns else MOST, total)))
-            kept["labels"] = None if batch.labels is None else batch.labels.cpu()
-            kept["conditions"] = {name: batch.conditions[name].cpu() for name in columns}
+            examples["labels"] = None if batch.labels is None else batch.labels.cpu()
+            examples["conditions"] = {name: batch.conditions[name].cpu() for name in columns}
             assert batch.indices is not None
-            kept["texts"] = feed.reader.texts_of(batch.indices) if feed.reader.texts else {}
+            examples["texts"] = feed.reader.texts_of(batch.indices) if feed.reader.texts else {}
         return cls(
             shape=feed.shape,
             num_samples=len(feed.training),
@@ -108,7 +110,7 @@ class Facts:
             classes=None if feed.classes is None else tuple(map(str, feed.classes)),
             encoders=dict(feed.reader.digests),
             marks=marks_of_data(feed),
-            **kept,
+            **examples,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,7 +121,7 @@ class Facts:
 
 @define(frozen=True)
 class FeedState:
-    """What `Feed.state_dict` returns."""
+    """The state that `Feed.state_dict` returns."""
 
     facts: Facts | None = None
     epoch: int | None = field(default=None, validator=optional(ge(0)))

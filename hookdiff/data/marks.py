@@ -1,4 +1,4 @@
-"""Hashes of the parts of the data, from which a resumed run finds which of them have changed, and how."""
+"""Hashes of the parts of the data, by which a resumed run finds the parts that have changed."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Mark:
     num: int  # rows
     ordered: str
     members: str
-    files: str = ""  # fingerprint of a source of which the rows are no more than names
+    files: str = ""  # fingerprint of the source, if the rows are only names
 
     def change(self, before: Mark) -> str:
-        """Return in words how the part differs from what it was `before`; "" if it does not."""
+        """Return in words how the part has changed since `before`; "" if it has not."""
         if self.num != before.num:
             return f"{before.num:,} -> {self.num:,}"
         if self.members != before.members:
@@ -44,25 +44,25 @@ class Mark:
 def marks_of_data(feed: Feed) -> dict[str, Mark]:
     """Return the marks of the parts of the data of a `Feed`, by the names of the parts in a message.
 
-    Its pictures have one if they are in memory, or if their source has a `fingerprint`.
+    Pictures have a mark if they are in memory, or if their source has a `fingerprint`.
     """
     reader, name = feed.reader, "pictures" if len(feed.picture_shape) == 3 else "inputs"
-    source, made = reader.source, {}
+    source, marks = reader.source, {}
     held = reader.samples if source is None or source.memory is None else source.memory
     if source is not None and source.memory is None and (files := source.fingerprint()) is not None:
-        made[name] = _of_names(source, files)
+        marks[name] = _of_names(source, files)
     elif isinstance(held, InMemory):
-        made[name] = _of_tensor(held.images)
-        made |= {f"conditions {key!r}": _of_tensor(column) for key, column in held.conditions.items()}
+        marks[name] = _of_tensor(held.images)
+        marks |= {f"conditions {key!r}": _of_tensor(column) for key, column in held.conditions.items()}
     if feed.labels is not None:
-        made["labels"] = _of_tensor(feed.labels)
+        marks["labels"] = _of_tensor(feed.labels)
     for key, captions in reader.captions.items():
-        made[f"captions {key!r}"] = _of_texts("\n".join(texts) for texts in captions.given)
-    return {**made, "held-out samples": _of_tensor(feed.held_out_indices)}
+        marks[f"captions {key!r}"] = _of_texts("\n".join(texts) for texts in captions.given)
+    return {**marks, "held-out samples": _of_tensor(feed.held_out_indices)}
 
 
 def changed_parts(before: Mapping[str, Mark], now: Mapping[str, Mark]) -> list[str]:
-    """Return in words the parts that both have, and that differ: "labels (in another order)"."""
+    """Return in words the parts that have changed, such as "labels (in another order)"."""
     both = {name: mark.change(before[name]) for name, mark in now.items() if name in before}
     return [f"{name} ({change})" for name, change in both.items() if change]
 
@@ -70,7 +70,7 @@ def changed_parts(before: Mapping[str, Mark], now: Mapping[str, Mark]) -> list[s
 def _of_names(source: AnySource, files: str) -> Mark:
     names = [source.describe(index) for index in range(len(source))]
     ends = enumerate(zip(min(names), max(names), strict=False)) if len(names) > 1 else ()
-    common = next((at for at, (one, two) in ends if one != two), 0)  # letters of the folder, which may move
+    common = next((at for at, (letter, last) in ends if letter != last), 0)  # letters of the folder, which may move
     mark = _of_texts(name[common:] for name in names)
     return Mark(mark.num, mark.ordered, mark.members, _hash(str(files).encode()))
 
@@ -81,11 +81,11 @@ def _of_texts(texts: Iterable[str]) -> Mark:
 
 def _of_tensor(rows: Tensor) -> Mark:
     """Return the mark of `rows` (n ...)."""
-    found: list[int] = []
+    checksums: list[int] = []
     for part in torch.split(rows.detach(), _AT_ONCE):
         values = part.cpu().contiguous().reshape(len(part), -1) if part.numel() else part.new_empty(len(part), 0).cpu()
-        found += map(zlib.crc32, values.view(torch.uint8).numpy())
-    return _of_checksums(found)
+        checksums += map(zlib.crc32, values.view(torch.uint8).numpy())
+    return _of_checksums(checksums)
 
 
 def _of_checksums(rows: Sequence[int]) -> Mark:

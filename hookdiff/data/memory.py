@@ -11,10 +11,10 @@ MAX_LABEL = 2**24 - 1  # there is memory for as many classes
 
 
 def check_range(low: int, high: int) -> None:
-    """Raise ValueError unless `low` and `high`, the extremes of some labels, are labels."""
+    """Raise ValueError unless labels from `low` to `high` are allowed."""
     if low < -1 or high > MAX_LABEL:
-        found = str(low) if low == high else f"{low} to {high}"
-        raise ValueError(f"expected labels from 0 to {MAX_LABEL} (-1: unknown), got {found}")
+        labels = str(low) if low == high else f"{low} to {high}"
+        raise ValueError(f"expected labels from 0 to {MAX_LABEL} (-1: unknown), got {labels}")
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -28,7 +28,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_unit_range(images: Tensor) -> Tensor:
-    """Scale uint8 images from [0, 255] to float32 in [-1, 1]; floats become float32, and others stay as they are."""
+    """Scale uint8 images from [0, 255] to float32 in [-1, 1]; floats become float32, integers stay as they are."""
     if images.dtype == torch.uint8:
         return images.float().div_(127.5).sub_(1)
     return images.float() if images.is_floating_point() else images
@@ -85,5 +85,5 @@ class InMemory:
         rows, device = to_device(indices, self.images.device), device or self.images.device
         # Not [rows]: on a CPU, index_select copies whole rows and is up to 20 times as fast.
         labels = None if self.labels is None else to_device(self.labels.index_select(0, rows), device)
-        conditions = {name: to_device(one.index_select(0, rows), device) for name, one in self.conditions.items()}
+        conditions = {name: to_device(column.index_select(0, rows), device) for name, column in self.conditions.items()}
         return to_device(self.images.index_select(0, rows), device), labels, conditions

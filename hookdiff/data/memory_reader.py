@@ -1,4 +1,4 @@
-"""The reader of data in memory, and what all readers share."""
+"""The reader of data in memory, and helpers of all readers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Finish = Callable[[Batch, int | None], Batch]
 
 
 def checked_labels(labels: Any, classes: Sequence[str] | None, num: int) -> tuple[Tensor | None, Sequence[str] | None]:
-    """Return the labels of `num` samples, and the names of the classes, escaped; None for anything but n labels.
+    """Return the labels of `num` samples, and the names of the classes, escaped; None unless there are n labels.
 
     Raises UserError for numbers that are no labels.
     """
@@ -42,7 +42,7 @@ def checked_labels(labels: Any, classes: Sequence[str] | None, num: int) -> tupl
         except ValueError as error:
             raise UserError(f"labels: {error}") from None
         if classes is not None and high >= len(classes):
-            raise UserError(f"labels: {high} is the number of no class, there are {len(classes)}")
+            raise UserError(f"labels: {high} has no class; expected 0 to {len(classes) - 1}")
     return labels.cpu(), None if classes is None else tuple(map(shown, classes))
 
 
@@ -71,7 +71,7 @@ def hash_of(images: Tensor) -> str:
 
 
 class PlainReader:
-    """What is optional in a `Reader`, with its defaults."""
+    """The optional members of a `Reader`, with their defaults."""
 
     inner: Reader | None = None
     source: AnySource | None = None
@@ -98,8 +98,8 @@ class PlainReader:
 class MemoryReader(PlainReader):
     """Reads the rows of a set in memory.
 
-    finish: makes samples for the objective of samples as they are stored.
-    rows: for each position in the set, the row of `samples` that is read; None: the same.
+    finish: turns stored samples into samples for the objective.
+    rows: the row of `samples` to read for each position in the set; None: the same row.
     """
 
     samples: InMemory
@@ -132,9 +132,9 @@ class MemoryReader(PlainReader):
         return are_pictures(self.samples.images)
 
     def bound(self, seed: int, device: torch.device, parts: Parts) -> MemoryReader:
-        one = copy(self)
-        one.samples, one.device = self.samples.to(device), device
-        return one
+        reader = copy(self)
+        reader.samples, reader.device = self.samples.to(device), device
+        return reader
 
     def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
         if not shares:
@@ -149,9 +149,9 @@ class MemoryReader(PlainReader):
             sizes = [len(share) for share in group]
             indices = torch.cat(tuple(group))
             images, labels, conditions = samples.rows(indices, self.device)
-            made = self.finish(Batch(images, labels, indices, conditions=conditions), epoch)
-            inputs, by_batch = torch.split(made.inputs, sizes), repeat(None)
-            columns = {name: torch.split(column, sizes) for name, column in made.conditions.items()}
+            batch = self.finish(Batch(images, labels, indices, conditions=conditions), epoch)
+            inputs, by_batch = torch.split(batch.inputs, sizes), repeat(None)
+            columns = {name: torch.split(column, sizes) for name, column in batch.conditions.items()}
             cut = ({name: parts[k] for name, parts in columns.items()} for k in range(len(group)))
             yield from zip(inputs, by_batch if labels is None else torch.split(labels, sizes), group, cut, strict=False)
 

@@ -1,4 +1,4 @@
-"""What a Feed reads its samples from: the protocols of readers, and of what they have beside the samples."""
+"""The protocols of readers, from which a Feed gets its samples, and of codecs, captions and their encoders."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hookdiff.data.source import AnySource, Images, Source
 if TYPE_CHECKING:
     from hookdiff.data.feed import Feed
 
-# Of the samples of a batch, each with a row: inputs as the objective gets them, labels (int64), positions (int64, CPU),
-# and conditions by name.
+# The samples of a batch, a row each: inputs for the objective, labels (int64), positions (int64, CPU), and conditions
+# by name.
 Stack = tuple[Tensor, Tensor | None, Tensor, Mapping[str, Tensor]]
 Parts = Sequence[Tensor]  # the samples to train on and those held out: n, int64, positions in the whole set
 Kind = TypeVar("Kind")
@@ -33,17 +33,17 @@ class InputEncoder(Protocol):
 
 
 class Codec(Protocol):
-    """Makes latents of pictures, and pictures of latents: for an autoencoder, of which a run trains the latents."""
+    """Encodes pictures to latents, which a run trains on, and decodes latents to pictures."""
 
     shape: tuple[int, ...]  # of a picture, c h w
-    digest: str  # changes with what it makes
+    digest: str  # changes with the latents
 
     @property
     def encoder(self) -> InputEncoder: ...
 
     @property
     def pictures(self) -> Feed:
-        """The Feed of the pictures, which is made when it is first asked for."""
+        """The Feed of the pictures, which is opened at the first use."""
 
     def encode(self, pictures: Tensor) -> Tensor:
         """Return the latents (n c h w) of `pictures` (n c h w in [-1, 1]), always the same, on the same device."""
@@ -72,25 +72,25 @@ class TextEncoders(Protocol):
 
     @property
     def nothing(self) -> Mapping[str, Tensor | None]:
-        """What stands for no caption, by the names of conditions; None: the condition stays as it is."""
+        """The conditions that stand for no caption, by name; None: the condition stays as it is."""
 
     def embed(self, texts: Mapping[str, Sequence[str]], are_prompts: bool = True) -> dict[str, Tensor]:
         """Return the conditions of `texts`, n of each kind, by name: n rows each."""
 
     def of_prompts(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-        """Return the same, and the sizes of the pictures that are drawn of them."""
+        """Return the conditions of the prompts `texts`, and those of the sizes of their pictures."""
 
 
 class Captions(Protocol):
     """The captions of all samples, under one name of the source."""
 
-    given: Sequence[Sequence[str]]  # of each sample, as the source has them
+    given: Sequence[Sequence[str]]  # the captions of each sample, as the source has them
 
     def every(self) -> Iterable[str]:
         """Yield the captions of all usable samples."""
 
     def drawn(self, indices: Tensor, seed: int, epoch: int | None) -> list[str]:
-        """Return a caption of each of the samples `indices`; None: the first one of each."""
+        """Return a caption of each of the samples `indices`: a random one in an `epoch`, the first one with None."""
 
 
 class Reader(Protocol):
@@ -102,7 +102,7 @@ class Reader(Protocol):
 
     @property
     def samples(self) -> InMemory | Images | Source:
-        """The `InMemory` set that holds all samples, or the source that is asked for each of them."""
+        """The `InMemory` set that holds all samples, or the source that reads each of them."""
 
     @property
     def labels(self) -> Tensor | None:
@@ -114,7 +114,7 @@ class Reader(Protocol):
 
     @property
     def left_out(self) -> Sequence[str]:
-        """What of the source is not used, in words."""
+        """The parts of the source that are not used, in words."""
 
     @property
     def unreadable(self) -> Collection[int]:
@@ -122,19 +122,19 @@ class Reader(Protocol):
 
     @property
     def codec(self) -> Codec | None:
-        """What made the samples of pictures; None if they are as the source has them."""
+        """The codec that encodes pictures to samples; None if the samples are not encoded."""
 
     @property
     def inner(self) -> Reader | None:
-        """The reader around which this one is. Optional; None by default."""
+        """The reader that this one wraps; optional, default: None."""
 
     @property
     def source(self) -> AnySource | None:
-        """The source, if it is another object than `samples`. Optional; None by default."""
+        """The source, if it is not `samples` itself; optional, default: None."""
 
     @property
     def cache_dir(self) -> str | None:
-        """Folder for files about the samples. Optional; by default that of the user."""
+        """Folder for files about the samples; optional, default: the cache of the user."""
 
     @property
     def captions(self) -> Mapping[str, Captions]:
@@ -146,7 +146,7 @@ class Reader(Protocol):
 
     @property
     def nothing(self) -> Mapping[str, Tensor | None]:
-        """What stands for a missing condition, by name. Optional; by default zeros for all."""
+        """The values that stand for missing conditions, by name; optional, default: zeros for all."""
 
     @property
     def digests(self) -> Mapping[str, str]:
@@ -186,11 +186,11 @@ class Reader(Protocol):
         """Return a hash that changes with the samples without augmentation; None if there is none."""
 
     def close(self) -> None:
-        """End the workers that wait for another epoch; a later epoch starts new ones."""
+        """End the workers that wait for the next epoch; it will start new ones."""
 
 
 class ReaderAround:
-    """A reader that has what `inner` has: a subclass changes some of it."""
+    """A reader with the members of `inner`: a subclass changes some of them."""
 
     inner: Reader
 
@@ -248,7 +248,7 @@ class ReaderAround:
 
 
 def find_reader(feed: Feed, kind: type[Kind]) -> Kind | None:
-    """Return the reader of this kind among that of `feed` and those inside it; None if there is none."""
+    """Return the reader of `feed`, or the one inside it, that is of this kind; None if there is none."""
     reader: Reader | None = feed.reader
     while reader is not None and not isinstance(reader, kind):
         reader = reader.inner

@@ -1,4 +1,4 @@
-"""The protocols of data sources, and the adapter that gives a source of any kind all that is asked of one."""
+"""The protocols of data sources, and the adapter that gives each source all members with their defaults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Images(Protocol):
     only its header is read. `load` may raise any error for a picture that cannot be read, and StorageError if the disk
     or a server fails, which ends the run. It is called from several processes, which were forked or got a pickle.
 
-    `SourceOptions` lists what is optional.
+    `SourceOptions` lists the optional members.
     """
 
     labels: Tensor | None  # n, int64, from 0; -1: unknown
@@ -46,9 +46,9 @@ class Source(Protocol):
     * A picture is a tensor c h w, uint8 or floats in [-1, 1], or a Pillow image. A tensor of another shape, such as a
       vector or tokens, is taken as it is.
     * A dict has the picture under "image" or "inputs", and may have an integer under "label", or under the `image_key`
-      and the `label_key` of `feed_of`. All else becomes `Batch.conditions`, under its key.
-    * In a tuple the picture comes first. An integer in the second place is the label; all else becomes a condition,
-      named `item1`, `item2`, ... by its place.
+      and the `label_key` of `feed_of`. Other values become `Batch.conditions`, under their keys.
+    * In a tuple the picture comes first. An integer in the second place is the label; other values become conditions,
+      named `item1`, `item2`, ... by their places.
 
     Conditions are tensors, arrays, numbers or lists of numbers, of one shape and dtype in all samples, or Pillow
     images. An image of the height and width of the picture (h w or c h w) is resized, cropped and flipped with it, and
@@ -65,14 +65,14 @@ class Source(Protocol):
 
 
 class SourceOptions(Protocol):
-    """What `Images`, and as far as it applies a `Source`, may have: each member is optional and has a default."""
+    """The optional members of `Images`, with their defaults; a `Source` may have those that apply to it."""
 
     shape: tuple[int, ...] | None  # c h w, if all samples have the same: then no header is read; default: None
     one_at_a_time: bool  # one process alone must read all pictures before training; default: False
-    # What is wrong with the labels, say. It is reported together with what is wrong with the pictures, and no run
-    # starts; default: nothing.
+    # Faults, such as those of labels. They are reported together with those of the pictures, and no run starts;
+    # default: none.
     problems: Sequence[str]
-    # What lies among the pictures and is none, which is logged: by kind, the number and the name of the first one.
+    # Other files among the pictures, which are logged: by kind, their number and the name of the first. Default: none.
     passed_over: Mapping[str, tuple[int, str]]
     encoded: Mapping[str, Any] | None  # the table encoded.json, of samples that are encoded already; default: None
 
@@ -95,7 +95,7 @@ class SourceOptions(Protocol):
 
 
 class _Option(Generic[Value]):
-    """An attribute that is read from `given` when it is asked for, with its default."""
+    """An attribute of the `origin` of a source, with its default."""
 
     def __init__(self, default: Value) -> None:
         self.default = default
@@ -104,15 +104,15 @@ class _Option(Generic[Value]):
         self.name = name
 
     def __get__(self, source: AnySource, owner: type) -> Value:
-        value: Value = getattr(source.given, self.name, self.default)
+        value: Value = getattr(source.origin, self.name, self.default)
         return value
 
 
 @define(eq=False, slots=False)
 class AnySource:
-    """The source `given` with every member that is asked of one; it goes to workers as a pickle."""
+    """The source `origin` of a user with every member of a source; it goes to workers as a pickle."""
 
-    given: Any  # `InMemory`, `Images` or `Source`, perhaps with some of `SourceOptions`
+    origin: Any  # `InMemory`, `Images` or `Source`, perhaps with some of `SourceOptions`
     kind: str = field(init=False)  # the name of its class
     memory: InMemory | None = field(init=False)  # the set itself, if it is one in memory
     is_images: bool = field(init=False)
@@ -126,33 +126,33 @@ class AnySource:
     encoded = _Option[Any](None)
 
     def __attrs_post_init__(self) -> None:
-        self.kind = type(self.given).__qualname__
-        self.given = InMemory(self.given) if isinstance(self.given, Tensor) else self.given
-        self.memory = self.given if isinstance(self.given, InMemory) else None
-        self.is_images = self.memory is None and isinstance(self.given, Images)
+        self.kind = type(self.origin).__qualname__
+        self.origin = InMemory(self.origin) if isinstance(self.origin, Tensor) else self.origin
+        self.memory = self.origin if isinstance(self.origin, InMemory) else None
+        self.is_images = self.memory is None and isinstance(self.origin, Images)
 
     @classmethod
     def of(cls, source: Any) -> AnySource:
-        """Return a source with every member; one that has them as it is."""
+        """Return `source` with every member of a source."""
         return source if isinstance(source, AnySource) else cls(source)
 
     @property
     def items(self) -> Any:
         """The source as `Feed.samples` shows it."""
-        return self.given
+        return self.origin
 
     def __len__(self) -> int:
-        return len(self.given)
+        return len(self.origin)
 
     def __getitem__(self, index: int) -> Any:
-        return self.given[index]
+        return self.origin[index]
 
     def load(self, index: int) -> Any:
         """Return the picture at `index` of `Images`."""
-        return self.given.load(index)
+        return self.origin.load(index)
 
     def describe(self, index: int) -> str:
-        return str(self.given.describe(index)) if hasattr(self.given, "describe") else f"sample {index}"
+        return str(self.origin.describe(index)) if hasattr(self.origin, "describe") else f"sample {index}"
 
     def name_of(self, index: int) -> str:
         """Return the name of the sample at `index` for messages, such as its file, with control characters escaped."""
@@ -160,17 +160,17 @@ class AnySource:
 
     @property
     def texts(self) -> NamedCaptions | None:
-        texts: NamedCaptions | None = getattr(self.given, "texts", None)
+        texts: NamedCaptions | None = getattr(self.origin, "texts", None)
         return texts
 
     def fingerprint(self) -> str | None:
-        found: str | None = getattr(self.given, "fingerprint", lambda: None)()
-        return found
+        fingerprint: str | None = getattr(self.origin, "fingerprint", lambda: None)()
+        return fingerprint
 
     def known_kinds(self) -> tuple[Sequence[Any], Sequence[int]]:
-        known: Callable[[], tuple[Sequence[Any], Sequence[int]]] | None = getattr(self.given, "known_kinds", None)
+        known: Callable[[], tuple[Sequence[Any], Sequence[int]]] | None = getattr(self.origin, "known_kinds", None)
         return ([], range(len(self))) if known is None else known()
 
     def known_sizes(self) -> Tensor:
-        known: Callable[[], Tensor] | None = getattr(self.given, "known_sizes", None)
+        known: Callable[[], Tensor] | None = getattr(self.origin, "known_sizes", None)
         return torch.zeros(len(self), 2, dtype=torch.int64) if known is None else known()

@@ -1,4 +1,4 @@
-"""Encoders of pictures and texts, the tables of what they made, and the readers of these tables."""
+"""Encoders of pictures and texts, the tables of latents and conditions, and the readers of these tables."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""The reader of samples with captions: it adds what encoders make of these to what another reader reads."""
+"""The reader of samples with captions: it adds the conditions of captions to the samples of another reader."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ logger = logging.getLogger("hookdiff")
 
 @define(eq=False, slots=False)
 class CaptionedReader(ReaderAround):
-    """Reads the samples of `inner`, with what `encoders` make of their captions.
+    """Reads the samples of `inner`, with the conditions that `encoders` make of their captions.
 
-    If it does not encode, it only has the captions. While captions are `pending`, each is
-    encoded when it is read; `encode` encodes all of them.
+    If it does not encode, it only has the captions. While captions are `pending`, each is encoded when it is read;
+    `encode` encodes all of them.
     """
 
     inner: SourceReader | LatentReader
@@ -50,71 +50,69 @@ class CaptionedReader(ReaderAround):
 
     def __attrs_post_init__(self) -> None:
         if INPUTS in self.encoders:
-            raise UserError(f"encode.{INPUTS}: what pictures become has this name; call an encoder of texts otherwise")
+            raise UserError(f"encode.{INPUTS}: this name is for an encoder of pictures; rename the encoder of texts")
         self._usable = self._find_usable()
         self.captions = self._find_captions()
         encoders = self.encoders if self.encodes else {}
-        rows_of = {name: TextTable(name, one, self.store, self.device) for name, one in encoders.items()}
+        rows_of = {name: TextTable(name, part, self.store, self.device) for name, part in encoders.items()}
         self.texts = self._conditions(rows_of)
         for name, rows in rows_of.items():
             if self.caption_keys.shuffle_tags is not None and rows.is_kept:
                 raise UserError(f"shuffle_tags: captions change in each step, so encode.{name} needs store = 'none'")
-        every = {name: rows.known(self.captions[rows.encoder.texts].every()) for name, rows in rows_of.items()}
-        self.pending = not all(every.values())
+        known = [rows.known(self.captions[rows.encoder.texts].every()) for rows in rows_of.values()]
+        self.pending = not all(known)
         for rows in rows_of.values():
             rows.holds_network = self.pending
 
     def encode(self) -> None:
         """Encode the captions that are not encoded yet, after `inner` is encoded. All ranks must call this."""
-        if (usable := self._find_usable()) != self._usable:  # only now it is known which pictures cannot be decoded
+        if (usable := self._find_usable()) != self._usable:  # encoding has found the pictures that cannot be decoded
             self._usable = usable
             self.captions = self._find_captions()
-        self.texts = TextConditions(self.texts.rows, self.texts.shape)  # without what was made on trial
+        self.texts = TextConditions(self.texts.rows, self.texts.shape)  # without the conditions of a trial
         self.pending = False
         for rows in self.texts.rows.values():
             rows.want(self.captions[rows.encoder.texts].every())
 
     def trial(self) -> CaptionedReader:
-        """Return a reader that tells the shapes of all that `encode` will make; see `LatentReader.trial`."""
-        one = copy(self)
-        one.inner = one.inner.trial() if isinstance(one.inner, LatentReader) else one.inner
-        one.texts = TextConditions(self.texts.rows, self.texts.shape)
-        return one
+        """Return a reader with the shapes after `encode`; see `LatentReader.trial`."""
+        reader = copy(self)
+        reader.inner = reader.inner.trial() if isinstance(reader.inner, LatentReader) else reader.inner
+        reader.texts = TextConditions(self.texts.rows, self.texts.shape)
+        return reader
 
     def _find_usable(self) -> list[int]:
         return [index for index in range(len(self.inner)) if index not in self.inner.unreadable]
 
     def _find_captions(self) -> dict[str, CaptionsOf]:
-        given = captions_for(self.inner.source.texts, self.encoders).items()
-        return {
-            name: CaptionsOf(name, each, self.caption_keys, self.inner.describe, self._usable) for name, each in given
-        }
+        texts, keys = captions_for(self.inner.source.texts, self.encoders), self.caption_keys
+        return {n: CaptionsOf(n, each, keys, self.inner.describe, self._usable) for n, each in texts.items()}
 
     def _conditions(self, rows_of: Mapping[str, TextTable]) -> TextConditions:
-        """Return what the encoders make; if they ask for the sizes of the pictures, these are found now."""
+        """Return the conditions of captions; the sizes of the pictures are read now, if encoders ask for them."""
         if not (asking := [name for name, rows in rows_of.items() if rows.encoder.time_ids]):
             return TextConditions(rows_of, ())
         shape = self.inner.codec.shape if self.inner.codec else self.inner.shape
         if len(shape) != 3:
             raise UserError(
-                f"encode.{asking[0]}: it asks for the sizes of pictures; samples of {size_text(shape)} are none"
+                f"encode.{asking[0]}: it asks for the sizes of pictures, and samples of {size_text(shape)} have none"
             )
         texts = TextConditions(rows_of, shape)
         if (sizes := self.inner.sizes()) is None:
-            what = "the samples hold what was made of pictures, and the sizes of these are not here"
+            what = "the samples hold latents, and the sizes of their pictures are not here"
             logger.warning("data: %s, so there is no condition %s", what, " or ".join(texts.time_ids))
         else:
             self._time_ids = TimeIds(sizes, self.inner.transforms, shape[1:])
         return texts
 
     def bound(self, seed: int, device: torch.device, parts: Parts) -> CaptionedReader:
-        one = copy(self)
-        one.inner, one.seed, one.device = self.inner.bound(seed, device, parts), seed, device
-        return one
+        reader = copy(self)
+        reader.inner, reader.seed, reader.device = self.inner.bound(seed, device, parts), seed, device
+        return reader
 
     @property
     def nothing(self) -> Nothing:
-        """What stands for no caption, by the names of conditions."""
+        """The conditions that stand for no caption, by name."""
         return self.texts.nothing
 
     @property
@@ -129,9 +127,9 @@ class CaptionedReader(ReaderAround):
     @cached_property
     def first(self) -> Batch:
         batch = self.inner.first
-        own = {name: value for name, value in self.nothing.items() if value is not None}
-        own |= self.texts.time_ids if self._time_ids else {}
-        return evolve(batch, conditions={**batch.conditions, **{name: value[None] for name, value in own.items()}})
+        values = {name: value for name, value in self.nothing.items() if value is not None}
+        values |= self.texts.time_ids if self._time_ids else {}
+        return evolve(batch, conditions={**batch.conditions, **{name: value[None] for name, value in values.items()}})
 
     def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
         for inputs, labels, indices, conditions in self.inner.stacks(shares, epoch):
@@ -143,8 +141,8 @@ class CaptionedReader(ReaderAround):
             yield inputs, labels, indices, {**conditions, **added}
 
     def fingerprint(self) -> str | None:
-        own = self.inner.fingerprint()
-        if own is None or not self.encodes:
-            return own
-        captions = {name: one.digest() for name, one in self.captions.items()}
-        return repr((own, self.texts.digests, captions))
+        fingerprint = self.inner.fingerprint()
+        if fingerprint is None or not self.encodes:
+            return fingerprint
+        digests = {name: captions.digest() for name, captions in self.captions.items()}
+        return repr((fingerprint, self.texts.digests, digests))

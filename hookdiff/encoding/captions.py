@@ -1,4 +1,4 @@
-"""The captions of samples: which one a sample has in an epoch, and what is added to it."""
+"""The captions of samples: the choice of one for each epoch, and the texts around it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class CaptionsOf:
     """
 
     name: str
-    given: Sequence[Sequence[str]]  # of each sample, as the source has them
+    given: Sequence[Sequence[str]]  # the captions of each sample, as the source has them
     keys: CaptionKeys
     describe: Callable[[int], str]
     usable: Sequence[int]  # samples that are trained on or held out
@@ -84,14 +84,14 @@ class CaptionsOf:
         logger.warning("data: %s; it is empty", text)
 
     def of(self, index: int) -> Sequence[str]:
-        """Return the captions of a sample, without what is added to each; if all are blank, that of the config."""
+        """Return the captions of a sample, without prefix and suffix; if all are blank, the `caption` of the config."""
         try:
             return captions_of(self.given[index]) or captions_of(self.keys.caption) or ("",)
         except ValueError as error:
             raise UserError(f"{self.describe(index)}: {self.name}: {error}") from None
 
     def whole(self, caption: str) -> str:
-        """Return a caption with what is added to it; an empty one stays empty."""
+        """Return a caption with prefix and suffix; an empty one stays empty."""
         return f"{self.keys.prefix}{caption}{self.keys.suffix}" if caption else ""
 
     def every(self) -> Iterable[str]:
@@ -118,10 +118,10 @@ class CaptionsOf:
 
     def digest(self) -> str:
         """Return a hash of all captions."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for text in self.every():
-            found.update(f"{text}\0".encode("utf-8", "surrogateescape"))
-        return found.hexdigest()
+            digest.update(f"{text}\0".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
 
 
 def captions_for(
@@ -130,14 +130,14 @@ def captions_for(
     """Return `texts`, the captions of a source, by their names; they must be those that `encoders` take.
 
     Raises:
-        UserError: for captions of an encoder that the source lacks, and for those of the source that nothing takes.
+        UserError: for captions of an encoder that the source lacks, and for those that no encoder takes.
     """
     texts = texts or {}
-    wanted = {one.texts: name for name, one in encoders.items()}
+    wanted = {encoder.texts: name for name, encoder in encoders.items()}
     if lacking := [of for of in wanted if of not in texts]:
         way_out = "none: set captions or caption_column; a source of your own has them as `texts`"
         known = f"{', '.join(texts) or way_out}{nearest(lacking[0], texts)}"
         raise UserError(f"encode.{wanted[lacking[0]]}.of: the source has no captions {lacking[0]!r}; it has {known}")
     if unused := [name for name in texts if name not in wanted]:
-        raise UserError(f"texts: no encoder in [data.encode] takes the captions {unused[0]!r} of the source")
+        raise UserError(f"texts: no encoder takes the captions {unused[0]!r}; set `of` of one to this name")
     return dict(texts)

@@ -1,4 +1,4 @@
-"""Makes pictures of latents, and latents of pictures, for a run that trains latents."""
+"""Encodes pictures to latents, and decodes latents to pictures, for a run that trains on latents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AT_ONCE = 32  # pictures
 
 @define(eq=False, slots=False)
 class PictureCodec:
-    """The encoder of the latents; its network is loaded when it is first asked for a picture or a latent.
+    """The encoder of the latents; its network is loaded at the first use.
 
     `make_pictures` opens the Feed of the pictures; it may raise UserError where the data is not.
     """
@@ -48,7 +48,7 @@ class PictureCodec:
         """Return `call` of all parts of `values`, as many at a time as fit."""
         fitting = Fitting(_AT_ONCE, self.device)
         with torch.no_grad():
-            made = [
+            parts = [
                 *fitting.parts(range(len(values)), lambda part: call(values[part.start : part.stop].float()).float())
             ]
-        return torch.cat(made).to(values.device) if made else values.new_empty(0, *self.shape)
+        return torch.cat(parts).to(values.device) if parts else values.new_empty(0, *self.shape)

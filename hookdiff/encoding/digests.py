@@ -13,7 +13,7 @@ from hookdiff.disk.reading import open_file, read_file
 from hookdiff.errors import StorageError
 
 _FILE = "digests.json"
-_STEP = 2.0  # seconds, at least one step of a file system's clock: a second change in one step changes no time
+_STEP = 2.0  # seconds, longer than a tick of a file system's clock, within which a second change leaves the time alone
 
 
 def digest_of(files: Iterable[Path], *texts: str) -> str:
@@ -22,8 +22,8 @@ def digest_of(files: Iterable[Path], *texts: str) -> str:
     Raises:
         OSError: if a file cannot be read.
     """
-    kept = _kept()
-    known = dict(kept)
+    before = _known_digests()
+    known = dict(before)
     parts = []
     for path in files:
         key = _key(path)
@@ -32,27 +32,27 @@ def digest_of(files: Iterable[Path], *texts: str) -> str:
             if key == _key(path) and path.stat().st_ctime < time.time() - _STEP:
                 known[key] = digest
         parts.append(f"{path.name} {digest}")
-    if known != kept:
+    if known != before:
         with suppress(OSError, StorageError), new_file(user_cache() / _FILE) as partial:
             write_file(partial, json.dumps(known).encode())
     return hashlib.sha256(repr((parts, texts)).encode()).hexdigest()[:32]
 
 
 def _key(path: Path) -> str:
-    about = path.stat()  # the time of the last change of its data can be set, that of its inode cannot
+    about = path.stat()  # programs can set the time of the data, but not that of the inode
     return f"{path.resolve()} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
 
 
-def _kept() -> dict[str, str]:
+def _known_digests() -> dict[str, str]:
     with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(read_file(user_cache() / _FILE))
-        return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+        digests = json.loads(read_file(user_cache() / _FILE))
+        return {str(key): str(value) for key, value in digests.items()} if isinstance(digests, dict) else {}
     return {}
 
 
 def _sha256(path: Path) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with open_file(path) as file:
         while part := file.read(1 << 24):
-            found.update(part)
-    return found.hexdigest()
+            digest.update(part)
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Samples that hold what encoders have made, such as shards that `hookdiff data` has written."""
+"""Samples that hold latents, such as shards that `hookdiff data` has written."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hookdiff.encoding.encoder import INPUTS, STORED, PictureEncoder
 from hookdiff.errors import UserError, nearest
 from hookdiff.options.structure import structured
 
-MEAN, STD = "mean", "std"  # what an encoder makes of a sample: n, sides, and the shape of what comes out
+MEAN, STD = "mean", "std"  # columns of the latents of an encoder: n, sides, and the shape of a latent
 ENCODED = "encoded.json"  # facts about the samples in a folder, as `EncodedSamples` has them
 
 
 @define(frozen=True)
 class EncodedSamples:
-    """Facts about encoded samples, which a source has as `encoded`, a table."""
+    """Facts about encoded samples: the attribute `encoded` of a source, as a table."""
 
     shape: tuple[int, ...]  # of a picture, c h w
     sides: int = field(validator=in_((1, 2)))
@@ -42,10 +42,10 @@ class EncodedSamples:
             raise UserError(f"encoded: {ENCODED} of the source: {error}") from None
 
     def check(self, encoders: Mapping[str, PictureEncoder]) -> None:
-        """Raise UserError unless `encoders` are those that have made the samples."""
+        """Raise UserError unless `encoders` are those of the samples."""
         for name, encoder in encoders.items():
             if name not in self.digests:
-                raise UserError(f"encode.{name}: the samples were not encoded by it{nearest(name, self.digests)}")
+                raise UserError(f"encode.{name}: the samples have no latents of it{nearest(name, self.digests)}")
             if (digest := encoder.digest()) != self.digests[name]:
                 raise UserError(
                     f"encode.{name}: this is another encoder than that of the samples: {digest}, expected "
@@ -55,17 +55,17 @@ class EncodedSamples:
 
 @define(frozen=True)
 class SourceLatents:
-    """What an encoder has made, as batches of the source have it: as inputs, or as conditions `NAME.mean` and `.std`.
+    """The latents of an encoder in batches of a source: in inputs, or in conditions `NAME.mean` and `NAME.std`.
 
-    Without facts about the samples, the inputs are the means of one side.
+    Without `facts` about the samples, the inputs are the means of one side.
     """
 
     name: str
-    made: EncodedSamples | None
+    facts: EncodedSamples | None
     describe: Callable[[int], str]  # names a sample
 
     def sides_of(self, batch: Batch) -> dict[str, Tensor]:
-        """Return mean and perhaps deviation of the samples of `batch`: n, sides, and what comes out, float16.
+        """Return mean and perhaps deviation of the samples of `batch`: n, sides, and the shape of a latent, float16.
 
         Raises:
             UserError: if the batch lacks them, or they are not finite.
@@ -75,22 +75,22 @@ class SourceLatents:
         return columns
 
     def values_of(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the same as the source has it."""
-        if self.made is None:
+        """Return mean and perhaps deviation in the dtype of the source."""
+        if self.facts is None:
             return {MEAN: batch.inputs[:, None]}
         values = {f"{INPUTS}.{MEAN}": batch.inputs, **batch.conditions}
-        wanted = [column for column in (MEAN, STD) if f"{self.name}.{column}" in self.made.columns]
-        if lacking := [one for column in wanted if (one := f"{self.name}.{column}") not in values]:
-            raise UserError(f'conditions: lacks "{lacking[0]}" = "{lacking[0].lower()}.npy"')
+        wanted = [column for column in (MEAN, STD) if f"{self.name}.{column}" in self.facts.columns]
+        if lacking := [name for column in wanted if (name := f"{self.name}.{column}") not in values]:
+            raise UserError(f'conditions: add "{lacking[0]}" = "{lacking[0].lower()}.npy"')
         return {column: values[f"{self.name}.{column}"] for column in wanted}
 
     def is_own(self, condition: str) -> bool:
-        """Return whether a condition of the source holds what this encoder has made."""
+        """Return whether a condition of the source holds latents of this encoder."""
         return condition in (f"{self.name}.{MEAN}", f"{self.name}.{STD}")
 
 
 def check_finite(where: str, columns: Mapping[str, Tensor], batch: Batch, describe: Callable[[int], str]) -> None:
-    """Raise UserError if a sample of `batch` has become what is not finite in the float16 of `columns`: n rows each."""
+    """Raise UserError if `columns` (n rows each, float16), the latents of `batch`, are not all finite."""
     for name, values in columns.items():
         if bad := (~values.flatten(1).isfinite().all(1)).nonzero().flatten().tolist():
             index = 0 if batch.indices is None else int(batch.indices[bad[0]])  # a batch without them is the first

@@ -1,4 +1,4 @@
-"""The kind of part `encode`: a frozen network that turns pictures or texts into what another network is trained on."""
+"""The kind of part `encode`: a frozen network that turns pictures or texts into inputs or conditions of another."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hookdiff.images.store import Store
 from hookdiff.options.choices import Choice
 from hookdiff.options.fields import about
 
-INPUTS = "image"  # the name of the encoder of the inputs; any other is that of a condition
-STORED = torch.float16  # the dtype of floats from encoders in tables, and of all that is drawn from these
+INPUTS = "image"  # the name of the encoder of the inputs; any other encoder has the name of a condition
+STORED = torch.float16  # the dtype of floats from encoders in tables
 CAPTIONS = "text"  # the usual name of the captions of a source
 
 
@@ -26,22 +26,22 @@ class Encoded(Protocol):
     """The network of an encoder, on its device and in eval mode."""
 
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return mean and standard deviation of the distribution that each of `pictures` becomes.
+        """Return mean and standard deviation of the latents of each of `pictures`.
 
         Args:
             pictures: n c h w, float32 in [-1, 1], on the device.
 
         Returns:
-            Both n and the shape of what comes out, on the device; None as the deviation if nothing is drawn.
+            Both n and the shape of a latent, on the device; None as the deviation: the mean is taken.
         """
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return the pictures (n c h w, about in [-1, 1]) of `latents` (n and their shape), if they are trained on."""
+        """Return the pictures (n c h w, about in [-1, 1]) of `latents` (n and their shape); only for inputs."""
 
 
 @define(frozen=True)
 class Encoder(Choice, ABC):
-    """Turns the pictures or the texts of a source into what the network is trained on: see the two subclasses."""
+    """Turns the pictures or the texts of a source into inputs or conditions of the network: see the two subclasses."""
 
     kind = "encode"
 
@@ -50,23 +50,23 @@ class Encoder(Choice, ABC):
         kw_only=True,
         validator=in_(("data", "auto", "memory", "disk", "none")),
         metadata=about(
-            'where what it makes is kept: "data" (as `store` of [data]); "memory" or "disk", both from a file that is '
+            'where its output is kept: "data" (as `store` of [data]); "memory" or "disk", both from a file that is '
             'made once; "auto" ("memory" up to `memory_limit`, else "disk"); "none" (encoded anew in each epoch)'
         ),
     )
 
     def stored(self, store: Store) -> Store:
-        """Return where what it makes is kept, in a run with this `store` of [data]."""
+        """Return where its output is kept, in a run with this `store` of [data]."""
         return store if self.store == "data" else evolve(store, store=self.store)
 
     @property
     def origin(self) -> str:
-        """Where it comes from, for messages: its `path`, if it has such an option, else its name."""
+        """Its place for messages: its option `path`, or without that option its name."""
         return str(getattr(self, "path", self.use))
 
     @abstractmethod
     def digest(self) -> str:
-        """Return a text, such as a hash, of all that the values depend on beside the samples: weights, and options.
+        """Return a text, such as a hash, of the weights and options on which its values depend.
 
         Raises:
             UserError: if the weights are not here, or are no network of this kind.
@@ -84,7 +84,7 @@ class PictureEncoder(Encoder):
 
     @property
     def draws(self) -> bool:
-        """Whether a value is drawn in each epoch, if the network returns a deviation; else the mean is taken."""
+        """Whether latents are drawn anew in each epoch, if the network returns a deviation; else the mean is taken."""
         return True
 
     @abstractmethod
@@ -115,13 +115,13 @@ Scale = tuple[Sequence[float], Sequence[float]]  # mean and deviation, one numbe
 
 
 def is_same_scale(scale: Scale, other: Scale) -> bool:
-    """Return whether both give the same latents, but for rounding."""
+    """Return whether both scales give the same latents, up to rounding."""
     pairs: list[tuple[float, float]] = []
     for ours, theirs in zip(scale, other, strict=True):
         num = max(len(ours), len(theirs))
         if {len(ours), len(theirs)} - {1, num}:
             return False
-        pairs += zip(*([*one] * (num // len(one)) for one in (ours, theirs)), strict=True)
+        pairs += zip(*([*side] * (num // len(side)) for side in (ours, theirs)), strict=True)
     return all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in pairs)
 
 
@@ -135,16 +135,16 @@ class EncodedTexts(Protocol):
     """The network of an encoder of texts, in eval mode."""
 
     def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return what `texts` become, n rows each, on any device, float, bool or int64.
+        """Return the conditions of `texts`, n rows each, on any device, float, bool or int64.
 
-        A key is the end of the name of a condition, which begins with that of the encoder: "" for the tokens (n tokens
-        features), or begins with "_", as "_mask" for their mask (n tokens, bool). In all calls, whatever the texts,
+        The name of a condition is that of the encoder and a key: "" for the tokens (n tokens features), or one that
+        begins with "_", as "_mask" for their mask (n tokens, bool). In all calls, whatever the texts,
         names, shapes and dtypes of rows are the same.
         """
 
 
 class TokenCounts(Protocol):
-    """What `EncodedTexts` may have: both members are optional."""
+    """The optional members of `EncodedTexts`."""
 
     def lengths(self, texts: Sequence[str]) -> Sequence[int]:
         """Return the number of tokens of each text before it is cut. An encoder with a `limit` needs it."""
@@ -152,13 +152,13 @@ class TokenCounts(Protocol):
     def tokens(self, texts: Sequence[str]) -> Sequence[Sequence[int | None]]:
         """Return the tokens of each text as they are encoded: cut and not filled, None for an unknown word.
 
-        Default: there is no warning of texts that have the same tokens, or none that are known.
+        Default: no warning of texts that have the same tokens, or no known ones.
         """
 
 
 @define(frozen=True)
 class TextNetwork:
-    """The network of an encoder of texts with every member; None is one that it has not."""
+    """The network of an encoder of texts with every member; None for a member that it lacks."""
 
     encode: Callable[[Sequence[str]], Mapping[str, Tensor]]
     lengths: Callable[[Sequence[str]], Sequence[int]] | None
@@ -166,7 +166,7 @@ class TextNetwork:
 
     @classmethod
     def of(cls, network: EncodedTexts | TextNetwork) -> TextNetwork:
-        """Return a network with every member; one that has them as it is."""
+        """Return `network` with every member of a TextNetwork."""
         if isinstance(network, TextNetwork):
             return network
         return cls(network.encode, getattr(network, "lengths", None), getattr(network, "tokens", None))
@@ -184,7 +184,7 @@ class ExportedTexts:
 
 @define(frozen=True)
 class TextEncoder(Encoder):
-    """Turns the captions of a source into conditions. What it makes of an empty text stands for no caption."""
+    """Turns the captions of a source into conditions. Those of an empty text stand for no caption."""
 
     texts: str = field(
         default=CAPTIONS,
@@ -196,7 +196,7 @@ class TextEncoder(Encoder):
 
     @property
     def limit(self) -> int | None:
-        """The tokens of a text at which it is cut; None: at none."""
+        """The number of tokens at which a text is cut; None: texts are not cut."""
         return None
 
     @property
@@ -228,14 +228,14 @@ class EncoderKeys:
     encode: Mapping[str, Encoder] | None = field(
         default=None,
         metadata=about(
-            "encoders of the samples, by the name of what comes out: `image` for the inputs of the network, any other "
-            "for a condition"
+            "encoders of the samples, by name: `image` for the inputs of the network, any other name for that of a "
+            "condition"
         ),
     )
     encoded: bool = field(
         default=False,
         metadata=about(
-            "the samples hold what the encoders have made, as shards of `hookdiff data --to-shards` do, or an array of "
+            "the samples hold latents of the encoders, as shards of `hookdiff data --to-shards` do, or an array of "
             "means: they are drawn, scaled and decoded, and not encoded"
         ),
     )
@@ -243,9 +243,9 @@ class EncoderKeys:
     @property
     def of_pictures(self) -> dict[str, PictureEncoder]:
         """The encoders of pictures, by name."""
-        return {name: one for name, one in (self.encode or {}).items() if isinstance(one, PictureEncoder)}
+        return {name: part for name, part in (self.encode or {}).items() if isinstance(part, PictureEncoder)}
 
     @property
     def of_texts(self) -> dict[str, TextEncoder]:
         """The encoders of texts, by name."""
-        return {name: one for name, one in (self.encode or {}).items() if isinstance(one, TextEncoder)}
+        return {name: part for name, part in (self.encode or {}).items() if isinstance(part, TextEncoder)}

@@ -1,4 +1,4 @@
-"""The folder of an encoder: why the `path` of a config is none, and the nearest one that is."""
+"""Finds why the `path` of an encoder is no folder of its kind, and the nearest folder that is one."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ _OF_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
 _MOST = 1_000  # entries of a folder that are looked at
 
 
-def why_no_folder(given: str, name: str, what: str, fits: Callable[[Mapping[str, Any]], bool]) -> str:
-    """Return why `given` is no folder with the JSON file `name`, and the way out; "" if it is one.
+def why_no_folder(value: str, name: str, what: str, fits: Callable[[Mapping[str, Any]], bool]) -> str:
+    """Return why `value` is no folder with the JSON file `name`, and the way out; "" if it is one.
 
     Args:
-        given: the option `path` of an encoder. A name of the Hugging Face hub is answered by how to download it.
+        value: the option `path` of an encoder. A name of the Hugging Face hub is answered by how to download it.
         name: the file that makes a folder the encoder's, such as "config.json".
         what: what such a folder holds, in words.
         fits: whether a table of such a file is of a class that is known. Folders nearby for which it is are named.
     """
-    path = Path(given).expanduser()
+    path = Path(value).expanduser()
     if path.is_dir():
         if (path / name).is_file():
             return ""
         whole = " but a whole pipeline" if name != _INDEX and (path / _INDEX).is_file() else ""
-        return f"{given} has no {name}, so it is no {what}{whole}{_nearest(path, name, fits)}"
+        return f"{value} has no {name}, so it is no {what}{whole}{_nearest(path, name, fits)}"
     if path.exists():
         way_out = _nearest(path.parent, name, fits) or f", with {name} in it"
         article = "an" if what[0] in "aeiou" else "a"
-        return f"{given} is a file, expected the folder of {article} {what}{way_out}"
+        return f"{value} is a file, expected the folder of {article} {what}{way_out}"
     why = why_missing(path)
-    return f"{given}: {why}{_download(given, 'did you mean' in why)}"
+    return f"{value}: {why}{_download(value, 'did you mean' in why)}"
 
 
 def _nearest(folder: Path, name: str, fits: Callable[[Mapping[str, Any]], bool]) -> str:
-    """Return "; did you mean path = ...?" for `folder`, or those in it or around it that have such a file `name`."""
+    """Return "; did you mean path = ...?" for folders in or around `folder` that have a fitting file `name`."""
     near = [folder, *folder.glob("snapshots/*"), *sorted(folder.glob("*"))[:_MOST], folder.parent]
-    found = [one for one in near if _fits(one / name, fits)]
-    return f"; did you mean {' or '.join(f'path = {str(one)!r}' for one in found)}?" if found else ""
+    fitting = [path for path in near if _fits(path / name, fits)]
+    return f"; did you mean {' or '.join(f'path = {str(path)!r}' for path in fitting)}?" if fitting else ""
 
 
 def _fits(file: Path, fits: Callable[[Mapping[str, Any]], bool]) -> bool:
@@ -57,10 +57,10 @@ def _fits(file: Path, fits: Callable[[Mapping[str, Any]], bool]) -> bool:
         return False
 
 
-def _download(given: str, is_near: bool) -> str:
-    """Return how to download `given` if it may be a name of the hub; `is_near`: a folder here has a similar name."""
-    match = _HUB.fullmatch(given)
-    if not match or Path(given).suffix in _OF_FILES:
+def _download(value: str, is_near: bool) -> str:
+    """Return how to download `value` if it may be a name of the hub; `is_near`: a folder here has a similar name."""
+    match = _HUB.fullmatch(value)
+    if not match or Path(value).suffix in _OF_FILES:
         return ""
     address, owner, model, inner = match.groups()
     if not address and (Path(owner).exists() or (is_near and not model)):

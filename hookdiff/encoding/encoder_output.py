@@ -1,4 +1,4 @@
-"""What encoders return, checked where it enters."""
+"""Checks the values that encoders return."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from hookdiff.errors import UserError
 
 @define(eq=False)
 class EncoderOutput:
-    """Checks what `encoder`, which has the key `where`, returns. All methods raise UserError for what does not fit."""
+    """Checks the values that `encoder`, with the key `where`, returns. All methods raise UserError for wrong values."""
 
     where: str
     encoder: Encoder
-    # Shape and dtype of the rows that it made before, as they are kept.
+    # Shape and dtype of its earlier rows, as they are stored.
     forms: Mapping[str, tuple[tuple[int, ...], str]] = field(factory=dict, init=False)
 
     def digest(self) -> str:
         """Return the digest of the encoder."""
         try:
-            found: object = self.encoder.digest()
+            digest: object = self.encoder.digest()
         except NoFolder as error:
             raise NoFolder(f"{error} (if it has moved, add --set {self.where}.path=DIR)") from None
-        if not isinstance(found, str) or not found:
-            raise self.wrong(f"digest() returns {found!r}", "a string that is not empty")
-        return found
+        if not isinstance(digest, str) or not digest:
+            raise self.wrong(f"digest() returns {digest!r}", "a string that is not empty")
+        return digest
 
-    def of_texts(self, made: object, num: int) -> Mapping[str, Tensor]:
+    def of_texts(self, output: object, num: int) -> Mapping[str, Tensor]:
         """Return the conditions of `num` texts by the ends of their names: n rows each, float, bool or int64."""
-        named = isinstance(made, Mapping) and all(isinstance(name, str) and name[:1] in ("", "_") for name in made)
-        if not named or not made:
-            got = f"the names {[*made]}" if isinstance(made, Mapping) else f"a {type(made).__name__}"
+        named = isinstance(output, Mapping) and all(isinstance(name, str) and name[:1] in ("", "_") for name in output)
+        if not named or not output:
+            got = f"the names {[*output]}" if isinstance(output, Mapping) else f"a {type(output).__name__}"
             raise self.wrong(f"encode() returns {got}", 'a dict of tensors with the name "", or ends such as "_mask"')
-        return self._checked(made, f"{self.where.rpartition('.')[2]}%s", num, ("bool", "int64"))
+        return self._checked(output, f"{self.where.rpartition('.')[2]}%s", num, ("bool", "int64"))
 
-    def of_pictures(self, made: Any, num: int) -> Mapping[str, Tensor]:
+    def of_pictures(self, output: Any, num: int) -> Mapping[str, Tensor]:
         """Return mean and perhaps deviation of `num` pictures: n rows each, float."""
-        if not isinstance(made, tuple | list) or len(made) != 2:
-            raise self.wrong(f"encode() returns a {type(made).__name__}", "a pair of mean and deviation, or None")
-        named = {MEAN: made[0]} | ({} if made[1] is None else {STD: made[1]})
+        if not isinstance(output, tuple | list) or len(output) != 2:
+            raise self.wrong(f"encode() returns a {type(output).__name__}", "a pair of mean and deviation, or None")
+        named = {MEAN: output[0]} | ({} if output[1] is None else {STD: output[1]})
         return self._checked(named, "%s", num, ())
 
-    def _checked(self, made: Any, called: str, num: int, others: Sequence[str]) -> Mapping[str, Tensor]:
+    def _checked(self, columns: Any, called: str, num: int, others: Sequence[str]) -> Mapping[str, Tensor]:
         forms = {}
-        for name, rows in made.items():
+        for name, rows in columns.items():
             got = f"encode() returns {called % name!r} of n = {num} as"
             if not isinstance(rows, Tensor):
                 raise self.wrong(f"{got} a {type(rows).__name__}", "a tensor")
@@ -64,13 +64,13 @@ class EncoderOutput:
             new, old = (
                 ", ".join(f"{called % k!r} {size} {of}" for k, (size, of) in f.items()) for f in (forms, self.forms)
             )
-            way_out = f"the digest {self.encoder.digest()!r} stands for one shape, whatever is encoded"
+            way_out = f"return one shape for the digest {self.encoder.digest()!r}, whatever is encoded"
             raise self.wrong(f"encode() returns rows of {new}", f"{old}, as before: {way_out}")
         if STD in forms and forms[STD] != forms[MEAN]:
             raise self.wrong(f"encode() returns a deviation {forms[STD][0]}", f"{forms[MEAN][0]}, as of the mean")
         self.forms = forms
-        return made  # type: ignore[no-any-return]
+        return columns  # type: ignore[no-any-return]
 
     def wrong(self, what: str, expected: str) -> UserError:
-        """Return the error about `what` the encoder has or returns."""
+        """Return the error about `what`, an option or a value of the encoder."""
         return UserError(f"{self.where}: {type(self.encoder).__name__}: {what}, expected {expected}")

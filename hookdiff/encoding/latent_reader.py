@@ -1,4 +1,4 @@
-"""The reader of encoded samples: it draws from what the encoders have made, as a function of (seed, epoch, sample)."""
+"""The reader of encoded samples: it draws latents by (seed, epoch, sample) from their means and deviations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ from hookdiff.encoding.codec import PictureCodec
 from hookdiff.encoding.encoded_samples import MEAN, STD, EncodedSamples, SourceLatents
 from hookdiff.encoding.encoder import INPUTS, PictureEncoder
 from hookdiff.encoding.encoder_output import EncoderOutput
-from hookdiff.encoding.latent_table import PictureTable, PictureTableBuilder, decoded_shape, kept_in_memory
+from hookdiff.encoding.latent_table import (
+    PictureTable,
+    PictureTableBuilder,
+    conditions_beside,
+    decoded_shape,
+    latents_in_memory,
+)
 from hookdiff.encoding.soundness import AT_ONCE, Soundness, constant_channels, few_of
 from hookdiff.errors import UserError
 from hookdiff.images.augment import FLIP
@@ -45,7 +51,7 @@ _AT_ONCE = 1024  # samples of a part
 
 @define(eq=False)
 class LatentPart:
-    """Some samples, and what the encoders make of them."""
+    """Some samples with their latents."""
 
     indices: Tensor  # n, int64
     sides: Mapping[str, Mapping[str, Tensor]]  # by encoder, "mean" and perhaps "std": n, sides, ..., float16
@@ -55,12 +61,11 @@ class LatentPart:
 
 @define(eq=False, slots=False)
 class LatentReader(PlainReader):
-    """Reads the samples of `source` as `encoders` make them, or have made them if `is_encoded`.
+    """Reads the latents of the samples of `source`, which `encoders` make, or have made if `is_encoded`.
 
-    Encoders of which a table is missing are `pending` at first: until `encode` has made it, a sample is encoded when it
-    is read.
+    Encoders without a table are `pending` at first: until `encode` has made it, a sample is encoded when it is read.
 
-    `make_samples` opens the Feed of the samples as they are: of pictures, or of what was made of these.
+    `make_samples` opens the Feed of the source: of pictures, or of latents.
     """
 
     source: AnySource
@@ -81,115 +86,111 @@ class LatentReader(PlainReader):
     _samples: Feed | None = field(init=False, default=None)
     _survey: Survey = field(init=False)
     _picture_shape: tuple[int, ...] = field(init=False)
-    _rows: dict[str, PictureTable] = field(init=False, factory=dict)  # what each encoder has made of all samples
-    _makers: dict[str, PictureTableBuilder | SourceLatents] = field(
-        init=False, factory=dict
-    )  # of those that are not kept in rows
-    pending: dict[str, PictureTableBuilder] = field(
-        init=False, factory=dict
-    )  # those of them that are to be kept in rows
+    _tables: dict[str, PictureTable] = field(init=False, factory=dict)  # the latents of all samples, by encoder
+    _makers: dict[str, PictureTableBuilder | SourceLatents] = field(init=False, factory=dict)  # where there is no table
+    pending: dict[str, PictureTableBuilder] = field(init=False, factory=dict)  # the makers of missing tables
 
     def __attrs_post_init__(self) -> None:
         self.cache_dir = self.store.cache_dir
         if self.transforms.side != self.transforms.image_size:
-            raise UserError("resize: a random crop cannot be encoded once; set image_size alone")
+            raise UserError("resize: a random crop cannot be encoded once; set image_size without resize")
         if any(self.transforms.color_jitter):
-            raise UserError("color_jitter: random colours cannot be encoded once; leave it out")
+            raise UserError("color_jitter: random colours cannot be encoded once; leave color_jitter out")
         self.labels, self.classes = checked_labels(self.source.labels, self.source.classes, len(self.source))
         self._set(self._take() if self.is_encoded else self._find())
 
     def encode(self) -> None:
         """Make the tables that are missing. All ranks must call this."""
         if self.pending:
-            for name, encode in self.pending.items():
+            for name, builder in self.pending.items():
                 del self._makers[name]
-                self._rows[name] = self._kept(encode)
+                self._tables[name] = self._table(builder)
             self.pending = {}
-            self._set(self._survey_of_rows())
+            self._set(self._survey_of_tables())
         for maker in self._makers.values():
             if isinstance(maker, PictureTableBuilder):
                 first_rank_does(maker.look)
 
     def trial(self) -> LatentReader:
-        """Return a reader that tells the shapes of all that `encode` will make; it encodes no sample but the first."""
-        one = copy(self)
-        if one.labels is None and one.first.labels is not None:
-            one.labels = torch.zeros(len(self), dtype=torch.int64)  # they are read with the pictures
-        return one
+        """Return a reader with the shapes after `encode`, for which only the first sample is encoded."""
+        reader = copy(self)
+        if reader.labels is None and reader.first.labels is not None:
+            reader.labels = torch.zeros(len(self), dtype=torch.int64)  # they are read with the pictures
+        return reader
 
     def _set(self, survey: Survey) -> None:
         digests = self.digests
         self._survey = survey
-        if self._rows and self.labels is None:
-            self.labels = next(iter(self._rows.values())).labels
+        if self._tables and self.labels is None:
+            self.labels = next(iter(self._tables.values())).labels
         self.unreadable = {*survey.unreadable, *survey.undecodable}
         self.left_out = left_out_text([*survey.unreadable.values(), *survey.undecodable.values()], len(self))
         if INPUTS in self.encoders:
-            own = self.encoders[INPUTS]
-            self.codec = PictureCodec(own, digests[INPUTS], self._picture_shape, self.open_pictures, self.device)
+            encoder = self.encoders[INPUTS]
+            self.codec = PictureCodec(encoder, digests[INPUTS], self._picture_shape, self.open_pictures, self.device)
 
     @property
     def digests(self) -> dict[str, str]:
         """The digests of the encoders, by name."""
-        return {name: EncoderOutput(f"data.encode.{name}", one).digest() for name, one in self.encoders.items()}
+        return {name: EncoderOutput(f"data.encode.{name}", part).digest() for name, part in self.encoders.items()}
 
     def _find(self) -> Survey:
         for name, encoder in self.encoders.items():
             flips = bool(self.transforms.flip)
-            encode = PictureTableBuilder(name, encoder, self.open_pictures, flips, self.device, len(self.source))
+            builder = PictureTableBuilder(name, encoder, self.open_pictures, flips, self.device, len(self.source))
             if encoder.stored(self.store).store == "none":
-                self._makers[name] = encode
+                self._makers[name] = builder
                 continue
             key = self._key(name)
-            rows = None if key is None else encode.known(self._place(key))
-            if rows is None:
-                self._makers[name] = self.pending[name] = encode
+            table = None if key is None else builder.known(self._place(key))
+            if table is None:
+                self._makers[name] = self.pending[name] = builder
             else:
-                self._rows[name] = self._in_memory(name, rows)
-        if not self._rows:
+                self._tables[name] = self._in_memory(name, table)
+        if not self._tables:
             pictures = self.open_pictures()
             self._picture_shape = pictures.shape
             return reader_of_source(pictures).prepared.survey
-        return self._survey_of_rows()
+        return self._survey_of_tables()
 
-    def _survey_of_rows(self) -> Survey:
-        survey = next(iter(self._rows.values())).survey
+    def _survey_of_tables(self) -> Survey:
+        survey = next(iter(self._tables.values())).survey
         self._picture_shape = survey.shape
         return survey
 
     def _take(self) -> Survey:
-        """Take what the encoders have made from the samples, and keep it in memory if it is to be."""
-        made, samples = EncodedSamples.of(self.source), self._open()
-        if made:
-            made.check(self.encoders)
+        """Take the latents from the samples, and keep them in memory if the options of their encoders say so."""
+        facts, samples = EncodedSamples.of(self.source), self._open()
+        if facts:
+            facts.check(self.encoders)
         elif [*self.encoders] != [INPUTS] or len(samples.shape) != 3:
             raise UserError(
-                f"encoded: the source does not say what its samples hold, so they must be the means (c h w) for "
-                f"encode.{INPUTS}; they are {size_text(samples.shape)}"
+                f"encoded: samples without a table encoded.json must be the means (c h w) for encode.{INPUTS} alone; "
+                f"they are {size_text(samples.shape)}"
             )
-        if self.transforms.flip and (made is None or made.sides == 1):
-            raise UserError("flip: the samples hold one side of each picture; leave it out")
-        givens = {name: SourceLatents(name, made, samples.describe) for name in self.encoders}
-        first_rank_does(lambda: self._look(samples, givens))
-        sides = {name: maker.sides_of(samples.reader.first) for name, maker in givens.items()}
-        self._picture_shape = made.shape if made else decoded_shape(self.encoders[INPUTS], samples.shape, self.device)
+        if self.transforms.flip and (facts is None or facts.sides == 1):
+            raise UserError("flip: the samples hold one side of each picture; leave flip out")
+        latents_of = {name: SourceLatents(name, facts, samples.describe) for name in self.encoders}
+        first_rank_does(lambda: self._look(samples, latents_of))
+        sides = {name: maker.sides_of(samples.reader.first) for name, maker in latents_of.items()}
+        self._picture_shape = facts.shape if facts else decoded_shape(self.encoders[INPUTS], samples.shape, self.device)
         if self.transforms.image_size not in (None, self._picture_shape[-1]):
-            raise UserError(f"image_size: the samples were made of pictures of {size_text(self._picture_shape)}")
+            raise UserError(f"image_size: the samples were encoded from {size_text(self._picture_shape)}; leave it out")
         survey = Survey(self._picture_shape)
-        sizes = {name: len(self) * sum(one.nbytes for one in columns.values()) for name, columns in sides.items()}
-        if all(self._store_of(name).in_memory(size) for name, size in sizes.items()):
-            self._rows = kept_in_memory(samples, givens, survey)
+        sizes = {name: len(self) * sum(column.nbytes for column in columns.values()) for name, columns in sides.items()}
+        if all(self.encoders[name].stored(self.store).in_memory(size) for name, size in sizes.items()):
+            self._tables = latents_in_memory(samples, latents_of, survey)
         else:
-            self._makers = dict(givens)
+            self._makers = dict(latents_of)
         return survey
 
-    def _look(self, samples: Feed, givens: Mapping[str, SourceLatents]) -> None:
-        """Report what a few of the samples show of the encoders that have made them."""
+    def _look(self, samples: Feed, latents_of: Mapping[str, SourceLatents]) -> None:
+        """Report the faults of the encoders that a few of the samples show."""
         batches = [*Feed(reader_of_source(samples).without_workers()).unaugmented(few_of(samples.usable), AT_ONCE)]
-        for name, given in givens.items():
+        for name, latents in latents_of.items():
             for batch in batches:
-                given.sides_of(batch)  # refuses what is not finite
-            parts = [given.values_of(batch) for batch in batches]
+                latents.sides_of(batch)  # refuses latents that are not finite
+            parts = [latents.values_of(batch) for batch in batches]
             values = {column: torch.cat([part[column][:, 0] for part in parts]).cpu() for column in parts[0]}
             differ = len(values[MEAN]) > 1  # the pictures are not here
             Soundness.of(values[MEAN], values.get(STD), differ).report(name, self.encoders[name])
@@ -201,10 +202,10 @@ class LatentReader(PlainReader):
             UserError: for samples that hold no pictures.
         """
         if self.is_encoded and INPUTS in self.encoders:
-            raise UserError("data.encoded: the samples hold what was made of the pictures, so these are not here")
+            raise UserError("data.encoded: the samples hold latents, and their pictures are not here")
         pictures = self._open()
         if not pictures.are_pictures:
-            way_out = "; if they hold what the encoders have made, set encoded = true"
+            way_out = "; if they hold latents, set encoded = true"
             raise UserError(f"encode: the samples are no pictures, but of {size_text(pictures.shape)}{way_out}")
         return pictures
 
@@ -213,28 +214,25 @@ class LatentReader(PlainReader):
             self._samples = self.make_samples()
         return self._samples
 
-    def _store_of(self, name: str) -> Store:
-        return self.encoders[name].stored(self.store)
-
-    def _kept(self, encode: PictureTableBuilder) -> PictureTable:
-        key = self._key(encode.name)
+    def _table(self, builder: PictureTableBuilder) -> PictureTable:
+        key = self._key(builder.name)
         if key is None:
-            logger.warning("%s: the source has no fingerprint, so it is encoded in each run", encode.where)
-        rows = encode.rows(None if key is None else self._place(key))
-        return rows if key is None else self._in_memory(encode.name, rows)
+            logger.warning("%s: the source has no fingerprint, so it is encoded in each run", builder.where)
+        table = builder.table(None if key is None else self._place(key))
+        return table if key is None else self._in_memory(builder.name, table)
 
     def _place(self, key: tuple[Any, ...]) -> Path:
         return place_of(key, self.store.folder / "encoded")
 
-    def _in_memory(self, name: str, rows: PictureTable) -> PictureTable:
-        """Return the rows in memory, if they are to be there."""
-        size = sum(column.nbytes for column in rows.columns.values())
-        if self._store_of(name).in_memory(size):
-            rows.columns = {name: column.clone() for name, column in rows.columns.items()}
-        return rows
+    def _in_memory(self, name: str, table: PictureTable) -> PictureTable:
+        """Return the table, in memory if the encoder's `store` says so."""
+        size = sum(column.nbytes for column in table.columns.values())
+        if self.encoders[name].stored(self.store).in_memory(size):
+            table.columns = {name: column.clone() for name, column in table.columns.items()}
+        return table
 
     def _key(self, name: str) -> tuple[Any, ...] | None:
-        """Return all that the values of encoder `name` depend on; None if the source does not say when it changes."""
+        """Return the facts on which latents of the encoder `name` depend; None if the source has no fingerprint."""
         if (data := self._data_key) is None:
             return None
         digest = EncoderOutput(f"data.encode.{name}", self.encoders[name]).digest()
@@ -242,12 +240,10 @@ class LatentReader(PlainReader):
 
     @cached_property
     def _data_key(self) -> tuple[Any, ...] | None:
-        transforms = self.transforms
         if (memory := self.source.memory) is not None:
             beside = sorted((name, hash_of(column)) for name, column in memory.conditions.items())
-            first_stage = (transforms.side, transforms.upscale, transforms.channels, transforms.background)
-            return (FORMAT, hash_of(memory.images), beside, *first_stage)
-        key = key_of(self.source, transforms)
+            return (FORMAT, hash_of(memory.images), beside, *self.transforms.first_stage)
+        key = key_of(self.source, self.transforms)
         return None if key is None else (*key, self.item_keys)
 
     def __len__(self) -> int:
@@ -255,13 +251,13 @@ class LatentReader(PlainReader):
 
     @property
     def samples(self) -> InMemory | Images | Source:
-        samples: InMemory | Images | Source = self.source.items
+        samples: InMemory | Images | Source = self.source.origin
         return samples
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        if INPUTS in self._rows:
-            return self._rows[INPUTS].shape
+        if INPUTS in self._tables:
+            return self._tables[INPUTS].shape
         return tuple(self.first.inputs.shape[1:])
 
     @cached_property
@@ -281,12 +277,9 @@ class LatentReader(PlainReader):
         return self.codec is None
 
     def bound(self, seed: int, device: torch.device, parts: Parts) -> LatentReader:
-        one = copy(self)
-        one.seed, one.device = seed, device
-        return one
-
-    def check(self) -> None:
-        """Take any samples: what cannot be encoded was refused before."""
+        reader = copy(self)
+        reader.seed, reader.device = seed, device
+        return reader
 
     def describe(self, index: int) -> str:
         return self.source.name_of(index)
@@ -296,7 +289,7 @@ class LatentReader(PlainReader):
         return None if None in keys else repr(keys)
 
     def sizes(self) -> Tensor | None:
-        """Return height and width of the pictures, before they are resized; None if only what was made of them is here.
+        """Return height and width of the pictures, before they are resized; None if only their latents are here.
 
         See `hookdiff.images.sizes.sizes_of`.
         """
@@ -315,37 +308,37 @@ class LatentReader(PlainReader):
 
     def _stack(self, share: Tensor, batch: Batch | None, epoch: int | None) -> Stack:
         flipped = self._flipped(share, epoch)
-        made = {name: self._drawn(name, share, flipped, epoch, batch) for name in self.encoders}
+        drawn = {name: self._drawn(name, share, flipped, epoch, batch) for name in self.encoders}
         conditions = self._conditions_of(share, batch)
         for name, column in conditions.items():
             if is_paired(column.shape[1:], self._picture_shape):  # an image, mirrored with its picture
                 conditions[name] = _mirrored(column, flipped)
-        if batch is not None and INPUTS not in made:
-            made[INPUTS] = to_device(_mirrored(batch.inputs, flipped), self.device)
-        inputs, labels = made.pop(INPUTS), self._labels_of(share, batch)
+        if batch is not None and INPUTS not in drawn:
+            drawn[INPUTS] = to_device(_mirrored(batch.inputs, flipped), self.device)
+        inputs, labels = drawn.pop(INPUTS), self._labels_of(share, batch)
         labels = None if labels is None else to_device(labels, self.device)
-        given = {name: to_device(column, self.device) for name, column in conditions.items()}
-        return inputs, labels, share, {**given, **made}
+        others = {name: to_device(column, self.device) for name, column in conditions.items()}
+        return inputs, labels, share, {**others, **drawn}
 
     def _read(self, shares: Sequence[Tensor]) -> Iterator[tuple[Tensor, Batch | None]]:
-        """Yield the samples of each share and what the source has of them, or None if nothing of this is needed."""
+        """Yield the samples of each share with their batch from the source, or with None if no batch is needed."""
         if not self._reads_samples:
             yield from ((share, None) for share in shares)
             return
         samples = self._open() if self.is_encoded else self.open_pictures()
         for inputs, labels, indices, conditions in samples.reader.stacks(shares, None):
-            # Where a sample cannot be decoded, these are of another.
+            # Another sample replaces one that cannot be decoded.
             yield indices, Batch(inputs, labels, indices, conditions=conditions)
 
     def _flipped(self, share: Tensor, epoch: int | None) -> Tensor:
-        """Return which of the samples are mirrored: the same as of pictures that are not encoded."""
+        """Return which samples are mirrored (n, 0 or 1), the same as in a run on the pictures."""
         if epoch is None or not self.transforms.flip:
             return torch.zeros(len(share), dtype=torch.int64)
         return (uniforms(self.seed, "augment", epoch, share, FLIP + 1)[:, FLIP] < self._chance).long()
 
     def _drawn(self, name: str, share: Tensor, flipped: Tensor, epoch: int | None, batch: Batch | None) -> Tensor:
-        if name in self._rows:
-            columns, rows = self._rows[name].columns, share
+        if name in self._tables:
+            columns, rows = self._tables[name].columns, share
         else:
             columns, rows = self._sides_of(name, share, batch), torch.arange(len(share))
         values = columns[MEAN][rows, flipped].float()
@@ -354,9 +347,9 @@ class LatentReader(PlainReader):
         return to_device(values, self.device)
 
     def _sides_of(self, name: str, share: Tensor, batch: Batch | None) -> dict[str, Tensor]:
-        """Return what an encoder makes of both sides of the samples at `share`."""
-        if name in self._rows:
-            columns = self._rows[name].columns
+        """Return the latents of an encoder for both sides of the samples at `share`."""
+        if name in self._tables:
+            columns = self._tables[name].columns
             return {key: columns[key][share] for key in (MEAN, STD) if key in columns}
         assert batch is not None
         return self._makers[name].sides_of(batch)
@@ -368,12 +361,12 @@ class LatentReader(PlainReader):
 
     def _noise(self, name: str, share: Tensor, epoch: int, shape: Sequence[int]) -> Tensor:
         """Return standard normal numbers (n and `shape`), those of a sample by (seed, epoch, sample)."""
-        made = torch.empty(len(share), *shape)
+        noise = torch.empty(len(share), *shape)
         generator = Generator()
         for row, index in enumerate(share.tolist()):
             generator.manual_seed(derive_seed(self.seed, f"posterior {name}", epoch, part=index))
-            torch.randn(tuple(shape), generator=generator, out=made[row])
-        return made
+            torch.randn(tuple(shape), generator=generator, out=noise[row])
+        return noise
 
     def _labels_of(self, share: Tensor, batch: Batch | None) -> Tensor | None:
         if self.labels is not None:
@@ -383,22 +376,19 @@ class LatentReader(PlainReader):
     def _conditions_of(self, share: Tensor, batch: Batch | None) -> dict[str, Tensor]:
         """Return the conditions that the source has."""
         if batch is None:
-            rows = next(iter(self._rows.values()))
-            return {name: column[share] for name, column in rows.conditions.items()}
-        own = [maker for maker in self._makers.values() if isinstance(maker, SourceLatents)]
-        return {
-            name: column for name, column in batch.conditions.items() if not any(maker.is_own(name) for maker in own)
-        }
+            table = next(iter(self._tables.values()))
+            return {name: column[share] for name, column in table.conditions.items()}
+        return conditions_beside(batch, [m for m in self._makers.values() if isinstance(m, SourceLatents)])
 
     def parts(self, indices: Tensor) -> Iterator[LatentPart]:
-        """Yield parts of the samples `indices`, in order, with both sides of what the encoders make of them."""
+        """Yield parts of the samples `indices`, in order, with the latents of both sides."""
         for share, batch in self._read(torch.split(indices, _AT_ONCE)):
             sides = {name: self._sides_of(name, share, batch) for name in self.encoders}
             yield LatentPart(share, sides, self._labels_of(share, batch), self._conditions_of(share, batch))
 
     def made(self, part: LatentPart) -> EncodedSamples:
-        """Return the facts about such parts as `part`."""
-        columns = [f"{name}.{column}" for name, found in part.sides.items() for column in found]
+        """Return the facts about encoded samples in parts such as `part`."""
+        columns = [f"{name}.{column}" for name, sides in part.sides.items() for column in sides]
         return EncodedSamples(
             self._picture_shape, next(iter(part.sides.values()))[MEAN].shape[1], self.digests, tuple(columns)
         )
@@ -406,14 +396,14 @@ class LatentReader(PlainReader):
     def scale(self, indices: Tensor) -> tuple[Sequence[float], Sequence[float]]:
         """Return mean and deviation of each channel of the latents, as they are drawn from the samples `indices`.
 
-        They are what the encoder gives, or else measured.
+        The encoder gives them, or else they are measured.
 
         Raises:
             UserError: for a channel that is constant on them.
         """
         encoder = self.encoders[INPUTS]
-        if given := encoder.moments():
-            return given
+        if moments := encoder.moments():
+            return moments
         sums = squares = torch.zeros(self.shape[0], dtype=torch.float64)
         low, high = torch.full([self.shape[0]], torch.inf), torch.full([self.shape[0]], -torch.inf)
         count, chance = 0, self._chance

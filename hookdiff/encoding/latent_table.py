@@ -1,10 +1,10 @@
-"""What encoders make of all samples: encoded once, by all ranks together, and kept in a table of files or in memory."""
+"""The latents of all samples: encoded once, by all ranks together, and kept in a table of files or in memory."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from hookdiff.images.cache import facts_of, survey_of
 from hookdiff.images.rest import make_in_chunks
 from hookdiff.images.source_reader import reader_of_source
 from hookdiff.images.survey import Survey
-from hookdiff.images.table import DTYPES, Column, found, locked, read_table
+from hookdiff.images.table import DTYPES, Column, load_if_sound, locked, read_table
 from hookdiff.images.transforms import size_text
 from hookdiff.machine.fitting import Fitting
 from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, num_ranks, rank
@@ -36,21 +36,21 @@ from hookdiff.terminal.pace import paced
 
 logger = logging.getLogger("hookdiff")
 
-_CHUNK = 32  # pictures that are encoded together, whatever the number of ranks: another number rounds differently
+_CHUNK = 32  # pictures that are encoded together on any number of ranks, as the rounding depends on it
 _LABELS, _OF_SOURCE = "labels", "of source: "  # columns that the samples have beside the pictures
 
 
 @define(eq=False)
 class PictureTable:
-    """What an encoder has made of all samples, and what these have beside their pictures."""
+    """The latents of all samples by an encoder, with their labels and conditions in the source."""
 
-    columns: Mapping[str, Tensor]  # "mean" and maybe "std": n, sides, and the shape of what comes out, float16
+    columns: Mapping[str, Tensor]  # "mean" and maybe "std": n, sides, and the shape of a latent, float16
     survey: Survey  # of the pictures
-    soundness: Soundness | None = None  # of the encoder; None: it is not known
+    soundness: Soundness | None = None  # of the encoder; None: not known
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what comes out for one sample."""
+        """The shape of a latent."""
         return tuple(self.columns[MEAN].shape[2:])
 
     @property
@@ -75,7 +75,7 @@ class _Facts:
 class PictureTableBuilder:
     """Encodes the pictures of a Feed, both sides of each if they are to be flipped."""
 
-    name: str  # of what it makes
+    name: str  # of the encoder
     encoder: PictureEncoder
     open_pictures: Callable[[], Feed]
     flips: bool
@@ -91,24 +91,24 @@ class PictureTableBuilder:
         self.returned = EncoderOutput(self.where, self.encoder)
 
     def known(self, path: Path) -> PictureTable | None:
-        """Return the rows in the table `path`; None if a rank does not find it. All ranks must call this.
+        """Return the table `path`; None if a rank does not find it. All ranks must call this.
 
         Raises:
-            UserError: for latents of which a channel is constant.
+            UserError: for latents with a constant channel.
         """
-        kept = None
+        table = None
         if path.exists():
             with locked(path, shared=True):
-                kept = self._found(path)
-        if agree(kept is None):
+                table = self._found(path)
+        if agree(table is None):
             return None
-        self._report(kept)
-        return kept
+        self._report(table)
+        return table
 
-    def rows(self, path: Path | None) -> PictureTable:
-        """Return the rows in the table `path`; they are made if it is missing or damaged. All ranks must call this.
+    def table(self, path: Path | None) -> PictureTable:
+        """Return the table `path`, which is made if it is missing or damaged. All ranks must call this.
 
-        Without a `path` they are made now, and kept in memory.
+        With None as `path` it is made in memory.
 
         Raises:
             UserError: for pictures that cannot be encoded, and for a table that cannot be written, or that a rank
@@ -118,40 +118,40 @@ class PictureTableBuilder:
             return self._in_memory()
         first_rank_does(lambda: make_folder(path.parent))
         with locked(path, shared=True):
-            kept = self._found(path)
-        if agree(kept is None):
+            table = self._found(path)
+        if agree(table is None):
             with locked(path, shared=False) if rank() == 0 else nullcontext():
-                kept = self._found(path, report=rank() == 0)  # another run may have made it meanwhile
-                if agree(kept is None):
+                table = self._found(path, report=rank() == 0)  # another run may have made it meanwhile
+                if agree(table is None):
                     self._make(path)
                     agree(False)  # wait for the first rank, which writes
-                    kept = self._found(path)
-        if agree(kept is None):
-            raise UserError(f"data.cache_dir: not all ranks find {path}; all machines must share the folder")
-        assert kept is not None
+                    table = self._found(path)
+        if agree(table is None):
+            raise UserError(f"data.cache_dir: not all ranks find {path}; set a folder that all machines share")
+        assert table is not None
         if self._soundness is None:  # another run has made it
-            self._report(kept)
-        return kept
+            self._report(table)
+        return table
 
     def look(self) -> None:
-        """Encode a few samples, and report what they show of the encoder: once, on the first rank.
+        """Encode a few samples, and report faults of the encoder that they show: once, on the first rank.
 
         Raises:
-            UserError: for latents of which a channel is constant, and for a sample that becomes what is not finite.
+            UserError: for latents with a constant channel, or that are not finite.
         """
         pictures = self.open_pictures()
         if rank() or self._soundness or not len(pictures.usable):
             return
         parts, seen = list[dict[str, Tensor]](), list[Tensor]()
         for batch in pictures.unaugmented(few_of(pictures.usable), AT_ONCE):
-            made = self._columns(batch, torch.float32, False)
+            latents = self._columns(batch, torch.float32, False)
             check_finite(
-                self.where, {name: values.to(STORED) for name, values in made.items()}, batch, pictures.describe
+                self.where, {name: values.to(STORED) for name, values in latents.items()}, batch, pictures.describe
             )
-            parts.append(made)
+            parts.append(latents)
             seen.append(batch.inputs.flatten(1))
         values = {name: torch.cat([part[name] for part in parts])[:, 0] for name in parts[0]}
-        differ = any(bool((one != seen[0][:1]).any()) for one in seen)
+        differ = any(bool((pixels != seen[0][:1]).any()) for pixels in seen)
         self._soundness = Soundness.of(values[MEAN], values.get(STD), differ)
         self._soundness.report(self.name, self.encoder)
 
@@ -160,7 +160,7 @@ class PictureTableBuilder:
             rows.soundness.report(self.name, self.encoder)
 
     def _found(self, path: Path, report: bool = False) -> PictureTable | None:
-        return found(path, "table of encoded samples", self._read, report=report)
+        return load_if_sound(path, "table of encoded samples", self._read, report=report)
 
     def _read(self, path: Path) -> PictureTable:
         facts, columns = read_table(path, self.num)
@@ -184,23 +184,23 @@ class PictureTableBuilder:
         """Return the columns of the table."""
         pictures = self.open_pictures()
         first = pictures.reader.first
-        made = self.sides_of(first) | _beside(pictures, first)
-        sizes = {name: Column.of(one, self.num) for name, one in made.items()}
+        rows = self.sides_of(first) | _beside(pictures, first)
+        sizes = {name: Column.of(column, self.num) for name, column in rows.items()}
         for name, column in sizes.items():
             if column.dtype not in DTYPES:
                 what = f"conditions: {name.removeprefix(_OF_SOURCE)!r} is {column.dtype}"
-                raise UserError(f"{what}, which no table of encoded samples holds; expected one of {', '.join(DTYPES)}")
+                raise UserError(f"{what}, which no table of latents holds; expected one of {', '.join(DTYPES)}")
         return sizes
 
     def _in_memory(self) -> PictureTable:
         columns: dict[str, Tensor] = {}
         broken: list[list[int]] = []
-        made = self._encoded([*range(len(self._chunks))][rank() :: num_ranks()])
+        encoded = self._encoded([*range(len(self._chunks))][rank() :: num_ranks()])
         rounds = -(-len(self._chunks) // num_ranks())
         what = f"data: encoding by {self.where}"
         with closing(paced(range(rounds), rounds, what, "chunks", size=lambda _: 1)) as shown:
             for _ in shown:
-                for number, values, missing in filter(None, gathered_or_raised(lambda: next(made, None))):
+                for number, values, missing in filter(None, gathered_or_raised(lambda: next(encoded, None))):
                     fill_rows(columns, self._chunks[number], values, self.num)
                     broken.append(missing)
         self.network = None  # its memory is for the training
@@ -221,13 +221,13 @@ class PictureTableBuilder:
         batches = pictures.unaugmented(torch.cat([self._chunks[number] for number in numbers]), _CHUNK)
         for number, batch in zip(numbers, batches, strict=True):
             assert batch.indices is not None
-            made, there = self.sides_of(batch) | _beside(pictures, batch), batch.indices == self._chunks[number]
-            for rows in made.values():
-                rows[~there] = 0  # another sample was read in their place
-            yield number, made, self._chunks[number][~there].tolist()
+            columns, there = self.sides_of(batch) | _beside(pictures, batch), batch.indices == self._chunks[number]
+            for rows in columns.values():
+                rows[~there] = 0  # a replacement was read for each
+            yield number, columns, self._chunks[number][~there].tolist()
 
     def _facts(self, broken: list[list[int]]) -> dict[str, Any]:
-        """Return the facts about the pictures, of which those in `broken` cannot be decoded."""
+        """Return the facts about the pictures; those in `broken` cannot be decoded."""
         self.look()  # the chunks may all have been there
         pictures = self.open_pictures()
         survey = reader_of_source(pictures).prepared.survey
@@ -240,7 +240,7 @@ class PictureTableBuilder:
         """Load the network, and check that it takes pictures of `shape` (c h w), and returns such pictures.
 
         Raises:
-            UserError: if not.
+            UserError: if the pictures do not fit the network.
         """
         if self.network is not None:
             return
@@ -270,7 +270,7 @@ class PictureTableBuilder:
         """Return mean and deviation of the pictures of `batch`, and of their mirror images: n, sides, ..., float16.
 
         Raises:
-            UserError: for a picture that becomes what is not finite.
+            UserError: for a latent that is not finite.
         """
         if batch.indices is None:  # the first sample, which is asked for again and again
             if self._tried is None or self._tried[0] is not batch:
@@ -286,7 +286,7 @@ class PictureTableBuilder:
     def _columns(self, batch: Batch, dtype: torch.dtype, flips: bool) -> dict[str, Tensor]:
         """Return mean and deviation of the pictures of `batch`, and if it `flips`, of their mirror images, on the CPU.
 
-        Both are n, sides, and the shape of what comes out.
+        Both are n, sides, and the shape of a latent.
         """
         self.open(tuple(batch.inputs.shape[1:]))
         network = self.network
@@ -296,28 +296,32 @@ class PictureTableBuilder:
             pictures = batch.inputs[part.start : part.stop]
             sides = [pictures, pictures.flip(-1)] if flips else [pictures]
             with torch.no_grad():
-                each = [self.returned.of_pictures(network.encode(one.to(self.device)), len(part)) for one in sides]
-                return {name: torch.stack([one[name] for one in each], 1).to(dtype).cpu() for name in each[0]}
+                latents = [self.returned.of_pictures(network.encode(side.to(self.device)), len(part)) for side in sides]
+                return {name: torch.stack([side[name] for side in latents], 1).to(dtype).cpu() for name in latents[0]}
 
         self._fitting = self._fitting or Fitting(_CHUNK, self.device)
         parts = [*self._fitting.parts(range(len(batch)), encoded)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def kept_in_memory(samples: Feed, makers: Mapping[str, SourceLatents], survey: Survey) -> dict[str, PictureTable]:
-    """Return what all `samples` hold that encoders have made, by the names of these."""
+def latents_in_memory(samples: Feed, makers: Mapping[str, SourceLatents], survey: Survey) -> dict[str, PictureTable]:
+    """Return the latents that all `samples` hold, by the names of their encoders."""
     tables = {name: dict[str, Tensor]() for name in makers}
-    own = {f"{name}.{column}" for name in makers for column in (MEAN, STD)}
     batches = samples.unaugmented(samples.usable)
-    what = "data: what encoders have made"
+    what = "data: latents"
     with closing(paced(batches, len(samples.usable), what, "rows", size=len)) as shown:
         for batch in shown:
-            given = {name: column for name, column in batch.conditions.items() if name not in own}
-            beside = _beside(samples, evolve(batch, conditions=given))
+            others = conditions_beside(batch, makers.values())
+            beside = _beside(samples, evolve(batch, conditions=others))
             assert batch.indices is not None
             for name, maker in makers.items():
                 fill_rows(tables[name], batch.indices, maker.sides_of(batch) | beside, len(samples.reader))
     return {name: PictureTable(columns, survey) for name, columns in tables.items()}
+
+
+def conditions_beside(batch: Batch, makers: Collection[SourceLatents]) -> dict[str, Tensor]:
+    """Return the conditions of `batch` that are no latents of `makers`."""
+    return {name: column for name, column in batch.conditions.items() if not any(m.is_own(name) for m in makers)}
 
 
 def fill_rows(columns: dict[str, Tensor], indices: Tensor, values: Mapping[str, Tensor], num: int) -> None:
@@ -329,7 +333,7 @@ def fill_rows(columns: dict[str, Tensor], indices: Tensor, values: Mapping[str, 
 
 
 def _beside(samples: Feed, batch: Batch) -> dict[str, Tensor]:
-    """Return the columns that a batch has beside its pictures; labels only if the source gives them one by one."""
+    """Return labels and conditions of a batch as columns; labels only if they are in the items of the source."""
     columns = {_OF_SOURCE + name: column.cpu() for name, column in batch.conditions.items()}
     if batch.labels is not None and samples.reader.labels is None:
         columns[_LABELS] = batch.labels.cpu()

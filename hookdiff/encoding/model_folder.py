@@ -1,4 +1,4 @@
-"""Folders of diffusers and transformers. A library gets to see the files of one that are hashed, and no others."""
+"""Folders of diffusers and transformers. Their libraries see only the files that are hashed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from hookdiff.errors import UserError, listed
 from hookdiff.machine.network import no_connections
 
 _ASKED_BY = "data.encode"
+_WEIGHTS = ("*.safetensors", "*.safetensors.index*.json")
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
-_ADAPTER = "adapter_config.json"  # names other weights, on which a library puts those of the folder
-_CODE = {  # keys of a config, at any depth, and what it then does
+_ADAPTER = "adapter_config.json"  # names base weights elsewhere, to which those of the folder would be added
+_CODE = {  # keys of a config, at any depth, and the reason against each
     "auto_map": "names code of its own",
     "quantization_config": "is of quantized weights",
 }
@@ -58,8 +59,8 @@ def file_in(folder: Path, name: str) -> Path | None:
     except OSError as error:
         raise UserError(f"{_ASKED_BY}: {path}: cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(kind):
-        found = "a folder" if stat.S_ISDIR(kind) else "a pipe, a socket or a device"
-        raise UserError(f"{_ASKED_BY}: {path} is {found}, expected a file")
+        what = "a folder" if stat.S_ISDIR(kind) else "a pipe, a socket or a device"
+        raise UserError(f"{_ASKED_BY}: {path} is {what}, expected a file")
     return path
 
 
@@ -75,10 +76,10 @@ def files_in(folder: Path, names: Iterable[str]) -> dict[str, Path]:
 def table_in(
     folder: Path, name: str, what: str, fits: Callable[[Mapping[str, Any]], bool] = lambda _: True
 ) -> dict[str, Any]:
-    """Read the JSON file `name`, which makes `folder` `what`; another folder is named if its table `fits`.
+    """Read the JSON file `name` of `folder`, which holds `what`, in words. An error names folders with tables that fit.
 
     Raises:
-        UserError: if there is none, if it holds no table, or if it asks for code or another kind of weights.
+        UserError: if the file is missing or holds no table, or if it asks for code or quantized weights.
     """
     is_folder = folder.is_dir()
     if (path := file_in(folder, name) if is_folder else None) is None:
@@ -100,18 +101,18 @@ def table_in(
 
 def _nested(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield all keys of nested tables, with their values unless these are None."""
-    for key, one in value.items() if isinstance(value, dict) else ():
-        if one is not None:
-            yield key, one
-        yield from _nested(one)
-    for one in value if isinstance(value, list) else ():
-        yield from _nested(one)
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        if inner is not None:
+            yield key, inner
+        yield from _nested(inner)
+    for inner in value if isinstance(value, list) else ():
+        yield from _nested(inner)
 
 
 def without_places(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config without the keys, at any depth, that name files or code elsewhere."""
-    kept = {key: value for key, value in table.items() if not _ELSEWHERE.fullmatch(key)}
-    return {key: without_places(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    inner = {key: value for key, value in table.items() if not _ELSEWHERE.fullmatch(key)}
+    return {key: without_places(value) if isinstance(value, dict) else value for key, value in inner.items()}
 
 
 def weights_in(folder: Path, usual: Sequence[str]) -> Weights:
@@ -120,13 +121,13 @@ def weights_in(folder: Path, usual: Sequence[str]) -> Weights:
     An index stands for the files that it names.
 
     Raises:
-        UserError: for weights that are not in safetensors, that are damaged or missing, or of which there are several.
+        UserError: for weights that are not in safetensors, damaged, missing, or ambiguous.
     """
     if os.path.lexists(folder / _ADAPTER):
         raise UserError(
             f"{_ASKED_BY}: {folder} has an {_ADAPTER}, so its weights are an adapter; merge it into its network"
         )
-    there = sorted(path.name for path in folder.glob("*.safetensors*") if _is_weights(path.name))
+    there = sorted(path.name for pattern in _WEIGHTS for path in folder.glob(pattern))
     named = next((name for name in usual if name in there), None)
     if named is None:
         indices = [name for name in there if name.endswith(".json")]
@@ -138,15 +139,11 @@ def weights_in(folder: Path, usual: Sequence[str]) -> Weights:
             raise UserError(f"{_ASKED_BY}: {folder} has {listed(there, _MOST_SHOWN)}, and no index of them (*{INDEX})")
         if not wholes:
             pickled = [path.name for pattern in _PICKLES for path in folder.glob(pattern)]
-            found = f"; {pickled[0]} is a pickle, which may run code: save it as safetensors" if pickled else ""
-            raise UserError(f"{_ASKED_BY}: {folder} has no weights in safetensors{found}")
+            way_out = f"; {pickled[0]} is a pickle, which may run code: save it as safetensors" if pickled else ""
+            raise UserError(f"{_ASKED_BY}: {folder} has no weights in safetensors{way_out}")
         named = wholes[0]
     file_in(folder, named)
     return read_weights(folder / named, _ASKED_BY)
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith(".safetensors") or (".safetensors.index" in name and name.endswith(".json"))
 
 
 def digest_seen(weights: Iterable[Weights], others: Iterable[Path], *texts: str) -> str:
@@ -155,7 +152,7 @@ def digest_seen(weights: Iterable[Weights], others: Iterable[Path], *texts: str)
     Raises:
         UserError: for a file that cannot be read.
     """
-    files = [path for one in weights for path in dict.fromkeys([one.path, *one.files])]
+    files = [path for each in weights for path in dict.fromkeys([each.path, *each.files])]
     try:
         return digest_of([*files, *others], *texts)
     except OSError as error:
@@ -182,8 +179,8 @@ def load_network(
         size = sum(path.stat().st_size for path in weights.files)
         placed = {tensor: names[path] for tensor, path in weights.places.items()}
         seen[stem + INDEX] = {"metadata": {"total_size": size}, "weight_map": placed}
-    network, found = load_seen(kind, folder, seen, use_safetensors=True, output_loading_info=True, **options)
-    if missing := sorted(found["missing_keys"]):
+    network, report = load_seen(kind, folder, seen, use_safetensors=True, output_loading_info=True, **options)
+    if missing := sorted(report["missing_keys"]):
         raise UserError(
             f"{_ASKED_BY}: {weights.path} lacks {len(missing)} tensors of a {kind.__name__}: "
             f"{listed(missing, _MOST_SHOWN)}"
@@ -192,18 +189,18 @@ def load_network(
 
 
 def load_seen(kind: Any, folder: Path, seen: Seen, **options: Any) -> Any:
-    """Return what `kind.from_pretrained` makes of a folder that has only the files and tables `seen`.
+    """Return the result of `kind.from_pretrained` for a folder with only the files and tables `seen`.
 
     Raises:
         UserError: if it cannot be loaded; the message names `folder`.
     """
     what, reason = f"{folder} cannot be loaded", f"{folder} has all that is read"
     with refused_as(what), TemporaryDirectory(prefix="hookdiff-") as place, refused_as(what, {place: str(folder)}):
-        for name, one in seen.items():
-            if isinstance(one, Path):
-                _link(one, Path(place, name))
+        for name, content in seen.items():
+            if isinstance(content, Path):
+                _link(content, Path(place, name))
             else:
-                Path(place, name).write_text(json.dumps(one))
+                Path(place, name).write_text(json.dumps(content))
         with no_connections(reason):
             return kind.from_pretrained(place, local_files_only=True, **options)
 
@@ -219,7 +216,7 @@ def _link(file: Path, name: Path) -> None:
 def refused_as(what: str, other_names: Mapping[str, str] | None = None) -> Iterator[None]:
     """Turn any error of a library in the `with` into a UserError that begins with `what`.
 
-    A panic of a library in Rust is one too, though no Exception. `other_names` are those of paths in its message.
+    Panics of a library in Rust are included. `other_names` replace paths in its message.
     """
     try:
         yield

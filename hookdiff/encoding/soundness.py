@@ -1,6 +1,6 @@
-"""What a few samples, encoded in float32, show of an encoder: what does not follow the samples, and what float16 loses.
+"""Faults of an encoder that a few samples in float32 show: values that ignore the samples, and losses in float16.
 
-An encoder is looked at before it encodes all samples. The facts are kept beside its table, so each start reports them.
+An encoder is tested before it encodes all samples. The facts are kept beside its table, so each start reports them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hookdiff.machine.ranks import rank
 
 logger = logging.getLogger("hookdiff")
 
-FEW = 64  # samples that are looked at
+FEW = 64  # samples of the test
 AT_ONCE = 16  # of them are encoded together
 _LEAST = 0.01  # the deviation of the means over pictures, in units of that of the posterior
 _MOST = 0.01  # share of the values that float16 may change
@@ -34,40 +34,40 @@ def few_of(samples: Tensor) -> Tensor:
 
 
 def constant_channels(where: str, encoder: Encoder, channels: Sequence[int], of: str) -> UserError:
-    """Return the error about `channels` that are constant on all `of` the samples."""
+    """Return the error about `channels` that are constant; `of` says on which samples."""
     return UserError(
-        f"{where}: {_channels(channels)} of what {encoder.origin} makes {'is' if len(channels) == 1 else 'are'} "
+        f"{where}: {_channels(channels)} of {encoder.origin} {'is' if len(channels) == 1 else 'are'} "
         f"constant in float16 on {of}, so no network can learn from {'it' if len(channels) == 1 else 'them'}; choose "
-        "an encoder of which each channel depends on the picture"
+        "an encoder with channels that all depend on the picture"
     )
 
 
 @define(frozen=True)
-class Kept:
-    """What float16 keeps of values that are trained on."""
+class Rounding:
+    """The losses of latents in float16."""
 
     constant: list[int]  # channels in which all values are the same
-    changed: float  # share of the values that it changes by more than a tenth of the deviation of their channel
+    changed: float  # share of the values that change by more than a tenth of the deviation of their channel
 
 
 @define(frozen=True)
 class Soundness:
-    """What a few pictures show of their encoder."""
+    """Facts about an encoder, from a few pictures."""
 
     num: int  # pictures
     over_pictures: list[float]  # by channel, the deviation of the means over pictures; empty if these are all the same
-    posterior: list[float]  # by channel, the root mean square of the deviations that it gave; empty if it gave none
-    means: Kept  # if the means are trained on
-    draws: Kept  # if samples of the posterior are
+    posterior: list[float]  # by channel, the root mean square of its deviations; empty if it has none
+    means: Rounding  # if the means are trained on
+    draws: Rounding  # if samples of the posterior are
 
     @classmethod
     def of(cls, mean: Tensor, std: Tensor | None, differ: bool) -> Soundness:
-        """Look at means and deviations (n, channels, ...) of pictures, which `differ` or are all the same."""
+        """Return the facts in means and deviations (n, channels, ...) of pictures, which may all be the same."""
         over, posterior, constants, lost = list[float](), list[float](), (list[int](), list[int]()), [0, 0]
         for channel, values in enumerate(_by_channel(mean)):
             values = values.double()
-            kept = values.to(STORED).float()
-            is_constant = bool(kept.amin() == kept.amax())
+            stored = values.to(STORED).float()
+            is_constant = bool(stored.amin() == stored.amax())
             spread = 0.0 if values.amin() == values.amax() else float(values.var(correction=0))
             over.append(_rounded(values.var(0, correction=0).mean().sqrt()))
             if is_constant:
@@ -78,51 +78,51 @@ class Soundness:
             widths = _by_channel(std)[channel].double()
             second, drawn = float(widths.square().mean()), widths.to(STORED).float()
             posterior.append(_rounded(second**0.5))
-            if is_constant and bool((kept - drawn).amin() == (kept + drawn).amax()):
+            if is_constant and bool((stored - drawn).amin() == (stored + drawn).amax()):
                 constants[1].append(channel)
             lost[1] += _num_changed(values, spread + second) + _num_changed(widths, spread + second)
-        means = Kept(constants[0] if differ else [], _rounded(lost[0] / mean.numel()))
-        draws = Kept(constants[1] if differ else [], _rounded(lost[1] / (2 * mean.numel())))
+        means = Rounding(constants[0] if differ else [], _rounded(lost[0] / mean.numel()))
+        draws = Rounding(constants[1] if differ else [], _rounded(lost[1] / (2 * mean.numel())))
         return cls(len(mean), over if differ else [], posterior, means, means if std is None else draws)
 
     def report(self, name: str, encoder: PictureEncoder) -> None:
-        """Warn of what is not sound about the encoder `name`.
+        """Warn of faults of the encoder `name`.
 
         Raises:
-            UserError: for latents of which a channel is constant.
+            UserError: for latents with a constant channel.
         """
-        where, kept = f"data.encode.{name}", self.draws if encoder.draws else self.means
-        if name == INPUTS and kept.constant:
-            raise constant_channels(where, encoder, kept.constant, f"{self.num} samples, evenly spread")
+        where, facts = f"data.encode.{name}", self.draws if encoder.draws else self.means
+        if name == INPUTS and facts.constant:
+            raise constant_channels(where, encoder, facts.constant, f"{self.num} samples, evenly spread")
         pairs = [*zip(self.over_pictures, self.posterior, strict=False)]
         if noise := [channel for channel, (over, width) in enumerate(pairs) if over < _LEAST * width]:
             over, width = min((pairs[channel] for channel in noise), key=lambda pair: pair[0] / pair[1])
             _warn(
-                f"{where}: {_channels(noise)} of what {encoder.origin} makes is noise: over {self.num} pictures the "
+                f"{where}: {_channels(noise)} of {encoder.origin} is noise: over {self.num} pictures the "
                 f"means deviate by {over:.3g}, {over / width:.2%} of the posterior's {width:.3g}, expected 1 % at "
                 "least; has it all its weights?"
             )
-        if kept.changed > _MOST:
-            _warn(f"{where}: {_lost(encoder, kept.changed, 'deviation of their channel')}")
+        if facts.changed > _MOST:
+            _warn(f"{where}: {_lost(encoder, facts.changed, 'deviation of their channel')}")
 
 
 @define(frozen=True)
 class TextSoundness:
-    """What a few texts show of their encoder."""
+    """Facts about an encoder, from a few texts."""
 
     num: int  # texts
     changed: float  # share of the values that float16 changes by more than a tenth of the deviation of all
     alike: list[list[int]]  # texts, by their row, that have become the same
 
     @classmethod
-    def of(cls, texts: Mapping[int, str], facts: TokenFacts, made: Mapping[str, Tensor]) -> TextSoundness:
-        """Look at what `texts`, by their row, have become: n rows each, in float32, bool or int64.
+    def of(cls, texts: Mapping[int, str], facts: TokenFacts, conditions: Mapping[str, Tensor]) -> TextSoundness:
+        """Return the facts in the `conditions` of `texts`, which are by row: n rows each, in float32, bool or int64.
 
-        Those that are cut or have the same tokens may become the same. If the tokens are not known, those may that
-        differ in capitals and spaces alone.
+        Texts that are cut or have the same tokens may have the same conditions. If the tokens are not known, so may
+        texts that differ in capitals and spaces alone.
         """
-        shares, mask = [0.0], made.get("_mask")
-        for values in made.values():
+        shares, mask = [0.0], conditions.get("_mask")
+        for values in conditions.values():
             if not values.is_floating_point():
                 continue
             if mask is not None and mask.dtype == torch.bool and values.shape[: mask.dim()] == mask.shape:
@@ -131,27 +131,27 @@ class TextSoundness:
             if values.numel() and values.amin() < values.amax():
                 shares.append(_num_changed(values, float(values.var(correction=0))) / values.numel())
         alike: dict[tuple[bytes, ...], dict[str, int]] = {}
-        kept = [values.to(STORED) if values.is_floating_point() else values for values in made.values()]
+        stored = [values.to(STORED) if values.is_floating_point() else values for values in conditions.values()]
         for place, (row, text) in enumerate(texts.items()):
             if place not in facts.cut:
-                same = alike.setdefault(tuple(one[place].numpy().tobytes() for one in kept), {})
+                same = alike.setdefault(tuple(column[place].numpy().tobytes() for column in stored), {})
                 same.setdefault(facts.tokens[place] if facts.tokens else " ".join(text.casefold().split()), row)
         groups = [[*group.values()] for group in alike.values() if len(group) > 1]
         return cls(len(texts), _rounded(max(shares)), groups)
 
 
 def report_texts(where: str, encoder: Encoder, parts: Sequence[tuple[TextSoundness, Mapping[int, str]]]) -> None:
-    """Warn of what is not sound about the encoder with the key `where`.
+    """Warn of faults of the encoder with the key `where`.
 
     Args:
         where: its key.
         encoder: the encoder.
-        parts: what was seen of it, each with the texts of the run that were looked at then, by their row.
+        parts: the facts about it, each with the tested texts of the run by their row.
     """
     if (share := max((seen.changed for seen, _ in parts), default=0.0)) > _MOST:
         _warn(f"{where}: {_lost(encoder, share, 'deviation of all')}")
-    found = [[texts[row] for row in group if row in texts] for seen, texts in parts for group in seen.alike]
-    if groups := [group for group in found if len(group) > 1]:
+    alike = [[texts[row] for row in group if row in texts] for seen, texts in parts for group in seen.alike]
+    if groups := [group for group in alike if len(group) > 1]:
         first, second = (repr(text[:_SHOWN]) for text in groups[0][:2])
         _warn(
             f"{where}: of {sum(seen.num for seen, _ in parts)} texts that were tried, {sum(map(len, groups))} become "
@@ -167,8 +167,8 @@ def _warn(text: str) -> None:
 
 def _lost(encoder: Encoder, share: float, of: str) -> str:
     return (
-        f"float16, in which it is kept, changes {share:.1%} of the values that {encoder.origin} makes by more than a "
-        f"tenth of the {of}; scale its values to a deviation near 1 around 0"
+        f"float16 changes {share:.1%} of the values of {encoder.origin} by more than a tenth of the {of}; scale them "
+        "to a deviation near 1 around 0"
     )
 
 
@@ -187,5 +187,5 @@ def _num_changed(values: Tensor, variance: float) -> int:
 
 
 def _rounded(value: Tensor | float) -> float:
-    """Return `value` with four digits: those that follow may differ when a stopped encoding goes on."""
+    """Return `value` with four digits. Later digits may differ when a stopped encoding goes on."""
     return float(f"{float(value):.4g}")

@@ -1,4 +1,4 @@
-"""What an encoder makes of texts: a row for each, encoded once by all ranks and kept in files."""
+"""The conditions of texts: a row for each text, encoded once by all ranks and kept in files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hookdiff.encoding.tokens import TokenFacts, of_same_tokens
 from hookdiff.errors import UserError, listed, nearest
 from hookdiff.images.rest import make_in_chunks
 from hookdiff.images.store import Store
-from hookdiff.images.table import FORMAT, Column, found, locked, read_table
+from hookdiff.images.table import FORMAT, Column, load_if_sound, locked, read_table
 from hookdiff.images.texts import check_text
 from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, rank
 from hookdiff.options.structure import structured
@@ -37,12 +37,12 @@ logger = logging.getLogger("hookdiff")
 _CHUNK = 64  # texts that are encoded together
 _SHOWN = 60  # characters of a text in a message
 
-_Kept = Mapping[str, Tensor]  # by the name of a condition, a row for each text
+_Rows = Mapping[str, Tensor]  # by the name of a condition, a row for each text
 
 
 @define(eq=False)
 class TextTable:
-    """The rows of an encoder. A text is encoded when it is first wanted, and its row stays in a file."""
+    """The rows of an encoder. A text is encoded at its first use, and its row stays in a file."""
 
     name: str  # of the encoder
     encoder: TextEncoder
@@ -50,9 +50,9 @@ class TextTable:
     device: torch.device
     network: TextNetwork | None = field(default=None, init=False)
     returned: EncoderOutput = field(init=False)
-    holds_network: bool = field(default=False, init=False)  # after a text too, since others will follow
-    _tried: _Kept | None = field(default=None, init=False)  # the rows that were made first
-    _parts: list[_Kept] = field(factory=list, init=False)
+    holds_network: bool = field(default=False, init=False)  # keep the network in memory, as more texts will follow
+    _tried: _Rows | None = field(default=None, init=False)  # the rows of the first texts
+    _parts: list[_Rows] = field(factory=list, init=False)
     _places: dict[str, tuple[int, int]] = field(factory=dict, init=False)  # part and row, by the digest of a text
     _soundness: list[tuple[TextSoundness, Sequence[str]]] = field(factory=list, init=False)  # and digests of its texts
     _facts: list[_Facts] = field(factory=list, init=False)  # of each of the parts
@@ -76,7 +76,7 @@ class TextTable:
         return not (self.is_kept and agree(bool(self._lacking(self._folder, sorted({"", *texts})))))
 
     def want(self, texts: Iterable[str]) -> None:
-        """Encode those of `texts` that have no row yet, in sorted order, and the empty one. All ranks must call this.
+        """Encode `texts`, and the empty text, unless they have rows, in sorted order. All ranks must call this.
 
         Raises:
             UserError: if the disk has no room for them.
@@ -112,20 +112,20 @@ class TextTable:
                 self._make(folder, lacking, soundness)
                 agree(False)  # wait for the first rank, which writes
         if agree(bool(self._lacking(folder, wanted))):
-            raise UserError(f"data.cache_dir: not all ranks find {folder}; all machines must share the folder")
+            raise UserError(f"data.cache_dir: not all ranks find {folder}; set a folder that all machines share")
 
     def rows(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Return what `texts` become, a row each, by the names of conditions: float32, or bool.
+        """Return the conditions of `texts` by their names, a row for each text: float32, or bool.
 
-        Those without a row are encoded now, and their rows are kept in memory.
+        Texts without a row are encoded now, and their rows are kept in memory.
         """
         if not self.is_kept:
             return self._ready(self._stored(texts))
         if lacking := sorted({text for text in texts if _digest(text) not in self._places}):
-            made, facts = self._stored(lacking), self._facts_of(lacking)  # if that fails, nothing is kept
+            rows, facts = self._stored(lacking), self._facts_of(lacking)  # if that fails, nothing is kept
             self._places |= {_digest(text): (len(self._parts), row) for row, text in enumerate(lacking)}
-            self._parts.append(made)
-            self._tried = self._tried or made
+            self._parts.append(rows)
+            self._tried = self._tried or rows
             self._facts.append(facts)
             self.network = self.network if self.holds_network else None
         places = torch.tensor([self._places[_digest(text)] for text in texts]).view(-1, 2)
@@ -133,29 +133,31 @@ class TextTable:
         for name, first in self._parts[0].items():
             conditions[name] = torch.empty(len(texts), *first.shape[1:], dtype=first.dtype)
             for number in sorted(set(places[:, 0].tolist())):
-                own = places[:, 0] == number
-                conditions[name][own] = self._parts[number][name][places[own, 1]]
+                here = places[:, 0] == number
+                conditions[name][here] = self._parts[number][name][places[here, 1]]
         return self._ready(conditions)
 
     def report_prompts(self, texts: Iterable[str]) -> None:
-        """Warn of those of `texts`, which `rows` has encoded, that lose something: once of each."""
+        """Warn once of each of `texts`, which `rows` has encoded, that is cut or unknown to the tokenizer."""
         new = sorted(set(texts) - self._reported)
         self._reported.update(new)
         if new and rank() == 0:
             self._report_tokens(new)
 
     def nothing(self) -> dict[str, Tensor]:
-        """Return what an empty text becomes, by the names of conditions."""
+        """Return the conditions of an empty text, by name."""
         return {name: rows[0] for name, rows in self.rows([""]).items()}
 
-    def _ready(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {self.name + name: rows.float() if rows.is_floating_point() else rows for name, rows in made.items()}
+    def _ready(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {self.name + name: rows.float() if rows.is_floating_point() else rows for name, rows in columns.items()}
 
     def _open(self) -> TextNetwork:
         if self.network is None:
             self.network = self.encoder.opened(self.device)
             if self.encoder.limit and not self.network.lengths:
-                raise self.returned.wrong(f"limit = {self.encoder.limit}", "lengths(texts) of what open() returns")
+                raise self.returned.wrong(
+                    f"limit = {self.encoder.limit}", "lengths(texts) of the network that open() returns"
+                )
         return self.network
 
     def _lacking(self, folder: Path, wanted: Sequence[str], report: bool = False) -> list[str]:
@@ -163,7 +165,9 @@ class TextTable:
         self._parts, self._places, self._facts, self._soundness = [], {}, [], []
         for path in sorted(folder.glob("*-*")):
             num = path.name.rpartition("-")[2]
-            part = found(path, "table of texts", partial(_read, num=int(num)), report) if num.isdecimal() else None
+            if not num.isdecimal():
+                continue
+            part = load_if_sound(path, "table of texts", partial(_read, num=int(num)), report)
             if part is not None:
                 self._places |= {digest: (len(self._parts), row) for row, digest in enumerate(part[0].digests)}
                 self._facts.append(part[0])
@@ -181,7 +185,7 @@ class TextTable:
         """Encode `texts` into one more file."""
         name = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
         path = folder / f"{name}-{len(texts)}"
-        # The form of the first is that of all, on all ranks.
+        # The first rows give the shapes and dtypes of all rows, on all ranks.
         first = gathered_or_raised(lambda: self._tried or self._stored(texts[:1]))[0]
 
         columns = {name: Column.of(rows, len(texts)) for name, rows in first.items()}
@@ -201,53 +205,53 @@ class TextTable:
         self.network = None  # its memory is for the training
 
     def _look(self, texts: Sequence[str]) -> TextSoundness:
-        """Return what a few of `texts` show of the encoder."""
+        """Return the facts about the encoder that a few of `texts` show."""
         rows: list[int] = few_of(torch.arange(len(texts))).tolist()
         few = [texts[row] for row in rows]
         starts = range(0, len(few), AT_ONCE)
         parts = [self._made(few[start : start + AT_ONCE], torch.float32) for start in starts]
-        made = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        encoded = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         facts = TokenFacts.of(self._open(), few, self.encoder.limit)
-        soundness = TextSoundness.of(dict(zip(rows, few, strict=True)), facts, made)
+        soundness = TextSoundness.of(dict(zip(rows, few, strict=True)), facts, encoded)
         self._soundness.append((soundness, [*map(_digest, texts)]))
         return soundness
 
     def _report_soundness(self, texts: Sequence[str]) -> None:
-        """Warn of what is not sound about the encoder of `texts`."""
-        own = {_digest(text): text for text in texts}
+        """Warn of faults of the encoder of `texts`."""
+        by_digest = {_digest(text): text for text in texts}
         parts = [
             (soundness, known)
             for soundness, digests in self._soundness
-            if (known := {row: own[digest] for row, digest in enumerate(digests) if digest in own})
+            if (known := {row: by_digest[digest] for row, digest in enumerate(digests) if digest in by_digest})
         ]
         report_texts(self.where, self.encoder, parts)
 
     def _made(self, texts: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return what `texts` become, on the CPU, numbers as `dtype`."""
+        """Return the rows of `texts` on the CPU, floats as `dtype`."""
         with torch.no_grad():
-            made = self.returned.of_texts(self._open().encode(texts), len(texts))
-            return {name: (rows.to(dtype) if rows.is_floating_point() else rows).cpu() for name, rows in made.items()}
+            encoded = self.returned.of_texts(self._open().encode(texts), len(texts))
+        return {name: (rows.to(dtype) if rows.is_floating_point() else rows).cpu() for name, rows in encoded.items()}
 
     def _stored(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        made = self._made(texts, STORED)
-        for rows in made.values():
+        encoded = self._made(texts, STORED)
+        for rows in encoded.values():
             if rows.is_floating_point() and not rows.isfinite().all():
                 bad = int((~rows.isfinite().view(len(texts), -1).all(1)).nonzero()[0])
-                raise UserError(f"{self.where}: {texts[bad][:_SHOWN]!r} becomes values that float16 does not hold")
-        return made
+                raise UserError(f"{self.where}: {texts[bad][:_SHOWN]!r} becomes values beyond the range of float16")
+        return encoded
 
     def _facts_of(self, texts: Sequence[str], soundness: TextSoundness | None = None) -> _Facts:
         facts = TokenFacts.of(self._open(), texts, self.encoder.limit)
         return _Facts([_digest(text) for text in texts], facts.cut, facts.unknown, facts.tokens, soundness)
 
     def _report_tokens(self, texts: Sequence[str]) -> None:
-        """Warn of texts that are cut, or that are not what they were any more when they are tokens."""
+        """Warn of texts that are cut, unknown to the tokenizer, or the same as another text in tokens."""
         parts, wanted = self._facts if self.is_kept else [self._facts_of(texts)], list(map(_digest, texts))
-        known = {digest: one for part in parts for digest, one in part.by_text(set(wanted)).items()}
+        known = {digest: fact for part in parts for digest, fact in part.by_text(set(wanted)).items()}
         facts = [known[digest] for digest in wanted]
-        cut = [text for text, one in zip(texts, facts, strict=True) if one.is_cut]
-        unknown = [text for text, one in zip(texts, facts, strict=True) if one.is_unknown]
-        tokens = [one.tokens for one in facts]
+        cut = [text for text, fact in zip(texts, facts, strict=True) if fact.is_cut]
+        unknown = [text for text, fact in zip(texts, facts, strict=True) if fact.is_unknown]
+        tokens = [fact.tokens for fact in facts]
         same = [] if "" in tokens else of_same_tokens(texts, tokens)
         of_all = f"of {len(texts):,} texts"
         if cut:
@@ -257,15 +261,14 @@ class TextTable:
             text = f"{len(unknown):,} {of_all} have hardly a word that the tokenizer knows, such as "
             logger.warning("%s: %s%r", self.where, text, unknown[0][:_SHOWN])
         if same:
-            (text, other), num = same[0], f"{len(same):,} {of_all}"
-            one, first = text[:_SHOWN], other[:_SHOWN]
-            logger.warning("%s: %s have the same tokens as another, such as %r and %r", self.where, num, one, first)
+            num, (text, other) = f"{len(same):,} {of_all}", (part[:_SHOWN] for part in same[0])
+            logger.warning("%s: %s have the same tokens as another, such as %r and %r", self.where, num, text, other)
 
 
 class Nothing(Mapping[str, Tensor | None]):
-    """What the encoders of `rows` make of an empty text, by the names of conditions: made when it is first needed.
+    """The conditions of an empty text by the encoders of `rows`, by name, made at the first use.
 
-    It is None for those that `stay` as they are.
+    The value is None for conditions that `stay` as they are.
     """
 
     def __init__(self, rows: Mapping[str, TextTable], stay: Collection[str]) -> None:
@@ -273,8 +276,8 @@ class Nothing(Mapping[str, Tensor | None]):
 
     @cached_property
     def _made(self) -> dict[str, Tensor | None]:
-        made = {name: value for rows in self._rows.values() for name, value in rows.nothing().items()}
-        return {**made, **dict.fromkeys(self._stay)}
+        values = {name: value for rows in self._rows.values() for name, value in rows.nothing().items()}
+        return {**values, **dict.fromkeys(self._stay)}
 
     def __getitem__(self, name: str) -> Tensor | None:
         return self._made[name]
@@ -288,7 +291,7 @@ class Nothing(Mapping[str, Tensor | None]):
 
 @define(eq=False)
 class TextConditions:
-    """What the encoders of texts make: conditions of a request for images, and what stands for no text."""
+    """The conditions of texts: of captions and prompts, and those that stand for no text."""
 
     rows: Mapping[str, TextTable]  # by the names of the encoders
     shape: Sequence[int]  # of a picture, c h w
@@ -316,13 +319,12 @@ class TextConditions:
         return {name: rows.returned.digest() for name, rows in self.rows.items()}
 
     def embed(self, texts: Mapping[str, Sequence[str]], are_prompts: bool = True) -> dict[str, Tensor]:
-        """Return what `texts` become, n of each kind, by the names of conditions: n rows each.
+        """Return the conditions of `texts`, n of each kind, by name: n rows each.
 
-        If they `are_prompts`, and no captions, there is a warning of those that an encoder cuts.
+        For texts that `are_prompts`, a warning lists those that an encoder cuts.
 
         Raises:
-            UserError: for a kind of texts that no encoder takes, for one that is lacking, and for prompts that are no
-                texts.
+            UserError: for a kind of texts that no encoder takes, for a missing kind, and for prompts that are no texts.
         """
         for prompt in chain.from_iterable(texts.values()) if are_prompts else ():
             try:
@@ -333,43 +335,43 @@ class TextConditions:
             if kind not in self.kinds:
                 known = f"expected {listed(self.kinds, 3)}{nearest(kind, self.kinds)}"
                 raise UserError(f"texts: no encoder takes {kind!r}; {known}")
-        made: dict[str, Tensor] = {}
+        conditions: dict[str, Tensor] = {}
         for rows in self.rows.values():
             if rows.encoder.texts not in texts:
-                raise UserError(f"texts: {rows.where} needs {rows.encoder.texts!r} too")
-            made |= rows.rows(list(texts[rows.encoder.texts]))
+                raise UserError(f"texts: add {rows.encoder.texts!r}, which {rows.where} needs")
+            conditions |= rows.rows(list(texts[rows.encoder.texts]))
             if are_prompts:
                 rows.report_prompts(texts[rows.encoder.texts])
-        return made
+        return conditions
 
     def of_prompts(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-        """Return what `texts` become, as `embed`, and the sizes of the pictures that are drawn of them."""
-        made, num = self.embed(texts), max(map(len, texts.values()), default=0)
-        return {**made, **{name: numbers.expand(num, -1) for name, numbers in self.time_ids.items()}}
+        """Return the conditions of `texts`, as `embed`, and those of the sizes of their pictures."""
+        conditions, num = self.embed(texts), max(map(len, texts.values()), default=0)
+        return {**conditions, **{name: numbers.expand(num, -1) for name, numbers in self.time_ids.items()}}
 
 
 @define(frozen=True)
 class _Text:
-    """What the tokenizer makes of a text."""
+    """Facts about the tokens of a text."""
 
     is_cut: bool
     is_unknown: bool
-    tokens: str  # a hash; "": it is not known
+    tokens: str  # a hash; "": not known
 
 
 @define(frozen=True)
 class _Facts:
     digests: list[str]  # of the texts, in the order of their rows
     cut: list[int]  # rows of texts that the encoder cuts
-    unknown: list[int] = field(factory=list)  # rows of texts of which it knows hardly any word
+    unknown: list[int] = field(factory=list)  # rows of texts with hardly a word that it knows
     tokens: list[str] = field(factory=list)  # a hash of the tokens of each text, if they are known
     soundness: TextSoundness | None = None  # of texts that were encoded for a table
 
     def by_text(self, wanted: Collection[str]) -> dict[str, _Text]:
-        """Return the facts by the digests of texts, of those that are `wanted`."""
+        """Return the facts about the `wanted` texts, by their digests."""
         cut, unknown, tokens = set(self.cut), set(self.unknown), self.tokens or [""] * len(self.digests)
         every = enumerate(zip(self.digests, tokens, strict=True))
-        return {digest: _Text(row in cut, row in unknown, own) for row, (digest, own) in every if digest in wanted}
+        return {digest: _Text(row in cut, row in unknown, token) for row, (digest, token) in every if digest in wanted}
 
 
 def _read(path: Path, num: int) -> tuple[_Facts, dict[str, Tensor]]:

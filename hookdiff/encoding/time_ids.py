@@ -35,5 +35,5 @@ class TimeIds:
 
 
 def of_prompt(target: Sequence[int]) -> Tensor:
-    """Return the six numbers (float32) of a picture that is drawn: nothing of it was resized or cut off."""
+    """Return the six numbers (float32) of a picture that is sampled, which is neither resized nor cropped."""
     return torch.tensor([*target, 0, 0, *target], dtype=torch.float32)

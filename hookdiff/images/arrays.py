@@ -37,10 +37,10 @@ def names_in(path: Path) -> list[str]:
 
 
 def open_array(path: Path, name: str, whole: bool = False) -> Any:
-    """Return an array of an .npy or .npz: of an .npy in the order of C its `Rows`, unless `whole`; any other in memory.
+    """Return an array of an .npy or .npz, in memory. An .npy in the order of C becomes `Rows`, unless `whole`.
 
     Raises:
-        ValueError: with the file for a name that it does not have, and for a file that cannot be read.
+        ValueError: for a name that the file does not have, and for a file that cannot be read.
     """
     if name not in (names := names_in(path)):
         listed = ", ".join(map(shown, names)).strip() or "one array without a name"
@@ -48,9 +48,9 @@ def open_array(path: Path, name: str, whole: bool = False) -> Any:
     with _opened(path, name) as file:
         if path.suffix.lower() == ".npz":
             with zipfile.ZipFile(file) as archive, archive.open(f"{name}.npy") as member:
-                found = _whole(member, archive.getinfo(f"{name}.npy").file_size)
-                member.read(1)  # to the end of the member, which checks its sum
-                return found
+                array = _whole(member, archive.getinfo(f"{name}.npy").file_size)
+                member.read(1)  # reads to the end of the member, which checks its checksum
+                return array
         size = os.fstat(file.fileno()).st_size
         shape, fortran_order, dtype = _header(file, size)
         if not whole and not fortran_order:
@@ -101,13 +101,13 @@ def _whole(file: IO[bytes], size: int) -> Any:
 
 
 class Rows:
-    """The images in an .npy, each of which is read when it is needed. Threads and forked processes may share them."""
+    """The images in an .npy, each read when it is needed. Threads and forked processes may share them."""
 
     def __init__(self, path: Path, file: FileIO, shape: tuple[int, ...], dtype: Any) -> None:
         self.path, self.shape, self.dtype, self._start = path, shape, dtype, file.tell()
         if (size := math.prod(self.shape[1:]) * self.dtype.itemsize) > _LARGEST:
             raise ValueError(f"one image has {size} bytes, expected at most {_LARGEST}")
-        self._file = os.dup(file.fileno())  # it stays the same file if another one gets its name
+        self._file = os.dup(file.fileno())  # stays the same file if a new file gets its name
         finalize(self, os.close, self._file)
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
 """The random stage of the transforms, for a whole batch at once, on the batch's device.
 
-What belongs to the pictures and has their height and width, such as masks, is cropped and flipped with them. The random
+Conditions of the height and width of the pictures, such as masks, are cropped and flipped with them. The random
 numbers of a sample depend on (seed, epoch, index) alone: batch size, ranks, workers and store change no pixel.
 """
 
@@ -54,7 +54,7 @@ def center_crop(samples: Batch, transforms: Transforms) -> Batch:
 
 
 def corners(transforms: Transforms, indices: Tensor, seed: int, epoch: int | None) -> Tensor:
-    """Return top and left (n 2, int64) of what the random stage keeps of the samples `indices`; None: of the centre."""
+    """Return top and left (n 2, int64) of the random crops of the samples `indices` in `epoch`; None: of the centre."""
     slack = (transforms.side or 0) - (transforms.image_size or 0)
     if epoch is None:
         return torch.full((len(indices), 2), centre_start(slack))

@@ -36,15 +36,14 @@ class _Facts:
 
 
 def key_of(source: AnySource, transforms: Transforms) -> tuple[Any, ...] | None:
-    """Return all that the pixels of the first stage of `source` depend on; None for a source without a fingerprint."""
+    """Return the facts on which first-stage pixels of `source` depend; None for a source without a fingerprint."""
     if (fingerprint := source.fingerprint()) is None:
         return None
-    first_stage = (transforms.side, transforms.upscale, transforms.channels, transforms.background)
-    return FORMAT, source.kind, fingerprint, *first_stage
+    return FORMAT, source.kind, fingerprint, *transforms.first_stage
 
 
 def place_of(key: tuple[Any, ...], folder: Path) -> Path:
-    """Return the table in `folder` of what depends on `key`."""
+    """Return the path in `folder` of the table with this `key`."""
     return folder / hashlib.sha256(repr(key).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
@@ -78,7 +77,7 @@ def load_or_decode(
 
 
 def facts_of(seen: Survey) -> Any:
-    """Return a survey without its shape as JSON has it."""
+    """Return a survey, without its shape, as values for JSON."""
     return cattrs.unstructure(_Facts(seen.kinds, list(seen.unreadable.items()), list(seen.undecodable.items())))
 
 

@@ -24,24 +24,24 @@ def read_captions(root: Path, names: Sequence[str | None]) -> list[tuple[str, ..
         UserError: that lists the files that cannot be read.
     """
     parts = [names[start : start + _AT_ONCE] for start in range(0, len(names), _AT_ONCE)]
-    found: list[tuple[str, ...]] = []
+    texts: list[tuple[str, ...]] = []
     problems: list[str] = []
     with ThreadPoolExecutor(_THREADS) as pool:
-        made = pool.map(partial(_read_all, root), parts)
-        with closing(paced(made, len(names), "data: captions", size=lambda part: len(part[0]))) as paced_parts:
+        results = pool.map(partial(_read_all, root), parts)
+        with closing(paced(results, len(names), "data: captions", size=lambda part: len(part[0]))) as paced_parts:
             for captions, wrong in paced_parts:
-                found += captions
+                texts += captions
                 problems += wrong
     if len(problems) > 1:
         raise UserError(f"{len(problems):,} files of captions cannot be read:{as_lines(problems)}")
     for problem in problems:
         raise UserError(problem)
-    return found
+    return texts
 
 
 def _read_all(root: Path, names: Sequence[str | None]) -> tuple[list[tuple[str, ...]], list[str]]:
     """Return the captions in some files, and the problems of those that cannot be read."""
-    found, problems = list[tuple[str, ...]](), list[str]()
+    texts, problems = list[tuple[str, ...]](), list[str]()
     for name in names:
         captions: tuple[str, ...] = ()
         if name is not None:
@@ -50,5 +50,5 @@ def _read_all(root: Path, names: Sequence[str | None]) -> tuple[list[tuple[str, 
                     captions = lines_of(file.read(LARGEST_CAPTIONS + 1) or b"")
             except (OSError, ValueError) as error:
                 problems.append(f"{shown(root / name)}: {reason(error) if isinstance(error, OSError) else error}")
-        found.append(captions)
-    return found, problems
+        texts.append(captions)
+    return texts, problems

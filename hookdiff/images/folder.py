@@ -24,7 +24,7 @@ class Folder:
     """Image files at any depth below a folder, in the order of their names.
 
     A file is an image by its suffix, or by its first bytes if it has none; `formats.py` has the list. `passed_over`
-    counts the others by kind, but for hidden files, captions beside their images, and the file of labels.
+    counts other files by kind, but not hidden files, captions beside their images, and the file of labels.
 
     Where images and labels do not match, `problems` has the reasons: they are reported together with those of the
     images.
@@ -71,8 +71,8 @@ class Folder:
         elif labels == "none":
             self.labels, self.classes = None, None
         else:
-            found = read_labels(self.path, self.files, labels, in_column)
-            self.labels, self.classes, self._column, self.problems = found
+            columns = read_labels(self.path, self.files, labels, in_column)
+            self.labels, self.classes, self._column, self.problems = columns
 
     def __len__(self) -> int:
         return len(self.files)
@@ -100,15 +100,15 @@ class Folder:
         return {"text": read_captions(self.path, list(map(self._beside.get, stems)))}
 
     def fingerprint(self) -> str:
-        found = hashlib.sha256(os.fsencode(self.path.resolve()))
+        digest = hashlib.sha256(os.fsencode(self.path.resolve()))
         for index, name in enumerate(self.files):
             try:
                 about = os.stat(self.describe(index))
                 state = f"{about.st_size} {about.st_mtime_ns}"
             except OSError as error:  # such as a broken link, which is refused when it is read
                 state = str(error.errno)
-            found.update(os.fsencode(f"\n{name}\0{state}"))
-        return found.hexdigest()
+            digest.update(os.fsencode(f"\n{name}\0{state}"))
+        return digest.hexdigest()
 
 
 def _find(root: Path, labels: str) -> tuple[list[str], PassedOver, dict[str, str]]:

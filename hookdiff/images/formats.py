@@ -1,4 +1,4 @@
-"""The formats of picture files: all that hookdiff knows of them is derived from one list."""
+"""The formats of picture files. Everything about formats is derived from this list."""
 
 import re
 
@@ -14,7 +14,7 @@ class Format:
     names: tuple[str, ...]  # in Pillow; the first one is that of the reader
     suffixes: tuple[str, ...]  # the first one is the usual one
     begins: bytes  # pattern of the first bytes
-    is_extra: bool = field(default=False, kw_only=True)  # only another package than Pillow has a reader
+    is_extra: bool = field(default=False, kw_only=True)  # Pillow has no reader; an extra package may have one
 
 
 # The last one is known by its header alone, which has no magic number.
@@ -42,19 +42,19 @@ def known() -> list[Format]:
     """Return the formats that can be read here."""
     from PIL import Image
 
-    return [one for one in PICTURE_FORMATS if not one.is_extra or one.names[0] in Image.OPEN]
+    return [kind for kind in PICTURE_FORMATS if not kind.is_extra or kind.names[0] in Image.OPEN]
 
 
 def suffixes() -> frozenset[str]:
     """Return the suffixes of files that can be read here, in lower case with their dot."""
-    return frozenset(suffix for one in known() for suffix in one.suffixes)
+    return frozenset(suffix for kind in known() for suffix in kind.suffixes)
 
 
 def is_picture(head: bytes) -> bool:
     """Return whether a file that begins with `head`, its first `HEAD` bytes, is of a format that can be read here."""
-    return any(re.match(one.begins, head, re.DOTALL) for one in known())
+    return any(re.match(kind.begins, head, re.DOTALL) for kind in known())
 
 
 def usual_suffix(name: str | None) -> str | None:
     """Return the usual suffix of the format that Pillow calls `name`; None for a format that is not known."""
-    return next((one.suffixes[0] for one in PICTURE_FORMATS if name in one.names), None)
+    return next((kind.suffixes[0] for kind in PICTURE_FORMATS if name in kind.names), None)

@@ -25,8 +25,8 @@ _Captions = tuple[str, ...]  # of one sample
 def with_texts(source: AnySource, keys: ItemKeys, workers: Workers) -> AnySource:
     """Return `source` with the captions in its items as its `texts`, by their keys, and without them in its items.
 
-    Only a map-style data set with a text, or a list of texts, in its first item is another one then. All items are read
-    once, when the captions of one key are first asked for, which raises UserError for an item without them.
+    Only a map-style data set with a text, or a list of texts, in its first item is changed. All items are read once,
+    when the captions of one key are first used, which raises UserError for an item without captions.
     """
     if not len(source) or source.memory or source.is_images or source.texts:
         return source
@@ -34,21 +34,21 @@ def with_texts(source: AnySource, keys: ItemKeys, workers: Workers) -> AnySource
         names = tuple(name for name, value in _others(source, keys, 0).items() if is_text(value))
     if not names:
         return source
-    return _Captioned(source.given, keys, names, _ItemTexts(names, partial(_read, source, keys, names, workers)))
+    return _Captioned(source.origin, keys, names, _ItemTexts(names, partial(_read, source, keys, names, workers)))
 
 
 def _others(source: AnySource, keys: ItemKeys, index: int) -> dict[str, Any]:
-    """Return what an item holds beside its picture and label, by name: as in epoch 0 of seed 0, if it is drawn."""
+    """Return the values of an item beside its picture and label, by name. Random ones are those of seed 0, epoch 0."""
     seed_all(0, 0, index)
     return parts_of(source[index], index, keys)[2]
 
 
 @define(eq=False, slots=False)
 class _Captioned(AnySource):
-    """A map-style data set of which `texts` has the captions, and the items have none."""
+    """A map-style data set with its captions in `texts`, and none in its items."""
 
     keys: ItemKeys
-    names: Sequence[str]  # of what holds captions
+    names: Sequence[str]  # of the values that are captions
     item_texts: _ItemTexts
 
     def __attrs_post_init__(self) -> None:
@@ -61,9 +61,9 @@ class _Captioned(AnySource):
         return self
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        image, label, others = parts_of(self.given[index], index, self.keys)
-        kept = {name: value for name, value in others.items() if name not in self.names}
-        return {self.keys.image_key or "image": image, self.keys.label_key or "label": label, **kept}
+        image, label, others = parts_of(self.origin[index], index, self.keys)
+        conditions = {name: value for name, value in others.items() if name not in self.names}
+        return {self.keys.image_key or "image": image, self.keys.label_key or "label": label, **conditions}
 
     @property
     def texts(self) -> NamedCaptions | None:
@@ -72,7 +72,7 @@ class _Captioned(AnySource):
 
 @define(eq=False, slots=False)
 class _ItemTexts(Mapping[str, Sequence[_Captions]]):
-    """The captions of all samples, by `names`, which are read when those of one name are asked for."""
+    """The captions of all samples, by `names`. All are read when those of one name are first used."""
 
     names: Sequence[str]
     read: Callable[[], dict[str, Sequence[_Captions]]]
@@ -109,7 +109,7 @@ def _captions(source: AnySource, keys: ItemKeys, names: Sequence[str], indices: 
         others, row = _others(source, keys, index), list[_Captions]()
         for name in names:
             if name not in others:
-                raise UserError(f"sample {index} of the data has no {name!r}, which is a text in sample 0")
+                raise UserError(f"sample {index} of the data has no {name!r}: expected a caption, as in sample 0")
             try:
                 row.append(captions_of(others[name]))
             except ValueError as error:

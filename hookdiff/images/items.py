@@ -37,7 +37,7 @@ class ItemKeys:
     )
 
     def split(self, item: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the picture, the label, and all else in `item`; raises ValueError if it has no such keys."""
+        """Return the picture, the label, and the other values in `item`; raises ValueError if it has no such keys."""
         image_key = self.image_key or ("image" if "image" in item else "inputs")
         label_key = self.label_key or "label"
         if image_key not in item:
@@ -87,7 +87,7 @@ def read_item(
 def picture_in(
     source: AnySource, keys: ItemKeys, seed: int, epoch: int, index: int
 ) -> tuple[Any, int | None, dict[str, Any]]:
-    """Return the picture, the label and all else, by name, in an item of a map-style data set, seeded as `read_item`.
+    """Return the picture, the label and the other values of an item of a map-style data set, seeded as `read_item`.
 
     Raises UserError for an item without a picture.
     """
@@ -108,7 +108,7 @@ def seed_all(seed: int, epoch: int, index: int) -> None:
 
 
 def parts_of(item: Any, index: int, keys: ItemKeys) -> tuple[Any, int | None, dict[str, Any]]:
-    """Return the picture, the label and all else, by name, in the item at `index` of a map-style data set.
+    """Return the picture, the label and the other values, by name, of the `item` at `index` of a map-style data set.
 
     Raises:
         UserError: for an item without a picture, and for a label that is no integer.
@@ -143,7 +143,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def sides_of(image: Any) -> tuple[int, ...]:
-    """Return height and width of a picture, of pixels ... h w or of Pillow; of that only the header is read."""
+    """Return height and width of pixels ... h w, or of a Pillow image, whose header alone is read."""
     return tuple(image.shape[-2:]) if hasattr(image, "shape") else upright_size(image)[::-1]
 
 
@@ -158,41 +158,43 @@ def _condition(value: Any, picture: Sequence[int], transforms: Transforms) -> Te
             raise ValueError(f"an image of {got}, expected {expected}, as the picture")
         return evolve(transforms, channels=None).fit(value)
     try:
-        found = value if isinstance(value, Tensor) else torch.tensor(value)
+        tensor = value if isinstance(value, Tensor) else torch.tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        way_out = "; an encoder in [data.encode] of a config makes one of a text" if is_text(value) else ""
+        way_out = "; an encoder in [data.encode] of a config turns texts into tensors" if is_text(value) else ""
         raise ValueError(f"{_text(value)}, expected a tensor, an array, a number or an image{way_out}") from None
-    *channels, height, width = found.shape if found.dim() > 1 else (0, 0)
-    if not is_paired(found.shape, picture) or transforms.side is None or height == width == transforms.side:
-        return found
+    *channels, height, width = tensor.shape if tensor.dim() > 1 else (0, 0)
+    if not is_paired(tensor.shape, picture) or transforms.side is None or height == width == transforms.side:
+        return tensor
     single = evolve(transforms, channels=None)
-    fitted = torch.cat([single.fit(layer) for layer in found.reshape(-1, 1, height, width)])
+    fitted = torch.cat([single.fit(layer) for layer in tensor.reshape(-1, 1, height, width)])
     return fitted.reshape(*channels, *fitted.shape[1:])
 
 
 def collate(samples: Sequence[LoadedSample]) -> Stack:
     """Return `samples` as one batch. Raises UserError unless all have the same conditions, of the same shapes."""
     images, labels, indices, conditions = zip(*samples, strict=True)
-    for index, own in zip(indices, conditions, strict=True):
-        if own.keys() != conditions[0].keys():
-            one, other = (", ".join(map(repr, each)) or "nothing" for each in (conditions[0], own))
+    for index, row in zip(indices, conditions, strict=True):
+        if row.keys() != conditions[0].keys():
+            first, other = (", ".join(map(repr, names)) or "nothing" for names in (conditions[0], row))
             raise UserError(
-                f"beside its image, sample {indices[0]} of the data has {one}, sample {index} has {other}: expected "
+                f"beside its image, sample {indices[0]} of the data has {first}, sample {index} has {other}: expected "
                 "the same in all samples"
             )
     return (
         _column(images, indices, "", ": set image_size"),
         None if None in labels else torch.tensor(labels),
         torch.tensor(indices),
-        {name: _column([own[name] for own in conditions], indices, f": {name!r}", "") for name in conditions[0]},
+        {name: _column([row[name] for row in conditions], indices, f": {name!r}", "") for name in conditions[0]},
     )
 
 
 def _column(values: Sequence[Tensor], indices: Sequence[int], name: str, way_out: str) -> Tensor:
     for value, index in zip(values, indices, strict=True):
         if (value.shape, value.dtype) != (values[0].shape, values[0].dtype):
-            one, other = _text(values[0]), _text(value)
-            raise UserError(f"sample {indices[0]} of the data{name} is {one}, sample {index}{name} is {other}{way_out}")
+            text = (
+                f"sample {indices[0]} of the data{name} is {_text(values[0])}, sample {index}{name} is {_text(value)}"
+            )
+            raise UserError(text + way_out)
     return torch.stack(list(values))
 
 

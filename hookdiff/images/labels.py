@@ -59,7 +59,7 @@ def read_labels(
     """Return labels and classes of `files` (below `root`) from the file `labels`, in `root` or the working directory.
 
     The third value has the texts in the column `captions` for each of `files`, in the order of the lines; with this
-    column the file needs no labels. The fourth lists what is wrong: lines, images without a label, labels without an
+    column the file needs no labels. The fourth lists the faults: wrong lines, images without a label, labels without an
     image. Raises ValueError for a file that is missing or cannot be read.
     """
     path = root / labels if (root / labels).exists() else Path(os.path.expanduser(labels))
@@ -68,7 +68,7 @@ def read_labels(
         raise ValueError(f"labels: expected 'folder', 'none' or a file; there is no {labels!r} in {root} or here{near}")
     if path.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"{path}: expected labels in a .csv or a .jsonl")
-    found: dict[str, str | int] = {}
+    label_of: dict[str, str | int] = {}
     texts: dict[str, list[str]] = {}
     named, labelled, wrong = set(), set(), []
     columns: set[str] = set()
@@ -78,12 +78,12 @@ def read_labels(
         with open_file(path) as raw, TextIOWrapper(BufferedReader(raw), "utf-8-sig", newline="") as file:
             for line, row in _csv(file) if path.suffix.lower() == ".csv" else _jsonl(file):
                 try:
-                    given = _name(row, needs_label=captions is None)
-                    named.add(name := here.get(normal(given), given))
+                    file_name = _name(row, needs_label=captions is None)
+                    named.add(name := here.get(normal(file_name), file_name))
                     if "label" in row:
                         labelled.add(name)
                         label = _label(name, row["label"])
-                        if found.setdefault(name, label) != label:
+                        if label_of.setdefault(name, label) != label:
                             raise ValueError(f"{shown(name)} has another label on an earlier line")
                     if captions is not None:
                         columns.update(map(str, row))
@@ -93,8 +93,8 @@ def read_labels(
     except (OSError, csv.Error, ValueError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     problems = [
-        f"{shown(one)} and {shown(other)} differ only by Unicode normalisation, as {one!a} and {other!a}: rename one"
-        for one, other in alike
+        f"{shown(name)} and {shown(other)} differ only by Unicode normalisation, as {name!a} and {other!a}: rename one"
+        for name, other in alike
     ]
     if wrong:
         problems.append(wrong[0] if len(wrong) == 1 else f"{len(wrong):,} lines are wrong:{as_lines(wrong)}")
@@ -107,7 +107,7 @@ def read_labels(
     if (captions is None or labelled) and (lacking := [name for name in files if name not in labelled]):
         problems.append(f"{len(lacking):,} of {len(files):,} images have no label: {some(lacking)}")
     try:
-        numbers, classes = encode([found[name] for name in files] if labelled and not problems else [])
+        numbers, classes = encode([label_of[name] for name in files] if labelled and not problems else [])
     except ValueError as error:
         problems.append(str(error))
     if problems:
@@ -116,7 +116,7 @@ def read_labels(
 
 
 def _csv(file: TextIO) -> Iterator[tuple[int, Any]]:
-    """Yield the rows below the header as dicts, or what is wrong with one, and their lines."""
+    """Yield the line and the dict of each row below the header, or a ValueError in place of the dict."""
     rows = csv.reader(file, strict=True)  # else an open quote would take all that follows
     header: list[str] = []
     try:
@@ -126,8 +126,8 @@ def _csv(file: TextIO) -> Iterator[tuple[int, Any]]:
                 _check_header(header, rows.line_num)
             elif len(row) != len(header):
                 counts = f"{len(row)} cells below a header of {len(header)}"
-                given = shown(",".join(row))[:60]
-                yield rows.line_num, ValueError(f"{given}: {counts}; a text with a comma needs quotes around it")
+                start = shown(",".join(row))[:60]
+                yield rows.line_num, ValueError(f"{start}: {counts}; a text with a comma needs quotes around it")
             else:
                 yield rows.line_num, dict(zip(header, row, strict=True))
     except csv.Error as error:
@@ -135,12 +135,12 @@ def _csv(file: TextIO) -> Iterator[tuple[int, Any]]:
 
 
 def _check_header(header: Sequence[str], line: int) -> None:
-    """Raise ValueError for names that are there twice, and for a row that commas do not part."""
+    """Raise ValueError for names that are there twice, and for columns that are not separated by commas."""
     check_text(",".join(header))
     if twice := sorted({name for name in header if name and header.count(name) > 1}):
         raise ValueError(f"line {line}: the column {twice[0]!r} is there twice")
-    if found := [mark for mark in ";\t|" if len(header) == 1 and mark in header[0]]:
-        raise ValueError(f"line {line}: {shown(header[0])[:60]} has {found[0]!r} between the columns, expected commas")
+    if marks := [mark for mark in ";\t|" if len(header) == 1 and mark in header[0]]:
+        raise ValueError(f"line {line}: {shown(header[0])[:60]} has {marks[0]!r} between the columns, expected commas")
 
 
 def _jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
@@ -155,18 +155,18 @@ def _jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what JSON holds.
+    """Return the value in a JSON text.
 
     Raises:
-        ValueError: for what is none, and for a key that is there twice, of which `json` would take the last.
+        ValueError: for a text that is no JSON, and for a key that is there twice. `json` would take the last one.
     """
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        keyed = dict(pairs)
+        if len(keyed) < len(pairs):
             ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
             raise ValueError(f"the key {twice!r} is there twice")
-        return found
+        return keyed
 
     return json.loads(text, object_pairs_hook=table)
 
@@ -181,9 +181,9 @@ def _name(row: Any, needs_label: bool) -> str:
     return posixpath.normpath(name.replace("\\", "/"))
 
 
-def _label(name: str, given: Any) -> str | int:
+def _label(name: str, value: Any) -> str | int:
     """Return the label that a row gives to the file `name`."""
-    label = given.strip() if isinstance(given, str) else given
+    label = value.strip() if isinstance(value, str) else value
     if label is None or label == "":
         raise ValueError(f"{shown(name)} has no label")
     if isinstance(label, str) and re.fullmatch(r"-1|[0-9]{1,9}", label):

@@ -42,7 +42,7 @@ class Workers:
 
 
 class Loader:
-    """Calls `read` for addresses. It can load others only if the iterator of the last ones is exhausted.
+    """Calls `read` for addresses. It loads new ones only after the iterator of the last ones is exhausted.
 
     Addresses and results go to workers and back as pickles; those of tensors take a file descriptor each.
     """
@@ -64,7 +64,7 @@ class Loader:
         _loaders.add(self)
 
     def load(self, addresses: Iterable[Any]) -> Iterator[Any]:
-        """Yield what `read` returns for each of the addresses. Raises the UserError that it raises."""
+        """Yield the result of `read` for each of the addresses. Raises the UserError that `read` raises."""
         self.addresses[:] = addresses
         with _signals_blocked(), safe_path(), _shared_memory():
             results = iter(self.loader)  # this starts the workers
@@ -74,7 +74,7 @@ class Loader:
             yield result
 
     def close(self) -> None:
-        """End the workers. Without this, torch would wait for them in vain when the loader is garbage-collected."""
+        """End the workers. Else torch would wait for them in vain when the loader is garbage-collected."""
         iterator = getattr(self.loader, "_iterator", None)
         if iterator is not None:  # `if iterator` would ask for its length
             iterator._shutdown_workers()

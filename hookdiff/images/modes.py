@@ -66,7 +66,7 @@ def _plain(image: Any) -> Loaded:
 
 def _png(image: Any) -> Loaded:
     raw, clear = _raw_mode(image), image.info.get("transparency")
-    if clear is not None and raw in ("I;16B", "RGB;16B"):  # of which Pillow compares one byte
+    if clear is not None and raw in ("I;16B", "RGB;16B"):  # Pillow compares one byte of two
         raise ValueError("PNG of 16 bits with a transparent colour")
     most = {"L;2": 3, "L;4": 15}.get(raw, 0)
     if most and isinstance(clear, int) and clear <= most:  # Pillow scales the pixels to 8 bits, but not this value
@@ -79,7 +79,7 @@ def _tiff(image: Any) -> Loaded:
     photometric, little = tags.get(_PHOTOMETRIC, 0), tags.prefix == b"II"
     bits = tags.get(_BITS, (1,))[0]
     if _SIGNED in tags.get(_SAMPLE_FORMAT, ()) and bits < 32:
-        raise ValueError("signed integers, of which no value is known to be black or white")
+        raise ValueError("signed integers have no known black and white; save it as unsigned")
     # Pillow takes the bytes as those of one pixel after the other; earlier versions took them as RGB.
     is_ycc = codec == "raw" and photometric == 6 and image.mode != "L"
     if is_ycc and (image.mode == "RGB" or tuple(tags.get(_SUBSAMPLING, (2, 2))) != (1, 1)):
@@ -135,7 +135,7 @@ def _tga(image: Any) -> Loaded:
 
 def _jpeg2000(image: Any) -> Loaded:
     content = _content(image)
-    at = content.find(_SIZE) + 40  # of the bits less one of each component, three bytes apart
+    at = content.find(_SIZE) + 40  # the place of the bits, less one, of each component: three bytes apart
     bits = {1 + (byte & 127) for byte in content[at + 2 : at + 2 + 3 * int.from_bytes(content[at : at + 2]) : 3]}
     least = min(bits, default=8)
     image.load()
@@ -169,7 +169,7 @@ def _content(image: Any, size: int = -1) -> bytes:
 
 
 def _raw_mode(image: Any) -> str:
-    """Return how the values stand in the file, in Pillow's words."""
+    """Return the raw mode of Pillow, which says how the values are stored in the file."""
     arguments = image.tile[0].args
     return str(arguments if isinstance(arguments, str) else arguments[0])
 

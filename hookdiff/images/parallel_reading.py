@@ -28,20 +28,20 @@ def with_images(
 ) -> Iterator[tuple[int, Result | Unreadable]]:
     """Yield each of `indices`, in order, with `function(picture)`, or with the error of an unreadable picture.
 
-    Workers are processes, because threads that decode small pictures wait for each other: a pickle of `function` goes
-    there, and a pickle of what it returns comes back. `what` is for the bar, such as "data: decoding"; without it there
-    is none.
+    Workers are processes, because threads that decode small pictures wait for each other. They get a pickle of
+    `function`, and send back pickles of its results. `what` names the progress bar, such as "data: decoding"; None: no
+    bar.
 
     Raises:
-        StorageError: if the place of the pictures fails, which is not about one of them.
+        StorageError: if the disk or the server of the pictures fails.
     """
     source = AnySource.of(source)
     read = partial(_read, source, function)
-    with closing(_with_images(indices, read, may_share=not source.one_at_a_time)) as found:
+    with closing(_with_images(indices, read, may_share=not source.one_at_a_time)) as results:
         if what is None:
-            yield from found
+            yield from results
         else:
-            with closing(paced(found, len(indices), what, size=lambda _: 1)) as shown:
+            with closing(paced(results, len(indices), what, size=lambda _: 1)) as shown:
                 yield from shown
 
 

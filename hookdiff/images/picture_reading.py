@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def open_picture(file: str | BinaryIO) -> Any:
-    """Return the Pillow image in a file, of which only the header is read.
+    """Return the lazy Pillow image in a file: only the header is read.
 
     Raises:
         OSError: and any error of Pillow; OSError for a pipe, a socket or a device, and for other formats than those in
@@ -26,13 +26,13 @@ def open_picture(file: str | BinaryIO) -> Any:
 
     if isinstance(file, str):
         check_kind(file)
-    return Image.open(file, formats=[one.names[0] for one in known()])
+    return Image.open(file, formats=[kind.names[0] for kind in known()])
 
 
 def with_image(source: AnySource, index: int, function: Callable[[Any], Result]) -> Result:
     """Return `function(picture)` for the picture at `index`, and close its file.
 
-    Raises Unreadable for any error but a StorageError, which is not about this picture alone.
+    Raises Unreadable for any error but a StorageError, which concerns all pictures.
     """
     try:
         image = source.load(index)

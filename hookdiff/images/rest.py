@@ -1,4 +1,4 @@
-"""A table that is filled in chunks: what is stopped in between goes on where it stood, and ends as the same files."""
+"""Tables that are filled in chunks. One that is stopped goes on where it stood, and ends as the same files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hookdiff.terminal.pace import paced
 
 logger = logging.getLogger("hookdiff")
 
-_JOURNAL = "chunks.jsonl"  # what is made, and then of each chunk that is there: its number, checksum and facts
+_JOURNAL = "chunks.jsonl"  # the work, and then the number, checksum and facts of each chunk that is there
 
 # Given the chunks of this rank, yields each with its rows, by column, and facts about it that JSON can hold.
 MakeChunks = Callable[[Sequence[int]], Iterator[tuple[int, Mapping[str, Tensor], Any]]]
@@ -41,35 +41,35 @@ def make_in_chunks(
 ) -> None:
     """Write the table `path`, which all ranks make together: they must all call this.
 
-    What a process that ended in between has left is checked and kept, whatever its number of ranks.
+    Chunks that an interrupted process has left are checked and kept, whatever its number of ranks.
 
     Args:
         path: the table; its lock is held.
         columns: its columns.
         chunks: the rows of each chunk: n, int64, ascending. All other rows are zeros.
-        of: what is made, in words.
-        origin: what it is made of, in words. What is left of the same from the same origin, but of other data or by
-            another encoder, is removed.
+        of: the work, in words.
+        origin: the source of the work, in words. Unfinished tables of the same work and origin, but of other data or
+            by another encoder, are removed.
         make: makes chunks.
         facts: returns the facts of the table, given those of its chunks in order; the first rank calls it.
 
     Raises:
         UserError: if the disk has no room for it, or fails.
     """
-    rest = Rest(path, columns, chunks, of, origin)
-    there = first_rank_does(rest.begin)
-    with rest.kept() if rank() == 0 else nullcontext():
-        made = make([number for number in range(len(chunks)) if number not in there][rank() :: num_ranks()])
+    table = UnfinishedTable(path, columns, chunks, of, origin)
+    there = first_rank_does(table.begin)
+    with table.closed() if rank() == 0 else nullcontext():
+        filled = make([number for number in range(len(chunks)) if number not in there][rank() :: num_ranks()])
         rounds = -(-(len(chunks) - len(there)) // num_ranks())
         with closing(paced(range(rounds), rounds, f"data: {of}", "chunks", size=lambda _: 1)) as shown:
             for _ in shown:
-                found = [*filter(None, gathered_or_raised(lambda: next(made, None)))]
-                first_rank_does(lambda found=found: rest.add(found))  # type: ignore[misc]
-        first_rank_does(lambda: rest.finish(facts))
+                group = [*filter(None, gathered_or_raised(lambda: next(filled, None)))]
+                first_rank_does(lambda group=group: table.add(group))  # type: ignore[misc]
+        first_rank_does(lambda: table.finish(facts))
 
 
 @define(eq=False)
-class Rest:
+class UnfinishedTable:
     """The unfinished table of `path`: files of the columns, and a journal of the chunks that are in them."""
 
     path: Path
@@ -111,13 +111,13 @@ class Rest:
             self._files[_JOURNAL] = open_file(self.folder / _JOURNAL, "ab")
         if self._there:
             num = sum(len(self.chunks[number]) for number in self._there)
-            logger.info("data: %s: goes on with what was made before: %s", self.of, self._count(num))
+            logger.info("data: %s: goes on from an earlier run: %s", self.of, self._count(num))
         return set(self._there)
 
-    def add(self, found: Sequence[tuple[int, Mapping[str, Tensor], Any]]) -> None:
-        """Write the rows of chunks, and note in the journal that they are there."""
+    def add(self, group: Sequence[tuple[int, Mapping[str, Tensor], Any]]) -> None:
+        """Write the rows of a group of chunks, and note in the journal that they are there."""
         with writing(self.folder):
-            for number, values, facts in found:
+            for number, values, facts in group:
                 checksum = 0
                 for name in self.columns:
                     content = values[name].contiguous().numpy().tobytes()
@@ -130,7 +130,7 @@ class Rest:
                 _write(self._files[_JOURNAL], f"{json.dumps([number, checksum, facts])}\n".encode())
 
     def finish(self, facts: Callable[[list[Any]], Any]) -> None:
-        """MakeChunks the table of the files, all chunks of which are there."""
+        """Make a finished table of the files, which have all chunks."""
         with writing(self.folder):
             for file in self._files.values():
                 os.fsync(file.fileno())
@@ -142,8 +142,8 @@ class Rest:
             sync_folder(self.path.parent)
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Close the files at the end of the `with`; after an error or an interrupt say what is there."""
+    def closed(self) -> Iterator[None]:
+        """Close the files at the end of the `with`; log the progress after an error or an interrupt."""
         try:
             yield
         except BaseException:
@@ -158,24 +158,24 @@ class Rest:
         return f"{num:,} of {sum(map(len, self.chunks)):,} encoded"
 
     def _key(self) -> str:
-        """Return a hash of the form of the table."""
+        """Return a hash of the columns and the chunks of the table."""
         rows = hashlib.sha256(torch.cat(tuple(self.chunks)).numpy().tobytes()) if self.chunks else hashlib.sha256()
         columns = sorted((name, column.dtype, column.shape) for name, column in self.columns.items())
         sizes = {len(chunk) for chunk in self.chunks}
         return hashlib.sha256(repr((FORMAT, columns, sorted(sizes), rows.hexdigest())).encode()).hexdigest()
 
     def _take(self, line: str) -> None:
-        """Count the chunk of a line of the journal as made if its rows have the checksum."""
+        """Count the chunk in a `line` of the journal as made if its rows have the checksum."""
         try:
             number, checksum, facts = json.loads(line)
-            found = 0
+            written = 0
             for name in self.columns:
                 for start, size in self._places(name, number):
                     self._files[name].seek(start)
-                    found = zlib.crc32(self._files[name].read(size), found)
+                    written = zlib.crc32(self._files[name].read(size), written)
         except (ValueError, TypeError, LookupError):  # a torn line
             return
-        if found == checksum:
+        if written == checksum:
             self._there[number] = checksum, facts
 
     def _places(self, name: str, number: int) -> Iterator[tuple[int, int]]:
@@ -186,7 +186,7 @@ class Rest:
             yield int(part[0]) * width, len(part) * width
 
     def _remove_stale(self) -> None:
-        """Remove what is left of the same work on other data, or by another encoder, unless a process is at it."""
+        """Remove unfinished tables of the same work on other data or by another encoder, unless they are in use."""
         begins = f"[{json.dumps(self.of)}, {json.dumps(self.origin)}, "
         for folder in self.path.parent.parent.glob("*/.*.rest"):
             if folder == self.folder or not (lines := _lines(folder)) or not lines[0].startswith(begins):
@@ -206,7 +206,7 @@ def _lines(folder: Path) -> list[str]:
 
 
 def _allocated(folder: Path) -> int:
-    """Return the bytes of the disk that the files of a folder take: those of rows that are not written take none."""
+    """Return the bytes on disk of the files of a folder. Rows that are not written take no space."""
     if os.name == "nt" or not folder.is_dir():
         return 0
     return sum(os.stat(file).st_blocks * 512 for file in folder.iterdir())

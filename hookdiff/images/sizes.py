@@ -1,4 +1,4 @@
-"""The sizes of the pictures of a source, from what is known of their headers, or else in one pass over these."""
+"""The sizes of the pictures of a source: known ones, and others in one pass over the headers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def common_size(seen: Survey, num: int) -> Tensor | None:
 def sizes_of(source: AnySource, seen: Survey, keys: ItemKeys) -> Tensor:
     """Return height and width of the pictures of `source` as it has them: n 2, int64; zeros if they cannot be read.
 
-    What neither their survey nor `source.known_sizes()` has is read now: headers, or items of a map-style source.
+    Sizes that neither their survey nor `source.known_sizes()` has are read now, from headers or items.
 
     Raises:
         UserError: for an item without a picture.
     """
     if (common := common_size(seen, len(source))) is not None:
         return common
-    if source.memory is not None:  # of more channels than a picture has
+    if source.memory is not None:  # its samples have more channels than a picture
         return torch.tensor(source.memory.images.shape[2:]).expand(len(source), 2)
     sizes = torch.zeros(len(source), 2, dtype=torch.int64) if seen.sizes is None else seen.sizes.clone()
     sizes = sizes.where(sizes > 0, source.known_sizes())

@@ -67,7 +67,7 @@ def feed_of(
 
 @define(eq=False, slots=False)
 class SourceReader(PlainReader):
-    """Reads `source`, any of those that `feed_of` takes."""
+    """Reads the samples of any `source` that `feed_of` takes."""
 
     source: AnySource
     transforms: Transforms
@@ -127,27 +127,27 @@ class SourceReader(PlainReader):
             return self.source.is_images
         if self._kept:
             return self._kept.are_pictures
-        with default_generators_kept():  # which reading seeds: a run may be under way
+        with default_generators_kept():  # reading seeds these generators, and a run may be under way
             images, *_ = next(self._loader(0).load([(0, self._parts[0][:MOST].numpy())]))
         return are_pictures(images)
 
     def bound(self, seed: int, device: torch.device, parts: Parts) -> SourceReader:
-        one = copy(self)
-        one.seed, one.device, one._parts, one._idle, one._reported = seed, device, parts, [], set()
+        reader = copy(self)
+        reader.seed, reader.device, reader._parts, reader._idle, reader._reported = seed, device, parts, [], set()
         if self._kept:
-            one._kept = self._kept.bound(seed, device, parts)
-            one._kept.finish = one._finish
+            reader._kept = self._kept.bound(seed, device, parts)
+            reader._kept.finish = reader._finish
             if undecodable := list(self.prepared.survey.undecodable):
                 broken = torch.zeros(len(self), dtype=torch.bool)
                 broken[[*undecodable, *self.unreadable]] = True
-                one._kept.rows = replacements(parts, broken)
-        return one
+                reader._kept.rows = replacements(parts, broken)
+        return reader
 
     def without_workers(self) -> SourceReader:
         """Return a copy that reads in this process, for a few samples."""
-        one = copy(self)
-        one.workers, one._idle = evolve(self.workers, workers=0), []
-        return one
+        reader = copy(self)
+        reader.workers, reader._idle = evolve(self.workers, workers=0), []
+        return reader
 
     def check(self) -> None:
         if self.transforms.random and len(self.shape) != 3:
@@ -173,8 +173,8 @@ class SourceReader(PlainReader):
                 images = to_device(images, self.device)
                 labels = None if labels is None else to_device(labels, self.device)
                 conditions = {name: to_device(column, self.device) for name, column in conditions.items()}
-                made = self._finish(Batch(images, labels, indices, conditions=conditions), epoch)
-                yield made.inputs, labels, indices, made.conditions
+                batch = self._finish(Batch(images, labels, indices, conditions=conditions), epoch)
+                yield batch.inputs, labels, indices, batch.conditions
         except BaseException:  # also when the epoch is left before its end: the workers load more of its batches
             loader.close()
             raise
@@ -203,14 +203,12 @@ class SourceReader(PlainReader):
         return self.source.name_of(index)
 
     def fingerprint(self) -> str | None:
-        own = self.source.fingerprint()
-        if own is None and self._kept:
-            own = hash_of(self._kept.samples.images)
-        if own is None:
+        digest = self.source.fingerprint()
+        if digest is None and self._kept:
+            digest = hash_of(self._kept.samples.images)
+        if digest is None:
             return None
-        options = self.transforms
-        first_stage = (options.image_size, options.side, options.upscale, options.channels, options.background)
-        return repr((self.source.kind, own, *first_stage))
+        return repr((self.source.kind, digest, self.transforms.image_size, *self.transforms.first_stage))
 
     def sizes(self) -> Tensor:
         """Return height and width of the pictures, before they are resized; see `sizes_of`."""
@@ -224,19 +222,19 @@ class SourceReader(PlainReader):
 def replacements(parts: Sequence[Tensor], unreadable: Tensor) -> Tensor:
     """Return the position of each sample, or of its first readable successor if the sample is `unreadable` (n, bool).
 
-    Raises UserError if one of the `parts`, which are sorted, has unreadable samples only.
+    Raises UserError if all samples of a part, each of which is sorted, are unreadable.
     """
-    found = torch.arange(len(unreadable))
+    positions = torch.arange(len(unreadable))
     for part in parts:
         broken, readable = part[unreadable[part]], part[~unreadable[part]]
         if len(broken) and not len(readable):
             raise UserError("none of the samples of the data, or of those held out, can be read")
-        found[broken] = readable[torch.searchsorted(readable, broken) % max(1, len(readable))]
-    return found
+        positions[broken] = readable[torch.searchsorted(readable, broken) % max(1, len(readable))]
+    return positions
 
 
 def reader_of_source(feed: Feed) -> SourceReader:
-    """Return the reader of the source of a `feed` that `feed_of` made, or that reads its captions beside."""
+    """Return the reader of the source of a `feed` that `feed_of` made, also inside a reader of captions."""
     reader = find_reader(feed, SourceReader)
     assert reader is not None
     return reader

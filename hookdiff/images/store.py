@@ -1,4 +1,4 @@
-"""Turns any source into samples of one shape, kept in memory, in a memory-mapped file, or not at all."""
+"""Turns any source into samples of one shape, kept in memory, in a memory-mapped file, or decoded anew each time."""
 
 import logging
 import os
@@ -86,7 +86,7 @@ class Prepared:
     place: str = "none"  # of the samples: "memory", "disk" or "none"
     survey: Survey = Factory(Survey)
     cache: Path | None = None  # the folder on disk
-    left_out: Sequence[str] = ()  # what is not used, in words
+    left_out: Sequence[str] = ()  # the parts of the source that are not used, in words
 
 
 def prepare(source: AnySource, transforms: Transforms, store: Store) -> Prepared:
@@ -99,9 +99,9 @@ def prepare(source: AnySource, transforms: Transforms, store: Store) -> Prepared
     elif source.is_images:
         prepared = _from_images(source, transforms, store)
     elif store.store in ("auto", "none"):
-        prepared = Prepared(source.items)
+        prepared = Prepared(source.origin)
     else:
-        items = f"the items of {type(source.given).__name__} may differ each time"
+        items = f"the items of {type(source.origin).__name__} may differ each time"
         raise UserError(f"store = {store.store!r}: {items}; only an InMemory, or a source with load(i), can be kept")
     shape = prepared.survey.shape
     if shape and any(transforms.color_jitter) and shape[0] not in (1, 3):
@@ -111,31 +111,31 @@ def prepare(source: AnySource, transforms: Transforms, store: Store) -> Prepared
 
 def _from_images(source: AnySource, transforms: Transforms, store: Store) -> Prepared:
     if not len(source):
-        raise UserError("the source has no samples: nothing to train on")
+        raise UserError("the source has no samples; give one with samples to train on")
     pixels, cache, skip = None, None, store.unreadable == "skip"
     if store.store == "disk":
         if (key := key_of(source, transforms)) is None:
-            name = type(source.given).__name__
+            name = type(source.origin).__name__
             raise UserError(f"store = 'disk' needs a fingerprint() of {name}, to see when its data has changed")
         place, cache = "disk", place_of(key, store.folder)
         fill = partial(_fill, source=source, transforms=transforms)
-        found, pixels = load_or_decode(cache, source, transforms, skip, fill)
+        seen, pixels = load_or_decode(cache, source, transforms, skip, fill)
     else:
-        found = survey(source, transforms, skip)
-        place = store.place(len(source) * torch.Size(found.shape).numel())
+        seen = survey(source, transforms, skip)
+        place = store.place(len(source) * torch.Size(seen.shape).numel())
         if place == "memory":
-            pixels = _decode_to_memory(source, found, transforms)
-    unreadable = [*found.unreadable.values(), *found.undecodable.values()]
+            pixels = _decode_to_memory(source, seen, transforms)
+    unreadable = [*seen.unreadable.values(), *seen.undecodable.values()]
     refuse([*unreadable_problems(unreadable, len(source), skip), *source.problems])
     left_out = [*left_out_text(unreadable, len(source)), *passed_over_text(source)]
     for text in left_out:
         logger.warning("data: %s", text)
-    return Prepared(source.given if pixels is None else InMemory(pixels, source.labels), place, found, cache, left_out)
+    return Prepared(source.origin if pixels is None else InMemory(pixels, source.labels), place, seen, cache, left_out)
 
 
 def _from_memory(source: InMemory, transforms: Transforms, store: Store) -> Prepared:
     if store.store not in ("auto", "memory"):
-        raise UserError(f"store = {store.store!r}: this source is in memory already")
+        raise UserError(f"store = {store.store!r}: this source is in memory; leave store out, or set 'memory'")
     images, shape = source.images, tuple(source.images.shape[1:])
     are_pictures = len(shape) == 3 and shape[0] <= 4  # others may be latents
     kinds = [kind_of_shape(shape, len(source), "sample 0")] if are_pictures else []
@@ -166,26 +166,26 @@ def _fit_condition(name: str, column: Tensor, images: Tensor, transforms: Transf
     return fitted.reshape(*shape[:-2], *fitted.shape[2:])
 
 
-def _decode_to_memory(source: AnySource, found: Survey, transforms: Transforms) -> Tensor:
-    shape = (len(source), *found.shape)
+def _decode_to_memory(source: AnySource, seen: Survey, transforms: Transforms) -> Tensor:
+    shape = (len(source), *seen.shape)
     size = torch.Size(shape).numel()
     if size > _GIB / 8:
         logger.info("data: decoding %s images into %s of memory", f"{len(source):,}", byte_size(size))
     try:
         pixels = torch.zeros(shape, dtype=torch.uint8)
     except RuntimeError:
-        raise UserError(f"store = 'memory': {byte_size(size)} of pixels do not fit") from None
-    _fill(pixels.numpy(), found, source, transforms)
+        raise UserError(f"store = 'memory': {byte_size(size)} do not fit; set store = 'disk' or 'none'") from None
+    _fill(pixels.numpy(), seen, source, transforms)
     return pixels
 
 
-def _fill(rows: Any, found: Survey, source: AnySource, transforms: Transforms) -> None:
+def _fill(rows: Any, seen: Survey, source: AnySource, transforms: Transforms) -> None:
     """Write the first stage of the samples to `rows` (n c h w, uint8). Rows of unreadable samples stay zero."""
-    readable = [index for index in range(len(source)) if index not in found.unreadable]
-    decode = partial(_decoded, transforms=transforms, shape=found.shape)
+    readable = [index for index in range(len(source)) if index not in seen.unreadable]
+    decode = partial(_decoded, transforms=transforms, shape=seen.shape)
     for index, pixels in with_images(source, readable, decode, "data: decoding"):
         if isinstance(pixels, Unreadable):
-            found.undecodable[index] = str(pixels)
+            seen.undecodable[index] = str(pixels)
         else:
             rows[index] = pixels
 

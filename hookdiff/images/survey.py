@@ -68,17 +68,17 @@ def survey(source: AnySource, transforms: Transforms, skip: bool) -> Survey:
     known, unknown = source.known_kinds()
     if len(unknown) > _MANY:
         logger.info("data: reading the headers of %s images", f"{len(unknown):,}")
-    found = {(kind.mode, kind.width, kind.height): kind for kind in known}
+    by_header = {(kind.mode, kind.width, kind.height): kind for kind in known}
     unreadable, sizes = {}, numpy.zeros((len(source), 2), numpy.int64)
     for index, kind in with_images(source, unknown, _kind_of, "data: headers"):
         if isinstance(kind, Unreadable):
             unreadable[index] = str(kind)
             continue
-        kind = found.setdefault((kind.mode, kind.width, kind.height), kind)
+        kind = by_header.setdefault((kind.mode, kind.width, kind.height), kind)
         kind.count += 1
         kind.example = kind.example or source.name_of(index)
         sizes[index] = kind.height, kind.width
-    kinds = list(found.values())
+    kinds = list(by_header.values())
     problems = [*source.problems, *_misfits(kinds, transforms)]
     if (problems or (unreadable and not skip)) and len(source) <= _MANY:  # then their pixels are quickly tried too
         readable = [index for index in range(len(source)) if index not in unreadable]
@@ -101,12 +101,12 @@ def _kind_of(image: Any) -> Kind:
 
 
 def _read_pixels(image: Any) -> None:
-    if hasattr(image, "convert"):  # an image of Pillow, of which only the header is read so far
+    if hasattr(image, "convert"):  # an image of Pillow whose pixels are not read yet
         load(image)
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raise UserError that lists all problems, unless there are none."""
+    """Raise UserError that lists all problems, if there are any."""
     if len(problems) > 1:
         raise UserError("\n".join([f"{len(problems)} problems", *(indent(problem, "  ") for problem in problems)]))
     for problem in problems:
@@ -114,7 +114,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def unreadable_problems(unreadable: Collection[str], total: int, skip: bool) -> list[str]:
-    """Return a problem if all of the `total` samples are unreadable, or, unless `skip`, if any is."""
+    """Return a problem if all `total` samples are unreadable, or if any is and `skip` is false."""
     if len(unreadable) == total:
         return [f"none of the {total:,} images can be read:{as_lines(unreadable)}"]
     if unreadable and not skip:

@@ -43,7 +43,7 @@ Checked = TypeVar("Checked")
 
 @define(frozen=True)
 class Column:
-    """The rows of one name: their dtype, and their shape with the number of rows."""
+    """A column of a table: its dtype, and its shape, which begins with the number of rows."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,18 +61,18 @@ class Column:
 
 @define(frozen=True)
 class _About:
-    """The content of about.json. The checksums find damage; who can write a table can also forge it."""
+    """The content of about.json. The checksums find damage, but no forgery."""
 
     columns: dict[str, Column]
-    facts: Any  # of whoever makes the table
-    digest: str = ""  # SHA-256 of all else in this file
+    facts: Any  # of the maker of the table
+    digest: str = ""  # SHA-256 of the other values in this file
 
     def digested(self) -> str:
         return hashlib.sha256(json.dumps(cattrs.unstructure(evolve(self, digest=""))).encode()).hexdigest()
 
 
 def load_or_make(path: Path, what: str, load: Callable[[Path], Checked], make: Callable[[Path], None]) -> Checked:
-    """Return what `load` makes of the table `path`, which `make` writes if it is missing or damaged.
+    """Return the result of `load` for the table `path`, which `make` writes if it is missing or damaged.
 
     Several processes may ask for it at a time: one makes it. `what` names it in messages.
 
@@ -82,21 +82,21 @@ def load_or_make(path: Path, what: str, load: Callable[[Path], Checked], make: C
     try:
         make_folder(path.parent)
         with locked(path, shared=True):  # so that several processes verify it at a time
-            kept = found(path, what, load)
-        if kept is None:
+            table = load_if_sound(path, what, load)
+        if table is None:
             with locked(path, shared=False):
-                kept = found(path, what, load, report=True)
-                if kept is None:
+                table = load_if_sound(path, what, load, report=True)
+                if table is None:
                     make(path)
-                    kept = found(path, what, load)
+                    table = load_if_sound(path, what, load)
     except OSError as error:
         raise cannot_write(Path(error.filename or path.parent), error) from None
-    assert kept is not None
-    return kept
+    assert table is not None
+    return table
 
 
-def found(path: Path, what: str, load: Callable[[Path], Checked], report: bool = False) -> Checked | None:
-    """Return what `load` makes of a table; None if it is missing or damaged, which is logged on request."""
+def load_if_sound(path: Path, what: str, load: Callable[[Path], Checked], report: bool = False) -> Checked | None:
+    """Return the result of `load` for a table; None for a missing or damaged one. `report` logs the damage."""
     if not os.path.lexists(path):
         return None
     try:
@@ -109,7 +109,7 @@ def found(path: Path, what: str, load: Callable[[Path], Checked], report: bool =
 
 @contextmanager
 def locked(path: Path, shared: bool) -> Iterator[None]:
-    """Hold the lock of a table, with other processes that hold it `shared`, or alone.
+    """Hold the lock of a table: alone, or `shared` with other processes.
 
     Raises:
         OSError: if the file of the lock cannot be opened.
@@ -125,7 +125,7 @@ def locked(path: Path, shared: bool) -> Iterator[None]:
 
 
 def is_in_use(path: Path) -> bool:
-    """Return whether a process holds the lock of a table; where there are no locks, as if one did."""
+    """Return whether a process holds the lock of a table; True where there are no locks."""
     if os.name == "nt":
         return True
     import fcntl
@@ -174,8 +174,8 @@ def save_table(path: Path, columns: Mapping[str, Column], fill: Callable[[_Rows]
     check_room(path, columns)
     with new_folder(path) as folder:
         rows = {
-            name: numpy.memmap(folder / column_file(name), one.dtype, "w+", shape=one.shape)
-            for name, one in columns.items()
+            name: numpy.memmap(folder / column_file(name), column.dtype, "w+", shape=column.shape)
+            for name, column in columns.items()
         }
         facts = fill(rows)
         for array in rows.values():
@@ -184,18 +184,19 @@ def save_table(path: Path, columns: Mapping[str, Column], fill: Callable[[_Rows]
 
 
 def finish_table(folder: Path, columns: Mapping[str, Column], facts: Any) -> None:
-    """Write the facts of a table beside the files of its columns, which are whole, and their checksums."""
-    written = {name: evolve(one, checksums=_checksums(folder / column_file(name))) for name, one in columns.items()}
+    """Write about.json, with facts and checksums, beside the finished files of the columns."""
+    sums = {name: _checksums(folder / column_file(name)) for name in columns}
+    written = {name: evolve(column, checksums=sums[name]) for name, column in columns.items()}
     about = _About(written, facts)
     discard(folder / _ABOUT)
     write_file(folder / _ABOUT, json.dumps(cattrs.unstructure(evolve(about, digest=about.digested()))).encode())
 
 
 def check_room(path: Path, columns: Mapping[str, Column], there: int = 0) -> None:
-    """Raise UserError if the disk of `path` has no room for `columns`, of which so many bytes are `there`."""
+    """Raise UserError if the disk of `path` has no room for `columns`, less the bytes that are `there` already."""
     size, free = sum(column.num_bytes for column in columns.values()) - there, shutil.disk_usage(path.parent).free
     if free < size:  # a mapped file that outgrows its disk kills the process without a message
-        raise UserError(f"{path.parent}: needs {byte_size(size)}, {byte_size(free)} are free")
+        raise UserError(f"{path.parent}: needs {byte_size(size)}, {byte_size(free)} are free; set data.cache_dir")
 
 
 def column_file(name: str) -> str:

@@ -6,7 +6,7 @@ import unicodedata
 
 LARGEST_CAPTIONS = 1 << 20  # bytes of a file with the captions of one sample
 
-_MARK = "\ufeff"  # of the encoding, which also stands between files that were joined, and is no letter
+_MARK = "\ufeff"  # of the encoding; joined files may have it in between
 _CONTROLS = re.compile(r"[\x01-\x08\x0e-\x1f\x7f]")
 _UNSEEN = ("Cc", "Cf", "Zl", "Zp", "Zs")  # categories of characters without a shape: controls and blanks
 
@@ -19,7 +19,7 @@ def is_text(value: object) -> bool:
 
 
 def captions_of(value: object) -> tuple[str, ...]:
-    """Return the captions in a text or a list of texts: each stripped, without those that show nothing. None has none.
+    """Return the captions in a text or a list of texts: each stripped, without blank ones. None has none.
 
     Raises:
         ValueError: for another value, and for a text that `check_text` refuses.
@@ -35,7 +35,7 @@ def captions_of(value: object) -> tuple[str, ...]:
 def check_text(text: str) -> None:
     """Raise ValueError for half a character, which JSON may hold, and for NUL bytes or many control characters.
 
-    UTF-16 without a mark has the latter when it is read as UTF-8.
+    Text in UTF-16 without a mark has such characters when it is read as UTF-8.
     """
     text.encode()
     if "\0" in text or 4 * len(_CONTROLS.findall(text)) > len(text):
@@ -48,7 +48,7 @@ def _stripped(text: str) -> str:
 
 
 def lines_in(content: bytes) -> list[str]:
-    """Return the lines of a text in UTF-8, without their ends: line feed, carriage return, or both, and nothing else.
+    """Return the lines of a text in UTF-8, which end at line feed, carriage return, or both, without these ends.
 
     Raises:
         ValueError: unless it is UTF-8.

@@ -90,19 +90,24 @@ class Transforms:
         return self.resize or self.image_size
 
     @property
+    def first_stage(self) -> tuple[Any, ...]:
+        """The options on which the pixels after the first stage depend."""
+        return self.side, self.upscale, self.channels, self.background
+
+    @property
     def random(self) -> bool:
         """Whether there is a second, random stage."""
         return self.side != self.image_size or bool(self.flip) or any(self.color_jitter)
 
     def corner(self, height: int, width: int) -> tuple[int, int]:
-        """Return top and left of what the first stage keeps of a picture of this size, which it resizes before."""
+        """Return top and left of the crop of the first stage in a picture of this size, after its resize."""
         if self.side is None:
             return 0, 0
         *_, left, top = _resized_box(width, height, self.side)
         return top, left
 
     def centre(self, pixels: Tensor) -> Tensor:
-        """Return what is kept of first-stage `pixels` (... h w) where nothing is drawn at random: the centre."""
+        """Return the centre of first-stage `pixels` (... h w), for samples that are not cropped at random."""
         if self.image_size is None:
             return pixels
         start = centre_start(pixels.shape[-1] - self.image_size)

@@ -39,7 +39,7 @@ def vision(name: str) -> Callable[..., Vision]:
     download = signature.parameters.get("download")
     passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     if download or passes_on or name in _WRITE_ALWAYS:
-        always = name in _WRITE_ALWAYS or (download and download.default)  # some download unless they are told not to
+        always = name in _WRITE_ALWAYS or (download and download.default)  # some download by default
         written = Annotated[str, Writes("" if always else "download")]
         keys = [key.replace(annotation=written) if key.name == "root" else key for key in keys]
 
@@ -88,20 +88,20 @@ class Vision:
         if first is None:
             return None
         for name in ("targets", "labels", "_labels"):  # most data sets keep their labels in one of these attributes
-            found = _integers(getattr(self.data, name, ()))
+            integers = _integers(getattr(self.data, name, ()))
             # Some data sets keep the labels of the file, and yield them shifted to start at 0.
-            if found is not None and len(found) == len(self.data) and found[0] == first:
-                return found
-        found = _integers([self.data[index][1] for index in range(len(self.data))])
-        if found is None:
+            if integers is not None and len(integers) == len(self.data) and integers[0] == first:
+                return integers
+        integers = _integers([self.data[index][1] for index in range(len(self.data))])
+        if integers is None:
             raise ValueError(f"{self.name} yields labels of {type(first).__name__}, expected integers")
-        return found
+        return integers
 
 
 def _integers(labels: Any) -> Tensor | None:
     """Return labels as int64; None unless all are integers."""
     try:
-        found = numpy.asarray(labels)
+        array = numpy.asarray(labels)
     except (TypeError, ValueError):  # for lists of different lengths, say
         return None
-    return torch.from_numpy(found.astype(numpy.int64)) if found.ndim == 1 and found.dtype.kind in "iu" else None
+    return torch.from_numpy(array.astype(numpy.int64)) if array.ndim == 1 and array.dtype.kind in "iu" else None

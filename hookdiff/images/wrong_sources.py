@@ -1,4 +1,4 @@
-"""Objects that are given as data by mistake, and what to write instead."""
+"""Objects that are given as data by mistake, and the code to write in their place."""
 
 import logging
 from collections.abc import Mapping
@@ -19,41 +19,41 @@ def adapted(data: Any) -> AnySource:
     """Return any data as a source with every member. Raises UserError for an object that is no source."""
     if isinstance(data, AnySource):
         return data
-    given = without_loader(data)
-    if instead := remedy(given):
-        raise UserError(f"the data is of type {type(given).__name__}, which cannot be trained on: {instead}")
-    return AnySource(given)
+    source = without_loader(data)
+    if instead := remedy(source):
+        raise UserError(f"the data is of type {type(source).__name__}, which cannot be trained on: {instead}")
+    return AnySource(source)
 
 
-def without_loader(given: Any) -> Any:
+def without_loader(data: Any) -> Any:
     """Return the data set of a DataLoader, with a warning, and any other object as it is.
 
     A run resumes within an epoch and repeats any step, so the Loop must know the order of the samples.
     """
-    if not isinstance(given, DataLoader) or remedy(given):
-        return given
+    if not isinstance(data, DataLoader) or remedy(data):
+        return data
     logger.warning(
         "data: only the data set of the DataLoader is used; its order, batch size, workers and collate_fn are not: the "
         "Loop makes batches of LoopConfig.batch_size, and feed_of(loader.dataset, workers=2) loads them ahead"
     )
-    return given.dataset
+    return data.dataset
 
 
-def remedy(given: object) -> str | None:
-    """Return what to give in place of an object that is no data set; None for one that may be a data set."""
-    if isinstance(given, DataLoader):
-        return remedy(given.dataset)
-    if isinstance(given, numpy.ndarray):
+def remedy(data: object) -> str | None:
+    """Return the way out for an object that is no data set; None for one that may be a data set."""
+    if isinstance(data, DataLoader):
+        return remedy(data.dataset)
+    if isinstance(data, numpy.ndarray):
         return "give `torch.from_numpy(array)`: images n c h w, uint8 or floats in [-1, 1]"
-    if isinstance(given, tuple):
+    if isinstance(data, tuple):
         return "give `InMemory(images, labels)` of tensors, or a list of samples"
-    if isinstance(given, Mapping):
+    if isinstance(data, Mapping):
         return 'give `InMemory(images, labels, conditions={"mask": masks})` of tensors'
-    if isinstance(given, (str, Path)):
-        return f"give `Folder({str(given)!r})`, from hookdiff.images, for a folder of images"
-    if isinstance(given, (InMemory, Images, Source)) and not isinstance(given, IterableDataset):
+    if isinstance(data, (str, Path)):
+        return f"give `Folder({str(data)!r})`, from hookdiff.images, for a folder of images"
+    if isinstance(data, (InMemory, Images, Source)) and not isinstance(data, IterableDataset):
         return None
-    if hasattr(given, "__iter__"):
+    if hasattr(data, "__iter__"):
         return (
             "the samples are read in another order in each epoch: give `list(data)`, or a class with a length and [i]; "
             "to train on a stream, give a few samples, `Feed(samples, drop_last=False)`, and call "

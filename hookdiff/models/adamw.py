@@ -8,8 +8,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 _is_profiled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 # The step of torch calls hooks, but only once an optimizer of its class has been made.
-_ITS_STEP: Any = torch.optim.AdamW.step
-_LONG_STEP: Any = _ITS_STEP if hasattr(_ITS_STEP, "hooked") else Optimizer.profile_hook_step(_ITS_STEP)
+_TORCH_STEP: Any = torch.optim.AdamW.step
+_LONG_STEP: Any = _TORCH_STEP if hasattr(_TORCH_STEP, "hooked") else Optimizer.profile_hook_step(_TORCH_STEP)
 
 
 class AdamW(torch.optim.AdamW):
@@ -17,11 +17,11 @@ class AdamW(torch.optim.AdamW):
 
     A fused one (`fused=True`) spends less time outside of its kernel. Each step of torch's announces itself to the
     profiler, looks for hooks, and sorts its tensors by device. This one calls the kernel at once, unless a hook or a
-    profiler waits for the step, or an option needs more than that. Arguments, attributes and state are torch's.
+    profiler waits for the step, or an option needs torch's own step. Arguments, attributes and state are torch's.
     """
 
     def step(self, closure: Any = None) -> Any:
-        """Make a step with the gradients of the weights, without those that have none; return what `closure` does."""
+        """Make a step with all weights that have gradients; return the result of `closure`."""
         calls = self._calls() if closure is None and self._is_undisturbed() else None
         if calls is None:
             return _LONG_STEP(self, closure)

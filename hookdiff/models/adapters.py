@@ -26,7 +26,7 @@ _SMALL = 1 << 30  # weights times pixels: at most a second on a CPU
 
 
 def adapt(model: nn.Module) -> nn.Module:
-    """Return `model`; one that takes the time later, or is of diffusers, gets hooks, once, that make it follow.
+    """Return `model`, with hooks that make it follow the contract if it takes the time later, or is of diffusers.
 
     In a UNet2DModel the last of `num_class_embeds` embeddings stands for "no class", so it has one class less. A
     DiTTransformer2DModel has `num_embeds_ada_norm` classes and one more embedding for "no class". Its own label dropout
@@ -75,20 +75,20 @@ def _name_time(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
         return args, kwargs
     image, times, *others = args
     if others:
-        raise ValueError("takes no labels: its second argument is not the time")
+        raise ValueError("takes no labels: its second argument is not the time; leave the labels out")
     return (image,), {**kwargs, _TIME: times}
 
 
-def call_text(model: nn.Module | type[nn.Module], given: Sequence[str], conditions: Mapping[str, str]) -> str:
+def call_text(model: nn.Module | type[nn.Module], words: Sequence[str], conditions: Mapping[str, str]) -> str:
     """Return how a model is called, such as "forward(x = images, timesteps = times, context = text)".
 
-    `given` has words for the image, the times and perhaps the labels; `conditions` has them by keyword, one with a dot
-    in a dict.
+    `words` stand for the image, the times and perhaps the labels, `conditions` for the arguments by keyword. A keyword
+    with a dot is a key in a dict.
 
     Raises ValueError if `forward` cannot be called so. The message continues a sentence that begins with the model's
     name.
     """
-    args, kwargs = tuple(given), dict.fromkeys(keyword.partition(".")[0] for keyword in conditions)
+    args, kwargs = tuple(words), dict.fromkeys(keyword.partition(".")[0] for keyword in conditions)
     by_keyword = [f"{keyword} = {name}" for keyword, name in conditions.items()]
     if takes_time_later(model):
         args, kwargs = _name_time(model, args, kwargs)
@@ -99,21 +99,21 @@ def call_text(model: nn.Module | type[nn.Module], given: Sequence[str], conditio
             bound = forward.bind(*args, **kwargs).arguments
         except TypeError as error:
             near = next((nearest(name, forward.parameters) for name in kwargs if name not in forward.parameters), "")
-            raise ValueError(f"cannot be called with {', '.join([*given, *by_keyword])}: {error}{near}") from None
+            raise ValueError(f"cannot be called with {', '.join([*words, *by_keyword])}: {error}{near}") from None
         names = {word: name for name, word in bound.items() if isinstance(word, str)}
-    by_place = [f"{names[word]} = {word}" if word in names else word for word in given]
+    by_place = [f"{names[word]} = {word}" if word in names else word for word in words]
     return f"forward({', '.join([*by_place, *by_keyword])})"
 
 
 def is_of_diffusers(kind: object) -> bool:
-    """Return whether the class or function `kind` is written in diffusers, which is not imported for the question."""
+    """Return whether the class or function `kind` is written in diffusers, without importing it."""
     return getattr(kind, "__module__", "").partition(".")[0] == "diffusers"
 
 
 def checkpointable(kind: Any) -> Any:
     """Return a function that makes a `kind`, a class of diffusers, and has an argument `gradient_checkpointing`.
 
-    Anything that has no method `enable_gradient_checkpointing` is returned as it is.
+    A `kind` without a method `enable_gradient_checkpointing` is returned as it is.
     """
     name = "gradient_checkpointing"
     has_method = inspect.isclass(kind) and hasattr(kind, "enable_gradient_checkpointing")
@@ -134,12 +134,12 @@ def checkpointable(kind: Any) -> Any:
 
 
 def no_weights(target: Any) -> dict[str, None]:
-    """Return None for each argument that names published weights, as `weights_backbone`, and has others by default.
+    """Return None for each argument with published weights as its default, such as `weights_backbone`.
 
     torchvision would download them, although `weights` itself is None, to a network that a run trains from its seed.
     """
     signature = inspect.signature(target).parameters if callable(target) else {}
-    named = [name for name, one in signature.items() if isinstance(one.default, Enum)]
+    named = [name for name, parameter in signature.items() if isinstance(parameter.default, Enum)]
     return dict.fromkeys(name for name in named if name.startswith("weights"))
 
 
@@ -159,40 +159,40 @@ def check_forward(
     Raises ValueError unless the model maps images of `shape` (c h w) to the same shape, and NoGradient, a ValueError,
     if it `trains` and its output has no gradient. The message continues a sentence that begins with the model's name.
     """
-    given = (2, *shape)
+    stack = (2, *shape)
     try:
-        output = _call(model, given, labels, times, conditions or {}, trains)
+        output = _call(model, stack, labels, times, conditions or {}, trains)
     except Exception as error:  # a model may raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         and_times = "" if times == torch.int64 else f" and times in {str(times).removeprefix('torch.')}"
         and_conditions = "".join(f", {name} {shape}" for name, shape in _shapes(conditions or {}))
         raise ValueError(
-            f"cannot be called with images of shape {given}{and_times}{and_conditions}: {reason}"
+            f"cannot be called with images of shape {stack}{and_times}{and_conditions}: {reason}"
         ) from error
     if isinstance(getattr(output, "sample", None), Tensor):
         model.register_forward_hook(_take_sample)
         output = output.sample
     if not isinstance(output, Tensor):
         raise ValueError(f"returned a {type(output).__name__}, expected a tensor")
-    if output.shape != given:
-        raise ValueError(f"returned shape {tuple(output.shape)} for images of shape {given}, expected the same")
+    if output.shape != stack:
+        raise ValueError(f"returned shape {tuple(output.shape)} for images of shape {stack}, expected the same")
     if trains and not output.requires_grad and any(weight.requires_grad for weight in model.parameters()):
         # Some models switch gradients off only when they are evaluated.
-        output = _call(model, given, labels, times, conditions or {}, trains, nullcontext())
+        output = _call(model, stack, labels, times, conditions or {}, trains, nullcontext())
         if not getattr(getattr(output, "sample", output), "requires_grad", True):
             raise NoGradient("cannot be trained: no gradient reaches its output, look for torch.no_grad() and detach()")
 
 
 def _shapes(conditions: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, one in conditions.items():
-        if isinstance(one, Tensor):
-            yield outer + name, tuple(one.shape)
+    for name, value in conditions.items():
+        if isinstance(value, Tensor):
+            yield outer + name, tuple(value.shape)
         else:
-            yield from _shapes(one, f"{outer}{name}.")
+            yield from _shapes(value, f"{outer}{name}.")
 
 
 class NoGradient(ValueError):
-    """The output of a model does not depend on its weights, as far as gradients know."""
+    """The output of a model has no gradient with respect to its weights."""
 
 
 def _call(
@@ -206,18 +206,18 @@ def _call(
 ) -> Any:
     """Return the output of `model` for zeros, with its graph if it `trains`; it is evaluated unless `mode` is given.
 
-    A large model runs on the meta device, which computes nothing, if it can. A small one is faster without it: at the
-    first division there, torch imports its compiler.
+    A large model runs on the meta device, which computes nothing, if it can. A small one is faster on its own device,
+    because torch imports its compiler at the first division on the meta device.
     """
 
     def zeros(device: torch.device) -> tuple[Tensor, ...]:
         classes = torch.zeros(shape[0], dtype=torch.int64, device=device)
         return (torch.zeros(shape, device=device), classes.to(times), *([classes] if labels else []))
 
-    def by_name(device: torch.device, given: Mapping[str, Any] = conditions) -> dict[str, Any]:
+    def by_name(device: torch.device, values: Mapping[str, Any] = conditions) -> dict[str, Any]:
         return {
-            name: torch.zeros_like(one, device=device) if isinstance(one, Tensor) else by_name(device, one)
-            for name, one in given.items()
+            name: torch.zeros_like(value, device=device) if isinstance(value, Tensor) else by_name(device, value)
+            for name, value in values.items()
         }
 
     device, meta = next(model.parameters()).device, torch.device("meta")

@@ -84,7 +84,7 @@ def _use_processor(module: Any, form: Form) -> None:
 
 
 class _ByLayer:
-    """A processor of diffusers that passes each call on to the faster one of two."""
+    """A processor of diffusers that passes each call to the faster of two."""
 
     def __init__(self, kernel: Any, product: Any) -> None:
         self.kernel = kernel
@@ -94,7 +94,7 @@ class _ByLayer:
         self,
         attn: Any,
         hidden_states: Tensor,
-        # Attention of diffusers drops what the processor does not name.
+        # Attention of diffusers drops arguments that the processor does not name.
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         temb: Tensor | None = None,

@@ -32,7 +32,7 @@ def try_compiler(device: torch.device, **options: Any) -> None:
 
 def sampling_errors() -> AbstractContextManager[None]:
     """Raise an error of the compiler as one UserError about `sampling.compile`."""
-    remedy = "sample without it: sampling.compile = false, or hookdiff sample --no-compile"
+    remedy = "sample without the compiler: sampling.compile = false, or hookdiff sample --no-compile"
     return compiler_errors("sampling.compile: the compiler", remedy)
 
 

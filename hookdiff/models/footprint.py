@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hookdiff.models.optimizer_copy import twin
+from hookdiff.models.optimizer_copy import copy_optimizer
 
 
 def as_fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
@@ -34,7 +34,7 @@ def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
         return fake
 
     for optimizer in optimizers:
-        tried = twin(optimizer, optimizer.param_groups, copied)
+        tried = copy_optimizer(optimizer, optimizer.param_groups, copied)
         try:
             with mode:
                 tried.step()
@@ -46,10 +46,10 @@ def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 
 def storages(leaves: Iterable[object], device: torch.device | None = None) -> dict[int, int]:
-    """Return the bytes of the storages of the tensors in `leaves`, by address; only those on the type of `device`."""
+    """Return the bytes of the storages of tensors in `leaves`, by address; with a `device`, only those on its type."""
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-    found = (tensor.untyped_storage() for tensor in tensors if device is None or tensor.device.type == device.type)
-    return {storage._cdata: storage.nbytes() for storage in found}
+    on_device = (tensor for tensor in tensors if device is None or tensor.device.type == device.type)
+    return {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in on_device)}
 
 
 class HeldBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -55,7 +55,7 @@ class Initialisation:
                     nn.init.zeros_(layer.bias)
         if self.zero_output:
             if output is None:
-                raise ValueError("zero_output: no linear layer or convolution was called, so none is the last")
+                raise ValueError("zero_output needs a linear layer or a convolution, but the model called none")
             for parameter in model.get_submodule(output).parameters():
                 nn.init.zeros_(parameter)
             logger.info("zero_output: %s starts at zero", output)

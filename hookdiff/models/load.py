@@ -1,4 +1,4 @@
-"""Loads weights into a model: those of safetensors files, ours or of another library, or of a saved state."""
+"""Loads weights into a model, from safetensors files of any library or from a saved state."""
 
 import logging
 from collections.abc import Mapping
@@ -33,17 +33,17 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
             `partial`), if nothing in it fits, and if a parameter would not be finite.
     """
     weights = read_weights(path, asked_by)
-    given = weights.shapes
-    own = {
-        name if name in given else plain_name(name): value
+    saved = weights.shapes
+    ours = {
+        name if name in saved else plain_name(name): value
         for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, Tensor) and (name in given or not is_inside(name))
+        if isinstance(value, Tensor) and (name in saved or not is_inside(name))
     }
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    fitting = [name for name in own if given.get(name) == shapes[name]]
-    count = f"{len(fitting)} of the model's {len(own)} tensors"
-    found = differences(shapes, given)
-    if found and not (partial and fitting):
+    shapes = {name: tuple(tensor.shape) for name, tensor in ours.items()}
+    fitting = [name for name in ours if saved.get(name) == shapes[name]]
+    count = f"{len(fitting)} of the model's {len(ours)} tensors"
+    differing = differences(shapes, saved)
+    if differing and not (partial and fitting):
         num, index = shards_of(path)
         if num > 1:
             none_here = (
@@ -53,44 +53,44 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
             way_out = f"name their index, {index}" if index else none_here
             raise ConfigError(f"{asked_by}: {path} is one of {num} files that hold the weights together; {way_out}")
         way_out = f"\n  start_partial = true loads what fits: {count}" if fitting and asked_by == KEY else ""
-        raise ConfigError(f"{asked_by}: {path} is of another model: {found}{way_out}")
+        raise ConfigError(f"{asked_by}: {path} is of another model: {differing}{way_out}")
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # a buffer may mask with -inf
     for name, tensor in weights.tensors(fitting):
-        cast = tensor.to(own[name].dtype)
+        cast = tensor.to(ours[name].dtype)
         if bool(cast.isnan().any()) or (name in parameters and not bool(cast.isfinite().all())):
             raise ConfigError(f"{asked_by}: {path}: {name!r} has values that are not finite; expected finite numbers")
     with torch.no_grad():
         for name, tensor in weights.tensors(fitting):
-            fill_(own[name], tensor)
+            fill_(ours[name], tensor)
     logger.info("started from %s: %s", path, count)
-    if found:
-        logger.warning("tensors of %s that do not fit: %s", path, found)
+    if differing:
+        logger.warning("tensors of %s that do not fit: %s", path, differing)
 
 
 def load_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Load a saved state, which has the keys of `model.state_dict()`; of a sharded tensor, this rank takes its part."""
-    tensors = {name: own for name, own in model.state_dict(keep_vars=True).items() if isinstance(own, Tensor)}
+    tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     # Torch copies no whole tensor into a sharded one, and nothing into an overlapping one.
-    ours = {name: own for name, own in tensors.items() if is_sharded(own) or is_overlapping(own)}
+    ours = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor) or is_overlapping(tensor)}
     model.load_state_dict({name: value for name, value in saved.items() if name not in ours}, strict=not ours)
-    for name, own in ours.items():  # after the others, which overlapping ones may show
-        fill_(own, saved[name])
+    for name, tensor in ours.items():  # after the others, which overlapping ones may show
+        fill_(tensor, saved[name])
 
 
-def check_file(path: Path, asked_by: str = KEY) -> Shapes:
+def check_file(path: Path) -> Shapes:
     """Return the shapes of the tensors in the weights at `path` (see `read_weights`), from the headers alone.
 
     Raises:
         ConfigError: for a file that is missing, cut short, or of another format.
     """
-    return read_weights(path, asked_by).shapes
+    return read_weights(path, KEY).shapes
 
 
-def differences(own: Mapping[str, object], given: Mapping[str, object], kind: str = "shape") -> str:
+def differences(ours: Mapping[str, object], saved: Mapping[str, object], kind: str = "shape") -> str:
     """Return the number of names and values (of this `kind`) that differ, and some of them; "" if none differ."""
-    missing = [name for name in own if name not in given]
-    unexpected = [name for name in given if name not in own]
-    misshapen = [name for name in own if name in given and given[name] != own[name]]
+    missing = [name for name in ours if name not in saved]
+    unexpected = [name for name in saved if name not in ours]
+    misshapen = [name for name in ours if name in saved and saved[name] != ours[name]]
     total = len(missing) + len(unexpected) + len(misshapen)
     if not total:
         return ""
@@ -98,7 +98,7 @@ def differences(own: Mapping[str, object], given: Mapping[str, object], kind: st
     rows = zip_longest(
         (f"missing {name}{nearest(name, unexpected)}" for name in missing),
         (f"unexpected {name}{nearest(name, missing)}" for name in unexpected),
-        (f"{name} has {kind} {given[name]}, the model has {own[name]}" for name in misshapen),
+        (f"{name} has {kind} {saved[name]}, the model has {ours[name]}" for name in misshapen),
     )
     lines = list(islice(filter(None, chain.from_iterable(rows)), _MOST_SHOWN))
     more = [f"and {total - len(lines)} more"] if total > len(lines) else []

@@ -25,7 +25,7 @@ def is_inside(name: str) -> bool:
 def modules_named(model: nn.Module, patterns: Collection[str], key: str) -> dict[str, nn.Module]:
     """Return the modules of `model` that match one of `patterns`, by name, in the model's order.
 
-    A `*` stands for one part of a name, or some of it: "blocks.*" is no layer within a block.
+    A `*` stands for a part of a name between dots, or some of it: "blocks.*" matches blocks, not their layers.
 
     Raises:
         UserError: which names `key`, for a pattern that matches none.
@@ -34,7 +34,7 @@ def modules_named(model: nn.Module, patterns: Collection[str], key: str) -> dict
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in named):
             raise UserError(f"{key}: {pattern!r} matches no module{nearest(pattern, named)}")
-    return {name: module for name, module in named.items() if any(_matches(name, one) for one in patterns)}
+    return {name: module for name, module in named.items() if any(_matches(name, pattern) for pattern in patterns)}
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -34,7 +34,7 @@ class LossOutput:
 
     def detach(self) -> LossOutput:
         """Return the same values without their graph."""
-        columns = [one.detach() if one is not None and one.requires_grad else one for one in self.columns]
+        columns = [rows.detach() if rows is not None and rows.requires_grad else rows for rows in self.columns]
         return LossOutput(self.loss.detach(), *columns)
 
     @property
@@ -70,7 +70,7 @@ class Objective(Protocol):
         return batch
 
     def given(self, batch: Batch) -> dict[str, Tensor]:
-        """Return what the network gets of `batch` beside its inputs. Optional; default: the named conditions."""
+        """Return the conditions of `batch` that the network gets. Optional; default: the named conditions."""
         return {name: batch.conditions[name] for name in self.condition_names}
 
     def bind(self, nothing: Mapping[str, Tensor | None]) -> Objective:
@@ -79,14 +79,14 @@ class Objective(Protocol):
         Raises:
             UserError: by default.
         """
-        raise UserError("negative texts were given, but the objective of this run has no method `bind`")
+        raise UserError("negative texts need an objective with the method `bind`; this one has none")
 
     def remarks(self) -> Sequence[str]:
         """Return warnings, which are logged when the Loop is made. Optional; default: none."""
         return ()
 
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput | Tensor:
-        """Return the loss of `batch`: a LossOutput, or a tensor, of which the mean is taken."""
+        """Return the loss of `batch`: a LossOutput, or a tensor, whose mean is taken."""
 
 
 class OfOrigin:
@@ -119,9 +119,9 @@ class AnyObjective(Objective):
         return self.origin(net, batch)
 
 
-def as_objective(given: LossFunction) -> Objective:
-    """Return `given`, an objective or a function (net, batch) -> loss, with all members; log its remarks."""
-    objective = cast(Objective, given) if Objective in type(given).__mro__ else AnyObjective(given)
+def as_objective(origin: LossFunction) -> Objective:
+    """Return an objective, or a function (net, batch) -> loss, with all members; log its remarks."""
+    objective = cast(Objective, origin) if Objective in type(origin).__mro__ else AnyObjective(origin)
     for remark in objective.remarks():
         logger.warning("%s", remark)
     return objective
@@ -130,7 +130,7 @@ def as_objective(given: LossFunction) -> Objective:
 def join(outputs: Sequence[LossOutput], parts: Sequence[Batch]) -> LossOutput:
     """Return the loss of a whole batch from those of its `parts`, weighted by their samples; a filler has no rows."""
     if parts[0].is_filler:  # the parts of a rank without a sample
-        return LossOutput(outputs[0].loss, *(None if one is None else one[:0] for one in outputs[0].columns))
+        return LossOutput(outputs[0].loss, *(None if rows is None else rows[:0] for rows in outputs[0].columns))
     if len(outputs) == 1:
         return outputs[0]
     counted = [pair for pair in zip(outputs, parts, strict=True) if not pair[1].is_filler]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from hookdiff.errors import UserError
 from hookdiff.machine.dtensor import fill_, is_sharded, layout, names_of_all_ranks, place
-from hookdiff.models.optimizer_copy import twin
+from hookdiff.models.optimizer_copy import copy_optimizer
 from hookdiff.options.structure import structured
 
 # Means of squares, as torch and others name them.
@@ -56,15 +56,15 @@ def _counted_in_groups(optimizer: Optimizer) -> list[str]:
     """
     makers = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
     arguments = {name for make in makers[:-1] for name in inspect.signature(make).parameters}  # the last is object's
-    found = [key for key in optimizer.defaults if key not in arguments and key != "lr"]
-    return [key for key in found if all(key in group for group in optimizer.param_groups)]
+    counted = [key for key in optimizer.defaults if key not in arguments and key != "lr"]
+    return [key for key in counted if all(key in group for group in optimizer.param_groups)]
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry, is_finite: bool = True) -> None:
     """Raise ValueError unless `optimizer` can go on with the state `saved`.
 
     A fused kernel does not check its tensors, and would write past the end of a smaller one. The right shapes and
-    dtypes are those that a step makes; it is rehearsed on copies. A weight that had no gradient yet has no state. The
+    dtypes are those after a step, which is rehearsed on copies. A weight that had no gradient yet has no state. The
     values must be finite if `is_finite`. Of sharded state, each rank looks at the values of its part, after all
     rehearsals, in which the ranks may work together.
     """
@@ -78,15 +78,15 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry, is_fin
         if name not in parameters:
             raise ValueError(f"the checkpoint has optimizer state of {name!r}, which this optimizer does not hold")
         parameter, group = parameters[name], groups[parameters[name]]
-        made = first_state(group, parameter)
-        _check_entry(name, entry, made, parameter)
-        lacking = [key for key in made or () if key not in entry]
-        # A hyper-parameter that is new, such as momentum, may need state that the checkpoint has of no weight.
+        rehearsed = first_state(group, parameter)
+        _check_entry(name, entry, rehearsed, parameter)
+        lacking = [key for key in rehearsed or () if key not in entry]
+        # A new hyper-parameter, such as momentum, may need state that the checkpoint has for no weight.
         is_new = bool(lacking) and not any(key in state.keys for key in lacking)
         if lacking and not (is_new and _rehearsed(optimizer, group, parameter, entry)):
             raise ValueError(f"{name} lacks {', '.join(lacking)}, which {kind} needs")
     if not state.weights and state.keys:
-        raise ValueError(f"the state of {kind} is of no weight")
+        raise ValueError(f"the checkpoint has state of {kind}, but of no weight: it is damaged")
     counted = _counted_in_groups(optimizer)
     if len(state.groups) != (len(optimizer.param_groups) if counted else 0):
         raise ValueError(
@@ -94,31 +94,31 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry, is_fin
             f"checkpoint in {len(state.groups)}"
         )
     for index, (group, saved_group) in enumerate(zip(optimizer.param_groups, state.groups, strict=False)):
-        own, where = {key: group[key] for key in counted}, f"parameter group {index}"
-        if own.keys() != saved_group.keys():
-            raise ValueError(f"{where} has {', '.join(saved_group)}; expected {', '.join(own)}")
-        _check_entry(where, saved_group, own, None)
+        counts, where = {key: group[key] for key in counted}, f"parameter group {index}"
+        if counts.keys() != saved_group.keys():
+            raise ValueError(f"{where} has {', '.join(saved_group)}; expected {', '.join(counts)}")
+        _check_entry(where, saved_group, counts, None)
         impossible += [f"{key} of {where}" for key, value in saved_group.items() if not _is_possible(key, value)]
     for name, entry in state.weights.items():
-        made = first_state(groups[parameters[name]], parameters[name])
+        rehearsed = first_state(groups[parameters[name]], parameters[name])
         for key, value in entry.items():
-            pattern = _pattern(parameters[name], key, value, made)
+            pattern = _pattern(parameters[name], key, value, rehearsed)
             part = value if pattern is None else value[place(pattern)]
             impossible += [] if _is_possible(key, part) else [f"{key} of {name}"]
-    if is_finite and (found := names_of_all_ranks(impossible, parameters.values())):
-        raise ValueError(f"{found[0]} holds values that no step makes: not finite, or a negative square")
+    if is_finite and (names := names_of_all_ranks(impossible, parameters.values())):
+        raise ValueError(f"{names[0]} holds values that no step makes: not finite, or a negative square")
 
 
 def _rehearsals(optimizer: Optimizer) -> Callable[[dict[str, Any], Tensor], Entry | None]:
-    """Return a function of a group and its weight: the state that a first step makes of it; None if it is not known."""
-    made: dict[Any, Entry | None] = {}
+    """Return a function of a group and its weight, which returns the state after a first step; None if not known."""
+    states: dict[Any, Entry | None] = {}
 
     def rehearsed(group: dict[str, Any], parameter: Tensor) -> Entry | None:
-        # By all that decides about the state: a network has few shapes.
+        # These values decide about the state. A network has few shapes.
         key = id(group), parameter.shape, parameter.dtype, parameter.device, layout(parameter)
-        if key not in made:
-            made[key] = _rehearsed(optimizer, group, parameter, {})
-        return made[key]
+        if key not in states:
+            states[key] = _rehearsed(optimizer, group, parameter, {})
+        return states[key]
 
     return rehearsed
 
@@ -130,7 +130,7 @@ def _rehearsed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, e
     """
     copy = parameter.detach().clone().requires_grad_()
     copy.grad = torch.ones_like(copy)
-    tried = twin(optimizer, [{**group, "params": [parameter]}], lambda _: copy)
+    tried = copy_optimizer(optimizer, [{**group, "params": [parameter]}], lambda _: copy)
     if entry:
         tried.state[copy] = {key: _like(copy, key, value, tried, None) for key, value in entry.items()}
     try:
@@ -141,19 +141,19 @@ def _rehearsed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, e
     return result
 
 
-def _check_entry(where: str, entry: Entry, made: Entry | None, parameter: Tensor | None) -> None:
-    """Raise ValueError for a value in `entry` that is of another kind than in `made`; None: it is not known."""
+def _check_entry(where: str, entry: Entry, rehearsed: Entry | None, parameter: Tensor | None) -> None:
+    """Raise ValueError for a value in `entry` of another kind than in `rehearsed`; None: the kinds are not known."""
     for key, value in entry.items():
-        expected = None if made is None else made.get(key)
-        later = None if made is None or key in made or parameter is None else ((), parameter.shape)
+        expected = None if rehearsed is None else rehearsed.get(key)
+        later = None if rehearsed is None or key in rehearsed or parameter is None else ((), parameter.shape)
         if isinstance(expected, Tensor):
-            own = tuple(expected.shape), expected.dtype
-            found = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
-            if found != own:
-                raise ValueError(f"{key} of {where} is {found}, expected {own}")
+            form = tuple(expected.shape), expected.dtype
+            saved = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
+            if saved != form:
+                raise ValueError(f"{key} of {where} is {saved}, expected {form}")
         elif isinstance(expected, int | float) and not isinstance(value, int | float):
             raise ValueError(f"{key} of {where} is a {type(value).__name__}, expected a number")
-        elif later and isinstance(value, Tensor) and value.shape not in later:  # not made in the first step
+        elif later and isinstance(value, Tensor) and value.shape not in later:  # not there after the first step
             raise ValueError(f"{key} of {where} has the shape {tuple(value.shape)}, expected that of the weight")
 
 
@@ -172,17 +172,17 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry) -> None
     optimizer.state.clear()  # for a rollback: at the saved step, some parameters may have had no state
     for name, entry in saved["weights"].items():
         parameter = parameters[name]
-        made = first_state(groups[parameter], parameter) if is_sharded(parameter) else None
-        own = {key: _like(parameter, key, value, optimizer, made) for key, value in entry.items()}
-        optimizer.state[parameter] = own
+        rehearsed = first_state(groups[parameter], parameter) if is_sharded(parameter) else None
+        state = {key: _like(parameter, key, value, optimizer, rehearsed) for key, value in entry.items()}
+        optimizer.state[parameter] = state
     for group, counts in zip(optimizer.param_groups, saved["groups"], strict=False):
         group.update(counts)
 
 
-def _like(parameter: Tensor, key: str, value: Any, optimizer: Optimizer, made: Entry | None) -> Any:
+def _like(parameter: Tensor, key: str, value: Any, optimizer: Optimizer, rehearsed: Entry | None) -> Any:
     """Copy a loaded value to the device and, where it has the parameter's shape, to the parameter's memory format.
 
-    It is sharded as in `made`, what a step makes of the parameter, or as the parameter.
+    It is sharded as in `rehearsed`, the state of the parameter after a step, or else as the parameter.
     """
     if isinstance(value, list):
         return [_like(parameter, key, item, optimizer, None) for item in value]
@@ -190,7 +190,7 @@ def _like(parameter: Tensor, key: str, value: Any, optimizer: Optimizer, made: E
         return {name: _like(parameter, name, item, optimizer, None) for name, item in value.items()}
     if not isinstance(value, Tensor):
         return value
-    pattern = _pattern(parameter, key, value, made)
+    pattern = _pattern(parameter, key, value, rehearsed)
     if key in ("step", "mu_product") and (pattern is None or not is_sharded(pattern)):  # the latter is NAdam's
         # Fused and capturable kernels keep values that depend only on the step on the device, others on the host.
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
@@ -203,8 +203,8 @@ def _like(parameter: Tensor, key: str, value: Any, optimizer: Optimizer, made: E
     return fresh
 
 
-def _pattern(parameter: Tensor, key: str, value: Any, made: Entry | None) -> Tensor | None:
+def _pattern(parameter: Tensor, key: str, value: Any, rehearsed: Entry | None) -> Tensor | None:
     """Return the tensor that has the layout of `value`, state of `parameter`; None: each rank has the whole value."""
-    first = (made or {}).get(key)
+    first = (rehearsed or {}).get(key)
     pattern = first if isinstance(first, Tensor) else parameter
     return pattern if isinstance(value, Tensor) and pattern.shape == value.shape else None

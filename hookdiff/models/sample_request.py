@@ -42,7 +42,7 @@ class SampleRequest:
     stream: str = "sample"
     weights: str | None = None  # "model", or the name of an average; None: an average if there is one
     labels: tuple[int, ...] | None = None  # one per image, -1 is no class; None: see `default_labels`
-    # n c h w, standard normal: to start from, in place of its own
+    # n c h w, standard normal: to start from, in place of drawn noise
     noise: Tensor | None = field(default=None, eq=False)
     # n c h w in [-1, 1]: to start from, in place of pure noise
     images: Tensor | None = field(default=None, eq=False)
@@ -54,7 +54,7 @@ class SampleRequest:
     conditions: Mapping[str, Tensor] | None = field(default=None, eq=False, validator=_has_a_row_each)
     texts: Mapping[str, Sequence[str]] | None = field(default=None, validator=_has_a_row_each)  # beside conditions
     negative: Mapping[str, str] | None = None  # texts that guidance leads away from, by name; None: nothing
-    raw: bool = False  # as the sampler and the plugins made them: not decoded, and not clamped
+    raw: bool = False  # return the images of the sampler and the plugins neither decoded nor clamped
 
     def generators(self) -> list[Generator]:
         """Return one CPU generator for each image: image k is the same in any grid and batch, and on any device."""
@@ -78,12 +78,12 @@ class SampleRequest:
             return [k % num_samples for k in numbers]
         return [derive_seed(self.seed, self.stream, k, part=1) % num_samples for k in numbers]
 
-    def finish(self, made: Samples, feed: Feed) -> Samples:
-        """Return `made` clamped to [-1, 1] if they are pictures, as `feed` says, unless the request is raw."""
+    def finish(self, samples: Samples, feed: Feed) -> Samples:
+        """Return `samples` clamped to [-1, 1] if they are pictures, as `feed` says, unless the request is raw."""
         if self.raw or not self.num or not (feed.codec or feed.are_pictures):
-            return made
-        images = made.images  # NaN and infinities stay, so that they are found
-        return evolve(made, images=images.clamp(-1, 1).where(images.isfinite(), images))
+            return samples
+        images = samples.images  # NaN and infinities stay, so that they are found
+        return evolve(samples, images=images.clamp(-1, 1).where(images.isfinite(), images))
 
 
 @define(frozen=True, eq=False)
@@ -92,5 +92,5 @@ class Samples:
 
     images: Tensor  # n c h w, float32, on the model's device; see `Loop.sample` for their range
     weights: str  # "model" or the name of the average that was used
-    # That made them, which a plugin may have put in place of the run's; None: not known.
+    # The sampler of these images, perhaps of a plugin; None: not known.
     sampler: Sampler | None = field(default=None, converter=with_all_members)

@@ -1,4 +1,4 @@
-"""What makes images for a Loop: the protocol of samplers, and the adapter through which one enters."""
+"""The protocol of samplers, which make images for a Loop, and the adapter for those of a user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hookdiff.options.choices import Choice
 
 
 class MakesImages(Protocol):
-    """What a Loop takes as its sampler: any object with `sample`, as `Sampler` describes it."""
+    """An object that a Loop takes as its sampler: it has `sample`, as `Sampler` describes it."""
 
     def sample(self, *arguments: Any, **named: Any) -> Tensor: ...
 
@@ -26,9 +26,9 @@ class Sampler(Protocol):
     that inherits from this one has all of them, and `loop.sampler` is then the object itself.
     """
 
-    weights: str | None = None  # of requests that name none, as `[sampling] weights`; optional
+    weights: str | None = None  # default of requests that name no weights, as `[sampling] weights`; optional
     batch_size: int = 256  # images that a plugin asks for at a time, at most; optional
-    guidance: Choice | None = None  # a plugin compares it with that of another sampler; optional
+    guidance: Choice | None = None  # compared by a plugin that replaces the sampler; optional
 
     def sample(
         self,
@@ -49,7 +49,7 @@ class Sampler(Protocol):
         """Return one image of `shape` (c h w) for each generator; `net` was trained with `objective`.
 
         `labels` (n, int64), `noise`, `images`, `mask`, `strength` and `conditions` (n rows each) are given only if the
-        `SampleRequest` has them. `objective` is what the Loop was given.
+        `SampleRequest` has them. `objective` is the argument of the Loop.
         """
 
 
@@ -65,14 +65,14 @@ class AnySampler(Sampler):
         self.origin = origin
 
 
-def as_sampler(given: MakesImages) -> Sampler:
-    """Return `given` with all members of a `Sampler`.
+def as_sampler(origin: MakesImages) -> Sampler:
+    """Return `origin` with all members of a `Sampler`.
 
     Raises:
         UserError: for an object without a method `sample`.
     """
-    if Sampler in type(given).__mro__:
-        return cast(Sampler, given)
-    if not callable(getattr(given, "sample", None)):
-        raise UserError(f"sampler: a {type(given).__name__} has no method sample(net, objective, shape, ...)")
-    return AnySampler(given)
+    if Sampler in type(origin).__mro__:
+        return cast(Sampler, origin)
+    if not callable(getattr(origin, "sample", None)):
+        raise UserError(f"sampler: a {type(origin).__name__} has no method sample(net, objective, shape, ...)")
+    return AnySampler(origin)

@@ -1,4 +1,4 @@
-"""What a sampler gets for a request: the objective, labels, conditions, and images to start from."""
+"""The arguments of a sampler for a request: the objective, labels, conditions, and images to start from."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hookdiff.models.sample_request import SampleRequest
 def bound(objective: Objective, request: SampleRequest, feed: Feed) -> LossFunction:
     """Return the objective as the Loop was given it, with the negative texts of the request as null conditions."""
     if request.negative is not None:
-        made = _encoders(feed).embed({name: [text] for name, text in request.negative.items()})
-        objective = objective.bind({**feed.nothing, **{name: rows[0] for name, rows in made.items()}})
+        negative = _encoders(feed).embed({name: [text] for name, text in request.negative.items()})
+        objective = objective.bind({**feed.nothing, **{name: rows[0] for name, rows in negative.items()}})
     if isinstance(objective, AnyObjective) and hasattr(objective.origin, "draw"):  # a function has none
         return objective.origin
     return objective
@@ -30,18 +30,18 @@ def arguments_for(request: SampleRequest, objective: Objective, feed: Feed, mode
     """Return labels, conditions and the images to start from, as arguments of the sampler."""
     wanted: dict[str, Any] = {}
     labels, conditions, names = request.labels, request.conditions, objective.condition_names
-    made = {} if request.texts is None else _encoders(feed).of_prompts(request.texts)
-    made = {name: rows for name, rows in made.items() if name in names}
+    embedded = {} if request.texts is None else _encoders(feed).of_prompts(request.texts)
+    embedded = {name: rows for name, rows in embedded.items() if name in names}
     if conditions is None and names:
-        if len(made) == len(set(names)):
+        if len(embedded) == len(set(names)):
             conditions = {}
         else:
             conditions = objective.given(feed.examples(request.rows))
-            own = conditions.pop("labels", None)
-            labels = labels or (None if own is None else tuple(own.tolist()))
-        conditions |= made
+            default = conditions.pop("labels", None)
+            labels = labels or (None if default is None else tuple(default.tolist()))
+        conditions |= embedded
     if conditions is not None:
-        wanted["conditions"] = {**made, **conditions}
+        wanted["conditions"] = {**embedded, **conditions}
     if objective.conditional:
         num_classes: int = getattr(model, "num_classes", 0)
         labels = labels or request.default_labels(num_classes, feed.labels)
@@ -49,7 +49,7 @@ def arguments_for(request: SampleRequest, objective: Objective, feed: Feed, mode
             raise UserError(f"expected {request.num} labels from 0 to {num_classes - 1}, or -1 for none, got {labels}")
         wanted["labels"] = torch.tensor(labels)
     elif request.labels:
-        raise UserError("labels were given, but the network was trained without")
+        raise UserError("labels were given, but the network was trained without labels; leave them out")
     if request.noise is not None:
         wanted["noise"] = request.noise
     codec, mask = feed.codec, request.mask
@@ -57,12 +57,12 @@ def arguments_for(request: SampleRequest, objective: Objective, feed: Feed, mode
         images = codec.encode(to_device(request.images, feed.device)) if codec else request.images
         wanted |= {"images": images, "strength": request.strength}
     if mask is not None:
-        # A latent is made anew if any pixel of its field is.
+        # A latent is masked if any of its pixels is.
         wanted["mask"] = functional.adaptive_max_pool2d(mask.float(), feed.shape[1:]).bool() if codec else mask
     return wanted
 
 
 def _encoders(feed: Feed) -> TextEncoders:
     if (encoders := feed.reader.texts) is None:
-        raise UserError("texts were given, but the network was trained without: no encoder makes conditions of them")
+        raise UserError("texts were given, but the network was trained without texts; leave them out")
     return encoders

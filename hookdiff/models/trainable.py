@@ -1,4 +1,4 @@
-"""What a parameter must be to be trained."""
+"""Refuses parameters that cannot be trained."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from hookdiff.machine.overlap import is_overlapping
 def check_parameter(name: str, parameter: Tensor) -> None:
     """Raise UserError for a parameter that is complex, or that shows a place in memory several times.
 
-    Neither norms nor optimizers here take a complex one. Of the other, an update would change a number several times.
+    Norms and optimizers here take no complex ones. An update would change a number in a shared place several times.
     """
     if parameter.is_complex():
         kind = str(parameter.dtype).removeprefix("torch.")

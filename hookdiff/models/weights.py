@@ -42,15 +42,15 @@ class HeldWeights:
         self._usual = usual  # the name that None stands for, unless it is the first average
 
     def check(self) -> None:
-        """Raise UnknownWeights if nobody offers those that the sampler names."""
+        """Raise UnknownWeights if nobody offers the weights that the sampler names."""
         choose_weights(self._usual(), self.name, self._offers())
 
     @contextmanager
     def __call__(self, name: str | None) -> Iterator[str]:
         """Let the model hold the weights called `name` during the `with`, which yields their name.
 
-        None asks for those that the sampler names (`[sampling] weights`), or else for the first average that a plugin
-        offers, or else for the model's own; inside of another such `with`, for its weights.
+        None stands for the weights that the sampler names (`[sampling] weights`). Default of these: the first average
+        that a plugin offers, or else the model's own. Inside of such a `with`, None stands for its weights.
 
         Raises:
             UnknownWeights: if nobody offers weights called `name`.
@@ -78,13 +78,13 @@ def holding(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     parameters = dict(model.named_parameters())
     if unknown := tensors.keys() - parameters.keys():
         raise PluginError(f"the model has no parameter {min(unknown)!r} to hold{nearest(min(unknown), parameters)}")
-    kept = {name: parameters[name].detach().clone() for name in tensors}
+    before = {name: parameters[name].detach().clone() for name in tensors}
     try:
         for name, value in tensors.items():
             fill_(parameters[name], value)
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in before.items():
             fill_(parameters[name], value)
 
 
@@ -116,8 +116,9 @@ class Buffers:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Keep the present values, in place of those kept before."""
-        values = {n: own for n, (module, key) in self._places.items() if (own := module._buffers.get(key)) is not None}
+        """Keep the present values; earlier ones are forgotten."""
+        buffers = ((name, module._buffers.get(key)) for name, (module, key) in self._places.items())
+        values = {name: buffer for name, buffer in buffers if buffer is not None}
         if {name: value.shape for name, value in values.items()} != {n: kept.shape for n, kept in self.kept.items()}:
             self.kept = {name: value.clone() for name, value in values.items()}
         elif values:
@@ -125,10 +126,10 @@ class Buffers:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        for name, kept in self.kept.items():
+        for name, before in self.kept.items():
             module, key = self._places[name]
             value = module._buffers.get(key)
-            if value is not None and value.shape == kept.shape:
-                fill_(value, kept)
+            if value is not None and value.shape == before.shape:
+                fill_(value, before)
             else:  # a forward pass has replaced the tensor
-                module._buffers[key] = kept.clone()
+                module._buffers[key] = before.clone()

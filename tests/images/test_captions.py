@@ -299,7 +299,7 @@ def test_a_source_without_texts_in_its_items_stays_as_it_is(source: Any) -> None
         ({"text": torch.zeros(2)}, ("'text'", "a caption or a list of captions")),
         ({"text": ["a", 5]}, ("'text'", "a caption or a list of captions", "['a', 5]")),
         ({"text": "\ud800"}, ("'text'", "surrogates")),
-        ({"txet": "a"}, ("no 'text'", "a text in sample 0")),
+        ({"txet": "a"}, ("no 'text'", "as in sample 0")),
     ],
 )
 def test_items_without_the_text_of_the_first_are_refused(broken: Any, facts: tuple[Any, ...], workers: int) -> None:

@@ -1,12 +1,12 @@
-"""A step of an optimizer's twin changes nothing of the run."""
+"""A step of an optimizer's copy changes nothing of the run."""
 
 import torch
 from torch import Tensor, nn
 
-from hookdiff.models.optimizer_copy import twin
+from hookdiff.models.optimizer_copy import copy_optimizer
 
 
-def test_a_step_of_the_twin_is_one_of_the_optimizer_and_leaves_it_alone() -> None:
+def test_a_step_of_the_copy_is_one_of_the_optimizer_and_leaves_it_alone() -> None:
     weight, calls = nn.Parameter(torch.tensor([1.0, 2.0])), list[object]()
     optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
     optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
@@ -18,7 +18,7 @@ def test_a_step_of_the_twin_is_one_of_the_optimizer_and_leaves_it_alone() -> Non
         copy.grad = torch.ones_like(copy)
         return copy
 
-    tried = twin(optimizer, optimizer.param_groups, copied)
+    tried = copy_optimizer(optimizer, optimizer.param_groups, copied)
     tried.step()
     (copy,) = tried.param_groups[0]["params"]
     assert torch.equal(copy, torch.tensor([1.0 - rate, 2.0 - rate]))

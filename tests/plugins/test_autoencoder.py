@@ -135,7 +135,7 @@ def test_latents_of_classes_without_a_posterior_are_those_of_diffusers(
 def test_the_posterior_or_its_mean_is_trained_on(folder: Path, posterior: str) -> None:
     settings = [f"data.encode.image.posterior={posterior}"]
     feed = build_feed(load_config(folder / "latents.toml", settings=settings)).bind(6)
-    columns = feed.reader._rows["image"].columns
+    columns = feed.reader._tables["image"].columns
     mean, std = columns["mean"][:, 0].float(), columns["std"][:, 0].float()
     drawn = torch.cat([(batch.inputs - mean[batch.indices]) / std[batch.indices] for batch in feed.batches(0)])
     assert float(drawn.std()) == pytest.approx(float(posterior == "sample"), abs=0.05)
