@@ -38,7 +38,7 @@ ASKED: dict[str, dict[str, set[str]]] = {
             "getattr(call.method, '__self__', None)",
             "getattr(method, '__code__', None)",
             "hasattr(kind, '__slots__')",
-            "hasattr(kind, found[2])",
+            "hasattr(kind, match[2])",
         },
         "hookdiff/testing/transfers.py": {"getattr(func, '__name__', '')"},
     },

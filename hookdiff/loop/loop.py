@@ -50,8 +50,8 @@ class Loop(ReadOnly):
         plugins: by name, called in this order.
         sampler: makes images from the model; an object with `sample` will do. Default: the run samples none.
         hparams: the whole config as plain values, for plugins that record it.
-        run_dir: the place for files; without it nothing is written.
-        resume: True continues the run in `run_dir`, if it has a checkpoint; a path the run or checkpoint there.
+        run_dir: the folder for files. Default: nothing is written.
+        resume: True continues the run in `run_dir`, if it has a checkpoint; a path that of this run or checkpoint.
         fresh: names of the plugins that ignore their saved state.
     """
 
@@ -147,7 +147,7 @@ class Loop(ReadOnly):
             self.hparams["run"] = {**self.hparams["run"], "micro_batch": size}
 
     def set_step(self, step: int) -> None:
-        """Count on from `step` updates, as a trial does to see what comes after a warm-up; data and weights stay."""
+        """Set the number of updates to `step`, as a trial does to skip a warm-up; data and weights stay."""
         self.progress.step = step
 
     def prepare(self) -> None:
