@@ -198,8 +198,8 @@ class Gradients:
         losses = torch.stack([loss.to(squared) for loss in passes]) * self._weight
         squared, adopted, losses = self._exchange.summed(squared, adopted, losses)
         self._norms = squared.sqrt().to(self.dtype)
-        norms = [earlier.norm.to(squared) for earlier in self._earlier]  # they are those of all ranks already
-        self._summed = [Pass(loss, norm) for loss, norm in zip(losses[1:], norms, strict=True)]
+        known = [earlier.norm.to(squared) for earlier in self._earlier]  # they are those of all ranks already
+        self._summed = [Pass(loss, norm) for loss, norm in zip(losses[1:], known, strict=True)]
         if len(adopted):
             self._summed.append(Pass(losses[0], adopted.sum().sqrt()))
         self._summed.append(Pass(losses[0], squared.sum().sqrt()))
