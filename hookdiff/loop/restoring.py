@@ -62,18 +62,18 @@ class Restoring:
         self._load_plugins(saved["plugins"], self.fresh)
 
     def _check_start(self, saved: State) -> None:
-        if (place := self.loop.resume) is None:
+        if (folder := self.loop.resume) is None:
             return
         if not saved:
             if not self.loop.plugins.implement("restore"):
                 raise UserError(
-                    f"{place}: none of the run's plugins reads checkpoints (implements the hook restore); add the "
+                    f"{folder}: none of the run's plugins reads checkpoints (implements the hook restore); add the "
                     "plugin that saved it (`hookdiff plugins` lists what is installed)"
                 )
             if self.is_required:
-                raise NoCheckpoint(f"{place} has no checkpoint") if place.exists() else no_such_folder(place)
-            if place.is_dir() and not is_empty(place):
-                notice(f"{place} has no checkpoint to go on from: the run starts anew")
+                raise NoCheckpoint(f"{folder} has no checkpoint") if folder.exists() else no_such_folder(folder)
+            if folder.is_dir() and not is_empty(folder):
+                notice(f"{folder} has no checkpoint to go on from: the run starts anew")
             return
         with refused_if_unfit("versions"):
             changes = changed(saved.get("versions", {}), self.loop.plugins.versions)
