@@ -69,7 +69,7 @@ class Shifted(Spacing):
 
     def points(self, process: Process, steps: int) -> list[Point]:
         if not isinstance(process, Flow):
-            raise ValueError(f"'spacing' cannot be 'shifted' for process {process.use!r}, only for 'flow'; use 'trailing'")
+            raise ValueError(f"'spacing' cannot be 'shifted' for process {process.use!r}, only 'flow'; use 'trailing'")
         return evolve(process, shift=self.shift).trailing(steps)
 
 

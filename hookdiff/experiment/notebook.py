@@ -27,7 +27,7 @@ def run_html(run: History) -> str:
 
 
 def _picture(run: History) -> Iterator[str]:
-    """Yield the newest picture of a run; of several of a step one in the outermost folder, which was logged most."""
+    """Yield the newest picture of a run. Of several pictures of a step, take the outermost folder, then the fullest."""
     newest = [(max(files), -name.count("/"), len(files), name) for name, files in run.pictures.items()]
     if not newest:
         return
@@ -40,7 +40,7 @@ def _picture(run: History) -> Iterator[str]:
 
 
 def _curves(run: History) -> Iterator[str]:
-    """Yield the curves of the losses, the distances, and all values that no plugin has put under a name of its own."""
+    """Yield the curves of the losses, the distances, and all values with a name without "/"."""
     ranks = [(_rank(name), name) for name in run.series]
     names = [name for rank, name in sorted(ranks, key=lambda pair: pair[0]) if rank < 4]
     for name in names[:_MOST]:
