@@ -42,7 +42,7 @@ def _names(value: str | Iterable[str] | Mapping[str, str]) -> tuple[str, ...] | 
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _are_no_draws(_: Any, __: Any, conditions: tuple[str, ...] | dict[str, str]) -> None:
+def _are_free_names(_: Any, __: Any, conditions: tuple[str, ...] | dict[str, str]) -> None:
     names = conditions.values() if isinstance(conditions, dict) else conditions
     if taken := {"noise", "timesteps", _LABELS, _ALL}.intersection(names):
         raise ValueError(f"'conditions' cannot be named {taken.pop()!r}: the objective uses this name; choose another")
@@ -52,12 +52,12 @@ def _shares(value: float | Mapping[str, float]) -> float | dict[str, float]:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _share_of(name: str, shares: Iterable[str]) -> str:
+def _share_key(name: str, shares: Iterable[str]) -> str:
     """Return the key of `shares` for the condition `name`: that of NAME also for NAME_mask, unless it has a key."""
     return max((key for key in shares if f"{name}_".startswith(f"{key}_")), key=len, default="")
 
 
-def _are_of_conditions(diffusion: Diffusion, option: Attribute[Any], value: float | dict[str, float]) -> None:
+def _keys_are_conditions(diffusion: Diffusion, option: Attribute[Any], value: float | dict[str, float]) -> None:
     conditions = diffusion.conditions
     known = (_ALL, _LABELS, *(conditions.values() if isinstance(conditions, Mapping) else conditions))
     if isinstance(value, dict) and (strange := [name for name in value if name not in known]):
@@ -116,7 +116,7 @@ class Diffusion(Objective):
     conditions: tuple[str, ...] | dict[str, str] = field(
         default=(),
         converter=_names,
-        validator=_are_no_draws,
+        validator=_are_free_names,
         metadata=about(
             "names of what the network gets from the samples by keyword, beside image and label; or a table of its "
             'keywords and names, such as { encoder_hidden_states = "caption", "added.time_ids" = "size" }'
@@ -125,7 +125,7 @@ class Diffusion(Objective):
     label_dropout: float | dict[str, float] = field(
         default=0.1,
         converter=_shares,
-        validator=[between(0, 1), _are_of_conditions],
+        validator=[between(0, 1), _keys_are_conditions],
         metadata=about(
             "share of samples without their label and conditions in training, for guidance; or a table of shares that "
             "are drawn each on their own: for `labels`, for each condition (that of `size` is also for `size_mask` and "
@@ -203,7 +203,7 @@ class Diffusion(Objective):
     def drops(self) -> bool:
         """Whether the label, and each condition, is left out in some samples of the training."""
         shares, names = self._dropout, (*[_LABELS] * bool(self.conditional), *self.condition_names)
-        return bool(shares.get(_ALL)) or all(shares.get(_share_of(name, shares)) for name in names)
+        return bool(shares.get(_ALL)) or all(shares.get(_share_key(name, shares)) for name in names)
 
     @property
     def _dropout(self) -> dict[str, float]:
@@ -242,7 +242,7 @@ class Diffusion(Objective):
                     chance = batch.own(torch.rand(batch.total, generator=generator, device=where, dtype=torch.float32))
                     dropped[name] = to_device(chance < self._dropout[name], device)
             for name, nothing in self.without(given).items():
-                masks = [dropped[key] for key in (_ALL, _share_of(name, dropped)) if key in dropped]
+                masks = [dropped[key] for key in (_ALL, _share_key(name, dropped)) if key in dropped]
                 rows = torch.stack(masks).any(0) if masks[1:] else masks[0] if masks else None
                 column = given[name]
                 drawn[name] = column if rows is None else _replaced(column, rows, nothing)

@@ -105,14 +105,14 @@ def build_loop(
     if hooks is None and rank() == 0 and (choices := filled_in(asked, config, before)):
         written = ", ".join(f"{key} = {json.dumps(value)}" for key, value in choices.items())
         logger.info("chosen for this %s: %s", device.type, written)
-    check_read(config)
+    check_conditions_used(config)
     of_config = {name: part.build() for name, part in config.plugins.items()}  # errors come before hours of encoding
     if feed is None:
         starts = not resume
         check = partial(try_run, config, trains=trains, starts=starts, with_plugins=starts and hooks is None)
         feed = build_feed(config, decode=hooks is None, check=None if make else check)
     config = fit_to_data(config, feed)
-    with _sides_named(feed):
+    with _sizes_in_errors(feed):
         model = (make or make_model)(config, device)
     config = fit_to_model(config, model)
     objective, sampler = build_objective(config, feed)
@@ -121,7 +121,7 @@ def build_loop(
     if hooks is None and sampler.compile:
         with sampling_errors():
             try_compiler(device)  # now, and not at the first pictures, far into the run
-    with _sides_named(feed), layers_called(model) as called:
+    with _sizes_in_errors(feed), layers_called(model) as called:
         check_model(config, model, feed, objective, trains)
     try:
         config.model.of(Initialisation).apply(model, called[-1] if called else None)
@@ -270,11 +270,11 @@ def _try_network(config: Config, feed: Feed, trains: bool, start: Start) -> None
     fitted = fit_to_data(config, feed)
 
     def attempt(place: AbstractContextManager[object]) -> None:
-        with _sides_named(feed), place:
+        with _sizes_in_errors(feed), place:
             model = build_model(fitted.model)
         known = fit_to_model(fitted, model)
         objective, _ = build_objective(known, feed)
-        with _sides_named(feed):
+        with _sizes_in_errors(feed):
             check_model(known, model, feed, objective, trains)
         if start.start_from:
             load_into(model, Path(start.start_from), start.start_partial)
@@ -302,7 +302,7 @@ def _try_plugins(config: Config, feed: Feed) -> None:
 
 
 @contextmanager
-def _sides_named(feed: Feed) -> Iterator[None]:
+def _sizes_in_errors(feed: Feed) -> Iterator[None]:
     """Add the sizes of latents and pictures to a ConfigError of a network: the config has only those of pictures."""
     try:
         yield
@@ -313,7 +313,7 @@ def _sides_named(feed: Feed) -> Iterator[None]:
         raise ConfigError(f"{error}; it gets latents of {sizes[0]}, encoded from pictures of {sizes[1]}") from error
 
 
-def check_read(config: Config) -> None:
+def check_conditions_used(config: Config) -> None:
     """Raise ConfigError for an encoder of texts if the network gets none of its conditions.
 
     An encoder of pictures gives a warning, as a plugin may read its conditions.

@@ -31,7 +31,7 @@ from hookdiff.experiment.own_runs import is_remembered, remember
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.part_requirements import MODEL, OPTIMIZER, SOURCE, PartRequirement
 from hookdiff.experiment.toml_file import read_with_bytes
-from hookdiff.experiment.trust import asks, dangers, is_of_run
+from hookdiff.experiment.trust import dangers, is_of_run, is_users_choice
 from hookdiff.images.items import ItemKeys
 from hookdiff.images.loader import Workers
 from hookdiff.images.store import Store
@@ -188,7 +188,7 @@ SOURCES = {
     "fashion-mnist": "hookdiff.data:fashion_mnist",
     "torchvision:NAME": "torchvision:NAME",
 }
-_NAMED = ("data.source", "model.use")  # keys that the config of every run has, unless a script made it
+_NAMED_KEYS = ("data.source", "model.use")  # keys that the config of every run has, unless a script made it
 SECTIONS = (
     Section(
         "data",
@@ -275,9 +275,9 @@ def load_config(
         ConfigError: lists every problem.
     """
     path = Path(path)
-    (table, data), problems, settings = read_with_bytes(path), Problems(), sorted(settings, key=_set_order)
+    (table, data), problems, settings = read_with_bytes(path), Problems(), sorted(settings, key=_use_before_options)
     plugins = tuple(plugins)
-    if is_run_dir(path.parent) and (lacking := [key for key in _NAMED if not _names(table, key)]):
+    if is_run_dir(path.parent) and (lacking := [key for key in _NAMED_KEYS if not _has_key(table, key)]):
         raise ConfigError(
             f"{path} has no {' and no '.join(lacking)}: a script made the run, and only the script can make its network"
             f"\n  To make images there: with Loop(..., run_dir={str(path.parent)!r}, resume=True) as loop: "
@@ -292,7 +292,7 @@ def load_config(
     if not is_strangers:
         _make_importable(table, path)
     with importing(only_installed=is_strangers) as imports:
-        config = _check(table, path, plugins, problems, without, hooks, path.parent if is_strangers else None)
+        config = _checked_config(table, path, plugins, problems, without, hooks, path.parent if is_strangers else None)
     if hooks is None:
         _warn_of_unused(settings, config)
     needs_trust = (*imports.uninstalled, *config.needs_trust)
@@ -344,7 +344,7 @@ def _make_importable(table: dict[str, Any], path: Path) -> None:
             sys.path.append(folder)
 
 
-def _set_order(setting: str) -> tuple[bool, int]:
+def _use_before_options(setting: str) -> tuple[bool, int]:
     """Sort settings of `use` first, outer before inner, because a new `use` drops the options of the old one."""
     key = setting.partition("=")[0].strip()
     return (False, key.count(".")) if key.endswith(".use") else (True, 0)
@@ -378,7 +378,7 @@ def _warn_of_unused(settings: Iterable[str], config: Config) -> None:
             logger.warning("--set %s: the plugin %r is not switched on; add --plugins %s", setting, name, name)
 
 
-def _switch(listed: tuple[str, ...], name: str, problems: Problems) -> tuple[str, ...]:
+def _switched(listed: tuple[str, ...], name: str, problems: Problems) -> tuple[str, ...]:
     if not name.startswith("no:"):
         return listed if name in listed else (*listed, name)
     if name[3:] not in listed and name[3:] in installed():
@@ -388,7 +388,7 @@ def _switch(listed: tuple[str, ...], name: str, problems: Problems) -> tuple[str
     return tuple(other for other in listed if other != name[3:])
 
 
-def _check(
+def _checked_config(
     table: dict[str, Any],
     path: Path,
     switches: Iterable[str],
@@ -406,7 +406,7 @@ def _check(
         run["plugins"] = DEFAULT_PLUGINS
     if "plugins" in run:
         for name in switches:
-            run["plugins"] = _switch(run["plugins"], name, problems)
+            run["plugins"] = _switched(run["plugins"], name, problems)
     parts: dict[str, Any] = {
         section.table: section.read(tables[section.table], problems)
         for section in SECTIONS
@@ -414,7 +414,7 @@ def _check(
     }
     parts |= {name: Part(name, "", partial(_not_read, name)) for name in without}
     if "data" in without:  # to make images, latents are decoded and start images are read
-        parts["data"] = evolve(parts["data"], shared=_without_source(tables.get("data", {}), problems))
+        parts["data"] = evolve(parts["data"], shared=_data_without_source(tables.get("data", {}), problems))
     if "data" not in without and (data := parts.get("data")) and (lacking := missing(data.target, tables["data"])):
         problems.add("data", f"{data.use} needs {', '.join(lacking)}")
     for name, target in {"diffusion": Diffusion, "sampling": Sampling}.items():
@@ -429,11 +429,11 @@ def _check(
     plugins = _plugins(run.get("plugins", ()), tables.get("plugins", {}), problems, hooks)
     if strangers:
         for name, part in parts.items():
-            parts[name] = part and evolve(part, is_strangers=not asks(tables.get(name), part.target))
+            parts[name] = part and evolve(part, is_strangers=not is_users_choice(tables.get(name), part.target))
         for name, part in plugins.items():
-            theirs = part.use not in switches and not asks(tables.get("plugins", {}).get(name), part.target)
+            theirs = part.use not in switches and not is_users_choice(tables.get("plugins", {}).get(name), part.target)
             plugins[name] = evolve(part, is_strangers=theirs)
-    for place, use, kind in _used(filter(None, (*parts.values(), *plugins.values()))):
+    for place, use, kind in _named_parts(filter(None, (*parts.values(), *plugins.values()))):
         if problem := partner_problem(kind, plugins):
             problems.add(place, f"{use!r} {problem}")
     risks = [
@@ -446,7 +446,7 @@ def _check(
     return Config(path=path, run=RunConfig(**run), plugins=plugins, needs_trust=needs, **parts)
 
 
-def _without_source(table: Mapping[str, Any], problems: Problems) -> dict[type, dict[str, Any]]:
+def _data_without_source(table: Mapping[str, Any], problems: Problems) -> dict[type, dict[str, Any]]:
     """Return the arguments of `EncoderKeys` and `Transforms` in the table [data] of a source that is not imported."""
     encode = {key: value for key, value in table.items() if key == "encode"}
     fitting = dict[str, Any]()
@@ -460,7 +460,7 @@ def _without_source(table: Mapping[str, Any], problems: Problems) -> dict[type, 
     return {EncoderKeys: arguments(EncoderKeys, encode, "data", problems), Transforms: fitting}
 
 
-def _used(parts: Iterable[Part]) -> Iterator[tuple[str, str, object]]:
+def _named_parts(parts: Iterable[Part]) -> Iterator[tuple[str, str, object]]:
     """Yield the place, the name and the class of each part that is named by `use` or as an option."""
     waiting: list[tuple[str, Any]] = []
     for part in parts:
@@ -488,7 +488,7 @@ def _dangers(part: Part, tables: Mapping[str, Any], run_dir: Path | None) -> Ite
         yield from dangers(target, values, table, part.where, run_dir)
 
 
-def _names(config: Mapping[str, Any], key: str) -> bool:
+def _has_key(config: Mapping[str, Any], key: str) -> bool:
     table, _, name = key.partition(".")
     return isinstance(config.get(table), Mapping) and name in config[table]
 

@@ -44,7 +44,7 @@ def config_schema() -> Schema:
         "not": {"required": ["steps", "epochs"]},
     }
     tables["run"]["required"] = []  # the name is that of the file
-    tables["run"]["properties"]["plugins"]["items"] = _name(plugins)
+    tables["run"]["properties"]["plugins"]["items"] = _name_schema(plugins)
     for section in SECTIONS:
         shared = {
             key: schema
@@ -53,9 +53,9 @@ def config_schema() -> Schema:
             if key in described(kind)
         }
         members, checks_needed = known[section.kind], section.table == "data"
-        table = _chosen(members, section.key, section.default, shared, checks_needed)
+        table = _choice_table(members, section.key, section.default, shared, checks_needed)
         tables[section.table] = {"type": "object", **table}
-    tables["plugins"] = {"type": "object", "properties": {m.name: _of(m) for m in known["plugin"]}}
+    tables["plugins"] = {"type": "object", "properties": {m.name: _options_of(m) for m in known["plugin"]}}
     has_paths = {"properties": {"run": {"properties": {"plugins": {"contains": _PATH}}, "required": ["plugins"]}}}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -68,32 +68,32 @@ def config_schema() -> Schema:
         "if": has_paths,
         "else": {"properties": {"plugins": {"propertyNames": {"enum": plugins}}}},
         "definitions": {
-            name: {"type": ["string", "object"], **_chosen(known[name], "use", kind.choice.default, {})}
+            name: {"type": ["string", "object"], **_choice_table(known[name], "use", kind.choice.default, {})}
             for name, kind in catalog.items()
             if kind.choice
         },
     }
 
 
-def _name(names: Iterable[str]) -> Schema:
+def _name_schema(names: Iterable[str]) -> Schema:
     """Return the schema of a name out of `names`, or `module:Name`. `anyOf` completes; the condition gives messages."""
     names = list(names)
     return {"type": "string", "anyOf": [{"enum": names}, {}], "if": {"not": _PATH}, "then": {"enum": names}}
 
 
-def _of(member: Member) -> Schema:
+def _options_of(member: Member) -> Schema:
     """Return the schema of the options of a plugin or a part; any options if it cannot be used."""
     return {"type": "object"} if member.error else {"description": member.summary, **_table(member.target)}
 
 
-def _chosen(
+def _choice_table(
     members: list[Member], key: str, default: str | None, shared: Mapping[str, Schema], checks_needed: bool = True
 ) -> Schema:
     """Return the schema of a table in which `key` names one of `members`, and of the name alone.
 
     The editor completes keys by `properties` and names by `anyOf`. Conditions check, because their messages are clear.
     """
-    tables = {member.name: _of(member) for member in members}
+    tables = {member.name: _options_of(member) for member in members}
     options = [table.get("properties", {}) for table in tables.values()]
     loose = {name: {"description": each.get("description", "")} for every in options for name, each in every.items()}
     rules: list[Schema] = []
@@ -106,9 +106,9 @@ def _chosen(
         closed = {"properties": properties, "required": needed, "additionalProperties": "properties" not in table}
         rules.append({"if": is_it, "then": closed})
     alone = [name for name, table in tables.items() if not table.get("required")]
-    rules.append({"if": {"type": "string"}, "then": _name(alone)})
+    rules.append({"if": {"type": "string"}, "then": _name_schema(alone)})
     return {
-        "properties": {**loose, **shared, key: _name(tables)},
+        "properties": {**loose, **shared, key: _name_schema(tables)},
         "anyOf": [{"enum": alone}, {}],
         "allOf": [*rules, *([{"if": {"type": "object"}, "then": {"required": [key]}}] if default is None else [])],
     }

@@ -18,7 +18,7 @@ from hookdiff.experiment.build import (
     build_feed,
     build_model,
     build_sampling,
-    check_read,
+    check_conditions_used,
     pick_device,
     time_dtype,
     try_run,
@@ -60,7 +60,7 @@ def try_config(config: Config, *, resume: bool = False) -> str | None:
 
     attempt(lambda: pick_device(config.run.device))
     attempt(lambda: _probe_captions(config))
-    attempt(lambda: check_read(config))
+    attempt(lambda: check_conditions_used(config))
     model = attempt(lambda: _probe_model(config))
     if (file := config.model.of(Start).start_from) and not resume:
         attempt(lambda: check_file(Path(file)))

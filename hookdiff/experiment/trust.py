@@ -69,7 +69,7 @@ def dangers(
                 yield from dangers(type(part), inner, its_table, place, run_dir)
 
 
-def asks(table: object, target: Callable[..., Any] | None = None) -> bool:
+def is_users_choice(table: object, target: Callable[..., Any] | None = None) -> bool:
     """Return whether the command line chooses a part, its weights, a download, or a server.
 
     Args:
@@ -81,7 +81,7 @@ def asks(table: object, target: Callable[..., Any] | None = None) -> bool:
     typed = {key: value for key, value in table.items() if isinstance(value, Text)}
     keys = {"use", "source", "features", "download", *(marks_of(target, Connects) if target else ())}
     is_chosen = any(key in keys or key.startswith("weights") or _URL.match(value) for key, value in typed.items())
-    return is_chosen or asks(table.get("features"))
+    return is_chosen or is_users_choice(table.get("features"))
 
 
 def _leaves(value: object) -> Iterator[object]:

@@ -66,8 +66,8 @@ def check_contract(name: str, plugin: object) -> None:
             raise PluginError(f"the plugin {name!r}: use wrapper=True in place of hookwrapper=True in {attribute}")
         if options["wrapper"] and HOOKS[hook].kind == "question":
             raise PluginError(f"the plugin {name!r}: {attribute} asks this plugin alone; remove wrapper=True")
-        known = _arguments(hook)
-        if unknown := [argument for argument in _taken(plugin, attribute) if argument not in known]:
+        known = _hook_arguments(hook)
+        if unknown := [argument for argument in _argument_names(plugin, attribute) if argument not in known]:
             raise PluginError(
                 f"the plugin {name!r}: {attribute} takes {unknown[0]!r}, which the hook {hook!r} does not give"
                 f"{nearest(unknown[0], known)}; it gives: {', '.join(known)}"
@@ -81,11 +81,11 @@ def check_contract(name: str, plugin: object) -> None:
             )
 
 
-def _arguments(hook: str) -> list[str]:
+def _hook_arguments(hook: str) -> list[str]:
     return list(inspect.signature(getattr(Hooks, hook)).parameters)[1:]
 
 
-def _taken(plugin: object, attribute: str) -> list[str]:
+def _argument_names(plugin: object, attribute: str) -> list[str]:
     """Return the names of the arguments that a method takes from its hook: those without a default."""
     arguments = inspect.signature(static_member(plugin, attribute)).parameters.values()  # type: ignore[arg-type]
     names = [it.name for it in arguments if it.default is it.empty and it.kind is it.POSITIONAL_OR_KEYWORD]

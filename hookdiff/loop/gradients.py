@@ -102,7 +102,7 @@ class Gradients:
         self._weight = weight
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def set_aside(self) -> Iterator[None]:
         """Forget losses and norms during the `with`, and restore them at its end. The gradients stay."""
         attributes = dict(vars(self))
         self._forget()
@@ -210,24 +210,24 @@ class Gradients:
     @property
     def loss(self) -> float:
         """The loss of the step, on the host; `clear` keeps it."""
-        return self._look()[-1].loss if self._host_loss is None else self._host_loss
+        return self._on_host()[-1].loss if self._host_loss is None else self._host_loss
 
     @property
     def total_norm(self) -> float:
         """L2 norm over all gradients, on the host."""
-        return self._look()[-1].norm
+        return self._on_host()[-1].norm
 
     @property
     def finite(self) -> bool:
         """Whether all losses and total norms of the step are finite."""
-        return all(map(_is_finite, self._look()))
+        return all(map(_is_finite, self._on_host()))
 
     @property
     def overflowed(self) -> bool:
         """Whether the first pass that is not finite has a finite loss; the adopted modules count as a pass."""
-        return next((math.isfinite(each.loss) for each in self._look() if not _is_finite(each)), False)
+        return next((math.isfinite(each.loss) for each in self._on_host() if not _is_finite(each)), False)
 
-    def _look(self) -> list[Pass[float]]:
+    def _on_host(self) -> list[Pass[float]]:
         if self._passes is None:
             measured, passes = self.norms, self._summed
             if passes is None:
@@ -250,7 +250,7 @@ class Gradients:
         finite, the norms are computed again in float64, so that the total is right. Costs a pass over all gradients
         and a transfer.
         """
-        passes, named = self._look(), self.named()
+        passes, named = self._on_host(), self.named()
         earlier, last = passes[: len(self._earlier)], passes[-1]
         remarks = [] if all(map(_is_finite, earlier)) else ["(of an earlier pass of the step)"]
         everything = [*named.items(), *self._adopted_gradients().items()]
@@ -270,7 +270,7 @@ class Gradients:
     def scale_(self, factor: float) -> None:
         """Multiply all gradients by `factor` >= 0 in place; the norms follow."""
         before = self.norms
-        *others, last = self._look()
+        *others, last = self._on_host()
         if self._measured and not self.is_applied:
             torch._foreach_mul_(local_parts(self._measured), factor)
         self._norms = before * factor

@@ -86,7 +86,7 @@ class Restoring:
             facts = saved.get("data", {}).get("facts", {})
             before = facts.get("num_samples", num_samples)
             counts = f"{num_samples:,} samples to train on; the checkpoint was made with {before:,}"
-            moved = _moved(facts.get("classes") or (), tuple(map(str, self.loop.feed.classes or ())))
+            moved = _moved_class(facts.get("classes") or (), tuple(map(str, self.loop.feed.classes or ())))
             known = dict(facts.get("encoders") or {})
             marks = structured(dict[str, Mark], facts.get("marks") or {})
         encoders = self.loop.feed.facts.encoders if known else {}
@@ -211,7 +211,7 @@ class Restoring:
         return True
 
 
-def _moved(before: Sequence[str], now: Sequence[str]) -> str:
+def _moved_class(before: Sequence[str], now: Sequence[str]) -> str:
     """Return a text on the first class that has another number now; "" if there is none."""
     for number, name in enumerate(before):
         if name in now and now[number : number + 1] != (name,):  # two classes may have one name

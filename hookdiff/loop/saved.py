@@ -74,22 +74,22 @@ def state_of(owner: Any) -> Any:
     """Return the state of `owner`. The tensors are not copied."""
     if _is_keeper(owner):
         return owner.state_dict()
-    return {key: _plain(getattr(owner, field.name)) for key, field in saved_fields(owner).items()}
+    return {key: _value_state(getattr(owner, field.name)) for key, field in saved_fields(owner).items()}
 
 
-def _plain(value: Any) -> Any:
+def _value_state(value: Any) -> Any:
     if keeps_state(value):
         return state_of(value)
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple, deque)) else value
+        return {key: _value_state(item) for key, item in value.items()}
+    return [_value_state(item) for item in value] if isinstance(value, (list, tuple, deque)) else value
 
 
 def checked(kind: type, state: Any) -> Any:
     """Return `state` as an object with the saved fields of `kind`. Raises ValueError if it does not fit."""
     from hookdiff.options.structure import structured
 
-    return structured(_form(kind), state)
+    return structured(_state_type(kind), state)
 
 
 def restore_state(owner: object, state: Any) -> None:
@@ -133,7 +133,7 @@ def _are_tensors(value: Any) -> TypeGuard[dict[str, Tensor]]:
 
 
 @functools.cache
-def _form(kind: Any) -> Any:
+def _state_type(kind: Any) -> Any:
     """Return the type of the states of `kind`, the type of a field or the class of a plugin.
 
     For a class with saved fields it is an attrs class with their keys. For a class with `load_state_dict` it is the
@@ -148,7 +148,7 @@ def _form(kind: Any) -> Any:
     if not (inspect.isclass(kind) and saved_fields(kind)):
         return kind
     fields = {
-        key: attrs.field(type=_form(hint_of(field.type, kind)), validator=field.metadata[_MARK].validator)
+        key: attrs.field(type=_state_type(hint_of(field.type, kind)), validator=field.metadata[_MARK].validator)
         for key, field in saved_fields(kind).items()
     }
     return attrs.make_class(f"StateOf{kind.__name__}", fields, frozen=True, slots=True)

@@ -246,7 +246,7 @@ def test_conflicts_and_requirements_are_refused(tmp_path, monkeypatch):
         "@needs\n@define(frozen=True)\nclass Loss(Huber): ...\n"
         "@needs\n@define\nclass Rule(Norm): ...\n"
         "@needs\nclass Net(UNet): ...\n"
-        "from hookdiff.authors import Encoder\n@needs\n@define(frozen=True)\nclass Code(Encoder):\n"
+        "from hookdiff.encoding import Encoder\n@needs\n@define(frozen=True)\nclass Code(Encoder):\n"
         "    def digest(self): ...\n    def open(self, device): ...\n"
     )
     for place, use in (
