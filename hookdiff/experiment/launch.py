@@ -44,7 +44,5 @@ def _check_same(config: Config) -> None:
     for number, other in enumerate(others, 1):
         if differing := list(changes(first, other, {})):
             key, value, other_value = differing[0]
-            more = f", and {len(differing) - 1} keys differ too" * (len(differing) > 1)
-            raise ConfigError(
-                f"give all ranks the same config: {key} is {value!r} on rank 0, {other_value!r} on rank {number}{more}"
-            )
+            text = f"{key} is {value!r} on rank 0, {other_value!r} on rank {number}"
+            raise ConfigError(f"give all ranks the same config: {text}")

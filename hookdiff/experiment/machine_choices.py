@@ -114,11 +114,8 @@ def _threads(before: int | None) -> int:
         return usual
     if "OMP_NUM_THREADS" not in os.environ and before <= num_cpus():
         return before
-    logger.warning(
-        "run.threads: %d here, %d before: the run goes on, but not bit for bit, as rounding depends on the threads",
-        usual,
-        before,
-    )
+    text = "run.threads: %d here, %d before: the run goes on, but not bit for bit, as rounding depends on the threads"
+    logger.warning(text, usual, before)
     return usual
 
 
@@ -127,12 +124,8 @@ def prepare_process(config: Config, device: torch.device) -> None:
     threads = config.run.threads
     if isinstance(threads, int):
         if threads > num_cpus():
-            logger.warning(
-                "run.threads: %d, but this process has %d CPUs: a step may take a hundred times as long; "
-                '"auto" takes no more threads than CPUs',
-                threads,
-                num_cpus(),
-            )
+            text = 'run.threads: %d, but this process has %d CPUs: a step may take a hundred times as long; use "auto"'
+            logger.warning(text, threads, num_cpus())
         torch.set_num_threads(threads)
     if device.type == "cpu":
         keep_memory()

@@ -60,10 +60,8 @@ def _rank(name: str) -> int:
 def _svg(name: str, points: Sequence[tuple[int, float]]) -> str:
     (first, _), (last, newest) = points[0], points[-1]
     low, high = min(value for _, value in points), max(value for _, value in points)
-    if low == high:
-        bottom, top = low - 1.0, high + 1.0  # the line is in the middle
-    else:
-        bottom, top = low, high
+    margin = 1.0 * (low == high)  # above and below a flat line
+    bottom, top = low - margin, high + margin
     across, up = _WIDTH / ((last - first) or 1), _HEIGHT / (top - bottom)
     places = [f"{(step - first) * across:.1f},{(top - value) * up:.1f}" for step, value in points]
     title = escape(f"{name}: {newest:.4g}")

@@ -88,7 +88,8 @@ def show(
         stack = values if isinstance(values, Tensor) else torch.cat([_as_images(image) for image in values])
         return grid(_as_images(stack), columns, scale, captions)
     except (TypeError, ValueError, RuntimeError):
-        raise UserError(f"give show a tensor of images n c h w; it got {_text(images)}") from None
+        got = f"the shape {tuple(images.shape)}" if isinstance(images, Tensor) else f"a {type(images).__name__}"
+        raise UserError(f"give show a tensor of images n c h w; it got {got}") from None
 
 
 def _as_images(images: Tensor) -> Tensor:
@@ -96,12 +97,6 @@ def _as_images(images: Tensor) -> Tensor:
     if not isinstance(images, Tensor) or not 2 <= images.dim() <= 4 or not images.numel():
         raise ValueError("no images")
     return images[(None,) * (4 - images.dim())]
-
-
-def _text(images: object) -> str:
-    if isinstance(images, Tensor):
-        return f"the shape {tuple(images.shape)}"
-    return f"a {type(images).__name__}"
 
 
 @define(frozen=True, eq=False)
