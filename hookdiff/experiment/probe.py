@@ -1,4 +1,4 @@
-"""Finds problems of a config that only building shows, without its data and without a loop."""
+"""Finds problems of a config by building its parts, without its data and without a loop."""
 
 from collections.abc import Callable
 from inspect import isclass

@@ -1,4 +1,4 @@
-"""Findings about a training run: their form, the wording of those that several plugins share, and alarms."""
+"""Findings about a training run: rules, the findings that several plugins share, and alarms."""
 
 import math
 from collections.abc import Sequence
@@ -62,11 +62,11 @@ class Alarms:
 
         Args:
             step: the step of the finding.
-            key: what the finding is about; each key has one alarm.
+            key: the subject of the finding; each key has one alarm.
             finding: the finding.
             over: whether an earlier finding is over, for a plugin with hysteresis. Default: if there is no finding now.
             quiet: an earlier finding is also over after more than this many steps without it.
-            size: size of what was found.
+            size: a measure of the finding.
             growth: a finding is also news when its size is this many times the reported size.
         """
         holds = finding is not None and finding.severity != "ok"

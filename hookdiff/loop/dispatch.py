@@ -40,7 +40,7 @@ PASS: Final[Never] = cast(Never, _Pass())
 HookKind = Literal["moment", "seam", "question"]
 # The part of a run to which a hook belongs.
 Phase = Literal[
-    "config",  # what a config leaves to the machine
+    "config",  # "auto" values
     "model",  # the network
     "net",  # the module that training calls
     "restore",
@@ -52,7 +52,7 @@ Phase = Literal[
     "scale",  # of the gradients
     "nonfinite",  # loss or gradients
     "update",
-    "after",  # what follows an update, an epoch or a batch
+    "after",  # an update, an epoch or a batch
     "images",  # and weights, on request
     "log",
     "end",
@@ -70,7 +70,7 @@ class Hook:
     result: str  # the type of the result, as the method names it; "None" for none
     may_be_absent: bool  # None in place of a result
     ends: bool = False  # it reaches every plugin that has started, also after an error in a plugin before
-    work: str = ""  # what the core's own implementation does, for tables of time
+    work: str = ""  # of the core's own implementation, for tables of time
     like: tuple[str, ...] = ()  # names of it in other trainers: Lightning, Composer, transformers, Keras, fastai
     may_change: tuple[Changed, ...] = ()
 

@@ -102,7 +102,7 @@ class Loop(ReadOnly):
         self.progress: Final = Progress(step=0, position=0, epoch=0, samples=0)
         self.first_step: Final = 0  # updates made before this process began
         self.end: Final = End()  # why the run is over
-        self._exchange: Final = ranks.Exchange(self.end.votes)  # of what the ranks sum in each step
+        self._exchange: Final = ranks.Exchange(self.end.votes)  # sums values over the ranks in each step
         self.stop: Final = self.end.stop
         self.reduce: Final = ranks.reduced  # the means of values over the ranks
         self.agree: Final = ranks.agree  # whether a flag is true on any rank
@@ -261,7 +261,7 @@ class Loop(ReadOnly):
         return output
 
     def _consume(self, samples: int, outcome: Outcome, *loss_and_norm: float) -> Step:
-        """Count a batch, and log what was logged during it if it has made an update."""
+        """Count a batch, and log the values of its hooks if it has made an update."""
         step = self.progress.consume(samples, outcome, *loss_and_norm)
         self.log.end_batch(outcome == "updated")
         self._unseen.append(step)

@@ -154,7 +154,7 @@ def partner_problem(kind: object, plugins: Collection[str]) -> str | None:
     """Return why a run with `plugins` cannot use `kind`, a class or function; None if it can."""
     declared = declaration_of(kind)
     if missing := [other for other in declared.requires if other not in plugins]:
-        return f"requires {', '.join(map(repr, missing))}, which this run does not have; add it to the plugins"
+        return f"requires {', '.join(map(repr, missing))}, which this run lacks; add them to its plugins"
     if present := [other for other in declared.conflicts if other in plugins]:
         return f"cannot be used together with {', '.join(map(repr, present))}; remove one"
     return None

@@ -194,8 +194,8 @@ class Restoring:
     def roll_back(self) -> bool:
         """Go back to the newest checkpoint, but keep the position in the data, so that other batches follow.
 
-        Returns False if there is none. A checkpoint of this process has the state of all plugins, also of those that
-        began `fresh`.
+        Returns False if there is none. A checkpoint of this process has the state of all plugins, also of those
+        in `fresh`.
         """
         if not (saved := self.loop.hook.restore(loop=self.loop)):
             logger.error("there is no checkpoint to go back to: the run stops")
