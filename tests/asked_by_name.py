@@ -6,7 +6,7 @@ Each file has its expressions, as `ast.unparse` writes them.
 ASKED: dict[str, dict[str, set[str]]] = {
     "a DataLoader of torch": {"hookdiff/images/loader.py": {"getattr(self.loader, '_iterator', None)"}},
     "a class, a function or a module of others": {
-        "hookdiff/experiment/part_requirements.py": {"getattr(found, '__module__', '')"},
+        "hookdiff/experiment/part_requirements.py": {"getattr(target, '__module__', '')"},
         "hookdiff/models/adapters.py": {"getattr(kind, '__module__', '')"},
         "hookdiff/options/imports.py": {"getattr(outer, part)"},
         "hookdiff/options/structure.py": {"getattr(base, '__module__', '')", "getattr(hint, '__metadata__', ())"},
@@ -38,7 +38,7 @@ ASKED: dict[str, dict[str, set[str]]] = {
             "getattr(call.method, '__self__', None)",
             "getattr(method, '__code__', None)",
             "hasattr(kind, '__slots__')",
-            "hasattr(kind, found[2])",
+            "hasattr(kind, match[2])",
         },
         "hookdiff/testing/transfers.py": {"getattr(func, '__name__', '')"},
     },

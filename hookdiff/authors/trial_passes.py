@@ -51,7 +51,7 @@ def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
         return output
 
     try:
-        with loop.log.muted(), loop.gradients.aside(), torch.random.fork_rng(on_gpu), loop.using(net=net):
+        with loop.log.muted(), loop.gradients.set_aside(), torch.random.fork_rng(on_gpu), loop.using(net=net):
             for parameter in parameters:
                 parameter.grad = None
             yield passes

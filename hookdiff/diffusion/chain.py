@@ -22,7 +22,7 @@ def standard_normal(shape: Sequence[int], generators: Sequence[Generator], devic
 
 @define(eq=False)
 class _Network:
-    """The network of a chain at one point, as a guidance asks it."""
+    """The network of a chain at one point; a guidance calls it."""
 
     net: Net
     diffusion: Diffusion
@@ -49,7 +49,7 @@ class Chain:
     steps: int  # from noise to image
     given: Given  # labels and conditions
     generators: Sequence[Generator]
-    # The predicted image of earlier steps and the point that each was predicted at, kept by solvers that need them.
+    # The image that each earlier step predicted, and the point of the step, for solvers that need them.
     earlier: list[tuple[Tensor, Point]] = field(factory=list)
 
     def predict(self, x: Tensor, at: Point) -> tuple[Tensor, Tensor]:
@@ -63,5 +63,5 @@ class Chain:
         return x0, noise_from_x0(x, x0, at.alpha, at.sigma)
 
     def noised(self, mean: Tensor, std: float) -> Tensor:
-        """Return `mean` plus fresh noise. A `std` of 0 draws none, so a deterministic chain is a function of x_T."""
+        """Return `mean` plus fresh noise. A `std` of 0 draws none: a deterministic chain depends only on x_T."""
         return mean + std * standard_normal(mean.shape[1:], self.generators, mean.device) if std else mean

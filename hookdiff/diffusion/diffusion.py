@@ -25,11 +25,11 @@ from hookdiff.options.fields import IS_FINITE, about, between
 
 # (noisy images: n c h w, times: n, int64 or float32[, labels: n, int64][, name=condition ...]) -> n c h w
 Net = Callable[..., Tensor]
-Given = Mapping[str, Tensor]  # all else that the network gets, n rows each: conditions by name, and "labels" (-1: none)
+Given = Mapping[str, Tensor]  # conditions by name, and "labels" (-1: none), n rows each
 
 
 _ALL, _LABELS = "all", "labels"  # names in `label_dropout` beside those of conditions
-_PURE = frozenset(Weighting.known.values())  # weightings that depend on nothing but the timestep
+_PURE = frozenset(Weighting.known.values())  # weightings that depend only on the timestep
 
 
 def _numbers(value: float | tuple[float, ...] | list[float]) -> tuple[float, ...]:
@@ -42,22 +42,22 @@ def _names(value: str | Iterable[str] | Mapping[str, str]) -> tuple[str, ...] | 
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _are_no_draws(_: Any, __: Any, conditions: tuple[str, ...] | dict[str, str]) -> None:
+def _are_free_names(_: Any, __: Any, conditions: tuple[str, ...] | dict[str, str]) -> None:
     names = conditions.values() if isinstance(conditions, dict) else conditions
     if taken := {"noise", "timesteps", _LABELS, _ALL}.intersection(names):
-        raise ValueError(f"'conditions' cannot be named {taken.pop()!r}: the objective uses this name itself")
+        raise ValueError(f"'conditions' cannot be named {taken.pop()!r}: the objective uses this name; choose another")
 
 
 def _shares(value: float | Mapping[str, float]) -> float | dict[str, float]:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _share_of(name: str, shares: Iterable[str]) -> str:
-    """Return the one of `shares` that is for a condition: NAME is also for NAME_mask, which has none of its own."""
-    return max((one for one in shares if f"{name}_".startswith(f"{one}_")), key=len, default="")
+def _share_key(name: str, shares: Iterable[str]) -> str:
+    """Return the key of `shares` for the condition `name`: that of NAME also for NAME_mask, unless it has a key."""
+    return max((key for key in shares if f"{name}_".startswith(f"{key}_")), key=len, default="")
 
 
-def _are_of_conditions(diffusion: Diffusion, option: Attribute[Any], value: float | dict[str, float]) -> None:
+def _keys_are_conditions(diffusion: Diffusion, option: Attribute[Any], value: float | dict[str, float]) -> None:
     conditions = diffusion.conditions
     known = (_ALL, _LABELS, *(conditions.values() if isinstance(conditions, Mapping) else conditions))
     if isinstance(value, dict) and (strange := [name for name in value if name not in known]):
@@ -73,7 +73,7 @@ class Diffusion(Objective):
     """The objective that trains a network to denoise; its arguments are the keys of the config table [diffusion].
 
     Any prediction works with any process, except "epsilon" with a process that ends in pure noise. In a script,
-    `conditional` counts as False unless given.
+    `conditional` is False by default.
 
     Raises:
         ValueError: naming the argument that is out of its range, or does not fit another.
@@ -116,7 +116,7 @@ class Diffusion(Objective):
     conditions: tuple[str, ...] | dict[str, str] = field(
         default=(),
         converter=_names,
-        validator=_are_no_draws,
+        validator=_are_free_names,
         metadata=about(
             "names of what the network gets from the samples by keyword, beside image and label; or a table of its "
             'keywords and names, such as { encoder_hidden_states = "caption", "added.time_ids" = "size" }'
@@ -125,7 +125,7 @@ class Diffusion(Objective):
     label_dropout: float | dict[str, float] = field(
         default=0.1,
         converter=_shares,
-        validator=[between(0, 1), _are_of_conditions],
+        validator=[between(0, 1), _keys_are_conditions],
         metadata=about(
             "share of samples without their label and conditions in training, for guidance; or a table of shares that "
             "are drawn each on their own: for `labels`, for each condition (that of `size` is also for `size_mask` and "
@@ -159,24 +159,24 @@ class Diffusion(Objective):
                 )
 
     def bind(self, nothing: Mapping[str, Tensor | None]) -> Diffusion:
-        """Return a copy with other null conditions: what an unconditional sample has in place of each condition.
+        """Return a copy with other null conditions, the values of the conditions in an unconditional sample.
 
         `nothing` has them by name, for one sample. The loop gives those of the feed, such as the embedding of an empty
-        text. A condition with the value None stays as it is, and one without a value becomes zeros.
+        text. A condition with the value None stays as it is. Default: zeros.
 
         Raises:
-            ValueError: if `label_dropout` names a condition that stays.
+            ValueError: if `label_dropout` names a condition with the value None.
         """
         shares = self.label_dropout if isinstance(self.label_dropout, dict) else {}
         if stay := [name for name in shares if name in nothing and nothing[name] is None]:
-            raise ValueError(f"'label_dropout' is not for {stay[0]!r}, which samples without conditions keep")
-        one = copy(self)
-        object.__setattr__(one, "_nothing", nothing)
-        object.__setattr__(one, "_constants", {})
-        return one
+            raise ValueError(f"'label_dropout' cannot drop {stay[0]!r}, which every sample keeps; remove that key")
+        objective = copy(self)
+        object.__setattr__(objective, "_nothing", nothing)
+        object.__setattr__(objective, "_constants", {})
+        return objective
 
     def without(self, given: Given) -> dict[str, Tensor]:
-        """Return the inputs of unconditional samples: the label -1, and the null conditions of `bind`, else zeros."""
+        """Return labels and conditions of unconditional samples: -1, and the null conditions of `bind` or zeros."""
         return {name: self._without(name, column) for name, column in given.items()}
 
     def _without(self, name: str, column: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class Diffusion(Objective):
 
     @cached_property
     def keywords(self) -> dict[str, str]:
-        """The names of the conditions by the keywords of the network; one with a dot is a key in a dict."""
+        """The names of the conditions by keyword of the network. The keyword "a.b" is the key "b" of a dict "a"."""
         return dict(self.conditions) if isinstance(self.conditions, dict) else {name: name for name in self.conditions}
 
     @cached_property
@@ -203,7 +203,7 @@ class Diffusion(Objective):
     def drops(self) -> bool:
         """Whether the label, and each condition, is left out in some samples of the training."""
         shares, names = self._dropout, (*[_LABELS] * bool(self.conditional), *self.condition_names)
-        return bool(shares.get(_ALL)) or all(shares.get(_share_of(name, shares)) for name in names)
+        return bool(shares.get(_ALL)) or all(shares.get(_share_key(name, shares)) for name in names)
 
     @property
     def _dropout(self) -> dict[str, float]:
@@ -223,10 +223,10 @@ class Diffusion(Objective):
         """Return `batch` with the random draws of this step in `draws`, on the device of the inputs.
 
         `noise` is standard normal, float32, of the shape of the inputs. `timesteps` (n) are times of the process: int64
-        in 0..T-1, or float32. `labels`, only for a conditional objective, and its conditions, by name, are those of the
-        batch; of some samples they are replaced as `without` does. All are drawn on the generator's device, so a CPU
-        generator gives the same numbers for every device. They are drawn for all samples of the step, also those of
-        other ranks, so a sample gets the same ones on any number of ranks.
+        in 0..T-1, or float32. `labels`, if the objective is conditional, and the conditions by name are those of the
+        batch, but some samples get those of `without`. Numbers are drawn on the generator's device, so a CPU generator
+        gives the same numbers for every device. They are drawn for all samples of the step, also for those of other
+        ranks, so that a sample gets the same numbers on any number of ranks.
 
         Raises:
             ValueError: if the batch has no labels for a conditional objective, or lacks one of the conditions.
@@ -242,23 +242,23 @@ class Diffusion(Objective):
                     chance = batch.own(torch.rand(batch.total, generator=generator, device=where, dtype=torch.float32))
                     dropped[name] = to_device(chance < self._dropout[name], device)
             for name, nothing in self.without(given).items():
-                gone = [dropped[each] for each in (_ALL, _share_of(name, dropped)) if each in dropped]
-                rows = torch.stack(gone).any(0) if gone[1:] else gone[0] if gone else None
+                masks = [dropped[key] for key in (_ALL, _share_key(name, dropped)) if key in dropped]
+                rows = torch.stack(masks).any(0) if masks[1:] else masks[0] if masks else None
                 column = given[name]
                 drawn[name] = column if rows is None else _replaced(column, rows, nothing)
         return batch.with_draws(drawn)
 
     def given(self, batch: Batch) -> dict[str, Tensor]:
-        """Return what the network gets of `batch` beside its inputs, by name: labels, if conditional, and conditions.
+        """Return the labels of `batch`, if the objective is conditional, and the conditions, by name.
 
         Raises:
-            ValueError: for what the batch lacks.
+            ValueError: if the batch lacks labels or a condition.
         """
         names = self.condition_names
         if not (self.conditional or names):
             return {}
         if self.conditional and batch.labels is None:
-            raise ValueError("the objective is conditional, but the data has no labels")
+            raise ValueError("the objective is conditional, but the data has no labels; set conditional = false")
         if lacking := [name for name in names if name not in batch.conditions]:
             there = ", ".join(map(repr, batch.conditions)) or "none"
             near = nearest(lacking[0], batch.conditions)
@@ -285,8 +285,8 @@ class Diffusion(Objective):
         output = self.predict(net, x_t, self.process.network_time(times), batch.draws, alpha, sigma)
         target = self.prediction.target(x0, noise, alpha, sigma)
         if output.shape != target.shape:  # broadcasting might give a meaningless loss
-            shapes = f"{tuple(output.shape)} for images of shape {tuple(target.shape)}"
-            raise ValueError(f"the network returned shape {shapes}")
+            expected = f"that of its images, {tuple(target.shape)}"
+            raise ValueError(f"the network returned the shape {tuple(output.shape)}; it must be {expected}")
         error = self.loss(output.float(), target)
         per_sample = error.flatten(1).mean(1)
         if type(self.weighting) is UniformWeighting:
@@ -298,7 +298,7 @@ class Diffusion(Objective):
         if type(self.weighting) not in _PURE or not isinstance(self.process, VP):
             return self.weighting.weights(self.prediction, alpha.flatten(), sigma.flatten())
         key = "weights", times.device, alpha.dtype
-        if key not in self._constants:  # one of all timesteps, since a dozen small operations are felt in each step
+        if key not in self._constants:  # a table of all timesteps, since a dozen small operations slow each step
             every = torch.arange(self.process.timesteps, device=times.device)
             self._constants[key] = self.weighting.weights(self.prediction, *self.process.rates(every, 1)[:2])
         return self._constants[key].index_select(0, times)
@@ -329,30 +329,30 @@ class Diffusion(Objective):
         return of_image * of_image * variance + of_noise * of_noise
 
     def _target_rates(self, timesteps: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return a and b of the target a x0 + b noise at `timesteps`, alpha and sigma: n each."""
+        """Return a and b of the target a x0 + b noise, alpha and sigma at `timesteps`, n each."""
         alpha, sigma, _ = self.process.rates(timesteps, 1)
-        one, zero = torch.ones_like(alpha), torch.zeros_like(alpha)
+        ones, zeros = torch.ones_like(alpha), torch.zeros_like(alpha)
         target = self.prediction.target
-        return target(one, zero, alpha, sigma), target(zero, one, alpha, sigma), alpha, sigma
+        return target(ones, zeros, alpha, sigma), target(zeros, ones, alpha, sigma), alpha, sigma
 
     def predict(self, net: Net, x_t: Tensor, times: Tensor, given: Given, alpha: Any, sigma: Any) -> Tensor:
         """Return the network's output for x_t, n c h w.
 
         `times` (as returned by `Process.network_time`) are n; `alpha` and `sigma` broadcast against x_t. The network
-        gets the "labels" of `given`, if there are any, and the objective's conditions by keyword. All are copies,
+        gets the "labels" of `given`, if there are any, and the objective's conditions by keyword. It gets copies,
         since its layers may work in place.
         """
-        shown = self.prediction.network_input(x_t, alpha, sigma).clone()
+        images = self.prediction.network_input(x_t, alpha, sigma).clone()
         labels = (given[_LABELS].clone(),) if _LABELS in given else ()
-        return net(shown, times.clone(), *labels, **self.named(given))
+        return net(images, times.clone(), *labels, **self.named(given))
 
     def named(self, given: Given) -> dict[str, Any]:
-        """Return the conditions in `given`, which are copied, by the keywords of the network."""
-        found: dict[str, Any] = {}
+        """Return copies of the conditions in `given`, by the keywords of the network."""
+        arguments: dict[str, Any] = {}
         for keyword, name in self.keywords.items():
             outer, _, key = keyword.partition(".")
-            (found.setdefault(outer, {}) if key else found)[key or outer] = given[name].clone()
-        return found
+            (arguments.setdefault(outer, {}) if key else arguments)[key or outer] = given[name].clone()
+        return arguments
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return `images` (n c h w) as (x - data_mean) / data_std."""
@@ -372,7 +372,7 @@ class Diffusion(Objective):
         if key not in self._constants:  # a copy in each step would make the host wait for the device
             values = _numbers(self.data_mean if which == "mean" else self.data_std)
             if len(values) not in (1, images.shape[1]):
-                raise ValueError(f"data_{which} has {len(values)} numbers for images of {images.shape[1]} channels")
+                raise ValueError(f"data_{which} has {len(values)} numbers; give 1, or {images.shape[1]}, one a channel")
             self._constants[key] = images.new_tensor(values).view(-1, 1, 1)
         return self._constants[key]
 

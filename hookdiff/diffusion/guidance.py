@@ -16,13 +16,13 @@ from hookdiff.options.fields import about, is_interval
 
 
 class Ask(Protocol):
-    """Calls the network of a chain, or another one that was trained with the same objective."""
+    """Calls the network of a chain, or another network that was trained with the same objective."""
 
     def __call__(self, x: Tensor, given: Given, /, net: Net | None = None) -> Tensor:
-        """Return the output for x_t and the labels and conditions `given`, of `net` if one is given."""
+        """Return the output for x_t and the labels and conditions `given`. Default: of the chain's network."""
 
     def without(self, given: Given) -> dict[str, Tensor]:
-        """Return what stands for no label and no conditions, of the same shapes as `given`."""
+        """Return the labels and conditions of unconditional samples, of the same shapes as `given`."""
 
 
 class Guidance(Choice, ABC):
@@ -36,7 +36,7 @@ class Guidance(Choice, ABC):
         """Return the output for `x` (n c h w) at the point `at`.
 
         `given` holds the labels and conditions of `x`, and is empty if the network takes none; `ask.without(given)`
-        stands for no label and no conditions.
+        are those of unconditional samples.
         """
 
     def check(self, diffusion: Diffusion) -> None:
@@ -66,14 +66,14 @@ class ClassifierFree(Guidance):
             return ask(x, given)
         both = {name: torch.cat([given[name], nothing]) for name, nothing in ask.without(given).items()}
         conditional, unconditional = ask(torch.cat([x, x]), both).chunk(2)
-        return unconditional + self.scale * (conditional - unconditional)  # a scale of 0 is the latter exactly
+        return unconditional + self.scale * (conditional - unconditional)  # at a scale of 0 exactly the unconditional
 
     def check(self, diffusion: Diffusion) -> None:
         if self.scale != 1 and diffusion.conditional is not None:
             if not diffusion.conditional and not diffusion.condition_names:
                 raise ValueError(
-                    "'guidance' with a scale other than 1 needs a network trained with labels or conditions: "
-                    "diffusion.conditional = true, or diffusion.conditions"
+                    "'guidance' with a scale other than 1 needs a network trained with labels or conditions: set "
+                    "diffusion.conditional = true or diffusion.conditions"
                 )
             if not diffusion.drops:
                 raise ValueError(

@@ -55,8 +55,8 @@ class Process(Choice, ABC):
     kind = "process"
     default = "flow"
 
-    # The parts that are usual with this process, as a config writes them; they apply unless it chooses others. Those of
-    # "flow" made the best images of benchmarks/quality.py, then those of "vp".
+    # The default parts with this process, as a config writes them. Those of "flow" made the best images of
+    # benchmarks/quality.py, then those of "vp".
     default_prediction: ClassVar[str] = "v_prediction"
     default_times: ClassVar[str | Mapping[str, Any]] = MappingProxyType({"use": "uniform", "stratified": True})
     default_sampler: ClassVar[str] = "dpmpp_2m"
@@ -68,12 +68,12 @@ class Process(Choice, ABC):
 
     @property
     def default_weighting(self) -> str:
-        """Name of the weighting that is usual with this process: an option may decide it."""
+        """The name of the default weighting, which may depend on an option."""
         return "uniform"
 
     @property
     def default_spacing(self) -> str | Mapping[str, Any]:
-        """The spacing that is usual with this process: an option may decide it."""
+        """The default spacing, which may depend on an option."""
         return "trailing"
 
     @property
@@ -188,8 +188,8 @@ class VP(Process):
         """
         if len(timesteps) > self.timesteps:
             raise ValueError(
-                f"'steps' = {len(timesteps)} is more than diffusion.process.timesteps = {self.timesteps}: lower the "
-                "first or raise the second"
+                f"'steps' = {len(timesteps)} is more than diffusion.process.timesteps = {self.timesteps}: lower "
+                "steps, or raise timesteps"
             )
         # Floats from the float64 table are exact enough for every dtype, and need no transfer from a device.
         levels = self.tables.alphas_cumprod[timesteps].tolist()
@@ -213,10 +213,9 @@ class VP(Process):
 
 @define(frozen=True, slots=False)
 class DDPMProcess(VP):
-    """The process of Ho et al. 2020 (arXiv 2006.11239), with the parts of that paper: the original recipe.
+    """The process of Ho et al. 2020 (arXiv 2006.11239), with the parts of that paper.
 
-    They are linear betas, the prediction "epsilon", timesteps drawn one by one, the same weight for all, and ancestral
-    sampling.
+    They are linear betas, the prediction "epsilon", independent timesteps, uniform weights and ancestral sampling.
     """
 
     schedule: Schedule = field(
@@ -306,7 +305,7 @@ class EDM(Process):
 
     def __attrs_post_init__(self) -> None:
         if self.sigma_min >= self.sigma_max:
-            raise ValueError(f"'sigma_min' must be below sigma_max = {self.sigma_max:g}: {self.sigma_min:g}")
+            raise ValueError(f"'sigma_min' must be below sigma_max = {self.sigma_max:g}; it is {self.sigma_min:g}")
 
     @property
     def default_spacing(self) -> str:

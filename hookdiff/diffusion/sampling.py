@@ -34,7 +34,7 @@ from hookdiff.terminal.pace import paced
 class Sampling(Sampler):
     """Makes images from noise, or from other images; its arguments are the keys of the config table [sampling].
 
-    Unless given, sampler, spacing and clipping are the usual ones for the process, and steps those for the sampler.
+    The process has defaults for sampler, spacing and clipping, and the sampler one for steps.
     """
 
     sampler: Solver | None = field(
@@ -92,7 +92,7 @@ class Sampling(Sampler):
     )
 
     def fit(self, diffusion: Diffusion) -> Sampling:
-        """Return these options, with those that are not given filled in from the process of `diffusion`."""
+        """Return these options, filled in with the defaults of the process of `diffusion`."""
         sampler, steps, spacing, clipping = self._parts(diffusion.process)
         return evolve(self, sampler=sampler, steps=steps, spacing=spacing, clipping=clipping)
 
@@ -136,13 +136,13 @@ class Sampling(Sampler):
             shape: shape of one image, c h w.
             generators: one for each image; on the CPU, so that the noise is the same on every device.
             device: device of the network.
-            dtype: of x_t, float32 or float64. The noise is drawn in float32 with both.
+            dtype: of x_t, float32 or float64. The noise is drawn in float32 in any case.
             noise: standard normal noise to start from, n c h w; the generators then draw only the noise of the steps.
             labels: n, int64; -1 is no class. Required if the objective is conditional.
             images: n c h w in [-1, 1]: start from these, with noise added, rather than from pure noise.
             strength: with `images`, the share of the steps to run, in (0, 1]: 1 leaves little of the image.
-            conditions: what the network gets by keyword, n rows each. Required if the objective has `conditions`.
-            mask: n 1 h w, bool, with `images`: the region to make anew; a strength of 1 forgets what was there.
+            conditions: the conditions by name, n rows each. Required if the objective has `conditions`.
+            mask: n 1 h w, bool, with `images`: the region to make anew; a strength of 1 ignores its old pixels.
 
         Returns:
             `dtype` of shape n c h w on `device`; in [-1, 1] unless `clipping` is "none".
@@ -159,49 +159,49 @@ class Sampling(Sampler):
         points = self.points(diffusion)
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"{dtype} would round small steps away: use float32, and autocast in the net")
-        made = torch.empty(len(generators), *shape, device=device, dtype=dtype)
-        for name, given in (("noise", noise), ("images", images)):
-            if given is not None and given.shape != made.shape:
-                raise ValueError(f"{name} has shape {tuple(given.shape)}, expected {tuple(made.shape)}")
-        if labels is not None and labels.shape != made.shape[:1]:
-            raise ValueError(f"labels has shape {tuple(labels.shape)}, expected ({len(made)},)")
-        if diffusion.conditional and labels is None and len(made):
+        results = torch.empty(len(generators), *shape, device=device, dtype=dtype)
+        for name, tensor in (("noise", noise), ("images", images)):
+            if tensor is not None and tensor.shape != results.shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(results.shape)}")
+        if labels is not None and labels.shape != results.shape[:1]:
+            raise ValueError(f"labels has shape {tuple(labels.shape)}, expected ({len(results)},)")
+        if diffusion.conditional and labels is None and len(results):
             raise ValueError("the network was trained with labels: give one for each image, or -1 for no class")
         conditions = conditions or {}
         for name, column in conditions.items():
-            if column.shape[:1] != made.shape[:1]:
-                raise ValueError(f"condition {name!r} has shape {tuple(column.shape)}, expected {len(made)} rows")
-        if set(conditions) != set(diffusion.condition_names) and len(made):
-            one, other = (", ".join(map(repr, names)) or "none" for names in (conditions, diffusion.condition_names))
-            raise ValueError(f"the conditions given are {one}; the network was trained with {other}")
+            if column.shape[:1] != results.shape[:1]:
+                raise ValueError(f"condition {name!r} has shape {tuple(column.shape)}, expected {len(results)} rows")
+        if set(conditions) != set(diffusion.condition_names) and len(results):
+            got, needed = (", ".join(map(repr, names)) or "none" for names in (conditions, diffusion.condition_names))
+            raise ValueError(f"the network was trained with the conditions {needed}: give these and not {got}")
         if mask is not None and (
-            images is None or mask.shape != (len(made), 1, *shape[1:]) or mask.dtype != torch.bool
+            images is None or mask.shape != (len(results), 1, *shape[1:]) or mask.dtype != torch.bool
         ):
             got = "no images" if images is None else f"{tuple(mask.shape)} of {mask.dtype}"
-            raise ValueError(f"a mask needs images, and shape {(len(made), 1, *shape[1:])} of torch.bool; got {got}")
+            raise ValueError(f"a mask needs images, and shape {(len(results), 1, *shape[1:])} of torch.bool; got {got}")
         if images is not None:
             if not 0 < strength <= 1:
-                raise ValueError(f"strength must be in (0, 1]: {strength:g}")
+                raise ValueError(f"strength must be in (0, 1], got {strength:g}")
             points = points[len(points) - max(1, int(steps * strength + 1e-9)) :]
         net = compiled(net) if self.compile else net
-        # Not inference_mode: a tensor that the network makes in it and keeps, such as a table of positions,
-        # could not be used in a later backward pass; and it is not faster. Autocast is around all steps, so that the
+        # Not inference_mode: a tensor that the network caches in it, such as a table of positions, could not be used in
+        # a later backward pass. It is not faster either. Autocast is around all steps, so that the
         # weights are cast once; it leaves the additions and multiplications of the steps alone.
         is_cast = self.precision == "bf16"
-        with torch.no_grad(), torch.autocast(made.device.type, torch.bfloat16) if is_cast else nullcontext():
-            for start in range(0, len(made), self.batch_size):
+        with torch.no_grad(), torch.autocast(results.device.type, torch.bfloat16) if is_cast else nullcontext():
+            for start in range(0, len(results), self.batch_size):
                 rows = slice(start, start + self.batch_size)
-                x = standard_normal(shape, generators[rows], made.device) if noise is None else noise[rows]
-                x = x.to(made)
+                x = standard_normal(shape, generators[rows], results.device) if noise is None else noise[rows]
+                x = x.to(results)
                 if images is None:
                     x = x * diffusion.process.initial_scale
                 else:
-                    x0 = diffusion.normalize(images[rows].to(made))
+                    x0 = diffusion.normalize(images[rows].to(results))
                     x = q_sample(x0, x, points[0].alpha, points[0].sigma)
-                known = {name: to_device(column[rows], made.device) for name, column in conditions.items()}
+                known = {name: to_device(column[rows], results.device) for name, column in conditions.items()}
                 if labels is not None and diffusion.conditional:
-                    known["labels"] = to_device(labels[rows], made.device)
-                unknown = None if mask is None else to_device(mask[rows], made.device)
+                    known["labels"] = to_device(labels[rows], results.device)
+                unknown = None if mask is None else to_device(mask[rows], results.device)
                 chain = Chain(net, diffusion, clipping, self.guidance, steps, known, generators[rows])
                 pairs = pairwise((*points, IMAGE))
                 for point, next_point in paced(pairs, len(points), "sampling", "steps", size=lambda _: 1):
@@ -209,9 +209,9 @@ class Sampling(Sampler):
                     if unknown is not None:
                         known_x = chain.noised(next_point.alpha * x0, next_point.sigma)
                         x = torch.where(unknown, x, known_x)
-                shown = diffusion.denormalize(x)
-                made[rows] = shown.clamp(-1, 1) if clipping.clips else shown  # denormalize has rounded
-        return made
+                x = diffusion.denormalize(x)
+                results[rows] = x.clamp(-1, 1) if clipping.clips else x  # denormalize has rounded
+        return results
 
     def points(self, diffusion: Diffusion) -> list[Point]:
         """Return the points that a chain visits, noisiest first, without the clean image.

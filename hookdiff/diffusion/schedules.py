@@ -94,7 +94,7 @@ def rescale_betas_zero_snr(betas: Tensor) -> Tensor:
     algorithm 1. Raises ValueError for a single timestep.
     """
     if len(betas) < 2:
-        raise ValueError("a zero terminal SNR takes at least 2 timesteps")
+        raise ValueError("a zero terminal SNR needs at least 2 timesteps")
     root = (1 - betas).cumprod(0).sqrt()
     first, last = root[0].clone(), root[-1].clone()
     remaining = ((root - last) * (first / (first - last))).square()
@@ -113,8 +113,8 @@ class NoiseSchedule:
     The names are those of the field: alpha_t = 1 - beta_t, and x_t = sqrt_alphas_cumprod[t] * x_0 +
     sqrt_one_minus_alphas_cumprod[t] * noise (Ho et al. 2020, arXiv 2006.11239, eq. 4).
 
-    `betas` (T) are the variances of the added noise, between 0 and 1, both excluded. The last may be 1: nothing of the
-    image is left then, and `log_snr` ends at minus infinity. Raises ValueError for others.
+    `betas` (T) are the variances of the added noise, between 0 and 1, both excluded. The last may be 1: then the image
+    is gone, and `log_snr` ends at minus infinity. Raises ValueError for other betas.
     """
 
     betas: Tensor = field(converter=_as_table)
@@ -159,9 +159,9 @@ class NoiseSchedule:
         """
         key = timesteps.device, ndim
         if key not in self._on_device:
-            # float32 only after all is computed: 1 - alphas_cumprod would be off by 2e-4 at the first timesteps. But
-            # before the move, because some devices (mps) have no float64. The copy is kept, because a copy in each
-            # step would make the host wait for the device.
+            # The tables are computed in float64, since 1 - alphas_cumprod in float32 is off by 2e-4 at the first
+            # timesteps. They are float32 before the move, because some devices (mps) have no float64. The copy is
+            # kept, because a copy in each step would make the host wait for the device.
             tables = torch.stack([self.sqrt_alphas_cumprod, self.sqrt_one_minus_alphas_cumprod, self.log_snr])
             self._on_device[key] = tables.float().to(timesteps.device).view(3, -1, *[1] * (ndim - 1))
         alpha, sigma, log_snr = self._on_device[key].index_select(1, timesteps).unbind()

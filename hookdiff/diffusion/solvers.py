@@ -18,14 +18,14 @@ from hookdiff.diffusion.process import Point
 from hookdiff.options.choices import Choice
 from hookdiff.options.fields import about, between
 
-_NOISE = 1000  # sigma / alpha from which on x holds next to nothing of the image
+_NOISE = 1000  # sigma / alpha above which x is almost pure noise
 
 
 class Solver(Choice, ABC):
     """Makes one step of a chain from noise to image."""
 
     kind = "sampler"
-    usual_steps: ClassVar[int] = 50  # of a chain, where nobody gives another number
+    usual_steps: ClassVar[int] = 50  # default number of steps of a chain
 
     @abstractmethod
     def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
@@ -70,9 +70,9 @@ class DDPM(Solver):
 
     def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
         x0, _ = chain.predict(x, start)
-        beta, kept = _added_variance(start, end), (end.sigma / start.sigma) ** 2
-        mean = (end.alpha * beta / start.sigma**2) * x0 + (start.alpha / end.alpha * kept) * x
-        variance = beta * kept if self.variance == "fixed_small" else beta
+        beta, ratio = _added_variance(start, end), (end.sigma / start.sigma) ** 2
+        mean = (end.alpha * beta / start.sigma**2) * x0 + (start.alpha / end.alpha * ratio) * x
+        variance = beta * ratio if self.variance == "fixed_small" else beta
         return chain.noised(mean, math.sqrt(variance) if end.sigma else 0.0)  # the image itself gets no noise
 
 
@@ -91,7 +91,7 @@ class Churning(Solver):
         return start.ratio * (1 + (min(self.churn / steps, math.sqrt(2) - 1) if churns else 0.0))
 
     def churned(self, chain: Chain, x: Tensor, start: Point) -> tuple[Tensor, Point]:
-        """Return `x` with fresh noise added, and the noisier point that it is then at."""
+        """Return `x` with fresh noise, and its new, noisier point."""
         level = self.raised(start, chain.steps)
         if level == start.ratio:
             return x, start

@@ -55,7 +55,7 @@ class Karras(Spacing):
     def points(self, process: Process, steps: int) -> list[Point]:
         if process.ends_in_noise:
             raise ValueError(
-                "'spacing' cannot be 'karras', which needs a largest sigma / alpha: this process ends in pure noise; "
+                "'spacing' cannot be 'karras', since this process ends in pure noise, where sigma / alpha is infinite; "
                 "use 'trailing'"
             )
         return [process.at(sigma) for sigma in karras_sigmas(steps, *process.ratio_range, self.rho)]
@@ -69,7 +69,7 @@ class Shifted(Spacing):
 
     def points(self, process: Process, steps: int) -> list[Point]:
         if not isinstance(process, Flow):
-            raise ValueError(f"'spacing' cannot be 'shifted' for process {process.use!r}: it is for 'flow'")
+            raise ValueError(f"'spacing' cannot be 'shifted' for process {process.use!r}, only 'flow'; use 'trailing'")
         return evolve(process, shift=self.shift).trailing(steps)
 
 

@@ -25,7 +25,8 @@ class Times(Choice, ABC):
     """Draws the times of a batch.
 
     `stratified` draws one time from each of n equally likely parts, in random order. It makes the loss less noisy, and
-    each single time keeps its distribution. Kingma et al. 2021 (arXiv 2107.00630) use one random offset for all parts.
+    does not change the distribution of a single time. Kingma et al. 2021 (arXiv 2107.00630) use one random offset for
+    all parts.
     """
 
     kind = "times"

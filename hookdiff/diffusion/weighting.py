@@ -1,8 +1,8 @@
 """Loss weights of the noise levels.
 
-A weighting is defined as a weight on the squared error of x0, times sigma² so that it stays finite at sigma = 0.
-Divided by `Prediction.error_ratio`, it is a weight on the output. So it means the same loss for every prediction. A
-formula made for one prediction does not carry over: for v, min-SNR is min(SNR, gamma) / (SNR + 1), whereas
+A weighting is a weight on the squared error of x0, times sigma² so that it stays finite at sigma = 0. Divided by
+`Prediction.error_ratio`, it is a weight on the output, which gives the same loss for every prediction. A formula for
+one prediction is wrong for another: for v, min-SNR is min(SNR, gamma) / (SNR + 1), whereas
 min(SNR + 1, gamma) / (SNR + 1) and min(SNR, gamma) / SNR + 1 are wrong.
 """
 
@@ -35,7 +35,7 @@ class Weighting(Choice, ABC):
         """
 
     def fit(self, prediction: Prediction) -> Weighting:
-        """Return this weighting, with options that are not given filled in from `prediction`."""
+        """Return this weighting, with its missing options filled in from `prediction`."""
         return self
 
 

@@ -1,4 +1,4 @@
-"""From a TOML file to a Loop: reads and checks the config, builds its parts, finds problems that building shows."""
+"""From a TOML file to a Loop: reads and checks the config, builds its parts and reports their problems."""
 
 import lazy_loader
 

@@ -91,8 +91,8 @@ def build_loop(
         hooks: leave out the plugins that implement none of these hooks, such as for a loop that only samples. Its run
             directory is not written.
         keep: names of plugins that are kept even if they implement none of `hooks`.
-        make: function that makes the model; unless given, `make_model`, which uses the run's seed.
-        feed: the data; unless given, that of the config.
+        make: function that makes the model. Default: `make_model`, which uses the run's seed.
+        feed: the data. Default: that of the config.
         trains: make the optimizers.
 
     Raises:
@@ -100,19 +100,19 @@ def build_loop(
     """
     device = pick_device(config.run.device)
     before = recorded(run_dir, resume)
-    given, config = config, settle(config, device, before)
+    asked, config = config, settle(config, device, before)
     prepare_process(config, device)
-    if hooks is None and rank() == 0 and (choices := filled_in(given, config, before)):
+    if hooks is None and rank() == 0 and (choices := filled_in(asked, config, before)):
         written = ", ".join(f"{key} = {json.dumps(value)}" for key, value in choices.items())
         logger.info("chosen for this %s: %s", device.type, written)
-    check_read(config)
-    made = {name: part.build() for name, part in config.plugins.items()}  # their errors come before hours of encoding
+    check_conditions_used(config)
+    of_config = {name: part.build() for name, part in config.plugins.items()}  # errors come before hours of encoding
     if feed is None:
         starts = not resume
         check = partial(try_run, config, trains=trains, starts=starts, with_plugins=starts and hooks is None)
         feed = build_feed(config, decode=hooks is None, check=None if make else check)
     config = fit_to_data(config, feed)
-    with _sides_named(feed):
+    with _sizes_in_errors(feed):
         model = (make or make_model)(config, device)
     config = fit_to_model(config, model)
     objective, sampler = build_objective(config, feed)
@@ -121,13 +121,13 @@ def build_loop(
     if hooks is None and sampler.compile:
         with sampling_errors():
             try_compiler(device)  # now, and not at the first pictures, far into the run
-    with _sides_named(feed), layers_called(model) as called:
+    with _sizes_in_errors(feed), layers_called(model) as called:
         check_model(config, model, feed, objective, trains)
     try:
         config.model.of(Initialisation).apply(model, called[-1] if called else None)
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
-    own = builtin_plugins(
+    of_core = builtin_plugins(
         overwrite=overwrite,
         signals=False,
         fit_micro_batch=config.run.micro_batch == AUTO,
@@ -137,10 +137,10 @@ def build_loop(
         written=partial(remember, asks=bool(config.needs_trust)) if _is_own(config, run_dir, resume) else None,
         **config.model.shared[Start],
     )
-    plugins = {**(plugins or {}), **own}
+    plugins = {**(plugins or {}), **of_core}
     if clash := plugins.keys() & config.plugins.keys():
-        raise ConfigError(f"run.plugins: the name {clash.pop()!r} is taken by the core")
-    plugins |= made
+        raise ConfigError(f"run.plugins: the core uses the name {clash.pop()!r}; rename the plugin")
+    plugins |= of_config
     if hooks is not None:
         heard = {name for name, plugin in plugins.items() if is_needed(plugin, hooks)} | set(keep)
         heard -= _TRAINING_ONLY
@@ -161,14 +161,14 @@ def build_loop(
 
 
 def _is_own(config: Config, run_dir: Path, resume: bool | Path) -> bool:
-    """Return whether nothing of the run is a stranger's: neither the config, nor a run whose choices it takes over."""
+    """Return whether the user wrote or trusts the config, and the run whose choices it takes over, if any."""
     place = run_dir if resume is True else resume
     if not config.is_own or not place:
         return config.is_own
     try:
         earlier = run_of(place) / CONFIG
         return earlier.samefile(config.path) or is_remembered(earlier, read_file(earlier))
-    except UserError:  # there is none
+    except UserError:  # there is no such run
         return True
 
 
@@ -187,11 +187,15 @@ def build_feed(
     encode: bool | Literal["pictures", "trial"] = True,
     check: Callable[[Feed], None] | None = None,
 ) -> Feed:
-    """Make the Feed of the data; without `decode`, only its shape and labels are read.
+    """Make the Feed of the data.
 
-    Without `encode` it is the Feed of the pictures, also of a config with encoders; with "pictures" these are encoded,
-    and captions are not. `reader.captions` has those for encoders of texts in any case. With "trial" nothing is encoded
-    but the first sample: the Feed has the shapes of all. If anything is to be encoded, `check` gets such a Feed before.
+    Args:
+        config: the checked config.
+        decode: False reads only shapes and labels.
+        encode: False gives the Feed of the pictures, also of a config with encoders. "pictures" encodes these, and no
+            captions. "trial" encodes only the first sample: the Feed has the right shapes. `reader.captions` has the
+            captions in any case.
+        check: is called with the Feed of a trial before anything is encoded.
 
     Raises:
         ConfigError: for data that cannot be trained on.
@@ -206,15 +210,13 @@ def build_feed(
         shared = {name: value for part in (Workers, ItemKeys, Feed) for name, value in config.data.shared[part].items()}
         transforms, encoding = config.data.of(Transforms), config.data.of(EncoderKeys)
         pictures, texts, is_encoded = encoding.of_pictures, encoding.of_texts, encoding.encoded
-        as_they_are = Transforms() if is_encoded and INPUTS in pictures else transforms
+        unencoded = Transforms() if is_encoded and INPUTS in pictures else transforms
         for name, other in (encoding.encode or {}).items():
             if name not in {**pictures, **texts}:
                 kind = type(other).__name__
-                raise UserError(
-                    f"encode.{name}: {kind} must derive from PictureEncoder or TextEncoder, not from Encoder"
-                )
+                raise UserError(f"encode.{name}: derive {kind} from PictureEncoder or TextEncoder, not from Encoder")
         if is_encoded and not pictures:
-            raise UserError("encoded: there is no [data.encode.NAME] that has made the samples")
+            raise UserError("encoded: add the table [data.encode.NAME] of the encoder that made the samples")
         source = AnySource(InMemory(source) if isinstance(source, Tensor) else source)
         if texts:
             source = with_texts(source, config.data.of(ItemKeys), config.data.of(Workers))
@@ -222,20 +224,20 @@ def build_feed(
         device = pick_device(config.run.device)
         if pictures and encode:
             read = evolve(store, store="none" if source.memory is None else "auto")
-            samples = cache(partial(feed_of, source, as_they_are, read, **shared))
+            samples = cache(partial(feed_of, source, unencoded, read, **shared))
             of_items = config.data.of(ItemKeys)
             inner: SourceReader | LatentReader = LatentReader(
                 source, transforms, store, pictures, samples, device, is_encoded, of_items
             )
         elif not texts:
-            return feed_of(source, as_they_are, store, **shared)
+            return feed_of(source, unencoded, store, **shared)
         else:
-            inner = reader_of_source(feed_of(source, as_they_are, store, **shared))
+            inner = reader_of_source(feed_of(source, unencoded, store, **shared))
         reader: Reader = inner
         if texts:
             keys, encodes = config.data.of(CaptionKeys), encode in (True, "trial")
             reader = CaptionedReader(inner, texts, keys, store, device, encodes)
-        stages = [one for one in dict.fromkeys((reader, inner)) if isinstance(one, _ENCODED)]
+        stages = [stage for stage in dict.fromkeys((reader, inner)) if isinstance(stage, _ENCODED)]
         if encode == "trial":
             return Feed(stages[0].trial() if stages else reader, **config.data.shared[Feed])
         is_pending = agree(any(stage.pending for stage in stages))
@@ -249,12 +251,12 @@ def build_feed(
 
 
 def try_run(config: Config, feed: Feed, *, trains: bool = True, starts: bool = True, with_plugins: bool = True) -> None:
-    """Raise UserError unless batches and network fit data of the shapes of `feed`, a trial: see `build_feed`.
+    """Raise UserError unless batches and network fit the shapes of `feed`, a trial of `build_feed`.
 
-    If the run `starts`, the weights of `model.start_from` have to fit the network, too, and `with_plugins`, none of
-    them may refuse it.
+    If the run `starts`, the weights of `model.start_from` must fit the network too. `with_plugins` also calls
+    `on_start` of all plugins, which may refuse the run.
     """
-    if _wants_scale(config, feed):  # it takes all samples
+    if _wants_scale(config, feed):  # measuring the scale takes all samples
         num = feed.shape[0]
         config = evolve(config, diffusion=config.diffusion.given(data_mean=(0.0,) * num, data_std=(1.0,) * num))
     if trains:
@@ -268,23 +270,23 @@ def _try_network(config: Config, feed: Feed, trains: bool, start: Start) -> None
     fitted = fit_to_data(config, feed)
 
     def attempt(place: AbstractContextManager[object]) -> None:
-        with _sides_named(feed), place:
+        with _sizes_in_errors(feed), place:
             model = build_model(fitted.model)
         known = fit_to_model(fitted, model)
         objective, _ = build_objective(known, feed)
-        with _sides_named(feed):
+        with _sizes_in_errors(feed):
             check_model(known, model, feed, objective, trains)
         if start.start_from:
             load_into(model, Path(start.start_from), start.start_partial)
 
     try:
         attempt(torch.device("meta"))
-    except Exception:  # a model may need values, which the meta device has not: what is wrong is wrong again
+    except Exception:  # a model may read values, which the meta device lacks; another mistake is raised again
         attempt(nullcontext())
 
 
 def _try_plugins(config: Config, feed: Feed) -> None:
-    """Start a run until all plugins have heard `on_start`, and forget it; what it logs, the run logs again."""
+    """Start a run up to `on_start` of all plugins, and forget it. Its log is dropped: the real run logs the same."""
     run = evolve(config.run, micro_batch=None) if config.run.micro_batch == AUTO else config.run
     logger.disabled = True
     try:
@@ -300,34 +302,34 @@ def _try_plugins(config: Config, feed: Feed) -> None:
 
 
 @contextmanager
-def _sides_named(feed: Feed) -> Iterator[None]:
-    """Add the sizes of latents and pictures to a ConfigError of a network, as the config gives those of pictures."""
+def _sizes_in_errors(feed: Feed) -> Iterator[None]:
+    """Add the sizes of latents and pictures to a ConfigError of a network: the config has only those of pictures."""
     try:
         yield
     except ConfigError as error:
         if feed.codec is None:
             raise
         sizes = size_text(feed.shape), size_text(feed.picture_shape)
-        raise ConfigError(f"{error}; it gets latents of {sizes[0]}, of pictures of {sizes[1]}") from error
+        raise ConfigError(f"{error}; it gets latents of {sizes[0]}, encoded from pictures of {sizes[1]}") from error
 
 
-def check_read(config: Config) -> None:
-    """Raise ConfigError for an encoder of texts that makes conditions of which the network gets none.
+def check_conditions_used(config: Config) -> None:
+    """Raise ConfigError for an encoder of texts if the network gets none of its conditions.
 
-    An encoder of pictures gives a warning, as a plugin may read what it makes.
+    An encoder of pictures gives a warning, as a plugin may read its conditions.
     """
     encoders = config.data.of(EncoderKeys).encode or {}
     conditions: Diffusion = config.diffusion.build()
     read = set()
     for name in conditions.condition_names:
-        own = [one for one in encoders if name == one or name.startswith(f"{one}_")]
-        read.add(max(own, key=len, default=""))
+        makers = [encoder for encoder in encoders if name == encoder or name.startswith(f"{encoder}_")]
+        read.add(max(makers, key=len, default=""))
     for name, encoder in encoders.items():
         if name == INPUTS or name in read:
             continue
         gets = ", ".join(map(repr, conditions.condition_names)) or "none"
         way_out = f"add {name!r} to diffusion.conditions, for a network with an argument for it, or remove the encoder"
-        text = f"data.encode.{name}: the network gets nothing of what it makes; its conditions are {gets}: {way_out}"
+        text = f"data.encode.{name}: the network gets none of its conditions, only {gets}: {way_out}"
         if isinstance(encoder, TextEncoder):
             raise ConfigError(text)
         logger.warning("%s", text)
@@ -335,17 +337,17 @@ def check_read(config: Config) -> None:
 
 def _wants_scale(config: Config, feed: Feed) -> bool:
     """Return whether mean and deviation of the data are to be measured."""
-    given = {"data_mean", "data_std"} <= config.diffusion.arguments.keys()  # such as those of a run that is resumed
-    return bool(feed.codec) and not given and config.diffusion.accepts("data_mean")
+    is_set = {"data_mean", "data_std"} <= config.diffusion.arguments.keys()  # as in a run that is resumed
+    return bool(feed.codec) and not is_set and config.diffusion.accepts("data_mean")
 
 
 def _report_scale(objective: Diffusion, feed: Feed) -> None:
-    """Warn of latents with another scale than their encoder gives, as those of a run that was made before have."""
-    own = feed.codec.encoder.moments() if feed.codec else None
-    kept = objective.data_mean, objective.data_std
-    if own and not is_same_scale(kept, own):  # type: ignore[arg-type]
+    """Warn if the scale of the latents, such as that of an earlier run, is not the one of their encoder."""
+    moments = feed.codec.encoder.moments() if feed.codec else None
+    scale = objective.data_mean, objective.data_std
+    if moments and not is_same_scale(scale, moments):  # type: ignore[arg-type]
         text = "diffusion: the latents keep the scale %s; data.encode.%s gives %s"
-        logger.warning(text, scale_text(kept), INPUTS, scale_text(own))  # type: ignore[arg-type]
+        logger.warning(text, scale_text(scale), INPUTS, scale_text(moments))  # type: ignore[arg-type]
 
 
 def fit_to_data(config: Config, feed: Feed) -> Config:
@@ -383,18 +385,18 @@ def _wants_classes(config: Config) -> bool:
 
 def _check_labels(config: Config, feed: Feed) -> None:
     if feed.num_classes is None:
-        raise ConfigError(f"diffusion.conditional: the network takes classes, and {config.data.use} has no labels")
+        raise ConfigError(f"diffusion.conditional: {config.data.use} has no labels for the network; set it to false")
 
 
 def unused_classes(config: Config, num_classes: int | None) -> str | None:
-    """Return a warning if the data has classes, and the model does not get them although the config leaves it open."""
+    """Return a warning if the data has classes that the model does not get, and the config does not decide it."""
     model, decided = config.model, "conditional" in config.diffusion.arguments
     if not num_classes or decided or not model.accepts("num_classes"):
         return None
     if parameters(model.target)["num_classes"].default != 0:  # `fit_to_data` fills it in
         return None
     way_out = "diffusion.conditional = true trains on them, false leaves them out"
-    return f"{num_classes} classes found, the model gets none of them: {way_out}"
+    return f"the data has {num_classes} classes, and the model gets none of them: {way_out}"
 
 
 def _facts(feed: Feed) -> dict[str, Any]:
@@ -406,21 +408,21 @@ def _facts(feed: Feed) -> dict[str, Any]:
 
 def make_model(config: Config, device: torch.device) -> nn.Module:
     """Make the model of a run, from its seed, on `device` and in the config's memory format."""
-    # Plugins, samples and data have streams of their own, so the default generator is the model's.
+    # Plugins, samples and data have their own streams, so the default generator is the model's.
     torch.manual_seed(config.run.seed)
     model = build_model(config.model)
     model.to(device)
     if config.run.channels_last is True:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
-                if tensor.dim() == 4:  # Module.to would refuse those of five dimensions, as a network for videos has
+                if tensor.dim() == 4:  # Module.to would refuse a tensor of five dimensions, as in a network for videos
                     tensor.data = tensor.to(memory_format=torch.channels_last)
     use_attention(model, config.run.attention)
     return model
 
 
 def build_model(part: Part) -> nn.Module:
-    """Make the model, and adapt one of another library to our contract."""
+    """Make the model; a model of another library is adapted to our contract."""
     model = part.build()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.use: {part.use} made a {type(model).__name__}, expected a torch.nn.Module")
@@ -444,7 +446,7 @@ def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusi
     part = config.model
     asked, known = getattr(model, "num_classes", None) or 0, feed.num_classes or 0
     if 0 < asked < known:
-        raise ConfigError(f"{part.where}: {part.use} has num_classes = {asked}, the data has {known} classes")
+        raise ConfigError(f"{part.where}: {part.use} has num_classes = {asked}; set {known}, as in the data")
     try:
         conditions = objective.named(objective.given(feed.blank(2))) if objective.conditions else {}
         labels = bool(objective.conditional)
@@ -459,7 +461,7 @@ def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusi
 
 
 def fit_to_model(config: Config, model: nn.Module) -> Config:
-    """Give the network the labels if it takes them, unless the config says otherwise."""
+    """Set `conditional` to whether the network takes labels, unless the config sets it."""
     takes_labels = bool(getattr(model, "num_classes", 0))
     diffusion = config.diffusion.given(conditional=takes_labels)
     if diffusion.arguments["conditional"] and not takes_labels:
@@ -490,7 +492,7 @@ def build_sampling(config: Config, objective: Diffusion) -> Sampling:
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device called `name`; "auto" is the first of cuda, mps and cpu that is there."""
+    """Return the device called `name`; "auto" is the first available of cuda, mps and cpu."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -499,5 +501,5 @@ def pick_device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"run.device: {name!r} cannot be used here: {reason}") from None
     if device.type == "meta":
-        raise ConfigError("run.device: 'meta' computes nothing")
+        raise ConfigError("run.device: 'meta' computes nothing; use 'cpu' or 'auto'")
     return device

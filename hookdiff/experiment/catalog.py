@@ -1,4 +1,4 @@
-"""All that a config can name on this machine: plugins, and parts of every kind, those of the core included."""
+"""The plugins, and the parts of every kind, that a config can name on this machine."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Member:
 
     @property
     def summary(self) -> str:
-        """The first line of its documentation, or why it cannot be used."""
+        """The first line of its documentation, or the reason why it cannot be used."""
         return f"cannot be used: {self.error}" if self.error else (inspect.getdoc(self.target) or "").partition("\n")[0]
 
     def facts(self) -> dict[str, Any]:
-        """Return all that is known about it as JSON has it, with its keys."""
+        """Return the member and its keys as values of JSON."""
         known = {"kind": self.kind, "name": self.name, "path": self.path, "distributions": self.distributions}
         if self.error:
             return {**known, "error": self.error}
@@ -72,74 +72,74 @@ class PartKind:
         """Import and return the member called `name`, which may also be `module:Name`."""
         offered = (installed() if self.name == _OF_PLUGINS else published(self.name)).get(name, [])
         path = self.known.get(name) or (offered[0].value if offered else name)
-        own = [_owner(path)] if name in self.known else []
-        make = partial(Member, self.name, name, path, (*own, *map(distribution, offered)))
+        owners = [_owner(path)] if name in self.known else []
+        make = partial(Member, self.name, name, path, (*owners, *map(distribution, offered)))
         try:
             return make(self.find(name))
         except Exception as error:  # a broken package must not hide the others
             return make(error=str(error) or type(error).__name__)
 
     def members(self) -> list[Member]:
-        """Import and return all members, also those that cannot be imported."""
+        """Import and return all members; a member that cannot be imported has an `error`."""
         return [self.member(name) for name in self.names() if ":" not in name]  # "torchvision:NAME" has any name
 
 
 def kinds() -> dict[str, PartKind]:
-    """Return the plugins and all kinds of parts by their names, as what they configure declares them."""
-    found = {_OF_PLUGINS: PartKind(_OF_PLUGINS, plugin_class)}
-    found |= {one.kind: PartKind(one.kind, one.target, one.known) for one in SECTIONS}
-    targets: list[Any] = [Diffusion, Sampling, *(kind for one in SECTIONS for kind in one.shared)]
-    targets += [member.target for kind in found.values() for member in kind.members()]
-    for target in targets:  # which grows
+    """Return the plugins and all kinds of parts by name; kinds are declared by the keys that choose them."""
+    catalog = {_OF_PLUGINS: PartKind(_OF_PLUGINS, plugin_class)}
+    catalog |= {section.kind: PartKind(section.kind, section.target, section.known) for section in SECTIONS}
+    targets: list[Any] = [Diffusion, Sampling, *(kind for section in SECTIONS for kind in section.shared)]
+    targets += [member.target for kind in catalog.values() for member in kind.members()]
+    for target in targets:  # the list grows
         for choice in choices_of(target) if target is not None else ():
-            if choice.kind not in found:
+            if choice.kind not in catalog:
                 known = {name: shortest_path(part) for name, part in choice.known.items()}
-                found[choice.kind] = PartKind(choice.kind, partial(find, choice), known, choice)
-                targets += [member.target for member in found[choice.kind].members()]
-    return found
+                catalog[choice.kind] = PartKind(choice.kind, partial(find, choice), known, choice)
+                targets += [member.target for member in catalog[choice.kind].members()]
+    return catalog
 
 
 def choices_of(target: Callable[..., Any]) -> Iterator[type[Choice]]:
     """Yield the kinds of parts that the keys of `target` choose."""
     types = list(hints_of(target).values())
-    for hint in types:  # which grows
+    for hint in types:  # the list grows
         types += typing.get_args(hint)
         if isinstance(hint, type) and issubclass(hint, Choice):
             yield hint
 
 
 def named(name: str) -> list[Member]:
-    """Return what `name` stands for: a kind, a member as `kind.name`, a plugin as `module:Class`, or a bare name.
+    """Return the members called `name`: a kind, a member as `kind.name`, a plugin as `module:Class`, or a bare name.
 
-    A kind gives all its members, and a bare name the member of each kind that has one.
+    A kind gives all its members, and a bare name the member of this name of each kind.
 
     Raises:
-        PluginError: for an unknown name, and for a member that is meant alone and cannot be used.
+        PluginError: for an unknown name, and for a single member that cannot be used.
     """
     known = kinds()
     if name in known:
         return known[name].members()
     group, _, inner = name.partition(".")
     if ":" in name:
-        found = [known[_OF_PLUGINS].member(name)]
+        members = [known[_OF_PLUGINS].member(name)]
     elif group in known and inner in known[group].names():
-        found = [known[group].member(inner)]
+        members = [known[group].member(inner)]
     else:
-        found = [kind.member(name) for kind in known.values() if name in kind.names()]
-    if not found:
-        names = [*known, *(f"{kind.name}.{one}" for kind in known.values() for one in kind.names())]
-        names += [one for kind in known.values() for one in kind.names()]
+        members = [kind.member(name) for kind in known.values() if name in kind.names()]
+    if not members:
+        pairs = [(kind.name, member) for kind in known.values() for member in kind.names()]
+        names = [*known, *map(".".join, pairs), *(member for _, member in pairs)]
         raise PluginError(f"no plugin, part or kind named {name!r}{nearest(name, names)}; kinds: {', '.join(known)}")
-    if len(found) == 1 and found[0].error:
-        raise PluginError(found[0].error)
-    return found
+    if len(members) == 1 and members[0].error:
+        raise PluginError(members[0].error)
+    return members
 
 
 def shortest_path(part: type) -> str:
-    """Return the path `module:Name` of the outermost package that has the class: a script imports it from there."""
+    """Return the path `module:Name` of the outermost package that has the class, for an import in a script."""
     *outer, _ = packages = list(accumulate(part.__module__.split("."), "{}.{}".format))
-    found = (package for package in outer if getattr(sys.modules.get(package), part.__name__, None) is part)
-    return f"{next(found, packages[-1])}:{part.__qualname__}"
+    owners = (package for package in outer if getattr(sys.modules.get(package), part.__name__, None) is part)
+    return f"{next(owners, packages[-1])}:{part.__qualname__}"
 
 
 def _owner(path: str) -> str:
@@ -148,5 +148,7 @@ def _owner(path: str) -> str:
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:
-        entries = (entry for group in (PLUGINS, PARTS) for found in installed(group).values() for entry in found)
+        entries = (
+            entry for group in (PLUGINS, PARTS) for same_name in installed(group).values() for entry in same_name
+        )
         return next((distribution(entry) for entry in entries if entry.module.partition(".")[0] == package), "")

@@ -31,7 +31,7 @@ from hookdiff.experiment.own_runs import is_remembered, remember
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.part_requirements import MODEL, OPTIMIZER, SOURCE, PartRequirement
 from hookdiff.experiment.toml_file import read_with_bytes
-from hookdiff.experiment.trust import asks, dangers, is_of_run
+from hookdiff.experiment.trust import dangers, is_of_run, is_users_choice
 from hookdiff.images.items import ItemKeys
 from hookdiff.images.loader import Workers
 from hookdiff.images.store import Store
@@ -68,7 +68,7 @@ def _is_size_or_auto(instance: object, attribute: Attribute[Any], value: Any) ->
 
 
 def _is_num_threads(instance: object, attribute: Attribute[Any], value: Any) -> None:
-    if value not in (None, AUTO):  # more would end the process, in a library
+    if value not in (None, AUTO):  # with more threads a library ends the process
         between(1, 1024)(instance, attribute, value)
 
 
@@ -76,7 +76,7 @@ def _is_num_threads(instance: object, attribute: Attribute[Any], value: Any) -> 
 class RunConfig(LoopConfig):
     """The table [run]: the keys of the Loop, and those of the run around it."""
 
-    # A Loop needs a number; for "auto", a plugin finds it when the run starts.
+    # A Loop needs a number; a plugin finds it for "auto" when the run starts.
     micro_batch: int | Literal["auto"] | None = field(  # type: ignore[assignment]
         default=None,
         validator=_is_size_or_auto,
@@ -131,7 +131,7 @@ class RunConfig(LoopConfig):
 class Section:
     """A table that names a target (a class or function), and holds its arguments and keys that all targets share.
 
-    A key that is both belongs to the target.
+    A key of both belongs to the target.
     """
 
     table: str
@@ -142,34 +142,34 @@ class Section:
     default: str | None = None
     find: Callable[[str, str], Any] = import_object
     adapt: Callable[[Any], Any] = lambda target: target
-    preset: Callable[[Any], Mapping[str, Any]] = lambda target: {}  # arguments that a table without them has
+    preset: Callable[[Any], Mapping[str, Any]] = lambda target: {}  # default arguments of the table
 
     @property
     def kind(self) -> str:
-        """The kind of part that it names, as entry points write it: "source", "model" or "optimizer"."""
+        """The kind of the part, as entry points write it: "source", "model" or "optimizer"."""
         return self.table if self.key == "use" else self.key
 
     def read(self, table: Mapping[str, Any], problems: Problems) -> Part | None:
-        """Return the part that `table` names; if there is none, add the reason to `problems` and return None."""
+        """Return the part that `table` names. On failure add the reason to `problems` and return None."""
         use, target = table.get(self.key, self.default), None
         try:
             target = self.target(use)
         except UserError as error:
             problems.add(f"{self.table}.{self.key}", error)
-        own = parameters(target) if target else {}
-        shared, beside = {}, [self.key]
+        of_target = parameters(target) if target else {}
+        shared, others = {}, [self.key]
         for kind in self.shared:
-            keys = [key for key in described(kind) if key not in own]
+            keys = [key for key in described(kind) if key not in of_target]
             shared[kind] = arguments(kind, {k: v for k, v in table.items() if k in keys}, self.table, problems)
-            beside += keys
+            others += keys
         if target is None:
             return None
-        rest = {key: value for key, value in table.items() if key not in beside}
-        given = {**self.preset(target), **arguments(target, rest, self.table, problems, beside)}
-        return Part(self.table, str(use), target, given, self.key, shared)
+        rest = {key: value for key, value in table.items() if key not in others}
+        values = {**self.preset(target), **arguments(target, rest, self.table, problems, others)}
+        return Part(self.table, str(use), target, values, self.key, shared)
 
     def target(self, use: Any) -> Any:
-        """Import and return what the name `use`, or `module:Name`, stands for; raises UserError if it does not fit."""
+        """Import and return the class or function `use`, a name or `module:Name`. Raises UserError if unfit."""
         check_claims(self.kind, self.known, use)
         path = self.known.get(str(use)) or path_of(self.kind, self.known, use, self.key)
         target = self.find(path, str(use))
@@ -188,7 +188,7 @@ SOURCES = {
     "fashion-mnist": "hookdiff.data:fashion_mnist",
     "torchvision:NAME": "torchvision:NAME",
 }
-_NAMED = ("data.source", "model.use")  # keys that the config of every run has, unless a script made it
+_NAMED_KEYS = ("data.source", "model.use")  # keys that the config of every run has, unless a script made it
 SECTIONS = (
     Section(
         "data",
@@ -215,12 +215,12 @@ class Config:
     optimizer: Part
     sampling: Part
     plugins: Mapping[str, Part]  # the plugins of the run, in order
-    trust: bool = False  # whether the user trusts all that it names, also if the config is a run's
-    is_own: bool = False  # whether it is the user's: no run's, or trusted now or once
-    needs_trust: tuple[str, ...] = ()  # what a run of it needs trust for: code that is not installed, and keys
+    trust: bool = False  # whether the user trusts the code and the values of the config
+    is_own: bool = False  # whether the user wrote the config, or has trusted the run that it is of
+    needs_trust: tuple[str, ...] = ()  # code that is not installed and keys, for which its run needs trust
 
     def resolved(self) -> dict[str, Any]:
-        """Return the config with every default written out; running it again gives the same run."""
+        """Return the config with every default written out, so that it gives the same run again."""
         diffusion = self.diffusion.build()  # some defaults follow from the process
         return {
             "run": as_toml(self.run),
@@ -257,27 +257,27 @@ def load_config(
 ) -> Config:
     """Read and check the config at `path`. Modules are imported, and nothing in them is called.
 
-    A file called config.toml, or one beside the files of a run, is the config of a run, which may be a stranger's.
-    Without `trust` it imports only torch, torchvision, diffusers, hookdiff and what installed packages publish, opens
-    no URL and makes no other connection, hands no options to a library, and names no folder to write in but in the run
-    directory. Nothing is ever imported from a run directory. Any other config is a program of whoever wrote it. A run
-    that this user has made, or has once trusted, is trusted while neither its place nor a byte of its config changes.
+    A file called config.toml, or beside the files of a run, is the config of a run, which may be a stranger's. Without
+    `trust` it imports only torch, torchvision, diffusers, hookdiff and the plugins and parts of installed packages. It
+    opens no URL and no other connection, hands no options to a library, and writes only in the run directory. Nothing
+    is ever imported from a run directory. Any other config may run any code. A run that this user has made, or has once
+    trusted, is trusted while neither its place nor a byte of its config changes.
 
     Args:
         path: the file.
         plugins: names to add, or `no:NAME` to remove one.
         settings: keys to set, as `table.key=value`.
         trust: whether the user trusts the config of a run.
-        without: tables that are not read, such as "data": what they name is not imported, and cannot be built.
+        without: tables that are not read, such as "data"; their parts are not imported and cannot be built.
         hooks: leave out the plugins that implement none of these hooks; packages that they need may be missing.
 
     Raises:
         ConfigError: lists every problem.
     """
     path = Path(path)
-    (table, data), problems, settings = read_with_bytes(path), Problems(), sorted(settings, key=_set_order)
+    (table, data), problems, settings = read_with_bytes(path), Problems(), sorted(settings, key=_use_before_options)
     plugins = tuple(plugins)
-    if is_run_dir(path.parent) and (lacking := [key for key in _NAMED if not _names(table, key)]):
+    if is_run_dir(path.parent) and (lacking := [key for key in _NAMED_KEYS if not _has_key(table, key)]):
         raise ConfigError(
             f"{path} has no {' and no '.join(lacking)}: a script made the run, and only the script can make its network"
             f"\n  To make images there: with Loop(..., run_dir={str(path.parent)!r}, resume=True) as loop: "
@@ -292,7 +292,7 @@ def load_config(
     if not is_strangers:
         _make_importable(table, path)
     with importing(only_installed=is_strangers) as imports:
-        config = _check(table, path, plugins, problems, without, hooks, path.parent if is_strangers else None)
+        config = _checked_config(table, path, plugins, problems, without, hooks, path.parent if is_strangers else None)
     if hooks is None:
         _warn_of_unused(settings, config)
     needs_trust = (*imports.uninstalled, *config.needs_trust)
@@ -306,9 +306,9 @@ def make_plugin(
 ) -> object:
     """Return the plugin `given`, an installed name or `module:Class`, with its options from the `config` of a run.
 
-    `settings` are further options, as "key=value". Only `given` itself is imported, which is the user's choice; what
-    the options of the run name must be installed, and lie in `run_dir` if files are written there. Without `run_dir`
-    the plugin must not be used to write.
+    `settings` are further options, as "key=value". Only `given`, the user's choice, is imported. Parts in the
+    options of the run must be installed, and files may be written only in `run_dir`. Without `run_dir` the plugin must
+    not be used to write.
 
     Raises:
         PluginError: if there is no such plugin.
@@ -336,15 +336,15 @@ def _make_importable(table: dict[str, Any], path: Path) -> None:
     A run directory is never such a folder.
     """
     run, beside_run = table.get("run"), is_run_dir(path.parent)
-    if isinstance(run, dict) and isinstance(given := run.get("import_from", None if beside_run else ""), str):
-        if "\0" in given:  # refused with the other problems of the config
+    if isinstance(run, dict) and isinstance(text := run.get("import_from", None if beside_run else ""), str):
+        if "\0" in text:  # refused with the other problems of the config
             return
-        folder = run["import_from"] = str((path.parent / given).resolve())
+        folder = run["import_from"] = str((path.parent / text).resolve())
         if folder not in sys.path and not (beside_run and folder == str(path.parent.resolve())):
             sys.path.append(folder)
 
 
-def _set_order(setting: str) -> tuple[bool, int]:
+def _use_before_options(setting: str) -> tuple[bool, int]:
     """Sort settings of `use` first, outer before inner, because a new `use` drops the options of the old one."""
     key = setting.partition("=")[0].strip()
     return (False, key.count(".")) if key.endswith(".use") else (True, 0)
@@ -354,14 +354,14 @@ def _set(table: dict[str, Any], setting: str, problems: Problems) -> None:
     key, equals, value = setting.partition("=")
     *path, last = key.strip().split(".")
     if not equals or not path or not all((*path, last)):
-        problems.add(f"--set {setting}", "expected table.key=value")
+        problems.add(f"--set {setting}", "write table.key=value")
         return
     for depth, name in enumerate(path):
         inner = table.setdefault(name, {})
         if isinstance(inner, str) and depth:
             inner = table[name] = {"use": str(inner)}  # turn a bare name into a table, to add an option
         if not isinstance(inner, dict):
-            problems.add(f"--set {setting}", f"{name} is no table")
+            problems.add(f"--set {setting}", f"{name} is no table, so it has no keys to set")
             return
         table = inner
     is_part = len(path) > (2 if path[0] == "plugins" else 1)
@@ -371,14 +371,14 @@ def _set(table: dict[str, Any], setting: str, problems: Problems) -> None:
 
 
 def _warn_of_unused(settings: Iterable[str], config: Config) -> None:
-    """Log which settings are options of plugins that are not switched on."""
+    """Warn of settings for plugins that are not switched on."""
     for setting in settings:
         table, name = f"{setting.partition('=')[0].strip()}.".split(".")[:2]
         if table == "plugins" and name not in config.plugins:
-            logger.warning("--set %s: the plugin %r is not switched on", setting, name)
+            logger.warning("--set %s: the plugin %r is not switched on; add --plugins %s", setting, name, name)
 
 
-def _switch(listed: tuple[str, ...], name: str, problems: Problems) -> tuple[str, ...]:
+def _switched(listed: tuple[str, ...], name: str, problems: Problems) -> tuple[str, ...]:
     if not name.startswith("no:"):
         return listed if name in listed else (*listed, name)
     if name[3:] not in listed and name[3:] in installed():
@@ -388,7 +388,7 @@ def _switch(listed: tuple[str, ...], name: str, problems: Problems) -> tuple[str
     return tuple(other for other in listed if other != name[3:])
 
 
-def _check(
+def _checked_config(
     table: dict[str, Any],
     path: Path,
     switches: Iterable[str],
@@ -397,78 +397,78 @@ def _check(
     hooks: Collection[str] | None,
     strangers: Path | None,
 ) -> Config:
-    """Return the checked config. `strangers`: the run directory that it is of, unless the user trusts it."""
+    """Return the checked config. `strangers`: the run directory of the config, unless the user trusts it."""
     tables = _tables(table, problems)
-    given = tables.get("run", {})
-    run = arguments(RunConfig, {"name": path.stem, **given}, "run", problems)
-    _check_length(given, run, problems)
-    if "plugins" not in given:
+    run_table = tables.get("run", {})
+    run = arguments(RunConfig, {"name": path.stem, **run_table}, "run", problems)
+    _check_length(run_table, run, problems)
+    if "plugins" not in run_table:
         run["plugins"] = DEFAULT_PLUGINS
     if "plugins" in run:
         for name in switches:
-            run["plugins"] = _switch(run["plugins"], name, problems)
+            run["plugins"] = _switched(run["plugins"], name, problems)
     parts: dict[str, Any] = {
         section.table: section.read(tables[section.table], problems)
         for section in SECTIONS
         if section.table in tables and section.table not in without
     }
     parts |= {name: Part(name, "", partial(_not_read, name)) for name in without}
-    if "data" in without:  # pictures are decoded, and others are read, all the same
-        parts["data"] = evolve(parts["data"], shared=_without_source(tables.get("data", {}), problems))
+    if "data" in without:  # to make images, latents are decoded and start images are read
+        parts["data"] = evolve(parts["data"], shared=_data_without_source(tables.get("data", {}), problems))
     if "data" not in without and (data := parts.get("data")) and (lacking := missing(data.target, tables["data"])):
         problems.add("data", f"{data.use} needs {', '.join(lacking)}")
     for name, target in {"diffusion": Diffusion, "sampling": Sampling}.items():
         parts[name] = Part(name, "", target, arguments(target, tables.get(name, {}), name, problems))
     if INPUTS in (parts["data"].shared.get(EncoderKeys, {}).get("encode") or {} if parts.get("data") else {}):
-        given = parts["sampling"].arguments.get("clipping")
-        if given is not None and given.clips:
+        clipping = parts["sampling"].arguments.get("clipping")
+        if clipping is not None and clipping.clips:
             problems.add(
-                "sampling.clipping", f'"{given.use}" is for pictures, and latents have other values; use "none"'
+                "sampling.clipping", f'"{clipping.use}" is for pictures, and latents have other values; use "none"'
             )
         parts["sampling"] = parts["sampling"].given(clipping=NoClipping())
     plugins = _plugins(run.get("plugins", ()), tables.get("plugins", {}), problems, hooks)
     if strangers:
         for name, part in parts.items():
-            parts[name] = part and evolve(part, is_strangers=not asks(tables.get(name), part.target))
+            parts[name] = part and evolve(part, is_strangers=not is_users_choice(tables.get(name), part.target))
         for name, part in plugins.items():
-            theirs = part.use not in switches and not asks(tables.get("plugins", {}).get(name), part.target)
+            theirs = part.use not in switches and not is_users_choice(tables.get("plugins", {}).get(name), part.target)
             plugins[name] = evolve(part, is_strangers=theirs)
-    for place, use, kind in _used(filter(None, (*parts.values(), *plugins.values()))):
+    for place, use, kind in _named_parts(filter(None, (*parts.values(), *plugins.values()))):
         if problem := partner_problem(kind, plugins):
             problems.add(place, f"{use!r} {problem}")
-    found = [
+    risks = [
         danger for part in (*parts.values(), *plugins.values()) if part for danger in _dangers(part, tables, strangers)
     ]
-    for place, reason in found if strangers else ():
+    for place, reason in risks if strangers else ():
         problems.add(place, f"{reason}; {TRUST}")
     problems.refuse(path)
-    needs = tuple(place for place, _ in found)
+    needs = tuple(place for place, _ in risks)
     return Config(path=path, run=RunConfig(**run), plugins=plugins, needs_trust=needs, **parts)
 
 
-def _without_source(table: Mapping[str, Any], problems: Problems) -> dict[type, dict[str, Any]]:
+def _data_without_source(table: Mapping[str, Any], problems: Problems) -> dict[type, dict[str, Any]]:
     """Return the arguments of `EncoderKeys` and `Transforms` in the table [data] of a source that is not imported."""
     encode = {key: value for key, value in table.items() if key == "encode"}
-    found = dict[str, Any]()
+    fitting = dict[str, Any]()
     for key in described(Transforms):
         if key in table:
-            given = arguments(Transforms, {**found, key: table[key]}, "data", refused := Problems())
+            values = arguments(Transforms, {**fitting, key: table[key]}, "data", refused := Problems())
             if not refused.found:
-                found = given
-            elif isinstance(table[key], Text):  # else the key is one of the source itself, with values of its own
+                fitting = values
+            elif isinstance(table[key], Text):  # else it may be a key of the source, with other values
                 problems.found += refused.found
-    return {EncoderKeys: arguments(EncoderKeys, encode, "data", problems), Transforms: found}
+    return {EncoderKeys: arguments(EncoderKeys, encode, "data", problems), Transforms: fitting}
 
 
-def _used(parts: Iterable[Part]) -> Iterator[tuple[str, str, object]]:
-    """Yield the place, the name and the class of what tables name beside plugins: by `use`, or as an option."""
+def _named_parts(parts: Iterable[Part]) -> Iterator[tuple[str, str, object]]:
+    """Yield the place, the name and the class of each part that is named by `use` or as an option."""
     waiting: list[tuple[str, Any]] = []
     for part in parts:
         if part.key:
             yield f"{part.where}.{part.key}", part.use, part.target
-        given = part.arguments, *part.shared.values()
-        waiting += [(f"{part.where}.{key}", value) for table in given for key, value in table.items()]
-    for place, value in waiting:  # it grows
+        tables = part.arguments, *part.shared.values()
+        waiting += [(f"{part.where}.{key}", value) for table in tables for key, value in table.items()]
+    for place, value in waiting:  # the list grows
         if isinstance(value, Choice):
             yield place, value.use, type(value)
             waiting += [(f"{place}.{name}", each) for name, each in options_of(value).items()]
@@ -484,11 +484,11 @@ def _dangers(part: Part, tables: Mapping[str, Any], run_dir: Path | None) -> Ite
     for name in part.where.split(".", 1):  # "data", or "plugins.NAME"
         table = table.get(name, {})
     targets: list[tuple[Callable[..., Any], Mapping[str, Any]]] = [(part.target, part.arguments), *part.shared.items()]
-    for target, given in targets:
-        yield from dangers(target, given, table, part.where, run_dir)
+    for target, values in targets:
+        yield from dangers(target, values, table, part.where, run_dir)
 
 
-def _names(config: Mapping[str, Any], key: str) -> bool:
+def _has_key(config: Mapping[str, Any], key: str) -> bool:
     table, _, name = key.partition(".")
     return isinstance(config.get(table), Mapping) and name in config[table]
 
@@ -498,7 +498,7 @@ def _not_read(name: str) -> None:
 
 
 def _tables(config: Mapping[str, Any], problems: Problems) -> dict[str, dict[str, Any]]:
-    """Return the tables of `config` by name; leave out and report what is missing or not a table."""
+    """Return the tables of `config` by name; report missing tables, and values that are no tables."""
     needed, known = ("run", "data", "model"), [table.name for table in fields(Config)[1:-1]]
     for name in (name for name in config if name not in known):
         problems.add(name, f"unknown table{nearest(name, known)}; known: {', '.join(known)}")
@@ -513,10 +513,10 @@ def _tables(config: Mapping[str, Any], problems: Problems) -> dict[str, dict[str
 def _check_length(table: Mapping[str, Any], checked: Mapping[str, Any], problems: Problems) -> None:
     """Refuse a run with no length or two. A wrong or misspelt key is reported already, and counts as set."""
     known, lengths = parameters(RunConfig), ("steps", "epochs")
-    given = [key for key in lengths if key in table and checked.get(key, table[key]) is not None]
-    if len(given) == 2:
+    chosen = [key for key in lengths if key in table and checked.get(key, table[key]) is not None]
+    if len(chosen) == 2:
         problems.add("run", "set steps or epochs, not both")
-    elif not given and not any(nearest(key, lengths) for key in table if key not in known):
+    elif not chosen and not any(nearest(key, lengths) for key in table if key not in known):
         problems.add("run", "set steps or epochs")
 
 
@@ -525,24 +525,24 @@ def _plugins(
 ) -> dict[str, Part]:
     parts: dict[str, Part] = {}
     kinds: dict[str, type] = {}
-    for given in names:
-        name = plugin_name(given)
+    for path in names:
+        name = plugin_name(path)
         where = f"plugins.{name}"
         try:
             if name in kinds:
-                raise PluginError(f"{name!r} is listed twice")
-            kind = kinds[name] = plugin_class(given, hooks)
+                raise PluginError(f"{name!r} is listed twice; remove one")
+            kind = kinds[name] = plugin_class(path, hooks)
         except PluginError as error:
             problems.add("run.plugins", error)
             continue
         if not is_needed(kind, hooks):
-            parts[name] = Part(where, given, LeftOut)
+            parts[name] = Part(where, path, LeftOut)
             continue
         table = tables.get(name, {})
         if not isinstance(table, dict):
             problems.add(where, f"expected a table [{where}], got {table!r}")
             continue
-        parts[name] = Part(where, given, kind, arguments(kind, table, where, problems))
+        parts[name] = Part(where, path, kind, arguments(kind, table, where, problems))
         if lacking := missing(kind, table):
             problems.add(where, f"needs {', '.join(lacking)}")
     for name in tables:

@@ -13,13 +13,13 @@ from hookdiff.options.imports import check_needs, distribution, import_object, i
 logger = logging.getLogger("hookdiff")
 
 
-def plugin_name(given: str) -> str:
-    """Return the name under which `given` is registered and configured: for `module:Class`, `class`."""
-    return given.rpartition(":")[2].lower() if ":" in given else given
+def plugin_name(path: str) -> str:
+    """Return the name under which a plugin is registered and configured: "class" for `module:Class`."""
+    return path.rpartition(":")[2].lower() if ":" in path else path
 
 
 class LeftOut:
-    """Stands for a plugin that is left out, so that its saved state does not seem to be of an unknown plugin."""
+    """Takes the place of a plugin that is left out, so that its saved state is not reported as unclaimed."""
 
 
 def is_needed(plugin: object, hooks: Collection[str] | None) -> bool:
@@ -39,36 +39,36 @@ def trains_on_ranks(plugin: object) -> bool:
 
 
 def installed_that(fits: Callable[[type], bool], among: Collection[str] | None = None) -> list[str]:
-    """Return the names of the installed plugins, or of those `among` them, with a class that `fits`: for advice.
+    """Return the names of the installed plugins, or of those `among` them, with a class that `fits`, for advice.
 
-    They are imported; those that cannot be are left out, with a warning.
+    The plugins are imported. A plugin that cannot be imported is left out, with a warning.
     """
-    found = []
+    names = []
     for name in sorted(installed().keys() & among) if among else installed():
         try:
             if fits(_load(name)):
-                found.append(name)
+                names.append(name)
         except Exception as error:  # a broken package must not hide the others
-            logger.warning("the plugin %r cannot be asked: %s", name, error)
-    return found
+            logger.warning("the plugin %r cannot be imported: %s", name, error)
+    return names
 
 
-def plugin_class(given: str, hooks: Collection[str] | None = None) -> type:
-    """Import the class of the plugin `given`: a name from the entry points, or `module:Class`.
+def plugin_class(path: str, hooks: Collection[str] | None = None) -> type:
+    """Import the class of the plugin `path`: a name from the entry points, or `module:Class`.
 
     With `hooks`, packages are required only of a plugin that a loop with these hooks needs.
 
-    Raises PluginError if there is none or several of that name, if it cannot be imported, if it is no class, if a
-    package that it `needs` (a mapping of modules to requirements of pip) is missing, or if it does not fit the hooks or
+    Raises PluginError if no plugin or several have that name, if it cannot be imported, if it is no class, if a package
+    that it `needs` (a mapping of modules to requirements of pip) is missing, or if it does not fit the hooks or
     implements none.
     """
-    kind = import_object(given, f"the plugin {given!r}") if ":" in given else _load(given)
+    kind = import_object(path, f"the plugin {path!r}") if ":" in path else _load(path)
     if not inspect.isclass(kind):
-        raise PluginError(f"the plugin {given!r} is a {type(kind).__name__}, expected a class")
-    check_contract(given, kind)
-    check_needs(given, declaration_of(kind).needs if is_needed(kind, hooks) else {})
+        raise PluginError(f"the plugin {path!r} is a {type(kind).__name__}, expected a class")
+    check_contract(path, kind)
+    check_needs(path, declaration_of(kind).needs if is_needed(kind, hooks) else {})
     if not implements(kind, *HOOK_NAMES):
-        raise PluginError(f"the plugin {given!r} is no plugin: the class has no method with @hookimpl")
+        raise PluginError(f"{path!r} is no plugin: give the class a method with @hookimpl")
     return kind
 
 

@@ -1,4 +1,4 @@
-"""The JSON Schema of a config, draft-07, from the declarations that check one: editors complete and check with it."""
+"""The JSON Schema of a config, draft-07, made from the declarations that check a config; editors use it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _PATH: Schema = {"type": "string", "pattern": ":"}  # module:Name
 def config_schema() -> Schema:
     """Return the schema of a config, with all plugins and parts that are installed.
 
-    A name `module:Name` may have any options, and so may one with packages that are missing.
+    `module:Name` may have any options, and so may a plugin or part with missing packages.
     """
-    found = kinds()
-    known = {name: kind.members() for name, kind in found.items()}
+    catalog = kinds()
+    known = {name: kind.members() for name, kind in catalog.items()}
     plugins = [member.name for member in known["plugin"]]
     tables: Schema = {
         name: _table(target) for name, target in (("run", RunConfig), ("diffusion", Diffusion), ("sampling", Sampling))
@@ -44,18 +44,19 @@ def config_schema() -> Schema:
         "not": {"required": ["steps", "epochs"]},
     }
     tables["run"]["required"] = []  # the name is that of the file
-    tables["run"]["properties"]["plugins"]["items"] = _name(plugins)
-    for one in SECTIONS:
+    tables["run"]["properties"]["plugins"]["items"] = _name_schema(plugins)
+    for section in SECTIONS:
         shared = {
-            key: each
-            for kind in one.shared
-            for key, each in _table(kind)["properties"].items()
+            key: schema
+            for kind in section.shared
+            for key, schema in _table(kind)["properties"].items()
             if key in described(kind)
         }
-        made = _chosen(known[one.kind], one.key, one.default, shared, checks_needed=one.table == "data")
-        tables[one.table] = {"type": "object", **made}
-    tables["plugins"] = {"type": "object", "properties": {m.name: _of(m) for m in known["plugin"]}}
-    has_own = {"properties": {"run": {"properties": {"plugins": {"contains": _PATH}}, "required": ["plugins"]}}}
+        members, checks_needed = known[section.kind], section.table == "data"
+        table = _choice_table(members, section.key, section.default, shared, checks_needed)
+        tables[section.table] = {"type": "object", **table}
+    tables["plugins"] = {"type": "object", "properties": {m.name: _options_of(m) for m in known["plugin"]}}
+    has_paths = {"properties": {"run": {"properties": {"plugins": {"contains": _PATH}}, "required": ["plugins"]}}}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "A config of hookdiff",
@@ -63,36 +64,36 @@ def config_schema() -> Schema:
         "properties": tables,
         "required": ["run", "data", "model"],
         "additionalProperties": False,
-        # Only plugins of `module:Class` have tables of other names.
-        "if": has_own,
+        # Only a plugin `module:Class` has a table of another name.
+        "if": has_paths,
         "else": {"properties": {"plugins": {"propertyNames": {"enum": plugins}}}},
         "definitions": {
-            name: {"type": ["string", "object"], **_chosen(known[name], "use", kind.choice.default, {})}
-            for name, kind in found.items()
+            name: {"type": ["string", "object"], **_choice_table(known[name], "use", kind.choice.default, {})}
+            for name, kind in catalog.items()
             if kind.choice
         },
     }
 
 
-def _name(names: Iterable[str]) -> Schema:
-    """Return the schema of one of `names`, or `module:Name`: `anyOf` completes, and the condition has the message."""
+def _name_schema(names: Iterable[str]) -> Schema:
+    """Return the schema of a name out of `names`, or `module:Name`. `anyOf` completes; the condition gives messages."""
     names = list(names)
     return {"type": "string", "anyOf": [{"enum": names}, {}], "if": {"not": _PATH}, "then": {"enum": names}}
 
 
-def _of(member: Member) -> Schema:
-    """Return the schema of the options of a plugin or a part; of one that cannot be used it takes any."""
+def _options_of(member: Member) -> Schema:
+    """Return the schema of the options of a plugin or a part; any options if it cannot be used."""
     return {"type": "object"} if member.error else {"description": member.summary, **_table(member.target)}
 
 
-def _chosen(
+def _choice_table(
     members: list[Member], key: str, default: str | None, shared: Mapping[str, Schema], checks_needed: bool = True
 ) -> Schema:
     """Return the schema of a table in which `key` names one of `members`, and of the name alone.
 
-    The editor completes keys by `properties` and names by `anyOf`. Conditions check, because they name what is wrong.
+    The editor completes keys by `properties` and names by `anyOf`. Conditions check, because their messages are clear.
     """
-    tables = {member.name: _of(member) for member in members}
+    tables = {member.name: _options_of(member) for member in members}
     options = [table.get("properties", {}) for table in tables.values()]
     loose = {name: {"description": each.get("description", "")} for every in options for name, each in every.items()}
     rules: list[Schema] = []
@@ -100,41 +101,41 @@ def _chosen(
         is_it: Schema = {"type": "object", "properties": {key: {"const": name}}}
         if name != default:  # a table without the key is of the default
             is_it["required"] = [key]
-        own = {**shared, **table.get("properties", {}), key: {}}
+        properties = {**shared, **table.get("properties", {}), key: {}}
         needed = table.get("required", []) if checks_needed else []
-        closed = {"properties": own, "required": needed, "additionalProperties": "properties" not in table}
+        closed = {"properties": properties, "required": needed, "additionalProperties": "properties" not in table}
         rules.append({"if": is_it, "then": closed})
     alone = [name for name, table in tables.items() if not table.get("required")]
-    rules.append({"if": {"type": "string"}, "then": _name(alone)})
+    rules.append({"if": {"type": "string"}, "then": _name_schema(alone)})
     return {
-        "properties": {**loose, **shared, key: _name(tables)},
+        "properties": {**loose, **shared, key: _name_schema(tables)},
         "anyOf": [{"enum": alone}, {}],
         "allOf": [*rules, *([{"if": {"type": "object"}, "then": {"required": [key]}}] if default is None else [])],
     }
 
 
 def _table(target: Callable[..., Any]) -> Schema:
-    fields, hints, found = fields_of(target), hints_of(target), dict[str, Schema]()
+    fields, hints, properties = fields_of(target), hints_of(target), dict[str, Schema]()
     for key in keys(target):
         option = fields.get(key.name)
         default = as_toml(parameters(target)[key.name].default)
         if option and option.metadata.get("rest"):
             continue
         schema = _limited(_value(hints[key.name]), option.validator if option else None)
-        found[key.name] = {**({"allOf": [schema]} if "$ref" in schema else schema), "description": key.help}
+        properties[key.name] = {**({"allOf": [schema]} if "$ref" in schema else schema), "description": key.help}
         if default is not None and not (isinstance(default, float) and not math.isfinite(default)):
-            found[key.name]["default"] = default
-    rest = next((_value(hints[name]) for name, one in fields.items() if one.metadata.get("rest")), None)
+            properties[key.name]["default"] = default
+    rest = next((_value(hints[name]) for name, field in fields.items() if field.metadata.get("rest")), None)
     others = False if rest is None else rest.get("additionalProperties", {})
-    needed = [name for name in missing(target, {}) if name in found]
-    return {"type": "object", "properties": found, "required": needed, "additionalProperties": others}
+    needed = [name for name in missing(target, {}) if name in properties]
+    return {"type": "object", "properties": properties, "required": needed, "additionalProperties": others}
 
 
 def _value(hint: Any) -> Schema:
-    """Return the schema of a type. Types that no config can hold, and all that is unknown, take anything."""
+    """Return the schema of a type. A type that no config can hold, or that is unknown, takes any value."""
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        members = [_value(one) for one in inner if one not in (types.NoneType, Tensor)]
+        members = [_value(member) for member in inner if member not in (types.NoneType, Tensor)]
         return members[0] if len(members) == 1 else {"anyOf": members}
     if origin is typing.Literal:
         return {"enum": list(inner)}
@@ -154,13 +155,13 @@ def _value(hint: Any) -> Schema:
 
 
 def _limited(schema: Schema, validator: Any) -> Schema:
-    """Return `schema` with the limits and the names of an attrs validator, for its numbers and strings."""
+    """Return `schema` with the limits and the names of an attrs validator."""
     if "anyOf" in schema:
-        return {"anyOf": [_limited(one, validator) for one in schema["anyOf"]]}
+        return {"anyOf": [_limited(member, validator) for member in schema["anyOf"]]}
     if schema.get("type") == "array":
         items = schema["items"]
-        each = [_limited(one, validator) for one in items] if isinstance(items, list) else _limited(items, validator)
-        return {**schema, "items": each}
+        is_list = isinstance(items, list)
+        return {**schema, "items": [_limited(i, validator) for i in items] if is_list else _limited(items, validator)}
     if schema.get("type") in ("integer", "number"):
         return schema | {_LIMITS[way]: limit for way, limit in limits_of(validator) if math.isfinite(limit)}
     names = validator.names if isinstance(validator, one_of) else getattr(validator, "options", ())  # of attrs' in_

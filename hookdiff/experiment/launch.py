@@ -1,4 +1,4 @@
-"""Starts the ranks of a configured run: the processes that torchrun has started become one run."""
+"""Joins the processes that torchrun has started to one run."""
 
 import logging
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ logger = logging.getLogger("hookdiff")
 def launched(config: Config) -> Iterator[None]:
     """Join the other processes of the run, if torchrun has started several, until the end of the `with`.
 
-    A message that several ranks have is shown once. Raises ConfigError if no plugin of the run trains on several ranks,
+    A message of several ranks is shown once. Raises ConfigError if no plugin of the run trains on several ranks,
     and if the ranks have different configs.
     """
     with shown_once():
@@ -42,9 +42,7 @@ def _is_shown(record: logging.LogRecord) -> bool:
 def _check_same(config: Config) -> None:
     first, *others = gathered(config.resolved())
     for number, other in enumerate(others, 1):
-        if found := list(changes(first, other, {})):
-            key, one, two = found[0]
-            more = f", and {len(found) - 1} keys more" * (len(found) > 1)
-            raise ConfigError(
-                f"all ranks need the same config: {key} is {one!r} on rank 0 and {two!r} on rank {number}{more}"
-            )
+        if differing := list(changes(first, other, {})):
+            key, value, other_value = differing[0]
+            text = f"{key} is {value!r} on rank 0, {other_value!r} on rank {number}"
+            raise ConfigError(f"give all ranks the same config: {text}")

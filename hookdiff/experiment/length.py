@@ -11,8 +11,8 @@ from hookdiff.experiment.loaded_run import load_run
 def num_steps(config: Config, run: Path | None = None, *, trust: bool = False) -> int:
     """Return the number of updates of a training with `config`.
 
-    If the config gives epochs, a checkpoint of the directory `run` has the length of one, or else the data, which is
-    then read. `trust` is that of `load_run`.
+    If the config gives epochs, the length of an epoch is read from a checkpoint of the directory `run`. Default: from
+    the data. `trust` is that of `load_run`.
     """
     if config.run.steps is not None:
         return config.run.steps

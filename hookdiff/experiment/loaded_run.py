@@ -66,7 +66,7 @@ def run_config(
 
 @define(eq=False)
 class Saved:
-    """Gives the loop a state that was read already."""
+    """Restores a state that was read already."""
 
     state: Mapping[str, Any]
 
@@ -79,13 +79,13 @@ def load_run(path: str | Path, settings: Iterable[str] = (), *, device: str | No
     """Open the run directory `path`, or one checkpoint in it: `load_run("runs/x").sample(16)`.
 
     Nothing is written and nothing locked, so the run may be under way. Neither its data nor its optimizer is made, and
-    the directory may have come from another machine; only classes of your own must be importable, and need `trust`.
-    The newest checkpoint is read when it is first needed.
+    the directory may be from another machine; only your own classes must be importable, and need `trust`. The newest
+    checkpoint is read when it is first needed.
 
     Args:
         path: the run directory, or a checkpoint in it.
         settings: changes of the config, as `table.key=value`.
-        device: such as "cpu"; unless given, that of the config, if it is here.
+        device: such as "cpu". Default: that of the config, or "auto" if it is not available.
         trust: import the code that the run names, also if no installed package publishes it.
 
     Raises:
@@ -132,7 +132,7 @@ class Run:
         return f"<Run {self.path}: {history.state}{end}>"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows, as the files of the run are now."""
+        """Return the HTML for a notebook, made from the files of the run as they are now."""
         from hookdiff.experiment.notebook import run_html
 
         return run_html(History(self.run_dir))
@@ -143,7 +143,7 @@ class Run:
         NaN stands for all values that are not finite.
 
         Raises:
-            UserError: if there are none.
+            UserError: if the run has logged no values.
         """
         steps = dict[int, dict[str, float]]()
         for line in History(self.run_dir).metrics:
@@ -157,7 +157,7 @@ class Run:
         """The Loop that holds the model: it samples, and cannot train.
 
         Raises:
-            UserError: if the run has no checkpoint, or what it needs is not here.
+            UserError: if the run has no checkpoint, or a part of it cannot be imported.
         """
         config = self._checked
         config = evolve(config, run=evolve(config.run, device=self.device or _device_of(config)))
@@ -189,15 +189,15 @@ class Run:
 
     @property
     def transforms(self) -> Transforms:
-        """What gives any picture the form of the samples of the run, as its data has it without augmentation.
+        """The transforms that give a picture the form of the samples of the run, without augmentation.
 
         Pictures keep their size if the samples are not square, and their channels if these are neither grey nor RGB.
         """
-        given, (channels, *sides) = self._checked.data.of(Transforms), self.loop.feed.picture_shape
+        of_data, (channels, *sides) = self._checked.data.of(Transforms), self.loop.feed.picture_shape
         side = sides[0] if len(sides) == 2 and sides[0] == sides[1] else None
         form: Any = {"image_size": side, "channels": channels if channels in (1, 3) else None}
-        resize = given.resize if given.image_size == side else None
-        return Transforms(**form, resize=resize, upscale=given.upscale, background=given.background)
+        resize = of_data.resize if of_data.image_size == side else None
+        return Transforms(**form, resize=resize, upscale=of_data.upscale, background=of_data.background)
 
     @property
     def classes(self) -> list[str]:
@@ -211,8 +211,8 @@ class Run:
     def weights(self, name: str | None = None) -> Iterator[str]:
         """Let the model hold other weights during the `with`, which yields their name.
 
-        `name` is that of an average, "model" for the model's own, or a safetensors file. None is the first average, or
-        else "model"; inside of another such `with`, its weights.
+        `name` is that of an average, "model" for the model's own, or a safetensors file. Default: the weights of an
+        outer `with weights()`, else the first average, else "model".
 
         Raises:
             UnknownWeights: for another name.
@@ -229,7 +229,7 @@ class Run:
                 self._held = None
 
     def origin(self, weights: str) -> str:
-        """Return what people call the weights that a `with` yields: "ema weights of step 1500"."""
+        """Return the weights that a `with` yields in words: "ema weights of step 1500"."""
         return f"weights in {weights}" if weights.endswith(_SUFFIX) else f"{weights} weights of step {self.step:,}"
 
     @staticmethod
@@ -246,7 +246,7 @@ class Run:
 
     @staticmethod
     def usual_strength(mask: Tensor | None) -> float:
-        """Return the share of the steps that images start with, unless another is given; see `batches`."""
+        """Return the default strength of `batches`: the share of the steps to run."""
         return 0.8 if mask is None else 1.0
 
     @contextmanager
@@ -272,12 +272,12 @@ class Run:
     @contextmanager
     def _from_file(self, file: str) -> Iterator[str]:
         model = self.loop.model
-        kept = copy.deepcopy(model.state_dict())
+        weights = copy.deepcopy(model.state_dict())
         load_into(model, Path(file), asked_by="weights")
         try:
             yield file
         finally:
-            load_state(model, kept)
+            load_state(model, weights)
 
     def model(self, weights: str | None = None) -> nn.Module:
         """Return a copy of the model in eval mode; see `weights` for the names."""
@@ -287,11 +287,11 @@ class Run:
     def labels(self, wanted: Iterable[str | int] | None, num: int) -> tuple[int, ...] | None:
         """Return `num` class numbers: `wanted` in turn, each a class name or number, or -1 for no class.
 
-        None asks for all classes in turn; it stays None for a model without classes, and for one with conditions, as
-        the examples have labels.
+        None asks for all classes in turn. It gives None for a model without classes, and for a model with conditions,
+        whose examples have labels.
 
         Raises:
-            UserError: for an unknown class, with those that there are.
+            UserError: for an unknown class; the message lists all classes.
         """
         classes = self.classes
         if wanted is None:
@@ -299,15 +299,15 @@ class Run:
         elif classes:
             numbers = [_number(label, classes) for label in wanted]
         else:
-            raise UserError("labels were given, but the network was trained without")
+            raise UserError("the network was trained without labels: leave them out")
         return tuple(islice(cycle(numbers), num)) if numbers else None
 
     def sample(self, num: int = 16, **options: Any) -> Tensor:
         """Return `num` images: n c h w, float32, on the CPU; those of pictures in [-1, 1]. Options: `batches`."""
         with shown_works(), closing(paced(self.batches(num, **options), num, "images")) as parts:
-            made = list(parts)
+            images = list(parts)
         shape = self.loop.feed.shape if options.get("raw") else self.loop.feed.picture_shape
-        return torch.cat(made) if made else torch.empty(0, *shape)
+        return torch.cat(images) if images else torch.empty(0, *shape)
 
     def batches(
         self,
@@ -337,7 +337,7 @@ class Run:
 
         Args:
             num: number of images.
-            labels: classes by name or number, used in turn; -1 is no class. Unless given, all classes in turn.
+            labels: classes by name or number, used in turn; -1 is no class. Default: all classes in turn.
             guidance_scale: scale of classifier-free guidance. This and the next four replace those of the config.
             steps: steps of the sampler.
             sampler: name of the sampler, such as "ddim". One with options is a setting of `load_run`, such as
@@ -346,15 +346,15 @@ class Run:
             compile: compile the network before its first call, which pays for many images.
             seed: seed of the noise.
             weights: see `Run.weights`.
-            noise: standard normal noise to start from in place of that of the seed, n c h w, one for each image. The
-                seed is still that of samplers that add noise in their steps.
+            noise: standard normal noise to start from, n c h w, one for each image. Samplers that add noise in their
+                steps still draw it from the seed.
             images: pictures to start from, in turn: n c h w in [-1, 1].
             mask: region of `images` to make anew, in turn: n 1 h w, bool; the rest stays as it is.
-            strength: with `images`, the share of the steps to run, in (0, 1]. Unless given, 0.8, and 1 with a mask.
-            conditions: what the model was trained with beside the labels, by name, one row for each image. Unless
-                given, those of the examples that the checkpoint keeps, in turn.
-            prompts: texts to draw, in turn, for a model that was trained on captions; of several kinds by name.
-            negative: text that guidance leads away from; unless given, no text.
+            strength: with `images`, the share of the steps to run, in (0, 1]. Default: 0.8, or 1 with a mask.
+            conditions: the conditions by name, one row for each image. Default: those of the examples that the
+                checkpoint keeps, in turn.
+            prompts: texts to draw, in turn, for a model that was trained on captions; by name if of several kinds.
+            negative: text that guidance leads away from. Default: an empty text.
             stream: "sample", or "evaluate" for the noise of the images that plugins measure.
             raw: leave values outside [-1, 1], which are clamped otherwise.
 
@@ -366,7 +366,7 @@ class Run:
             if noise.shape != (expected := (num, *self.loop.feed.shape)):
                 raise ValueError(f"noise has the shape {tuple(noise.shape)}, expected {expected}")
             if self.loop.sampler and not takes_noise(self.loop.sampler):
-                raise UserError(f"{self.path}: the sampler of this run cannot start from given noise")
+                raise UserError(f"{self.path}: the sampler takes no noise; leave it out")
         changes: Any = {"sampler": sampler, "steps": steps, "guidance_scale": guidance_scale}
         changes |= {"precision": precision, "compile": compile}
         wanted = self.labels(labels, num)
@@ -396,7 +396,7 @@ class Run:
             yield from ImageMaker(self.loop).make(range(num), request)
 
     def _of_kinds(self, texts: Any) -> dict[str, Any]:
-        """Return `texts` by kinds of captions; without a name they are of the only kind, or else of the usual one."""
+        """Return `texts` by kinds of captions; texts without a name are of the only kind, or of "captions"."""
         if texts is None or isinstance(texts, Mapping):
             return dict(texts or {})
         encoders = self.loop.feed.reader.texts
@@ -404,7 +404,7 @@ class Run:
         return {kinds[0] if len(kinds) == 1 else CAPTIONS: texts}
 
     def _sampler(self, changes: Mapping[str, Any]) -> Sampler | None:
-        """Return the sampler of the run with `changes` of its keys; None are no changes."""
+        """Return the sampler of the run with `changes` of its keys; a change to None is ignored."""
         settings = [f"sampling.{key}={value}" for key, value in changes.items() if value is not None]
         if not settings:
             return self.loop.sampler
@@ -416,9 +416,9 @@ class Run:
 
 
 def _texts(config: Config, facts: Facts) -> TextConditions | None:
-    """Return what makes conditions of texts; raises ConfigError if an encoder is another than in the training."""
+    """Return the encoders of texts. Raises ConfigError if one differs from that of the training."""
     device = pick_device(config.run.device)
-    rows = {name: TextTable(name, one, Store(), device) for name, one in config.data.of(EncoderKeys).of_texts.items()}
+    rows = {key: TextTable(key, value, Store(), device) for key, value in config.data.of(EncoderKeys).of_texts.items()}
     texts = TextConditions(rows, facts.picture_shape or facts.shape)
     for name, digest in texts.digests.items():
         if digest != (expected := facts.encoders.get(name)):
@@ -427,7 +427,7 @@ def _texts(config: Config, facts: Facts) -> TextConditions | None:
 
 
 def _codec(config: Config, facts: Facts) -> PictureCodec | None:
-    """Return what makes pictures of the latents of a run; raises ConfigError if it is another than in the training."""
+    """Return the codec of the latents of a run. Raises ConfigError if it differs from that of the training."""
     encoder = config.data.of(EncoderKeys).of_pictures.get(INPUTS)
     if encoder is None or facts.picture_shape is None:
         return None
@@ -441,7 +441,7 @@ def _codec(config: Config, facts: Facts) -> PictureCodec | None:
 
 
 def _device_of(config: Config) -> str:
-    """Return the device of the config, or "auto" with a warning if it is not here."""
+    """Return the device of the config, or "auto" with a warning if it is not available."""
     try:
         pick_device(config.run.device)
     except ConfigError as error:
@@ -458,7 +458,7 @@ def _state_of(config: Config, run_dir: Path, place: Path) -> Mapping[str, Any]:
     if state := reader.hook.restore(loop=reader):
         return state
     if not plugins:
-        raise UserError(f"{place}: none of the run's plugins reads checkpoints (implements the hook restore)")
+        raise UserError(f"{place}: none of the run's plugins reads checkpoints: add one with the hook restore")
     raise NoCheckpoint(f"{place} has no checkpoint")
 
 
@@ -467,7 +467,7 @@ def _no_loss(*_: object) -> Tensor:
 
 
 def _number(label: str | int, classes: Sequence[str]) -> int:
-    """Return the number of the class that is called `label`, or has this number."""
+    """Return the number of the class with the name or number `label`."""
     names = [normal(name) for name in classes]
     if isinstance(label, str) and normal(label) in names:
         return names.index(normal(label))

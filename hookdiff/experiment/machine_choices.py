@@ -1,6 +1,6 @@
-"""Settles what a config leaves to the machine by rules, never by timing, so that a run stays a pure function.
+"""Fills in the "auto" values of a config by rules, never by timing, so that the same machine gives the same run.
 
-The choices stand in config.toml and in the checkpoints. A resumed run takes them from there.
+The choices are written to config.toml and the checkpoints. A resumed run takes them from there.
 """
 
 import json
@@ -32,7 +32,7 @@ logger = logging.getLogger("hookdiff")
 
 
 def recorded(run_dir: Path, resume: bool | Path) -> dict[str, Any]:
-    """Return the tables of the run that is resumed, as its config.toml has them; without one, nothing."""
+    """Return the tables in config.toml of the run that is resumed. Default: none."""
     place = run_dir if resume is True else resume
     with suppress(UserError):  # checkpoints may be elsewhere, and the file is written anew
         written = read_toml(run_of(place) / CONFIG) if place else {}
@@ -41,11 +41,11 @@ def recorded(run_dir: Path, resume: bool | Path) -> dict[str, Any]:
 
 
 def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> Config:
-    """Fill in what the config leaves to the machine, "auto", and what a resumed run has settled before.
+    """Fill in the "auto" values of the config, and the choices of the run that is resumed.
 
     `before` is the config of the run that is resumed. Its choices hold on a device of the same kind. Plugins choose by
-    the hook `choose`. Keys of [diffusion] and [sampling], which decide what the weights mean, keep their values if the
-    config leaves them out.
+    the hook `choose`. Keys of [diffusion] and [sampling] give the weights their meaning, so they keep their values if
+    the config leaves them out.
     """
     on_cpu = device.type == "cpu"
     earlier = _fitting(RunConfig, before.get("run"))
@@ -66,8 +66,8 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
         plugins[name] = part
     # On a GPU the group norms of torch copy each image that is in channels_last: benchmarks/README.md.
     run = {"channels_last": on_cpu and not is_of_diffusers(config.model.target), **run}
-    given = asdict(config.run, recurse=False)
-    run = {key: value for key, value in run.items() if given[key] == AUTO}
+    asked = asdict(config.run, recurse=False)
+    run = {key: value for key, value in run.items() if asked[key] == AUTO}
     if same_kind:
         run |= {key: earlier[key] for key in run if key in earlier and earlier[key] != AUTO}
     if config.run.threads == AUTO:
@@ -76,91 +76,84 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
     return _as_before(config, before) if before else config
 
 
-def filled_in(given: Config, settled: Config, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `settle` has filled in, by key, without what it took from the run `before`."""
-    asked, chosen = asdict(given.run, recurse=False), asdict(settled.run, recurse=False)
-    found = {f"run.{key}": chosen[key] for key in ("channels_last", "threads") if asked[key] == AUTO}
+def filled_in(config: Config, settled: Config, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values by key that `settle` has filled in and not taken from the run `before`."""
+    asked, chosen = asdict(config.run, recurse=False), asdict(settled.run, recurse=False)
+    values = {f"run.{key}": chosen[key] for key in ("channels_last", "threads") if asked[key] == AUTO}
     known = {f"run.{key}": value for key, value in before.get("run", {}).items()}
     for name, part in settled.plugins.items():
-        own, earlier = given.plugins[name].arguments, before.get("plugins", {}).get(name, {})
-        found |= {f"{part.where}.{key}": value for key, value in part.arguments.items() if value != own.get(key)}
+        options, earlier = config.plugins[name].arguments, before.get("plugins", {}).get(name, {})
+        values |= {f"{part.where}.{key}": value for key, value in part.arguments.items() if value != options.get(key)}
         known |= {f"{part.where}.{key}": value for key, value in earlier.items()} if isinstance(earlier, dict) else {}
-    return {key: value for key, value in found.items() if value not in (None, known.get(key))}
+    return {key: value for key, value in values.items() if value not in (None, known.get(key))}
 
 
 def _as_before(config: Config, before: Mapping[str, Any]) -> Config:
     usual, process = config.resolved(), before.get("diffusion", {}).get("process", {})
     if isinstance(process, dict) and process.get("use") not in (None, usual["diffusion"]["process"]["use"]):
-        return config  # which `Changes` refuses
-    kept = evolve(
+        return config  # the plugin `Changes` refuses another process
+    completed = evolve(
         config,
-        diffusion=_kept(config.diffusion, before.get("diffusion", {}), config.trust),
-        sampling=_kept(config.sampling, before.get("sampling", {}), config.trust),
+        diffusion=_completed(config.diffusion, before.get("diffusion", {}), config.trust),
+        sampling=_completed(config.sampling, before.get("sampling", {}), config.trust),
     )
-    now = kept.resolved()
+    now = completed.resolved()
     for table in ("diffusion", "sampling"):
-        # Without a usual value, the data decides, now as before.
+        # A key with the default None is decided by the data, now as before.
         differing = [key for key, value in now[table].items() if usual[table].get(key) not in (None, value)]
         if differing:
             written = ", ".join(f"{table}.{key} = {json.dumps(now[table][key])}" for key in differing)
             logger.info("kept from the run, as the config does not set it: %s", written)
-    return kept
+    return completed
 
 
 def _threads(before: int | None) -> int:
-    """Return the number of threads: that of the run before, if this machine has as many."""
+    """Return the number of threads of the earlier run, if this machine has as many; else the default."""
     usual = usual_threads()
     if before is None or before == usual:
         return usual
     if "OMP_NUM_THREADS" not in os.environ and before <= num_cpus():
         return before
-    logger.warning(
-        "run.threads: %d here, %d before: the run goes on, but not bit for bit, as rounding depends on the threads",
-        usual,
-        before,
-    )
+    text = "run.threads: %d here, %d before: the run goes on, but not bit for bit, as rounding depends on the threads"
+    logger.warning(text, usual, before)
     return usual
 
 
 def prepare_process(config: Config, device: torch.device) -> None:
-    """Let this process use the threads of the config, and on a CPU keep freed memory for the next step."""
+    """Set the number of threads of this process; on a CPU keep freed memory for the next step."""
     threads = config.run.threads
     if isinstance(threads, int):
         if threads > num_cpus():
-            logger.warning(
-                "run.threads: %d, but this process has %d CPUs: a step may take a hundred times as long; "
-                'with "auto" there are no more threads than CPUs',
-                threads,
-                num_cpus(),
-            )
+            text = 'run.threads: %d, but this process has %d CPUs: a step may take a hundred times as long; use "auto"'
+            logger.warning(text, threads, num_cpus())
         torch.set_num_threads(threads)
     if device.type == "cpu":
         keep_memory()
 
 
 def _fitting(target: Callable[..., Any], table: Any) -> dict[str, Any]:
-    """Return those keys of a recorded `table` that `target` still takes, with values that it takes."""
-    found = dict[str, Any]()
+    """Return the keys and values of a recorded `table` that `target` still accepts."""
+    fitting = dict[str, Any]()
     for key, value in table.items() if isinstance(table, dict) else ():
         problems = Problems()
         checked = arguments(target, {key: value}, "", problems)
         if not problems.found:
-            found |= checked
-    return found
+            fitting |= checked
+    return fitting
 
 
-def _kept(part: Part, before: Mapping[str, Any], trust: bool) -> Part:
-    """Return the part with the values of the run before for keys that it does not set.
+def _completed(part: Part, before: Mapping[str, Any], trust: bool) -> Part:
+    """Return the part with the values of the earlier run for the keys that it does not set.
 
-    Raises ConfigError if these name code that is not installed, and there is no `trust`.
+    Raises ConfigError if these values name code that is not installed, unless `trust` is true.
     """
     left_out = {key: value for key, value in before.items() if part.accepts(key)}
     problems = Problems()
-    # Beside what it does set, since one option may only fit another: "epsilon" does not fit the default process.
+    # Checked with the keys that it sets, since options depend on each other: "epsilon" needs another process.
     with importing(only_installed=not trust) as imports:
         known = arguments(part.target, {**part.arguments, **left_out}, part.where, problems)
     if imports.uninstalled and not trust:
-        raise ConfigError(f"the run before has {'; '.join(problems.found)}")
+        raise ConfigError(f"the earlier run has {'; '.join(problems.found)}")
     if problems.found:  # a key that this version no longer has
         return part
     return part.given(**{key: known[key] for key in left_out})

@@ -27,7 +27,7 @@ def run_html(run: History) -> str:
 
 
 def _picture(run: History) -> Iterator[str]:
-    """Yield the newest picture of a run; of several of a step one in the outermost folder, which was logged most."""
+    """Yield the newest picture of a run. Of several pictures of a step, take the outermost folder, then the fullest."""
     newest = [(max(files), -name.count("/"), len(files), name) for name, files in run.pictures.items()]
     if not newest:
         return
@@ -40,7 +40,7 @@ def _picture(run: History) -> Iterator[str]:
 
 
 def _curves(run: History) -> Iterator[str]:
-    """Yield the curves of the losses, the distances, and all values that no plugin has put under a name of its own."""
+    """Yield the curves of the losses, the distances, and all values with a name without "/"."""
     ranks = [(_rank(name), name) for name in run.series]
     names = [name for rank, name in sorted(ranks, key=lambda pair: pair[0]) if rank < 4]
     for name in names[:_MOST]:
@@ -60,10 +60,8 @@ def _rank(name: str) -> int:
 def _svg(name: str, points: Sequence[tuple[int, float]]) -> str:
     (first, _), (last, newest) = points[0], points[-1]
     low, high = min(value for _, value in points), max(value for _, value in points)
-    if low == high:
-        bottom, top = low - 1.0, high + 1.0  # the line is in the middle
-    else:
-        bottom, top = low, high
+    margin = 1.0 * (low == high)  # above and below a flat line
+    bottom, top = low - margin, high + margin
     across, up = _WIDTH / ((last - first) or 1), _HEIGHT / (top - bottom)
     places = [f"{(step - first) * across:.1f},{(top - value) * up:.1f}" for step, value in points]
     title = escape(f"{name}: {newest:.4g}")

@@ -27,7 +27,7 @@ AUTO_PATTERN = "auto"  # among the patterns of no_decay
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # LBFGS evaluates the loss several times in a step, SparseAdam takes only sparse gradients, and the Muon of torch only
-# matrices: ours has its name.
+# matrices; the name "muon" is that of our plugin.
 _UNFIT = (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 _KINDS = [name for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and kind not in _UNFIT]
 OPTIMIZERS = {name.lower(): f"torch.optim:{name}" for name in sorted(_KINDS, key=str.lower)}
@@ -53,17 +53,17 @@ class Weight:
 
     name: str  # without parametrisation: "a.weight" rather than "a.parametrizations.weight.original"
     parameter: Tensor
-    # vector: a bias, or any other of 1 dimension; kernel: of a convolution; other: any other of 3 dimensions or more
+    # vector: a bias or another weight of 1 dimension; kernel: of a convolution; other: of 3 dimensions or more
     role: Literal["embedding", "norm", "vector", "matrix", "kernel", "other"]
     decays: bool = True
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
-    """Return each parameter of `model` once, in the model's order, frozen ones too: a plugin may thaw them later."""
+    """Return each parameter of `model` once, in the model's order, also frozen ones, which a plugin may thaw later."""
     owners: dict[Tensor, list[nn.Module]] = {}
     for module in model.modules():
         lists = getattr(module, "parametrizations", {}).values()
-        for parameter in (p for one in (module, *lists) for p in one.parameters(recurse=False)):
+        for parameter in (p for part in (module, *lists) for p in part.parameters(recurse=False)):
             owners.setdefault(parameter, []).append(module)
 
     def role(parameter: Tensor) -> Any:
@@ -78,11 +78,11 @@ def weights_of(model: nn.Module) -> list[Weight]:
     return [Weight(plain_name(name), parameter, role(parameter)) for name, parameter in model.named_parameters()]
 
 
-def spare(weights: Sequence[Weight], patterns: Sequence[str]) -> list[Weight]:
+def without_decay(weights: Sequence[Weight], patterns: Sequence[str]) -> list[Weight]:
     """Return `weights`, without weight decay for those that match `patterns`.
 
-    "auto" matches biases, the scales of norms, embeddings, and all others of one dimension. Raises ConfigError for a
-    pattern that matches none.
+    "auto" matches biases, the scales of norms, embeddings, and all weights of one dimension. Raises ConfigError for a
+    pattern that matches no weight.
     """
     spared = matching(weights, [pattern for pattern in patterns if pattern != AUTO_PATTERN], "no_decay")
     if AUTO_PATTERN in patterns:
@@ -109,7 +109,7 @@ def matching(weights: Sequence[Weight], patterns: Iterable[str], key: str) -> se
 def check_trainable(model: nn.Module) -> None:
     """Raise ConfigError if all weights of `model` are frozen."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("optimizer: no weight of the model requires a gradient, so there is nothing to train")
+        raise ConfigError("optimizer: no weight of the model requires a gradient; unfreeze some with requires_grad_()")
 
 
 def build_optimizers(part: Part, model: nn.Module) -> Any:
@@ -119,9 +119,9 @@ def build_optimizers(part: Part, model: nn.Module) -> Any:
     if class, device and dtype have one, unless the config sets `fused` or `foreach`. A function is called with a list
     of `Weight`, so that it can choose by name and role, as `muon` does.
 
-    Raises ConfigError for an optimizer that cannot be made, or that cannot make a step.
+    Raises ConfigError for an optimizer that cannot be made, or fails in a step.
     """
-    weights = spare(weights_of(model), part.of(Groups).no_decay)
+    weights = without_decay(weights_of(model), part.of(Groups).no_decay)
     check_trainable(model)
     if not inspect.isclass(part.target):
         return part.build(weights)
@@ -133,20 +133,20 @@ def build_optimizers(part: Part, model: nn.Module) -> Any:
         fused = fastest_kernel(part.target, part.arguments, weights)
     except Exception as error:  # an optimizer may raise anything for its arguments, or in its first step
         shared = is_unsupported(error) and any(is_sharded(weight.parameter) for weight in weights)
-        why = f"{part.use} cannot train weights of which each device holds a part; try adamw" if shared else error
+        why = f"{part.use} cannot train weights that are sharded over devices; try adamw" if shared else error
         raise ConfigError(f"{part.where}: {why}") from error
     return part.given(**fused).build(params)
 
 
 def check_patterns(part: Part, model: nn.Module) -> None:
     """Raise ConfigError if a pattern of [optimizer] matches no weight of `model`, which may be on the meta device."""
-    weights = spare(weights_of(model), part.of(Groups).no_decay)
+    weights = without_decay(weights_of(model), part.of(Groups).no_decay)
     for key, patterns in patterns_of(part).items():
         matching(weights, patterns, key)
 
 
 def patterns_of(part: Part) -> dict[str, tuple[str, ...]]:
-    """Return the arguments of the optimizer that are lists of strings: such a list holds patterns of weights' names."""
+    """Return the arguments of the optimizer that are lists of strings, which hold patterns of weights' names."""
     return {k: v for k, v in part.arguments.items() if isinstance(v, tuple) and all(isinstance(p, str) for p in v)}
 
 
@@ -161,11 +161,11 @@ def groups(weights: Sequence[Weight], name: str = "") -> list[dict[str, Any]]:
 def fastest_kernel(kind: Any, arguments: Mapping[str, Any], weights: Sequence[Weight]) -> dict[str, bool]:
     """Return the argument for the fastest kernel: `fused`, if a step on a small weight of each device and dtype works.
 
-    Otherwise return no argument: torch then uses foreach on a GPU and a loop on the CPU, where foreach is no faster;
-    their step count stays on the host, so reading it does not wait for the device. Only a step shows whether a class
-    has a fused kernel on a device (Adagrad: only on the CPU).
+    Otherwise return no argument: torch then uses foreach on a GPU and a loop on the CPU, where foreach is no faster.
+    Both keep the step count on the host, where reading it does not wait for the device. Only a step shows whether a
+    class has a fused kernel on a device (Adagrad: only on the CPU).
     """
-    # Of sharded weights, for which torch may have no fused kernel, the smallest.
+    # The smallest weight of each kind; torch may have no fused kernel for sharded weights.
     largest_first = sorted((w.parameter for w in weights), key=lambda parameter: -parameter.numel())
     samples = {(p.device, p.dtype, is_sharded(p)): p for p in largest_first}.values()
 

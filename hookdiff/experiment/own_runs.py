@@ -1,7 +1,7 @@
-"""The runs of this user, which need `--trust` no more: a file for each, in a folder of the user's own configuration.
+"""The runs that need no `--trust`, because this user made or trusted them: each has a file in the user's app folder.
 
-It is named by a hash of the path, the file system and the bytes of config.toml, so that a run that was copied, moved or
-edited is another one.
+The name of the file is a hash of the path, the file system and the bytes of config.toml, so that a run that was copied,
+moved or edited is not trusted.
 """
 
 import hashlib
@@ -13,9 +13,9 @@ logger = logging.getLogger("hookdiff")
 
 
 def remember(path: Path, data: bytes, asks: bool = True) -> None:
-    """Remember the config at `path`, with the content `data`, as one that its user trusts.
+    """Remember that the user trusts the config at `path`, with the content `data`.
 
-    A folder that cannot be written is logged, as a warning if the run `asks` for trust.
+    If the folder cannot be written, this is logged, as a warning if the run `asks` for trust.
     """
     try:
         place = _place(path, data)
@@ -29,16 +29,16 @@ def remember(path: Path, data: bytes, asks: bool = True) -> None:
         pass
     except OSError as error:
         level = logging.WARNING if asks else logging.DEBUG
-        logger.log(level, "%s: the run will ask for --trust again, since %s", path.parent, error)
+        logger.log(level, "%s: the run will ask for --trust again: %s", path.parent, error)
 
 
 def is_remembered(path: Path, data: bytes) -> bool:
     """Return whether the config at `path`, with the content `data`, was remembered by this user."""
     try:
-        found = os.lstat(_place(path, data))
+        status = os.lstat(_place(path, data))
     except OSError:
         return False
-    return os.name == "nt" or found.st_uid == os.geteuid()
+    return os.name == "nt" or status.st_uid == os.geteuid()
 
 
 def _place(path: Path, data: bytes) -> Path:

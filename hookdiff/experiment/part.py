@@ -27,14 +27,14 @@ class Part:
     arguments: Mapping[str, Any] = field(factory=dict)
     key: str = ""  # the key of the table that holds `use`
     shared: Mapping[type, Mapping[str, Any]] = field(factory=dict)  # arguments of other classes in the same table
-    is_strangers: bool = False  # whether a config that is not trusted chose it, so that it is made without connections
+    is_strangers: bool = False  # whether a config that is not trusted chose it: it gets no connections
 
     def accepts(self, name: str) -> bool:
         """Return whether the target has an argument `name` that the table does not set."""
         return name in parameters(self.target) and name not in self.arguments
 
     def given(self, **extra: Any) -> Part:
-        """Return the same part with those of the `extra` arguments that it accepts."""
+        """Return the same part with the `extra` arguments that it accepts."""
         taken = {name: value for name, value in extra.items() if self.accepts(name)}
         return evolve(self, arguments={**self.arguments, **taken})
 
@@ -62,8 +62,8 @@ class Part:
         """Return the table with its defaults, as TOML values."""
         table = {self.key: self.use} if self.key else {}
         table |= resolved(self.target, self.arguments)
-        own = parameters(self.target)
-        for kind, given in self.shared.items():
-            keys = [key for key in described(kind) if key not in own]
-            table |= {key: value for key, value in resolved(kind, given).items() if key in keys}
+        of_target = parameters(self.target)
+        for kind, values in self.shared.items():
+            keys = [key for key in described(kind) if key not in of_target]
+            table |= {key: value for key, value in resolved(kind, values).items() if key in keys}
         return table

@@ -1,4 +1,4 @@
-"""What each place of a config takes: a class or a function that is named there is held against it, and not called."""
+"""The requirements for a class or function that a config names; it is checked, and not called."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _BUILD_BY_CLASSES = ("torch", "diffusers")  # some of their functions make a mod
 
 @define(frozen=True)
 class PartRequirement:
-    """What a place takes: a class, or a function that is annotated to return such an object."""
+    """The requirement for a place: a class, or a function that is annotated to return such an object."""
 
     takes: str  # the class in words
     annotation: str  # that a function needs
     fits: Callable[[type], bool]
     takes_several: bool = False  # a function may return a list or a tuple
 
-    def check(self, path: str, found: object) -> None:
-        """Raise PluginError unless what was found at `path` fits."""
-        if isinstance(found, type):
-            if not self.fits(found):
-                raise PluginError(f"{path} is no {self.takes}")
+    def check(self, path: str, target: object) -> None:
+        """Raise PluginError unless `target`, imported from `path`, fits."""
+        if isinstance(target, type):
+            if not self.fits(target):
+                raise PluginError(f"{path} is no {self.takes}; name one")
             return
-        if isinstance(found, types.ModuleType) or not callable(found):
-            raise PluginError(f"{path} is a {type(found).__name__}, expected a class or a function")
-        library = str(getattr(found, "__module__", "")).partition(".")[0]
+        if isinstance(target, types.ModuleType) or not callable(target):
+            raise PluginError(f"{path} is a {type(target).__name__}, expected a class or a function")
+        library = str(getattr(target, "__module__", "")).partition(".")[0]
         if library in _BUILD_BY_CLASSES:
             raise PluginError(f"{path} is a function of {library}, expected a {self.takes}")
-        if not self._is_promised(result_of(found)):
+        if not self._is_promised(result_of(target)):
             raise PluginError(
-                f"{path} is no class, and is not annotated to return one of the right kind: if it is a function that "
-                f"does, write `-> {self.annotation}` behind its arguments"
+                f"{path} is a function without the annotation of its result: write `-> {self.annotation}` behind its "
+                "arguments"
             )
 
     def _is_promised(self, result: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Finds problems of a config that only building shows, without its data and without a loop."""
+"""Finds problems of a config by building its parts, without its data and without a loop."""
 
 from collections.abc import Callable
 from inspect import isclass
@@ -18,7 +18,7 @@ from hookdiff.experiment.build import (
     build_feed,
     build_model,
     build_sampling,
-    check_read,
+    check_conditions_used,
     pick_device,
     time_dtype,
     try_run,
@@ -40,11 +40,11 @@ Made = TypeVar("Made")
 def try_config(config: Config, *, resume: bool = False) -> str | None:
     """Find the problems that only building shows, without the data and without a loop.
 
-    Returns how the model will be called, as far as the config says, such as "forward(x = images 32 x 32, timesteps =
+    Returns how the model will be called, if the config decides it, such as "forward(x = images 32 x 32, timesteps =
     times int64, context = text)"; None if it cannot be made yet.
 
-    The model is made on the meta device, which takes no memory, or for real if it cannot be made there; the optimizer
-    on a few small layers. With `resume`, the file that the model started from may be missing.
+    The model is made on the meta device, which takes no memory, or on the CPU if this fails; the optimizer for a few
+    small layers. With `resume`, the file that the model started from may be missing.
 
     Raises:
         ConfigError: that lists every problem.
@@ -60,7 +60,7 @@ def try_config(config: Config, *, resume: bool = False) -> str | None:
 
     attempt(lambda: pick_device(config.run.device))
     attempt(lambda: _probe_captions(config))
-    attempt(lambda: check_read(config))
+    attempt(lambda: check_conditions_used(config))
     model = attempt(lambda: _probe_model(config))
     if (file := config.model.of(Start).start_from) and not resume:
         attempt(lambda: check_file(Path(file)))
@@ -74,9 +74,9 @@ def try_config(config: Config, *, resume: bool = False) -> str | None:
 
 
 def try_data(config: Config) -> None:
-    """Find the problems that only the data shows: the captions, and the shapes of what encoders make of one sample.
+    """Find the problems that only the data shows: its captions, and the shapes of an encoded sample.
 
-    Nothing happens without encoders, or if the data is not here.
+    Without encoders, or if the data is not on this machine, nothing is checked.
 
     Raises:
         ConfigError: for the first problem.
@@ -85,13 +85,13 @@ def try_data(config: Config) -> None:
         return
     try:
         config.data.build()
-    except ConfigError:  # it may be on another machine
+    except ConfigError:  # the data may be on another machine
         return
     try_run(config, build_feed(config, encode="trial"))
 
 
 def _probe_captions(config: Config) -> None:
-    """Raise UserError if encoders and captions do not fit; only of a folder, the config says which captions it has."""
+    """Raise UserError if encoders and captions do not fit. Only a folder has its captions in the config."""
     if config.data.target is Folder:
         texts = {CAPTIONS: ()} if config.data.arguments.get("captions") else None
         try:
@@ -101,13 +101,13 @@ def _probe_captions(config: Config) -> None:
 
 
 def _probe_model(config: Config) -> Any:
-    """Return the model, of some size if the data decides about it; its class if it cannot be made yet, or None."""
+    """Return the model, of any size if the data decides it; else its class, or None for a function."""
     part, side = config.model, config.data.of(Transforms).image_size
     if INPUTS in config.data.of(EncoderKeys).of_pictures:
         side = None  # the encoder decides it
-    found: Any = part.target if isclass(part.target) and issubclass(part.target, nn.Module) else None
+    model: Any = part.target if isclass(part.target) and issubclass(part.target, nn.Module) else None
     if missing(part.target, part.arguments):
-        return found
+        return model
     names = [name for name in ("image_size", "sample_size") if part.accepts(name)]
     sides = (side,) if side or not names else (8, 28, 32, 64, 96, 256)
     errors = []
@@ -116,23 +116,23 @@ def _probe_model(config: Config) -> Any:
         try:
             try:
                 with torch.device("meta"):
-                    model = build_model(sized)
+                    network = build_model(sized)
             except ConfigError:
-                model = build_model(sized)  # reading a value while the model is made fails only on the meta device
-            check_patterns(config.optimizer, model)
-            check_trainable(model)
-            _probe_gradient(part, model, guess)
-            found = model
+                network = build_model(sized)  # reading a value while the model is made fails on the meta device
+            check_patterns(config.optimizer, network)
+            check_trainable(network)
+            _probe_gradient(part, network, guess)
+            model = network
         except ConfigError as error:
             errors.append(str(error))
     # If the data decides the size, a problem must be the same for all sizes.
     if len(errors) == len(sides) and len(set(errors)) == 1:
         raise ConfigError(errors[0])
-    return found
+    return model
 
 
 def _probe_objective(config: Config, model: Any) -> str | None:
-    """Return how `model`, of `_probe_model`, will be called, if that is known; refuse one that has other arguments."""
+    """Return how `model`, of `_probe_model`, will be called, if known. Refuse a model with other arguments."""
     part, transforms, objective = config.model, config.data.of(Transforms), config.diffusion.build()
     build_sampling(config, objective)
     if model is None:
@@ -146,9 +146,9 @@ def _probe_objective(config: Config, model: Any) -> str | None:
         images = "latents"
     elif side := transforms.image_size:
         images = f"images {size_text([*filter(None, [transforms.channels]), side, side])}"
-    given = [images, f"times {str(time_dtype(objective)).removeprefix('torch.')}", *["labels"] * labels]
+    inputs = [images, f"times {str(time_dtype(objective)).removeprefix('torch.')}", *["labels"] * labels]
     try:
-        return call_text(model, given, objective.keywords)
+        return call_text(model, inputs, objective.keywords)
     except ValueError as error:
         if isclass(model):  # only the network itself knows whether it takes labels
             return None
@@ -156,7 +156,7 @@ def _probe_objective(config: Config, model: Any) -> str | None:
 
 
 def _probe_gradient(part: Part, model: nn.Module, side: int | None) -> None:
-    """Raise ConfigError if no gradient reaches the output of a model of the user, on the first shape that it takes."""
+    """Raise ConfigError if no gradient reaches the output of a user's model, for the first shape that it accepts."""
     labels = bool(getattr(model, "num_classes", 0))
     for channels in (1, 3, 4) if ":" in part.use else ():
         try:
@@ -172,11 +172,11 @@ def try_optimizers(config: Config) -> tuple[Optimizer, ...]:
     """Make the optimizers for a few small layers: their groups and rates, without model and data.
 
     Raises:
-        ConfigError: for arguments that cannot be combined, or not with the device.
+        ConfigError: for arguments that do not fit each other or the device.
     """
     try:
         device = pick_device(config.run.device)
-    except ConfigError:  # which `try_config` reports
+    except ConfigError:  # reported by `try_config`
         device = torch.device("cpu")
     part = config.optimizer  # without the patterns, which name weights of the model
     known = {key: value for key, value in part.arguments.items() if key not in patterns_of(part)}

@@ -1,4 +1,4 @@
-"""Reads the TOML file of a config. A command checks its path by it before torch is imported."""
+"""Reads the TOML file of a config. A command checks its path with this module, before it imports torch."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def read_with_bytes(path: Path) -> tuple[dict[str, Any], bytes]:
         data = read_file(path)
         table = tomli.loads(text := data.decode("utf-8-sig"))  # editors of Windows begin a file with a mark
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except RecursionError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     except ValueError as error:  # of tomli, or of Python for a number that is too long
@@ -32,7 +32,7 @@ def read_with_bytes(path: Path) -> tuple[dict[str, Any], bytes]:
         raise ConfigError(f"{path}: no such file: {why_missing(path)}") from None
     except IsADirectoryError:
         inside = "".join(f"; did you mean {file}?" for file in sorted(path.glob("*.toml"))[:1])
-        raise ConfigError(f"{path}: expected a TOML file, and this is a directory{inside}") from None
+        raise ConfigError(f"{path}: give a TOML file, not a directory{inside}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     if wrong := windows_paths.misread(table):

@@ -1,4 +1,4 @@
-"""What the config of a run may not do unless the user trusts it, since a stranger may have written it.
+"""The dangers in the config of a run, which needs the user's trust, since a stranger may have written it.
 
 It imports only what is installed (see `hookdiff.options.imports`), opens no URL and makes no other connection, hands no
 options to a library, and writes files in the run directory alone. Values from the command line are the user's own.
@@ -19,7 +19,7 @@ from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.run_dir.layout import is_run_dir
 
 _CONNECTS = "it would connect to a server: set it yourself with --set"
-_ANYWHERE = Path(os.sep, "runs", "NAME")  # in place of a run directory that is not known yet
+_ANYWHERE = Path(os.sep, "runs", "NAME")  # stands for a run directory that is not known yet
 _URL = re.compile(r"[\w.+-]+::|.*://", re.DOTALL)  # also chains of fsspec
 _FILE = re.compile(r"file://(?!.*::)", re.DOTALL)  # a URL of this machine
 
@@ -40,20 +40,20 @@ def dangers(
         arguments: the checked arguments.
         table: the table that they were read from, in which values of the command line are `Text`.
         where: the place of the table, such as "data".
-        run_dir: the run directory. None: the config is the user's own, and the values are those for which its run will
-            need trust, wherever it will be.
+        run_dir: the run directory. None: the config is the user's own, and the values are those that need trust later,
+            when its run is opened.
     """
     writes, handed = marks_of(target, Writes), marks_of(target, Handed)
-    given = table if isinstance(table, Mapping) else {}
+    values = table if isinstance(table, Mapping) else {}
     for key, mark in marks_of(target, Connects).items():
-        is_theirs = key in given if run_dir is None else not isinstance(given.get(key), Text)
+        is_theirs = key in values if run_dir is None else not isinstance(values.get(key), Text)
         if is_theirs and mark.connects(arguments.get(key)):
             yield f"{where}.{key}", _CONNECTS
     for key, value in arguments.items():
-        if not isinstance(table, Mapping) or key not in table:
+        if key not in values:
             continue
-        given, place = table[key], f"{where}.{key}"
-        strangers = [leaf for leaf in _leaves(given) if run_dir is None or not isinstance(leaf, Text)]
+        written, place = values[key], f"{where}.{key}"
+        strangers = [leaf for leaf in _leaves(written) if run_dir is None or not isinstance(leaf, Text)]
         urls = [leaf for leaf in strangers if isinstance(leaf, str) and _URL.match(leaf)]
         if key in handed and strangers:
             yield place, "these options decide what a library opens"
@@ -63,14 +63,14 @@ def dangers(
             if not _is_inside(str(value), run_dir or _ANYWHERE, writes[key].in_run_dir):
                 yield place, f"{str(value)!r} is outside of the run directory, and files would be written there"
         else:
-            pairs = zip(value, given, strict=False) if isinstance(given, list) else [(value, given)]
+            pairs = zip(value, written, strict=False) if isinstance(written, list) else [(value, written)]
             for part, its_table in pairs:
                 inner = options_of(part) if fields_of(type(part)) else {}
                 yield from dangers(type(part), inner, its_table, place, run_dir)
 
 
-def asks(table: object, target: Callable[..., Any] | None = None) -> bool:
-    """Return whether the user himself, on the command line, has chosen a part, its weights, a download, or a server.
+def is_users_choice(table: object, target: Callable[..., Any] | None = None) -> bool:
+    """Return whether the command line chooses a part, its weights, a download, or a server.
 
     Args:
         table: the table of the part, in which values of the command line are `Text`.
@@ -78,10 +78,10 @@ def asks(table: object, target: Callable[..., Any] | None = None) -> bool:
     """
     if not isinstance(table, Mapping):
         return False
-    own = {key: value for key, value in table.items() if isinstance(value, Text)}
+    typed = {key: value for key, value in table.items() if isinstance(value, Text)}
     keys = {"use", "source", "features", "download", *(marks_of(target, Connects) if target else ())}
-    is_chosen = any(key in keys or key.startswith("weights") or _URL.match(value) for key, value in own.items())
-    return is_chosen or asks(table.get("features"))
+    is_chosen = any(key in keys or key.startswith("weights") or _URL.match(value) for key, value in typed.items())
+    return is_chosen or is_users_choice(table.get("features"))
 
 
 def _leaves(value: object) -> Iterator[object]:
@@ -94,9 +94,9 @@ def _leaves(value: object) -> Iterator[object]:
             yield from _leaves(item)
 
 
-def _is_inside(given: str, run_dir: Path, starts_there: bool) -> bool:
-    """Return whether the path `given`, and what lies there, is in `run_dir`, or is it, once links are followed."""
-    path = (run_dir if starts_there else Path()) / os.path.expanduser(given)
+def _is_inside(text: str, run_dir: Path, starts_there: bool) -> bool:
+    """Return whether the path `text`, with all files below it, is `run_dir` or in it once links are followed."""
+    path = (run_dir if starts_there else Path()) / os.path.expanduser(text)
     if leads_out(path, run_dir):
         return False
     inner = (Path(folder, name) for folder, *names in os.walk(path) for name in chain(*names))

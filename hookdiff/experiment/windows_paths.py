@@ -10,18 +10,18 @@ _ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", "\x
 
 
 def spelling_remedy(text: str, error: ValueError) -> str:
-    """Return how to write the path at which `text` is no TOML, or "" if `error` is about something else."""
+    """Return how to write the path at which `text` is no TOML, or "" for another `error`."""
     place = re.search(r"at line (\d+), column (\d+)", str(error))
     if not place:
         return ""
     line, column = text.split("\n")[int(place[1]) - 1], int(place[2])
     is_escape = "hex value" in str(error) or "Unescaped" in str(error) or "Unicode scalar" in str(error)
-    found = [one[1] for one in _STRING.finditer(line) if one.start() < column]
-    return _spelled(found[-1]) if found and (is_escape or _DRIVE.search(line)) else ""
+    strings = [match[1] for match in _STRING.finditer(line) if match.start() < column]
+    return _spelled(strings[-1]) if strings and (is_escape or _DRIVE.search(line)) else ""
 
 
 def misread(table: Mapping[str, Any]) -> list[str]:
-    """Return how to write the paths in `table` of which the first backslash was read as an escape."""
+    """Return how to write the paths in `table` whose first backslash was read as an escape."""
     values = (value for value in _texts(table) if re.match(r"[A-Za-z]:[\b\t\n\f\r\x1b]", value))
     return [_spelled("".join(_ESCAPES.get(letter, letter) for letter in value)) for value in values]
 

@@ -1,4 +1,4 @@
-"""What is logged: values, events, findings, distributions, and pictures."""
+"""The log of a run: values, events, findings, distributions and pictures."""
 
 import lazy_loader
 

@@ -25,7 +25,7 @@ class Distribution:
     @classmethod
     def of(cls, values: Tensor, bins: int = BINS) -> Distribution:
         """Return the distribution of `values`, a tensor of any shape on any device. It waits for the device."""
-        import torch  # here, so that a file of distributions is read without it
+        import torch  # here, so that a file of distributions is read without torch
 
         # In float64, because a range may be wider than float32 has numbers; on a GPU, histc is not deterministic.
         flat = values.detach().flatten().cpu().double()

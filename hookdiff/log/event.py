@@ -1,4 +1,4 @@
-"""What happens in a run and is no number: findings, steps without an update, checkpoints, the end of the run."""
+"""Events of a run: findings, steps without an update, checkpoints, the end of the run."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from attrs import define, field
 
-STEP, TIME = "step", "time"  # what each line of the files of a run has beside its own values
+STEP, TIME = "step", "time"  # keys of each line in the files of a run
 
 Severity = Literal["ok", "info", "warning", "error"]
 
@@ -32,15 +32,15 @@ def _escaped(text: str) -> str:
 def as_json(value: Any, text: Callable[[str], str] = _escaped) -> Any:
     """Return `value` as strict JSON has it: NaN and infinities become null, and lone surrogates are escaped.
 
-    `text` is what each string becomes instead.
+    `text` replaces each string by its result.
     """
     if isinstance(value, str):
         return text(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {as_json(name, text): as_json(one, text) for name, one in value.items()}
-    return [as_json(one, text) for one in value] if isinstance(value, list | tuple) else value
+        return {as_json(name, text): as_json(item, text) for name, item in value.items()}
+    return [as_json(item, text) for item in value] if isinstance(value, list | tuple) else value
 
 
 @define(frozen=True)

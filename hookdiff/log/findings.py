@@ -1,4 +1,4 @@
-"""Findings about a training run: their form, the wording of those that several plugins share, and alarms."""
+"""Findings about a training run: rules, the findings that several plugins share, and alarms."""
 
 import math
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ def warning_if(holds: object, what: str, remedy: str = "", why: str = "") -> Rul
 
 
 def judge(numbers: str, *rules: Rule) -> Finding:
-    """Return the finding of the first rule with a true condition, or else "ok".
+    """Return the finding of the first rule with a true condition. Default: "ok".
 
-    A text with the measured `numbers` stands in "ok", and in a finding that does not say why.
+    `numbers`, a text with the measured numbers, becomes the text of "ok", and the `why` of a finding without one.
     """
     finding = next((finding for holds, finding in rules if holds), Finding("ok", numbers))
     return finding if finding.why or finding.severity == "ok" else evolve(finding, why=numbers)
@@ -38,11 +38,11 @@ Raised = dict[str, tuple[Severity, int, float]]  # the state of `Alarms`
 class Alarms:
     """Remembers the findings that were reported, by keys that the plugin chooses, so that each is reported once.
 
-    A finding is news when it appears, when its severity changes, and when it comes back after it was over:
-    `loop.log.report(alarms.news(step, key, finding))`.
+    A finding is news when it appears, when its severity changes, and when it comes back after it was over.
+    `loop.log.report(alarms.news(step, key, finding))` reports it.
     """
 
-    _raised: Raised = field(factory=dict, init=False)  # severity, last step, size
+    _raised: Raised = field(factory=dict, init=False)  # severity, last step and size, by key
 
     def __contains__(self, key: object) -> bool:
         return key in self._raised
@@ -62,12 +62,11 @@ class Alarms:
 
         Args:
             step: the step of the finding.
-            key: what the finding is about; each key has one alarm.
+            key: the subject of the finding; each key has one alarm.
             finding: the finding.
-            over: whether an earlier finding is over. By default it is over when there is no finding; a plugin with
-                hysteresis decides for itself.
+            over: whether an earlier finding is over, for a plugin with hysteresis. Default: if there is no finding now.
             quiet: an earlier finding is also over after more than this many steps without it.
-            size: size of what was found.
+            size: a measure of the finding.
             growth: a finding is also news when its size is this many times the reported size.
         """
         holds = finding is not None and finding.severity != "ok"

@@ -30,15 +30,15 @@ MACHINE = ("memory/", "time/")  # prefixes of values that depend on the machine,
 class Log:
     """Collects values: `loop.log({...})` logs values of this step, which the sinks get when the step is over.
 
-    From `make_batch` to `optimizer_step`, this step is the update that the batch is to make. What is logged there waits
-    for the update, and is dropped if there is none. All else is sent at once, and events and findings always are; but
-    what is logged before the first step waits until every plugin is ready for it.
+    From `make_batch` to `optimizer_step`, this step is the update that the batch is to make. Values logged there wait
+    for it, and are dropped if there is none. Other values, and all events and findings, are sent at once. Before the
+    first step everything waits until the run is ready.
 
-    With several ranks, what the first rank logs counts, and the plugins of the first rank alone get it. What each rank
-    measures of its own samples goes through `loop.reduce` before.
+    With several ranks, only the first rank logs, and only its plugins get the values. Each rank gives measurements of
+    its own samples to `loop.reduce` before.
 
     step: returns the number of updates so far. every: steps between two logs. call: calls the hook "on_log",
-    "on_event", "on_images", "on_texts" or "on_distributions" with `step` and what is logged.
+    "on_event", "on_images", "on_texts" or "on_distributions" with `step` and the logged values.
     """
 
     def __init__(self, step: Callable[[], int], every: int, call: Callable[..., object]) -> None:
@@ -49,9 +49,9 @@ class Log:
         self._records: dict[int, dict[str, Value | Mean]] = {}
         self._window: dict[str, list[Value]] = {}  # values of `average` that may still be on the device
         self._sums: dict[str, tuple[float, int]] = {}  # sum and count of the earlier values of `average`
-        self._batch: list[Callable[[], object]] | None = None  # calls that wait for its update; None: no batch
+        self._batch: list[Callable[[], object]] | None = None  # calls that wait for the update; None: no batch
         self._closed = 0  # the step of the last means, which a void step after it must not log again
-        self._kinds: dict[str, str] = {}  # what each name was given to
+        self._kinds: dict[str, str] = {}  # "number", "picture" ..., by name
         self._early: list[Callable[[], object]] | None = []  # calls that wait until the run is ready; None: it is
         self.details: set[str] = set()  # names of the values that lines for people leave out
 
@@ -65,11 +65,11 @@ class Log:
         return self._step % self._every == 0
 
     def begin_batch(self) -> None:
-        """From now on, `due` and what is logged speak of the update that a batch is to make."""
+        """Let `due` and logged values be of the update that a batch is to make, from now on."""
         self._batch = []
 
     def end_batch(self, has_updated: bool) -> None:
-        """Log what has waited if the update was made, which is counted by now; else drop it."""
+        """Log the waiting values if the update was made, which is counted by now; else drop them."""
         waiting, self._batch = self._batch, None
         for call in waiting or () if has_updated else ():
             call()
@@ -96,8 +96,8 @@ class Log:
         """Log `values`, numbers or scalar tensors, of the current step.
 
         A pair (sum, count) is logged as their ratio, and left out if the count is 0. A `detail` goes to metrics.jsonl
-        and the other sinks, but not into lines for people. Raises ValueError for the names "step" and "time", for that
-        of a picture, text or distribution, and for a value that is no number.
+        and the other sinks, but not into lines for people. Raises ValueError for the names "step" and "time", for
+        the name of a picture, text or distribution, and for a value that is no number.
         """
         for name, value in values.items():
             for part in value if isinstance(value, tuple) and len(value) == 2 else (value,):
@@ -113,7 +113,7 @@ class Log:
     def average(self, values: Mapping[str, Value], *, detail: bool = False) -> None:
         """Log the mean of `values`, numbers or scalar tensors, over all steps since the last log, when the next is due.
 
-        `detail` is that of a call of the log. Raises ValueError as a call of the log does, and for a pair.
+        For `detail` see `__call__`. Raises ValueError as a call of the log does, and for a pair.
         """
         for name, value in values.items():
             _check_number(name, value, "a number or a scalar tensor")
@@ -135,8 +135,8 @@ class Log:
     def images(self, images: Mapping[str, Tensor | Picture]) -> None:
         """Log pictures by name, such as "samples": finished ones, or images (n c h w in [-1, 1]), which become a grid.
 
-        The name is that of a folder in the run directory, where the PNG file of each step is kept. Raises ValueError
-        for a name that is no relative path of plain names.
+        A folder of this name in the run directory keeps the PNG file of each step. Raises ValueError for a name that is
+        no relative path of plain names.
         """
         self._claim("picture", images)
         for name in images:
@@ -164,7 +164,7 @@ class Log:
             return
         from hookdiff.log.distribution import Distribution
 
-        ready = {n: one if isinstance(one, Distribution) else Distribution.of(one) for n, one in tensors.items()}
+        ready = {k: v if isinstance(v, Distribution) else Distribution.of(v) for k, v in tensors.items()}
         self._send("on_distributions", self._step, distributions=ready)
 
     def event(self, event: Event, step: int | None = None) -> None:
@@ -182,7 +182,7 @@ class Log:
         self.event(Event.of(finding), step)
 
     def open(self) -> None:
-        """Send what has waited, and from now on all at once."""
+        """Send the waiting values, and from now on send values at once."""
         waiting, self._early = self._early, None
         for call in waiting or ():
             call()
@@ -192,10 +192,10 @@ class Log:
             if not isinstance(name, str):
                 raise ValueError(f"the name of a {kind} is {name!r}, expected a string")
             if kind == "number" and name in (STEP, TIME):
-                raise ValueError(f"{name!r} is the name of what each line of metrics.jsonl has; log it by another name")
+                raise ValueError(f"each line of metrics.jsonl has a {name!r} already; log the value by another name")
             known = self._kinds.setdefault(name, kind)
             if known != kind:  # trackers keep one kind under a name
-                raise ValueError(f"{name!r} is the name of a {known} already, and cannot be that of a {kind} too")
+                raise ValueError(f"{name!r} is the name of a {known} already; give the {kind} another name")
 
     def _send(self, hook: str, step: int, **what: object) -> None:
         if not self._is_main:
@@ -228,19 +228,19 @@ class Log:
                 self._call("on_log", step=step, values=ready)
 
     def open_means(self) -> dict[str, float]:
-        """Return the means of `average` over the steps since the last log, which the next log has over more steps."""
+        """Return the means of `average` over the steps since the last log, before the next log is due."""
         self._sum_window()
         return {name: total / count for name, (total, count) in self._sums.items()}
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Drop all that is logged during the `with`, in which a step is tried."""
-        kept = self._records, self._window, self._sums, self._batch, self._closed, self.details, self._call
+        """Drop all logged values during the `with`, in which a step is tried."""
+        state = self._records, self._window, self._sums, self._batch, self._closed, self.details, self._call
         self._records, self._window, self._sums, self._batch, self.details, self._call = {}, {}, {}, [], set(), _drop
         try:
             yield
         finally:
-            self._records, self._window, self._sums, self._batch, self._closed, self.details, self._call = kept
+            self._records, self._window, self._sums, self._batch, self._closed, self.details, self._call = state
 
     def state_dict(self) -> dict[str, Any]:
         """Flush, and return the sums since the last means, so that a resumed run logs the same means."""
@@ -249,7 +249,7 @@ class Log:
         return {name: list(pair) for name, pair in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._records, self._window, self._closed = {}, {}, self._updates()  # those of steps that are undone
+        self._records, self._window, self._closed = {}, {}, self._updates()  # values of undone steps
         self._sums = {name: (float(total), int(count)) for name, (total, count) in state.items()}
 
     def _sum_window(self) -> None:
@@ -268,7 +268,7 @@ def _drop(hook: str, **what: object) -> None:
 
 
 def _check_number(name: str, value: Any, expected: str) -> None:
-    """Raise ValueError unless `value` can be sent as a float: here, where the plugin that logs it is to blame."""
+    """Raise ValueError unless `value` is a number: here, so that the traceback leads to the plugin."""
     if not _is_number(value):
         is_array = hasattr(value, "shape") and hasattr(value, "dtype")
         got = f"an array of shape {tuple(value.shape)}, {value.dtype}" if is_array else shortened(value)
@@ -288,7 +288,7 @@ def _is_number(value: Any) -> bool:
 def _check_name(name: str) -> None:
     parts = name.split("/")
     if not all(part and part[0] != "." and part.isprintable() and not set(part) & set('\\:*?"<>|') for part in parts):
-        raise ValueError(f"pictures are kept in a folder of their name, and this is no name of one: {name!r}")
+        raise ValueError(f"{name!r} is no name of a folder to keep pictures in; use letters, digits, -, _ and /")
 
 
 def _parts(value: Value | Mean) -> Mean | tuple[Value]:

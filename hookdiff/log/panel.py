@@ -74,34 +74,29 @@ def show(
     """Return images as a `grid`, which a notebook shows if it is the last value of a cell.
 
     Args:
-        images: n c h w, one image c h w or h w, or a sequence of such of one size; uint8 or floats in [-1, 1]. Or what
-            `Loop.sample` returns.
+        images: n c h w, one image c h w or h w, or a sequence of images of one size; uint8 or floats in [-1, 1]. Or the
+            result of `Loop.sample`.
         columns: None makes the grid as square as possible.
         scale: factor by which the images are enlarged; None enlarges small ones.
         captions: below each image, in order.
 
     Raises:
-        UserError: for anything else.
+        UserError: if these are no images.
     """
-    given: Any = getattr(images, "images", images)
+    values: Any = getattr(images, "images", images)
     try:
-        found = given if isinstance(given, Tensor) else torch.cat([_as_images(one) for one in given])
-        return grid(_as_images(found), columns, scale, captions)
+        stack = values if isinstance(values, Tensor) else torch.cat([_as_images(image) for image in values])
+        return grid(_as_images(stack), columns, scale, captions)
     except (TypeError, ValueError, RuntimeError):
-        raise UserError(f"show takes images n c h w, as a tensor, got {_text(images)}") from None
+        got = f"the shape {tuple(images.shape)}" if isinstance(images, Tensor) else f"a {type(images).__name__}"
+        raise UserError(f"give show a tensor of images n c h w; it got {got}") from None
 
 
 def _as_images(images: Tensor) -> Tensor:
-    """Return images n c h w, or one image c h w or h w, as n c h w; raises ValueError for anything else."""
+    """Return images n c h w, or one image c h w or h w, as n c h w. Raises ValueError for other values."""
     if not isinstance(images, Tensor) or not 2 <= images.dim() <= 4 or not images.numel():
         raise ValueError("no images")
     return images[(None,) * (4 - images.dim())]
-
-
-def _text(images: object) -> str:
-    if isinstance(images, Tensor):
-        return f"the shape {tuple(images.shape)}"
-    return f"a {type(images).__name__}"
 
 
 @define(frozen=True, eq=False)
@@ -171,11 +166,11 @@ def _width(text: str) -> int:
 
 
 def _write(picture: Image.Image, text: str, left: int, top: int, width: int) -> None:
-    """Write `text`, or as much of its begin and end as fits, into the middle of a line of this width."""
+    """Write `text` into the middle of a line of this width; cut its middle if it is too long."""
     font = _font()
-    for kept in range(min(len(text), width), 0, -1):  # characters
-        half = kept // 2
-        fitting = text if kept == len(text) else f"{text[: kept - half]}...{text[len(text) - half :]}"
+    for length in range(min(len(text), width), 0, -1):  # characters
+        half = length // 2
+        fitting = text if length == len(text) else f"{text[: length - half]}...{text[len(text) - half :]}"
         if font.getlength(fitting) <= width:
             place = left + width / 2, top + _LINE / 2
             ImageDraw.Draw(picture).text(place, fitting, fill=0, font=font, anchor="mm")

@@ -32,7 +32,7 @@ class Picture:
         return evolve(self, info={**self.info, **info})
 
     def as_pillow(self) -> Image:
-        """Return the picture as one of Pillow."""
+        """Return the picture as an image of Pillow."""
         from PIL import Image
 
         return Image.fromarray(self.pixels)

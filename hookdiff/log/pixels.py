@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """Return images (n c h w in [-1, 1]) as rounded uint8 on the CPU; others clipped to that range, NaN as black."""
+    """Return images (n c h w) as rounded uint8 on the CPU; values are clipped to [-1, 1], and NaN is black."""
     shifted = images.detach().float().add(1).mul(127.5).round()
     return shifted.nan_to_num(nan=0.0).clamp(0, 255).to("cpu", torch.uint8)
 
@@ -26,7 +26,7 @@ def as_pictures(images: Tensor) -> Tensor:
 
 
 def as_pillow(image: Tensor) -> Image:
-    """Return one image (c h w, uint8, c 1 or 3) as one of Pillow."""
+    """Return one image (c h w, uint8, c 1 or 3) as an image of Pillow."""
     from PIL import Image
 
     return Image.fromarray(image.permute(1, 2, 0).squeeze(-1).contiguous().numpy())

@@ -21,7 +21,7 @@ class PanelLayout:
     """The place of the images of a panel in its picture, in pixels.
 
     Raises:
-        TypeError or ValueError: for values that are none: a file may say anything.
+        TypeError or ValueError: for values that are no places, as a damaged file may have.
     """
 
     title: str = field(validator=instance_of(str))
@@ -57,7 +57,7 @@ class PanelLayout:
 
 
 def panel_layouts(info: Mapping[str, Any]) -> Iterator[PanelLayout]:
-    """Yield the layouts of the panels in the info of a picture that `sheet` has made; none for any other."""
+    """Yield the layouts of the panels in the info of a picture of `sheet`; other pictures have none."""
     panels = info.get("panels")
     for panel in panels if isinstance(panels, list) else ():
         try:

@@ -1,4 +1,4 @@
-"""The training loop, its hooks, and what it keeps of a step."""
+"""The training loop, its hooks and its state."""
 
 import lazy_loader
 

@@ -61,18 +61,18 @@ class Adopted:
         self._is_open = False
 
     def add(self, plugin: object, module: nn.Module, optimizer: Optimizer | None = None, every: int = 1) -> None:
-        """Take `module` of `plugin`, to be called as `loop.adopt(self, ...)` in `prepare_model`.
+        """Adopt `module`; a plugin calls this as `loop.adopt(self, ...)` in `prepare_model`.
 
         The module is moved to the model's device. `optimizer` trains it with the gradient of each `every`-th update;
-        its state and the module's are saved with that of the plugin. Without an optimizer the module is frozen, in eval
-        mode, gets the dtype of the model, and is not saved.
+        its state and the module's are saved with that of the plugin. A module without optimizer is frozen, in eval mode
+        and in the dtype of the model, and is not saved.
 
-        Raises PluginError at another time, for a plugin that is not of the run, and if the optimizer does not hold
-        exactly the trained parameters of the module.
+        Raises PluginError outside of `prepare_model`, for a plugin of no run, and unless the optimizer holds exactly
+        the trained parameters of the module.
         """
-        name = next((name for name, own in self._plugins.items() if own is plugin), None)
+        name = next((name for name, value in self._plugins.items() if value is plugin), None)
         if name is None or not self._is_open:
-            raise PluginError("loop.adopt(self, module, optimizer) is for plugins of the run, in prepare_model")
+            raise PluginError("only a plugin of the run adopts modules: call loop.adopt(self, ...) in prepare_model")
         if optimizer is None:
             module.to(self._like.device, self._like.dtype).eval().requires_grad_(False)
             return
@@ -97,29 +97,29 @@ class Adopted:
         return self._trained.get(plugin, [])
 
     def named(self, plugins: Iterable[str]) -> Iterator[tuple[str, int, Trained]]:
-        """Yield plugin, number and module for each trained module of `plugins`. Raises UserError for one without."""
+        """Yield plugin, number and module for each trained module. Raises UserError for a plugin without any."""
         for plugin in plugins:
             if plugin not in self._trained:
                 raise UserError(f"the plugin {plugin!r} trains no module of its own{nearest(plugin, self._trained)}")
-            yield from ((plugin, index, one) for index, one in enumerate(self._trained[plugin]))
+            yield from ((plugin, index, trained) for index, trained in enumerate(self._trained[plugin]))
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        return tuple(one.optimizer for one in self)
+        return tuple(trained.optimizer for trained in self)
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """Return the trained parameters with their names: "PLUGIN: name in the module"."""
         return [
             (f"{plugin}: {name}", parameter)
-            for plugin, trained in self._trained.items()
-            for one in trained
-            for name, parameter in one.module.named_parameters()
+            for plugin, modules in self._trained.items()
+            for trained in modules
+            for name, parameter in trained.module.named_parameters()
             if parameter.requires_grad
         ]
 
     def average_gradients(self) -> None:
         """Average the gradients over the ranks, as those of the model are."""
-        gradients = [p.grad for one in self for p in one.module.parameters() if p.grad is not None]
+        gradients = [p.grad for trained in self for p in trained.module.parameters() if p.grad is not None]
         if not gradients or num_ranks() == 1:
             return
         mean = summed(torch.cat([gradient.flatten() for gradient in gradients])) / num_ranks()
@@ -128,6 +128,6 @@ class Adopted:
 
     def update(self, step: int) -> None:
         """Call the optimizers that are due in update number `step` (1 is the first)."""
-        for one in self:
-            if step % one.every == 0:
-                one.optimizer.step()
+        for trained in self:
+            if step % trained.every == 0:
+                trained.optimizer.step()

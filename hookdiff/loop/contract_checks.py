@@ -1,4 +1,4 @@
-"""Checks plugins against the contract, also for mistakes that pluggy accepts in silence."""
+"""Checks plugins against the contract, and for mistakes that pluggy accepts in silence."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -11,9 +11,9 @@ from hookdiff.loop.dispatch import static_member
 from hookdiff.loop.hookspecs import HOOK_NAMES, HOOKS, HOOKS_VERSION, Declaration, Hooks, declaration_of
 from hookdiff.loop.saved import saved_fields
 
-# A plugin's tensors are saved in a file with the plugin's name; these names are taken.
+# A plugin's tensors are saved in a file with the plugin's name; the core has files with these names.
 RESERVED = ("data", "defaults", "manifest", "model", "optimizers")
-# For names in other trainers, the nearest name here.
+# The nearest name here for the name of a hook in other trainers.
 ELSEWHERE = {other: hook.name for hook in HOOKS.values() for other in hook.like} | {
     "validation_step": "Evaluation.evaluate",
     "on_validation_epoch_end": "Evaluation.evaluate",
@@ -25,10 +25,10 @@ ELSEWHERE = {other: hook.name for hook in HOOKS.values() for other in hook.like}
 
 
 def check_plugins(plugins: Mapping[str, object]) -> None:
-    """Raise PluginError for names and plugins that no run can have."""
+    """Raise PluginError for a reserved name, and for a plugin that breaks the contract."""
     for name, plugin in plugins.items():
         if name in RESERVED:
-            raise PluginError(f"a plugin cannot be named {name!r}: the core uses that name")
+            raise PluginError(f"a plugin cannot be named {name!r}, as the core uses the name; choose another one")
         if inspect.isclass(plugin):
             kind = plugin.__name__
             raise PluginError(f"the plugin {name!r} is the class {kind}; give an instance: {kind}()")
@@ -37,15 +37,15 @@ def check_plugins(plugins: Mapping[str, object]) -> None:
 
 
 def check_contract(name: str, plugin: object) -> None:
-    """Raise PluginError for a `plugin`, or the class of one, that does not fit this version of the hooks.
+    """Raise PluginError for a plugin, or a class of plugins, that does not fit this version of the hooks.
 
-    It is made for a later version, has a method that would never be called, or can only save or only load its state.
+    Such a plugin is made for a later version, has a method that is never called, or can save its state and not load it.
     """
     check_declaration(name, plugin if inspect.isclass(plugin) else type(plugin))
     keeps, takes = (callable(static_member(plugin, half)) for half in ("state_dict", "load_state_dict"))
     if keeps != takes:
         there, missing = ("state_dict", "load_state_dict") if keeps else ("load_state_dict", "state_dict")
-        raise PluginError(f"the plugin {name!r} has {there} and no {missing}: its state would be lost on resume")
+        raise PluginError(f"the plugin {name!r} has {there} and no {missing}: add it, or the state is lost on resume")
     if keeps and (saved := saved_fields(plugin)):
         raise PluginError(
             f"the plugin {name!r} has state_dict, so its saved fields ({', '.join(saved)}) would be lost on resume; "
@@ -55,7 +55,7 @@ def check_contract(name: str, plugin: object) -> None:
         if options is None:
             if attribute in HOOK_NAMES:
                 raise PluginError(
-                    f"the plugin {name!r} has a method {attribute} without @hookimpl; it would never be called"
+                    f"the plugin {name!r} has a method {attribute} without @hookimpl, so it is never called; add it"
                 )
             continue
         hook = options["specname"] or attribute
@@ -65,9 +65,9 @@ def check_contract(name: str, plugin: object) -> None:
         if options["hookwrapper"]:
             raise PluginError(f"the plugin {name!r}: use wrapper=True in place of hookwrapper=True in {attribute}")
         if options["wrapper"] and HOOKS[hook].kind == "question":
-            raise PluginError(f"the plugin {name!r}: {attribute} answers for this plugin alone, so it wraps nothing")
-        known = _arguments(hook)
-        if unknown := [one for one in _taken(plugin, attribute) if one not in known]:
+            raise PluginError(f"the plugin {name!r}: {attribute} asks this plugin alone; remove wrapper=True")
+        known = _hook_arguments(hook)
+        if unknown := [argument for argument in _argument_names(plugin, attribute) if argument not in known]:
             raise PluginError(
                 f"the plugin {name!r}: {attribute} takes {unknown[0]!r}, which the hook {hook!r} does not give"
                 f"{nearest(unknown[0], known)}; it gives: {', '.join(known)}"
@@ -81,37 +81,37 @@ def check_contract(name: str, plugin: object) -> None:
             )
 
 
-def _arguments(hook: str) -> list[str]:
+def _hook_arguments(hook: str) -> list[str]:
     return list(inspect.signature(getattr(Hooks, hook)).parameters)[1:]
 
 
-def _taken(plugin: object, attribute: str) -> list[str]:
+def _argument_names(plugin: object, attribute: str) -> list[str]:
     """Return the names of the arguments that a method takes from its hook: those without a default."""
-    given = inspect.signature(static_member(plugin, attribute)).parameters.values()  # type: ignore[arg-type]
-    names = [one.name for one in given if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    arguments = inspect.signature(static_member(plugin, attribute)).parameters.values()  # type: ignore[arg-type]
+    names = [it.name for it in arguments if it.default is it.empty and it.kind is it.POSITIONAL_OR_KEYWORD]
     is_static = isinstance(inspect.getattr_static(plugin, attribute), staticmethod)
     return names if is_static else names[1:]
 
 
 def implements(plugin: object, *hooks: str) -> bool:
-    """Return whether `plugin`, or the plugins of this class, implement one of `hooks`."""
-    found = (options["specname"] or attribute for attribute, _, options in _methods(plugin) if options)
-    return not set(hooks).isdisjoint(found)
+    """Return whether a plugin, or a class of plugins, implements one of `hooks`."""
+    implemented = (options["specname"] or attribute for attribute, _, options in _methods(plugin) if options)
+    return not set(hooks).isdisjoint(implemented)
 
 
 def _methods(plugin: object) -> Iterator[tuple[str, Callable[..., Any], Mapping[str, Any] | None]]:
-    """Yield the name of each method, its function, and the options of its @hookimpl; None without one."""
+    """Yield the name of each method, its function, and the options of its @hookimpl, or None."""
     for attribute in dir(plugin):
         if callable(member := static_member(plugin, attribute)):
             yield attribute, member, getattr(member, "hookdiff_impl", None)
 
 
 def check_declaration(name: str, kind: type) -> None:
-    """Raise PluginError for a class that declares what does not fit, or is made for a later version of the hooks."""
+    """Raise PluginError for a class with a wrong declaration, or made for a later version of the hooks."""
     for keyword in fields(Declaration):
         if static_member(kind, keyword.name) is not None:
             raise PluginError(
-                f"the plugin {name!r}: {keyword.name} is an attribute of the class, which nobody reads; write "
+                f"the plugin {name!r}: {keyword.name} is an attribute of the class, which has no effect; write "
                 f"@plugin({keyword.name}=...) above the class"
             )
     declared = declaration_of(kind)
@@ -120,8 +120,8 @@ def check_declaration(name: str, kind: type) -> None:
             raise PluginError(f"the plugin {name!r}: {key} is the string {names!r}; write {key}=({names!r},)")
     if not isinstance(declared.needs, Mapping):
         raise PluginError(
-            f"the plugin {name!r}: needs is {declared.needs!r}; write needs={{'pandas': 'pandas>=2'}}: modules, and "
-            "what pip installs for them"
+            f"the plugin {name!r}: needs is {declared.needs!r}; write needs={{'pandas': 'pandas>=2'}}: the modules, "
+            "and the requirements that pip installs"
         )
     wanted = declared.hooks_version
     if not isinstance(wanted, int):
@@ -129,7 +129,7 @@ def check_declaration(name: str, kind: type) -> None:
     if wanted > HOOKS_VERSION:
         from hookdiff.options.software import distributions
 
-        origin = "".join(f" of {one.name} {one.version}" for one in distributions([kind]))
+        origin = "".join(f" of {each.name} {each.version}" for each in distributions([kind]))
         raise PluginError(
             f"the plugin {name!r}{origin} is made for version {wanted} of the hooks, and this hookdiff has version "
             f"{HOOKS_VERSION}: pip install -U hookdiff"
@@ -137,10 +137,7 @@ def check_declaration(name: str, kind: type) -> None:
 
 
 def check_distinct(plugins: Mapping[str, object]) -> None:
-    """Raise PluginError for two plugins that are the same object, or of one class that compares by value.
-
-    pluggy would take the two for one.
-    """
+    """Raise PluginError for two plugins that are the same object, or equal by value: pluggy takes them for one."""
     by_class: dict[type, str] = {}
     for name, plugin in plugins.items():
         kind = type(plugin)

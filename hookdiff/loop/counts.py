@@ -41,7 +41,7 @@ class Progress:
     samples: int = field(validator=_COUNT)  # consumed in the current epoch, over all ranks
 
     def consume(self, samples: int, outcome: Outcome, loss: float = math.nan, grad_norm: float = math.nan) -> Step:
-        """Count one batch of `samples` samples as consumed, and the update if there was one.
+        """Count a batch of `samples` samples as consumed, and its update, if any.
 
         A batch that stopped the run is not counted, so that a resumed run begins with it.
         """
@@ -108,21 +108,21 @@ class LoopConfig:
             )
 
     def planned_steps(self, num_batches: int) -> int | None:
-        """Return the step at which a run ends if all batches change the weights, or None without a limit.
+        """Return the step at which a run ends if all batches change the weights; None if it has no limit.
 
-        An epoch has `num_batches` batches.
+        `num_batches` is the length of an epoch.
         """
         return self.expected_steps(Progress(0, 0, 0, 0), num_batches)
 
     def expected_steps(self, progress: Progress, num_batches: int) -> int | None:
-        """Return what `planned_steps` does for a run that is at `progress`."""
+        """Return the planned steps of a run that is at `progress`."""
         totals = [] if self.steps is None else [self.steps]
         if self.epochs is not None:
-            made = -(-progress.samples // self.batch_size)  # batches of the current epoch
-            totals.append(progress.step + (self.epochs - progress.epoch) * num_batches - made)
+            batches = -(-progress.samples // self.batch_size)  # of the current epoch
+            totals.append(progress.step + (self.epochs - progress.epoch) * num_batches - batches)
         return min(totals, default=None)
 
     def is_done(self, progress: Progress) -> bool:
-        """Return whether a run at `progress` has the length that is asked for."""
+        """Return whether a run at `progress` has reached its length."""
         steps = self.steps is not None and progress.step >= self.steps
         return steps or (self.epochs is not None and progress.epoch >= self.epochs)

@@ -69,9 +69,7 @@ class Defaults:
             loss = loop.hook.reduce_loss(loop=loop, batch=batch, output=output)
             output = output if loss is output.loss else evolve(output, loss=_scalar(loss))
         if not output.loss.requires_grad:
-            raise UserError(
-                "no gradient reaches the loss: a torch.no_grad(), a detach(), or weights that are all frozen"
-            )
+            raise UserError("no gradient reaches the loss: remove a torch.no_grad() or detach(), or unfreeze a weight")
         # Weighted by its number of samples, because the last micro-batch may be smaller.
         share = batch.weight * loop.num_ranks
         loop.hook.backward(loop=loop, loss=output.loss if share == 1 else output.loss * share)
@@ -124,7 +122,7 @@ class Defaults:
     @hookimpl(trylast=True)
     def sample(self, loop: Loop, request: SampleRequest) -> Samples:
         if loop.sampler is None:
-            raise UserError("this Loop was given no sampler, so it cannot make images: Loop(..., sampler=Sampling())")
+            raise UserError("this Loop has no sampler to make images with: write Loop(..., sampler=Sampling())")
         with loop.weights(request.weights) as name, evaluating(loop.model):
             if request.num == 0:
                 return Samples(torch.empty(0, *loop.feed.picture_shape), name, loop.sampler)
@@ -138,7 +136,7 @@ class Defaults:
         if not request.raw:
             images = loop.decode(images)
             if loop.feed.codec and request.mask is not None and request.images is not None:
-                # What is known stays, to the pixel.
+                # Outside of the mask the pixels of `images` stay exactly.
                 images = images.where(to_device(request.mask, loop.device), to_device(request.images, loop.device))
         return Samples(images, name, loop.sampler)
 

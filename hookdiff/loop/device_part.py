@@ -1,4 +1,4 @@
-"""What a plugin does on the device in a step that is recorded once and replayed, such as a CUDA graph."""
+"""The work of plugins on the device in a step that is recorded once and replayed, such as a CUDA graph."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -15,9 +15,9 @@ class DevicePart:
         phase: "update" for the work of `after_backward`, before the optimizers make their step; "after" for that of
             `after_optimizer_step`.
         work: is recorded once, and the device repeats it in each replay. It reads and writes the same tensors each
-            time, and never the value of one. Its argument is 1.0 if loss and gradients are finite, else 0.0 (float32,
-            scalar, on the device): then it must change nothing that lasts.
-        prepare: is called before each replay. It fills the tensors in which `work` finds numbers that change.
+            time, and never moves a value to the host. Its argument (float32, scalar, on the device) is 1.0 if loss and
+            gradients are finite. If it is 0.0, the work must change nothing that lasts.
+        prepare: is called before each replay. It fills the tensors from which `work` reads changing numbers.
     """
 
     phase: Literal["update", "after"]

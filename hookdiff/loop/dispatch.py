@@ -40,7 +40,7 @@ PASS: Final[Never] = cast(Never, _Pass())
 HookKind = Literal["moment", "seam", "question"]
 # The part of a run to which a hook belongs.
 Phase = Literal[
-    "config",  # what a config leaves to the machine
+    "config",  # "auto" values
     "model",  # the network
     "net",  # the module that training calls
     "restore",
@@ -52,25 +52,25 @@ Phase = Literal[
     "scale",  # of the gradients
     "nonfinite",  # loss or gradients
     "update",
-    "after",  # what follows an update, an epoch or a batch
+    "after",  # an update, an epoch or a batch
     "images",  # and weights, on request
     "log",
     "end",
 ]
-Changed = Literal["the weights", "the gradients"]  # what few hooks may leave otherwise than they found it
+Changed = Literal["the weights", "the gradients"]  # which only a few hooks may change
 
 
 @define(frozen=True)
 class Hook:
-    """What the core must know of a hook; all lists of hooks are made from this."""
+    """The facts about a hook; all lists of hooks are made from them."""
 
     name: str
     kind: HookKind
     phase: Phase
     result: str  # the type of the result, as the method names it; "None" for none
     may_be_absent: bool  # None in place of a result
-    ends: bool = False  # it reaches the plugins that have started, each of them also after an error in another
-    work: str = ""  # what the core's own implementation does, for tables of time
+    ends: bool = False  # it reaches every plugin that has started, also after an error in a plugin before
+    work: str = ""  # of the core's own implementation, for tables of time
     like: tuple[str, ...] = ()  # names of it in other trainers: Lightning, Composer, transformers, Keras, fastai
     may_change: tuple[Changed, ...] = ()
 
@@ -82,7 +82,7 @@ class HookCall:
     plugin: str
     is_wrapper: bool
     method: Callable[..., Any]  # of the plugin
-    function: Callable[..., Any]  # the method, or what runs it inside of a watch
+    function: Callable[..., Any]  # the method, or a function that runs it inside of a watch
     take: Callable[[Arguments], Any]
     takes_one: bool  # `take` returns the argument itself, and not a tuple
 
@@ -117,11 +117,11 @@ def _add_note(error: BaseException, call: HookCall, hook: str) -> None:
     if call.plugin == "defaults":
         return
     error.add_note(f"hookdiff: in the hook {hook!r} of the plugin {call.plugin!r}")
-    found = _ATTRIBUTE.search(str(error)) if isinstance(error, AttributeError) else None
+    match = _ATTRIBUTE.search(str(error)) if isinstance(error, AttributeError) else None
     kind = type(getattr(call.method, "__self__", None))
-    if found and found[1] == kind.__name__ and hasattr(kind, "__slots__") and not hasattr(kind, found[2]):
+    if match and match[1] == kind.__name__ and hasattr(kind, "__slots__") and not hasattr(kind, match[2]):
         error.add_note(
-            f"hookdiff: {found[1]} has slots: declare `{found[2]} = field(init=False)` in it, or `saved(...)` if a "
+            f"hookdiff: {match[1]} has slots: declare `{match[2]} = field(init=False)` in it, or `saved(...)` if a "
             "checkpoint needs it"
         )
 
@@ -140,16 +140,16 @@ def leave_out_core(error: BaseException) -> None:
 def compile_hook(hook: Hook, returns: type, calls: Sequence[HookCall]) -> Callable[..., Any]:
     """Return the function that calls the ordered `calls` of `hook` with keyword arguments.
 
-    A moment calls all of them and returns a list of the results. A seam calls them until one returns something other
-    than PASS, and so does a question, which has those of one plugin. An error of a plugin gets a note with the names of
+    A moment calls all of them and returns a list of the results. A seam, and a question to one plugin, calls them until
+    one returns a result other than PASS. An error of a plugin gets a note with the names of
     plugin and hook. HookError, with both names, is raised for a result of another type than `returns`; where no result
     is expected, a warning is logged.
     """
     plain = [(call, call.function, call.take, call.takes_one) for call in calls if not call.is_wrapper]
     allowed: Any = returns | None if hook.may_be_absent else returns
-    useless: set[str] = set()  # plugins with a result that nothing takes
+    useless: set[str] = set()  # plugins that returned an unexpected result
 
-    # Each loop calls the functions itself: one more frame for each call is felt in a step of a small network.
+    # Each loop calls the functions itself: one more frame a call slows the step of a small network.
     def moment(**arguments: Any) -> list[Any]:
         results = []
         for call, function, take, takes_one in plain:
@@ -180,7 +180,7 @@ def compile_hook(hook: Hook, returns: type, calls: Sequence[HookCall]) -> Callab
                 if not isinstance(result, allowed):
                     raise HookError(_refusal(hook, returns, call, result))
                 return result
-        raise HookError(f"every implementation of the hook {hook.name!r} returned PASS")
+        raise HookError(f"every implementation of the hook {hook.name!r} returned PASS; one must return a result")
 
     def to_the_end(**arguments: Any) -> list[Any]:
         errors: list[Exception] = []
@@ -272,13 +272,13 @@ class _WatchedWrapper:
 def _surround(hook: Hook, returns: type, wrapper: HookCall, body: Callable[..., Any]) -> Callable[..., Any]:
     """Run `body` at the `yield` of `wrapper`, which sees its result or its exception."""
     name, plugin = hook.name, wrapper.plugin
-    given = returns if hook.kind == "seam" else object if returns is NoneType else list
+    wanted = returns if hook.kind == "seam" else object if returns is NoneType else list
 
     def checked(result: Any) -> Any:
-        if not isinstance(result, given):
+        if not isinstance(result, wanted):
             raise HookError(
                 f"the plugin {plugin!r} returned {_shown(result)} from its wrapper of the hook {name!r}, expected "
-                f"{_named(given)}: return the result of its yield{_place(wrapper.method)}"
+                f"{_named(wanted)}: return the result of its yield{_place(wrapper.method)}"
             ) from None
         return result
 
@@ -291,7 +291,7 @@ def _surround(hook: Hook, returns: type, wrapper: HookCall, body: Callable[..., 
                 next(around)
             except StopIteration:
                 place = _place(wrapper.method)
-                raise HookError(f"the plugin {plugin!r} wraps the hook {name!r} and has no yield{place}") from None
+                raise HookError(f"the plugin {plugin!r} wraps the hook {name!r} and must yield once{place}") from None
             try:
                 result = body(**arguments)
             except BaseException as error:
@@ -306,6 +306,8 @@ def _surround(hook: Hook, returns: type, wrapper: HookCall, body: Callable[..., 
                 _add_note(error, wrapper, name)
             raise
         around.close()
-        raise HookError(f"the plugin {plugin!r} wraps the hook {name!r} and has a second yield{_place(wrapper.method)}")
+        raise HookError(
+            f"the plugin {plugin!r} wraps the hook {name!r} and must yield only once{_place(wrapper.method)}"
+        )
 
     return call

@@ -1,4 +1,4 @@
-"""Whether, why and since when a run is over."""
+"""Whether and why a run is over, and when it began."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ FOR_GOOD = ("done", "plugin")  # after another reason, a run is to be resumed
 
 
 class End(ReadOnly):
-    """Whether, why and since when the part of a run in this process is over.
+    """Whether and why the part of a run in this process is over, and when it began.
 
-    With several ranks, `stop` on one of them is a request. It travels with what the ranks exchange in the next step
-    anyway. A request from between two steps ends the run before that step, as it would on one rank: the step has begun,
-    but no weight has changed yet.
+    With several ranks, `stop` on one of them is a request, which the ranks exchange with the norms of the next step. A
+    request made between two steps ends the run before that step changes a weight, as it would on one rank.
     """
 
     def __init__(self) -> None:
-        self.reason: Final[Reason | None] = None  # None: it goes on
+        self.reason: Final[Reason | None] = None  # None: the run goes on
         self.message: Final = ""  # for people
         self.start_time: Final = time.monotonic()
         self._asked: Final[tuple[Reason, str] | None] = None  # request that the ranks have not agreed on yet
-        self._is_early: Final = False  # it is from before the current step
+        self._is_early: Final = False  # the request was made before the current step
         self._set(_is_made=True)
 
     def begin(self) -> None:
@@ -37,8 +36,8 @@ class End(ReadOnly):
     def stop(self, reason: Reason | str = "plugin", message: str = "") -> None:
         """End the run after the current step, on all ranks. `message` stands in the summary of the run.
 
-        A `reason` that is none of `Reason` is, or begins, the message of the reason "plugin": `stop("good enough")`.
-        The first call counts, but "on_nan" replaces another reason: weights that are not finite may be found last.
+        Any other text as `reason`, as in `stop("good enough")`, begins the message, and the reason is "plugin". The
+        first call counts, but "on_nan" replaces another reason: weights that are not finite may be found last.
         """
         if not (isinstance(reason, str) and isinstance(message, str)):
             raise TypeError(f"loop.stop takes a reason and a message, two strings, got {reason!r} and {message!r}")
@@ -56,16 +55,16 @@ class End(ReadOnly):
             self._set(reason=reason, message=message)
 
     def begin_step(self) -> bool:
-        """Return whether the run is over; if not, a request up to now is from before this step."""
+        """Return whether the run is over; if not, note whether a request was made before this step."""
         self._set(_is_early=self._asked is not None)
         return self.reason is not None
 
     def votes(self) -> list[float]:
-        """Return what the ranks add up in a step: the number of requests, and of those from before the step."""
+        """Return this rank's requests (0 or 1), and those made before the step; the ranks add them up."""
         return [] if num_ranks() == 1 else [float(self._asked is not None), float(self._is_early)]
 
     def count(self, is_void: bool, votes: Sequence[float]) -> Outcome | None:
-        """Agree on a request, if the sums of the `votes` hold one; return the outcome of a step that ends here."""
+        """Agree on a request, if the summed `votes` hold one; return the outcome of a step that ends here."""
         if any(votes) and not self.reason:
             self._agree()
         return "stopped" if any(votes[1:]) else "void" if is_void else None
@@ -76,7 +75,7 @@ class End(ReadOnly):
             self.conclude(*max(requests, key=lambda asked: asked[0] == "on_nan"))  # else that of the lowest rank
 
     def is_agreed(self) -> bool:
-        """Return whether the run is over on any rank; all of them must call this, and then agree."""
+        """Return whether the run is over on any rank. All ranks must call this."""
         if num_ranks() > 1 and not self.reason:
             self._agree()
         return self.reason is not None

@@ -40,8 +40,7 @@ class Gradients:
     thawed. `dtype` is that of the norms: float32, or float64 if a weight is float64.
 
     A step may have several passes (see the hook `accumulate`). Norms and names are those of the last pass, but the step
-    is finite only if all its passes are. The same holds for the gradients of the modules `adopted` from plugins, which
-    are in no norm.
+    is finite only if all its passes are, and the gradients of the modules `adopted` from plugins, which are in no norm.
 
     With several ranks, loss and norms are those of the whole step, also if each rank holds a part of each gradient. The
     ranks sum them once in a step, by `exchange`. All ranks must ask for norms at the same places.
@@ -66,8 +65,8 @@ class Gradients:
         # The gradients of other parameters are never cleared: they grow from step to step, and move no weight.
         held = {p: None for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         named = {name: p for name, p in model.named_parameters() if p in held}
-        own = set(named.values())
-        named |= {f"(not of the model) {k}": p for k, p in enumerate(p for p in held if p not in own)}
+        of_model = set(named.values())
+        named |= {f"(not of the model) {k}": p for k, p in enumerate(p for p in held if p not in of_model)}
         self.names, self.parameters = list(named), list(named.values())
         self._others = {name: p for name, p in model.named_parameters() if p not in held}
         # At least float32, where the squares of half precision do not overflow; torch refuses a dtype that narrows.
@@ -76,11 +75,11 @@ class Gradients:
         self._forget()
 
     def unheld(self) -> list[str]:
-        """Return the parameters of the model that want a gradient and that no optimizer holds, each once."""
-        found = [name for name, parameter in self._others.items() if parameter.requires_grad]
-        for name in found:
+        """Return the names of trained parameters that no optimizer holds; each name is returned only once."""
+        names = [name for name, parameter in self._others.items() if parameter.requires_grad]
+        for name in names:
             del self._others[name]
-        return found
+        return names
 
     def _forget(self) -> None:
         self._earlier: list[Pass[Tensor]] = []  # all but the last
@@ -103,15 +102,15 @@ class Gradients:
         self._weight = weight
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Forget all that is known of the step during the `with`; then know it again. The gradients stay."""
-        before = dict(vars(self))
+    def set_aside(self) -> Iterator[None]:
+        """Forget losses and norms during the `with`, and restore them at its end. The gradients stay."""
+        attributes = dict(vars(self))
         self._exchange = self._exchange.anew()
         self._forget()
         try:
             yield
         finally:
-            vars(self).update(before)
+            vars(self).update(attributes)
 
     def _drop(self) -> None:
         # As `zero_grad` does, but without its profiler hooks.
@@ -129,11 +128,11 @@ class Gradients:
         self.clear()
 
     def take(self, loss: Tensor, gradients: Sequence[Tensor | None], measured: Tensor) -> None:
-        """Begin a pass of which `loss`, `gradients` of `parameters`, and their norms, `measured`, are known already."""
+        """Begin a pass with a known `loss`, the `gradients` of `parameters`, and their norms, `measured`."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         self.begin(loss)
-        self._measured = [one for one in gradients if one is not None]
+        self._measured = [gradient for gradient in gradients if gradient is not None]
         self._norms = measured
 
     def zero(self) -> None:
@@ -196,13 +195,12 @@ class Gradients:
             self._adopted.average_gradients()
         squared = squares(self._measured, self.dtype)
         adopted = squares([gradient for _, gradient in self._adopted_gradients()], self.dtype).to(squared)
-        own = [self._loss, *(earlier.loss for earlier in self._earlier)]
-        losses = torch.stack([loss.to(squared) for loss in own]) * self._weight
+        passes = [self._loss, *(earlier.loss for earlier in self._earlier)]
+        losses = torch.stack([loss.to(squared) for loss in passes]) * self._weight
         squared, adopted, losses = self._exchange.summed(squared, adopted, losses)
         self._norms = squared.sqrt().to(self.dtype)
-        # The norms of earlier passes are those of all ranks already.
-        pairs = zip(losses[1:], self._earlier, strict=True)
-        self._summed = [Pass(loss, earlier.norm.to(squared)) for loss, earlier in pairs]
+        known = [earlier.norm.to(squared) for earlier in self._earlier]  # they are those of all ranks already
+        self._summed = [Pass(loss, norm) for loss, norm in zip(losses[1:], known, strict=True)]
         if len(adopted):
             self._summed.append(Pass(losses[0], adopted.sum().sqrt()))
         self._summed.append(Pass(losses[0], squared.sum().sqrt()))
@@ -213,31 +211,31 @@ class Gradients:
     @property
     def loss(self) -> float:
         """The loss of the step, on the host; `clear` keeps it."""
-        return self._look()[-1].loss if self._host_loss is None else self._host_loss
+        return self._on_host()[-1].loss if self._host_loss is None else self._host_loss
 
     @property
     def total_norm(self) -> float:
         """L2 norm over all gradients, on the host."""
-        return self._look()[-1].norm
+        return self._on_host()[-1].norm
 
     @property
     def finite(self) -> bool:
         """Whether all losses and total norms of the step are finite."""
-        return all(map(_is_finite, self._look()))
+        return all(map(_is_finite, self._on_host()))
 
     @property
     def overflowed(self) -> bool:
-        """Whether the first part of the step that is not finite, a pass or the adopted, has a finite loss."""
-        return next((math.isfinite(each.loss) for each in self._look() if not _is_finite(each)), False)
+        """Whether the first pass that is not finite has a finite loss; the adopted modules count as a pass."""
+        return next((math.isfinite(each.loss) for each in self._on_host() if not _is_finite(each)), False)
 
-    def _look(self) -> list[Pass[float]]:
+    def _on_host(self) -> list[Pass[float]]:
         if self._passes is None:
-            own, passes = self.norms, self._summed
+            measured, passes = self.norms, self._summed
             if passes is None:
                 passes = [*self._earlier]
                 if adopted := [gradient for _, gradient in self._adopted_gradients()]:
                     passes.append(Pass(self._loss, torch.linalg.vector_norm(norms(adopted, self.dtype))))
-                passes.append(Pass(self._loss, torch.linalg.vector_norm(own)))
+                passes.append(Pass(self._loss, torch.linalg.vector_norm(measured)))
             like = passes[-1].norm
             # All are copied together: this is the only transfer to the host in a step.
             values = [value.to(like) for each in passes for value in each]
@@ -253,12 +251,12 @@ class Gradients:
         finite, the norms are computed again in float64, so that the total is right. Costs a pass over all gradients
         and a transfer.
         """
-        passes, named = self._look(), self.named()
+        passes, named = self._on_host(), self.named()
         earlier, last = passes[: len(self._earlier)], passes[-1]
-        found = [] if all(map(_is_finite, earlier)) else ["(of an earlier pass of the step)"]
+        remarks = [] if all(map(_is_finite, earlier)) else ["(of an earlier pass of the step)"]
         everything = [*named.items(), *self._adopted_gradients()]
         if not everything:
-            return found
+            return remarks
         wrong = torch.stack([(~torch.isfinite(local(gradient))).any().float() for _, gradient in everything])
         names = [name for (name, _), flag in zip(everything, summed(wrong).tolist(), strict=True) if flag]
         if not names:
@@ -268,12 +266,12 @@ class Gradients:
             else:
                 self._norms = summed(squares(self._measured, torch.float64)).sqrt()
             self._passes = [*earlier, Pass(last.loss, float(torch.linalg.vector_norm(self._norms)))]
-        return [*names, *found]
+        return [*names, *remarks]
 
     def scale_(self, factor: float) -> None:
         """Multiply all gradients by `factor` >= 0 in place; the norms follow."""
         before = self.norms
-        *others, last = self._look()
+        *others, last = self._on_host()
         if self._measured and not self.is_applied:
             torch._foreach_mul_(local_parts(self._measured), factor)
         self._norms = before * factor

@@ -2,8 +2,8 @@
 
 A *moment* calls every plugin. A *seam* calls plugins until one returns a result; the default in `defaults.py` is called
 last. A plugin replaces a seam, or returns PASS to leave it to the next plugin, or surrounds the seam with
-`wrapper=True`. A *question* is asked of one plugin at a time, which answers for itself; one without the method has no
-answer. The method of a plugin takes only the arguments that it uses.
+`wrapper=True`. A *question* asks one plugin; the answer of a plugin without the method is None. The method of a plugin
+takes only the arguments that it uses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hookdiff.models.objective import LossOutput
     from hookdiff.models.sample_request import SampleRequest, Samples
 
-HOOKS_VERSION = 1  # of the contract: greater once a hook is removed, renamed, or means something else
+HOOKS_VERSION = 1  # of the contract; it grows when a hook is removed, renamed or redefined
 
 hookimpl = pluggy.HookimplMarker("hookdiff")
 _hookspec = pluggy.HookspecMarker("hookdiff")
@@ -70,8 +70,8 @@ def _declared(
 
 
 moment = partial(_declared, "moment")
-seam = partial(_declared, "seam")  # which needs a default in `defaults.py`
-question = partial(_declared, "question")  # which `loop.plugins.ask(NAME_OF_PLUGIN, NAME_OF_HOOK, ...)` asks
+seam = partial(_declared, "seam")  # with a default in `defaults.py`
+question = partial(_declared, "question")  # asked by `loop.plugins.ask(NAME_OF_PLUGIN, NAME_OF_HOOK, ...)`
 
 
 class Hooks(Protocol):
@@ -79,10 +79,10 @@ class Hooks(Protocol):
 
     @question("config")
     def choose(self, device: torch.device) -> Mapping[str, Any]:
-        """Question: asked once of each plugin of a config, before the loop is made.
+        """Question: once to each plugin of a config, before the loop is made.
 
-        Return values for options that are "auto", as `{"precision": "bf16"}`, and for keys of [run], as "run.KEY", by a
-        rule and not by timing. They stand in config.toml, so that a resumed run keeps them.
+        Return values for options that are "auto", as `{"precision": "bf16"}`, and for keys of [run], as "run.KEY". A
+        rule chooses them, and not timing. They are written to config.toml, so that a resumed run keeps them.
         May change: nothing.
         """
 
@@ -95,7 +95,7 @@ class Hooks(Protocol):
 
     @seam("net")
     def wrap_net(self, loop: Loop, net: nn.Module) -> nn.Module:
-        """Seam: once, after `prepare_model`. Return the module that training calls: `net`, or a module that holds it.
+        """Seam: once, after `prepare_model`. Return the module that training calls: `net`, or a wrapper of it.
 
         It becomes `loop.net`. `loop.model` stays the bare network, for state, averages and samples.
         May change: nothing.
@@ -113,10 +113,10 @@ class Hooks(Protocol):
 
     @question("start")
     def check_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Question: does `state`, saved by this plugin, fit it and the model? Asked before anything is loaded.
+        """Question: does the saved `state` fit this plugin and the model? Asked before anything is loaded.
 
-        Raise ValueError if it does not, such as for an average of other weights. The types of its values are checked
-        before: those of the fields made by `saved`, or what `load_state_dict` is annotated to take.
+        Raise ValueError if it does not, such as for an average of other weights. Types are checked before: those of the
+        fields made by `saved`, or the annotation of the argument of `load_state_dict`.
         May change: nothing.
         """
 
@@ -125,8 +125,8 @@ class Hooks(Protocol):
         """Moment: once, after weights and optimizers are loaded, and before the states of plugins are.
 
         Allocate state here, and raise `UserError` for mistakes of the user. It is also called in a loop that only
-        samples or exports, which has no data: check the data in `on_ready`. Before data is encoded, other objects of
-        the plugins hear it on trial.
+        samples or exports, which has no data: check the data in `on_ready`. Before data is encoded, it is called for a
+        trial, on other objects of the same plugins.
         May change: own state; `loop.resources` takes clean-up.
         """
 
@@ -134,11 +134,11 @@ class Hooks(Protocol):
     def on_device(self, loop: Loop) -> list[DevicePart] | None:
         """Question: once, after `on_start`, for a step that is recorded once and replayed, such as a CUDA graph.
 
-        Return what the hooks between the first forward and the update do on the device, often nothing: `[]`. None, as
-        no answer, means that they need the host in between, in each step.
+        Return the work on the device of the hooks between the first forward and the update, often none: `[]`. None, or
+        no such method, means that these hooks need the host in each step.
 
         The hooks are still called. Those of the passes are called while a step is recorded, and not in a replay.
-        `after_backward` and all later ones are called after each replay: the device has updated the weights by then,
+        `after_backward` and all later hooks are called after each replay: the device has updated the weights by then,
         and `loop.gradients.is_applied` is true.
         May change: nothing.
         """
@@ -148,7 +148,7 @@ class Hooks(Protocol):
         """Moment: once, when the first step is asked for and all states are loaded; `loop.stop()` here trains nothing.
 
         `resumed` is True if a state was restored. It is not called in a loop that only samples or exports, in a run
-        that is done already, or after a rollback: what must follow every load belongs in `load_state_dict`.
+        that is done already, or after a rollback. Work that must follow every load belongs in `load_state_dict`.
 
         Plugins that write files are `trylast`, after those that may still refuse the run.
         May change: own state, files.
@@ -166,7 +166,7 @@ class Hooks(Protocol):
 
     @seam("batch", like="on_before_batch_transfer on_after_batch_transfer after_dataloader")
     def make_batch(self, loop: Loop, batch: Batch) -> Batch:
-        """Seam: each step, before the noise is drawn. Return the batch to train on: `batch`, or another one.
+        """Seam: each step, before the noise is drawn. Return the batch to train on: `batch` or another.
 
         The batch may have another number of samples; the loss is the mean over them. A batch without samples
         (`batch[:0]`) is skipped: it is consumed, and no other hook of the step is called. Draw random numbers from
@@ -179,10 +179,10 @@ class Hooks(Protocol):
         """Seam: each step, after `make_batch`. Return `batch` with the randomness of the step in its `draws`.
 
         The objective draws noise and times, with a generator of `loop.random` that is the same on all ranks. Draw so
-        too: for the `batch.total` samples of the step, and keep those of `batch.own`. What a plugin draws by, such as
-        the losses so far, is saved, and equal on all ranks. Whatever repeats a step calls this hook again: the replay
-        of a step that was not finite, `micro_batch = "auto"`, and the estimate of memory. An evaluation does not: it
-        calls `loop.objective.draw`.
+        too: for the `batch.total` samples of the step, and keep those of `batch.own`. Save the state that decides a
+        draw, such as earlier losses, and keep it equal on all ranks. A repeated step calls this hook again: after a
+        step that was not finite, for `micro_batch = "auto"` and to estimate memory. An evaluation calls
+        `loop.objective.draw` in its place.
         May change: nothing. Wrap it to replace some draws: `drawn.with_draws({"timesteps": times})`.
         """
 
@@ -197,7 +197,7 @@ class Hooks(Protocol):
     def needs_host(self, loop: Loop) -> bool:
         """Question: must the hooks of this step run in their usual places? Asked after `before_step`.
 
-        True for a step, such as a logged one, that must not be replayed. No answer is False.
+        True for a step, such as a logged one, that must not be replayed. Default: False.
         May change: nothing.
         """
 
@@ -226,8 +226,8 @@ class Hooks(Protocol):
     def compute_loss(self, loop: Loop, batch: Batch) -> LossOutput:
         """Seam: inside `micro_step`. Return the loss with its graph.
 
-        Wrap it for autocast, or to weigh the samples: several wrappers can do so together, by another `loss` and
-        `weights` of the output. A plugin that replaces `reduce_loss` decides alone.
+        Wrap it for autocast, or to weigh the samples by changing `loss` and `weights` of the output, which several
+        wrappers can do together. A plugin that replaces `reduce_loss` decides alone.
         May change: nothing.
         """
 
@@ -236,7 +236,7 @@ class Hooks(Protocol):
         """Seam: inside `micro_step`, outside of autocast. Return the scalar to minimise, with its graph.
 
         `output.per_sample` (n, float32, with its graph) holds the loss of each sample, `output.weights` (n, or None)
-        the weights of the objective, `output.loss` what the objective makes of both. The result must be a mean of terms
+        the weights of the objective, `output.loss` the objective's mean of both. The result must be a mean of terms
         that depend on one sample each, so that any `micro_batch` gives the same step: weights that are normalised over
         a batch are made in `make_batch`, or drawn by the objective. Not called for an objective without `per_sample`.
         May change: nothing.
@@ -263,9 +263,9 @@ class Hooks(Protocol):
         """Moment: the loss or a gradient is not finite, and no weight has changed. Buffers have their earlier values.
 
         Return "stop", "rollback" or "skip", or None for no verdict. Of several verdicts "stop" wins, then "rollback".
-        Without a verdict the run stops with exit code 3. The noise after a skipped step is different, because it
+        Default: the run stops with exit code 3. The noise after a skipped step is different, because it
         depends on `progress.position`, which counts batches and not updates. A batch that stopped the run is not
-        counted: a resumed run meets it again. A rollback without a checkpoint to go back to stops the run.
+        counted: a resumed run meets it again. A rollback without a checkpoint stops the run.
         May change: own state; `report.notes`, text by title, which is logged with the report.
         """
 
@@ -328,18 +328,18 @@ class Hooks(Protocol):
     def sample(self, loop: Loop, request: SampleRequest) -> Samples:
         """Seam: a plugin or a script calls `loop.sample(request)`. Return the images, and the name of their weights.
 
-        The images are pictures, also where the network makes latents: what the sampler returns is given to
-        `loop.decode`, and `loop.sample` clamps pictures to [-1, 1] afterwards. Neither is done if `request.raw`.
+        The images are pictures, also if the network makes latents: `loop.decode` turns the output of the sampler into
+        pictures, and `loop.sample` clamps these to [-1, 1]. Neither is done if `request.raw`.
 
         `with loop.weights(request.weights) as name` lends the weights; it raises `UnknownWeights` if no plugin offers
-        them. A request for 0 images only checks that it can be met; a plugin that will ask for images makes one in
+        them. A request for 0 images only checks whether it can be met; a plugin that samples makes one in
         `on_start`.
         May change: nothing that lasts.
         """
 
     @seam("images")
     def decode(self, loop: Loop, inputs: Tensor) -> Tensor:
-        """Seam: `loop.decode(inputs)` makes pictures of what the network makes. Return them, n c h w, float32.
+        """Seam: `loop.decode(inputs)` turns outputs of the network into pictures. Return them, n c h w, float32.
 
         `inputs` (n c h w) are samples as `loop.feed` has them, such as latents. Without a codec they are pictures.
         May change: nothing.
@@ -359,14 +359,15 @@ class Hooks(Protocol):
         """Moment: the `values` of `step`, given to `loop.log` and `loop.log.average`, as numbers on the host.
 
         It may be called several times for a step, and after a rollback the steps go back. With several ranks it is
-        called on the first one alone, as are the four hooks below: `loop.stop` works there, and what else it decides
-        the others learn by `hookdiff.machine.first_rank_says`: in `between_steps`, or where it changes their state
-        in `before_step`. The state of the first rank is saved. May change: own state, files.
+        called on the first one alone, as are the four hooks below. `loop.stop` works there. Any other decision has to
+        reach the other ranks by `hookdiff.machine.first_rank_says`: in `between_steps`, or in `before_step` if it
+        changes their state. The state of the first rank is saved.
+        May change: own state, files.
         """
 
     @moment("log")
     def on_images(self, loop: Loop, step: int, images: Mapping[str, Picture]) -> None:
-        """Moment: the pictures given to `loop.log.images`: finished, as uint8 on the host, with what is known of each.
+        """Moment: the pictures given to `loop.log.images`: finished, as uint8 on the host, each with its info.
 
         May change: files; no state.
         """
@@ -389,8 +390,8 @@ class Hooks(Protocol):
     def on_event(self, loop: Loop, step: int, event: Event) -> None:
         """Moment: the events given to `loop.log.event`, and the findings given to `loop.log.report`.
 
-        The loop itself reports starts, resumes, rollbacks, ends, steps without an update and checkpoints. What is
-        logged before the first step arrives when the run is ready.
+        The loop itself reports starts, resumes, rollbacks, ends, steps without an update and checkpoints. Events from
+        before the first step arrive when the run is ready.
         May change: files; no state.
         """
 
@@ -398,9 +399,9 @@ class Hooks(Protocol):
     def on_checkpoint(self, loop: Loop, path: Path, step: int) -> None:
         """Moment: the checkpoint of `step`, in the folder `path`, is complete on disk; on the rank that writes.
 
-        It is written during training, so `loop` may be steps further: the hook is called at the latest before the next
-        save or at the end of the run, once for each save that succeeds, also if the run fails meanwhile. It is not
-        called for a save that fails, nor if the process is killed first. A later save of the same step, after batches
+        It is written during training, so `loop` may be steps further. The hook is called once for each save that
+        succeeds, before the next save or the end of the run, also if the run fails meanwhile. It is not called for a
+        save that fails, nor if the process is killed first. A later save of the same step, after batches
         that changed no weights, is a checkpoint of its own in the same folder.
         May change: files; no state.
         """
@@ -409,10 +410,10 @@ class Hooks(Protocol):
     def on_done(self, loop: Loop) -> None:
         """Moment: once, when the run is done or `loop.stop` has ended it for good, with the reason "done" or "plugin".
 
-        It is called before the last evaluations, pictures and checkpoint; not at a limit of time, a signal, `on_nan` or
-        an error, after which a run is resumed. It is called again if the run is, even with no step left. The weights of
-        the training stay as they are, so that a run can be made longer: offer others by `offer_weights`, which the key
-        `sampling.weights` may name.
+        It is called before the last evaluations, pictures and checkpoint. It is not called at a limit of time, a
+        signal, `on_nan` or an error, after which a run is resumed. It is called again if the run is resumed, even with
+        no step left. Leave the weights as they are, so that a run can be made longer: offer others by `offer_weights`,
+        which the key `sampling.weights` may name.
         May change: own state that no later step reads, files.
         """
 
@@ -427,9 +428,9 @@ class Hooks(Protocol):
     def on_stop(self, loop: Loop, reason: Reason) -> None:
         """Moment: once at the end of every run; `reason` is done, time, signal, plugin, on_nan or error.
 
-        It reaches all plugins with a finished `on_start`, or without one. `loop.end.message` is the text that was given
-        to `loop.stop(reason, message)`. An error does not keep the hook from the other plugins: the first one is raised
-        at the end, unless the run has ended in an error already.
+        It is called in all plugins that have finished `on_start` or have none. `loop.end.message` is the text given to
+        `loop.stop(reason, message)`. After an error in a plugin it is still called in the others; the first error is
+        raised at the end, unless the run has ended in an error already.
         May change: files; no state.
         """
 
@@ -444,7 +445,7 @@ def hooks_of(*phases: Phase) -> tuple[str, ...]:
 
 @define(frozen=True, kw_only=True)
 class Declaration:
-    """What the core must know of a class of plugins."""
+    """The facts about a class of plugins that the core must know."""
 
     requires: tuple[str, ...] = field(
         default=(), metadata=about("names of plugins that the run must have; a part may require some, too")
@@ -473,10 +474,10 @@ def _takes(kind: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P
 
 @_takes(Declaration)
 def plugin(**declared: Any) -> Callable[[K], K]:
-    """Declare what the core must know of a class of plugins: `@plugin(requires=("ema",))`.
+    """Declare facts about a class of plugins: `@plugin(requires=("ema",))`.
 
-    The keywords are the fields of `Declaration`. A class without it has their defaults. A subclass has what its base
-    declares, and may declare some of it anew.
+    The keywords are the fields of `Declaration`; a class that declares nothing has their defaults. A subclass inherits
+    the declaration of its base, and may replace some of it.
 
     Raises:
         TypeError: for a keyword that does not exist.
@@ -493,6 +494,6 @@ def plugin(**declared: Any) -> Callable[[K], K]:
 
 
 def declaration_of(kind: object) -> Declaration:
-    """Return what the class `kind` declares with `plugin`."""
-    found: Declaration = getattr(kind, "hookdiff_plugin", Declaration())
-    return found
+    """Return the declaration of the class `kind`."""
+    declaration: Declaration = getattr(kind, "hookdiff_plugin", Declaration())
+    return declaration

@@ -50,8 +50,8 @@ class Loop(ReadOnly):
         plugins: by name, called in this order.
         sampler: makes images from the model; an object with `sample` will do. Default: the run samples none.
         hparams: the whole config as plain values, for plugins that record it.
-        run_dir: the place for files; without it nothing is written.
-        resume: True continues the run in `run_dir`, if it has a checkpoint; a path the run or checkpoint there.
+        run_dir: the folder for files. Default: nothing is written.
+        resume: True continues the run in `run_dir`, if it has a checkpoint; a path that of this run or checkpoint.
         fresh: names of the plugins that ignore their saved state.
     """
 
@@ -102,7 +102,7 @@ class Loop(ReadOnly):
         self.progress: Final = Progress(step=0, position=0, epoch=0, samples=0)
         self.first_step: Final = 0  # updates made before this process began
         self.end: Final = End()  # why the run is over
-        self._exchange: Final = ranks.Exchange(self.end.votes)  # of what the ranks sum in each step
+        self._exchange: Final = ranks.Exchange(self.end.votes)  # sums values over the ranks in each step
         self.stop: Final = self.end.stop
         self.reduce: Final = ranks.reduced  # the means of values over the ranks
         self.agree: Final = ranks.agree  # whether a flag is true on any rank
@@ -147,7 +147,7 @@ class Loop(ReadOnly):
             self.hparams["run"] = {**self.hparams["run"], "micro_batch": size}
 
     def set_step(self, step: int) -> None:
-        """Count on from `step` updates, as a trial does to see what comes after a warm-up; data and weights stay."""
+        """Set the number of updates to `step`, as a trial does to skip a warm-up; data and weights stay."""
         self.progress.step = step
 
     def prepare(self) -> None:
@@ -261,7 +261,7 @@ class Loop(ReadOnly):
         return output
 
     def _consume(self, samples: int, outcome: Outcome, *loss_and_norm: float) -> Step:
-        """Count a batch, and log what was logged during it if it has made an update."""
+        """Count a batch, and log the values of its hooks if it has made an update."""
         step = self.progress.consume(samples, outcome, *loss_and_norm)
         self.log.end_batch(outcome == "updated")
         self._unseen.append(step)

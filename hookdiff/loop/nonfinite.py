@@ -35,10 +35,10 @@ class NonFinite:
     position: int  # the batch, counted from the start of the run
     loss: float
     parameters: list[str]  # names of those with a gradient that is not finite, in the model's order
-    samples: list[int]  # positions in `batch` with a loss that is not finite, if the objective returns it for each
+    samples: list[int]  # positions in `batch` with a loss that is not finite, if losses per sample are known
     batch: Batch  # with the draws of the step; this rank's share
-    names: list[str] = field(factory=list)  # of the `samples` of all ranks: their files, if the data knows them
-    times: list[float] = field(factory=list)  # timesteps of the same, if the objective draws them
+    names: list[str] = field(factory=list)  # files of the `samples` of all ranks, if the data knows them
+    times: list[float] = field(factory=list)  # timesteps of these samples, if the objective draws them
     notes: dict[str, str] = field(factory=dict)  # texts that plugins add in on_nan, by title
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class NonFinite:
 def examine(batch: Batch, output: LossOutput, gradients: Gradients, progress: Progress, feed: Feed) -> NonFinite | None:
     """Return the report of a step with a loss or a norm that is not finite.
 
-    None if the loss and all gradients are finite: the square of a finite gradient may be over float32.
+    None if the loss and all gradients are finite, and only the square of a gradient overflows float32.
     """
     names, loss = gradients.nonfinite(), gradients.loss
     if not names and math.isfinite(loss):
@@ -64,13 +64,13 @@ def examine(batch: Batch, output: LossOutput, gradients: Gradients, progress: Pr
     rows = [] if output.per_sample is None else (~output.per_sample.isfinite()).nonzero().flatten().tolist()
     indices = [] if batch.indices is None else batch.indices[rows].tolist()
     times = batch.draws["timesteps"][rows].tolist() if "timesteps" in batch.draws else []
-    found = gathered(([feed.describe(index) for index in indices], times))
-    described, times = ([value for own in each for value in own] for each in zip(*found, strict=True))
+    of_ranks = gathered(([feed.describe(index) for index in indices], times))
+    described, times = ([value for part in column for value in part] for column in zip(*of_ranks, strict=True))
     return NonFinite(progress.step, progress.position, loss, names, rows, batch, described, times)
 
 
 def apply_verdicts(report: NonFinite, verdicts: Any, roll_back: Callable[[], bool], end: End) -> Outcome:
-    """Do what the `verdicts` of on_nan say, and return the outcome; `roll_back` returns whether it could."""
+    """Carry out the `verdicts` of on_nan, and return the outcome; `roll_back` returns False if it cannot."""
     verdict = decide(report, verdicts)
     if verdict == "skip" or (verdict == "rollback" and roll_back()):
         return "skipped"
@@ -79,12 +79,12 @@ def apply_verdicts(report: NonFinite, verdicts: Any, roll_back: Callable[[], boo
 
 
 def decide(report: NonFinite, verdicts: Any) -> Verdict:
-    """Return the strongest verdict of all ranks, "stop" > "rollback" > "skip", and log it; without one "stop"."""
+    """Return the strongest verdict of all ranks, and log it: "stop" > "rollback" > "skip". Default: "stop"."""
     for verdict in verdicts:
         if verdict not in _STRENGTH:
-            raise HookError(f"on_nan returned {verdict!r}; expected one of {', '.join(map(repr, _STRENGTH))}")
-    given: list[Verdict] = [verdict for own in gathered(list(verdicts)) for verdict in own]
-    strongest: Verdict = max(given, key=_STRENGTH.index, default="stop")
+            raise HookError(f"on_nan returned {verdict!r}; return one of {', '.join(map(repr, _STRENGTH))}")
+    of_ranks: list[Verdict] = [verdict for part in gathered(list(verdicts)) for verdict in part]
+    strongest: Verdict = max(of_ranks, key=_STRENGTH.index, default="stop")
     if rank() == 0:
         logger.error("%s\n  on_nan: %s%s", report, strongest, _NEXT[strongest])
     return strongest

@@ -109,7 +109,7 @@ class Plugins(Mapping[str, object]):
         return calls
 
     def begin(self) -> None:
-        """Let only those plugins hear of the end that finish `on_start` from now on, or that have nothing to start."""
+        """Call the hooks of the end only in plugins without `on_start`, and in those that finish it from now on."""
         self._started = set(self) - {impl.plugin_name for impl in self.order("on_start")}
 
     def _noting(self, call: HookCall) -> Callable[..., Any]:
@@ -137,24 +137,24 @@ def _compiled(hook: Hook, calls: list[HookCall]) -> Callable[..., Any]:
 
 
 class _Manager(pluggy.PluginManager):
-    """Looks for hooks among the functions of a class only: a field that is not set yet must not be read."""
+    """Looks for hooks only among the functions of a class, because a field may not be set yet."""
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
         return super().parse_hookimpl_opts(plugin, name) if callable(static_member(plugin, name)) else None
 
 
 def check_partners(classes: Mapping[str, type]) -> None:
-    """Raise PluginError if the plugins that a class requires, or conflicts with, are not met."""
+    """Raise PluginError if a required plugin is missing, or a conflicting one is present."""
     for name, kind in classes.items():
         if problem := partner_problem(kind, classes):
             raise PluginError(f"the plugin {name!r} {problem}")
 
 
 def partner_problem(kind: object, plugins: Collection[str]) -> str | None:
-    """Return what is wrong if a run has `plugins` and uses `kind`, a class or function that may require some."""
+    """Return why a run with `plugins` cannot use `kind`, a class or function; None if it can."""
     declared = declaration_of(kind)
     if missing := [other for other in declared.requires if other not in plugins]:
-        return f"requires {', '.join(map(repr, missing))}, which this run does not have"
+        return f"requires {', '.join(map(repr, missing))}, which this run lacks; add them to its plugins"
     if present := [other for other in declared.conflicts if other in plugins]:
-        return f"cannot be used together with {', '.join(map(repr, present))}"
+        return f"cannot be used together with {', '.join(map(repr, present))}; remove one"
     return None

@@ -79,28 +79,28 @@ class Restoring:
             changes = changed(saved.get("versions", {}), self.loop.plugins.versions)
         if changes:
             logger.info("changed since the checkpoint: %s", ", ".join(changes))
-        own, num_samples = self.loop.feed.seed, len(self.loop.feed.training)
+        run_seed, num_samples = self.loop.feed.seed, len(self.loop.feed.training)
         with refused_if_unfit("random"):
-            seed = saved.get("random", {}).get("seed", own)
+            seed = saved.get("random", {}).get("seed", run_seed)
         with refused_if_unfit("data"):
             facts = saved.get("data", {}).get("facts", {})
             before = facts.get("num_samples", num_samples)
             counts = f"{num_samples:,} samples to train on; the checkpoint was made with {before:,}"
-            moved = _moved(facts.get("classes") or (), tuple(map(str, self.loop.feed.classes or ())))
+            moved = _moved_class(facts.get("classes") or (), tuple(map(str, self.loop.feed.classes or ())))
             known = dict(facts.get("encoders") or {})
             marks = structured(dict[str, Mark], facts.get("marks") or {})
         encoders = self.loop.feed.facts.encoders if known else {}
         others = [another_encoder(k, v, known[k]) for k, v in encoders.items() if known.get(k, v) != v]
-        if seed != own:
+        if seed != run_seed:
             raise UserError(
-                f"the checkpoint was made with the seed {seed}, from which all randomness follows; this run has {own}"
+                f"the checkpoint was made with run.seed = {seed}, which this run must keep; it has {run_seed}"
             )
         if others:
             raise UserError("\n".join(others))
         if before != num_samples:
             logger.warning("the data has %s", counts)
         if moved and self.loop.objective.conditional:
-            raise UserError(f"{moved}; the network has learnt the numbers, so the classes must keep their order")
+            raise UserError(f"{moved}; the network has learnt the numbers: put the classes in their old order")
         if moved:
             logger.warning("%s", moved)
         if parts := changed_parts(marks, self.loop.feed.facts.marks if marks else {}):
@@ -158,10 +158,10 @@ class Restoring:
                 saved = state[ADOPTED][str(index)]
                 _check_model(trained.module, saved["module"], is_finite, f"module of the plugin {name!r}")
                 check_optimizer(trained.optimizer, trained.module, saved["optimizer"], is_finite)
-        own = {key: value for key, value in state.items() if key != ADOPTED}
+        of_plugin = {key: value for key, value in state.items() if key != ADOPTED}
         if keeps_state(plugins[name]):
-            checked(type(plugins[name]), own)
-        plugins.ask(name, "check_state", model=self.loop.model, state=own)
+            checked(type(plugins[name]), of_plugin)
+        plugins.ask(name, "check_state", model=self.loop.model, state=of_plugin)
 
     def _keepers(self, fresh: Collection[str]) -> list[str]:
         return [name for name in self.loop.plugins if has_state(self.loop, name) and name not in fresh]
@@ -194,8 +194,8 @@ class Restoring:
     def roll_back(self) -> bool:
         """Go back to the newest checkpoint, but keep the position in the data, so that other batches follow.
 
-        Returns False if there is none. One that this process made has the state of all plugins, those that began
-        `fresh` too.
+        Returns False if there is none. A checkpoint of this process has the state of all plugins, also of those
+        in `fresh`.
         """
         if not (saved := self.loop.hook.restore(loop=self.loop)):
             logger.error("there is no checkpoint to go back to: the run stops")
@@ -211,7 +211,7 @@ class Restoring:
         return True
 
 
-def _moved(before: Sequence[str], now: Sequence[str]) -> str:
+def _moved_class(before: Sequence[str], now: Sequence[str]) -> str:
     """Return a text on the first class that has another number now; "" if there is none."""
     for number, name in enumerate(before):
         if name in now and now[number : number + 1] != (name,):  # two classes may have one name
@@ -223,7 +223,7 @@ def _moved(before: Sequence[str], now: Sequence[str]) -> str:
 
 @contextmanager
 def refused_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
-    """Turn an error because of a state of another version, or one made by hand, into a UserError."""
+    """Turn an error into a UserError: the state is of another version, or was edited."""
     try:
         yield
     except UserError as error:
@@ -231,7 +231,7 @@ def refused_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if is_of_ranks(error):
             raise
-        # A ValueError is a check's own sentence; others, such as KeyError, say little without their type.
+        # A ValueError of a check is a whole sentence; other errors, such as KeyError, say little without their type.
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise UserError(f"the checkpoint's state of {part!r} cannot be loaded: {reason}{way_out}") from error
 
@@ -243,20 +243,20 @@ def _refused_plugin(name: str) -> AbstractContextManager[None]:
 def _check_model(model: nn.Module, saved: State, is_finite: bool, of: str = "model") -> None:
     """Raise UserError unless `saved` are tensors for `model`, with finite weights if `is_finite`; `of` names it."""
     structured(dict[str, Any], saved)
-    own = model.state_dict()
-    if parametrised := sorted({plain_name(name) for name in own.keys() ^ saved.keys() if plain_name(name) != name}):
+    current = model.state_dict()
+    if parametrised := sorted({plain_name(name) for name in current.keys() ^ saved.keys() if plain_name(name) != name}):
         raise UserError(
-            f"the checkpoint is of a {of} with other parametrisations of {listed(parametrised, 3)}; the plugin "
-            "that makes them has to be in the run, with the same keys as at the checkpoint"
+            f"the checkpoint is of a {of} with other parametrisations of {listed(parametrised, 3)}; add the "
+            "plugin that makes them to the run, with the same keys as at the checkpoint"
         )
 
     def compared(kind: str, read: Callable[[Tensor], object]) -> str:
-        ours, its = ({n: read(v) for n, v in state.items() if isinstance(v, Tensor)} for state in (own, saved))
+        ours, its = ({n: read(v) for n, v in state.items() if isinstance(v, Tensor)} for state in (current, saved))
         return differences(ours, its, kind)
 
-    if found := compared("shape", lambda value: tuple(value.shape)) or compared("dtype", lambda value: value.dtype):
-        raise UserError(f"the checkpoint is of another {of}: {found}")
-    if odd := sorted(own.keys() ^ saved.keys()):  # values of `get_extra_state`
+    if differing := compared("shape", lambda value: tuple(value.shape)) or compared("dtype", lambda value: value.dtype):
+        raise UserError(f"the checkpoint is of another {of}: {differing}")
+    if odd := sorted(current.keys() ^ saved.keys()):  # values of `get_extra_state`
         raise UserError(f"the checkpoint is of another {of}: only one of the two has {listed(odd, 3)}")
     # Buffers, such as a mask, may hold infinities.
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in saved and is_finite}

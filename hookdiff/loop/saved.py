@@ -21,23 +21,23 @@ _MARK = "saved"  # key of the metadata of a field
 class _Saved:
     """How a field goes into checkpoints."""
 
-    key: str  # in the state; by default the name of the field, without an underscore before it
+    key: str  # in the state; "": the name of the field, stripped of leading underscores
     validator: Any
 
 
 def saved(default: Any = attrs.NOTHING, *, factory: Any = None, validator: Any = None, key: str = "") -> Any:
     """Return a field of an attrs class that goes into checkpoints, and that no argument sets.
 
-    `lowest: float = saved(math.inf)` is all that a plugin needs to go on where it was: the field is written, checked by
-    its type before anything of a checkpoint is loaded, and set right after `on_start`. A tensor, or a dict of tensors,
-    that the plugin has by then is filled in place, so that it keeps its device, its dtype and its place on the ranks.
-    A field may hold an object with saved fields of its own, or with `state_dict` and `load_state_dict`.
+    `lowest: float = saved(math.inf)` is all that a plugin needs to be resumed. Before anything of a checkpoint is
+    loaded, the value is checked by the type of the field. It is set right after `on_start`: if the plugin has a tensor
+    or a dict of tensors by then, these are filled in place and keep their device, dtype and place on the ranks. A field
+    may hold an object with saved fields of its own, or with `state_dict` and `load_state_dict`.
 
     Args:
-        default: value of the field at the start; without one, and without `factory`, `on_start` sets it.
+        default: value of the field at the start. A field with neither default nor `factory` is set by `on_start`.
         factory: function that makes the default.
         validator: attrs validator of a saved value, such as `hookdiff.options.COUNT`. It is not called during training.
-        key: name in the checkpoint; by default that of the field, without an underscore before it.
+        key: name in the checkpoint. Default: the name of the field, stripped of leading underscores.
     """
     start = default if factory is None else attrs.Factory(factory)
     return attrs.field(default=start, init=False, metadata=as_saved(key, validator))
@@ -49,7 +49,7 @@ def as_saved(key: str = "", validator: Any = None) -> dict[str, _Saved]:
 
 
 def keeps_state(value: object) -> bool:
-    """Return whether an object, or those of a class, have a state: saved fields, or a `state_dict` of their own."""
+    """Return whether an object, or a class, has a state: saved fields, or a `state_dict`."""
     return _is_keeper(value) or bool(saved_fields(value))
 
 
@@ -59,37 +59,37 @@ def _is_keeper(value: object) -> bool:
 
 
 def saved_fields(owner: object) -> dict[str, attrs.Attribute[Any]]:
-    """Return the saved fields of an object, or of those of a class, by their keys in a checkpoint."""
+    """Return the saved fields of an object, or of a class, by their keys in a checkpoint."""
     kind: Any = owner if inspect.isclass(owner) else type(owner)
     return _fields_of(kind)
 
 
 @functools.cache
 def _fields_of(kind: Any) -> dict[str, attrs.Attribute[Any]]:
-    found = [field for field in attrs.fields(kind) if _MARK in field.metadata] if attrs.has(kind) else []
-    return {field.metadata[_MARK].key or field.name.lstrip("_"): field for field in found}
+    fields = [field for field in attrs.fields(kind) if _MARK in field.metadata] if attrs.has(kind) else []
+    return {field.metadata[_MARK].key or field.name.lstrip("_"): field for field in fields}
 
 
 def state_of(owner: Any) -> Any:
     """Return the state of `owner`. The tensors are not copied."""
     if _is_keeper(owner):
         return owner.state_dict()
-    return {key: _plain(getattr(owner, field.name)) for key, field in saved_fields(owner).items()}
+    return {key: _value_state(getattr(owner, field.name)) for key, field in saved_fields(owner).items()}
 
 
-def _plain(value: Any) -> Any:
+def _value_state(value: Any) -> Any:
     if keeps_state(value):
         return state_of(value)
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple, deque)) else value
+        return {key: _value_state(item) for key, item in value.items()}
+    return [_value_state(item) for item in value] if isinstance(value, (list, tuple, deque)) else value
 
 
 def checked(kind: type, state: Any) -> Any:
-    """Return `state` as an object with what an instance of `kind` has saved; raises ValueError if it does not fit."""
+    """Return `state` as an object with the saved fields of `kind`. Raises ValueError if it does not fit."""
     from hookdiff.options.structure import structured
 
-    return structured(_form(kind), state)
+    return structured(_state_type(kind), state)
 
 
 def restore_state(owner: object, state: Any) -> None:
@@ -115,12 +115,12 @@ def _load(owner: Any, state: Any) -> None:
 
 def _filled(key: str, now: Any, value: Any) -> Any:
     """Return `value`, or `now` with the tensors of `value`."""
-    own, its = ({key: one} if isinstance(one, Tensor) else one for one in (now, value))
-    if not (_are_tensors(own) and _are_tensors(its)):
+    ours, its = ({key: state} if isinstance(state, Tensor) else state for state in (now, value))
+    if not (_are_tensors(ours) and _are_tensors(its)):
         return value
-    if differing := own.keys() ^ its.keys():
+    if differing := ours.keys() ^ its.keys():
         raise ValueError(f"{key}: only one of the state and the run has {min(differing)!r}")
-    for name, tensor in own.items():
+    for name, tensor in ours.items():
         if tensor.shape != its[name].shape:
             where, shapes = key if name == key else f"{key}.{name}", (tuple(its[name].shape), tuple(tensor.shape))
             raise ValueError(f"{where}: a tensor of shape {shapes[0]}, expected {shapes[1]}")
@@ -129,15 +129,15 @@ def _filled(key: str, now: Any, value: Any) -> Any:
 
 
 def _are_tensors(value: Any) -> TypeGuard[dict[str, Tensor]]:
-    return isinstance(value, dict) and bool(value) and all(isinstance(one, Tensor) for one in value.values())
+    return isinstance(value, dict) and bool(value) and all(isinstance(item, Tensor) for item in value.values())
 
 
 @functools.cache
-def _form(kind: Any) -> Any:
-    """Return the type of the states of `kind`, which is that of a field, or the class of a plugin.
+def _state_type(kind: Any) -> Any:
+    """Return the type of the states of `kind`, the type of a field or the class of a plugin.
 
-    A class with saved fields has an attrs class with their keys; one with `load_state_dict` what this is annotated to
-    take, if that is an attrs class or a plain type; any other type is its own.
+    For a class with saved fields it is an attrs class with their keys. For a class with `load_state_dict` it is the
+    annotation of the argument, if that is an attrs class or a plain type. Else it is `kind` itself.
     """
     from hookdiff.options.structure import hint_of
 
@@ -148,7 +148,7 @@ def _form(kind: Any) -> Any:
     if not (inspect.isclass(kind) and saved_fields(kind)):
         return kind
     fields = {
-        key: attrs.field(type=_form(hint_of(field.type, kind)), validator=field.metadata[_MARK].validator)
+        key: attrs.field(type=_state_type(hint_of(field.type, kind)), validator=field.metadata[_MARK].validator)
         for key, field in saved_fields(kind).items()
     }
     return attrs.make_class(f"StateOf{kind.__name__}", fields, frozen=True, slots=True)

@@ -28,7 +28,7 @@ class NotMade(tuple[Optimizer, ...]):
     """The optimizers of a run before they are made."""
 
     def __getitem__(self, index: Any) -> Any:
-        raise PluginError("loop.optimizers is empty before on_start: they are made of the prepared model")
+        raise PluginError("loop.optimizers is empty before on_start; read it in on_start or later")
 
 
 def run_state(loop: Loop) -> dict[str, Any]:
@@ -60,20 +60,19 @@ def _state_of(loop: Loop, name: str) -> dict[str, Any]:
     plugin = loop.plugins[name]
     state: dict[str, Any] = state_of(plugin)
     if saved_fields(plugin):
-        try:  # now, and not when it is the only state left
+        try:  # refused now, and not when the run is to be resumed
             checked(type(plugin), state)
         except ValueError as error:
-            raise PluginError(f"the plugin {name!r} has a state that no run could load: {error}") from None
-    trained = {str(index): one.state_dict() for index, one in enumerate(loop.adopted.of(name))}
+            raise PluginError(f"the plugin {name!r} would save a state that no run can load: {error}") from None
+    trained = {str(index): module.state_dict() for index, module in enumerate(loop.adopted.of(name))}
     return {**state, ADOPTED: trained} if trained else state
 
 
-def checked_optimizers(made: Optimizers, model: nn.Module) -> tuple[Optimizer, ...]:
-    """Return the optimizers `made` for `model`; raises UserError for weights or an `eps` that cannot train."""
+def checked_optimizers(optimizers: Optimizers, model: nn.Module) -> tuple[Optimizer, ...]:
+    """Return the optimizers of `model` as a tuple. Raises UserError for weights or an `eps` that cannot train."""
     check_parameters(model)
-    optimizers = as_tuple(made)
-    _check_eps(optimizers)
-    return optimizers
+    _check_eps(as_tuple(optimizers))
+    return as_tuple(optimizers)
 
 
 def _check_eps(optimizers: Iterable[Optimizer]) -> None:
@@ -91,7 +90,7 @@ def _check_eps(optimizers: Iterable[Optimizer]) -> None:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raise UserError for a trained parameter that no optimizer here takes: a complex one, or one that overlaps."""
+    """Raise UserError for a trained parameter that is complex, or with values that overlap in memory."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (parameter.is_complex() or not parameter.is_contiguous()):
             from hookdiff.models.trainable import check_parameter

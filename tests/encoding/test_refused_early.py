@@ -159,7 +159,7 @@ def test_a_side_that_does_not_fit_is_refused_before(write: Any, tmp_path: Path) 
     path = write("bare", "", {})
     before, _, rest = path.read_text().partition("[data.encode.text]")
     path.write_text(f"{before}[model]{rest.partition('[model]')[2]}")
-    with refused(ConfigError, "patch_size", "3", "latents of 3 x 4 x 4, of pictures of 3 x 8 x 8"):
+    with refused(ConfigError, "patch_size", "3", "latents of 3 x 4 x 4, encoded from pictures of 3 x 8 x 8"):
         build_loop(load_config(path, settings=["model.patch_size=3"]), tmp_path / "run")
     assert not (tmp_path / "log").exists()
 

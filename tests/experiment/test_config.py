@@ -184,7 +184,7 @@ def test_golden_message_of_a_config_with_all_kinds_of_problems(tmp_path):
     first, *lines = str(caught.value).split("\n")
     assert first == f"{path}: 6 problems"
     assert lines[:4] == [
-        "  --set nonsense: expected table.key=value",
+        "  --set nonsense: write table.key=value",
         "  run.seed: must be >= 0: -1",
         "  model.use: unknown 'dti'; did you mean 'dit'?; known: dit, unet, or module:Name",
         "  optimizer.lr: expected a number, got 'x'",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hookdiff import ConfigError, Loop, build_loop, load_config
 from hookdiff.experiment import Part, try_config
-from hookdiff.experiment.optimizers import OPTIMIZERS, Groups, build_optimizers, groups, spare, weights_of
+from hookdiff.experiment.optimizers import OPTIMIZERS, Groups, build_optimizers, groups, weights_of, without_decay
 from hookdiff.loop.state import as_tuple
 from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
 from hookdiff_muon import muon
@@ -60,7 +60,7 @@ def test_each_weight_has_its_role() -> None:
 
 
 def decayed(model: nn.Module, *patterns: str) -> list[str]:
-    return [weight.name for weight in spare(weights_of(model), patterns) if weight.decays]
+    return [weight.name for weight in without_decay(weights_of(model), patterns) if weight.decays]
 
 
 def test_weight_decay_is_for_matrices_and_kernels() -> None:
