@@ -136,7 +136,9 @@ def test_what_is_logged_after_a_kill_is_that_of_an_undisturbed_run(rank: int, pl
     with started(tmp_path, 2, train_config, {**spec, "out": tmp_path / "run", "killed": (rank, 8)}) as processes:
         assert processes[rank].finish()[0] == -signal.SIGKILL
         assert processes[1 - rank].finish()[0] > 0
-    assert [one.path.name for one in find_checkpoints(tmp_path / "run")[0]] == ["step-00000006", "step-00000003"]
+    # The kill may cut off the save of step 6, which both ranks write in a thread.
+    saved = [checkpoint.path.name for checkpoint in find_checkpoints(tmp_path / "run")[0]]
+    assert saved in (["step-00000006", "step-00000003"], ["step-00000003"])
     done(tmp_path, 2, train_config, {**spec, "out": tmp_path / "run"})
     whole, resumed = (records(tmp_path / name) for name in ("whole", "run"))
     own = ["gradients/noise_scale"] * (plugin == "ddp")  # of the gradients of each rank, which fsdp never has
