@@ -42,7 +42,7 @@ def checked_labels(labels: Any, classes: Sequence[str] | None, num: int) -> tupl
         except ValueError as error:
             raise UserError(f"labels: {error}") from None
         if classes is not None and high >= len(classes):
-            raise UserError(f"labels: {high} has no class; expected 0 to {len(classes) - 1}")
+            raise UserError(f"labels: {high} has no class; there are {len(classes)}, from 0")
     return labels.cpu(), None if classes is None else tuple(map(shown, classes))
 
 

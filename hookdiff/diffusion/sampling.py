@@ -173,7 +173,7 @@ class Sampling(Sampler):
                 raise ValueError(f"condition {name!r} has shape {tuple(column.shape)}, expected {len(results)} rows")
         if set(conditions) != set(diffusion.condition_names) and len(results):
             got, needed = (", ".join(map(repr, names)) or "none" for names in (conditions, diffusion.condition_names))
-            raise ValueError(f"the network was trained with the conditions {needed}: give these and not {got}")
+            raise ValueError(f"expected the conditions {needed}, with which the network was trained, got {got}")
         if mask is not None and (
             images is None or mask.shape != (len(results), 1, *shape[1:]) or mask.dtype != torch.bool
         ):

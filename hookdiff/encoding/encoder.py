@@ -228,7 +228,7 @@ class EncoderKeys:
     encode: Mapping[str, Encoder] | None = field(
         default=None,
         metadata=about(
-            "encoders of the samples, by name: `image` for the inputs of the network, any other name for that of a "
+            "encoders of the samples, by name: `image` for the inputs of the network; any other name is that of a "
             "condition"
         ),
     )

@@ -33,19 +33,19 @@ class EncoderOutput:
             raise self.wrong(f"digest() returns {digest!r}", "a string that is not empty")
         return digest
 
-    def of_texts(self, output: object, num: int) -> Mapping[str, Tensor]:
+    def of_texts(self, returned: object, num: int) -> Mapping[str, Tensor]:
         """Return the conditions of `num` texts by the ends of their names: n rows each, float, bool or int64."""
-        named = isinstance(output, Mapping) and all(isinstance(name, str) and name[:1] in ("", "_") for name in output)
-        if not named or not output:
-            got = f"the names {[*output]}" if isinstance(output, Mapping) else f"a {type(output).__name__}"
+        names = [*returned] if isinstance(returned, Mapping) else None
+        if not names or not all(isinstance(name, str) and name[:1] in ("", "_") for name in names):
+            got = f"a {type(returned).__name__}" if names is None else f"the names {names}"
             raise self.wrong(f"encode() returns {got}", 'a dict of tensors with the name "", or ends such as "_mask"')
-        return self._checked(output, f"{self.where.rpartition('.')[2]}%s", num, ("bool", "int64"))
+        return self._checked(returned, f"{self.where.rpartition('.')[2]}%s", num, ("bool", "int64"))
 
-    def of_pictures(self, output: Any, num: int) -> Mapping[str, Tensor]:
+    def of_pictures(self, returned: Any, num: int) -> Mapping[str, Tensor]:
         """Return mean and perhaps deviation of `num` pictures: n rows each, float."""
-        if not isinstance(output, tuple | list) or len(output) != 2:
-            raise self.wrong(f"encode() returns a {type(output).__name__}", "a pair of mean and deviation, or None")
-        named = {MEAN: output[0]} | ({} if output[1] is None else {STD: output[1]})
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise self.wrong(f"encode() returns a {type(returned).__name__}", "a pair of mean and deviation, or None")
+        named = {MEAN: returned[0]} | ({} if returned[1] is None else {STD: returned[1]})
         return self._checked(named, "%s", num, ())
 
     def _checked(self, columns: Any, called: str, num: int, others: Sequence[str]) -> Mapping[str, Tensor]:

@@ -251,7 +251,7 @@ class LatentReader(PlainReader):
 
     @property
     def samples(self) -> InMemory | Images | Source:
-        samples: InMemory | Images | Source = self.source.origin
+        samples: InMemory | Images | Source = self.source.items
         return samples
 
     @cached_property

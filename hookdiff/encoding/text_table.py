@@ -229,8 +229,8 @@ class TextTable:
     def _made(self, texts: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the rows of `texts` on the CPU, floats as `dtype`."""
         with torch.no_grad():
-            encoded = self.returned.of_texts(self._open().encode(texts), len(texts))
-        return {name: (rows.to(dtype) if rows.is_floating_point() else rows).cpu() for name, rows in encoded.items()}
+            columns = self.returned.of_texts(self._open().encode(texts), len(texts)).items()
+            return {name: (rows.to(dtype) if rows.is_floating_point() else rows).cpu() for name, rows in columns}
 
     def _stored(self, texts: Sequence[str]) -> dict[str, Tensor]:
         encoded = self._made(texts, STORED)

@@ -329,7 +329,7 @@ def check_conditions_used(config: Config) -> None:
             continue
         gets = ", ".join(map(repr, conditions.condition_names)) or "none"
         way_out = f"add {name!r} to diffusion.conditions, for a network with an argument for it, or remove the encoder"
-        text = f"data.encode.{name}: the network gets none of its conditions, only {gets}: {way_out}"
+        text = f"data.encode.{name}: the network gets none of its conditions; those that it gets are {gets}: {way_out}"
         if isinstance(encoder, TextEncoder):
             raise ConfigError(text)
         logger.warning("%s", text)

@@ -375,7 +375,7 @@ def _warn_of_unused(settings: Iterable[str], config: Config) -> None:
     for setting in settings:
         table, name = f"{setting.partition('=')[0].strip()}.".split(".")[:2]
         if table == "plugins" and name not in config.plugins:
-            logger.warning("--set %s: the plugin %r is not switched on; add --plugins %s", setting, name, name)
+            logger.warning("--set %s: the plugin %r is not switched on; add it to run.plugins", setting, name)
 
 
 def _switched(listed: tuple[str, ...], name: str, problems: Problems) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ def trains_on_ranks(plugin: object) -> bool:
 def installed_that(fits: Callable[[type], bool], among: Collection[str] | None = None) -> list[str]:
     """Return the names of the installed plugins, or of those `among` them, with a class that `fits`, for advice.
 
-    The plugins are imported. A plugin that cannot be imported is left out, with a warning.
+    The plugins are imported. A plugin that cannot be used is left out, with a warning.
     """
     names = []
     for name in sorted(installed().keys() & among) if among else installed():
@@ -49,7 +49,7 @@ def installed_that(fits: Callable[[type], bool], among: Collection[str] | None =
             if fits(_load(name)):
                 names.append(name)
         except Exception as error:  # a broken package must not hide the others
-            logger.warning("the plugin %r cannot be imported: %s", name, error)
+            logger.warning("the plugin %r cannot be used: %s", name, error)
     return names
 
 

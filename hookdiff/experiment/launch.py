@@ -45,4 +45,5 @@ def _check_same(config: Config) -> None:
         if differing := list(changes(first, other, {})):
             key, value, other_value = differing[0]
             text = f"{key} is {value!r} on rank 0, {other_value!r} on rank {number}"
-            raise ConfigError(f"give all ranks the same config: {text}")
+            more = f", and {len(differing) - 1} keys more" * (len(differing) > 1)
+            raise ConfigError(f"give all ranks the same config: {text}{more}")

@@ -396,7 +396,7 @@ class Run:
             yield from ImageMaker(self.loop).make(range(num), request)
 
     def _of_kinds(self, texts: Any) -> dict[str, Any]:
-        """Return `texts` by kinds of captions; texts without a name are of the only kind, or of "captions"."""
+        """Return `texts` by kinds of captions; texts without a name are of the only kind, or of "text"."""
         if texts is None or isinstance(texts, Mapping):
             return dict(texts or {})
         encoders = self.loop.feed.reader.texts

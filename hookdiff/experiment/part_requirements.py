@@ -40,8 +40,8 @@ class PartRequirement:
             raise PluginError(f"{path} is a function of {library}, expected a {self.takes}")
         if not self._is_promised(result_of(target)):
             raise PluginError(
-                f"{path} is a function without the annotation of its result: write `-> {self.annotation}` behind its "
-                "arguments"
+                f"{path} is not annotated to return a {self.takes}: if it is a function that does, write "
+                f"`-> {self.annotation}` behind its arguments"
             )
 
     def _is_promised(self, result: Any) -> bool:

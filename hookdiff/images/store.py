@@ -99,7 +99,7 @@ def prepare(source: AnySource, transforms: Transforms, store: Store) -> Prepared
     elif source.is_images:
         prepared = _from_images(source, transforms, store)
     elif store.store in ("auto", "none"):
-        prepared = Prepared(source.origin)
+        prepared = Prepared(source.items)
     else:
         items = f"the items of {type(source.origin).__name__} may differ each time"
         raise UserError(f"store = {store.store!r}: {items}; only an InMemory, or a source with load(i), can be kept")

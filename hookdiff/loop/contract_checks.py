@@ -39,7 +39,8 @@ def check_plugins(plugins: Mapping[str, object]) -> None:
 def check_contract(name: str, plugin: object) -> None:
     """Raise PluginError for a plugin, or a class of plugins, that does not fit this version of the hooks.
 
-    Such a plugin is made for a later version, has a method that is never called, or can save its state and not load it.
+    Such a plugin is made for a later version, has a method that is never called, or can only save or
+    only load its state.
     """
     check_declaration(name, plugin if inspect.isclass(plugin) else type(plugin))
     keeps, takes = (callable(static_member(plugin, half)) for half in ("state_dict", "load_state_dict"))

@@ -400,9 +400,9 @@ class Hooks(Protocol):
         """Moment: the checkpoint of `step`, in the folder `path`, is complete on disk; on the rank that writes.
 
         It is written during training, so `loop` may be steps further. The hook is called once for each save that
-        succeeds, before the next save or the end of the run, also if the run fails meanwhile. It is not called for a
-        save that fails, nor if the process is killed first. A later save of the same step, after batches
-        that changed no weights, is a checkpoint of its own in the same folder.
+        succeeds, at the latest before the next save or at the end of the run, also if the run fails meanwhile. It is
+        not called for a save that fails, nor if the process is killed first. A later save of the same step, after
+        batches that changed no weights, is a checkpoint of its own in the same folder.
         May change: files; no state.
         """
 

@@ -51,7 +51,7 @@ class Loop(ReadOnly):
         sampler: makes images from the model; an object with `sample` will do. Default: the run samples none.
         hparams: the whole config as plain values, for plugins that record it.
         run_dir: the folder for files. Default: nothing is written.
-        resume: True continues the run in `run_dir`, if it has a checkpoint; a path that of this run or checkpoint.
+        resume: True continues the run in `run_dir`, if it has a checkpoint; a path, the run or checkpoint there.
         fresh: names of the plugins that ignore their saved state.
     """
 

@@ -28,7 +28,7 @@ class Sampler(Protocol):
 
     weights: str | None = None  # default of requests that name no weights, as `[sampling] weights`; optional
     batch_size: int = 256  # images that a plugin asks for at a time, at most; optional
-    guidance: Choice | None = None  # compared by a plugin that replaces the sampler; optional
+    guidance: Choice | None = None  # named in plots of images if it is not that of the run; optional
 
     def sample(
         self,

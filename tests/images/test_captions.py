@@ -272,6 +272,7 @@ def test_items_are_read_once_for_their_texts_if_these_are_asked_for() -> None:
     assert (random.random(), numpy.random.rand(), torch.rand(())) == expected  # what a run draws is not changed
     feed = feed_of(pickle.loads(pickle.dumps(given)), image_key="pixels", label_key="kind").bind(3)
     assert (feed.classes, feed.describe(1)) == (("a", "b"), "picture 1")
+    assert feed.samples[0].keys() == {"pixels", "kind", "label"}
     (batch,) = feed.batches(0)
     assert batch.conditions.keys() == {"label"}
 
