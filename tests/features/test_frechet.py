@@ -11,10 +11,7 @@ from torch import Tensor
 
 from hookdiff.features import Gaussian, Moments, frechet_distance
 from tests.conftest import refused
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.features.conftest import normal
 
 
 def exactly(mean: list[float], covariance: list[list[float]]) -> Gaussian:
