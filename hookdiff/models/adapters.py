@@ -105,6 +105,12 @@ def call_text(model: nn.Module | type[nn.Module], words: Sequence[str], conditio
     return f"forward({', '.join([*by_place, *by_keyword])})"
 
 
+def num_classes_of(model: nn.Module) -> int:
+    """Return the number of classes whose labels `model` takes; 0 if it takes no labels."""
+    num: int | None = getattr(model, "num_classes", None)
+    return num or 0
+
+
 def is_of_diffusers(kind: object) -> bool:
     """Return whether the class or function `kind` is written in diffusers, without importing it."""
     return getattr(kind, "__module__", "").partition(".")[0] == "diffusers"
