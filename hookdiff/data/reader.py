@@ -84,7 +84,7 @@ class TextEncoders(Protocol):
 class Captions(Protocol):
     """The captions of all samples, under one name of the source."""
 
-    given: Sequence[Sequence[str]]  # the captions of each sample, as the source has them
+    originals: Sequence[Sequence[str]]  # the captions of each sample, as the source has them
 
     def every(self) -> Iterable[str]:
         """Yield the captions of all usable samples."""

@@ -45,11 +45,11 @@ class EncodedSamples:
         """Raise UserError unless `encoders` are those of the samples."""
         for name, encoder in encoders.items():
             if name not in self.digests:
-                raise UserError(f"encode.{name}: the samples have no latents of it{nearest(name, self.digests)}")
+                raise UserError(f"encode.{name}: the samples lack latents of this encoder{nearest(name, self.digests)}")
             if (digest := encoder.digest()) != self.digests[name]:
                 raise UserError(
-                    f"encode.{name}: this is another encoder than that of the samples: {digest}, expected "
-                    f"{self.digests[name]}"
+                    f"encode.{name}: this is another encoder than that of the samples; set its options and files as "
+                    f"they were: its digest is {digest}, expected {self.digests[name]}"
                 )
 
 

@@ -51,8 +51,8 @@ def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: in
         if key is None
         else Store(cache_dir=feed.reader.cache_dir).folder / "features" / f"{hashlib.sha256(key.encode()).hexdigest()}"
     )
-    kept = _read(path, key) if path and key and rank() == 0 else None
-    if features := first_rank_says(kept):
+    stored = _read(path, key) if path and key and rank() == 0 else None
+    if features := first_rank_says(stored):
         features.numbers = indices[: len(features.rows)]
         return features
     share = indices[slice(*shares(len(indices))[rank()])]

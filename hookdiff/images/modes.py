@@ -16,7 +16,7 @@ _SIGNED = 2  # a sample format
 _INVERTIBLE = ("I;16", "I;16N", "F;32F", "F;32BF", "F;32NF")
 _SIZE = b"\xff\x4f\xff\x51"  # how the code of JPEG 2000 begins
 
-Loaded = tuple[Any, float | None, float | None]  # an image, and its values of black and white, unless usual
+Loaded = tuple[Any, float | None, float | None]  # an image, and its values of black and white; None: the usual ones
 
 
 def load(image: Any) -> Any:
