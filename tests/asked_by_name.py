@@ -175,7 +175,7 @@ ASKED: dict[str, dict[str, set[str]]] = {
             "getattr(adapter.origin, self.name, getattr(super(owner, adapter), self.name))",
             "getattr(super(owner, adapter), self.name)",
         },
-        "hookdiff/models/sampler.py": {"getattr(given, 'sample', None)"},
+        "hookdiff/models/sampler.py": {"getattr(origin, 'sample', None)"},
         "hookdiff/models/sampling_arguments.py": {"hasattr(objective.origin, 'draw')"},
     },
     "an optimizer of any library": {

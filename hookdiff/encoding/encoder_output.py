@@ -33,19 +33,19 @@ class EncoderOutput:
             raise self.wrong(f"digest() returns {digest!r}", "a string that is not empty")
         return digest
 
-    def of_texts(self, output: object, num: int) -> Mapping[str, Tensor]:
+    def of_texts(self, values: object, num: int) -> Mapping[str, Tensor]:
         """Return the conditions of `num` texts by the ends of their names: n rows each, float, bool or int64."""
-        named = isinstance(output, Mapping) and all(isinstance(name, str) and name[:1] in ("", "_") for name in output)
-        if not named or not output:
-            got = f"the names {[*output]}" if isinstance(output, Mapping) else f"a {type(output).__name__}"
+        named = isinstance(values, Mapping) and all(isinstance(name, str) and name[:1] in ("", "_") for name in values)
+        if not named or not values:
+            got = f"the names {[*values]}" if isinstance(values, Mapping) else f"a {type(values).__name__}"
             raise self.wrong(f"encode() returns {got}", 'a dict of tensors with the name "", or ends such as "_mask"')
-        return self._checked(output, f"{self.where.rpartition('.')[2]}%s", num, ("bool", "int64"))
+        return self._checked(values, f"{self.where.rpartition('.')[2]}%s", num, ("bool", "int64"))
 
-    def of_pictures(self, output: Any, num: int) -> Mapping[str, Tensor]:
+    def of_pictures(self, values: Any, num: int) -> Mapping[str, Tensor]:
         """Return mean and perhaps deviation of `num` pictures: n rows each, float."""
-        if not isinstance(output, tuple | list) or len(output) != 2:
-            raise self.wrong(f"encode() returns a {type(output).__name__}", "a pair of mean and deviation, or None")
-        named = {MEAN: output[0]} | ({} if output[1] is None else {STD: output[1]})
+        if not isinstance(values, tuple | list) or len(values) != 2:
+            raise self.wrong(f"encode() returns a {type(values).__name__}", "a pair of mean and deviation, or None")
+        named = {MEAN: values[0]} | ({} if values[1] is None else {STD: values[1]})
         return self._checked(named, "%s", num, ())
 
     def _checked(self, columns: Any, called: str, num: int, others: Sequence[str]) -> Mapping[str, Tensor]:
