@@ -94,4 +94,5 @@ def check_finite(where: str, columns: Mapping[str, Tensor], batch: Batch, descri
     for name, values in columns.items():
         if bad := (~values.flatten(1).isfinite().all(1)).nonzero().flatten().tolist():
             index = 0 if batch.indices is None else int(batch.indices[bad[0]])  # a batch without them is the first
-            raise UserError(f"{where}: {describe(index)} becomes a {name} that is not finite in float16")
+            text = f"{describe(index)} becomes a {name} that is not finite in float16"
+            raise UserError(f"{where}: {text}; use an encoder with smaller latents")

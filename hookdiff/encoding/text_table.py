@@ -237,7 +237,8 @@ class TextTable:
         for rows in encoded.values():
             if rows.is_floating_point() and not rows.isfinite().all():
                 bad = int((~rows.isfinite().view(len(texts), -1).all(1)).nonzero()[0])
-                raise UserError(f"{self.where}: {texts[bad][:_SHOWN]!r} becomes values beyond the range of float16")
+                text = f"{texts[bad][:_SHOWN]!r} becomes values beyond the range of float16"
+                raise UserError(f"{self.where}: {text}; let the encoder scale them down")
         return encoded
 
     def _facts_of(self, texts: Sequence[str], soundness: TextSoundness | None = None) -> _Facts:

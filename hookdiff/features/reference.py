@@ -78,7 +78,7 @@ def _pixels(feed: Feed, indices: Tensor) -> Iterator[Tensor]:
 
 
 def _key(feed: Feed, indices: Tensor, space: Space, rows: int) -> str | None:
-    """Return a text of everything that decides the features; None if a part of it is unknown."""
+    """Return a text that changes with the features; None if the data or the space has no key."""
     data = feed.fingerprint()
     if data is None or space.key is None:
         return None

@@ -1,4 +1,4 @@
-"""Test runs with encoded inputs: what is kept, drawn, flipped, scaled, decoded, and the same on resume."""
+"""Test that latents are stored, drawn, flipped, scaled and decoded, and are the same after a resume."""
 
 import hashlib
 import os
@@ -30,7 +30,7 @@ from tests.forked import begin
 from tests.on_ranks import done, train_config
 
 ENCODE = '[data.encode.image]\nuse = "tests.encoding.test_encoded:Pooled"'
-CALLS: list[tuple[int, ...]] = []  # shapes of what was encoded
+CALLS: list[tuple[int, ...]] = []  # shapes of the encoded pictures
 
 
 class Pooling:
@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused(write: Any, settings: list[str], facts: tu
 
 
 class OddPooling(Pooling):
-    """Returns what its name says, of which each is wrong."""
+    """Returns wrong latents, of the kind that `name` says."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -319,7 +319,7 @@ def test_a_picture_that_cannot_be_decoded_is_left_out(write: Any, tmp_path: Path
 
 
 class Items:
-    """Pictures with two numbers, of which one may be the label, and a condition."""
+    """Pictures with a condition and two numbers; either number may be the label."""
 
     def __init__(self, dtype: str = "float32") -> None:
         self.dtype = getattr(torch, dtype)
@@ -414,7 +414,7 @@ def test_a_table_without_room_is_refused_before_anything_is_encoded(write: Any) 
 
 @pytest.fixture
 def shards(write: Any, succeed: Callable[..., str], tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that writes what the encoders of a config make as shards, and a config of these."""
+    """Return a function that writes the latents of a config as shards, and a config that trains on the shards."""
 
     def shards(*extra: str, without: str = "", keys: str = "", diffusion: str = "") -> Path:
         path = write(without)

@@ -122,7 +122,7 @@ def table(folder: Path) -> dict[str, bytes]:
 
 
 def counts(folder: Path) -> list[int]:
-    """Return the numbers of what the encoder was called for since the last time."""
+    """Return the number of samples in each call of the encoder since the last time."""
     numbers = [int(line) for line in (folder / "log").read_text().splitlines()]
     (folder / "log").unlink()
     return numbers
@@ -137,7 +137,7 @@ def whole(path: Path) -> dict[str, bytes]:
 
 
 def stopped(path: Path, kind: str, at: int, how: str) -> tuple[int, str]:
-    """Encode in a process that ends at call `at`; return its exit code and what it wrote."""
+    """Encode in a process that ends at call `at`; return its exit code and its stderr."""
     settings = (f"data.encode.{kind}.at={at}", f"data.encode.{kind}.how={how}")
     with begin(encode, path, settings, folder=path.parent, environment=os.environ) as process:
         _, err = process.communicate()

@@ -1,4 +1,4 @@
-"""Test what is said of an encoder before it encodes all: noise, constant channels, and what float16 loses."""
+"""Test that noise, constant channels and losses in float16 are reported before an encoder encodes all samples."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -100,7 +100,7 @@ def write(tmp_path: Path) -> Any:
     return config
 
 
-# What is said of each: a warning, or an error. The numbers are of plain torch, below.
+# The facts in the warning, or in the error, about each encoder. The numbers come from plain torch, below.
 WARNED = [
     ("sound", ()),
     ("bfloat16", ()),
@@ -151,7 +151,7 @@ def test_an_encoder_that_is_not_sound_is_reported_in_each_start(
             check_facts(found[0], "data.encode.image", "some/folder", *(one.format(**numbers()) for one in facts))
     path = write(how)
     build_feed(load_config(path))
-    assert CALLS == []  # what the second start says is in the table
+    assert CALLS == []  # the second start reads its warnings from the table
 
 
 @pytest.mark.parametrize("store", ["disk", "none"])
@@ -175,7 +175,7 @@ def test_a_constant_channel_is_refused_of_a_condition_only_if_it_becomes_the_inp
 
 
 def test_a_channel_that_is_constant_on_the_training_samples_is_named(write: Any, tmp_path: Path) -> None:
-    path = write("constant", "one_picture")  # of which 64 could not show it
+    path = write("constant", "one_picture")  # 64 equal pictures do not show that a channel is constant
     with refused(UserError, "data.encode.image", "channel 1 of", "some/folder", "all 8 samples"):
         build_loop(load_config(path), tmp_path / "run")
     build_feed(load_config(write("vector", name="small")))

@@ -1,4 +1,4 @@
-"""Test runs with captions: what is encoded once, drawn, kept, given to the network, and the same on resume."""
+"""Test that captions are encoded once, stored, drawn and given to the network, and are the same after a resume."""
 
 import hashlib
 import json
@@ -128,7 +128,7 @@ def test_each_caption_is_encoded_once_and_a_changed_one_alone(path: Path, monkey
     content[40] ^= 1
     (rows / "about.json").write_bytes(content)
     build_feed(load_config(path))
-    assert 1 < len(set(ENCODED)) < len(different)  # those of the damaged file
+    assert 1 < len(set(ENCODED)) < len(different)  # the texts of the damaged file
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -228,7 +228,7 @@ class FewWords(Bytes):
 
 
 def of_words() -> InMemory:
-    """Seven captions; those that the tokenizer does not know are all the same to it."""
+    """Seven captions; captions of unknown words become the same tokens."""
     captions = ["a red disc", "a Red  disc", "a blue disc", "кот", "шар", "a zorp", "красный шар"]
     return InMemory(torch.zeros(7, 3, 4, 4), texts={"text": [[text] for text in captions]})
 
@@ -335,7 +335,7 @@ def test_captions_that_shards_do_not_give_back_are_refused(
 
 
 class Odd:
-    """Returns what its name says, of which each is wrong."""
+    """Returns wrong conditions, of the kind that `name` says."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -527,9 +527,8 @@ def test_a_run_draws_prompts_without_its_data(path: Path, tmp_path: Path) -> Non
         assert float(away) == pytest.approx(mean("dog") + 3 * (mean("red") - mean("dog")), abs=1e-3)
         first = run.sample(1, guidance_scale=1.0, raw=True, weights="model").mean()  # of the first training sample
         assert float(first) == pytest.approx(mean("red"), abs=1e-3)
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, "data.encode.text", "halved 1", "halved 2"):
         load_run(tmp_path / "run", ["data.encode.text.version=2"], trust=True).sample(1)
-    check_facts(caught.value, "data.encode.text", "halved 1", "halved 2")
 
 
 def test_samples_have_a_row_for_each_prompt(path: Path, tmp_path: Path, succeed: Callable[..., str]) -> None:

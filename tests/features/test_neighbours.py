@@ -1,4 +1,4 @@
-"""Distances in parts are those of all pairs at once."""
+"""Distances that are computed in parts equal the distances of all pairs at once."""
 
 import pytest
 import torch
