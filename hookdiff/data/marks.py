@@ -23,7 +23,7 @@ _AT_ONCE = 1024  # rows
 
 @define(frozen=True)
 class Mark:
-    """Hashes of one part of the data, such as its labels: of its rows in their order, and in any order."""
+    """Hashes of one part of the data, such as its labels. The order of the rows changes one of them."""
 
     num: int  # rows
     ordered: str

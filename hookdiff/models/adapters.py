@@ -21,7 +21,7 @@ from torch.func import functional_call
 from hookdiff.errors import nearest
 from hookdiff.models.weights import Buffers, evaluating
 
-_TIME = "timestep"  # the argument that networks of diffusers with a text take later
+_TIME = "timestep"  # networks of diffusers with a text take this argument later
 _SMALL = 1 << 30  # weights times pixels: at most a second on a CPU
 
 

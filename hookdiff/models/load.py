@@ -73,7 +73,7 @@ def load_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
     # Torch copies no whole tensor into a sharded one, and nothing into an overlapping one.
     ours = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor) or is_overlapping(tensor)}
     model.load_state_dict({name: value for name, value in saved.items() if name not in ours}, strict=not ours)
-    for name, tensor in ours.items():  # after the others, which overlapping ones may show
+    for name, tensor in ours.items():  # last, because overlapping tensors may show the others
         fill_(tensor, saved[name])
 
 
