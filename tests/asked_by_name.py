@@ -74,11 +74,10 @@ ASKED: dict[str, dict[str, set[str]]] = {
         "plugins/hookdiff_ema/snapshots.py": {"getattr(torch, snapshot.dtype)"},
     },
     "a network of any library": {
-        "hookdiff/experiment/build.py": {"getattr(model, 'num_classes', 0)", "getattr(model, 'num_classes', None)"},
         "hookdiff/experiment/optimizers.py": {"getattr(module, 'parametrizations', {})"},
-        "hookdiff/experiment/probe.py": {"getattr(model, 'num_classes', 0)"},
         "hookdiff/models/adapters.py": {
             "getattr(model, '_forward_pre_hooks', {})",
+            "getattr(model, 'num_classes', None)",
             "getattr(theirs, 'config', {})",
             "hasattr(kind, 'enable_gradient_checkpointing')",
             "hasattr(module, 'token_drop')",
@@ -90,16 +89,13 @@ ASKED: dict[str, dict[str, set[str]]] = {
             "hasattr(module, 'set_processor')",
         },
         "hookdiff/models/compiler.py": {"getattr(net, '_compiled_call_impl', None)"},
-        "hookdiff/models/sampling_arguments.py": {"getattr(model, 'num_classes', 0)"},
         "plugins/hookdiff_autoencoder/__init__.py": {"getattr(network, 'quant_conv', None)"},
         "plugins/hookdiff_checkpoint/export.py": {"getattr(module, name)"},
-        "plugins/hookdiff_checkpoint/to_diffusers.py": {"getattr(model, 'num_classes', 0)"},
         "plugins/hookdiff_debug/measure.py": {
             "def __getattr__",
             "getattr(module, '_compiled_call_impl', None)",
             "getattr(self.model, name)",
         },
-        "plugins/hookdiff_samples/plugin.py": {"getattr(loop.model, 'num_classes', 0)"},
     },
     "a network of the user, at its adapter": {
         "hookdiff/encoding/encoder.py": {"getattr(network, 'lengths', None)", "getattr(network, 'tokens', None)"}

@@ -75,9 +75,9 @@ class Feed:
     usable: Tensor = field(init=False)  # n, int64, sorted: positions of the samples that can be read
     training: Tensor = field(init=False)  # the usable samples to train on
     held_out_indices: Tensor = field(init=False)  # the usable samples held out
-    epoch: int | None = field(init=False, default=None)  # the last one that `begin` began
-    weights: Tensor | None = field(init=False, default=None)  # of `weigh`, in that epoch
-    waited: float = field(init=False, default=0.0)  # seconds in this process for all batches to train on
+    epoch: int | None = field(init=False, default=None)  # that `begin` began last
+    weights: Tensor | None = field(init=False, default=None)  # given to `weigh` in this epoch
+    waited: float = field(init=False, default=0.0)  # seconds of this process, for batches to train on
 
     def __attrs_post_init__(self) -> None:
         self.reader = _reader_of(self.data)

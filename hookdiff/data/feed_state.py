@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # No run comes near these numbers, and memory has room for them.
 MOST_VALUES, MOST_SAMPLES, MOST_CLASSES = 1 << 31, 10**10, 10**7
-MOST, LIMIT = 16, 1 << 22  # examples, and bytes of all of them together; there is always one
+MOST, LIMIT = 16, 1 << 22  # examples, and bytes of all examples together; one example is always kept
 
 
 def _are_rows(facts: Any, _: Attribute[Any], __: Mapping[str, Any]) -> None:

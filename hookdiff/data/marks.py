@@ -23,7 +23,7 @@ _AT_ONCE = 1024  # rows
 
 @define(frozen=True)
 class Mark:
-    """Hashes of one part of the data, such as its labels: of its rows in their order, and in any order."""
+    """Hashes of one part of the data, such as its labels. The order of the rows changes one of them."""
 
     num: int  # rows
     ordered: str
@@ -57,7 +57,7 @@ def marks_of_data(feed: Feed) -> dict[str, Mark]:
     if feed.labels is not None:
         marks["labels"] = _of_tensor(feed.labels)
     for key, captions in reader.captions.items():
-        marks[f"captions {key!r}"] = _of_texts("\n".join(texts) for texts in captions.given)
+        marks[f"captions {key!r}"] = _of_texts("\n".join(texts) for texts in captions.originals)
     return {**marks, "held-out samples": _of_tensor(feed.held_out_indices)}
 
 

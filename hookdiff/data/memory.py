@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-MAX_LABEL = 2**24 - 1  # there is memory for as many classes
+MAX_LABEL = 2**24 - 1  # more classes would not fit in memory
 
 
 def check_range(low: int, high: int) -> None:

@@ -84,7 +84,7 @@ class TextEncoders(Protocol):
 class Captions(Protocol):
     """The captions of all samples, under one name of the source."""
 
-    given: Sequence[Sequence[str]]  # the captions of each sample, as the source has them
+    originals: Sequence[Sequence[str]]  # the captions of each sample, as the source has them
 
     def every(self) -> Iterable[str]:
         """Yield the captions of all usable samples."""
@@ -138,11 +138,11 @@ class Reader(Protocol):
 
     @property
     def captions(self) -> Mapping[str, Captions]:
-        """The captions, by their names in the source. Optional; by default none."""
+        """The captions, by their names in the source; optional, default: none."""
 
     @property
     def texts(self) -> TextEncoders | None:
-        """The encoders of the captions. Optional; None by default."""
+        """The encoders of the captions; optional, default: None."""
 
     @property
     def nothing(self) -> Mapping[str, Tensor | None]:
@@ -150,7 +150,7 @@ class Reader(Protocol):
 
     @property
     def digests(self) -> Mapping[str, str]:
-        """The digests of all encoders, by name. Optional; by default none."""
+        """The digests of all encoders, by name; optional, default: none."""
 
     def __len__(self) -> int:
         """Return the number of samples in the whole set."""

@@ -46,8 +46,8 @@ class CaptionKeys:
         default=None,
         validator=optional(ge(0)),
         metadata=about(
-            "shuffle the parts of a caption between commas anew in each step, but the first ones, of this number; this "
-            'needs encoders with `store = "none"`'
+            "shuffle the tags of a caption, its parts between commas, anew in each step, except this number of tags at "
+            'its beginning; this needs encoders with `store = "none"`'
         ),
     )
     missing: Literal["stop", "empty"] = field(
@@ -66,14 +66,14 @@ class CaptionsOf:
     """
 
     name: str
-    given: Sequence[Sequence[str]]  # the captions of each sample, as the source has them
+    originals: Sequence[Sequence[str]]  # the captions of each sample, as the source has them
     keys: CaptionKeys
     describe: Callable[[int], str]
     usable: Sequence[int]  # samples that are trained on or held out
     counts: Tensor = field(init=False)  # captions of each sample: n, int64
 
     def __attrs_post_init__(self) -> None:
-        self.counts = torch.tensor([len(self.of(index)) for index in range(len(self.given))])
+        self.counts = torch.tensor([len(self.of(index)) for index in range(len(self.originals))])
         empty = [index for index in self.usable if self.of(index) == ("",)]
         if not empty:
             return
@@ -86,7 +86,7 @@ class CaptionsOf:
     def of(self, index: int) -> Sequence[str]:
         """Return the captions of a sample, without prefix and suffix; if all are blank, the `caption` of the config."""
         try:
-            return captions_of(self.given[index]) or captions_of(self.keys.caption) or ("",)
+            return captions_of(self.originals[index]) or captions_of(self.keys.caption) or ("",)
         except ValueError as error:
             raise UserError(f"{self.describe(index)}: {self.name}: {error}") from None
 
@@ -139,5 +139,6 @@ def captions_for(
         known = f"{', '.join(texts) or way_out}{nearest(lacking[0], texts)}"
         raise UserError(f"encode.{wanted[lacking[0]]}.of: the source has no captions {lacking[0]!r}; it has {known}")
     if unused := [name for name in texts if name not in wanted]:
-        raise UserError(f"texts: no encoder takes the captions {unused[0]!r}; set `of` of one to this name")
+        way_out = "name them in the key `of` of an encoder in [data.encode]"
+        raise UserError(f"texts: no encoder takes the captions {unused[0]!r}; {way_out}")
     return dict(texts)

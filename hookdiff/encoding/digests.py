@@ -13,7 +13,7 @@ from hookdiff.disk.reading import open_file, read_file
 from hookdiff.errors import StorageError
 
 _FILE = "digests.json"
-_STEP = 2.0  # seconds, longer than a tick of a file system's clock, within which a second change leaves the time alone
+_STEP = 2.0  # seconds, longer than a tick of a file system's clock: two changes in one tick get the same time
 
 
 def digest_of(files: Iterable[Path], *texts: str) -> str:
@@ -39,7 +39,7 @@ def digest_of(files: Iterable[Path], *texts: str) -> str:
 
 
 def _key(path: Path) -> str:
-    about = path.stat()  # programs can set the time of the data, but not that of the inode
+    about = path.stat()  # programs can set the time of the content, but not the time of the inode
     return f"{path.resolve()} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
 
 

@@ -45,11 +45,11 @@ class EncodedSamples:
         """Raise UserError unless `encoders` are those of the samples."""
         for name, encoder in encoders.items():
             if name not in self.digests:
-                raise UserError(f"encode.{name}: the samples have no latents of it{nearest(name, self.digests)}")
+                raise UserError(f"encode.{name}: the samples lack latents of this encoder{nearest(name, self.digests)}")
             if (digest := encoder.digest()) != self.digests[name]:
                 raise UserError(
-                    f"encode.{name}: this is another encoder than that of the samples: {digest}, expected "
-                    f"{self.digests[name]}"
+                    f"encode.{name}: this is another encoder than that of the samples; set its options and files as "
+                    f"they were: its digest is {digest}, expected {self.digests[name]}"
                 )
 
 
@@ -94,4 +94,5 @@ def check_finite(where: str, columns: Mapping[str, Tensor], batch: Batch, descri
     for name, values in columns.items():
         if bad := (~values.flatten(1).isfinite().all(1)).nonzero().flatten().tolist():
             index = 0 if batch.indices is None else int(batch.indices[bad[0]])  # a batch without them is the first
-            raise UserError(f"{where}: {describe(index)} becomes a {name} that is not finite in float16")
+            text = f"{describe(index)} becomes a {name} that is not finite in float16"
+            raise UserError(f"{where}: {text}; use an encoder with smaller latents")

@@ -61,7 +61,7 @@ class Encoder(Choice, ABC):
 
     @property
     def origin(self) -> str:
-        """Its place for messages: its option `path`, or without that option its name."""
+        """The name of the encoder in messages: its option `path`; default: `use`."""
         return str(getattr(self, "path", self.use))
 
     @abstractmethod
@@ -191,7 +191,7 @@ class TextEncoder(Encoder):
         alias="of",
         kw_only=True,
         validator=min_len(1),
-        metadata=about("name of the captions in the source that it takes"),
+        metadata=about("name of the captions of the source that it encodes"),
     )
 
     @property

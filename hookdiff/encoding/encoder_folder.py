@@ -26,7 +26,7 @@ def why_no_folder(value: str, name: str, what: str, fits: Callable[[Mapping[str,
         value: the option `path` of an encoder. A name of the Hugging Face hub is answered by how to download it.
         name: the file that makes a folder the encoder's, such as "config.json".
         what: what such a folder holds, in words.
-        fits: whether a table of such a file is of a class that is known. Folders nearby for which it is are named.
+        fits: whether the table in such a file names a known class. The way out names folders nearby with such a table.
     """
     path = Path(value).expanduser()
     if path.is_dir():

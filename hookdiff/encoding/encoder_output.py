@@ -33,19 +33,19 @@ class EncoderOutput:
             raise self.wrong(f"digest() returns {digest!r}", "a string that is not empty")
         return digest
 
-    def of_texts(self, returned: object, num: int) -> Mapping[str, Tensor]:
+    def of_texts(self, values: object, num: int) -> Mapping[str, Tensor]:
         """Return the conditions of `num` texts by the ends of their names: n rows each, float, bool or int64."""
-        names = [*returned] if isinstance(returned, Mapping) else None
-        if not names or not all(isinstance(name, str) and name[:1] in ("", "_") for name in names):
-            got = f"a {type(returned).__name__}" if names is None else f"the names {names}"
+        named = isinstance(values, Mapping) and all(isinstance(name, str) and name[:1] in ("", "_") for name in values)
+        if not named or not values:
+            got = f"the names {[*values]}" if isinstance(values, Mapping) else f"a {type(values).__name__}"
             raise self.wrong(f"encode() returns {got}", 'a dict of tensors with the name "", or ends such as "_mask"')
-        return self._checked(returned, f"{self.where.rpartition('.')[2]}%s", num, ("bool", "int64"))
+        return self._checked(values, f"{self.where.rpartition('.')[2]}%s", num, ("bool", "int64"))
 
-    def of_pictures(self, returned: Any, num: int) -> Mapping[str, Tensor]:
+    def of_pictures(self, values: Any, num: int) -> Mapping[str, Tensor]:
         """Return mean and perhaps deviation of `num` pictures: n rows each, float."""
-        if not isinstance(returned, tuple | list) or len(returned) != 2:
-            raise self.wrong(f"encode() returns a {type(returned).__name__}", "a pair of mean and deviation, or None")
-        named = {MEAN: returned[0]} | ({} if returned[1] is None else {STD: returned[1]})
+        if not isinstance(values, tuple | list) or len(values) != 2:
+            raise self.wrong(f"encode() returns a {type(values).__name__}", "a pair of mean and deviation, or None")
+        named = {MEAN: values[0]} | ({} if values[1] is None else {STD: values[1]})
         return self._checked(named, "%s", num, ())
 
     def _checked(self, columns: Any, called: str, num: int, others: Sequence[str]) -> Mapping[str, Tensor]:

@@ -16,9 +16,9 @@ from torch import Generator, Tensor
 from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
 from hookdiff.data.memory import InMemory, to_device
-from hookdiff.data.memory_reader import PlainReader, checked_labels, hash_of, is_paired
+from hookdiff.data.memory_reader import hash_of, is_paired
 from hookdiff.data.reader import Parts, Stack
-from hookdiff.data.source import AnySource, Images, Source
+from hookdiff.data.source import Images, Source
 from hookdiff.encoding.codec import PictureCodec
 from hookdiff.encoding.encoded_samples import MEAN, STD, EncodedSamples, SourceLatents
 from hookdiff.encoding.encoder import INPUTS, PictureEncoder
@@ -36,11 +36,10 @@ from hookdiff.images.augment import FLIP
 from hookdiff.images.cache import key_of, place_of
 from hookdiff.images.items import ItemKeys
 from hookdiff.images.sizes import common_size
-from hookdiff.images.source_reader import reader_of_source
-from hookdiff.images.store import Store
+from hookdiff.images.source_reader import OfSource, reader_of_source
 from hookdiff.images.survey import Survey, left_out_text
 from hookdiff.images.table import FORMAT
-from hookdiff.images.transforms import Transforms, size_text
+from hookdiff.images.transforms import size_text
 from hookdiff.machine.randomness import derive_seed, uniforms
 from hookdiff.machine.ranks import first_rank_does
 
@@ -60,29 +59,20 @@ class LatentPart:
 
 
 @define(eq=False, slots=False)
-class LatentReader(PlainReader):
-    """Reads the latents of the samples of `source`, which `encoders` make, or have made if `is_encoded`.
+class LatentReader(OfSource):
+    """Reads the latents of the samples of `source`. The samples hold them if `is_encoded`; else `encoders` make them.
 
     Encoders without a table are `pending` at first: until `encode` has made it, a sample is encoded when it is read.
 
     `make_samples` opens the Feed of the source: of pictures, or of latents.
     """
 
-    source: AnySource
-    transforms: Transforms
-    store: Store
     encoders: Mapping[str, PictureEncoder]
     make_samples: Callable[[], Feed]
     device: torch.device
     is_encoded: bool = False
     item_keys: ItemKeys = field(factory=ItemKeys)
-    labels: Tensor | None = field(init=False)
-    classes: Sequence[str] | None = field(init=False)
-    left_out: Sequence[str] = field(init=False)
-    unreadable: set[int] = field(init=False)
     codec: PictureCodec | None = field(init=False, default=None)
-    cache_dir: str | None = field(init=False)
-    seed: int = field(init=False, default=0)
     _samples: Feed | None = field(init=False, default=None)
     _survey: Survey = field(init=False)
     _picture_shape: tuple[int, ...] = field(init=False)
@@ -91,12 +81,11 @@ class LatentReader(PlainReader):
     pending: dict[str, PictureTableBuilder] = field(init=False, factory=dict)  # the makers of missing tables
 
     def __attrs_post_init__(self) -> None:
-        self.cache_dir = self.store.cache_dir
         if self.transforms.side != self.transforms.image_size:
             raise UserError("resize: a random crop cannot be encoded once; set image_size without resize")
         if any(self.transforms.color_jitter):
             raise UserError("color_jitter: random colours cannot be encoded once; leave color_jitter out")
-        self.labels, self.classes = checked_labels(self.source.labels, self.source.classes, len(self.source))
+        super().__attrs_post_init__()
         self._set(self._take() if self.is_encoded else self._find())
 
     def encode(self) -> None:
@@ -246,9 +235,6 @@ class LatentReader(PlainReader):
         key = key_of(self.source, self.transforms)
         return None if key is None else (*key, self.item_keys)
 
-    def __len__(self) -> int:
-        return len(self.source)
-
     @property
     def samples(self) -> InMemory | Images | Source:
         samples: InMemory | Images | Source = self.source.items
@@ -280,9 +266,6 @@ class LatentReader(PlainReader):
         reader = copy(self)
         reader.seed, reader.device = seed, device
         return reader
-
-    def describe(self, index: int) -> str:
-        return self.source.name_of(index)
 
     def fingerprint(self) -> str | None:
         keys = [self._key(name) for name in self.encoders]

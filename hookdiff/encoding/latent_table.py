@@ -85,7 +85,9 @@ class PictureTableBuilder:
     returned: EncoderOutput = field(init=False)
     _fitting: Fitting | None = field(default=None, init=False)
     _soundness: Soundness | None = field(default=None, init=False)
-    _tried: tuple[Batch, dict[str, Tensor]] | None = field(default=None, init=False)  # a first sample, and its sides
+    _tried: tuple[Batch, dict[str, Tensor]] | None = field(
+        default=None, init=False
+    )  # the first sample, and its latents
 
     def __attrs_post_init__(self) -> None:
         self.returned = EncoderOutput(self.where, self.encoder)

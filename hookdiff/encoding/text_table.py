@@ -237,7 +237,8 @@ class TextTable:
         for rows in encoded.values():
             if rows.is_floating_point() and not rows.isfinite().all():
                 bad = int((~rows.isfinite().view(len(texts), -1).all(1)).nonzero()[0])
-                raise UserError(f"{self.where}: {texts[bad][:_SHOWN]!r} becomes values beyond the range of float16")
+                text = f"{texts[bad][:_SHOWN]!r} becomes values beyond the range of float16"
+                raise UserError(f"{self.where}: {text}; let the encoder scale them down")
         return encoded
 
     def _facts_of(self, texts: Sequence[str], soundness: TextSoundness | None = None) -> _Facts:
@@ -246,12 +247,14 @@ class TextTable:
 
     def _report_tokens(self, texts: Sequence[str]) -> None:
         """Warn of texts that are cut, unknown to the tokenizer, or the same as another text in tokens."""
-        parts, wanted = self._facts if self.is_kept else [self._facts_of(texts)], list(map(_digest, texts))
-        known = {digest: fact for part in parts for digest, fact in part.by_text(set(wanted)).items()}
-        facts = [known[digest] for digest in wanted]
-        cut = [text for text, fact in zip(texts, facts, strict=True) if fact.is_cut]
-        unknown = [text for text, fact in zip(texts, facts, strict=True) if fact.is_unknown]
-        tokens = [fact.tokens for fact in facts]
+        parts = self._facts if self.is_kept else [self._facts_of(texts)]
+        text_of = {_digest(text): text for text in texts}
+        tokens_of = {digest: each for part in parts for digest, each in zip(part.digests, part.tokens, strict=False)}
+        cut_digests = {part.digests[row] for part in parts for row in part.cut}
+        unknown_digests = {part.digests[row] for part in parts for row in part.unknown}
+        cut = [text for digest, text in text_of.items() if digest in cut_digests]
+        unknown = [text for digest, text in text_of.items() if digest in unknown_digests]
+        tokens = [tokens_of.get(digest, "") for digest in text_of]
         same = [] if "" in tokens else of_same_tokens(texts, tokens)
         of_all = f"of {len(texts):,} texts"
         if cut:
@@ -351,27 +354,12 @@ class TextConditions:
 
 
 @define(frozen=True)
-class _Text:
-    """Facts about the tokens of a text."""
-
-    is_cut: bool
-    is_unknown: bool
-    tokens: str  # a hash; "": not known
-
-
-@define(frozen=True)
 class _Facts:
     digests: list[str]  # of the texts, in the order of their rows
     cut: list[int]  # rows of texts that the encoder cuts
     unknown: list[int] = field(factory=list)  # rows of texts with hardly a word that it knows
     tokens: list[str] = field(factory=list)  # a hash of the tokens of each text, if they are known
     soundness: TextSoundness | None = None  # of texts that were encoded for a table
-
-    def by_text(self, wanted: Collection[str]) -> dict[str, _Text]:
-        """Return the facts about the `wanted` texts, by their digests."""
-        cut, unknown, tokens = set(self.cut), set(self.unknown), self.tokens or [""] * len(self.digests)
-        every = enumerate(zip(self.digests, tokens, strict=True))
-        return {digest: _Text(row in cut, row in unknown, token) for row, (digest, token) in every if digest in wanted}
 
 
 def _read(path: Path, num: int) -> tuple[_Facts, dict[str, Tensor]]:

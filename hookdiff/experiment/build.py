@@ -45,7 +45,7 @@ from hookdiff.loop.counts import AUTO
 from hookdiff.loop.loop import Loop
 from hookdiff.loop.state import check_parameters
 from hookdiff.machine.ranks import agree, rank
-from hookdiff.models.adapters import adapt, check_forward
+from hookdiff.models.adapters import adapt, check_forward, num_classes_of
 from hookdiff.models.attention_forms import use_attention
 from hookdiff.models.compiler import sampling_errors, try_compiler
 from hookdiff.models.init import Initialisation, layers_called
@@ -444,7 +444,7 @@ def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusi
     If it `trains`, a gradient must reach its output.
     """
     part = config.model
-    asked, known = getattr(model, "num_classes", None) or 0, feed.num_classes or 0
+    asked, known = num_classes_of(model), feed.num_classes or 0
     if 0 < asked < known:
         raise ConfigError(f"{part.where}: {part.use} has num_classes = {asked}; set {known}, as in the data")
     try:
@@ -462,7 +462,7 @@ def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusi
 
 def fit_to_model(config: Config, model: nn.Module) -> Config:
     """Set `conditional` to whether the network takes labels, unless the config sets it."""
-    takes_labels = bool(getattr(model, "num_classes", 0))
+    takes_labels = num_classes_of(model) > 0
     diffusion = config.diffusion.given(conditional=takes_labels)
     if diffusion.arguments["conditional"] and not takes_labels:
         raise ConfigError(f"diffusion.conditional: {config.model.use} takes no labels; set model.num_classes")

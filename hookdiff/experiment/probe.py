@@ -30,7 +30,7 @@ from hookdiff.images.folder import Folder
 from hookdiff.images.transforms import Transforms, size_text
 from hookdiff.loop.registry import Plugins
 from hookdiff.loop.state import as_tuple
-from hookdiff.models.adapters import NoGradient, call_text, check_forward
+from hookdiff.models.adapters import NoGradient, call_text, check_forward, num_classes_of
 from hookdiff.models.load import check_file
 from hookdiff.options.structure import Problems, missing
 
@@ -140,7 +140,7 @@ def _probe_objective(config: Config, model: Any) -> str | None:
     labels = objective.conditional
     if labels is None:
         wanted = part.arguments.get("num_classes", "num_classes" in missing(part.target, part.arguments))
-        labels = bool(wanted if isclass(model) else getattr(model, "num_classes", 0))
+        labels = bool(wanted if isclass(model) else num_classes_of(model))
     images = "images"
     if INPUTS in config.data.of(EncoderKeys).of_pictures:
         images = "latents"
@@ -157,7 +157,7 @@ def _probe_objective(config: Config, model: Any) -> str | None:
 
 def _probe_gradient(part: Part, model: nn.Module, side: int | None) -> None:
     """Raise ConfigError if no gradient reaches the output of a user's model, for the first shape that it accepts."""
-    labels = bool(getattr(model, "num_classes", 0))
+    labels = num_classes_of(model) > 0
     for channels in (1, 3, 4) if ":" in part.use else ():
         try:
             check_forward(model, (channels, side or 32, side or 32), labels=labels, trains=True)

@@ -21,7 +21,7 @@ class Collected:
     moments: Moments = field(factory=Moments)
     _rows: list[Tensor] = field(factory=list)  # n d, float32
     _logits: list[Tensor] = field(factory=list)  # n k, float32
-    numbers: Tensor | None = None  # of the samples of the data for `rows`: n, int64
+    numbers: Tensor | None = None  # positions in the data of the samples of `rows`: n, int64
     most: int = ROWS
     _kept: int = field(default=0, init=False)
 

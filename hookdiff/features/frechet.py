@@ -74,8 +74,8 @@ def _factor(gaussian: Gaussian, scale: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(covariance)
     # Rounding turns an eigenvalue of zero into about eps * d times the largest, of either sign. Its square root, 1e-7,
     # would count in full in directions in which only the other set varies.
-    kept = values > values[-1] * least
-    factor = vectors[:, kept] * values[kept].sqrt()
+    is_large = values > values[-1] * least
+    factor = vectors[:, is_large] * values[is_large].sqrt()
     return factor
 
 

@@ -10,7 +10,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-_PENDING = 8192  # rows at least that are added to the scatter at a time, so that small chunks need few d x d matrices
+_PENDING = 8192  # rows that wait before they are added to the scatter: small chunks then need few d x d matrices
 
 
 @define(frozen=True, eq=False)

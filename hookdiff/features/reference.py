@@ -46,19 +46,16 @@ def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: in
     # In a random order, since the first rows are kept, and data is often sorted by class.
     indices = indices[torch.randperm(len(indices), generator=torch.Generator().manual_seed(0))]
     key = _key(feed, indices, space, min(most, len(indices)))
-    path = (
-        None
-        if key is None
-        else Store(cache_dir=feed.reader.cache_dir).folder / "features" / f"{hashlib.sha256(key.encode()).hexdigest()}"
-    )
-    kept = _read(path, key) if path and key and rank() == 0 else None
-    if features := first_rank_says(kept):
+    folder = Store(cache_dir=feed.reader.cache_dir).folder / "features"
+    path = folder / hashlib.sha256((key or "").encode()).hexdigest()
+    stored = _read(path, key) if key and rank() == 0 else None
+    if features := first_rank_says(stored):
         features.numbers = indices[: len(features.rows)]
         return features
     share = indices[slice(*shares(len(indices))[rank()])]
     with closing(paced(_pixels(feed, share), len(share), what)) as images:
         features = Collected.merged(gathered_or_raised(lambda: Collected.of(space, images, most, logits=False)))
-    if path and key and rank() == 0:
+    if key and rank() == 0:
         _write(path, key, features)
     features.numbers = indices[: len(features.rows)]
     return features
@@ -78,7 +75,7 @@ def _pixels(feed: Feed, indices: Tensor) -> Iterator[Tensor]:
 
 
 def _key(feed: Feed, indices: Tensor, space: Space, rows: int) -> str | None:
-    """Return a text of everything that decides the features; None if a part of it is unknown."""
+    """Return a text that changes with the features; None if the data or the space has no key."""
     data = feed.fingerprint()
     if data is None or space.key is None:
         return None

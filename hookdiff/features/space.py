@@ -89,7 +89,7 @@ class Features(Choice, ABC):
     """The base of features, chosen by name; `open` loads their network."""
 
     kind = "features"
-    channels: ClassVar[Sequence[int] | None] = None  # that the space takes, if that is known before it is opened
+    channels: ClassVar[Sequence[int] | None] = None  # of images for the space, if known before it is opened
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise UserError, before `open` fetches any weights, if the space takes no images of `shape` (c h w)."""

@@ -25,7 +25,7 @@ logger = logging.getLogger("hookdiff")
 
 _PIXELS = "pixels"
 
-Fill = Callable[[Any, Survey], None]  # writes pixels, and adds to the survey samples that cannot be decoded
+Fill = Callable[[Any, Survey], None]  # writes pixels, and notes in the survey which samples cannot be decoded
 
 
 @define(frozen=True)

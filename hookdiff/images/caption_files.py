@@ -18,7 +18,7 @@ _THREADS = 16  # that wait for a disk or a server
 
 
 def read_captions(root: Path, names: Sequence[str | None]) -> list[tuple[str, ...]]:
-    """Return the captions in each of the files `names` below `root`; None has none.
+    """Return the captions in each of the files `names` below `root`. None as a name: no captions.
 
     Raises:
         UserError: that lists the files that cannot be read.

@@ -17,7 +17,7 @@ from hookdiff.images.survey import PassedOver, kinds_text
 
 _CAPTIONS = ".txt"
 _NOT_COUNTED = (_CAPTIONS, ".caption", ".json")  # captions beside a picture of the same name
-_OF_SYSTEMS = ("thumbs.db", "desktop.ini")  # the Macintosh hides its own
+_OF_SYSTEMS = ("thumbs.db", "desktop.ini")  # of Windows; those of the Macintosh are hidden files
 
 
 class Folder:
@@ -36,10 +36,10 @@ class Folder:
             `path`) and a `label` for each image: a name, or an integer from 0 (-1: unknown)
         captions: "txt": the lines of the .txt beside an image, of the same name, are its captions; or the name of a
             column of the file that `labels` names, which then needs no labels: a text, in a .jsonl also a list of
-            texts. An image without any has no captions
+            texts. All other images have no captions
 
     Raises:
-        ValueError: if there is no image, or nothing has captions that are asked for.
+        ValueError: if there is no image, or `captions` names captions that are not there.
     """
 
     def __init__(self, path: str, labels: str = "folder", captions: str | None = None) -> None:

@@ -17,7 +17,7 @@ class Format:
     is_extra: bool = field(default=False, kw_only=True)  # Pillow has no reader; an extra package may have one
 
 
-# The last one is known by its header alone, which has no magic number.
+# TGA has no magic number, so its pattern describes the whole header.
 PICTURE_FORMATS = (
     Format(("JPEG", "MPO"), (".jpg", ".jpeg", ".jpe", ".jfif"), rb"\xff\xd8\xff"),
     Format(("PNG",), (".png", ".apng"), rb"\x89PNG\r\n\x1a\n"),

@@ -23,7 +23,7 @@ _Captions = tuple[str, ...]  # of one sample
 
 
 def with_texts(source: AnySource, keys: ItemKeys, workers: Workers) -> AnySource:
-    """Return `source` with the captions in its items as its `texts`, by their keys, and without them in its items.
+    """Return a source whose `texts` are the captions in the items of `source`, by their keys; its items lack them.
 
     Only a map-style data set with a text, or a list of texts, in its first item is changed. All items are read once,
     when the captions of one key are first used, which raises UserError for an item without captions.

@@ -44,7 +44,7 @@ class ItemKeys:
             if self.image_key:
                 raise ValueError(_no_key("image_key", image_key, item))
             likely = next((key for key, value in item.items() if _is_picture(value)), next(iter(item), "pixels"))
-            way_out = f"feed_of(data, image_key={likely!r}), or image_key in [data], names another"
+            way_out = f"feed_of(data, image_key={likely!r}), or image_key in [data], names another key"
             raise ValueError(f"has {_keys(item)}, expected 'image' or 'inputs' among them; {way_out}")
         if self.label_key and label_key not in item:
             raise ValueError(_no_key("label_key", label_key, item))

@@ -42,9 +42,9 @@ class Workers:
 
 
 class Loader:
-    """Calls `read` for addresses. It loads new ones only after the iterator of the last ones is exhausted.
+    """Calls `read` for addresses, here or in workers. One `load` must be exhausted before the next begins.
 
-    Addresses and results go to workers and back as pickles; those of tensors take a file descriptor each.
+    Addresses and results go to workers and back as pickles. The pickle of a tensor takes a file descriptor.
     """
 
     def __init__(self, read: Callable[[Any], Any], workers: int, prefetch: int, pin_memory: bool) -> None:
@@ -127,7 +127,7 @@ def _begin_worker(worker: int) -> None:
 def _report_all_but_a_closed_connection(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    # The thread that hands over samples meets it if the training is killed; the worker then ends by itself.
+    # If the training is killed, the thread that hands over samples raises such an error; the worker then ends itself.
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, traceback)
 

@@ -16,7 +16,7 @@ _SIGNED = 2  # a sample format
 _INVERTIBLE = ("I;16", "I;16N", "F;32F", "F;32BF", "F;32NF")
 _SIZE = b"\xff\x4f\xff\x51"  # how the code of JPEG 2000 begins
 
-Loaded = tuple[Any, float | None, float | None]  # an image, and its values of black and white, unless usual
+Loaded = tuple[Any, float | None, float | None]  # an image, and its values of black and white; None: the usual ones
 
 
 def load(image: Any) -> Any:
@@ -67,7 +67,7 @@ def _plain(image: Any) -> Loaded:
 def _png(image: Any) -> Loaded:
     raw, clear = _raw_mode(image), image.info.get("transparency")
     if clear is not None and raw in ("I;16B", "RGB;16B"):  # Pillow compares one byte of two
-        raise ValueError("PNG of 16 bits with a transparent colour")
+        raise ValueError("PNG of 16 bits with a transparent colour; save it with an alpha channel")
     most = {"L;2": 3, "L;4": 15}.get(raw, 0)
     if most and isinstance(clear, int) and clear <= most:  # Pillow scales the pixels to 8 bits, but not this value
         image.info["transparency"] = clear * 255 // most
@@ -83,7 +83,7 @@ def _tiff(image: Any) -> Loaded:
     # Pillow takes the bytes as those of one pixel after the other; earlier versions took them as RGB.
     is_ycc = codec == "raw" and photometric == 6 and image.mode != "L"
     if is_ycc and (image.mode == "RGB" or tuple(tags.get(_SUBSAMPLING, (2, 2))) != (1, 1)):
-        raise ValueError("YCbCr without compression")
+        raise ValueError("YCbCr without compression; save it as RGB")
     if codec == "libtiff":  # it gives numbers in the order of this machine
         _set_raw_mode(image, lambda raw: raw.replace(";32BF", ";32NF"))
     elif tags.get(_PLANES) == 2 and bits == 16:
@@ -145,7 +145,7 @@ def _jpeg2000(image: Any) -> Loaded:
     if least >= 8:
         return image, None, None
     if len(bits) > 1 or image.mode == "P":
-        raise ValueError(f"JPEG 2000 of {least} bits with a palette or other bits")
+        raise ValueError(f"JPEG 2000 of {least} bits with a palette or other bits; save it as PNG")
     return image, None, float((2**least - 1) << (8 - least))
 
 

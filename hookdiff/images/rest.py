@@ -26,7 +26,7 @@ logger = logging.getLogger("hookdiff")
 
 _JOURNAL = "chunks.jsonl"  # the work, and then the number, checksum and facts of each chunk that is there
 
-# Given the chunks of this rank, yields each with its rows, by column, and facts about it that JSON can hold.
+# Takes numbers of chunks. Yields each number, the rows of its chunk by column, and facts about it, as values for JSON.
 MakeChunks = Callable[[Sequence[int]], Iterator[tuple[int, Mapping[str, Tensor], Any]]]
 
 

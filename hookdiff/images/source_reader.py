@@ -66,38 +66,50 @@ def feed_of(
 
 
 @define(eq=False, slots=False)
-class SourceReader(PlainReader):
-    """Reads the samples of any `source` that `feed_of` takes."""
+class OfSource(PlainReader):
+    """A reader of the samples of `source`, or of their latents."""
 
     source: AnySource
     transforms: Transforms
     store: Store
-    workers: Workers
-    keys: ItemKeys
-    prepared: Prepared = field(init=False)  # the source after the first stage
     labels: Tensor | None = field(init=False)
     classes: Sequence[str] | None = field(init=False)
     left_out: Sequence[str] = field(init=False)
     unreadable: set[int] = field(init=False)
-    codec: Codec | None = field(init=False, default=None)
     cache_dir: str | None = field(init=False)
-    device: torch.device = field(init=False, default=_CPU)
     seed: int = field(init=False, default=0)
+
+    def __attrs_post_init__(self) -> None:
+        self.cache_dir = self.store.cache_dir
+        self.labels, self.classes = checked_labels(self.source.labels, self.source.classes, len(self))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def describe(self, index: int) -> str:
+        return self.source.name_of(index)
+
+
+@define(eq=False, slots=False)
+class SourceReader(OfSource):
+    """Reads the samples of any `source` that `feed_of` takes."""
+
+    workers: Workers
+    keys: ItemKeys
+    prepared: Prepared = field(init=False)  # the source after the first stage
+    codec: Codec | None = field(init=False, default=None)
+    device: torch.device = field(init=False, default=_CPU)
     _parts: Parts = field(init=False, default=())
     _kept: MemoryReader | None = field(init=False, default=None)  # the reader of samples in memory
     _reported: set[int] = field(init=False, factory=set)  # unreadable samples with a warning in the log
     _idle: list[Loader] = field(init=False, factory=list)  # loaders that wait for the next epoch
 
     def __attrs_post_init__(self) -> None:
-        self.cache_dir = self.store.cache_dir
         self.prepared = prepare(self.source, self.transforms, self.store)
         self.left_out, self.unreadable = self.prepared.left_out, set(self.prepared.survey.unreadable)
-        self.labels, self.classes = checked_labels(self.source.labels, self.source.classes, len(self))
+        super().__attrs_post_init__()
         if isinstance(self.prepared.samples, InMemory):
             self._kept = MemoryReader(self.prepared.samples, self._finish)
-
-    def __len__(self) -> int:
-        return len(self.prepared.samples)
 
     @property
     def samples(self) -> InMemory | Images | Source:
@@ -199,9 +211,6 @@ class SourceReader(PlainReader):
             read = partial(read_item, self.source, self.keys, self.transforms, self.seed)
         return Loader(partial(read_batch, read), workers, self.workers.prefetch, self.device.type == "cuda")
 
-    def describe(self, index: int) -> str:
-        return self.source.name_of(index)
-
     def fingerprint(self) -> str | None:
         digest = self.source.fingerprint()
         if digest is None and self._kept:
@@ -222,7 +231,7 @@ class SourceReader(PlainReader):
 def replacements(parts: Sequence[Tensor], unreadable: Tensor) -> Tensor:
     """Return the position of each sample, or of its first readable successor if the sample is `unreadable` (n, bool).
 
-    Raises UserError if all samples of a part, each of which is sorted, are unreadable.
+    Each of `parts` is sorted. Raises UserError if all samples of a part are unreadable.
     """
     positions = torch.arange(len(unreadable))
     for part in parts:

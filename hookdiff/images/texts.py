@@ -6,7 +6,7 @@ import unicodedata
 
 LARGEST_CAPTIONS = 1 << 20  # bytes of a file with the captions of one sample
 
-_MARK = "\ufeff"  # of the encoding; joined files may have it in between
+_MARK = "\ufeff"  # the byte order mark; files that were joined have it inside, too
 _CONTROLS = re.compile(r"[\x01-\x08\x0e-\x1f\x7f]")
 _UNSEEN = ("Cc", "Cf", "Zl", "Zp", "Zs")  # categories of characters without a shape: controls and blanks
 
@@ -19,7 +19,7 @@ def is_text(value: object) -> bool:
 
 
 def captions_of(value: object) -> tuple[str, ...]:
-    """Return the captions in a text or a list of texts: each stripped, without blank ones. None has none.
+    """Return the captions in a text or a list of texts: each stripped, without blank ones. None: no captions.
 
     Raises:
         ValueError: for another value, and for a text that `check_text` refuses.

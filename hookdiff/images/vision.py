@@ -17,7 +17,7 @@ from hookdiff.errors import UserError, nearest
 from hookdiff.images.wrong_sources import may_be_data
 from hookdiff.options.fields import Writes
 
-# They unpack archives, write a file of their own, or make the folder that they are to read.
+# These classes unpack archives, write a file of their own, or make the folder that they read.
 _WRITE_ALWAYS = ("Caltech101", "Caltech256", "Cityscapes", "INaturalist", "ImageNet", "PhotoTour")
 _NOT_KEYS = ("transform", "target_transform", "transforms", "loader", "is_valid_file")
 

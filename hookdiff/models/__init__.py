@@ -1,4 +1,4 @@
-"""Networks of any library: the loss and the samples that are asked of one, its weights, its optimizers' state."""
+"""Networks of any library: their weights, losses, samples, and the state of their optimizers."""
 
 import lazy_loader
 

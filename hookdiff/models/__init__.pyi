@@ -1,5 +1,10 @@
 from .adamw import AdamW as AdamW
-from .adapters import adapt as adapt, check_labels as check_labels, takes_time_later as takes_time_later
+from .adapters import (
+    adapt as adapt,
+    check_labels as check_labels,
+    num_classes_of as num_classes_of,
+    takes_time_later as takes_time_later,
+)
 from .attention_forms import Form as Form, attention as attention, use_attention as use_attention
 from .compiler import compiled as compiled, compiler_errors as compiler_errors, try_compiler as try_compiler
 from .footprint import HeldBytes as HeldBytes, as_fake as as_fake, storages as storages

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from hookdiff.errors import nearest
 from hookdiff.models.weights import Buffers, evaluating
 
-_TIME = "timestep"  # the argument that networks of diffusers with a text take later
+_TIME = "timestep"  # networks of diffusers with a text take this argument later
 _SMALL = 1 << 30  # weights times pixels: at most a second on a CPU
 
 
@@ -103,6 +103,12 @@ def call_text(model: nn.Module | type[nn.Module], words: Sequence[str], conditio
         names = {word: name for name, word in bound.items() if isinstance(word, str)}
     by_place = [f"{names[word]} = {word}" if word in names else word for word in words]
     return f"forward({', '.join([*by_place, *by_keyword])})"
+
+
+def num_classes_of(model: nn.Module) -> int:
+    """Return the number of classes whose labels `model` takes; 0 if it takes no labels."""
+    num: int | None = getattr(model, "num_classes", None)
+    return num or 0
 
 
 def is_of_diffusers(kind: object) -> bool:

@@ -47,8 +47,8 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
         num, index = shards_of(path)
         if num > 1:
             none_here = (
-                "their index, such as model.safetensors.index.json, is not here; those of a run become one file by "
-                "hookdiff export RUN FILE --weights model"
+                "their index, such as model.safetensors.index.json, is not here; hookdiff export RUN FILE --weights "
+                "model writes the weights of a run to one file"
             )
             way_out = f"name their index, {index}" if index else none_here
             raise ConfigError(f"{asked_by}: {path} is one of {num} files that hold the weights together; {way_out}")
@@ -73,7 +73,7 @@ def load_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
     # Torch copies no whole tensor into a sharded one, and nothing into an overlapping one.
     ours = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor) or is_overlapping(tensor)}
     model.load_state_dict({name: value for name, value in saved.items() if name not in ours}, strict=not ours)
-    for name, tensor in ours.items():  # after the others, which overlapping ones may show
+    for name, tensor in ours.items():  # last, because overlapping tensors may show the others
         fill_(tensor, saved[name])
 
 

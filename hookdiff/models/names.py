@@ -25,7 +25,7 @@ def is_inside(name: str) -> bool:
 def modules_named(model: nn.Module, patterns: Collection[str], key: str) -> dict[str, nn.Module]:
     """Return the modules of `model` that match one of `patterns`, by name, in the model's order.
 
-    A `*` stands for a part of a name between dots, or some of it: "blocks.*" matches blocks, not their layers.
+    A `*` stands for any letters between two dots: "blocks.*" matches the blocks, not their layers.
 
     Raises:
         UserError: which names `key`, for a pattern that matches none.

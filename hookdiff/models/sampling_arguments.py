@@ -12,6 +12,7 @@ from hookdiff.data.feed import Feed
 from hookdiff.data.memory import to_device
 from hookdiff.data.reader import TextEncoders
 from hookdiff.errors import UserError
+from hookdiff.models.adapters import num_classes_of
 from hookdiff.models.objective import AnyObjective, LossFunction, Objective
 from hookdiff.models.sample_request import SampleRequest
 
@@ -43,7 +44,7 @@ def arguments_for(request: SampleRequest, objective: Objective, feed: Feed, mode
     if conditions is not None:
         wanted["conditions"] = {**embedded, **conditions}
     if objective.conditional:
-        num_classes: int = getattr(model, "num_classes", 0)
+        num_classes = num_classes_of(model)
         labels = labels or request.default_labels(num_classes, feed.labels)
         if len(labels) != request.num or not all(-1 <= label < num_classes for label in labels):
             raise UserError(f"expected {request.num} labels from 0 to {num_classes - 1}, or -1 for none, got {labels}")

@@ -15,7 +15,7 @@ import hookdiff.diffusion as parts
 from hookdiff import Loop, UserError
 from hookdiff.disk import new_folder, write_file, write_tensors
 from hookdiff.encoding import ExportedTexts
-from hookdiff.models import takes_time_later
+from hookdiff.models import num_classes_of, takes_time_later
 from hookdiff_checkpoint.export import plain_tensors
 from hookdiff_checkpoint.scheduler import OTHERWISE, Equivalent, diffusion_of
 
@@ -84,7 +84,7 @@ def _pipeline(loop: Loop, sampling: Equivalent, vae: Any, texts: ExportedTexts) 
     """Return the class of the pipeline that makes the images of the run, and its arguments; "" if there is none."""
     model: Any = loop.model
     objective = diffusion_of(loop)
-    kind, num_classes, scale = type(model).__name__, getattr(model, "num_classes", 0), _scale(sampling.guidance)
+    kind, num_classes, scale = type(model).__name__, num_classes_of(model), _scale(sampling.guidance)
     if not sampling.pipeline:
         return "", ""
     if vae is not None:  # pipelines of latents know one side and one factor
@@ -127,7 +127,7 @@ def _own_loop(loop: Loop, out: Path, name: str, sampling: Equivalent, vae: Any, 
     """Return the code of a loop that makes the images of the run with the model in the folder `name` of `out`."""
     model: Any = loop.model
     objective = diffusion_of(loop)
-    num_classes = getattr(model, "num_classes", 0)
+    num_classes = num_classes_of(model)
     start, seen = "noise * scheduler.init_noise_sigma", "scheduler.scale_model_input(x, t)"
     first = f"{seen if sampling.scales else 'x'}, {'timestep=' * takes_time_later(model)}t.expand(len(x))"
     labels = "labels", f"torch.full_like(labels, {num_classes})"

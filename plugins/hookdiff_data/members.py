@@ -69,7 +69,7 @@ def with_captions(feed: Feed, samples: Iterator[tuple[int, Members]]) -> Iterato
         raise UserError(f"captions {shown(others[0])!r}: {about}")
     for index, sample in samples:
         if captions:
-            sample = {**sample, CAPTIONS: _lines(feed.describe(index), captions[_TEXT].given[index])}
+            sample = {**sample, CAPTIONS: _lines(feed.describe(index), captions[_TEXT].originals[index])}
         yield index, sample
 
 

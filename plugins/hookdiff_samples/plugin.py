@@ -16,7 +16,7 @@ from hookdiff import Every, Loop, Periodic, SampleRequest, UserError, hookimpl, 
 from hookdiff.authors import ANIMATION_FORMATS, ImageMaker, by_class, sampler_info, save_animation, sheet, takes_noise
 from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling, Solver
 from hookdiff.log import Panel, Picture, grid
-from hookdiff.models import Sampler
+from hookdiff.models import Sampler, num_classes_of
 from hookdiff.options import about, between, chosen, one_of
 from hookdiff.run_dir import picture_files
 from hookdiff_samples.between import noise_between
@@ -145,7 +145,7 @@ class SampleGrid(Periodic):
             encoders.embed(texts)  # now, and not far into the run
             self._labels = tuple([*range(len(prompts))] * max(1, self.num // len(prompts)))
         elif loop.objective.conditional:
-            num = int(getattr(loop.model, "num_classes", 0))
+            num = num_classes_of(loop.model)
             if num < 1:
                 raise UserError("plugins.samples.classes: the network has labels, but no attribute `num_classes`")
             self._names = tuple(loop.feed.classes or map(str, range(num)))

@@ -22,6 +22,9 @@ def test_slices_together_are_the_whole_batch(num: int, size: int | None) -> None
     assert torch.equal(torch.cat([part.draws["noise"] for part in parts]), whole.draws["noise"])
     assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1)
     assert 0 < len(parts[-1]) <= (size or num)
+    assert {part.total for part in parts} == {3 * num}
+    if size is None or size >= num:
+        assert parts == [whole]
 
 
 @pytest.mark.parametrize("times", [None, 1, 3])
@@ -48,15 +51,6 @@ def test_a_filler_counts_nowhere(times: int | None, size: int | None) -> None:
     assert weights == (0.5, 0.5, 0)
     assert [len(column) for column in columns] == [num / 2, num / 2, 0]
     assert len(set(passes)) == 1  # else the ranks would wait for each other
-
-
-def test_a_slice_keeps_the_total_of_the_step() -> None:
-    assert [part.total for part in batch_of(7).split(3)] == [21, 21, 21]
-
-
-def test_one_slice_is_the_batch_itself() -> None:
-    batch = batch_of(4)
-    assert batch.split(None) == batch.split(4) == batch.split(9) == [batch]
 
 
 def test_slices_lack_the_fields_that_the_batch_lacks() -> None:

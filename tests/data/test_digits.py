@@ -2,7 +2,6 @@ import torch
 from sklearn.datasets import load_digits
 
 from hookdiff.data import digits
-from tests.conftest import as_list
 
 
 def test_the_digits_match_scikit_learn() -> None:
@@ -15,10 +14,3 @@ def test_the_digits_match_scikit_learn() -> None:
     assert data.labels is not None
     assert (len(data), data.labels.dtype) == (1797, torch.int64)
     assert torch.bincount(data.labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-
-
-def test_the_first_digit_is_a_zero() -> None:
-    data = digits()
-    image = data.images[0, 0]
-    assert as_list(data.labels)[0] == 0
-    assert image[3:5, 3:5].max() < 64 < image[1:7, 2:6].float().mean()  # a hole in the middle of a ring

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from hookdiff import Batch, Feed, InMemory, Loop, Progress, UserError, hookimpl
+from hookdiff import Batch, Feed, InMemory, Loop, Progress, UserError
 from hookdiff.images import feed_of
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
-from tests.conftest import StopAt, as_list, refused, toy_run
+from tests.conftest import Batches, StopAt, as_list, refused, toy_run
 from tests.forked import python
 
 CPU = torch.device("cpu")
@@ -115,14 +115,13 @@ def test_the_ranks_split_each_batch_evenly(num_ranks: int, batch_size: int, star
 
     shares = [epoch(rank, num_ranks) for rank in range(num_ranks)]
     for whole, *parts in zip(epoch(), *shares, strict=True):
-        assert {part.total for part in parts} == {len(whole)}
+        assert {part.total for part in parts} == {whole.total} == {len(whole)}
         assert sum(part.weight for part in parts) == pytest.approx(1)
         assert [len(part) for part in parts if part.is_filler] == [1] * max(0, num_ranks - len(whole))
         parts = [part for part in parts if not part.is_filler]
         assert sorted(indices(parts)) == sorted(indices([whole]))
         assert len(set(indices(parts))) == len(whole)
         assert all(indices([part]) == [indices([whole])[row] for row in part.rows] for part in parts)
-        assert {part.total for part in parts} == {whole.total} == {len(whole)}
         assert 0 < max(map(len, parts)) <= min(map(len, parts)) + 1
 
 
@@ -137,22 +136,10 @@ def test_each_epoch_has_another_order() -> None:
 
 
 def test_epochs_follow_each_other_in_a_run() -> None:
-    seen: list[int] = []
-
-    class Look:
-        @hookimpl
-        def before_step(self, batch: Batch) -> None:
-            seen.extend(indices([batch]))
-
-    data = torch.linspace(-1, 1, 160).reshape(40, 4)
-    loop = toy_run({"look": Look()}, data=Feed(InMemory(data), drop_last=False), batch_size=12, epochs=2, seed=4)
-    assert seen == [*loop.feed.order(0).tolist(), *loop.feed.order(1).tolist()]
+    data, batches = torch.linspace(-1, 1, 160).reshape(40, 4), Batches()
+    loop = toy_run({"batches": batches}, data=Feed(InMemory(data), drop_last=False), batch_size=12, epochs=2, seed=4)
+    assert indices(batches.seen) == [*loop.feed.order(0).tolist(), *loop.feed.order(1).tolist()]
     assert loop.progress == Progress(step=8, position=8, epoch=2, samples=0)
-
-
-def test_the_last_batch_has_its_own_total() -> None:
-    totals = [batch.total for batch in bound(Numbers(), 10, rank=1, num_ranks=2, drop_last=False).batches(0)]
-    assert totals == [10, 10, 3]
 
 
 @pytest.mark.parametrize(("length", "drop_last", "way_out"), [(4, True, ("drop_last",)), (0, True, ()), (0, False, ())])
@@ -275,22 +262,21 @@ def test_loading_does_not_change_the_draws_of_training() -> None:
     assert_same(weights(loop), weights(train(Played())))
 
 
-@pytest.mark.parametrize("make", [lambda: InMemory(torch.zeros(40, 4)), lambda: None])
-def test_data_in_memory_leaves_the_default_generators_alone(make: Callable[[], Any]) -> None:
+IN_MEMORY = InMemory(torch.zeros(40, 4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: toy_loop(data=IN_MEMORY).feed, lambda: toy_loop().feed, lambda: bound(Augmented(), workers=2)],
+    ids=["memory", "default", "workers"],
+)
+def test_data_that_this_process_does_not_read_leaves_its_default_generators_alone(make: Callable[[], Feed]) -> None:
     def states() -> tuple[Any, ...]:
         return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
 
     before = states()
-    loop = toy_loop(data=make())
-    list(loop.feed.batches(0))
+    list(make().batches(0))
     assert states() == before
-
-
-def test_an_epoch_with_workers_leaves_the_default_generators_alone() -> None:
-    before = random.getstate(), torch.get_rng_state()
-    list(bound(Augmented(), workers=2).batches(0))
-    assert random.getstate() == before[0]
-    assert torch.equal(torch.get_rng_state(), before[1])
 
 
 def test_no_workers_are_left_after_a_run() -> None:

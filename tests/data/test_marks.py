@@ -13,7 +13,7 @@ from hookdiff import InMemory, load_config
 from hookdiff.data.feed import Feed
 from hookdiff.data.marks import changed_parts
 from hookdiff.experiment.build import build_feed
-from tests.conftest import Restores, kept, pixels, toy_loop, warnings
+from tests.conftest import Restores, kept, pixels, toy_loop, warnings, write_small
 
 
 def memory(**changes: Any) -> Feed:
@@ -84,17 +84,15 @@ IN_FILES: list[tuple[Callable[[Path], None], dict[str, str]]] = [
 
 @pytest.mark.parametrize(("change", "parts"), IN_FILES)
 def test_what_has_changed_in_a_folder(change: Callable[[Path], None], parts: dict[str, str], tmp_path: Path) -> None:
-    folder, config = tmp_path / "set", tmp_path / "small.toml"
+    folder = tmp_path / "set"
     for k in range(4):
         path = folder / "ab"[k // 2] / f"{k}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels(k, 8)).save(path)
         path.with_suffix(".txt").write_text(f"number {k}")
-    config.write_text(
-        f'[run]\nsteps = 2\nbatch_size = 2\n[data]\nsource = "folder"\npath = "{folder}"\ncaptions = "txt"\n'
-        f'image_size = 8\ncache_dir = "{tmp_path}/cache"\n[data.encode.text]\n'
-        'use = "tests.encoding.test_texts:Bytes"\n[model]\nuse = "unet"\n'
-    )
+    data = {"source": "folder", "path": str(folder), "captions": "txt", "cache_dir": f"{tmp_path}/cache"}
+    data |= {"image_size": 8, "encode": {"text": {"use": "tests.encoding.test_texts:Bytes"}}}
+    config = write_small(tmp_path / "small.toml", data=data)
     before = build_feed(load_config(config)).facts.marks
     change(folder)
     found = changed_parts(before, build_feed(load_config(config)).facts.marks)

@@ -59,8 +59,10 @@ def test_scaling_leaves_the_images_as_they_are() -> None:
 
 
 def test_fetching_takes_rows_in_the_order_asked_for() -> None:
-    data = InMemory(torch.arange(5.0).reshape(5, 1, 1, 1), torch.arange(5) * 2)
-    images, labels, _ = data.rows(torch.tensor([3, 0, 3]))
+    numbers = torch.arange(5)
+    data = InMemory(numbers.float().reshape(5, 1, 1, 1), numbers * 2, conditions={"number": numbers * 3})
+    images, labels, conditions = data.rows(torch.tensor([3, 0, 3]))
     assert images.flatten().tolist() == [3, 0, 3]
     assert as_list(labels) == [6, 0, 6]
-    assert InMemory(torch.zeros(2, 1)).rows(torch.tensor([1]))[1] is None
+    assert conditions["number"].tolist() == [9, 0, 9]
+    assert InMemory(torch.zeros(2, 1)).rows(torch.tensor([1]))[1:] == (None, {})

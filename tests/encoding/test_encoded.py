@@ -1,4 +1,4 @@
-"""Test runs with encoded inputs: what is kept, drawn, flipped, scaled, decoded, and the same on resume."""
+"""Test that latents are stored, drawn, flipped, scaled and decoded, and are the same after a resume."""
 
 import hashlib
 import os
@@ -24,39 +24,13 @@ from hookdiff import ConfigError, InMemory, SampleRequest, UserError, load_confi
 from hookdiff.encoding import Encoded, PictureEncoder
 from hookdiff.experiment.build import build_feed, build_loop
 from hookdiff.testing import on_ranks
-from tests.conftest import check_facts, check_refused, records, refused
+from tests.conftest import check_facts, check_refused, records, refused, write_small
 from tests.encoding.test_texts import ENCODED
 from tests.forked import begin
 from tests.on_ranks import done, train_config
 
-CONFIG = """
-[run]
-steps = 4
-batch_size = 6
-log_every = 2
-device = "cpu"
-plugins = ["checkpoint", "ema"]
-
-[data]
-source = "folder"
-path = "{folder}"
-flip = true
-cache_dir = "{cache}"
-
-[data.encode.image]
-use = "tests.encoding.test_encoded:Pooled"
-
-[model]
-use = "unet"
-channels = 8
-num_res_blocks = 1
-head_dim = 8
-
-[sampling]
-steps = 2
-"""
 ENCODE = '[data.encode.image]\nuse = "tests.encoding.test_encoded:Pooled"'
-CALLS: list[tuple[int, ...]] = []  # shapes of what was encoded
+CALLS: list[tuple[int, ...]] = []  # shapes of the encoded pictures
 
 
 class Pooling:
@@ -97,8 +71,11 @@ def write(tmp_path: Path) -> Callable[..., Path]:
             image = numpy.zeros((16, 16, 3), numpy.uint8)
             image[:, : 2 + index % 13] = 6 * index
             Image.fromarray(image).save(place)
-        path = tmp_path / "latents.toml"
-        text = CONFIG.format(folder=tmp_path / "pictures", cache=tmp_path / "cache")
+        data = {"source": "folder", "path": f"{tmp_path}/pictures", "flip": True, "cache_dir": f"{tmp_path}/cache"}
+        data["encode"] = {"image": {"use": f"{__name__}:Pooled"}}
+        run = {"steps": 4, "batch_size": 6, "log_every": 2, "plugins": ["checkpoint", "ema"]}
+        path = write_small(tmp_path / "latents.toml", run=run, data=data)
+        text = path.read_text()
         assert old in text
         path.write_text(text.replace(old, new) if old else text)
         CALLS.clear()
@@ -224,7 +201,7 @@ def test_what_does_not_fit_is_refused(write: Any, settings: list[str], facts: tu
 
 
 class OddPooling(Pooling):
-    """Returns what its name says, of which each is wrong."""
+    """Returns wrong latents, of the kind that `name` says."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -232,6 +209,7 @@ class OddPooling(Pooling):
     def encode(self, pictures: Tensor) -> Any:
         mean, std = super().encode(pictures)
         is_large = len(pictures) > 1
+        is_bright = pictures.amax((1, 2, 3), keepdim=True) > 0.8
         return {
             "tensor": mean,
             "numpy": (mean.numpy(), None),
@@ -239,7 +217,12 @@ class OddPooling(Pooling):
             "int64": (mean.long(), None),
             "other deviation": (mean, std[:, :1]),
             "sometimes": (mean, std if is_large else None),
+            "nan": (mean.where(~is_bright, torch.nan), std),
+            "vast": [torch.zeros(1).expand(len(pictures), 4, 1024, 1024)] * 2,
         }.get(self.name, (mean, std))
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return torch.zeros(len(latents), 3, 16, 16) if self.name == "vast" else super().decode(latents)
 
 
 @define(frozen=True)
@@ -336,7 +319,7 @@ def test_a_picture_that_cannot_be_decoded_is_left_out(write: Any, tmp_path: Path
 
 
 class Items:
-    """Pictures with two numbers, of which one may be the label, and a condition."""
+    """Pictures with a condition and two numbers; either number may be the label."""
 
     def __init__(self, dtype: str = "float32") -> None:
         self.dtype = getattr(torch, dtype)
@@ -400,28 +383,11 @@ def test_a_condition_that_no_table_holds_is_refused_before_anything_is_encoded(w
     assert len(CALLS) == 3  # trials
 
 
-class NotFinite(Pooling):
-    """Makes NaN of the brightest picture."""
-
-    def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
-        mean, std = super().encode(pictures)
-        mean[pictures.amax((1, 2, 3)) > 0.8] = torch.nan
-        return mean, std
-
-
-@define(frozen=True)
-class Diverged(Pooled):
-    """An encoder that overflows."""
-
-    def open(self, device: torch.device) -> Encoded:
-        return NotFinite()
-
-
 @pytest.mark.parametrize("store", ["memory", "none"])
 def test_a_sample_that_becomes_not_finite_is_named(write: Any, tmp_path: Path, store: str) -> None:
-    path = write("Pooled", "Diverged")
+    path = write("Pooled", "OddPictures")
     with refused(UserError, "data.encode.image", "39.png", "mean", "not finite"):
-        feed = build_feed(load_config(path, settings=[f"data.store={store}"])).bind(6, 0)
+        feed = build_feed(load_config(path, settings=[f"data.store={store}", "data.encode.image.name=nan"])).bind(6, 0)
         [*feed.unaugmented(torch.arange(40))]
     assert not [*tmp_path.glob("cache/encoded/*/about.json")]
 
@@ -439,31 +405,20 @@ class Many:
         return "many"
 
 
-@define(frozen=True)
-class Large(Pooled):
-    """An encoder of large latents."""
-
-    def open(self, device: torch.device) -> Encoded:
-        network: Any = Pooling()
-        network.encode = lambda pictures: (CALLS.append(()), torch.zeros(len(pictures), 4, 1024, 1024))[1:] * 2
-        network.decode = lambda latents: torch.zeros(len(latents), 3, 16, 16)
-        return network
-
-
 def test_a_table_without_room_is_refused_before_anything_is_encoded(write: Any) -> None:
-    path = write('source = "folder"\npath =', 'source = "tests.encoding.test_encoded:Many"\n#')
-    path.write_text(path.read_text().replace("Pooled", "Large"))
+    path = source(write("Pooled", "OddPictures"), "Many")
     with refused(ConfigError, "data", "needs", "31,250.0 GiB", "are free"):
-        build_feed(load_config(path))
+        build_feed(load_config(path, settings=["data.encode.image.name=vast"]))
     assert len(CALLS) == 3  # trials
 
 
 @pytest.fixture
 def shards(write: Any, succeed: Callable[..., str], tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that writes what the encoders of a config make as shards, and a config of these."""
+    """Return a function that writes the latents of a config as shards, and a config that trains on the shards."""
 
-    def shards(*extra: str, without: str = "", keys: str = "") -> Path:
+    def shards(*extra: str, without: str = "", keys: str = "", diffusion: str = "") -> Path:
         path = write(without)
+        path.write_text(path.read_text().replace("[diffusion]", f"[diffusion]\n{diffusion}"))
         path.write_text(path.read_text().replace("flip = true", f"flip = true\n{keys}"))
         path.write_text(path.read_text().replace("[model]", "\n".join([*extra, "[model]"])))
         printed = succeed("data", path, "--to-shards", tmp_path / "shards", "--shard-size", "0.05")
@@ -482,7 +437,7 @@ def test_shards_of_what_was_encoded_train_as_the_pictures_do(
     write: Any, shards: Any, tmp_path: Path, store: str, name: str
 ) -> None:
     both = '[data.encode.small]\nuse = "tests.encoding.test_encoded:Pooled"\nversion = 2\n'
-    made = shards(*[both] * (name == "small"), f'[diffusion]\nconditions = ["{name}"]' if name == "small" else "")
+    made = shards(both, diffusion='conditions = ["small"]') if name == "small" else shards()
     pictures = build_feed(load_config(tmp_path / "latents.toml")).bind(6, 5)
     CALLS.clear()
     ours = build_feed(load_config(made, settings=[f"data.store={store}"])).bind(6, 5)
@@ -537,7 +492,7 @@ BAD_ENCODED = [
     (["data.encode.image.version=3"], ("data: encode.image", "another encoder than that of the samples")),
     (["data.image_size=32"], ("data: image_size", "3 x 16 x 16")),
     (["data.encoded=false"], ("no pictures", "set encoded = true")),
-    (["data.conditions={}"], ("conditions", 'lacks "image.std" = "image.std.npy"')),
+    (["data.conditions={}"], ("conditions", 'add "image.std" = "image.std.npy"')),
     (["plugins.fid.features=tests.plugins.test_autoencoder:mean_colours"], ("fid", "reference")),
     (["plugins.diversity.features=tests.plugins.test_autoencoder:mean_colours"], ("diversity", "data.encoded")),
 ]
@@ -651,7 +606,7 @@ class Latents:
 
 @pytest.mark.parametrize("store", ["memory", "none"])
 def test_means_of_another_program_are_trained_on_and_decoded(write: Any, store: str) -> None:
-    path = write('source = "folder"\npath =', 'source = "tests.encoding.test_encoded:Latents"\n#')
+    path = source(write(), "Latents")
     settings = ["data.encoded=true", f"data.store={store}"]
     with refused(ConfigError, "data: flip", "one side"):
         build_feed(load_config(path, settings=settings))

@@ -1,4 +1,4 @@
-"""Test what is said of a `path` that is no folder of an encoder, and which folder is named instead."""
+"""Test that a `path` without an encoder is refused, and that the message names the nearest folder with one."""
 
 import json
 from pathlib import Path

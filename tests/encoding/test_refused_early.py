@@ -10,42 +10,16 @@ from safetensors.torch import save_file
 
 from hookdiff import ConfigError, InMemory, UserError, hookimpl, load_config
 from hookdiff.experiment.build import build_feed, build_loop
-from tests.conftest import check_refused, output, refused
-from tests.encoding.test_rest import NUM, Letters, samples
+from tests.conftest import check_refused, output, refused, write_small
+from tests.encoding.test_rest import NUM, Letters, pictures, samples
 
-CONFIG = """
-[run]
-steps = 2
-batch_size = 2
-device = "cpu"
-plugins = []
-[data]
-source = "tests.encoding.test_refused_early:{source}"
-cache_dir = "{cache}"
-[data.encode.image]
-use = "tests.encoding.test_rest:Halves"
-log = "{log}"
-[data.encode.text]
-use = "tests.encoding.test_rest:Letters"
-log = "{log}"
-[model]
-use = "dit"
-patch_size = 2
-hidden_size = 16
-depth = 1
-num_heads = 2
-[diffusion]
-{diffusion}
-"""
+DIT = {"use": "dit", "patch_size": 2, "hidden_size": 16, "depth": 1, "num_heads": 2}
+Source = Callable[[], InMemory]
 
 
 def captioned() -> InMemory:
     """Samples with captions and labels of two classes."""
     return InMemory(samples().images, torch.arange(NUM) % 2, texts=samples().texts)
-
-
-def unlabelled() -> InMemory:
-    return samples()
 
 
 def lacking() -> InMemory:
@@ -65,47 +39,46 @@ class Reads(torch.nn.Module):
         return x + self.of_text(text)[:, :, None, None]
 
 
-READS = {"model.use": "tests.encoding.test_refused_early:Reads"}
-BAD: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = [
-    ("captioned", "", {}, ("data.encode.text", "conditions")),  # no network reads it
-    ("lacking", 'conditions = ["text"]', READS, ("1 of 200", "sample 199", "missing")),
-    ("captioned", 'conditions = ["text"]', {**READS, "model.width": 3}, ("model", "3")),
-    ("captioned", 'conditions = ["text"]', {**READS, "model.in_channels": 4}, ("model", "4")),
-    ("captioned", 'conditions = ["txt"]', READS, ("conditions", "txt")),
-    ("unlabelled", 'conditions = ["text"]\nconditional = true', READS, ("labels",)),
-    ("captioned", 'conditions = ["text"]', {**READS, "model.start_from": "MISSING"}, ("start_from", "MISSING")),
-    ("captioned", 'conditions = ["text"]', {**READS, "model.start_from": "OTHER"}, ("of_text.weight", "(3, 2)")),
-    ("captioned", 'conditions = ["text"]\nconditional = true', READS, ("labels",)),
-    ("captioned", 'conditions = ["text"]', {**READS, "run.batch_size": 201}, ("200 samples", "batch_size is 201")),
-    ("captioned", 'conditions = ["text"]', {**READS, "data.held_out": 0.995}, ("1 samples", "batch_size is 2")),
-    ("captioned", 'conditions = ["text"]', {**READS, "plugins.samples.classes": [7]}, ("plugins.samples.classes",)),
-    ("captioned", 'conditions = ["text"]', {**READS, "plugins.samples.weights": ["other"]}, ("'other'", "model")),
-    ("captioned", 'conditions = ["text"]', {**READS, "plugins.fid.reference": "MISSING"}, ("fid", "MISSING")),
+READS, TEXT = {"model.use": f"{__name__}:Reads"}, {"conditions": ["text"]}
+BAD: list[tuple[Source, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+    (captioned, {}, {}, ("data.encode.text", "conditions")),  # no network reads it
+    (lacking, TEXT, READS, ("1 of 200", "sample 199", "missing")),
+    (captioned, TEXT, {**READS, "model.width": 3}, ("model", "3")),
+    (captioned, TEXT, {**READS, "model.in_channels": 4}, ("model", "4")),
+    (captioned, {"conditions": ["txt"]}, READS, ("conditions", "txt")),
+    (samples, {**TEXT, "conditional": True}, READS, ("labels",)),
+    (captioned, TEXT, {**READS, "model.start_from": "MISSING"}, ("start_from", "MISSING")),
+    (captioned, TEXT, {**READS, "model.start_from": "other.safetensors"}, ("of_text.weight", "(3, 2)")),
+    (captioned, {**TEXT, "conditional": True}, READS, ("labels",)),
+    (captioned, TEXT, {**READS, "run.batch_size": 201}, ("200 samples", "batch_size is 201")),
+    (captioned, TEXT, {**READS, "data.held_out": 0.995}, ("1 samples", "batch_size is 2")),
+    (captioned, TEXT, {**READS, "plugins.samples.classes": [7]}, ("plugins.samples.classes",)),
+    (captioned, TEXT, {**READS, "plugins.samples.weights": ["other"]}, ("'other'", "model")),
+    (captioned, TEXT, {**READS, "plugins.fid.reference": "MISSING"}, ("fid", "MISSING")),
 ]
-FIT = ("captioned", 'conditions = ["text"]', READS)
+FIT = (captioned, TEXT, READS)
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
-    def config(source: str, diffusion: str, changes: dict[str, Any]) -> Path:
-        path = tmp_path / "small.toml"
-        text = CONFIG.format(cache=tmp_path / "cache", log=tmp_path / "log", source=source, diffusion=diffusion)
-        if "model.use" in changes:
-            own = {key: value for key, value in changes.items() if key.startswith("model.")}
-            lines = "".join(f"{key.partition('.')[2]} = {value!r}\n" for key, value in own.items())
-            before, _, after = text.partition("[model]\n")
-            text = f"{before}[model]\n{lines}[diffusion]{after.partition('[diffusion]')[2]}"
-        weights = {"of_text.weight": torch.zeros(4, 2), "of_text.bias": torch.zeros(3)}
-        save_file(weights, tmp_path / "other.safetensors")  # of another network
-        path.write_text(text.replace("OTHER", str(tmp_path / "other.safetensors")))
-        return path
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    monkeypatch.chdir(tmp_path)
+    weights = {"of_text.weight": torch.zeros(4, 2), "of_text.bias": torch.zeros(3)}
+    save_file(weights, tmp_path / "other.safetensors")  # of another network
+
+    def config(source: Source, diffusion: dict[str, Any], changes: dict[str, Any], names: str = "image text") -> Path:
+        uses = {"image": "Halves", "text": "Letters"}
+        encoders = {name: {"use": f"tests.encoding.test_rest:{uses[name]}", "log": "log"} for name in names.split()}
+        data = {"source": f"{source.__module__}:{source.__name__}", "cache_dir": "cache", "encode": encoders}
+        of_model = {key.removeprefix("model."): value for key, value in changes.items() if key.startswith("model.")}
+        tables = {"data": data, "model": of_model or DIT, "diffusion": diffusion}
+        return write_small(tmp_path / "small.toml", run={"batch_size": 2}, **tables)
 
     return config
 
 
 @pytest.mark.parametrize(("source", "diffusion", "changes", "facts"), BAD)
 def test_what_does_not_fit_is_refused_before_anything_is_encoded(
-    write: Any, hookdiff: Any, tmp_path: Path, source: str, diffusion: str, changes: Any, facts: tuple[str, ...]
+    write: Any, hookdiff: Any, tmp_path: Path, source: Source, diffusion: Any, changes: Any, facts: tuple[str, ...]
 ) -> None:
     path = write(source, diffusion, changes)
     settings = [f"{key}={value}" for key, value in changes.items() if not key.startswith("model.")]
@@ -156,16 +129,10 @@ def test_an_encoder_that_cannot_be_opened_is_refused_with_its_reason(write: Any,
 
 
 def test_a_side_that_does_not_fit_is_refused_before(write: Any, tmp_path: Path) -> None:
-    path = write("bare", "", {})
-    before, _, rest = path.read_text().partition("[data.encode.text]")
-    path.write_text(f"{before}[model]{rest.partition('[model]')[2]}")
+    path = write(pictures, {}, {}, "image")
     with refused(ConfigError, "patch_size", "3", "latents of 3 x 4 x 4, encoded from pictures of 3 x 8 x 8"):
         build_loop(load_config(path, settings=["model.patch_size=3"]), tmp_path / "run")
     assert not (tmp_path / "log").exists()
-
-
-def bare() -> InMemory:
-    return InMemory(samples().images)
 
 
 def test_what_fits_is_encoded_once_and_checked_without(write: Any, hookdiff: Any, tmp_path: Path) -> None:

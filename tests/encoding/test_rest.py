@@ -16,24 +16,10 @@ from hookdiff import InMemory, UserError, load_config
 from hookdiff.encoding import Encoded, EncodedTexts, PictureEncoder, TextEncoder
 from hookdiff.experiment.build import build_feed
 from hookdiff.testing import on_ranks
-from tests.conftest import check_facts, refused, warnings
+from tests.conftest import check_facts, refused, warnings, write_small
 from tests.forked import begin
 
 NUM = 200  # samples: seven chunks of pictures, four of texts
-CONFIG = """
-[run]
-steps = 2
-batch_size = 2
-device = "cpu"
-[data]
-source = "tests.encoding.test_rest:samples"
-cache_dir = "{cache}"
-[data.encode.{name}]
-use = "tests.encoding.test_rest:{use}"
-log = "{log}"
-[model]
-use = "unet"
-"""
 
 
 def samples() -> InMemory:
@@ -120,10 +106,10 @@ KINDS = ("image", "text")
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     def config(kind: str) -> Path:
-        use, path = {"image": "Halves", "text": "Letters"}[kind], tmp_path / "small.toml"
-        text = CONFIG.format(cache=tmp_path / "cache", log=tmp_path / "log", name=kind, use=use)
-        path.write_text(text.replace(":samples", ":pictures") if kind == "image" else text)
-        return path
+        use, source = {"image": ("Halves", "pictures"), "text": ("Letters", "samples")}[kind]
+        encoders = {kind: {"use": f"{__name__}:{use}", "log": str(tmp_path / "log")}}
+        data = {"source": f"{__name__}:{source}", "cache_dir": str(tmp_path / "cache"), "encode": encoders}
+        return write_small(tmp_path / "small.toml", data=data)
 
     return config
 
@@ -136,7 +122,7 @@ def table(folder: Path) -> dict[str, bytes]:
 
 
 def counts(folder: Path) -> list[int]:
-    """Return the numbers of what the encoder was called for since the last time."""
+    """Return the number of samples in each call of the encoder since the last time."""
     numbers = [int(line) for line in (folder / "log").read_text().splitlines()]
     (folder / "log").unlink()
     return numbers
@@ -151,7 +137,7 @@ def whole(path: Path) -> dict[str, bytes]:
 
 
 def stopped(path: Path, kind: str, at: int, how: str) -> tuple[int, str]:
-    """Encode in a process that ends at call `at`; return its exit code and what it wrote."""
+    """Encode in a process that ends at call `at`; return its exit code and its stderr."""
     settings = (f"data.encode.{kind}.at={at}", f"data.encode.{kind}.how={how}")
     with begin(encode, path, settings, folder=path.parent, environment=os.environ) as process:
         _, err = process.communicate()

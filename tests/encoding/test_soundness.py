@@ -1,4 +1,4 @@
-"""Test what is said of an encoder before it encodes all: noise, constant channels, and what float16 loses."""
+"""Test that noise, constant channels and losses in float16 are reported before an encoder encodes all samples."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,29 +14,9 @@ from hookdiff import InMemory, UserError, load_config
 from hookdiff.encoding import Encoded, EncodedTexts, PictureEncoder, TextEncoder
 from hookdiff.experiment.build import build_feed, build_loop
 from hookdiff.testing import on_ranks
-from tests.conftest import check_facts, refused, warnings
+from tests.conftest import check_facts, refused, warnings, write_small
 
 NUM = 100
-CONFIG = """
-[run]
-steps = 2
-batch_size = 4
-device = "cpu"
-plugins = []
-[data]
-source = "{here}:{source}"
-cache_dir = "{cache}"
-{keys}
-[data.encode.{name}]
-use = "{here}:{use}"
-how = "{how}"
-store = "{store}"
-[model]
-use = "unet"
-channels = 8
-num_res_blocks = 1
-head_dim = 8
-"""
 CALLS: list[int] = []  # pictures or texts
 
 
@@ -110,17 +90,17 @@ class _Odd:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
-    def config(how: str = "sound", source: str = "pictures", **given: str) -> Path:
+    def config(how: str, source: str = "pictures", name: str = "image", store: str = "disk", **data: Any) -> Path:
         CALLS.clear()
-        named = {"use": "Odd", "name": "image", "store": "disk", "keys": "", **given}
-        path = tmp_path / "odd.toml"
-        path.write_text(CONFIG.format(here=__name__, cache=tmp_path / "cache", source=source, how=how, **named))
-        return path
+        kind = OddTexts if name == "text" else Odd
+        encoders = {name: {"use": f"{__name__}:{kind.__name__}", "how": how, "store": store}}
+        data |= {"source": f"{__name__}:{source}", "cache_dir": str(tmp_path / "cache"), "encode": encoders}
+        return write_small(tmp_path / "odd.toml", run={"batch_size": 4}, data=data)
 
     return config
 
 
-# What is said of each: a warning, or an error. The numbers are of plain torch, below.
+# The facts in the warning, or in the error, about each encoder. The numbers come from plain torch, below.
 WARNED = [
     ("sound", ()),
     ("bfloat16", ()),
@@ -171,7 +151,7 @@ def test_an_encoder_that_is_not_sound_is_reported_in_each_start(
             check_facts(found[0], "data.encode.image", "some/folder", *(one.format(**numbers()) for one in facts))
     path = write(how)
     build_feed(load_config(path))
-    assert CALLS == []  # what the second start says is in the table
+    assert CALLS == []  # the second start reads its warnings from the table
 
 
 @pytest.mark.parametrize("store", ["disk", "none"])
@@ -195,7 +175,7 @@ def test_a_constant_channel_is_refused_of_a_condition_only_if_it_becomes_the_inp
 
 
 def test_a_channel_that_is_constant_on_the_training_samples_is_named(write: Any, tmp_path: Path) -> None:
-    path = write("constant", "one_picture")  # of which 64 could not show it
+    path = write("constant", "one_picture")  # 64 equal pictures do not show that a channel is constant
     with refused(UserError, "data.encode.image", "channel 1 of", "some/folder", "all 8 samples"):
         build_loop(load_config(path), tmp_path / "run")
     build_feed(load_config(write("vector", name="small")))
@@ -228,7 +208,7 @@ def test_latents_of_another_program_are_looked_at_too(
 ) -> None:
     for store in ("memory", "none"):
         caplog.clear()
-        config = load_config(write("sound", "latents", keys="encoded = true", store=store), settings=settings)
+        config = load_config(write("sound", "latents", encoded=True, store=store), settings=settings)
         said = ["data.encode.image", *(one.format(**numbers()) for one in facts)]
         if is_refused:
             with refused(UserError, *said):
@@ -308,7 +288,7 @@ def test_an_encoder_of_texts_that_is_not_sound_is_reported_in_each_start(
 ) -> None:
     for store in ("disk", "disk", "none"):
         caplog.clear()
-        build_feed(load_config(write(how, "captioned", name="text", use="OddTexts", store=store)))
+        build_feed(load_config(write(how, "captioned", name="text", store=store)))
         found = [one for one in warnings(caplog) if "tokens" not in one]
         assert len(found) == bool(facts)
         if facts:

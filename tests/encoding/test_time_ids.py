@@ -13,40 +13,9 @@ from torch import Tensor
 
 from hookdiff import ConfigError, InMemory, load_config, load_run
 from hookdiff.experiment.build import build_feed, build_loop
-from tests.conftest import as_list, check_refused, refused, warnings
+from tests.conftest import as_list, check_refused, refused, warnings, write_small
 from tests.encoding.test_texts import Bytes
 
-CONFIG = """
-[run]
-steps = 2
-batch_size = 8
-device = "cpu"
-plugins = ["checkpoint"]
-
-[data]
-source = "folder"
-path = "{folder}/pictures"
-captions = "txt"
-labels = "none"
-cache_dir = "{folder}/cache"
-image_size = 8
-resize = 12
-flip = 0.5
-
-[data.encode.text]
-use = "tests.encoding.test_time_ids:Sized"
-
-[model]
-use = "tests.encoding.test_time_ids:Net"
-
-[diffusion]
-prediction = "sample"
-conditions = {{ text = "text", "added.ids" = "text_time_ids" }}
-
-[sampling]
-steps = 1
-guidance = {{ scale = 2.0 }}
-"""
 LATENTS = '[data.encode.image]\nuse = "tests.encoding.test_encoded:Pooled"\n\n[data.encode.text]'
 SIZES = [(12, 20), (30, 12), (12, 12), (24, 46)]  # height and width; the last is twice as large as `resize`
 CALLS: list[tuple[Tensor, Tensor]] = []  # texts and time ids
@@ -62,7 +31,7 @@ class Sized(Bytes):
 
 
 class Net(torch.nn.Module):
-    """Keeps what it was given."""
+    """Notes the texts and the time ids of its calls."""
 
     def __init__(self, in_channels: int = 3) -> None:
         super().__init__()
@@ -76,17 +45,25 @@ class Net(torch.nn.Module):
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Write 16 pictures whose red is their column and whose green is their row, and a config of them."""
+    """Write 16 pictures, with the column as red and the row as green, and a config that trains on them."""
     (tmp_path / "pictures").mkdir()
     for k in range(16):
         height, width = SIZES[k % 4]
         rows, columns = numpy.mgrid[:height, :width].astype(numpy.uint8)
         Image.fromarray(numpy.stack([columns, rows, rows * 0], 2)).save(tmp_path / "pictures" / f"{k:02}.png")
         (tmp_path / "pictures" / f"{k:02}.txt").write_text("red")
-    path = tmp_path / "sized.toml"
-    path.write_text(CONFIG.format(folder=tmp_path))
     CALLS.clear()
-    return path
+    data = {"source": "folder", "path": f"{tmp_path}/pictures", "captions": "txt", "labels": "none", "image_size": 8}
+    data |= {"cache_dir": f"{tmp_path}/cache", "resize": 12, "flip": 0.5}
+    data["encode"] = {"text": {"use": f"{__name__}:Sized"}}
+    return write_small(
+        tmp_path / "sized.toml",
+        run={"steps": 2, "batch_size": 8, "plugins": ["checkpoint"]},
+        data=data,
+        model={"use": f"{__name__}:Net"},
+        diffusion={"prediction": "sample", "conditions": {"text": "text", "added.ids": "text_time_ids"}},
+        sampling={"steps": 1, "guidance": {"scale": 2.0}},
+    )
 
 
 def with_latents(path: Path) -> Path:

@@ -11,10 +11,7 @@ from torch import Tensor
 
 from hookdiff.features import Gaussian, Moments, frechet_distance
 from tests.conftest import refused
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.features.conftest import normal
 
 
 def exactly(mean: list[float], covariance: list[list[float]]) -> Gaussian:
@@ -131,7 +128,7 @@ def test_features_that_never_vary_or_depend_on_others(num: int) -> None:
     expected = distance(a, b)
     dead = torch.zeros(num, 5, dtype=torch.float64)
     assert distance(torch.cat([a, dead], 1), torch.cat([b, dead], 1)) == pytest.approx(expected, rel=1e-12)
-    turned = torch.linalg.qr(normal(40, 40, seed=3))[0][:32]  # into 40 dimensions, of which they span 32
+    turned = torch.linalg.qr(normal(40, 40, seed=3))[0][:32]  # they span 32 of 40 dimensions
     assert distance(a @ turned, b @ turned) == pytest.approx(expected, rel=1e-9)
 
 
@@ -165,7 +162,7 @@ def test_sets_without_spread() -> None:
 def test_bias_of_finite_samples(dim: int, num: int, expected: float, within: float) -> None:
     repeats = 8 if dim < 256 else 2
     found = [distance(normal(num, dim, seed=2 * i), normal(num, dim, seed=2 * i + 1)) for i in range(repeats)]
-    # The table gives the spread of single draws; four of it is loose for the mean and far from the next n.
+    # `within` is the deviation of a single draw. Four times as much is loose for a mean, and far from the next n.
     assert sum(found) / repeats == pytest.approx(expected, abs=4 * within)
 
 

@@ -9,10 +9,7 @@ from torch import Tensor
 
 from hookdiff.features.moments import Gaussian, Moments
 from tests.conftest import refused
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.features.conftest import normal
 
 
 def covariance(gaussian: Gaussian) -> Tensor:

@@ -1,15 +1,11 @@
-"""Distances in parts are those of all pairs at once."""
+"""Distances that are computed in parts equal the distances of all pairs at once."""
 
 import pytest
 import torch
-from torch import Tensor
 
 from hookdiff.features import distances, nearest_neighbours, neighbours
 from tests.conftest import refused
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.features.conftest import normal
 
 
 @pytest.mark.parametrize("pairs", [1, 200, 1 << 24])

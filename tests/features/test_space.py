@@ -36,9 +36,8 @@ class Halves(Features):
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "own_features.py").write_text(Path(__file__).read_text("utf-8"))
-    monkeypatch.syspath_prepend(str(tmp_path))
+def module(user_module: Callable[[str, str], None]) -> str:
+    user_module("own_features", Path(__file__).read_text("utf-8"))
     return "own_features"
 
 
@@ -53,12 +52,7 @@ def test_a_function_is_a_space(module: str) -> None:
 def test_a_network_is_a_space_in_eval_mode(module: str) -> None:
     space = Features.of(f"{module}:PROJECTION").open(CPU)
     assert space(IMAGES)[0].shape == (100, 5)
-    assert not features_of(module, "PROJECTION").training
-
-
-def features_of(module: str, name: str) -> nn.Module:
-    found: nn.Module = getattr(__import__(module), name)
-    return found
+    assert not __import__(module).PROJECTION.training
 
 
 def test_a_class_is_a_space_with_options(module: str) -> None:

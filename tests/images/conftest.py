@@ -1,23 +1,22 @@
 """Image files for the tests of the data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
-import pytest
 from PIL import Image
 
 CLASSES = ("ant", "bee", "cat")
 
 
-def _noise(seed: int, width: int, height: int, mode: str = "RGB") -> Image.Image:
+def noise(seed: int, width: int, height: int, mode: str = "RGB") -> Image.Image:
     """Return a picture of random pixels that the seed determines."""
     channels = len(Image.new(mode, (1, 1)).getbands())
     values = numpy.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=numpy.uint8)
     return Image.merge(mode, [Image.fromarray(numpy.ascontiguousarray(values[..., k])) for k in range(channels)])
 
 
-def _write_folder(
+def write_folder(
     root: Path, num: int = 24, size: tuple[int, int] = (12, 9), classes: Sequence[str] = CLASSES, mode: str = "RGB"
 ) -> list[Path]:
     """Write `num` pictures, one class after the other, and return their paths in the order of the source."""
@@ -25,16 +24,6 @@ def _write_folder(
     for k in range(num):
         path = root / classes[k % len(classes)] / f"{k:03}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        _noise(k, *size, mode).save(path)
+        noise(k, *size, mode).save(path)
         paths.append(path)
     return sorted(paths)
-
-
-@pytest.fixture(scope="session")
-def noise() -> Callable[..., Image.Image]:
-    return _noise
-
-
-@pytest.fixture(scope="session")
-def write_folder() -> Callable[..., list[Path]]:
-    return _write_folder

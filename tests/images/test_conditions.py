@@ -223,12 +223,6 @@ def test_conditions_with_other_rows_are_refused(column: Any, got: str) -> None:
         InMemory(torch.zeros(6, 1, 2, 2), conditions={"mask": column})
 
 
-def test_rows_in_memory_have_their_conditions() -> None:
-    data = InMemory(torch.zeros(5, 2), conditions={"number": torch.arange(5)})
-    assert data.rows(torch.tensor([3, 0]))[2]["number"].tolist() == [3, 0]
-    assert InMemory(torch.zeros(5, 2)).rows(torch.tensor([1]))[2] == {}
-
-
 def masked(net: nn.Module, batch: Batch) -> Tensor:
     """A loss on part of each sample."""
     return (net(batch.inputs) - batch.inputs).square() * batch.conditions["mask"]

@@ -154,25 +154,6 @@ def test_grey_with_transparency_stays_grey(tmp_path: Path) -> None:
     assert pixels(Image.open(tmp_path / "b.png")).tolist() == [[255, 9]]
 
 
-def test_a_palette_with_a_transparent_colour(tmp_path: Path) -> None:
-    image = Image.fromarray(numpy.array([[[255, 0, 0], [0, 0, 255]]], numpy.uint8)).convert("P", palette=1)
-    clear = image.getpixel((1, 0))
-    image.save(tmp_path / "a.png", transparency=clear)
-    found = pixels(Image.open(tmp_path / "a.png"), background="lime")
-    assert found[0, 1].tolist() == [0, 255, 0]
-    assert found[0, 0, 0] > 200 > found[0, 0, 1]
-
-
-def test_cmyk_is_converted_to_rgb() -> None:
-    image = Image.new("CMYK", (1, 1), (255, 0, 0, 0))
-    assert pixels(image).tolist() == [[[0, 255, 255]]]
-
-
-def test_black_and_white(tmp_path: Path) -> None:
-    Image.fromarray(numpy.array([[True, False]])).save(tmp_path / "a.png")
-    assert pixels(Image.open(tmp_path / "a.png")).tolist() == [[255, 0]]
-
-
 @pytest.mark.parametrize("kind", ["png", "jpg", "webp", "tif"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_every_orientation_comes_out_upright(tmp_path: Path, kind: str, orientation: int) -> None:

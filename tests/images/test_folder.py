@@ -1,7 +1,6 @@
 import io
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ from PIL import Image
 from hookdiff import UserError
 from hookdiff.images import PICTURE_FORMATS, Folder, Store, Transforms, feed_of
 from tests.conftest import as_list, refused
+from tests.images.conftest import write_folder
 
-Write = Callable[..., list[Path]]
 
-
-def test_the_first_folder_is_the_class(tmp_path: Path, write_folder: Write) -> None:
+def test_the_first_folder_is_the_class(tmp_path: Path) -> None:
     paths = write_folder(tmp_path, 7)
     deep = tmp_path / "bee" / "more" / "b.JPEG"
     deep.parent.mkdir()
@@ -63,7 +61,7 @@ def test_every_format_is_found_and_the_rest_is_counted(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("name", ["labels.csv", "./labels.csv"])
-def test_the_file_of_the_labels_is_not_passed_over(tmp_path: Path, write_folder: Write, name: str) -> None:
+def test_the_file_of_the_labels_is_not_passed_over(tmp_path: Path, name: str) -> None:
     write_folder(tmp_path, 1, classes=("in",))
     (tmp_path / "labels.csv").write_text("file,label\nin/000.png,3\n")
     assert Folder(str(tmp_path), name).passed_over == {}
@@ -72,15 +70,13 @@ def test_the_file_of_the_labels_is_not_passed_over(tmp_path: Path, write_folder:
 
 
 @pytest.mark.parametrize("folders", [(), ("all",)])
-def test_without_two_folders_there_are_no_classes(
-    tmp_path: Path, write_folder: Write, folders: tuple[str, ...]
-) -> None:
+def test_without_two_folders_there_are_no_classes(tmp_path: Path, folders: tuple[str, ...]) -> None:
     write_folder(tmp_path, 4, classes=folders or ("",))
     data = Folder(str(tmp_path))
     assert (len(data), data.labels, data.classes) == (4, None, None)
 
 
-def test_labels_may_be_left_out(tmp_path: Path, write_folder: Write) -> None:
+def test_labels_may_be_left_out(tmp_path: Path) -> None:
     write_folder(tmp_path, 4)
     Image.new("L", (3, 3)).save(tmp_path / "alone.png")
     assert Folder(str(tmp_path), "none").labels is None
@@ -88,7 +84,7 @@ def test_labels_may_be_left_out(tmp_path: Path, write_folder: Write) -> None:
         feed_of(Folder(str(tmp_path)))
 
 
-def test_links_are_followed_once(tmp_path: Path, write_folder: Write) -> None:
+def test_links_are_followed_once(tmp_path: Path) -> None:
     write_folder(tmp_path / "real", 4)
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "ant").symlink_to(tmp_path / "real" / "ant")
@@ -108,7 +104,7 @@ def test_links_are_followed_once(tmp_path: Path, write_folder: Write) -> None:
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 @pytest.mark.parametrize("column", ["file", "file_name"])
 def test_labels_are_read_from_a_file(
-    tmp_path: Path, write_folder: Write, kind: str, column: str, labels: Any, expected: Any, classes: Any
+    tmp_path: Path, kind: str, column: str, labels: Any, expected: Any, classes: Any
 ) -> None:
     write_folder(tmp_path, 3, classes=("in",))
     rows = [(f"./in/{k:03}.png", label) for k, label in enumerate(labels)][::-1]
@@ -150,9 +146,7 @@ ROWS = "file,label\nant/000.png,a\nbee/001.png,b\ncat/002.png,c\n"
         ),
     ],
 )
-def test_wrong_labels_are_refused_together(
-    tmp_path: Path, write_folder: Write, name: str, text: str, facts: Any
-) -> None:
+def test_wrong_labels_are_refused_together(tmp_path: Path, name: str, text: str, facts: Any) -> None:
     write_folder(tmp_path, 3)
     (tmp_path / name).write_text(text)
     with refused(UserError, name, *facts) as caught:
@@ -168,9 +162,7 @@ def test_wrong_labels_are_refused_together(
         ("label.csv", ROWS.encode(), ("'label.csv'",)),
     ],
 )
-def test_a_file_without_labels_is_refused(
-    tmp_path: Path, write_folder: Write, name: str, text: bytes, facts: Any
-) -> None:
+def test_a_file_without_labels_is_refused(tmp_path: Path, name: str, text: bytes, facts: Any) -> None:
     write_folder(tmp_path, 3)
     (tmp_path / name).write_bytes(text)
     asked = "l.csv" if name == "label.csv" else name
@@ -201,7 +193,7 @@ def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
         Folder(str(tmp_path))
 
 
-def test_the_fingerprint_changes_with_the_files(tmp_path: Path, write_folder: Write) -> None:
+def test_the_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
     paths = write_folder(tmp_path, 4)
     before = Folder(str(tmp_path)).fingerprint()
     assert Folder(str(tmp_path)).fingerprint() == before

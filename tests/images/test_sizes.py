@@ -1,6 +1,5 @@
 """The sizes of pictures as their source has them, read once and from headers alone."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from PIL import Image
 from hookdiff import InMemory, UserError
 from hookdiff.images import Folder, Store, Transforms, feed_of
 from tests.conftest import as_list, refused
+from tests.images.conftest import noise
 
 SIZES = [[9, 12], [30, 7], [21, 33], [40, 40]]  # height and width
 SMALL = Transforms(image_size=6)
@@ -25,7 +25,7 @@ class Counted(Folder):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, noise: Callable[..., Image.Image]) -> Path:
+def folder(tmp_path: Path) -> Path:
     """Pictures of `SIZES`; that of 30 x 7 lies on its side in its file, and the last has lost the end of its pixels."""
     folder = tmp_path / "set"
     folder.mkdir()
@@ -60,13 +60,13 @@ class Drawings(list[Any]):
     """A map-style source."""
 
 
-def items(noise: Callable[..., Image.Image]) -> Drawings:
+def items() -> Drawings:
     tensor = torch.zeros(3, *SIZES[2], dtype=torch.uint8)
     return Drawings([noise(0, 12, 9), {"image": noise(1, 7, 30)}, (tensor, 1), noise(3, 40, 40)])
 
 
-def test_other_sources_have_the_size_of_what_they_store(noise: Callable[..., Image.Image]) -> None:
-    assert as_list(feed_of(items(noise), SMALL).reader.sizes()) == SIZES
+def test_other_sources_have_the_size_of_what_they_store() -> None:
+    assert as_list(feed_of(items(), SMALL).reader.sizes()) == SIZES
     for channels, transforms in ((3, SMALL), (8, Transforms())):
         images = torch.zeros(2, channels, 9, 12, dtype=torch.uint8 if channels == 3 else torch.float32)
         assert as_list(feed_of(InMemory(images), transforms).reader.sizes()) == [[9, 12]] * 2

@@ -3,7 +3,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,14 @@ from torch import Tensor
 from hookdiff import Feed, UserError
 from hookdiff.images import Folder, Store, Transforms, feed_of
 from tests.conftest import PATIENCE, as_list, refused
+from tests.images.conftest import noise, write_folder
 
-Write = Callable[..., list[Path]]
 CPU = torch.device("cpu")
 RANDOM = Transforms(image_size=8, resize=9, flip=True, color_jitter=(0.4, 0.4, 0.4, 0.2))
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, write_folder: Write) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pictures")
     write_folder(root / "set", 23, size=(14, 11))
     return root
@@ -138,7 +137,7 @@ def test_workers_may_be_spawned(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def own(tmp_path: Path, write_folder: Write) -> tuple[Path, list[Path]]:
+def own(tmp_path: Path) -> tuple[Path, list[Path]]:
     return tmp_path, write_folder(tmp_path / "set", 6)
 
 
@@ -146,7 +145,7 @@ def caches(root: Path) -> list[Path]:
     return sorted(path for path in (root / "cache").iterdir() if path.is_dir())
 
 
-def test_a_cache_is_used_until_a_file_changes(own: tuple[Path, list[Path]], noise: Any) -> None:
+def test_a_cache_is_used_until_a_file_changes(own: tuple[Path, list[Path]]) -> None:
     root, paths = own
     first = rows(make_feed(root, "disk").batches(0))
     (cache,) = caches(root)

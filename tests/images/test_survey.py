@@ -2,7 +2,6 @@
 
 import re
 import traceback
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,23 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 from hookdiff import Feed, InMemory, UserError
 from hookdiff.images import Folder, Kind, Store, Transforms, feed_of
 from hookdiff_array import Arrays
 from tests.conftest import as_list, check_facts, refused, warnings
+from tests.images.conftest import noise, write_folder
 
-Noise = Callable[..., Image.Image]
-Write = Callable[..., list[Path]]
-PLACES: list[Any] = ["memory", "disk", "none"]
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "set"
+
+
+@pytest.fixture(params=["memory", "disk", "none"])
+def store(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 def make_feed(path: Path, *, store: Any = "memory", unreadable: Any = "stop", **transforms: Any) -> Feed:
@@ -35,11 +40,7 @@ def refusal(path: Path, **options: Any) -> list[str]:
     return str(caught.value).splitlines()
 
 
-@pytest.mark.parametrize("store", PLACES)
-def test_images_of_different_sizes_need_an_image_size(
-    tmp_path: Path, write_folder: Write, noise: Noise, store: Any
-) -> None:
-    root = tmp_path / "set"
+def test_images_of_different_sizes_need_an_image_size(root: Path, store: Any) -> None:
     write_folder(root, 6)
     noise(9, 20, 30).save(root / "ant" / "big.png")
     with refused(UserError, "6 of 12 x 9", "1 of 20 x 30", "image_size"):
@@ -47,11 +48,7 @@ def test_images_of_different_sizes_need_an_image_size(
     assert make_feed(root, store=store, image_size=9).shape == (3, 9, 9)
 
 
-@pytest.mark.parametrize("store", PLACES)
-def test_grey_among_colour_images_needs_a_number_of_channels(
-    tmp_path: Path, write_folder: Write, noise: Noise, store: Any
-) -> None:
-    root = tmp_path / "set"
+def test_grey_among_colour_images_needs_a_number_of_channels(root: Path, store: Any) -> None:
     write_folder(root, 6)
     noise(9, 12, 9, "L").save(root / "bee" / "grey.png")
     counts, grey, colour = refusal(root, store=store)
@@ -65,11 +62,7 @@ def test_grey_among_colour_images_needs_a_number_of_channels(
         assert feed.shape == (channels, 9, 12)
 
 
-@pytest.mark.parametrize("store", PLACES)
-def test_golden_message_of_images_that_are_too_small(
-    tmp_path: Path, write_folder: Write, noise: Noise, store: Any
-) -> None:
-    root = tmp_path / "set"
+def test_golden_message_of_images_that_are_too_small(root: Path, store: Any) -> None:
     write_folder(root, 6, size=(20, 16))
     for k in range(7):
         noise(k, 15 - k, 40).save(root / "cat" / f"thin{k}.png")
@@ -83,9 +76,7 @@ def test_golden_message_of_images_that_are_too_small(
     assert make_feed(root, store=store, image_size=16, upscale=True).shape == (3, 16, 16)
 
 
-@pytest.mark.parametrize("store", PLACES)
-def test_files_that_are_no_images_are_listed_or_left_out(tmp_path: Path, write_folder: Write, store: Any) -> None:
-    root = tmp_path / "set"
+def test_files_that_are_no_images_are_listed_or_left_out(root: Path, store: Any) -> None:
     paths = write_folder(root, 9)
     paths[2].write_bytes(b"no image at all")
     paths[5].write_bytes(b"")
@@ -104,9 +95,7 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-80])
 
 
-@pytest.mark.parametrize("store", PLACES)
-def test_golden_message_of_all_problems_at_once(tmp_path: Path, write_folder: Write, noise: Noise, store: Any) -> None:
-    root = tmp_path / "set"
+def test_golden_message_of_all_problems_at_once(root: Path, store: Any) -> None:
     paths = write_folder(root, 9)
     paths[1].write_bytes(b"no image at all")
     truncate(paths[2])
@@ -114,7 +103,7 @@ def test_golden_message_of_all_problems_at_once(tmp_path: Path, write_folder: Wr
     rows = [f"{path.relative_to(root)},{k}" for k, path in enumerate(paths)]
     rows[3:5] = [f"{paths[3].relative_to(root)},-7", "bee/nowhere.png,1"]
     (root / "labels.csv").write_text("\n".join(["file,label", *rows, "ant/z.png,", ""]))
-    kept = Store(store=store, cache_dir=str(tmp_path / "cache"))
+    kept = Store(store=store, cache_dir=str(root.parent / "cache"))
     with pytest.raises(UserError) as caught:
         feed_of(Folder(str(root), "labels.csv"), store=kept)
     assert str(caught.value).replace(str(root), "SET").splitlines() == [
@@ -130,8 +119,7 @@ def test_golden_message_of_all_problems_at_once(tmp_path: Path, write_folder: Wr
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
-def test_broken_pixels_are_found_when_all_images_are_decoded(tmp_path: Path, write_folder: Write, store: Any) -> None:
-    root = tmp_path / "set"
+def test_broken_pixels_are_found_when_all_images_are_decoded(root: Path, store: Any) -> None:
     truncate(write_folder(root, 9)[4])
     counts, line = refusal(root, store=store)
     check_facts(counts, 1, 9, "unreadable", "'skip'")
@@ -139,8 +127,7 @@ def test_broken_pixels_are_found_when_all_images_are_decoded(tmp_path: Path, wri
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_broken_pixels_that_are_met_later_stop_the_run(tmp_path: Path, write_folder: Write, workers: int) -> None:
-    root = tmp_path / "set"
+def test_broken_pixels_that_are_met_later_stop_the_run(root: Path, workers: int) -> None:
     path = write_folder(root, 9)[4]
     truncate(path)
     feed = feed_of(Folder(str(root)), store=Store(store="none"), workers=workers)
@@ -151,17 +138,14 @@ def test_broken_pixels_that_are_met_later_stop_the_run(tmp_path: Path, write_fol
     assert "Traceback" not in str(caught.value)
 
 
-def test_another_sample_replaces_one_that_cannot_be_decoded(
-    tmp_path: Path, write_folder: Write, caplog: pytest.LogCaptureFixture
-) -> None:
-    root = tmp_path / "set"
+def test_another_sample_replaces_one_that_cannot_be_decoded(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = write_folder(root, 12)
     for k in (3, 4, 11):
         truncate(paths[k])
     found = []
-    store: Any
-    for store, workers in (("memory", 0), ("disk", 0), ("none", 0), ("none", 2)):
-        kept = Store(store=store, unreadable="skip", cache_dir=str(tmp_path / "cache"))
+    place: Any
+    for place, workers in (("memory", 0), ("disk", 0), ("none", 0), ("none", 2)):
+        kept = Store(store=place, unreadable="skip", cache_dir=str(root.parent / "cache"))
         feed = feed_of(Folder(str(root)), store=kept, held_out=3, workers=workers, transforms=Transforms(flip=True))
         feed.bind(3)
         with closing(feed):
@@ -182,11 +166,7 @@ def test_another_sample_replaces_one_that_cannot_be_decoded(
     assert all(any(str(paths[k]) in message for k in (3, 4, 11)) for message in met)
 
 
-@pytest.mark.parametrize("store", PLACES)
-def test_a_set_without_a_readable_image_is_refused_even_with_skip(
-    tmp_path: Path, write_folder: Write, store: Any
-) -> None:
-    root = tmp_path / "set"
+def test_a_set_without_a_readable_image_is_refused_even_with_skip(root: Path, store: Any) -> None:
     for path in write_folder(root, 7):
         path.write_bytes(b"GIF89a")
     counts, *lines, rest = refusal(root, store=store, unreadable="skip")
@@ -227,7 +207,7 @@ class HalfKnown(Folder):
         return super().load(index)
 
 
-def test_only_headers_that_are_not_known_are_read(tmp_path: Path, write_folder: Write) -> None:
+def test_only_headers_that_are_not_known_are_read(tmp_path: Path) -> None:
     write_folder(tmp_path / "set", 6)
     source = HalfKnown(str(tmp_path / "set"))
     feed = feed_of(source, Transforms(image_size=9), Store(store="none"))
@@ -250,7 +230,7 @@ def test_a_source_without_samples_is_refused(tmp_path: Path) -> None:
         Arrays(str(tmp_path / "none.npy"))
 
 
-def test_auto_keeps_a_set_that_fits_in_memory(tmp_path: Path, write_folder: Write) -> None:
+def test_auto_keeps_a_set_that_fits_in_memory(tmp_path: Path) -> None:
     write_folder(tmp_path, 10, size=(64, 64))
     size = 10 * 3 * 64 * 64 / 2**30
     for limit, place in ((size, "memory"), (size * 0.99, "none")):
@@ -270,7 +250,7 @@ def test_a_store_for_items_that_may_change_is_refused(store: Any) -> None:
         feed_of([torch.zeros(1, 2, 2)], store=Store(store=store))
 
 
-def test_a_source_without_fingerprint_has_no_cache(tmp_path: Path, write_folder: Write) -> None:
+def test_a_source_without_fingerprint_has_no_cache(tmp_path: Path) -> None:
     write_folder(tmp_path / "set", 3)
 
     class Plain(Folder):
@@ -304,7 +284,7 @@ def test_latents_may_be_mirrored_but_have_no_colour() -> None:
         feed_of(torch.zeros(9, 4), transforms=Transforms(flip=True)).bind(4)
 
 
-def test_items_may_be_pictures_of_pillow(noise: Noise) -> None:
+def test_items_may_be_pictures_of_pillow() -> None:
     items = [(noise(k, 9 + k, 9), k % 2) for k in range(6)]
     feed = feed_of(items, transforms=Transforms(image_size=8), drop_last=False)
     (batch,) = feed.bind(6).batches(0)
@@ -319,7 +299,7 @@ def test_items_may_be_pictures_of_pillow(noise: Noise) -> None:
         list(small.bind(4).batches(0))
 
 
-def test_a_feed_has_the_metadata_of_its_source(tmp_path: Path, write_folder: Write) -> None:
+def test_a_feed_has_the_metadata_of_its_source(tmp_path: Path) -> None:
     paths = write_folder(tmp_path, 6)
     feed = feed_of(Folder(str(tmp_path)))
     assert (feed.num_classes, feed.classes, feed.describe(1)) == (3, ("ant", "bee", "cat"), str(paths[1]))
@@ -331,7 +311,7 @@ def test_a_feed_has_the_metadata_of_its_source(tmp_path: Path, write_folder: Wri
     assert (numbers.num_classes, numbers.describe(0)) == (5, "sample 0")
 
 
-def test_a_copy_of_a_feed_decodes_nothing_again(tmp_path: Path, write_folder: Write) -> None:
+def test_a_copy_of_a_feed_decodes_nothing_again(tmp_path: Path) -> None:
     paths = write_folder(tmp_path, 6)
     feed = feed_of(Folder(str(tmp_path)))
     for path in paths:

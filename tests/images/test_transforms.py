@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ from torchvision.transforms import InterpolationMode, functional as vision
 
 from hookdiff.images.transforms import Transforms
 from tests.conftest import refused
-
-Noise = Callable[..., Image.Image]
+from tests.images.conftest import noise
 
 
 def expected(image: Image.Image, side: int) -> torch.Tensor:
@@ -22,7 +20,7 @@ def expected(image: Image.Image, side: int) -> torch.Tensor:
 
 
 @given(width=st.integers(8, 70), height=st.integers(8, 70), side=st.integers(2, 8), mode=st.sampled_from(["L", "RGB"]))
-def test_resizing_matches_torchvision(noise: Noise, width: int, height: int, side: int, mode: str) -> None:
+def test_resizing_matches_torchvision(width: int, height: int, side: int, mode: str) -> None:
     image = noise(width * height, width, height, mode)
     found = Transforms(image_size=side).fit(image)
     assert (found.dtype, found.shape) == (torch.uint8, (len(mode), side, side))
@@ -30,7 +28,7 @@ def test_resizing_matches_torchvision(noise: Noise, width: int, height: int, sid
 
 
 @given(width=st.integers(1, 20), height=st.integers(1, 20), side=st.integers(20, 33))
-def test_enlarging_matches_torchvision(noise: Noise, width: int, height: int, side: int) -> None:
+def test_enlarging_matches_torchvision(width: int, height: int, side: int) -> None:
     image = noise(width * height, width, height)
     found = Transforms(image_size=side, upscale=True).fit(image)
     assert torch.equal(found, expected(image, side))
@@ -68,7 +66,7 @@ def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(
     assert difference[:2].mean() < 1  # the first two channels are smooth
 
 
-def test_grey_becomes_colour_and_colour_grey(noise: Noise) -> None:
+def test_grey_becomes_colour_and_colour_grey() -> None:
     colour = noise(0, 5, 4)
     red, green, blue = vision.pil_to_tensor(colour).double()
     grey = Transforms(channels=1).fit(colour)
@@ -101,7 +99,7 @@ def test_latents_that_fit_pass_unchanged() -> None:
         Transforms(image_size=2).fit(latents)
 
 
-def test_pictures_that_are_too_small_are_refused_or_enlarged(noise: Noise) -> None:
+def test_pictures_that_are_too_small_are_refused_or_enlarged() -> None:
     with refused(ValueError, "7 x 12", "8 x 8", "upscale"):
         Transforms(image_size=8).fit(noise(0, 7, 12))
     with refused(ValueError, "9 x 9", "10 x 10"):

@@ -13,6 +13,7 @@ from hookdiff.images import feed_of
 from hookdiff.images.vision import Vision, vision
 from hookdiff.options.structure import parameters
 from tests.conftest import as_list, refused
+from tests.images.conftest import write_folder
 
 
 def test_the_keys_are_the_arguments_of_the_class() -> None:
@@ -27,7 +28,7 @@ def test_a_class_that_torchvision_lacks_is_refused(name: str) -> None:
         vision(name)
 
 
-def test_pictures_and_labels_match_torchvision(tmp_path: Path, write_folder: Any) -> None:
+def test_pictures_and_labels_match_torchvision(tmp_path: Path) -> None:
     write_folder(tmp_path, 9, size=(6, 6))
     data = vision("ImageFolder")(root=str(tmp_path))
     theirs = datasets.ImageFolder(str(tmp_path))

@@ -59,7 +59,7 @@ def png(rows: Any, bits: int, colour: int, *extra: bytes) -> bytes:
 
 
 def tiff(raw: bytes, bits: int, samples: int, photometric: int, order: str = "<", **more: list[int]) -> bytes:
-    """Return a TIFF, of which `more` are further tags as t274=[6]."""
+    """Return a TIFF. `more` has further tags, such as t274=[6]."""
     tags = {256: [SIDE], 257: [SIDE], 258: [bits] * samples, 259: [1], 262: [photometric], 273: [8], 277: [samples]}
     tags |= {278: [SIDE], 279: [len(raw)], **{int(name[1:]): values for name, values in more.items()}}
     if tags[259] == [8]:

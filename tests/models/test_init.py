@@ -16,6 +16,7 @@ from hookdiff.models.init import Initialisation, layers_called
 from hookdiff.testing.compare import assert_same, weights
 from hookdiff_networks import DiT, UNet
 from tests.conftest import check_facts, refused
+from tests.models.test_adapters import THEIR_UNET
 
 
 def initialised(model: Any, init: Any, seed: int = 0) -> Any:
@@ -124,19 +125,11 @@ def build(user_module: Any, load_small: Any, tmp_path: Path) -> Callable[..., Lo
 
 UNET = {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8}
 DIT = {"use": "dit", "hidden_size": 8, "depth": 1, "num_heads": 2}
-DIFFUSERS = {
-    "use": "diffusers:UNet2DModel",
-    "block_out_channels": [8, 8],
-    "norm_num_groups": 4,
-    "layers_per_block": 1,
-    "down_block_types": ["DownBlock2D", "DownBlock2D"],
-    "up_block_types": ["UpBlock2D", "UpBlock2D"],
-}
 
 
 @pytest.mark.parametrize(
     ("model", "found"),
-    [(UNET, "conv_out"), (DIT, "patch_out"), ({"use": "hd_init:LastIsFirst"}, "answer"), (DIFFUSERS, "conv_out")],
+    [(UNET, "conv_out"), (DIT, "patch_out"), ({"use": "hd_init:LastIsFirst"}, "answer"), (THEIR_UNET, "conv_out")],
     ids=["unet", "dit", "own", "diffusers"],
 )
 def test_zero_output_makes_a_model_with_zero_output(

@@ -71,7 +71,7 @@ def test_the_least_trains_samples_and_goes_on(objective: Any, tmp_path: Path) ->
         assert loop.sample(SampleRequest(0)).weights == "ema"
         return sampler
 
-    given = run(resume=False).objective  # the object itself, of which a sampler of a user may know more
+    given = run(resume=False).objective  # the object itself, because a sampler of a user may know more of its members
     assert (given.origin if objective is mean_error else given) is objective
     assert (tmp_path / "samples" / "step-00000004.png").exists()
     run(resume=True)

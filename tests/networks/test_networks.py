@@ -28,6 +28,23 @@ def test_arguments_are_plain_keywords_with_defaults(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
+        (UNet, {}),
+        (UNet, {"image_size": 32, "in_channels": 3, "channel_mults": (1, 2, 2), "attention_resolutions": (16, 8)}),
+        (UNet, {"image_size": 64, "in_channels": 3, "channel_mults": (1, 2, 3, 4), "attention_resolutions": (16, 8)}),
+        (DiT, {}),
+        (DiT, {"image_size": 32, "in_channels": 3, "patch_size": 4}),
+        (DiT, {"image_size": 28}),
+    ],
+)
+def test_the_initial_output_is_exactly_zero(kind: Any, options: dict[str, Any]) -> None:
+    model, size = kind(num_classes=10, **options), options.get("image_size", 8)
+    x = images(2, model.in_channels, size, size)
+    assert torch.equal(model(x, torch.tensor([0, 500]), torch.tensor([3, -1])), torch.zeros_like(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
         (UNet, {"channel_mults": (1,), "attention_resolutions": (8,), "num_res_blocks": 2}),
         (UNet, {"channel_mults": (1, 2), "attention_resolutions": (8,), "num_res_blocks": 2}),
         (UNet, {"channel_mults": (2, 1, 3), "attention_resolutions": (8,), "num_res_blocks": 2}),
@@ -248,3 +265,39 @@ def test_sizes_that_do_not_fit_are_refused(kind: Any, options: Any, reason: Any,
 def test_inputs_that_do_not_fit_are_refused(kind: Any, shape: Any, timesteps: Tensor, facts: Any) -> None:
     with refused(ValueError, *facts):
         small(kind)(torch.zeros(shape), timesteps)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "facts"),  # the last fact is the nearest valid value
+    [
+        (UNet, {"in_channels": 0}, ("in_channels=0", 1)),
+        (UNet, {"channels": -8}, ("channels=-8", 1)),
+        (UNet, {"num_res_blocks": 0}, ("num_res_blocks=0", 1)),
+        (UNet, {"head_dim": 0}, ("head_dim=0", 1)),
+        (UNet, {"channel_mults": ()}, ("channel_mults", (1,))),
+        (UNet, {"channel_mults": (1, 0)}, ("channel_mults=(1, 0)", (1, 1))),
+        (UNet, {"image_size": 30, "channel_mults": (1, 2, 2)}, ("image_size=30", 8, 4, 3, "channel_mults", 28, 32)),
+        (UNet, {"image_size": 4}, ("image_size=4", 2, "channel_mults", 8)),
+        (UNet, {"image_size": 9, "channel_mults": (1, 1, 1, 1, 1)}, ("image_size=9", 8, 5, "channel_mults", 16)),
+        (UNet, {"attention_resolutions": (8, 16)}, ("attention_resolutions=(8, 16)", 16, 4, 8)),
+        (UNet, {"channels": 48, "attention_resolutions": (4, 8)}, ("head_dim=32", 48, 96, 24)),
+        (UNet, {"num_classes": -1}, ("num_classes=-1", 0)),
+        (UNet, {"dropout": 1.0}, ("dropout=1.0", 0.99)),
+        (UNet, {"dropout": -0.1}, ("dropout=-0.1", 0.0)),
+        (UNet, {"dropout": float("nan")}, ("dropout=nan", 0.0)),
+        (DiT, {"in_channels": 0}, ("in_channels=0", 1)),
+        (DiT, {"patch_size": 0}, ("patch_size=0", 1)),
+        (DiT, {"depth": -1}, ("depth=-1", 1)),
+        (DiT, {"num_heads": 0}, ("num_heads=0", 1)),
+        (DiT, {"num_classes": -1}, ("num_classes=-1", 0)),
+        (DiT, {"image_size": 28, "patch_size": 8}, ("image_size=28", "patch_size=8", 24, 32, "patch_size=7")),
+        (DiT, {"hidden_size": 30}, ("hidden_size=30", 4, 28, 32)),
+        (DiT, {"hidden_size": 64, "num_heads": 6}, ("num_heads=6", "hidden_size=64", 4)),
+        (DiT, {"mlp_ratio": 0.0}, ("mlp_ratio=0.0", 4.0)),
+        (DiT, {"mlp_ratio": float("nan")}, ("mlp_ratio=nan", 4.0)),
+        (DiT, {"dropout": 1.5}, ("dropout=1.5", 0.99)),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(kind: Any, options: dict[str, Any], facts: tuple[object, ...]) -> None:
+    with refused(ValueError, *facts):
+        kind(**options)

@@ -24,7 +24,7 @@ X, T, LABELS = images(4, 1, 8, 8), torch.tensor([0, 5, 50, 999]), torch.tensor([
 
 
 def pair(kind: Any, trains_text: bool, **options: Any) -> tuple[Any, Any]:
-    """Return a trained network without text, and one with text and the same weights beside those of the text."""
+    """Return a trained network without text, and one that reads text, with the same weights in its other layers."""
     options |= {"num_classes": 3}
     plain = trained(kind, **options)
     reading = (trained if trains_text else small)(kind, text_dim=3, **options)
