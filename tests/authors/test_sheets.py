@@ -106,13 +106,6 @@ def test_one_image_is_a_grid_too(tmp_path: Path) -> None:
     assert saved(image, tmp_path / "grid.png", scale=1).shape == (8, 8, 3)
 
 
-def test_folders_are_made_and_an_old_file_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b" / "grid.png"
-    old, new = (saved(noise(4, 1, 8, 8) // divisor, path, scale=1) for divisor in (1, 2))
-    assert not torch.equal(old, new)
-    assert [file.name for file in path.parent.iterdir()] == ["grid.png"]
-
-
 def test_a_caption_stands_below_each_image(tmp_path: Path) -> None:
     images = noise(5, 3, 20, 20)
     plain = saved(images, tmp_path / "plain.png", columns=3, scale=1)
@@ -199,12 +192,3 @@ def test_images_of_a_class_stand_in_rows_beside_its_name() -> None:
     assert list(panel.row_names) == ["dog", "cat"]
     assert torch.equal(panel.images[:8, 0], latents[[0, 2]].flatten(0, 1))
     assert torch.equal(panel.images[8:12, 0], latents[1])
-
-
-def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "grid.png"
-    before = saved(noise(4, 1, 8, 8), path, scale=1)
-    with pytest.raises(RuntimeError):
-        save_grid(torch.zeros(4, 1, 8), path)
-    with Image.open(path) as picture:
-        assert torch.equal(torch.from_numpy(numpy.array(picture.convert("RGB"))), before)
