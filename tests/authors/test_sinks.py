@@ -193,9 +193,8 @@ def test_golden_warning_of_a_sink_that_is_switched_off(failing: str, caplog: pyt
     assert_same(weights(loop), without_sink())
 
 
-@pytest.mark.parametrize(
-    ("failing", "steps"), [*((name, 4) for name in ("open", *WRITES, "close")), ("scalars", 200)]
-)  # more steps than calls may wait
+# In 200 steps more calls than may wait are queued.
+@pytest.mark.parametrize(("failing", "steps"), [*((name, 4) for name in ("open", *WRITES, "close")), ("scalars", 200)])
 def test_a_run_goes_on_without_a_sink_that_hangs_and_its_loop_is_free(
     failing: str, steps: int, patient: Patient, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,7 @@ from hookdiff.log.event import Event
 from hookdiff.run_dir.events_jsonl import read_events
 from hookdiff.run_dir.history import History
 from hookdiff_checkpoint import Checkpoint
-from tests.conftest import Restores, StopAt, check_facts, toy_run
+from tests.conftest import Restores, RollBackAt, StopAt, acting, check_facts, toy_run
 
 
 def train(run_dir: Path | None, plugins: Mapping[str, object], **options: Any) -> Loop:
@@ -93,29 +93,19 @@ def test_steps_without_an_update_and_findings_are_events(tmp_path: Path) -> None
 
 
 def test_a_step_that_a_plugin_holds_back_is_an_event(tmp_path: Path) -> None:
-    class Holds:
-        @hookimpl
-        def optimizer_step(self, loop: Loop) -> bool:
-            return False if loop.progress.position in (2, 3) else PASS
-
-    train(tmp_path, {"holds": Holds()}, steps=3)
+    holds = acting(optimizer_step=lambda loop: False if loop.progress.position in (2, 3) else PASS)
+    train(tmp_path, {"holds": holds}, steps=3)
     held = [one for one in read_events(tmp_path / "events.jsonl") if one.event.kind == "held"]
     assert [(one.step, one.event.details["position"]) for one in held] == [(2, 2), (2, 3)]
     assert {one.event.severity for one in held} == {"info"}
 
 
-class Explodes:
+class Explodes(RollBackAt):
     """Makes the loss of the batch at `position` NaN, and gives a verdict."""
 
     def __init__(self, position: int, verdict: Verdict) -> None:
-        self.position, self.verdict = position, verdict
-
-    @hookimpl(wrapper=True)
-    def compute_loss(self, loop: Loop) -> Any:
-        output = yield
-        if loop.progress.position == self.position:
-            output.loss.data.fill_(float("nan"))
-        return output
+        super().__init__(position)
+        self.verdict = verdict
 
     @hookimpl
     def on_nan(self, report: NonFinite) -> Verdict:
@@ -140,14 +130,12 @@ def test_a_step_that_is_not_finite_is_an_event(tmp_path: Path, verdict: Verdict,
 
 @pytest.mark.parametrize("hook", ["before_step", "on_stop"])
 def test_an_error_is_named_in_the_last_event_and_the_outcome(tmp_path: Path, hook: str) -> None:
-    class Fails:
-        @hookimpl(specname=hook)
-        def fail(self, loop: Loop) -> None:
-            if loop.progress.step == 2:
-                raise ZeroDivisionError("by nothing")
+    def fail(loop: Loop) -> None:
+        if loop.progress.step == 2:
+            raise ZeroDivisionError("by nothing")
 
     with pytest.raises(ZeroDivisionError):
-        train(tmp_path, {"fails": Fails()}, steps=3 if hook == "before_step" else 2)
+        train(tmp_path, {"fails": acting(**{hook: fail})}, steps=3 if hook == "before_step" else 2)
     last = read_events(tmp_path / "events.jsonl")[-1]
     assert (last.step, last.event.kind, last.event.severity) == (2, "stop", "error")
     check_facts(last.event.text, "ZeroDivisionError", "by nothing")
@@ -156,16 +144,14 @@ def test_an_error_is_named_in_the_last_event_and_the_outcome(tmp_path: Path, hoo
 
 
 def test_texts_and_distributions_are_cut_on_resume_and_the_network_is_the_first_text(tmp_path: Path) -> None:
-    class Notes:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            loop.log.texts({"note": f"at {loop.progress.step}"})
-            loop.log.distributions({"weights": loop.gradients.norms})
+    def log(loop: Loop) -> None:
+        loop.log.texts({"note": f"at {loop.progress.step}"})
+        loop.log.distributions({"weights": loop.gradients.norms})
 
-    first = {"notes": Notes(), "checkpoint": Checkpoint(every=2)}
-    train(tmp_path, {**first, "stop": StopAt(3)})
+    notes_each_step = acting(after_optimizer_step=log)
+    train(tmp_path, {"notes": notes_each_step, "checkpoint": Checkpoint(every=2), "stop": StopAt(3)})
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
-    train(tmp_path, {"notes": Notes(), "checkpoint": Checkpoint(every=2)}, resume=True)
+    train(tmp_path, {"notes": notes_each_step, "checkpoint": Checkpoint(every=2)}, resume=True)
     history = History(tmp_path)
     notes = [(one.step, one.values["note"]) for one in history.texts if "note" in one.values]
     assert notes == [(step, f"at {step}") for step in range(1, 7)]
@@ -186,16 +172,14 @@ def test_other_ranks_write_nothing(second_rank: None, tmp_path: Path) -> None:
 
 
 def test_each_line_is_strict_json_whatever_is_logged(tmp_path: Path) -> None:
-    class Odd:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            details = {"v": math.nan, "deep": [{"w": (math.inf, 1.0)}], "bad \udc80": "a \udc80"}
-            loop.log.event(Event("odd", "b \udc80", details=details))
-            loop.log.texts({"prompt \udc80": "c \udc80"})
-            loop.log.distributions({"weights \udc80": torch.zeros(1)})
-            loop.log({"loss \udc80": -math.inf})
+    def log(loop: Loop) -> None:
+        details = {"v": math.nan, "deep": [{"w": (math.inf, 1.0)}], "bad \udc80": "a \udc80"}
+        loop.log.event(Event("odd", "b \udc80", details=details))
+        loop.log.texts({"prompt \udc80": "c \udc80"})
+        loop.log.distributions({"weights \udc80": torch.zeros(1)})
+        loop.log({"loss \udc80": -math.inf})
 
-    train(tmp_path, {"odd": Odd()}, steps=1)
+    train(tmp_path, {"odd": acting(after_optimizer_step=log)}, steps=1)
     for path in tmp_path.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             whole = json.loads(line, parse_constant=pytest.fail)

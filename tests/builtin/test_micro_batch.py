@@ -15,7 +15,7 @@ from hookdiff.models.footprint import HeldBytes
 from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_amp import AMP
 from hookdiff_ema import EMA
-from tests.conftest import check_facts, finish, refused
+from tests.conftest import acting, check_facts, finish, refused
 from tests.sam import SAM, Uncertainty
 
 WIDE = """
@@ -214,16 +214,12 @@ def test_if_nothing_fits_the_config_is_as_before():
 
 
 def test_memory_is_reserved_for_the_optimizers_of_plugins():
-    class Big:
-        def __init__(self, kind):
-            self.kind, self.net = kind, nn.Linear(1000, 1000)
-
-        @hookimpl
-        def prepare_model(self, loop):
-            loop.adopt(self, self.net, self.kind(self.net.parameters(), 0.1))
-
     def most(kind):
-        loop = toy_loop({"big": Big(kind), "micro_batch": FitMicroBatch()})
+        def adopt(loop):
+            loop.adopt(big, net, kind(net.parameters(), 0.1))
+
+        net, big = nn.Linear(1000, 1000), acting(prepare_model=adopt)
+        loop = toy_loop({"big": big, "micro_batch": FitMicroBatch()})
         with HeldBytes(()) as held, loop:
             pass
         return held.most
@@ -236,12 +232,10 @@ def test_only_an_out_of_memory_error_becomes_a_user_error():
     with refused(UserError, "run.micro_batch", "cpu"), loop:
         pass
 
-    class Wrong:
-        @hookimpl
-        def compute_loss(self):
-            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    def fail():
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    with refused(RuntimeError, "mat1 and mat2"), toy_loop({"w": Wrong(), "fit": FitMicroBatch()}):
+    with refused(RuntimeError, "mat1 and mat2"), toy_loop({"w": acting(compute_loss=fail), "fit": FitMicroBatch()}):
         pass
 
 

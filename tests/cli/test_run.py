@@ -8,7 +8,7 @@ import tomli
 from safetensors.torch import load_file
 
 from hookdiff.testing.compare import assert_same
-from tests.conftest import check_facts, check_refused, finish, output, records, wait_for
+from tests.conftest import check_facts, check_refused, finish, output, records
 
 
 def checkpoints(run):
@@ -135,21 +135,6 @@ def test_a_run_without_time_for_a_step_exits_75_and_starts_anew(hookdiff, folder
 
 def test_a_signal_after_the_last_step_leaves_the_exit_code_0(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--plugins", "hd_cli_user:Late", "--set", "run.steps=1")[0] == 0
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_run_with_a_checkpoint_after_the_step(folder, start, number, code):
-    run = folder / "run"
-    process = start(folder, "run", "small.toml", "--out", run, "--set", "run.steps=1000000", "--set", "run.log_every=1")
-    wait_for(run / "metrics.jsonl", process)
-    process.send_signal(number)
-    returned, out, err = finish(process)
-    assert returned == code
-    assert "Traceback" not in err
-    (name,) = checkpoints(run)
-    step = int(name.removeprefix("step-"))
-    assert step == records(run)[-1]["step"]
-    check_facts(out.splitlines()[0], "small", step)
 
 
 SLOW = """

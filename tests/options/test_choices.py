@@ -4,9 +4,11 @@ from typing import Any
 
 import attrs
 import pytest
-from attrs import define
+from attrs import define, field
+from attrs.validators import gt
 
 from hookdiff import PluginError, diffusion, nearest
+from hookdiff.options import about
 from hookdiff.options.choices import Choice, find, import_object, name_of
 from tests.conftest import refused
 
@@ -17,12 +19,17 @@ class Shape(Choice):
 
 @define(frozen=True)
 class Square(Shape):
-    side: float = 1.0
+    """Four equal sides. Nothing else."""
+
+    side: float = field(default=1.0, validator=gt(0), metadata=about("length of a side", "cm"))
 
 
 @define(frozen=True)
 class Circle(Shape):
+    """All points at one distance."""
+
     radius: float = 1.0
+    centre: tuple[float, float] = (1.0, 2.5)
 
 
 Shape.known = {"square": Square, "circle": Circle}

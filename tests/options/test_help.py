@@ -17,6 +17,7 @@ from hookdiff.experiment.config import OPTIMIZERS, SECTIONS, SOURCES, RunConfig
 from hookdiff.options import Choice, about, between, name_of, parts
 from hookdiff.options.help import keys, plain_lines
 from hookdiff.options.imports import import_object, installed
+from tests.options.test_choices import Shape, Square
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCRIPT = runpy.run_path(str(DOCS / "refresh.py"))
@@ -70,27 +71,6 @@ def test_the_config_reference_has_every_table_and_every_name() -> None:
     published = [name.partition(".")[2] for name in installed("hookdiff.parts")]
     names = (*SOURCES, *OPTIMIZERS, *published)
     assert [name for name in names if f'"{name}"' not in page and f"| `{name}` |" not in page] == []
-
-
-class Shape(Choice):
-    kind = "shape"
-
-
-@define(frozen=True)
-class Square(Shape):
-    """Four equal sides. Nothing else."""
-
-    side: float = field(default=2.0, validator=gt(0), metadata=about("length of a side", "cm"))
-
-
-@define(frozen=True)
-class Pair(Shape):
-    """Two of them."""
-
-    shapes: tuple[float, ...] = (1.0, 2.5)
-
-
-Shape.known = {"square": Square, "pair": Pair}
 
 
 @define
@@ -155,14 +135,15 @@ def test_golden_tables() -> None:
         "\n`shape` is one of these, or `module:Name`:\n\n"
         "| use | option | default | |\n|---|---|---|---|\n"
         "| `square` | | | Four equal sides. Nothing else |\n"
-        "| | `side` | `2.0` | length of a side (cm, above 0) |\n"
-        "| `pair` | | | Two of them |\n"
-        "| | `shapes` | `[1.0, 2.5]` |  |\n"
+        "| | `side` | `1.0` | length of a side (cm, above 0) |\n"
+        "| `circle` | | | All points at one distance |\n"
+        "| | `radius` | `1.0` |  |\n"
+        "| | `centre` | `[1.0, 2.5]` |  |\n"
     )
     assert list(plain_lines(Drawing)) == [
         '  shape = "square"            what is drawn',
-        "    square                    Four equal sides. Nothing else (side = 2.0)",
-        "    pair                      Two of them (shapes = [1.0, 2.5])",
+        "    square                    Four equal sides. Nothing else (side = 1.0)",
+        "    circle                    All points at one distance (radius = 1.0, centre = [1.0, 2.5])",
         "  colour                      its colour",
         "  size                        its size",
     ]

@@ -5,7 +5,7 @@ import math
 import sqlite3
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -148,10 +148,7 @@ def test_each_mistake_gets_its_word_and_a_right_sink_passes(
     def make(path: Path) -> Any:
         return kind(path / "lines")
 
-    if facts:
-        with refused(AssertionError, kind.__name__, *facts):
-            assert_tracks(make, read)
-    else:
+    with refused(AssertionError, kind.__name__, *facts) if facts else nullcontext():
         assert_tracks(make, read)
     assert capfd.readouterr() == ("", "")
     assert not any(thread.name == kind.__name__ for thread in threading.enumerate())
