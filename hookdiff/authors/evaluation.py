@@ -69,7 +69,7 @@ class Evaluation(Periodic):
             values = self.evaluate(loop)
         if not isinstance(values, Mapping):
             kind = type(self).__name__
-            raise HookError(f"{kind}.evaluate returned a {type(values).__name__}, expected values by name, as a dict")
+            raise HookError(f"{kind}.evaluate returned a {type(values).__name__}; return a dict of values by name")
         for name, value in values.items():
             parts = value if isinstance(value, tuple) else (value,)
             for shape in [tuple(part.shape) for part in parts if isinstance(part, Tensor) and part.dim()]:

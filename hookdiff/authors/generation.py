@@ -125,8 +125,8 @@ class Generated:
         # As many images on all ranks, because ranks that share one model must call it equally often.
         most = max(last - first for first, last in shares(num))
         features, problems = Collected(), list[Exception]()
-        with closing(paced(self.images(range(start, start + most)), most, what)) as made:
-            for part in _first(made, end - start):
+        with closing(paced(self.images(range(start, start + most)), most, what)) as parts:
+            for part in _first(parts, end - start):
                 try:
                     if not problems:
                         features.add(*self.space(_pixels(part, what)))

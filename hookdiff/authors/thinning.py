@@ -18,9 +18,9 @@ def thin_curve(x: Array, y: Array, most: int) -> tuple[Array, Array]:
     """
     if len(x) <= most:
         return x, y
-    kept = {0, len(x) - 1}
+    places = {0, len(x) - 1}
     for part in numpy.array_split(numpy.arange(1, len(x) - 1), most // 2 - 1):
         finite = part[numpy.isfinite(y[part])]
-        kept |= {finite[y[finite].argmin()], finite[y[finite].argmax()]} if len(finite) else {part[0]}
-    chosen = sorted(kept)
+        places |= {finite[y[finite].argmin()], finite[y[finite].argmax()]} if len(finite) else {part[0]}
+    chosen = sorted(places)
     return x[chosen], y[chosen]

@@ -142,5 +142,5 @@ def _print_markdown(names: tuple[str, ...]) -> None:
     if not names:
         raise click.UsageError("--markdown needs the NAME of a plugin or part")
     for member in (member for name in names for member in named(name)):
-        given = frozenset({"params"}) if member.kind == "optimizer" else frozenset()  # by hookdiff
-        click.echo(markdown(member.target, given), nl=False)
+        left_out = frozenset({"params"}) if member.kind == "optimizer" else frozenset()  # hookdiff gives it
+        click.echo(markdown(member.target, left_out), nl=False)

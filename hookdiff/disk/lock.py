@@ -157,7 +157,7 @@ def is_locked(run_dir: Path) -> bool:
     """Return whether a process, this one or another, holds the lock of `run_dir`."""
     if _held and run_dir.resolve() in _held:
         return True  # and the file is not opened: to close it would release the lock
-    if _is_held(run_dir / LOCK):  # as the copy of a run that this process makes
+    if _is_held(run_dir / LOCK):  # a copy with hard links has the lock file of the run
         return True
     try:
         check_kind(run_dir / LOCK)

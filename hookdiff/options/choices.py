@@ -47,7 +47,7 @@ class Choice:
 
     @classmethod
     def adapted(cls, target: object, use: str) -> type[Self] | None:
-        """Return a class of this kind for `target`, the object at `use`; None if it can be no such part."""
+        """Return a class of this kind made from `target`, the object at the path `use`; None if it cannot be made."""
         return None
 
 

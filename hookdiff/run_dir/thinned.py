@@ -16,7 +16,7 @@ from attrs import frozen
 
 MOST_LINES = 50_000  # that a command parses to show curves
 _RARE = 4  # a name is rare if it is on fewer lines than the most / this
-_NEWEST = 100  # newest lines, all of which are read, since they show the speed
+_NEWEST = 100  # the newest lines are all read, because they show the speed
 _CHUNK = 4 << 20  # bytes
 
 

@@ -54,9 +54,9 @@ def assert_tracks(make: Callable[[Path], Sink], read: Callable[[Path], Mapping[t
     """Raise AssertionError, with the sink, the call and the remedy, unless the tracker is a mirror of each run.
 
     It holds the values of metrics.jsonl after a run, a kill and a resume, a rollback, a branch, and `hookdiff mirror`.
-    For the kill, the run directory gets back its files of the middle of the run, and the tracker's files of that moment
-    are copied to a new path; the run is resumed from an older state. Numbers may be rounded to float32. Values that
-    JSON lacks, such as infinity, are NaN.
+    To imitate a kill, the files of the run directory and of the tracker are copied in the middle of a run. The run is
+    resumed from these copies and an older state, with the tracker at a new path. Numbers may be rounded to float32.
+    Values that JSON lacks, such as infinity, are NaN.
 
     If a call of the sink fails, is locked or hangs, a resumed run is the same to the last bit as without the sink, and
     logs one warning, that the sink is switched off.
@@ -65,7 +65,7 @@ def assert_tracks(make: Callable[[Path], Sink], read: Callable[[Path], Mapping[t
         make: returns a new sink that writes to the tracker at a path, an existing folder. A branch has a different path
             than its run. The test sets its `timeout` if a call hangs.
         read: returns the numbers that the tracker at a path has now, by step and name. If the tracker begins a new run
-            in each process, they are those of the newest run.
+            in each process, return the numbers of the newest run.
     """
     with TemporaryDirectory() as folder, _warnings() as warnings:
         tests = _Tests(Path(folder), make, read, warnings)

@@ -62,7 +62,7 @@ def on_ranks(num: int, work: Callable[[int], Result]) -> list[Result]:
 
 
 class _Together:
-    """The exchanges of the ranks: whose turn it is, and the values that each rank gives and gets."""
+    """Gives the ranks their turns, and exchanges their values."""
 
     def __init__(self, num: int) -> None:
         self.errors: dict[int, BaseException] = {}
