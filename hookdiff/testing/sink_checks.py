@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
 import sqlite3
@@ -26,7 +25,7 @@ from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
 from hookdiff.run_dir.history import History
 from hookdiff.testing.compare import ValueKey, all_differences, fail
-from hookdiff.testing.record import Record, round_trip
+from hookdiff.testing.record import Record, quiet, round_trip
 from hookdiff.testing.toy import toy_loop
 
 _SINK = "sink"  # the name of the tested sink in its runs
@@ -67,26 +66,13 @@ def assert_tracks(make: Callable[[Path], Sink], read: Callable[[Path], Mapping[t
         read: returns the numbers that the tracker at a path has now, by step and name. If the tracker begins a new run
             in each process, return the numbers of the newest run.
     """
-    with TemporaryDirectory() as folder, _warnings() as warnings:
+    with TemporaryDirectory() as folder, quiet() as warnings:
         tests = _Tests(Path(folder), make, read, warnings)
         tests.check_run()
         tests.check_rollback()
         killed = tests.kill()
         tests.check_resumes(killed)
         tests.check_faults(killed)
-
-
-@contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """Collect the warnings of hookdiff, which no other handler gets."""
-    messages: list[str] = []
-    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("hookdiff")
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    before, others, logger.propagate, logger.handlers = logger.propagate, logger.handlers, False, [handler]
-    try:
-        yield messages
-    finally:
-        logger.propagate, logger.handlers = before, others
 
 
 @define(eq=False)

@@ -29,23 +29,17 @@ class Sink(Logged):
         self.pictures[step] = images
 
 
-class Average:
-    """Averages one value a step; after the steps in `cuts` it takes the state of the log, as a checkpoint does."""
+def averaged(values: list[float], as_tensor: bool = False, cuts: tuple[int, ...] = ()) -> list[float]:
+    """Average one value a step; after the steps in `cuts` take the state of the log, as a checkpoint does."""
 
-    def __init__(self, values: list[float], as_tensor: bool = False, cuts: tuple[int, ...] = ()) -> None:
-        self.values, self.as_tensor, self.cuts = values, as_tensor, cuts
-
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
-        value = self.values[loop.progress.step - 1]
-        loop.log.average({"mine": torch.tensor(value) if self.as_tensor else value})
-        if loop.progress.step in self.cuts:
+    def log(loop: Loop) -> None:
+        value = values[loop.progress.step - 1]
+        loop.log.average({"mine": torch.tensor(value) if as_tensor else value})
+        if loop.progress.step in cuts:
             loop.log.state_dict()
 
-
-def averaged(values: list[float], **options: Any) -> list[float]:
     sink = Sink()
-    toy_loop({"average": Average(values, **options), "sink": sink}, steps=len(values), log_every=5).run()
+    toy_loop({"average": acting(after_optimizer_step=log), "sink": sink}, steps=len(values), log_every=5).run()
     return list(sink.of("mine").values())
 
 
@@ -104,12 +98,8 @@ def test_the_values_of_a_step_arrive_together_after_it() -> None:
 
 
 def test_values_logged_as_the_run_stops_arrive() -> None:
-    class Late:
-        @hookimpl(trylast=True)
-        def on_stop(self, loop: Loop) -> None:
-            loop.log({"late": 1})
-
-    toy_loop({"late": Late(), "sink": (sink := Sink())}, steps=3, log_every=100).run()
+    late = acting(on_stop=lambda loop: loop.log({"late": 1}))
+    toy_loop({"late": late, "sink": (sink := Sink())}, steps=3, log_every=100).run()
     assert sink.calls == [(3, {"late": 1.0})]
 
 
@@ -400,7 +390,8 @@ def test_a_value_that_is_no_number_is_refused_in_the_plugin_that_logs_it(call: s
     def log(loop: Loop) -> None:
         (loop.log if call == "log" else loop.log.average)({"good": 1.0, "mine/x": given})
 
-    loop = toy_loop({"other": Average([1.0] * 9), "guilty": acting(after_optimizer_step=log), "sink": Sink()})
+    other = acting(after_optimizer_step=lambda loop: loop.log.average({"mine": 1.0}))
+    loop = toy_loop({"other": other, "guilty": acting(after_optimizer_step=log), "sink": Sink()})
     with refused(ValueError, "'mine/x'", "number", *facts) as caught:
         loop.run()
     check_facts(caught.value.__notes__[0], "'guilty'", "'after_optimizer_step'")

@@ -1,5 +1,6 @@
 """The promise of the author's kit that a plugin works on several ranks, and that it finds what does not."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -134,6 +135,7 @@ def test_it_finds_what_one_rank_does_alone(work: Any, error: type[Exception], fa
 
 def test_it_finds_a_value_of_one_rank_alone() -> None:
     assert_trains_on_ranks(logs_the_mean())
+    assert logging.getLogger("hookdiff").propagate  # the tests that follow see its messages
     with refused(AssertionError, "step 1", "mine/mean", "one process", "rank 0"):
         assert_trains_on_ranks(logs_the_mean(reduces=False))
     assert_trains_on_ranks(logs_the_mean(reduces=False), except_for=["mine/*"])
