@@ -15,7 +15,8 @@ from hookdiff.models.footprint import HeldBytes
 from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_amp import AMP
 from hookdiff_ema import EMA
-from tests.conftest import acting, check_facts, finish, refused
+from tests.authors.test_trial_passes import Counts, Net
+from tests.conftest import Logged, acting, check_facts, finish, refused
 from tests.sam import SAM, Uncertainty
 
 WIDE = """
@@ -116,50 +117,16 @@ def test_the_batch_is_halved_until_it_fits(batch_size, most):
         assert all(parameter.grad is None for parameter in loop.model.parameters())
 
 
-def noisy_model():
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.SiLU(), nn.Dropout(0.5), nn.Linear(8, 4))
-    with torch.no_grad():
-        for index, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape) * (index + 1) / 6)
-    return model
-
-
-class Mean:
-    """Keeps the mean of all losses, and logs it."""
-
-    def __init__(self):
-        self.count, self.sum, self.logged = 0, torch.zeros(()), {}
-
-    @hookimpl(wrapper=True)
-    def compute_loss(self, loop):
-        output = yield
-        self.count += 1
-        self.sum += output.loss.detach()
-        loop.log.average({"mean": self.sum / self.count})
-        return output
-
-    @hookimpl
-    def on_log(self, step, values):
-        self.logged[step] = dict(values)
-
-    def state_dict(self):
-        return {"count": self.count, "sum": self.sum}
-
-    def load_state_dict(self, state):
-        self.count, self.sum = state["count"], state["sum"]
-
-
 def test_the_trial_changes_nothing():
     def run(**given):
-        torch.manual_seed(0)
-        mean = Mean()
-        plugins = {"amp": AMP(precision="fp16", growth_interval=2), "ema": EMA(), "mean": mean, **given.pop("plugins")}
-        loop = toy_loop(plugins, model=noisy_model(), steps=6, log_every=2, **given)
+        logged, amp = Logged(), AMP(precision="fp16", growth_interval=2)
+        plugins = {"amp": amp, "ema": EMA(), "counts": Counts(), "logged": logged, **given.pop("plugins")}
+        loop = toy_loop(plugins, model=Net(), steps=6, log_every=2, **given)
         with loop:
             state = torch.get_rng_state()
             for _ in loop.steps():
                 pass
-        return loop, mean.logged, state
+        return loop, logged.calls, state
 
     tried, logged, state = run(plugins={"full": Full(3), "micro_batch": FitMicroBatch()})
     plain, expected, plain_state = run(plugins={}, micro_batch=tried.config.micro_batch)
