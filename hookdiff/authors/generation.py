@@ -96,11 +96,11 @@ class Generated:
 
     @property
     def at_a_time(self) -> int:
-        """The number of images that all ranks together make at a time; all ranks must read it."""
+        """The number of images that all ranks together make at a time; all ranks must read it together."""
         return min(gathered(self._maker.size)) * self.loop.num_ranks
 
     def used(self) -> str:
-        """Return the names of the weights that make the images now, and of a guidance of a plugin: "ema with NAME"."""
+        """Return the name of the weights that make the images now; with a plugin's guidance, "ema with NAME"."""
         samples = self.loop.sample(SampleRequest(0, weights=self.weights))
         usual, used = (each.guidance if each else None for each in (self.loop.sampler, samples.sampler))
         return samples.weights if used is None or used is usual else f"{samples.weights} with {used.use}"

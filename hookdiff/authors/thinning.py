@@ -7,7 +7,7 @@ Array = NDArray[numpy.float64]
 
 
 def thin_curve(x: Array, y: Array, most: int) -> tuple[Array, Array]:
-    """Return at most `most` points of a curve: the lowest and the highest point of each of equally long parts.
+    """Return at most `most` points of a curve: the lowest and the highest in each of its equally long parts.
 
     The first and the last point are kept. A part without a finite value keeps one point, which draws a gap.
 

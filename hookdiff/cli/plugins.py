@@ -90,15 +90,11 @@ def _description(member: Member, title: str) -> list[str]:
 
     if member.error:
         return [f"{title}: {member.summary}", ""]
-    table = f"[plugins.{plugin_name(member.name)}]" if member.kind == "plugin" else f'use = "{member.name}"'
+    key = "source" if member.kind == "source" else "use"
+    table = f"[plugins.{plugin_name(member.name)}]" if member.kind == "plugin" else f'{key} = "{member.name}"'
     owners = f"  ({', '.join(member.distributions)})" * bool(member.distributions)
     lines = [f"{title}: {inspect.getdoc(member.target)}\n", import_line(member.path) + owners, ""]
-    return [
-        *lines,
-        table.replace("use", "source") if member.kind == "source" else table,
-        *plain_lines(member.target),
-        "",
-    ]
+    return [*lines, table, *plain_lines(member.target), ""]
 
 
 def _summary(name: str, entries: list[EntryPoint]) -> str:

@@ -77,7 +77,7 @@ def train_from_config(
         if is_again and code is None:
             try:
                 code = _train(config, run_dir, resume=run_dir, overwrite=False, usr1=usr1, **options)
-            except NoCheckpoint:  # then as the first attempt: anew, or as a branch of another run
+            except NoCheckpoint:  # start as the first attempt did: anew, or as a branch
                 overwrite = resume is not True
         if code is None:
             code = _train(config, run_dir, resume=resume, overwrite=overwrite, usr1=usr1, **options)

@@ -30,7 +30,7 @@ class Choice:
 
     @classmethod
     def of(cls, value: Self | str | Mapping[str, Any]) -> Self:
-        """Return `value` if it is of this kind; else the part that its name, or a mapping of `use` and options, gives.
+        """Return `value`, or the part that a name, or a mapping of `use` and options, stands for.
 
         Raises:
             PluginError: for an unknown name.

@@ -39,7 +39,7 @@ REST = {"rest": True}  # metadata of a field that takes all keys that no other f
 
 
 class Text(str):
-    """A value from the command line: read as the type that its key expects."""
+    """A value from the command line, which is read as the type that its key expects."""
 
 
 class Problems(ValueError):
@@ -52,7 +52,7 @@ class Problems(ValueError):
         return "; ".join(line.lstrip(".: ") for line in self.found)
 
     def add(self, where: str, problem: str | BaseException) -> None:
-        """Note a problem at `where`, such as "run.steps", or all problems of an error that the value there raised."""
+        """Note the problem, or all problems of an error, of the value at `where`, such as "run.steps"."""
         if isinstance(problem, Problems):
             self.found += [where + line for line in problem.found]
         elif isinstance(problem, BaseValidationError):
@@ -433,7 +433,7 @@ def _attrs_class(value: Any, kind: Any) -> Any:
 
 
 def _choice(value: Any, kind: type[Choice]) -> Choice:
-    """Read a name, or a table: its `use` is a name, its other keys are options of the class of that name."""
+    """Read a name, or a table of `use`, which is a name, and the options of the class with this name."""
     if isinstance(value, kind):
         return value
     if not isinstance(value, (str, dict)):

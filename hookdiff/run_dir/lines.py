@@ -157,7 +157,7 @@ class Lines:
         return self.length
 
     def load_state_dict(self, length: int) -> None:
-        """Take the `length` of a saved state; in a run that is rolled back the file is cut to it."""
+        """Take the `length` of a saved state, and cut the file to it if the run is rolled back."""
         self.length, self._waiting = length, b""
         if self._file and not self._file.closed:
             with writing(Path(str(self._file.name))):

@@ -30,7 +30,7 @@ def picture_path(run_dir: Path, name: str, step: int) -> Path:
 
 
 def write_picture(run_dir: Path, name: str, step: int, picture: Picture) -> None:
-    """Write the picture `name` of `step`, with both in its info; raises OSError."""
+    """Write the picture `name` of `step`, with name and step in its info; raise OSError if that fails."""
     picture.with_info(name=name, step=step).save(picture_path(run_dir, name, step))
 
 

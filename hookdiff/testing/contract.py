@@ -80,7 +80,7 @@ def assert_keeps_contract(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect no garbage during the `with`: the end of a graph in a cycle would depend on chance."""
+    """Collect no garbage during the `with`, because a collection may end a graph that a plugin keeps in a cycle."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

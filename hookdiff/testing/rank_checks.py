@@ -21,11 +21,11 @@ from hookdiff.testing.record import Record, Runs
 from hookdiff.testing.threads import on_ranks
 
 _NUM = 41  # samples: five batches of 8, and one sample
-_TOLERANCE = 1e-4  # of float32 sums in another order, over some steps
+_TOLERANCE = 1e-4  # float32 sums in another order differ by less over some steps
 
 
 class _Replica(nn.Module):
-    """Calls `net`; a trial of passes calls the model itself, and averages nothing."""
+    """Calls `net`. A trial of passes calls the model instead, so that `Averaging` leaves its gradients alone."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

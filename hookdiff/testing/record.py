@@ -40,7 +40,7 @@ _MOST = 10_000  # larger mappings and lists, and longer strings, are not recorde
 _DEPTH = 4  # of mappings and lists in a field
 PLUGIN = "plugin"  # the name of the tested plugin in its runs
 
-# Copies of the arguments that a loop changes; of a Feed it changes the attributes, but not the samples.
+# How to copy the arguments that a loop changes. It changes attributes of a Feed, but no samples.
 _COPIES: Mapping[str, Callable[[Any], Any]] = {"model": copy.deepcopy, "objective": copy.deepcopy, "data": copy.copy}
 
 
@@ -148,7 +148,7 @@ def quiet() -> Iterator[list[str]]:
 
 @define
 class Runs:
-    """Trains toy loops with a tested plugin among the `others`, in new folders; an error names the plugin's class."""
+    """Trains toy loops with a tested plugin and the `others` in new folders. An error names the plugin's class."""
 
     make_plugin: Callable[[], object]
     others: Mapping[str, Callable[[], object]]

@@ -77,7 +77,7 @@ def assert_tracks(make: Callable[[Path], Sink], read: Callable[[Path], Mapping[t
 
 @define(eq=False)
 class _Everything:
-    """Logs values of each kind; some names have few steps, and a resumed run does not log "test/odd" again."""
+    """Logs values of each kind, some in few steps; without `has_odd` it does not log "test/odd"."""
 
     has_odd: bool = True
 
@@ -264,7 +264,7 @@ class _Tests:
                 remedy = "the methods of Sink are called on its own thread: implement them, and no hooks"
                 raise AssertionError(f"{problem}: {raised!r} ends the run; {remedy}") from raised
         if not is_called:
-            return  # such as `filled` of a sink that is not filled
+            return  # as `filled` is not, for a sink without earlier calls
         differences = all_differences(alone.steps, record.steps)
         fail(
             f"{problem}: the run differs from one without the sink; it may read the loop, in check, and change nothing",
@@ -290,7 +290,7 @@ def _keyed(numbers: Mapping[tuple[int, str], float]) -> dict[ValueKey, float]:
 
 @contextmanager
 def _failing(sink: Sink, call: str, fault: Exception | float) -> Iterator[list[str]]:
-    """Let a call of `sink` raise `fault`, or hang during the `with`; yield a list that is filled by the call.
+    """Let a call of `sink` raise `fault`, or hang during the `with`; yield a list of the calls so far.
 
     A number is the timeout for a hanging call. The other calls after `open` then do nothing: they could take longer.
     """
