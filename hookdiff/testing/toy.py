@@ -38,7 +38,9 @@ class ToyObjective(Objective):
 class ToySampler(Sampler):
     """Returns the output of the net for noise."""
 
-    def sample(self, net: nn.Module, objective: object, shape: Any, generators: Any, *_: Any, **__: Any) -> Tensor:
+    def sample(
+        self, net: nn.Module, objective: LossFunction, shape: Any, generators: Any, *_: Any, **__: Any
+    ) -> Tensor:
         noise = torch.stack([torch.randn(tuple(shape), generator=generator) for generator in generators])
         images: Tensor = net(noise)
         return images

@@ -62,8 +62,8 @@ def test_pictures_have_one_or_three_channels(channels: int, shape: tuple[int, ..
 @pytest.mark.parametrize("as_bytes", [True, False])
 def test_at_scale_1_every_pixel_is_exact(tmp_path: Path, channels: int, as_bytes: bool) -> None:
     images = noise(6, channels, 3, 5)
-    given = images if as_bytes else images.float() / 127.5 - 1
-    grid = saved(given, tmp_path / "grid.png", columns=2, scale=1)
+    inputs = images if as_bytes else images.float() / 127.5 - 1
+    grid = saved(inputs, tmp_path / "grid.png", columns=2, scale=1)
     assert grid.shape == (3 * (3 + PADDING) + PADDING, 2 * (5 + PADDING) + PADDING, 3)
     for index, image in enumerate(images):
         shown = cell(grid, *divmod(index, 2), 3, 5)

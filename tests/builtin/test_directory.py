@@ -184,8 +184,8 @@ def test_a_start_that_is_refused_changes_no_file(tmp_path):
     run = tmp_path / "run"
 
     def loop(plugins=(), overwrite=False, core=True, **options):
-        own = builtin_plugins(overwrite=overwrite, signals=False) if core else {}
-        return toy_loop({**own, **dict(plugins)}, run_dir=run, log_every=1, **options)
+        usual = builtin_plugins(overwrite=overwrite, signals=False) if core else {}
+        return toy_loop({**usual, **dict(plugins)}, run_dir=run, log_every=1, **options)
 
     saves = {"checkpoint": Checkpoint(every=2)}
     loop(saves, steps=4).run()

@@ -198,18 +198,18 @@ def test_a_damaged_end_is_cut_to_the_last_whole_line_with_a_warning(
             path.write_bytes(whole[:left] + bytes(zeros))
             caplog.clear()
             again = continue_from(tmp_path, state, 13)  # the run ends before it logs again
-            kept = 0 if left < first else first if left < both else both
+            num_kept = 0 if left < first else first if left < both else both
             content = path.read_bytes()
-            assert content[:kept] == whole[:kept]
-            assert json.loads(content[kept:])["step"] == 13  # the last line
-            assert length(again) == kept
-            assert len(warnings(caplog)) == (kept < both)
+            assert content[:num_kept] == whole[:num_kept]
+            assert json.loads(content[num_kept:])["step"] == 13  # the last line
+            assert length(again) == num_kept
+            assert len(warnings(caplog)) == (num_kept < both)
             for warning in warnings(caplog):
-                check_facts(warning, path, f"{both - kept} bytes", f"step {5 if kept else 0}", "step 10")
+                check_facts(warning, path, f"{both - num_kept} bytes", f"step {5 if num_kept else 0}", "step 10")
             continue_from(tmp_path, again, 15)
-            there = [5, 10][: whole[:kept].count(b"\n")]
+            there = [5, 10][: whole[:num_kept].count(b"\n")]
             assert [line["step"] for line in records(tmp_path)] == [*there, 15]
-            assert len(warnings(caplog)) == (kept < both)  # no second warning
+            assert len(warnings(caplog)) == (num_kept < both)  # no second warning
 
 
 def test_a_rollback_removes_later_lines(tmp_path: Path) -> None:

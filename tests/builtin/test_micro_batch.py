@@ -69,11 +69,11 @@ def wide(tmp_path, user_module, write_config, monkeypatch):
 def test_the_size_that_fits_is_found_and_recorded(wide, start):
     code, _, err = finish(start(wide, "run", "wide.toml", "--out", "run", fresh=True))
     assert code == 0, err[-2000:]
-    found = tomli.loads((wide / "run" / "config.toml").read_text())["run"]["micro_batch"]
-    assert found in (8, 4, 2)
+    size = tomli.loads((wide / "run" / "config.toml").read_text())["run"]["micro_batch"]
+    assert size in (8, 4, 2)
     (line,) = [line for line in err.splitlines() if "micro_batch" in line]
-    check_facts(line, found, 16)
-    assert load_config(wide / "run" / "config.toml", trust=True).run.micro_batch == found
+    check_facts(line, size, 16)
+    assert load_config(wide / "run" / "config.toml", trust=True).run.micro_batch == size
 
 
 @pytest.mark.slow
@@ -107,13 +107,13 @@ def test_the_batch_is_halved_until_it_fits(batch_size, most):
     full = Full(most)
     loop = toy_loop({"full": full, "micro_batch": FitMicroBatch()}, batch_size=batch_size, steps=1)
     with loop:
-        found = loop.config.micro_batch
+        size = loop.config.micro_batch
         expected = batch_size
         while expected > most:
             expected = (expected + 1) // 2
-        assert found == expected
+        assert size == expected
         # A second micro-batch is tried while the gradients of the first are in memory.
-        assert full.tried[-2:] == ([found] * 2 if batch_size >= 2 * found else full.tried[-2:])
+        assert full.tried[-2:] == ([size] * 2 if batch_size >= 2 * size else full.tried[-2:])
         assert all(parameter.grad is None for parameter in loop.model.parameters())
 
 

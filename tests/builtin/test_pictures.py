@@ -41,15 +41,15 @@ def test_each_picture_is_a_file_that_says_its_name_and_step(tmp_path: Path) -> N
 
 def test_a_resumed_run_removes_the_pictures_of_later_steps(tmp_path: Path) -> None:
     train(tmp_path, {"stop": StopAt(3)})
-    own = tmp_path / "seen" / "here" / "step-00000009.png"
-    Image.new("L", (4, 4)).save(own)  # of the user
+    foreign = tmp_path / "seen" / "here" / "step-00000009.png"
+    Image.new("L", (4, 4)).save(foreign)  # of the user
 
     seen: list[list[int]] = []
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
     train(tmp_path, {"look": acting(before_step=lambda: seen.append(steps(tmp_path)))}, resume=True)
     assert seen == [[1, 2], [1, 2, 3]]
     assert steps(tmp_path) == [1, 2, 3, 4]
-    assert own.exists()
+    assert foreign.exists()
 
 
 def test_a_branch_begins_with_copies_of_the_pictures(tmp_path: Path) -> None:

@@ -41,9 +41,9 @@ def test_a_resumed_run_skips_from_its_position() -> None:
     first = toy_run(steps=7)
     state = saved(first)
     assert seen(2, state) == seen(0)[9:]
-    kept = toy_run({"state": Restores(state), "skip_batches": SkipBatches(2)}, steps=7)  # which is already done
-    assert_same(weights(kept), weights(first))
-    assert (kept.progress.step, kept.progress.position) == (7, 9)
+    done = toy_run({"state": Restores(state), "skip_batches": SkipBatches(2)}, steps=7)  # which is already done
+    assert_same(weights(done), weights(first))
+    assert (done.progress.step, done.progress.position) == (7, 9)
 
 
 def test_a_number_below_one_is_refused() -> None:

@@ -177,11 +177,11 @@ def test_a_training_looks_for_garbage_as_usual_but_not_among_imported_modules(fo
     (folder / "hd_looks.py").write_text(GARBAGE)
     process = start(folder, "run", "small.toml", "--plugins", "hd_looks:Looks", "--out", "run", fresh=True)
     assert finish(process)[0] == 0
-    found = records(folder / "run")[0]
-    assert found["threshold"] <= 2_000  # the usual one; this process may have another by now
-    assert found["on"]
+    line = records(folder / "run")[0]
+    assert line["threshold"] <= 2_000  # the usual one; this process may have another by now
+    assert line["on"]
     # `gc.get_objects` leaves the frozen ones out; with them there are 340,000.
-    assert found["objects"] < 200_000
+    assert line["objects"] < 200_000
 
 
 def test_a_config_whose_name_is_no_utf8_needs_a_name_for_its_run(hookdiff, folder):

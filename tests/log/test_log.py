@@ -250,15 +250,15 @@ class InABatch:
 
 @pytest.mark.parametrize("hook", IN_A_BATCH)
 def test_what_a_batch_logs_is_of_its_update_or_dropped(hook: str) -> None:
-    own = InABatch(hook)
-    loop = toy_loop({"own": own, "sink": (sink := Sink())}, log_every=2, steps=8)
+    logs = InABatch(hook)
+    loop = toy_loop({"own": logs, "sink": (sink := Sink())}, log_every=2, steps=8)
     loop.run()
     updates = {position: step for step, position in enumerate((0, 1, 3, 5, 7, 9, 10, 11), 1)}
-    before = {position: sum(p < position for p in updates) for position in own.due}
-    assert own.due == {position: (made + 1) % 2 == 0 for position, made in before.items()}
-    assert own.events == {position: made + 1 for position, made in before.items()}
-    assert own.texts == {step: position for position, step in updates.items()}
-    assert own.shapes == list(sink.pictures) == list(updates.values())
+    before = {position: sum(p < position for p in updates) for position in logs.due}
+    assert logs.due == {position: (made + 1) % 2 == 0 for position, made in before.items()}
+    assert logs.events == {position: made + 1 for position, made in before.items()}
+    assert logs.texts == {step: position for position, step in updates.items()}
+    assert logs.shapes == list(sink.pictures) == list(updates.values())
     logged = dict(sink.calls)
     assert len(logged) == len(sink.calls)  # one line a step
     assert {step: values["position"] for step, values in logged.items()} == {2: 1, 4: 5, 6: 9, 8: 11}
@@ -269,13 +269,13 @@ def test_pictures_arrive_at_once_as_bytes() -> None:
     loop = toy_loop({"sink": (sink := Sink())})
     with loop:
         next(loop.steps())
-        own = Picture(numpy.arange(6, dtype=numpy.uint8).reshape(2, 3))
-        loop.log.images({"a": torch.tensor([-1.0, 0.0, 1.0, 9.0]).reshape(1, 1, 2, 2), "b/c": own})
+        finished = Picture(numpy.arange(6, dtype=numpy.uint8).reshape(2, 3))
+        loop.log.images({"a": torch.tensor([-1.0, 0.0, 1.0, 9.0]).reshape(1, 1, 2, 2), "b/c": finished})
         (place,) = panel_layouts(sink.pictures[1]["a"].info)
         left, top, right, bottom = place.box(0)
         pixels = sink.pictures[1]["a"].pixels[top:bottom, left:right]
         assert (pixels.dtype, pixels[0, 0], pixels[-1, -1]) == (numpy.uint8, 0, 255)
-        assert sink.pictures[1]["b/c"] is own
+        assert sink.pictures[1]["b/c"] is finished
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a//b", "/root", ".hidden", "a/.b", "a\\b", "a\nb"])
@@ -322,8 +322,8 @@ def test_a_finding_is_logged_for_people_and_as_an_event(
         loop.log.report(finding)
         loop.log.report(finding, step=9)
     assert events == [(step, Event("finding", str(finding), severity)) for step in (1, 9)]
-    found = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert found == [(level, f"step {step}: {finding}") for step in (1, 9)]
+    messages = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert messages == [(level, f"step {step}: {finding}") for step in (1, 9)]
 
 
 @pytest.mark.parametrize("cut", [False, True])

@@ -225,9 +225,9 @@ def test_pictures_are_those_that_a_run_has_logged(tmp_path: Path) -> None:
     (path / "samples" / "step-00000008.png").mkdir()
     if os.name != "nt":
         os.mkfifo(path / "samples" / "step-00000009.png")
-    found = find_pictures(path)
-    assert found == {"samples": {step: files[step] for step in sorted(files)}, "samples/denoising": {5: inner}}
-    assert list(found["samples"]) == [5, 1000, 200_000_000]
+    pictures = find_pictures(path)
+    assert pictures == {"samples": {step: files[step] for step in sorted(files)}, "samples/denoising": {5: inner}}
+    assert list(pictures["samples"]) == [5, 1000, 200_000_000]
     assert newest_picture(path, "samples") == files[200_000_000]
     files[200_000_000].write_bytes(b"no picture")
     assert newest_picture(path, "samples") == files[1000]
