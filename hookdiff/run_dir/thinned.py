@@ -45,9 +45,8 @@ def read_part(file: FileIO, most: int | None) -> ReadPart:
         *lines, rest = file.readall().split(b"\n")
         return ReadPart(lines, range(1, len(lines) + 1), num=len(lines), size=file.tell() - begin - len(rest))
     places = array("Q", [begin])  # where lines begin
-    kinds: dict[tuple[bytes, ...], array[int]] = defaultdict(
-        lambda: array("Q")
-    )  # the numbers of lines, from 0, by names
+    # The numbers of lines, from 0, by the names in them.
+    kinds: dict[tuple[bytes, ...], array[int]] = defaultdict(lambda: array("Q"))
     for lines in _in_chunks(file):
         for line in lines:
             kinds[tuple(line.split(b'"')[1::2])].append(len(places) - 1)

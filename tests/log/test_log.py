@@ -183,8 +183,7 @@ class InABatch:
     """Logs in a hook of each batch; by their positions, some batches are skipped, some void, not finite or held."""
 
     def __init__(self, hook: str) -> None:
-        self.hook, self.due, self.shapes = hook, dict[int, bool](), list[int]()
-        self.events, self.texts = dict[int, int](), dict[int, int]()
+        self.hook, self.due = hook, dict[int, bool]()
 
     def note(self, hook: str, loop: Loop) -> None:
         if hook != self.hook:
@@ -233,32 +232,22 @@ class InABatch:
         self.note("optimizer_step", loop)
         return (yield) and loop.progress.position != 8
 
-    @hookimpl
-    def on_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        if "text" in texts:
-            self.texts[step] = int(texts["text"])
-
-    @hookimpl
-    def on_distributions(self, step: int) -> None:
-        self.shapes.append(step)
-
-    @hookimpl
-    def on_event(self, step: int, event: Event) -> None:
-        if event.kind == "mine":
-            self.events[int(event.text)] = step
-
 
 @pytest.mark.parametrize("hook", IN_A_BATCH)
 def test_what_a_batch_logs_is_of_its_update_or_dropped(hook: str) -> None:
-    logs = InABatch(hook)
-    loop = toy_loop({"own": logs, "sink": (sink := Sink())}, log_every=2, steps=8)
-    loop.run()
+    logs, step_of, position_at, steps = InABatch(hook), dict[int, int](), dict[int, int](), list[int]()
+    hears = acting(
+        on_event=lambda step, event: step_of.update({int(event.text): step}),
+        on_texts=lambda step, texts: position_at.update({step: int(texts["text"])}),
+        on_distributions=lambda step: steps.append(step),
+    )
+    toy_loop({"logs": logs, "hears": hears, "sink": (sink := Sink())}, log_every=2, steps=8).run()
     updates = {position: step for step, position in enumerate((0, 1, 3, 5, 7, 9, 10, 11), 1)}
     before = {position: sum(p < position for p in updates) for position in logs.due}
     assert logs.due == {position: (made + 1) % 2 == 0 for position, made in before.items()}
-    assert logs.events == {position: made + 1 for position, made in before.items()}
-    assert logs.texts == {step: position for position, step in updates.items()}
-    assert logs.shapes == list(sink.pictures) == list(updates.values())
+    assert step_of == {position: made + 1 for position, made in before.items()}
+    assert position_at == {step: position for position, step in updates.items()}
+    assert steps == list(sink.pictures) == list(updates.values())
     logged = dict(sink.calls)
     assert len(logged) == len(sink.calls)  # one line a step
     assert {step: values["position"] for step, values in logged.items()} == {2: 1, 4: 5, 6: 9, 8: 11}
