@@ -15,14 +15,14 @@ import pytest
 from PIL import Image
 
 from hookdiff import UserError
-from hookdiff.log.picture import Picture
 from hookdiff.run_dir.events_jsonl import parse_event
 from hookdiff.run_dir.history import History, find_runs
 from hookdiff.run_dir.lines import Logged, Skim
 from hookdiff.run_dir.metrics_jsonl import parse_metrics
-from hookdiff.run_dir.pictures_png import find_pictures, newest_picture, picture_path
+from hookdiff.run_dir.pictures_png import find_pictures, newest_picture
 from tests.conftest import PATIENCE, check_facts, locked, output, refused
 from tests.forked import python
+from tests.run_dir.test_pictures_png import save
 
 HOLDS = """
 import sys
@@ -205,12 +205,6 @@ def test_a_folder_that_cannot_be_read_is_found(tmp_path: Path) -> None:
     with refused(UserError, secret / "config.toml"):
         assert find_runs(tmp_path)[1].config
     secret.chmod(0o700)
-
-
-def save(run: Path, name: str, step: int) -> Path:
-    path = picture_path(run, name, step)
-    Picture(numpy.full((2, 3), step % 256, numpy.uint8), {"name": name, "step": step}).save(path)
-    return path
 
 
 def test_pictures_are_those_that_a_run_has_logged(tmp_path: Path) -> None:
