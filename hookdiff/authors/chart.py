@@ -32,7 +32,7 @@ class Chart:
     name: str = ""  # of the curve, in the legend
     dots: Points = ()  # behind the curve, between its ends
     dots_name: str = ""
-    marks: Mapping[str, float] = {}  # up to 3 vertical lines: their x, by their names
+    marks: Mapping[str, float] = {}  # x of up to 3 vertical lines, by name
     highest: float = math.inf  # larger y are drawn at the upper end
     log_x: bool = False  # x is above 0
     log_y: bool = False  # y is above 0
@@ -117,7 +117,7 @@ def _vertical(chart: Chart) -> Axis:
     heights = [min(y, chart.highest) for _, y in (*chart.curve, *chart.dots)]
     low, high = min(heights), max(heights)
     if chart.log_y:
-        return Axis(low / 1.03, high * 1.03, is_log=True)  # some room, also if all are equal
+        return Axis(low / 1.03, high * 1.03, is_log=True)  # some room, even if all values are equal
     low = min(0.0, low)
     ends = ticks(low, high if high > low else low + 1)
     return Axis(ends[0], ends[-1], is_log=False)

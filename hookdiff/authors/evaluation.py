@@ -67,13 +67,12 @@ class Evaluation(Periodic):
         seed = derive_seed(loop.config.seed, "evaluate", -1, loop.rank)  # no batch has this position
         with loop.weights(self.weights), evaluating(loop.model), seeded(seed, loop.device):
             values = self.evaluate(loop)
+        kind = type(self).__name__
         if not isinstance(values, Mapping):
-            kind = type(self).__name__
-            raise HookError(f"{kind}.evaluate returned a {type(values).__name__}, expected values by name, as a dict")
+            raise HookError(f"{kind}.evaluate returned a {type(values).__name__}; return a dict of values by name")
         for name, value in values.items():
             parts = value if isinstance(value, tuple) else (value,)
             for shape in [tuple(part.shape) for part in parts if isinstance(part, Tensor) and part.dim()]:
-                kind = type(self).__name__
                 raise HookError(
                     f"{kind}.evaluate returned {name!r} as a tensor of shape {shape}, expected a scalar, or a pair "
                     "(sum, count) of scalars"

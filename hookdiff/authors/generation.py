@@ -96,11 +96,11 @@ class Generated:
 
     @property
     def at_a_time(self) -> int:
-        """The number of images that all ranks together make at a time; all ranks must read it."""
+        """The number of images that all ranks together make at a time; all ranks must read it together."""
         return min(gathered(self._maker.size)) * self.loop.num_ranks
 
     def used(self) -> str:
-        """Return the names of the weights that make the images now, and of a guidance of a plugin: "ema with NAME"."""
+        """Return the name of the weights that make the images now; with a plugin's guidance, "ema with NAME"."""
         samples = self.loop.sample(SampleRequest(0, weights=self.weights))
         usual, used = (each.guidance if each else None for each in (self.loop.sampler, samples.sampler))
         return samples.weights if used is None or used is usual else f"{samples.weights} with {used.use}"
@@ -125,8 +125,8 @@ class Generated:
         # As many images on all ranks, because ranks that share one model must call it equally often.
         most = max(last - first for first, last in shares(num))
         features, problems = Collected(), list[Exception]()
-        with closing(paced(self.images(range(start, start + most)), most, what)) as made:
-            for part in _first(made, end - start):
+        with closing(paced(self.images(range(start, start + most)), most, what)) as parts:
+            for part in _first(parts, end - start):
                 try:
                     if not problems:
                         features.add(*self.space(_pixels(part, what)))

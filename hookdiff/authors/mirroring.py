@@ -42,7 +42,7 @@ def mirror(history: History, sink: Sink) -> Mirrored:
 
 
 def earlier(run: TrackedRun, sink: Sink) -> list[Call]:
-    """Return the calls for all that the run directory has up to the step at which the run begins; none for a new run.
+    """Return the calls that send the steps in the run directory up to `run.step`; none for a new run.
 
     The files are read at once, so that nothing logged later is included.
     """

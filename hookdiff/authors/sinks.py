@@ -43,7 +43,7 @@ class TrackedRun:
 
     run_dir: Path | None
     hparams: Mapping[str, Any]  # the whole config, as in config.toml
-    is_branch: bool  # resumed from another run's directory
+    is_branch: bool  # whether it continues the run of another directory
     step: int  # updates so far; above 0 in a resumed run, and after a rollback
 
     @property
@@ -75,7 +75,7 @@ class Sink:
         metadata=about("limit of one call; after it, the tracker is switched off and the run goes on", "seconds"),
     )
     _worker: _Worker | None = field(init=False, default=None)  # None unless the sink is open
-    _is_closed: bool = field(init=False, default=False)  # until the next run
+    _is_closed: bool = field(init=False, default=False)  # whether a run has closed the sink, until the next run
 
     @property
     def where(self) -> str:
@@ -132,7 +132,7 @@ class Sink:
         """
 
     def is_transient(self, error: Exception) -> bool:
-        """Return whether a call that raised `error` is repeated; default: for an OSError, as of disks and networks."""
+        """Return whether a call that raised `error` is repeated. Default: an OSError, as of disks and networks, is."""
         return isinstance(error, OSError)
 
     @hookimpl
@@ -230,7 +230,7 @@ class _Worker:
         self.is_filling = False
         self._current: tuple[str, float] | None = None  # name of the call under way, and the time of its begin
         self._is_off = False  # after a call that failed, only "close" is made
-        self._is_left = threading.Event()  # after a call that took too long, none is made
+        self._is_left = threading.Event()  # set after a call that took too long: no call follows it
         self._interrupt: BaseException | None = None
         self._lock = threading.Lock()
         with thread_beside() as begin:
@@ -238,7 +238,7 @@ class _Worker:
 
     def open(self, run: TrackedRun, again: bool = False) -> None:
         """Open the sink, and wait for it; a sink that is open is closed first (`again`)."""
-        if self.is_filling:  # it will be filled again, also with the waiting calls
+        if self.is_filling:  # `open` returns the earlier calls anew, with the waiting ones
             self._drop()
         self.send("open", self._open, run, again, wait=True)
 

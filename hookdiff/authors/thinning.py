@@ -7,7 +7,7 @@ Array = NDArray[numpy.float64]
 
 
 def thin_curve(x: Array, y: Array, most: int) -> tuple[Array, Array]:
-    """Return at most `most` points of a curve: the lowest and the highest point of each of equally long parts.
+    """Return at most `most` points of a curve: the lowest and the highest in each of its equally long parts.
 
     The first and the last point are kept. A part without a finite value keeps one point, which draws a gap.
 
@@ -18,9 +18,9 @@ def thin_curve(x: Array, y: Array, most: int) -> tuple[Array, Array]:
     """
     if len(x) <= most:
         return x, y
-    kept = {0, len(x) - 1}
+    places = {0, len(x) - 1}
     for part in numpy.array_split(numpy.arange(1, len(x) - 1), most // 2 - 1):
         finite = part[numpy.isfinite(y[part])]
-        kept |= {finite[y[finite].argmin()], finite[y[finite].argmax()]} if len(finite) else {part[0]}
-    chosen = sorted(kept)
+        places |= {finite[y[finite].argmin()], finite[y[finite].argmax()]} if len(finite) else {part[0]}
+    chosen = sorted(places)
     return x[chosen], y[chosen]

@@ -33,7 +33,7 @@ def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
     optimizers = loop.all_optimizers
     held = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     parameters: list[Tensor] = list(dict.fromkeys((*loop.model.parameters(), *held)))
-    kept = [(parameter, parameter.grad, local(parameter).detach().to("cpu", copy=True)) for parameter in parameters]
+    before = [(parameter, parameter.grad, local(parameter).detach().to("cpu", copy=True)) for parameter in parameters]
     buffers = [Buffers(module) for module in (loop.model, *(trained.module for trained in loop.adopted))]
     for each in buffers:
         each.keep()
@@ -57,7 +57,7 @@ def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
             yield passes
     finally:
         with torch.no_grad():
-            for parameter, gradient, values in kept:
+            for parameter, gradient, values in before:
                 parameter.grad = gradient
                 local(parameter).copy_(values)
         for each in buffers:

@@ -71,7 +71,7 @@ class Changes:
 def check_parts(settings: Iterable[str], config: Mapping[str, Any]) -> None:
     """Raise UserError for a setting that chooses another model, optimizer or process than the `config` of the run.
 
-    An error of the other class would list every key of the config that it lacks.
+    Later, the other class would refuse each key of the config that it does not have.
     """
     for setting in settings:
         key, _, value = (part.strip() for part in setting.partition("="))

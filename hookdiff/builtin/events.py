@@ -63,7 +63,7 @@ class Events:
         if step and step.outcome in _WHY:
             batch = loop.progress.position - 1
             text = f"batch {batch} changed no weight: {_WHY[step.outcome]}"
-            severity: Severity = "info" if step.outcome == "held" else "warning"  # a plugin holds on purpose
+            severity: Severity = "info" if step.outcome == "held" else "warning"  # a plugin holds an update on purpose
             loop.log.event(Event(step.outcome, text, severity, {"position": batch}))
 
     @hookimpl

@@ -60,7 +60,7 @@ def _largest(loop: Loop, batch: Batch, passes: Callable[[Batch], LossOutput]) ->
     size = len(batch)
     while size:
         loop.set_micro_batch(size)
-        if _fits(batch[: 2 * size], passes, reserve, loop.device):  # the second part has the gradients of the first
+        if _fits(batch[: 2 * size], passes, reserve, loop.device):  # the gradients of the first part stay
             break
         # Not inside `_fits`: there, the error and its frames still hold the tensors.
         loop.gradients.reset()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class WrongPath(click.ClickException):
-    """A path that a command cannot use; torchrun's first process shows it, as it does for other arguments."""
+    """A path that a command cannot use. Under torchrun only the first process shows it, as for other arguments."""
 
     exit_code = 2
 

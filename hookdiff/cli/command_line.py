@@ -97,7 +97,7 @@ def main() -> None:
         message = str(error)
         if isinstance(error, OSError) and error.errno in _DISK:  # from a plugin that does not handle its own files
             message = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
-        elif isinstance(error, HookError | PluginError):  # whose traceback shows only the core
+        elif isinstance(error, HookError | PluginError):  # their tracebacks show only the core
             notes = (note.removeprefix("hookdiff: ") for note in getattr(error, "__notes__", ()))
             message = "\n  ".join([message, *notes])
         elif not isinstance(error, UserError):

@@ -90,15 +90,11 @@ def _description(member: Member, title: str) -> list[str]:
 
     if member.error:
         return [f"{title}: {member.summary}", ""]
-    table = f"[plugins.{plugin_name(member.name)}]" if member.kind == "plugin" else f'use = "{member.name}"'
+    key = "source" if member.kind == "source" else "use"
+    table = f"[plugins.{plugin_name(member.name)}]" if member.kind == "plugin" else f'{key} = "{member.name}"'
     owners = f"  ({', '.join(member.distributions)})" * bool(member.distributions)
     lines = [f"{title}: {inspect.getdoc(member.target)}\n", import_line(member.path) + owners, ""]
-    return [
-        *lines,
-        table.replace("use", "source") if member.kind == "source" else table,
-        *plain_lines(member.target),
-        "",
-    ]
+    return [*lines, table, *plain_lines(member.target), ""]
 
 
 def _summary(name: str, entries: list[EntryPoint]) -> str:
@@ -142,5 +138,5 @@ def _print_markdown(names: tuple[str, ...]) -> None:
     if not names:
         raise click.UsageError("--markdown needs the NAME of a plugin or part")
     for member in (member for name in names for member in named(name)):
-        given = frozenset({"params"}) if member.kind == "optimizer" else frozenset()  # by hookdiff
-        click.echo(markdown(member.target, given), nl=False)
+        left_out = frozenset({"params"}) if member.kind == "optimizer" else frozenset()  # hookdiff gives it
+        click.echo(markdown(member.target, left_out), nl=False)

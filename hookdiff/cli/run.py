@@ -77,7 +77,7 @@ def train_from_config(
         if is_again and code is None:
             try:
                 code = _train(config, run_dir, resume=run_dir, overwrite=False, usr1=usr1, **options)
-            except NoCheckpoint:  # then as the first attempt: anew, or as a branch of another run
+            except NoCheckpoint:  # start as the first attempt did: anew, or as a branch
                 overwrite = resume is not True
         if code is None:
             code = _train(config, run_dir, resume=resume, overwrite=overwrite, usr1=usr1, **options)
@@ -130,7 +130,7 @@ def _train(config: Config, run_dir: Path, *, resume: bool | Path, overwrite: boo
         saving = " or ".join(
             f"--plugins {name}" for name in installed_that(lambda kind: implements(kind, "restore"), DEFAULT_PLUGINS)
         )
-        logger.warning("no plugin saves checkpoints, so the weights are lost at the end: %s", saving)
+        logger.warning("no plugin saves checkpoints, so the weights are lost at the end; add %s", saving)
     if warning := unused_classes(config, loop.feed.num_classes):
         logger.warning(warning)
     reason = loop.run()
@@ -154,15 +154,15 @@ def _report(config: Config, loop: Loop, reason: str, resume: bool | Path, run_di
 
     and_trust = " --trust" * (bool(config.needs_trust) and not _is_remembered(run_dir))
     if reason == "done" and resume and loop.progress.step == loop.first_step:
-        unit, length, made = "steps", config.run.steps, loop.progress.step
+        unit, length, done = "steps", config.run.steps, loop.progress.step
         if config.run.epochs is not None:
-            unit, length, made = "epochs", config.run.epochs, loop.progress.epoch
+            unit, length, done = "epochs", config.run.epochs, loop.progress.epoch
         source, out = (run_dir, "") if resume is True else (resume, f" --out {run_dir}" * (resume != run_dir))
         assert length is not None
-        known = f"is already done, with {made:,} of {length:,} {unit}"
-        if made > length:
+        known = f"is already done, with {done:,} of {length:,} {unit}"
+        if done > length:
             known = (
-                f"already has {made:,} {unit}, and --{unit} {length} is the length of the whole run: no step was made"
+                f"already has {done:,} {unit}, and --{unit} {length} is the length of the whole run: no step was made"
             )
         return f"{source} {known}; to train longer: hookdiff resume {source} --{unit} N{out}{and_trust}"
     report = run_summary(loop, reason, config.run.name, time.monotonic() - loop.end.start_time)

@@ -1,4 +1,4 @@
-"""The lock of a run directory, which lets one process at a time write to it, and only there."""
+"""The lock of a run directory: one process at a time writes to it, and through no link to other folders."""
 
 import errno
 import logging
@@ -23,7 +23,7 @@ logger = logging.getLogger("hookdiff")
 class _Held:
     """A run directory that this process has locked."""
 
-    path: Path  # as it was given
+    path: Path  # as the run names it
     resources: ExitStack
     folder: os.stat_result
     lock: os.stat_result  # of the lock file, which stays open, so that no other file gets its inode
@@ -127,7 +127,7 @@ def _locked(run_dir: Path, lock: Path) -> FileIO:
         if status.st_nlink == 1 and is_there and os.path.samestat(os.lstat(lock), status):
             return file
         if os.name == "nt":
-            file.close()  # no open file can be removed there
+            file.close()  # Windows removes no open file
         if status.st_nlink > 1 and is_there:
             lock.unlink()  # while it is locked, so that no other process takes it for the lock
         file.close()
@@ -156,8 +156,8 @@ def _lock(file: FileIO) -> None:
 def is_locked(run_dir: Path) -> bool:
     """Return whether a process, this one or another, holds the lock of `run_dir`."""
     if _held and run_dir.resolve() in _held:
-        return True  # and the file is not opened: to close it would release the lock
-    if _is_held(run_dir / LOCK):  # as the copy of a run that this process makes
+        return True  # the file is not opened, because closing it would release the lock
+    if _is_held(run_dir / LOCK):  # a copy with hard links has the lock file of the run
         return True
     try:
         check_kind(run_dir / LOCK)

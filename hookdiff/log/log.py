@@ -168,7 +168,7 @@ class Log:
         self._send("on_distributions", self._step, distributions=ready)
 
     def event(self, event: Event, step: int | None = None) -> None:
-        """Log an event of this step, or of another one."""
+        """Log an event of the current step, or of `step`."""
         self._send("on_event", self._step if step is None else step, event=event)
 
     def report(self, finding: Finding | None, step: int | None = None) -> None:

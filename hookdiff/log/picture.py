@@ -1,4 +1,4 @@
-"""A finished picture, such as a grid of samples, and its PNG file, which says how the picture was made."""
+"""A finished picture, such as a grid of samples, and its PNG file with the settings that made it."""
 
 from __future__ import annotations
 

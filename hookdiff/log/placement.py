@@ -62,5 +62,5 @@ def panel_layouts(info: Mapping[str, Any]) -> Iterator[PanelLayout]:
     for panel in panels if isinstance(panels, list) else ():
         try:
             yield PanelLayout(**panel)
-        except (TypeError, ValueError):  # another version has written it, or it is damaged
+        except (TypeError, ValueError):  # it is damaged, or of another version of hookdiff
             continue

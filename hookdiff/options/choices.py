@@ -30,7 +30,7 @@ class Choice:
 
     @classmethod
     def of(cls, value: Self | str | Mapping[str, Any]) -> Self:
-        """Return `value` if it is of this kind; else the part that its name, or a mapping of `use` and options, gives.
+        """Return `value`, or the part that a name, or a mapping of `use` and options, stands for.
 
         Raises:
             PluginError: for an unknown name.
@@ -47,7 +47,7 @@ class Choice:
 
     @classmethod
     def adapted(cls, target: object, use: str) -> type[Self] | None:
-        """Return a class of this kind for `target`, the object at `use`; None if it can be no such part."""
+        """Return a class of this kind made from `target`, the object at the path `use`; None if it cannot be made."""
         return None
 
 

@@ -34,7 +34,9 @@ class Imports:
     """The imports of one config."""
 
     only_installed: bool
-    uninstalled: list[str] = field(factory=list)  # paths of no installed package, in the order of their imports
+    uninstalled: list[str] = field(
+        factory=list
+    )  # paths that no installed package publishes, in the order of their imports
 
 
 _current: ContextVar[Imports | None] = ContextVar("imports", default=None)
@@ -42,7 +44,7 @@ _current: ContextVar[Imports | None] = ContextVar("imports", default=None)
 
 @contextmanager
 def importing(only_installed: bool) -> Iterator[Imports]:
-    """Collect the imports in the `with`; with `only_installed`, `import_object` refuses all other objects there."""
+    """Collect the imports in the `with`. `only_installed` refuses objects that no installed package publishes."""
     imports = Imports(only_installed)
     token = _current.set(imports)
     try:

@@ -39,7 +39,7 @@ REST = {"rest": True}  # metadata of a field that takes all keys that no other f
 
 
 class Text(str):
-    """A value from the command line: read as the type that its key expects."""
+    """A value from the command line, which is read as the type that its key expects."""
 
 
 class Problems(ValueError):
@@ -52,7 +52,7 @@ class Problems(ValueError):
         return "; ".join(line.lstrip(".: ") for line in self.found)
 
     def add(self, where: str, problem: str | BaseException) -> None:
-        """Note a problem at `where`, such as "run.steps", or all problems of an error that the value there raised."""
+        """Note the problem, or all problems of an error, of the value at `where`, such as "run.steps"."""
         if isinstance(problem, Problems):
             self.found += [where + line for line in problem.found]
         elif isinstance(problem, BaseValidationError):
@@ -248,8 +248,8 @@ def hints_of(target: Any, *, marks: bool = False) -> dict[str, Any]:
     `marks` keeps types with Annotated as they are.
     """
     fields, inner = fields_of(target), inspect.unwrap(target)
-    scope, given = _scope(inner), {name: parameter.annotation for name, parameter in parameters(target).items()}
-    return {n: _hint(fields[n].type if n in fields else kind, scope, marks) for n, kind in given.items()}
+    scope, written = _scope(inner), {name: parameter.annotation for name, parameter in parameters(target).items()}
+    return {n: _hint(fields[n].type if n in fields else kind, scope, marks) for n, kind in written.items()}
 
 
 def hint_of(annotation: Any, owner: Any) -> Any:
@@ -391,21 +391,21 @@ def _sequence(value: Any, kind: Any) -> Any:
 def _mapping(value: Any, kind: Any) -> Any:
     keys, values = typing.get_args(kind) or (str, Any)
     table = _table(value)
-    made = _each((f".{key}", item, values) for key, item in table.items())
-    return dict(zip(_each((f".{key}", key, keys) for key in table), made, strict=True))
+    items = _each((f".{key}", item, values) for key, item in table.items())
+    return dict(zip(_each((f".{key}", key, keys) for key in table), items, strict=True))
 
 
 def _each(values: Iterable[tuple[str, Any, Any]]) -> list[Any]:
     """Structure values, each with its place and type; raise Problems for all that do not fit."""
-    made, problems = [], Problems()
+    items, problems = [], Problems()
     for place, value, kind in values:
         try:
-            made.append(_converter.structure(value, kind))
+            items.append(_converter.structure(value, kind))
         except _REFUSED as error:
             problems.add(place, error)
     if problems.found:
         raise problems
-    return made
+    return items
 
 
 def _table(value: Any) -> dict[str, Any]:
@@ -420,20 +420,20 @@ def _attrs_class(value: Any, kind: Any) -> Any:
     if rest := next((name for name, field in fields_of(kind).items() if field.metadata.get("rest")), None):
         others = {key: item for key, item in value.items() if key not in parameters(kind) or key == rest}
         value = {**{key: item for key, item in value.items() if key not in others}, rest: others}
-    given = arguments(kind, value, "", problems)
+    options = arguments(kind, value, "", problems)
     if lacking := missing(kind, value):
         problems.add("", f"needs {', '.join(lacking)}")
     if problems.found:
         raise problems
     try:
-        return kind(**given)
+        return kind(**options)
     except ValueError as error:  # from a check of several fields
         problems.add("", error)
         raise problems from None
 
 
 def _choice(value: Any, kind: type[Choice]) -> Choice:
-    """Read a name, or a table: its `use` is a name, its other keys are options of the class of that name."""
+    """Read a name, or a table of `use`, which is a name, and the options of the class with this name."""
     if isinstance(value, kind):
         return value
     if not isinstance(value, (str, dict)):

@@ -1,4 +1,4 @@
-"""events.jsonl: the events of a run, such as its start, a checkpoint or a warning, in a line each.
+"""events.jsonl: a line for each event of a run, such as its start, a checkpoint or a warning.
 
 {"step": 0, "time": 1764236235.125, "kind": "start", "severity": "info", "text": "started", "details": {...}}
 """

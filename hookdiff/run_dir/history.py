@@ -146,8 +146,8 @@ def _in_order(values: Mapping[int, float]) -> Series:
 def total_steps(config: Mapping[str, Any], begin: LoggedEvent | None) -> int | None:
     """Return the number of steps of a whole run, or None if it is not known.
 
-    It is `run.steps` of the config. A run whose length is in epochs has written the expected number in the event
-    `begin`, its newest start or resume.
+    It is `run.steps` of the config. If the config gives epochs instead, the run has written the expected number of
+    steps into the event `begin`, its newest start or resume.
     """
     return asked_number(config, "steps") or (_number(begin.event.details.get("steps")) if begin else None)
 

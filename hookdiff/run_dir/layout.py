@@ -34,7 +34,7 @@ def check_run_dir(path: Path, resume: bool = False, overwrite: bool = False) -> 
     if path.is_symlink():
         raise UserError(f"{path} is a symbolic link, which --overwrite does not replace; choose --out DIR")
     if not (path / CONFIG).is_file():
-        raise UserError(f"{path} is no run directory (it has no {CONFIG}) and stays; choose --out DIR")
+        raise UserError(f"{path} is not replaced: it is no run directory, because it has no {CONFIG}; choose --out DIR")
 
 
 def run_of(path: Path) -> Path:

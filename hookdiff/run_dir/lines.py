@@ -117,13 +117,13 @@ class Lines:
             self._file, expected = open_file(path, "r+b"), self.length
             if not self.is_cut:
                 expected = self.length = self._file.seek(0, 2)
-            content, kept = self._cut(self._file)
-        lost = expected - len(kept)
+            content, left = self._cut(self._file)
+        lost = expected - len(left)
         if content and not expected and not loop.first_step:
             count = len(content.splitlines())
             logger.warning("%s: replaces the %s line%s of an earlier run", path, f"{count:,}", "s" * (count != 1))
         elif source and lost and existed and self.is_cut:
-            last = max((_step(line) for line in kept.splitlines()), default=0)
+            last = max((_step(line) for line in left.splitlines()), default=0)
             text = f"{lost:,} bytes shorter than at the checkpoint: it ends at step {last:,}, the run at step {step:,}"
             logger.warning("%s is %s", path, text)
         elif source and lost and self.is_cut and not loop.is_branch:
@@ -157,7 +157,7 @@ class Lines:
         return self.length
 
     def load_state_dict(self, length: int) -> None:
-        """Take the `length` of a saved state; in a run that is rolled back the file is cut to it."""
+        """Take the `length` of a saved state, and cut the file to it if the run is rolled back."""
         self.length, self._waiting = length, b""
         if self._file and not self._file.closed:
             with writing(Path(str(self._file.name))):
@@ -195,10 +195,10 @@ class Lines:
         check_place(Path(str(file.name)))
         file.seek(0)
         content = file.readall()
-        kept = content[: content.rfind(b"\n", 0, self.length) + 1]
-        self.length = file.seek(len(kept))
+        left = content[: content.rfind(b"\n", 0, self.length) + 1]
+        self.length = file.seek(len(left))
         file.truncate()
-        return content, kept
+        return content, left
 
 
 def _earlier_file(source: Path | None, name: str) -> Path | None:

@@ -30,7 +30,7 @@ def picture_path(run_dir: Path, name: str, step: int) -> Path:
 
 
 def write_picture(run_dir: Path, name: str, step: int, picture: Picture) -> None:
-    """Write the picture `name` of `step`, with both in its info; raises OSError."""
+    """Write the picture `name` of `step`, with name and step in its info; raise OSError if that fails."""
     picture.with_info(name=name, step=step).save(picture_path(run_dir, name, step))
 
 
@@ -83,7 +83,7 @@ def picture_files(run_dir: Path, name: str) -> dict[int, Path]:
 def newest_picture(run_dir: Path, name: str) -> Path | None:
     """Return the file of the newest picture called `name` that a run has logged, or None.
 
-    Only this file is opened, and newer files that are damaged or are no logged pictures.
+    The files are opened from the newest on, until one is a logged picture.
     """
     files = picture_files(run_dir, name)
     return next((path for path in reversed(files.values()) if _is(path, name)), None)

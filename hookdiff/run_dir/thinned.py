@@ -16,7 +16,7 @@ from attrs import frozen
 
 MOST_LINES = 50_000  # that a command parses to show curves
 _RARE = 4  # a name is rare if it is on fewer lines than the most / this
-_NEWEST = 100  # newest lines, all of which are read, since they show the speed
+_NEWEST = 100  # the newest lines are all read, because they show the speed
 _CHUNK = 4 << 20  # bytes
 
 
@@ -45,9 +45,8 @@ def read_part(file: FileIO, most: int | None) -> ReadPart:
         *lines, rest = file.readall().split(b"\n")
         return ReadPart(lines, range(1, len(lines) + 1), num=len(lines), size=file.tell() - begin - len(rest))
     places = array("Q", [begin])  # where lines begin
-    kinds: dict[tuple[bytes, ...], array[int]] = defaultdict(
-        lambda: array("Q")
-    )  # the numbers of lines, from 0, by names
+    # The numbers of lines, from 0, by the names in them.
+    kinds: dict[tuple[bytes, ...], array[int]] = defaultdict(lambda: array("Q"))
     for lines in _in_chunks(file):
         for line in lines:
             kinds[tuple(line.split(b'"')[1::2])].append(len(places) - 1)

@@ -1,4 +1,4 @@
-""".torchrun: the name of torchrun's job, which its next attempt has too, and another run has not."""
+""".torchrun: the name of torchrun's job, by which the next attempt of the job knows its run."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ _JOB = ".torchrun"
 
 
 def write_job(run_dir: Path, name: str) -> None:
-    """Write the `name` of the job of this process in place of an earlier name; "" leaves no file."""
+    """Write the `name` of the job of this process in place of an earlier name; for "" there is no file."""
     discard(run_dir / _JOB)
     if name:
         with new_file(run_dir / _JOB) as partial:

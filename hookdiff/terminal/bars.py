@@ -36,17 +36,17 @@ class Display(Protocol):
     """Shows the lines that a `Draw` returns."""
 
     def start(self) -> None:
-        """Show them for the first time."""
+        """Show the lines for the first time."""
 
     def tick(self) -> None:
-        """Show them again if they are older than `PAUSE`. A thread would interrupt the training at random moments."""
+        """Show the lines again if they are older than `PAUSE`. A thread would interrupt the training at random."""
 
     def stop(self) -> None:
         """Leave the last lines where they are, or remove them."""
 
 
 def find_display(draw: Draw, is_kept: bool = True) -> Display | None:
-    """Return the terminal of stderr, or the cell of a notebook; None for a pipe. `is_kept`: also after `stop`.
+    """Return a display in a terminal or a notebook, None for a pipe. `is_kept` leaves its lines there after `stop`.
 
     Raises:
         ValueError: if stderr is closed.

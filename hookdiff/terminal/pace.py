@@ -56,7 +56,7 @@ Show = Callable[[Sequence[Work]], None]
 
 
 class _Here(threading.local):
-    """The works of one thread, outermost first, and the functions that show them; the last of these is called."""
+    """The works of one thread, outermost first, and the functions that show them; only the last is called."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []

@@ -54,7 +54,7 @@ class Calls:
                 self._running[-1].has_passes |= call.has_passes
 
     def _look(self) -> dict[str, Any]:
-        """Note the names and draws of the innermost call since the last look; return the generators' states."""
+        """Note what the innermost call has logged and drawn since the last look; return the generators' states."""
         call, states = self._running[-1] if self._running else None, _states(self.loop.device)
         for name in self.loop.log.names:
             self.owners.setdefault(name, call.plugin if call else "")

@@ -1,4 +1,4 @@
-"""Checks that a plugin keeps the rules of its hooks, also rules whose breach no value of a run shows."""
+"""Checks that a plugin keeps the rules of its hooks, also where breaking one changes no value of a run."""
 
 from __future__ import annotations
 
@@ -64,9 +64,8 @@ def assert_keeps_contract(
             try:
                 runs.train(Record("the run"))
             except ValueError as error:
-                if not isinstance(error, UserError) and f"{'on_start'!r} of the plugin {PLUGIN!r}" in str(
-                    _notes(error)
-                ):
+                notes = "\n".join(getattr(error, "__notes__", []))
+                if not isinstance(error, UserError) and f"'on_start' of the plugin {PLUGIN!r}" in notes:
                     remedy = "for a mistake of the user raise UserError, and begin with plugins.NAME.KEY"
                     raise AssertionError(f"{error!r} in on_start: {remedy}") from error
                 raise
@@ -79,13 +78,9 @@ def assert_keeps_contract(
         fail(_BROKEN, [*facts, *seen.facts()])
 
 
-def _notes(error: Exception) -> str:
-    return "\n".join(getattr(error, "__notes__", []))
-
-
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect no garbage during the `with`: the end of a graph in a cycle would depend on chance."""
+    """Collect no garbage during the `with`, because a collection may end a graph that a plugin keeps in a cycle."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -102,8 +97,8 @@ def _of_class(kind: Any) -> Iterator[str]:
         if each.init and each.type is None:
             yield f"the option {each.name} has no type: write {each.name}: TYPE = ..."
         if isinstance(each.default, _MUTABLE):
-            made = type(each.default).__name__
-            yield f"{each.name} has one {made} for all instances: write field(factory={made})"
+            mutable = type(each.default).__name__
+            yield f"{each.name} has one {mutable} for all instances: write field(factory={mutable})"
 
 
 def _of_all_instances(kind: type) -> dict[str, tuple[str, str]]:
@@ -146,7 +141,7 @@ class _Watch:
     transfers: _Transfers = field(factory=_Transfers)
     _loop: Loop = field(init=False)
     _graphs: Graphs = field(factory=Graphs, init=False)
-    _found: dict[str, None] = field(factory=dict, init=False)  # facts, each once
+    _facts: dict[str, None] = field(factory=dict, init=False)  # each once
     _reading: set[str] = field(factory=set, init=False)  # hooks that have waited for the device
     _is_logged: bool | None = field(default=None, init=False)  # whether this step is logged; None: no update
     _quiet: list[bool] = field(factory=list, init=False)  # for each step that is not logged: whether no hook has waited
@@ -227,9 +222,9 @@ class _Watch:
             )
 
     def _note(self, fact: str) -> None:
-        self._found[fact] = None
+        self._facts[fact] = None
 
     def facts(self) -> list[str]:
         remedy = "give loop.log tensors, and read values on the host, or rehearse, only in some steps"
         waits = [f"it waits for the device in every step, in {hook}: {remedy}" for hook in self._reading]
-        return [*self._found, *(waits if self._quiet and not any(self._quiet) else ())]
+        return [*self._facts, *(waits if self._quiet and not any(self._quiet) else ())]

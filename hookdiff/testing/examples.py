@@ -294,9 +294,9 @@ class Rounded:
 
     @hookimpl(wrapper=True)
     def sample(self) -> Generator[None, Samples, Samples]:
-        made = yield
-        values = (made.images * 127.5 + 127.5).round()
-        return evolve(made, images=values / 127.5 - 1)
+        samples = yield
+        values = (samples.images * 127.5 + 127.5).round()
+        return evolve(samples, images=values / 127.5 - 1)
 
 
 class Brighter:

@@ -21,11 +21,11 @@ from hookdiff.testing.record import Record, Runs
 from hookdiff.testing.threads import on_ranks
 
 _NUM = 41  # samples: five batches of 8, and one sample
-_TOLERANCE = 1e-4  # of float32 sums in another order, over some steps
+_TOLERANCE = 1e-4  # float32 sums in another order differ by less over some steps
 
 
 class _Replica(nn.Module):
-    """Calls `net`; a trial of passes calls the model itself, and averages nothing."""
+    """Calls `net`. A trial of passes calls the model instead, so that `Averaging` leaves its gradients alone."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -93,12 +93,10 @@ def assert_trains_on_ranks(
 
     def compared(record: Record) -> dict[ValueKey, Any]:
         """Return the values of each step; None for a picture, which only has to exist."""
-        left_out = {
-            key
-            for key in record.steps
-            if key.kind == "logged number" and any(fnmatchcase(key.name, p) for p in patterns)
-        }
-        return {k: None if k.kind == "logged picture" else v for k, v in record.steps.items() if k not in left_out}
+        values = {key: None if key.kind == "logged picture" else value for key, value in record.steps.items()}
+        numbers = [key for key in values if key.kind == "logged number"]
+        left_out = {key for key in numbers if any(fnmatchcase(key.name, pattern) for pattern in patterns)}
+        return {key: value for key, value in values.items() if key not in left_out}
 
     differences = all_differences(compared(alone), compared(first), tolerance)
     facts += [each.describe(alone.name, first.name) for each in differences]

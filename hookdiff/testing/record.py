@@ -10,7 +10,7 @@ import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -23,6 +23,7 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
+from hookdiff.authors.seeding import seeded
 from hookdiff.disk.tensors import write_tensors
 from hookdiff.disk.tree import State, flatten, unflatten
 from hookdiff.log.log import MACHINE
@@ -31,7 +32,6 @@ from hookdiff.loop.dispatch import PASS
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
 from hookdiff.loop.saved import keeps_state, saved_fields, state_of
-from hookdiff.machine.randomness import default_generators_kept
 from hookdiff.testing.calls import Calls
 from hookdiff.testing.compare import ValueKey, digest, escaped, of_state, weights
 from hookdiff.testing.toy import toy_loop
@@ -40,7 +40,7 @@ _MOST = 10_000  # larger mappings and lists, and longer strings, are not recorde
 _DEPTH = 4  # of mappings and lists in a field
 PLUGIN = "plugin"  # the name of the tested plugin in its runs
 
-# Copies of the arguments that a loop changes; of a Feed it changes the attributes, but not the samples.
+# How to copy the arguments that a loop changes. It changes attributes of a Feed, but no samples.
 _COPIES: Mapping[str, Callable[[Any], Any]] = {"model": copy.deepcopy, "objective": copy.deepcopy, "data": copy.copy}
 
 
@@ -133,30 +133,45 @@ def round_trip(state: State) -> dict[str, Any]:
         return unflatten(safetensors.torch.load(path.read_bytes()), json.loads(json.dumps(tree)))
 
 
+@contextmanager
+def quiet() -> Iterator[list[str]]:
+    """Show no log messages of hookdiff during the `with`, as a check reports only its own facts; yield the warnings."""
+    messages: list[str] = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("hookdiff")
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    before, others, logger.propagate, logger.handlers = logger.propagate, logger.handlers, False, [handler]
+    try:
+        yield messages
+    finally:
+        logger.propagate, logger.handlers = before, others
+
+
 @define
 class Runs:
-    """Trains toy loops with a tested plugin among the `others`, in new folders; an error names the plugin's class."""
+    """Trains toy loops with a tested plugin and the `others` in new folders. An error names the plugin's class."""
 
     make_plugin: Callable[[], object]
     others: Mapping[str, Callable[[], object]]
     options: Mapping[str, Any]  # of toy_loop
-    _folder: TemporaryDirectory[str] = field(init=False)
+    _resources: ExitStack = field(init=False, factory=ExitStack)
+    _folder: str = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         if self.make_plugin() is self.make_plugin():
             raise ValueError("make_plugin has to make a new plugin in each call, as `lambda: MyPlugin()` does")
 
     def __enter__(self) -> Runs:
-        self._folder = TemporaryDirectory()
+        self._folder = self._resources.enter_context(TemporaryDirectory())
+        self._resources.enter_context(quiet())
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._folder.cleanup()
+        self._resources.close()
         if isinstance(error, AssertionError):
             error.args = (f"{type(self.make_plugin()).__name__}: {error}",)
 
     def new_folder(self) -> Path:
-        return Path(mkdtemp(dir=self._folder.name))
+        return Path(mkdtemp(dir=self._folder))
 
     def train(
         self,
@@ -177,10 +192,7 @@ class Runs:
         plugins = [(name, make()) for name, make in self.others.items()]
         if place is not None:
             plugins.insert(place, (PLUGIN, self.make_plugin()))
-        with default_generators_kept():
-            random.seed(process)
-            np.random.seed(process)
-            torch.default_generator.manual_seed(process)
+        with seeded(process, torch.device("cpu")):
             loop = toy_loop(
                 dict([*plugins, ("record", record)]),
                 run_dir=run_dir or self.new_folder(),
@@ -190,27 +202,13 @@ class Runs:
             )
             calls = Calls(loop)
             loop.plugins.instrument(calls if is_watched else None)
-            with _quiet():
-                loop.run()
+            loop.run()
         state = of_state(loop.state_dict()).items()
         # Copies, because a plugin may share a tensor with the next run.
         end = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state}
         record.values = record.steps | end
         record.fields = _unsaved(loop.plugins[PLUGIN]) if PLUGIN in loop.plugins else {}
         return calls
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Show no log messages: a check reports only its own findings."""
-    logger, nothing = logging.getLogger("hookdiff"), logging.NullHandler()
-    before, logger.propagate = logger.propagate, False
-    logger.addHandler(nothing)
-    try:
-        yield
-    finally:
-        logger.propagate = before
-        logger.removeHandler(nothing)
 
 
 def _unsaved(plugin: object) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
 import sqlite3
@@ -26,7 +25,7 @@ from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
 from hookdiff.run_dir.history import History
 from hookdiff.testing.compare import ValueKey, all_differences, fail
-from hookdiff.testing.record import Record, round_trip
+from hookdiff.testing.record import Record, quiet, round_trip
 from hookdiff.testing.toy import toy_loop
 
 _SINK = "sink"  # the name of the tested sink in its runs
@@ -54,9 +53,9 @@ def assert_tracks(make: Callable[[Path], Sink], read: Callable[[Path], Mapping[t
     """Raise AssertionError, with the sink, the call and the remedy, unless the tracker is a mirror of each run.
 
     It holds the values of metrics.jsonl after a run, a kill and a resume, a rollback, a branch, and `hookdiff mirror`.
-    For the kill, the run directory gets back its files of the middle of the run, and the tracker's files of that moment
-    are copied to a new path; the run is resumed from an older state. Numbers may be rounded to float32. Values that
-    JSON lacks, such as infinity, are NaN.
+    To imitate a kill, the files of the run directory and of the tracker are copied in the middle of a run. The run is
+    resumed from these copies and an older state, with the tracker at a new path. Numbers may be rounded to float32.
+    Values that JSON lacks, such as infinity, are NaN.
 
     If a call of the sink fails, is locked or hangs, a resumed run is the same to the last bit as without the sink, and
     logs one warning, that the sink is switched off.
@@ -65,9 +64,9 @@ def assert_tracks(make: Callable[[Path], Sink], read: Callable[[Path], Mapping[t
         make: returns a new sink that writes to the tracker at a path, an existing folder. A branch has a different path
             than its run. The test sets its `timeout` if a call hangs.
         read: returns the numbers that the tracker at a path has now, by step and name. If the tracker begins a new run
-            in each process, they are those of the newest run.
+            in each process, return the numbers of the newest run.
     """
-    with TemporaryDirectory() as folder, _warnings() as warnings:
+    with TemporaryDirectory() as folder, quiet() as warnings:
         tests = _Tests(Path(folder), make, read, warnings)
         tests.check_run()
         tests.check_rollback()
@@ -76,22 +75,9 @@ def assert_tracks(make: Callable[[Path], Sink], read: Callable[[Path], Mapping[t
         tests.check_faults(killed)
 
 
-@contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """Collect the warnings of hookdiff, which no other handler gets."""
-    messages: list[str] = []
-    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("hookdiff")
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    before, others, logger.propagate, logger.handlers = logger.propagate, logger.handlers, False, [handler]
-    try:
-        yield messages
-    finally:
-        logger.propagate, logger.handlers = before, others
-
-
 @define(eq=False)
 class _Everything:
-    """Logs values of each kind; some names have few steps, and a resumed run does not log "test/odd" again."""
+    """Logs values of each kind, some in few steps; without `has_odd` it does not log "test/odd"."""
 
     has_odd: bool = True
 
@@ -278,7 +264,7 @@ class _Tests:
                 remedy = "the methods of Sink are called on its own thread: implement them, and no hooks"
                 raise AssertionError(f"{problem}: {raised!r} ends the run; {remedy}") from raised
         if not is_called:
-            return  # such as `filled` of a sink that is not filled
+            return  # as `filled` is not, for a sink without earlier calls
         differences = all_differences(alone.steps, record.steps)
         fail(
             f"{problem}: the run differs from one without the sink; it may read the loop, in check, and change nothing",
@@ -304,7 +290,7 @@ def _keyed(numbers: Mapping[tuple[int, str], float]) -> dict[ValueKey, float]:
 
 @contextmanager
 def _failing(sink: Sink, call: str, fault: Exception | float) -> Iterator[list[str]]:
-    """Let a call of `sink` raise `fault`, or hang during the `with`; yield a list that is filled by the call.
+    """Let a call of `sink` raise `fault`, or hang during the `with`; yield a list of the calls so far.
 
     A number is the timeout for a hanging call. The other calls after `open` then do nothing: they could take longer.
     """

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class OutOfStep(AssertionError):
-    """The ranks wait for different exchanges: as processes they would wait for each other for ever."""
+    """The ranks wait for different exchanges; as processes they would wait for ever."""
 
 
 def on_ranks(num: int, work: Callable[[int], Result]) -> list[Result]:
@@ -62,7 +62,7 @@ def on_ranks(num: int, work: Callable[[int], Result]) -> list[Result]:
 
 
 class _Together:
-    """The exchanges of the ranks: whose turn it is, and the values that each rank gives and gets."""
+    """Gives the ranks their turns, and exchanges their values."""
 
     def __init__(self, num: int) -> None:
         self.errors: dict[int, BaseException] = {}
@@ -96,7 +96,7 @@ class _Together:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the turn to a rank that can go on; once all ranks wait, all can."""
+        """Give the turn to a rank that can go on; answer first if all ranks wait."""
         if not self._running - self._asked.keys():
             self._answer()
         self._turn = min(self._running - self._asked.keys(), default=-1)

@@ -1,6 +1,6 @@
 """A real Loop, small enough that a test takes milliseconds."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,7 @@ class ToySampler(Sampler):
     """Returns the output of the net for noise."""
 
     def sample(
-        self,
-        net: nn.Module,
-        objective: LossFunction,
-        shape: Sequence[int],
-        generators: Sequence[Generator],
-        device: torch.device,
-        /,
-        **wanted: Any,
+        self, net: nn.Module, objective: LossFunction, shape: Any, generators: Any, *_: Any, **__: Any
     ) -> Tensor:
         noise = torch.stack([torch.randn(tuple(shape), generator=generator) for generator in generators])
         images: Tensor = net(noise)

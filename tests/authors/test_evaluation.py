@@ -8,10 +8,10 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from hookdiff import Evaluation, Feed, HookError, Loop, SampleRequest, UnknownWeights, hookimpl
+from hookdiff import Evaluation, Feed, HookError, Loop, SampleRequest, UnknownWeights
 from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
 from hookdiff_ema import EMA
-from tests.conftest import Logged, Restores, kept, ran, refused, saved
+from tests.conftest import Logged, Restores, acting, kept, ran, refused, saved
 
 
 @define(eq=False)
@@ -31,14 +31,13 @@ def draws(loop: Loop) -> dict[str, float]:
     return {"torch": float(torch.rand(())), "numpy": float(numpy.random.rand()), "python": random.random()}
 
 
-class Dice:
-    """Adds numbers of all global generators to the gradients."""
+def roll(loop: Loop) -> None:
+    """Add numbers of all global generators to the gradients."""
+    for gradient in loop.gradients.tensors():
+        gradient += torch.rand(()) + numpy.random.rand() + random.random()
 
-    @hookimpl
-    def after_backward(self, loop: Loop) -> None:
-        for parameter in loop.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad += torch.rand(()) + numpy.random.rand() + random.random()
+
+DICE = {"dice": acting(after_backward=roll)}
 
 
 def test_values_are_logged_under_val() -> None:
@@ -78,7 +77,7 @@ def test_a_measurement_does_not_change_the_training() -> None:
         numpy.random.seed(0)
         random.seed(0)
         model = nn.Sequential(toy_model(dropout=0.3), nn.BatchNorm1d(4))
-        return ran(toy_loop({**plugins, "ema": EMA(), "dice": Dice()}, model=model, steps=8, micro_batch=3))
+        return ran(toy_loop({**plugins, "ema": EMA(), **DICE}, model=model, steps=8, micro_batch=3))
 
     def read(loop: Loop) -> dict[str, Any]:
         return {**draws(loop), "mean": loop.net(torch.randn(5, 4)).mean()}
@@ -88,7 +87,7 @@ def test_a_measurement_does_not_change_the_training() -> None:
 
 def test_each_measurement_has_the_same_randomness() -> None:
     logged = Logged()
-    toy_loop({"measure": Measure(every=1, read=draws), "dice": Dice(), "logged": logged}, steps=3).run()
+    toy_loop({"measure": Measure(every=1, read=draws), **DICE, "logged": logged}, steps=3).run()
     for name in ("torch", "numpy", "python"):
         assert len(logged.of(f"val/{name}")) == 3
         assert len(set(logged.of(f"val/{name}").values())) == 1
@@ -179,12 +178,11 @@ def test_the_end_is_measured_by_the_resumed_run_if_the_first_was_killed_before()
 
 
 def test_a_measurement_of_held_out_samples() -> None:
-    class HeldOut(Evaluation):
-        """Counts the held-out samples."""
-
-        def evaluate(self, loop: Loop) -> dict[str, float]:
-            return {"samples": sum(len(batch) for batch in loop.feed.unaugmented(loop.feed.held_out_indices))}
+    def read(loop: Loop) -> dict[str, float]:
+        return {"samples": sum(len(batch) for batch in loop.feed.unaugmented(loop.feed.held_out_indices))}
 
     logged = Logged()
-    toy_loop({"held_out": HeldOut(), "logged": logged}, data=Feed(torch.rand(40, 4), held_out=7), steps=1).run()
+    toy_loop(
+        {"held_out": Measure(read=read), "logged": logged}, data=Feed(torch.rand(40, 4), held_out=7), steps=1
+    ).run()
     assert logged.of("val/samples") == {1: 7.0}

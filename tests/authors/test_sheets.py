@@ -62,8 +62,8 @@ def test_pictures_have_one_or_three_channels(channels: int, shape: tuple[int, ..
 @pytest.mark.parametrize("as_bytes", [True, False])
 def test_at_scale_1_every_pixel_is_exact(tmp_path: Path, channels: int, as_bytes: bool) -> None:
     images = noise(6, channels, 3, 5)
-    given = images if as_bytes else images.float() / 127.5 - 1
-    grid = saved(given, tmp_path / "grid.png", columns=2, scale=1)
+    inputs = images if as_bytes else images.float() / 127.5 - 1
+    grid = saved(inputs, tmp_path / "grid.png", columns=2, scale=1)
     assert grid.shape == (3 * (3 + PADDING) + PADDING, 2 * (5 + PADDING) + PADDING, 3)
     for index, image in enumerate(images):
         shown = cell(grid, *divmod(index, 2), 3, 5)
@@ -104,13 +104,6 @@ def test_latents_are_shown_side_by_side(tmp_path: Path) -> None:
 def test_one_image_is_a_grid_too(tmp_path: Path) -> None:
     image = noise(1, 1, 8, 8)
     assert saved(image, tmp_path / "grid.png", scale=1).shape == (8, 8, 3)
-
-
-def test_folders_are_made_and_an_old_file_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b" / "grid.png"
-    old, new = (saved(noise(4, 1, 8, 8) // divisor, path, scale=1) for divisor in (1, 2))
-    assert not torch.equal(old, new)
-    assert [file.name for file in path.parent.iterdir()] == ["grid.png"]
 
 
 def test_a_caption_stands_below_each_image(tmp_path: Path) -> None:
@@ -199,12 +192,3 @@ def test_images_of_a_class_stand_in_rows_beside_its_name() -> None:
     assert list(panel.row_names) == ["dog", "cat"]
     assert torch.equal(panel.images[:8, 0], latents[[0, 2]].flatten(0, 1))
     assert torch.equal(panel.images[8:12, 0], latents[1])
-
-
-def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "grid.png"
-    before = saved(noise(4, 1, 8, 8), path, scale=1)
-    with pytest.raises(RuntimeError):
-        save_grid(torch.zeros(4, 1, 8), path)
-    with Image.open(path) as picture:
-        assert torch.equal(torch.from_numpy(numpy.array(picture.convert("RGB"))), before)

@@ -4,7 +4,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -48,39 +48,37 @@ class Recorder(Sink):
 
     failing: str = ""
     fail: Callable[[], object] = lambda: 1 / 0
+    run: TrackedRun | None = field(init=False, default=None)
     calls: list[tuple[Any, ...]] = field(init=False, factory=list)
     threads: set[int] = field(init=False, factory=set)
     times: list[float] = field(init=False, factory=list)
 
     def open(self, run: TrackedRun) -> list[Call] | None:
+        self.run = run
         self.note("open", run.step)
         return None
 
     def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        self.note("scalars", step, dict(values))
-        self.times.append(time)
+        self.note("scalars", step, dict(values), time=time)
 
     def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
-        self.note("images", step, {name: picture.pixels.shape for name, picture in images.items()})
-        self.times.append(time)
+        self.note("images", step, {name: picture.pixels.shape for name, picture in images.items()}, time=time)
 
     def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
-        self.note("texts", step, dict(texts))
-        self.times.append(time)
+        self.note("texts", step, dict(texts), time=time)
 
     def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
-        self.note("distributions", step, {name: sum(one.counts) for name, one in distributions.items()})
-        self.times.append(time)
+        self.note("distributions", step, {name: sum(it.counts) for name, it in distributions.items()}, time=time)
 
     def event(self, step: int, time: float, event: Event) -> None:
-        self.note("event", step, event.kind)
-        self.times.append(time)
+        self.note("event", step, event.kind, time=time)
 
     def close(self) -> None:
         self.note("close")
 
-    def note(self, *call: Any) -> None:
+    def note(self, *call: Any, time: float | None = None) -> None:
         self.calls.append(call)
+        self.times += [] if time is None else [time]
         self.threads.add(threading.get_ident())
         if call[0] == self.failing:
             self.fail()
@@ -175,16 +173,14 @@ def test_a_sink_is_called_on_one_thread_of_its_own() -> None:
     wait_until(lambda: not any(thread.name == "Recorder" for thread in threading.enumerate()))
 
 
-@pytest.fixture(scope="module")
-def without() -> Mapping[str, Any]:
-    """The weights of a run that has no sink."""
-    return weights(ran(make_loop({"everything": Everything()})))
+@cache
+def without_sink(steps: int = 4) -> Mapping[str, Any]:
+    """Return the weights of a run that has no sink."""
+    return weights(ran(make_loop({"everything": Everything()}, steps)))
 
 
 @pytest.mark.parametrize("failing", ["open", *WRITES, "close"])
-def test_golden_warning_of_a_sink_that_is_switched_off(
-    failing: str, without: Mapping[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_golden_warning_of_a_sink_that_is_switched_off(failing: str, caplog: pytest.LogCaptureFixture) -> None:
     sink, other = Recorder(failing=failing), Recorder()
     loop = make_loop({"sink": sink, "other": other, "everything": Everything()})
     assert loop.run() == "done"
@@ -194,26 +190,28 @@ def test_golden_warning_of_a_sink_that_is_switched_off(
     assert sink.names.count(failing) == 1
     assert sink.names[sink.names.index(failing) + 1 :] in ([], ["close"])  # after a failure a sink is only closed
     assert len(other.calls) == 12
-    assert_same(weights(loop), without)
+    assert_same(weights(loop), without_sink())
 
 
-@pytest.mark.parametrize("failing", ["open", *WRITES, "close"])
+# In 200 steps more calls than may wait are queued.
+@pytest.mark.parametrize(("failing", "steps"), [*((name, 4) for name in ("open", *WRITES, "close")), ("scalars", 200)])
 def test_a_run_goes_on_without_a_sink_that_hangs_and_its_loop_is_free(
-    failing: str, without: Mapping[str, Any], patient: Patient, caplog: pytest.LogCaptureFixture
+    failing: str, steps: int, patient: Patient, caplog: pytest.LogCaptureFixture
 ) -> None:
     released = threading.Event()
     sink = Recorder(failing=failing, fail=lambda: patient.hang(released), timeout=0.5)
-    loop = make_loop({"sink": sink, "everything": Everything()})
+    loop = make_loop({"sink": sink, "everything": Everything()}, steps)
     assert loop.run() == "done"
     assert patient.now == 0.5  # it waited for the sink once
     check_warning(caplog, "Recorder", failing, "TimeoutError", "0.5 s")
-    assert sink.names[-1] == failing
-    assert_same(weights(loop), without)
+    assert_same(weights(loop), without_sink(steps))
     freed = weakref.ref(loop)
     del loop
     gc.collect()
     assert freed() is None
     released.set()
+    wait_until(lambda: not any(thread.name == "Recorder" for thread in threading.enumerate()))
+    assert sink.names[-1] == failing  # after the deadline nothing is called
 
 
 def test_a_sink_that_fails_twice_warns_once(patient: Patient, caplog: pytest.LogCaptureFixture) -> None:
@@ -269,78 +267,32 @@ def test_a_sink_decides_which_errors_are_transient(patient: Patient) -> None:
     assert sink.names == [*["open"] * 4, "close"]
 
 
-@define(eq=False)
-class Waits(Recorder):
-    """A sink that waits in its first `scalars` until it is let go."""
+def test_training_does_not_wait_for_a_sink(caplog: pytest.LogCaptureFixture) -> None:
+    seen, goes_on = [], threading.Event()
 
-    goes_on: threading.Event = field(factory=threading.Event)
+    class Sees(Recorder):
+        def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
+            seen.append(images["mine"].pixels.max())
 
-    def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        Recorder.scalars(self, step, time, values)
-        assert self.goes_on.wait(300)
-
-
-class Releases:
-    """Lets a sink go on after the third step, and overwrites pictures that it has not written yet."""
-
-    def __init__(self, sink: Waits) -> None:
-        self.sink = sink
-
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
+    def release(loop: Loop) -> None:
         if loop.progress.step == 2:
             images = torch.full((1, 1, 2, 2), -1.0)
             loop.log.images({"mine": images})
             images.fill_(1.0)
         if loop.progress.step == 3:
-            self.sink.goes_on.set()
+            goes_on.set()
 
-
-def test_training_does_not_wait_for_a_sink(caplog: pytest.LogCaptureFixture) -> None:
-    seen = []
-
-    class Sees(Waits):
-        def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
-            seen.append(images["mine"].pixels.max())
-
-    sink = Sees(timeout=300)
-    make_loop({"sink": sink, "releases": Releases(sink)}).run()
+    sink = Sees(failing="scalars", fail=lambda: goes_on.wait(PATIENCE), timeout=PATIENCE)
+    make_loop({"sink": sink, "releases": acting(after_optimizer_step=release)}).run()
     assert [call[1] for call in sink.calls if call[0] == "scalars"] == [1, 2, 3, 4]
     assert seen == [0]
     assert not warnings(caplog)
 
 
 def test_a_sink_that_is_slow_gets_everything() -> None:
-    class Slow(Recorder):
-        def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
-            sleep(0.002)
-            Recorder.scalars(self, step, time, values)
-
-    sink = Slow()
+    sink = Recorder(failing="scalars", fail=lambda: sleep(0.002))
     make_loop({"sink": sink}, steps=200).run()
     assert [call[1] for call in sink.calls[1:-1]] == list(range(1, 201))
-
-
-@pytest.mark.parametrize("steps", [4, 200])
-def test_after_the_deadline_nothing_is_called_and_the_loop_is_free(
-    steps: int, patient: Patient, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Hangs(Waits):
-        def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
-            Recorder.scalars(self, step, time, values)
-            patient.hang(self.goes_on)
-
-    sink = Hangs(timeout=5)
-    loop = make_loop({"sink": sink}, steps=steps)
-    assert loop.run() == "done"
-    freed = weakref.ref(loop)
-    del loop
-    gc.collect()
-    assert freed() is None
-    check_warning(caplog, "scalars", "5 s")
-    sink.goes_on.set()
-    wait_until(lambda: not any(thread.name == "Hangs" for thread in threading.enumerate()))
-    assert sink.names == ["open", "scalars"]
 
 
 def test_the_loop_is_checked_by_the_training_and_copied_for_the_sink(tmp_path: Path) -> None:
@@ -350,26 +302,20 @@ def test_the_loop_is_checked_by_the_training_and_copied_for_the_sink(tmp_path: P
         def check(self, loop: Loop) -> None:
             seen.append((loop.device.type, threading.get_ident()))
 
-        def open(self, run: TrackedRun) -> None:
-            seen.append(run)
-
-    hparams = {"run": {"steps": 4}}
-    loop = toy_loop({"sink": Sees()}, steps=4, hparams=hparams, run_dir=tmp_path / "run")
+    sink, hparams = Sees(), {"run": {"steps": 4}}
+    loop = toy_loop({"sink": sink}, steps=4, hparams=hparams, run_dir=tmp_path / "run")
     loop.run()
-    assert seen == [("cpu", threading.get_ident()), TrackedRun(tmp_path / "run", hparams, is_branch=False, step=0)]
-    assert seen[1].hparams["run"] is not loop.hparams["run"]
+    assert seen == [("cpu", threading.get_ident())]
+    assert sink.run == TrackedRun(tmp_path / "run", hparams, is_branch=False, step=0)
+    assert sink.run.hparams["run"] is not loop.hparams["run"]
 
 
 def test_the_hparams_have_the_options_of_a_loop_in_a_script() -> None:
-    class Sees(Recorder):
-        def open(self, run: TrackedRun) -> None:
-            self.calls.append((run.hparams,))
-
-    sink = Sees()
+    sink = Recorder()
     toy_loop({"sink": sink}, steps=4, hparams={"model": {"width": 8}}).run()
-    hparams = sink.calls[0][0]
-    assert hparams["model"] == {"width": 8}
-    assert (hparams["run"]["steps"], hparams["run"]["batch_size"]) == (4, 8)
+    assert sink.run
+    assert sink.run.hparams["model"] == {"width": 8}
+    assert (sink.run.hparams["run"]["steps"], sink.run.hparams["run"]["batch_size"]) == (4, 8)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

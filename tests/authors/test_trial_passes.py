@@ -82,12 +82,12 @@ def look(loop: Loop) -> tuple[dict[str, Tensor], Any]:
     names = loop.log.names  # now, because the state of a log has its values flushed
     gradients = loop.gradients
     known = (gradients.loss, gradients.total_norm, gradients.finite, gradients.overflowed, gradients.norms.tolist())
-    kept = {
+    values = {
         **{name: tensor.detach().clone() for name, tensor in tensors.items()},
         **grads,
         "rng": torch.get_rng_state(),
     }
-    return kept, (tree, known, loop.config, loop.hparams, names, [id(p.grad) for p in held.values()])
+    return values, (tree, known, loop.config, loop.hparams, names, [id(p.grad) for p in held.values()])
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -144,8 +144,8 @@ def test_the_passes_are_those_of_the_step() -> None:
     plugins = {"sam": SAM(), "weight": Uncertainty(), "tries": acting(before_step=trial, after_backward=note)}
     toy_loop(plugins, model=Net(), steps=3, micro_batch=4).run()
     assert len(real) == 3
-    for one, other in zip(trials, real, strict=True):
-        assert_same(one, other)
+    for tried, trained in zip(trials, real, strict=True):
+        assert_same(tried, trained)
 
 
 def test_a_run_with_trials_is_the_run_without() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from hookdiff import Feed, UserError, build_loop, hookimpl, load_config
+from hookdiff import Feed, UserError, build_loop, load_config
 from hookdiff.builtin.config_changes import FIXED, FIXED_SWITCHES, Changes, changes, check_parts
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.disk.tree import flatten
@@ -20,7 +20,7 @@ from hookdiff.options.structure import described, marks_of, parameters
 from hookdiff.testing.toy import toy_loop
 from hookdiff_muon import muon
 from hookdiff_networks import DiT, UNet
-from tests.conftest import Restores, check_facts, refused, saved, toy_run, warnings
+from tests.conftest import Restores, check_facts, ran, refused, saved, toy_run, warnings
 
 values = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
 tables = st.dictionaries(st.sampled_from("abcd"), values, max_size=4)
@@ -104,32 +104,17 @@ def test_the_fixed_keys_are_in_the_docs():
     assert rows == {**FIXED, **FIXED_SWITCHES, **of_parts()}
 
 
-class Kept:
-    """Restores the state at the end of the previous run."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {}
-
-    @hookimpl
-    def restore(self) -> dict[str, Any]:
-        return self.state
-
-    @hookimpl(trylast=True)
-    def on_stop(self, loop, reason):
-        if reason == "done":
-            self.state = saved(loop)
-
-
 @pytest.fixture
 def runs(write_config, tmp_path, caplog):
     """Return a function that trains with `settings`, from the state of the previous call if there was one."""
-    kept, path = Kept(), write_config()
+    memory, path = Restores(), write_config()
     caplog.set_level(logging.INFO)
 
     def call(*settings, steps=2):
         caplog.clear()
         config = load_config(path, settings=(f"run.steps={steps}", *settings))
-        build_loop(config, tmp_path / "run", resume=bool(kept.state), plugins={"kept": kept}).run()
+        resume = memory.state is not None
+        memory.state = saved(ran(build_loop(config, tmp_path / "run", resume=resume, plugins={"memory": memory})))
         return [message for message in caplog.messages if "->" in message] + warnings(caplog)
 
     return call

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import ClassVar
 
 import pytest
 import tomli
@@ -21,7 +20,19 @@ from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.run_dir.layout import check_run_dir, run_of
 from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
-from tests.conftest import check_facts, check_refused, contents, fill, finish, free, output, records, refused, wait_for
+from tests.conftest import (
+    acting,
+    check_facts,
+    check_refused,
+    contents,
+    fill,
+    finish,
+    free,
+    output,
+    records,
+    refused,
+    wait_for,
+)
 from tests.forked import python
 
 USER = """
@@ -41,15 +52,6 @@ class Samples(torch.utils.data.Dataset):
     def __getitem__(self, index):
         Path(f"worker-{os.getpid()}").touch()
         return torch.full((1, 8, 8), index / 64), 0
-
-class Waits:
-    "Marks the second step with a file, and stays in it."
-
-    @hookimpl
-    def after_backward(self, loop):
-        if loop.progress.step == 1:
-            Path("in-a-step").touch()
-            time.sleep(600)
 
 class Pauses:
     "Stays in the second step until there is a file."
@@ -162,44 +164,28 @@ def test_a_second_loop_in_the_same_directory_is_refused(tmp_path):
 
 
 def test_a_directory_that_another_run_has_just_made_is_refused(tmp_path):
-    class Another:
-        @hookimpl
-        def on_start(self):
-            run_dir_loop(tmp_path / "run").run()
+    def another():
+        run_dir_loop(tmp_path / "run").run()
 
-    loop = toy_loop({"another": Another(), "run_dir": RunDir()}, run_dir=tmp_path / "run", steps=2)
+    loop = toy_loop({"another": acting(on_start=another), "run_dir": RunDir()}, run_dir=tmp_path / "run", steps=2)
     with refused(UserError, tmp_path / "run", "--resume"):
         loop.run()
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["reason"] == "done"  # of the other run
 
 
-class Refuses:
-    """Logs, and then raises an error in a hook."""
-
-    def __init__(self, hook):
-        self._hook = hook
-
-    def _refuse(self, loop, hook):
-        loop.log({f"mine/{hook}": 1.0})
-        loop.log.images({"its": torch.zeros(1, 1, 8, 8)})
-        if hook == self._hook:
-            raise UserError("refused")
-
-    @hookimpl
-    def on_start(self, loop):
-        self._refuse(loop, "on_start")
-
-    @hookimpl
-    def on_ready(self, loop):
-        self._refuse(loop, "on_ready")
+def refuse(loop):
+    """Log, and then raise an error."""
+    loop.log({"mine": 1.0})
+    loop.log.images({"its": torch.zeros(1, 1, 8, 8)})
+    raise UserError("refused")
 
 
 def test_a_start_that_is_refused_changes_no_file(tmp_path):
     run = tmp_path / "run"
 
     def loop(plugins=(), overwrite=False, core=True, **options):
-        own = builtin_plugins(overwrite=overwrite, signals=False) if core else {}
-        return toy_loop({**own, **dict(plugins)}, run_dir=run, log_every=1, **options)
+        usual = builtin_plugins(overwrite=overwrite, signals=False) if core else {}
+        return toy_loop({**usual, **dict(plugins)}, run_dir=run, log_every=1, **options)
 
     saves = {"checkpoint": Checkpoint(every=2)}
     loop(saves, steps=4).run()
@@ -213,8 +199,8 @@ def test_a_start_that_is_refused_changes_no_file(tmp_path):
     ]
     for ways in ({"resume": True}, {"overwrite": True}):
         cases += [{"plugins": saves, "hparams": {"model": {"depth": None}}, **ways}]
-        cases += [{"plugins": {**saves, "refuses": Refuses("on_start")}, **ways}]
-    late = {"refuses": Refuses("on_ready")}
+        cases += [{"plugins": {**saves, "refuses": acting(on_start=refuse)}, **ways}]
+    late = {"refuses": acting(on_ready=refuse)}
     cases += [{"plugins": plugins, "resume": True} for plugins in ({**saves, **late}, {**late, **saves})]
     for case in cases:
         with refused(UserError):
@@ -282,18 +268,13 @@ def test_a_run_that_was_done_but_not_recorded_so_is_recorded_when_it_is_resumed(
 
 
 def test_a_run_under_way_has_no_outcome_of_an_earlier_process(tmp_path):
-    class Looks:
-        found: ClassVar = []
-
-        @hookimpl
-        def before_step(self):
-            self.found.append((tmp_path / "outcome.json").exists())
-
+    are_there = []
+    looks = acting(before_step=lambda: are_there.append((tmp_path / "outcome.json").exists()))
     for steps in (2, 4):
-        plugins = {"run_dir": RunDir(), "checkpoint": Checkpoint(), "looks": Looks()}
+        plugins = {"run_dir": RunDir(), "checkpoint": Checkpoint(), "looks": looks}
         toy_loop(plugins, run_dir=tmp_path, resume=steps > 2, steps=steps).run()
         assert (tmp_path / "outcome.json").exists()
-    assert Looks.found == [False] * 4
+    assert are_there == [False] * 4
 
 
 def test_overwriting_leaves_the_lock_and_nothing_else(tmp_path):
@@ -406,7 +387,7 @@ def test_a_path_is_resolved_to_its_run(tmp_path):
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such lock")
 def test_golden_message_of_a_run_in_use_and_takeover_of_a_dead_one(folder, start, hookdiff, write_config, caplog):
     write_config(data={"source": "hd_run_dir:Samples", "workers": 2}, run={"plugins": ["checkpoint"]})
-    process = start(folder, "run", "small.toml", "--out", "run", "--plugins", "hd_run_dir:Waits")
+    process = start(folder, "run", "small.toml", "--out", "run", "--plugins", "hd_run_dir:Pauses")
     try:
         wait_for(folder / "in-a-step", process)
         owner = f"process {process.pid} on {socket.gethostname()}"
@@ -450,12 +431,12 @@ Loop(model, optimizer, ToyObjective(), torch.zeros(40, 4), config, plugins, run_
 """
 
 
-SCRIPTS = ["with", "without"]  # checkpoints
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows moves no folder that is in use")
 @pytest.mark.parametrize("way", ["move", "remove", "lock"])
-@pytest.mark.parametrize("script", ["command", *(pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS)])
+@pytest.mark.parametrize(
+    "script",
+    ["command", *(pytest.param(name, marks=pytest.mark.slow) for name in ("with", "without"))],  # checkpoints
+)
 def test_a_directory_that_goes_away_ends_the_process(folder, start, script, way):
     run, environment = folder / "run", {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     if script == "command":

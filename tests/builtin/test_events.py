@@ -13,7 +13,7 @@ from hookdiff.log.event import Event
 from hookdiff.run_dir.events_jsonl import read_events
 from hookdiff.run_dir.history import History
 from hookdiff_checkpoint import Checkpoint
-from tests.conftest import Restores, StopAt, check_facts, toy_run
+from tests.conftest import Restores, RollBackAt, StopAt, acting, check_facts, toy_run
 
 
 def train(run_dir: Path | None, plugins: Mapping[str, object], **options: Any) -> Loop:
@@ -21,13 +21,13 @@ def train(run_dir: Path | None, plugins: Mapping[str, object], **options: Any) -
 
 
 def kinds(run_dir: Path) -> list[tuple[str, int]]:
-    return [(one.event.kind, one.step) for one in read_events(run_dir / "events.jsonl")]
+    return [(line.event.kind, line.step) for line in read_events(run_dir / "events.jsonl")]
 
 
 def test_start_checkpoints_and_the_end_of_a_run_are_events(tmp_path: Path) -> None:
     train(tmp_path, {"checkpoint": Checkpoint(every=4)})
     assert kinds(tmp_path) == [("start", 0), ("checkpoint", 4), ("checkpoint", 6), ("stop", 6)]
-    start, saved, _, stop = (one.event for one in read_events(tmp_path / "events.jsonl"))
+    start, saved, _, stop = (line.event for line in read_events(tmp_path / "events.jsonl"))
     assert {"python", "torch", "hookdiff"} <= set(start.details["versions"])
     assert start.details["device"].startswith("cpu")
     check_facts(saved.text, "step-00000004")
@@ -52,7 +52,7 @@ def test_a_branch_begins_with_the_events_of_its_trunk_up_to_its_own_first_step(t
     assert (branch / "events.jsonl").read_text().startswith((trunk / "events.jsonl").read_text())
     assert kinds(branch)[-3:] == [("resume", 6), ("checkpoint", 8), ("stop", 8)]
     train(early, {"checkpoint": Checkpoint(every=8)}, steps=5, resume=trunk / "checkpoints" / "step-00000004")
-    before = [one for one in kinds(trunk) if one[1] <= 4]
+    before = [line for line in kinds(trunk) if line[1] <= 4]
     assert len(before) < len(kinds(trunk))
     assert kinds(early) == [*before, ("resume", 4), ("checkpoint", 5), ("stop", 5)]
 
@@ -85,37 +85,32 @@ class Trouble:
 
 def test_steps_without_an_update_and_findings_are_events(tmp_path: Path) -> None:
     train(tmp_path, {"trouble": Trouble()})
-    found = read_events(tmp_path / "events.jsonl")[1:-1]
-    assert [(one.event.kind, one.step) for one in found] == [("void", 2), ("skipped", 3), ("finding", 4), ("mine", 4)]
-    assert [one.event.details.get("position") for one in found[:2]] == [2, 4]
-    assert found[2].event == Event("finding", "hot\n  70 degrees\n  try a fan", "warning")
-    assert found[3].event == Event("mine", "a\nb", "info", {"number": 1})
+    events = read_events(tmp_path / "events.jsonl")[1:-1]
+    assert [(line.event.kind, line.step) for line in events] == [
+        ("void", 2),
+        ("skipped", 3),
+        ("finding", 4),
+        ("mine", 4),
+    ]
+    assert [line.event.details.get("position") for line in events[:2]] == [2, 4]
+    assert events[2].event == Event("finding", "hot\n  70 degrees\n  try a fan", "warning")
+    assert events[3].event == Event("mine", "a\nb", "info", {"number": 1})
 
 
 def test_a_step_that_a_plugin_holds_back_is_an_event(tmp_path: Path) -> None:
-    class Holds:
-        @hookimpl
-        def optimizer_step(self, loop: Loop) -> bool:
-            return False if loop.progress.position in (2, 3) else PASS
-
-    train(tmp_path, {"holds": Holds()}, steps=3)
-    held = [one for one in read_events(tmp_path / "events.jsonl") if one.event.kind == "held"]
-    assert [(one.step, one.event.details["position"]) for one in held] == [(2, 2), (2, 3)]
-    assert {one.event.severity for one in held} == {"info"}
+    holds = acting(optimizer_step=lambda loop: False if loop.progress.position in (2, 3) else PASS)
+    train(tmp_path, {"holds": holds}, steps=3)
+    held = [line for line in read_events(tmp_path / "events.jsonl") if line.event.kind == "held"]
+    assert [(line.step, line.event.details["position"]) for line in held] == [(2, 2), (2, 3)]
+    assert {line.event.severity for line in held} == {"info"}
 
 
-class Explodes:
+class Explodes(RollBackAt):
     """Makes the loss of the batch at `position` NaN, and gives a verdict."""
 
     def __init__(self, position: int, verdict: Verdict) -> None:
-        self.position, self.verdict = position, verdict
-
-    @hookimpl(wrapper=True)
-    def compute_loss(self, loop: Loop) -> Any:
-        output = yield
-        if loop.progress.position == self.position:
-            output.loss.data.fill_(float("nan"))
-        return output
+        super().__init__(position)
+        self.verdict = verdict
 
     @hookimpl
     def on_nan(self, report: NonFinite) -> Verdict:
@@ -131,23 +126,21 @@ def test_a_step_that_is_not_finite_is_an_event(tmp_path: Path, verdict: Verdict,
     plugins = {"keeper": (keeper := Restores(at=2)), "explodes": Explodes(3, verdict)}
     train(tmp_path, plugins)
     assert keeper.state is not None
-    found = read_events(tmp_path / "events.jsonl")
-    at = [one.event.kind for one in found].index("nan")
-    check_facts(found[at].event.text, "step 4", "nan", "a test")  # with the notes of the other plugins
-    assert (found[at].event.severity, found[at].event.details) == ("error", {"position": 3})
-    assert [(one.event.kind, one.step) for one in found[at + 1 :]][: len(after)] == after
+    events = read_events(tmp_path / "events.jsonl")
+    at = [line.event.kind for line in events].index("nan")
+    check_facts(events[at].event.text, "step 4", "nan", "a test")  # with the notes of the other plugins
+    assert (events[at].event.severity, events[at].event.details) == ("error", {"position": 3})
+    assert [(line.event.kind, line.step) for line in events[at + 1 :]][: len(after)] == after
 
 
 @pytest.mark.parametrize("hook", ["before_step", "on_stop"])
 def test_an_error_is_named_in_the_last_event_and_the_outcome(tmp_path: Path, hook: str) -> None:
-    class Fails:
-        @hookimpl(specname=hook)
-        def fail(self, loop: Loop) -> None:
-            if loop.progress.step == 2:
-                raise ZeroDivisionError("by nothing")
+    def fail(loop: Loop) -> None:
+        if loop.progress.step == 2:
+            raise ZeroDivisionError("by nothing")
 
     with pytest.raises(ZeroDivisionError):
-        train(tmp_path, {"fails": Fails()}, steps=3 if hook == "before_step" else 2)
+        train(tmp_path, {"fails": acting(**{hook: fail})}, steps=3 if hook == "before_step" else 2)
     last = read_events(tmp_path / "events.jsonl")[-1]
     assert (last.step, last.event.kind, last.event.severity) == (2, "stop", "error")
     check_facts(last.event.text, "ZeroDivisionError", "by nothing")
@@ -156,21 +149,19 @@ def test_an_error_is_named_in_the_last_event_and_the_outcome(tmp_path: Path, hoo
 
 
 def test_texts_and_distributions_are_cut_on_resume_and_the_network_is_the_first_text(tmp_path: Path) -> None:
-    class Notes:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            loop.log.texts({"note": f"at {loop.progress.step}"})
-            loop.log.distributions({"weights": loop.gradients.norms})
+    def log(loop: Loop) -> None:
+        loop.log.texts({"note": f"at {loop.progress.step}"})
+        loop.log.distributions({"weights": loop.gradients.norms})
 
-    first = {"notes": Notes(), "checkpoint": Checkpoint(every=2)}
-    train(tmp_path, {**first, "stop": StopAt(3)})
+    notes_each_step = acting(after_optimizer_step=log)
+    train(tmp_path, {"notes": notes_each_step, "checkpoint": Checkpoint(every=2), "stop": StopAt(3)})
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
-    train(tmp_path, {"notes": Notes(), "checkpoint": Checkpoint(every=2)}, resume=True)
+    train(tmp_path, {"notes": notes_each_step, "checkpoint": Checkpoint(every=2)}, resume=True)
     history = History(tmp_path)
-    notes = [(one.step, one.values["note"]) for one in history.texts if "note" in one.values]
+    notes = [(line.step, line.values["note"]) for line in history.texts if "note" in line.values]
     assert notes == [(step, f"at {step}") for step in range(1, 7)]
     assert "Linear" in history.texts[0].values["model"]
-    assert [one.step for one in history.distributions] == list(range(1, 7))
+    assert [line.step for line in history.distributions] == list(range(1, 7))
     assert sum(history.distributions[0].values["weights"].counts) == 4
 
 
@@ -186,22 +177,20 @@ def test_other_ranks_write_nothing(second_rank: None, tmp_path: Path) -> None:
 
 
 def test_each_line_is_strict_json_whatever_is_logged(tmp_path: Path) -> None:
-    class Odd:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            details = {"v": math.nan, "deep": [{"w": (math.inf, 1.0)}], "bad \udc80": "a \udc80"}
-            loop.log.event(Event("odd", "b \udc80", details=details))
-            loop.log.texts({"prompt \udc80": "c \udc80"})
-            loop.log.distributions({"weights \udc80": torch.zeros(1)})
-            loop.log({"loss \udc80": -math.inf})
+    def log(loop: Loop) -> None:
+        details = {"v": math.nan, "deep": [{"w": (math.inf, 1.0)}], "bad \udc80": "a \udc80"}
+        loop.log.event(Event("odd", "b \udc80", details=details))
+        loop.log.texts({"prompt \udc80": "c \udc80"})
+        loop.log.distributions({"weights \udc80": torch.zeros(1)})
+        loop.log({"loss \udc80": -math.inf})
 
-    train(tmp_path, {"odd": Odd()}, steps=1)
+    train(tmp_path, {"odd": acting(after_optimizer_step=log)}, steps=1)
     for path in tmp_path.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             whole = json.loads(line, parse_constant=pytest.fail)
             assert list(whole)[:2] == ["step", "time"]
             repr(whole).encode()  # there is no lone surrogate in it
-    (odd,) = (one.event for one in History(tmp_path).events if one.event.kind == "odd")
+    (odd,) = (line.event for line in History(tmp_path).events if line.event.kind == "odd")
     assert odd.details == {"v": None, "deep": [{"w": [None, 1.0]}], "bad \\udc80": "a \\udc80"}
     assert odd.text == "b \\udc80"
     assert "loss \\udc80" in History(tmp_path).series

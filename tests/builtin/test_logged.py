@@ -12,7 +12,7 @@ from hookdiff.builtin.logged import Metrics
 from hookdiff.run_dir.metrics_jsonl import read_metrics
 from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
-from tests.conftest import Restores, RollsBack, StopAt, check_facts, fill, free, records, toy_run, warnings
+from tests.conftest import Restores, RollsBack, StopAt, acting, check_facts, fill, free, records, toy_run, warnings
 
 
 def train(run_dir: Path, at: int = 0, **extra: object) -> Any:
@@ -79,35 +79,29 @@ def test_a_run_that_is_done_ends_with_the_open_means_and_a_longer_one_has_the_li
 
 @pytest.mark.parametrize("how", ["plugin", "signal", "time", "on_nan", "error"])
 def test_a_run_that_is_to_go_on_leaves_its_means_open(tmp_path: Path, how: Any) -> None:
-    class Ends:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            if loop.progress.step == 25:
-                if how == "error":
-                    raise KeyError("x")
-                loop.stop(how)
+    def end(loop: Loop) -> None:
+        if loop.progress.step == 25:
+            if how == "error":
+                raise KeyError("x")
+            loop.stop(how)
 
     with pytest.raises(KeyError) if how == "error" else nullcontext():
-        run_of(tmp_path, 40, ends=Ends()).run()
+        run_of(tmp_path, 40, ends=acting(after_optimizer_step=end)).run()
     assert [line["step"] for line in records(tmp_path)] == [10, 20]
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
-    class Reader:
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
-            assert len(records(tmp_path) if loop.progress.step >= 5 else []) == loop.progress.step // 5
+    def read(loop: Loop) -> None:
+        assert len(records(tmp_path) if loop.progress.step >= 5 else []) == loop.progress.step // 5
 
-    train(tmp_path, reader=Reader())
+    train(tmp_path, reader=acting(before_step=read))
 
 
 def test_the_first_line_makes_the_run_directory(tmp_path: Path) -> None:
-    class Look:
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
-            assert (tmp_path / "a").exists() == (loop.progress.step >= 5)
+    def look(loop: Loop) -> None:
+        assert (tmp_path / "a").exists() == (loop.progress.step >= 5)
 
-    train(tmp_path / "a" / "b", look=Look())
+    train(tmp_path / "a" / "b", look=acting(before_step=look))
     assert len(records(tmp_path / "a" / "b")) == 4
 
 
@@ -204,18 +198,18 @@ def test_a_damaged_end_is_cut_to_the_last_whole_line_with_a_warning(
             path.write_bytes(whole[:left] + bytes(zeros))
             caplog.clear()
             again = continue_from(tmp_path, state, 13)  # the run ends before it logs again
-            kept = 0 if left < first else first if left < both else both
+            num_kept = 0 if left < first else first if left < both else both
             content = path.read_bytes()
-            assert content[:kept] == whole[:kept]
-            assert json.loads(content[kept:])["step"] == 13  # the last line
-            assert length(again) == kept
-            assert len(warnings(caplog)) == (kept < both)
+            assert content[:num_kept] == whole[:num_kept]
+            assert json.loads(content[num_kept:])["step"] == 13  # the last line
+            assert length(again) == num_kept
+            assert len(warnings(caplog)) == (num_kept < both)
             for warning in warnings(caplog):
-                check_facts(warning, path, f"{both - kept} bytes", f"step {5 if kept else 0}", "step 10")
+                check_facts(warning, path, f"{both - num_kept} bytes", f"step {5 if num_kept else 0}", "step 10")
             continue_from(tmp_path, again, 15)
-            there = [5, 10][: whole[:kept].count(b"\n")]
+            there = [5, 10][: whole[:num_kept].count(b"\n")]
             assert [line["step"] for line in records(tmp_path)] == [*there, 15]
-            assert len(warnings(caplog)) == (kept < both)  # no second warning
+            assert len(warnings(caplog)) == (num_kept < both)  # no second warning
 
 
 def test_a_rollback_removes_later_lines(tmp_path: Path) -> None:
@@ -245,13 +239,11 @@ def test_a_loop_that_runs_again_appends_to_the_file(tmp_path: Path) -> None:
 
 
 def test_nan_and_infinities_are_null_and_read_as_nan(tmp_path: Path) -> None:
-    class Odd:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            if loop.progress.step == 5:
-                loop.log({"a": math.nan, "b": math.inf, "c": -math.inf})
+    def log(loop: Loop) -> None:
+        if loop.progress.step == 5:
+            loop.log({"a": math.nan, "b": math.inf, "c": -math.inf})
 
-    train(tmp_path, odd=Odd())
+    train(tmp_path, odd=acting(after_optimizer_step=log))
     first = (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
     written = json.loads(first, parse_constant=pytest.fail)
     assert (written["a"], written["b"], written["c"]) == (None, None, None)
@@ -279,22 +271,15 @@ def test_damaged_lines_are_skipped_with_a_warning(tmp_path: Path, caplog: pytest
 
 
 def test_lines_wait_while_the_disk_is_full(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Full:
-        """Fills the disk after step 2, and frees it after step 12."""
+    def fill_and_free(loop: Loop) -> None:
+        if loop.progress.step == 2:
+            fill(disk)
+        if loop.progress.step == 12:
+            free(disk)
+            assert 2 <= (disk / "metrics.jsonl").read_bytes().count(b"\n") < 5
 
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
-            if loop.progress.step == 2:
-                fill(disk)
-            if loop.progress.step == 12:
-                free(disk)
-                assert 2 <= (disk / "metrics.jsonl").read_bytes().count(b"\n") < 5
-
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            loop.log({"n" * 2000: 1.0})
-
-    toy_loop({"metrics": Metrics(), "full": Full()}, run_dir=disk, log_every=1).run()
+    full = acting(before_step=fill_and_free, after_optimizer_step=lambda loop: loop.log({"n" * 2000: 1.0}))
+    toy_loop({"metrics": Metrics(), "full": full}, run_dir=disk, log_every=1).run()
     assert [line["step"] for line in records(disk)] == list(range(1, 21))
     (warning,) = warnings(caplog)
     check_facts(warning, disk / "metrics.jsonl", "No space left on device")

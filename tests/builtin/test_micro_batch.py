@@ -15,7 +15,8 @@ from hookdiff.models.footprint import HeldBytes
 from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_amp import AMP
 from hookdiff_ema import EMA
-from tests.conftest import check_facts, finish, refused
+from tests.authors.test_trial_passes import Counts, Net
+from tests.conftest import Logged, acting, check_facts, finish, refused
 from tests.sam import SAM, Uncertainty
 
 WIDE = """
@@ -68,11 +69,11 @@ def wide(tmp_path, user_module, write_config, monkeypatch):
 def test_the_size_that_fits_is_found_and_recorded(wide, start):
     code, _, err = finish(start(wide, "run", "wide.toml", "--out", "run", fresh=True))
     assert code == 0, err[-2000:]
-    found = tomli.loads((wide / "run" / "config.toml").read_text())["run"]["micro_batch"]
-    assert found in (8, 4, 2)
+    size = tomli.loads((wide / "run" / "config.toml").read_text())["run"]["micro_batch"]
+    assert size in (8, 4, 2)
     (line,) = [line for line in err.splitlines() if "micro_batch" in line]
-    check_facts(line, found, 16)
-    assert load_config(wide / "run" / "config.toml", trust=True).run.micro_batch == found
+    check_facts(line, size, 16)
+    assert load_config(wide / "run" / "config.toml", trust=True).run.micro_batch == size
 
 
 @pytest.mark.slow
@@ -106,60 +107,26 @@ def test_the_batch_is_halved_until_it_fits(batch_size, most):
     full = Full(most)
     loop = toy_loop({"full": full, "micro_batch": FitMicroBatch()}, batch_size=batch_size, steps=1)
     with loop:
-        found = loop.config.micro_batch
+        size = loop.config.micro_batch
         expected = batch_size
         while expected > most:
             expected = (expected + 1) // 2
-        assert found == expected
+        assert size == expected
         # A second micro-batch is tried while the gradients of the first are in memory.
-        assert full.tried[-2:] == ([found] * 2 if batch_size >= 2 * found else full.tried[-2:])
+        assert full.tried[-2:] == ([size] * 2 if batch_size >= 2 * size else full.tried[-2:])
         assert all(parameter.grad is None for parameter in loop.model.parameters())
-
-
-def noisy_model():
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.SiLU(), nn.Dropout(0.5), nn.Linear(8, 4))
-    with torch.no_grad():
-        for index, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape) * (index + 1) / 6)
-    return model
-
-
-class Mean:
-    """Keeps the mean of all losses, and logs it."""
-
-    def __init__(self):
-        self.count, self.sum, self.logged = 0, torch.zeros(()), {}
-
-    @hookimpl(wrapper=True)
-    def compute_loss(self, loop):
-        output = yield
-        self.count += 1
-        self.sum += output.loss.detach()
-        loop.log.average({"mean": self.sum / self.count})
-        return output
-
-    @hookimpl
-    def on_log(self, step, values):
-        self.logged[step] = dict(values)
-
-    def state_dict(self):
-        return {"count": self.count, "sum": self.sum}
-
-    def load_state_dict(self, state):
-        self.count, self.sum = state["count"], state["sum"]
 
 
 def test_the_trial_changes_nothing():
     def run(**given):
-        torch.manual_seed(0)
-        mean = Mean()
-        plugins = {"amp": AMP(precision="fp16", growth_interval=2), "ema": EMA(), "mean": mean, **given.pop("plugins")}
-        loop = toy_loop(plugins, model=noisy_model(), steps=6, log_every=2, **given)
+        logged, amp = Logged(), AMP(precision="fp16", growth_interval=2)
+        plugins = {"amp": amp, "ema": EMA(), "counts": Counts(), "logged": logged, **given.pop("plugins")}
+        loop = toy_loop(plugins, model=Net(), steps=6, log_every=2, **given)
         with loop:
             state = torch.get_rng_state()
             for _ in loop.steps():
                 pass
-        return loop, mean.logged, state
+        return loop, logged.calls, state
 
     tried, logged, state = run(plugins={"full": Full(3), "micro_batch": FitMicroBatch()})
     plain, expected, plain_state = run(plugins={}, micro_batch=tried.config.micro_batch)
@@ -214,16 +181,12 @@ def test_if_nothing_fits_the_config_is_as_before():
 
 
 def test_memory_is_reserved_for_the_optimizers_of_plugins():
-    class Big:
-        def __init__(self, kind):
-            self.kind, self.net = kind, nn.Linear(1000, 1000)
-
-        @hookimpl
-        def prepare_model(self, loop):
-            loop.adopt(self, self.net, self.kind(self.net.parameters(), 0.1))
-
     def most(kind):
-        loop = toy_loop({"big": Big(kind), "micro_batch": FitMicroBatch()})
+        def adopt(loop):
+            loop.adopt(big, net, kind(net.parameters(), 0.1))
+
+        net, big = nn.Linear(1000, 1000), acting(prepare_model=adopt)
+        loop = toy_loop({"big": big, "micro_batch": FitMicroBatch()})
         with HeldBytes(()) as held, loop:
             pass
         return held.most
@@ -236,12 +199,10 @@ def test_only_an_out_of_memory_error_becomes_a_user_error():
     with refused(UserError, "run.micro_batch", "cpu"), loop:
         pass
 
-    class Wrong:
-        @hookimpl
-        def compute_loss(self):
-            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    def fail():
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    with refused(RuntimeError, "mat1 and mat2"), toy_loop({"w": Wrong(), "fit": FitMicroBatch()}):
+    with refused(RuntimeError, "mat1 and mat2"), toy_loop({"w": acting(compute_loss=fail), "fit": FitMicroBatch()}):
         pass
 
 

@@ -1,4 +1,3 @@
-import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,25 +8,22 @@ import pytest
 import torch
 from PIL import Image
 
-from hookdiff import Loop, builtin_plugins, hookimpl
+from hookdiff import Loop, builtin_plugins
 from hookdiff.log.picture import read_info
 from hookdiff.run_dir.pictures_png import find_pictures
 from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
-from tests.conftest import StopAt, acting, check_facts, warnings
+from tests.conftest import RollBackAt, StopAt, acting, check_facts, warnings
 
 
-class Draws:
-    """Logs a picture after each update."""
-
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
-        loop.log.images({"seen/here": torch.full((1, 1, 64, 64), loop.progress.step / 10)})
+def draw(loop: Loop) -> None:
+    loop.log.images({"seen/here": torch.full((1, 1, 64, 64), loop.progress.step / 10)})
 
 
 def train(run_dir: Path, plugins: Mapping[str, object] | None = None, **options: Any) -> None:
-    own = {**builtin_plugins(), "draws": Draws(), "checkpoint": Checkpoint(every=2), **(plugins or {})}
-    toy_loop(own, run_dir=run_dir, **{"steps": 4, **options}).run()
+    draws = {"draws": acting(after_optimizer_step=draw)}
+    usual = {**builtin_plugins(), **draws, "checkpoint": Checkpoint(every=2)}
+    toy_loop({**usual, **(plugins or {})}, run_dir=run_dir, **{"steps": 4, **options}).run()
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -45,15 +41,15 @@ def test_each_picture_is_a_file_that_says_its_name_and_step(tmp_path: Path) -> N
 
 def test_a_resumed_run_removes_the_pictures_of_later_steps(tmp_path: Path) -> None:
     train(tmp_path, {"stop": StopAt(3)})
-    own = tmp_path / "seen" / "here" / "step-00000009.png"
-    Image.new("L", (4, 4)).save(own)  # of the user
+    foreign = tmp_path / "seen" / "here" / "step-00000009.png"
+    Image.new("L", (4, 4)).save(foreign)  # of the user
 
     seen: list[list[int]] = []
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
     train(tmp_path, {"look": acting(before_step=lambda: seen.append(steps(tmp_path)))}, resume=True)
     assert seen == [[1, 2], [1, 2, 3]]
     assert steps(tmp_path) == [1, 2, 3, 4]
-    assert own.exists()
+    assert foreign.exists()
 
 
 def test_a_branch_begins_with_copies_of_the_pictures(tmp_path: Path) -> None:
@@ -76,48 +72,19 @@ def test_a_resumed_run_keeps_the_pictures_of_a_branch_below_it_and_copies_of_the
 def test_a_run_that_starts_anew_removes_the_pictures_of_the_run_before(tmp_path: Path) -> None:
     train(tmp_path, {"checkpoint": Checkpoint(every=100), "stop": StopAt(3)})
     shutil.rmtree(tmp_path / "checkpoints")
-
-    class First:
-        """Logs a picture before the first step."""
-
-        @hookimpl
-        def on_ready(self, loop: Loop) -> None:
-            loop.log.images({"first": torch.zeros(1, 1, 8, 8)})
-
-    train(tmp_path, {"first": First()}, resume=True, steps=2)
+    before_the_first_step = acting(on_ready=lambda loop: loop.log.images({"first": torch.zeros(1, 1, 8, 8)}))
+    train(tmp_path, {"first": before_the_first_step}, resume=True, steps=2)
     assert steps(tmp_path) == [1, 2]
     assert list(find_pictures(tmp_path)["first"]) == [0]
 
 
 def test_a_rollback_removes_the_pictures_of_the_steps_after_the_checkpoint(tmp_path: Path) -> None:
-    class Breaks:
-        """Makes one loss NaN after five updates, and stops one batch after the rollback."""
-
-        @hookimpl(tryfirst=True)
-        def before_step(self, loop: Loop) -> None:
-            if loop.progress.position == 5:
-                with torch.no_grad():
-                    next(loop.model.parameters()).fill_(math.nan)
-
-        @hookimpl
-        def on_nan(self) -> str:
-            return "rollback"
-
-        @hookimpl
-        def between_steps(self, loop: Loop) -> None:
-            if loop.progress.position == 7:
-                loop.stop()
-
-    train(tmp_path, {"breaks": Breaks(), "checkpoint": Checkpoint(every=3)}, steps=9)
+    stop = acting(between_steps=lambda loop: loop.stop() if loop.progress.position == 7 else None)
+    train(tmp_path, {"breaks": RollBackAt(5), "stop": stop, "checkpoint": Checkpoint(every=3)}, steps=9)
     assert steps(tmp_path) == [1, 2, 3, 4]
 
 
 def test_a_picture_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Blocks:
-        @hookimpl
-        def before_step(self) -> None:
-            (tmp_path / "seen").touch()
-
-    train(tmp_path, {"blocks": Blocks()}, steps=1)
+    train(tmp_path, {"blocks": acting(before_step=lambda: (tmp_path / "seen").touch())}, steps=1)
     (warning,) = warnings(caplog)
     check_facts(warning, tmp_path / "seen" / "here" / "step-00000001.png")

@@ -6,10 +6,9 @@ import threading
 
 import pytest
 
-from hookdiff import hookimpl
 from hookdiff.builtin.signals import Signals
 from hookdiff.testing import assert_same, toy_loop, weights
-from tests.conftest import toy_run
+from tests.conftest import acting, toy_run
 from tests.forked import python
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
@@ -19,32 +18,16 @@ def levels(caplog):
     return [record.levelname for record in caplog.records]
 
 
-class Sends:
-    """Sends the signal `number` to this process in the hook `where` at step `at`."""
+def sends(hook, number=INT, at=3, after=None):
+    """Return a plugin that sends a signal to this process in a hook of step `at`, and then appends to `after`."""
 
-    def __init__(self, where, number=INT, at=3):
-        self.where, self.number, self.at, self.after = where, number, at, []
+    def send(loop):
+        if loop.progress.step == at:
+            os.kill(os.getpid(), number)
+            if after is not None:
+                after.append(at)
 
-    def send(self, hook, loop):
-        if hook == self.where and loop.progress.step == self.at:
-            os.kill(os.getpid(), self.number)
-            self.after.append(loop.progress.step)
-
-    @hookimpl
-    def on_start(self, loop):
-        self.send("on_start", loop)
-
-    @hookimpl
-    def after_backward(self, loop):
-        self.send("after_backward", loop)
-
-    @hookimpl
-    def between_steps(self, loop):
-        self.send("between_steps", loop)
-
-    @hookimpl
-    def on_stop(self, loop):
-        self.send("on_stop", loop)
+    return acting(**{hook: send})
 
 
 @pytest.fixture(autouse=True)
@@ -60,71 +43,66 @@ def handlers():
     assert now == [guard] * 3
 
 
-def stopped(sends, **options):
+def stopped(*plugins, **options):
     signals = Signals(**options)
-    loop = toy_loop({"signals": signals, "sends": sends})
+    loop = toy_loop({"signals": signals, **{str(number): plugin for number, plugin in enumerate(plugins)}})
     return loop, signals, loop.run()
 
 
 @pytest.mark.parametrize("number", [INT, TERM])
 def test_the_first_signal_ends_the_run_after_the_current_step(number, caplog):
-    loop, signals, reason = stopped(Sends("after_backward", number))
+    loop, signals, reason = stopped(sends("after_backward", number))
     assert (reason, loop.progress.step, signals.caught) == ("signal", 4, number)
     assert levels(caplog) == ["WARNING"]
     assert_same(weights(loop), weights(toy_run(steps=4)))
 
 
 def test_a_signal_does_not_interrupt_a_save():
-    loop, _, reason = stopped(sends := Sends("between_steps"))
-    assert (reason, loop.progress.step, sends.after) == ("signal", 3, [3])
+    loop, _, reason = stopped(sends("between_steps", after=(after := [])))
+    assert (reason, loop.progress.step, after) == ("signal", 3, [3])
 
 
 def test_a_signal_during_the_start_ends_the_run_before_its_first_step():
-    loop, signals, reason = stopped(Sends("on_start", at=0))
+    loop, signals, reason = stopped(sends("on_start", at=0))
     assert (reason, loop.progress.step, signals.caught) == ("signal", 0, INT)
 
 
 def test_a_signal_at_the_end_leaves_a_run_done(caplog):
-    loop, signals, reason = stopped(sends := Sends("on_stop", at=20))
-    assert (reason, loop.end.reason, sends.after, signals.caught) == ("done", "done", [20], INT)
+    loop, signals, reason = stopped(sends("on_stop", at=20, after=(after := [])))
+    assert (reason, loop.end.reason, after, signals.caught) == ("done", "done", [20], INT)
     assert levels(caplog) == ["WARNING"]
 
 
 def test_a_signal_does_not_interrupt_the_closing_of_resources():
-    class Opens:
-        @hookimpl
-        def on_start(self, loop):
-            loop.resources.callback(lambda: os.kill(os.getpid(), INT))
+    def open_(loop):
+        loop.resources.callback(os.kill, os.getpid(), INT)
 
     signals = Signals()
-    assert toy_loop({"opens": Opens(), "signals": signals}).run() == "done"
+    assert toy_loop({"opens": acting(on_start=open_), "signals": signals}).run() == "done"
     assert signals.caught == INT
 
 
 def test_an_error_restores_the_handlers():
-    class Fails:
-        @hookimpl
-        def after_backward(self):
-            raise KeyError("mine")
+    def fail():
+        raise KeyError("mine")
 
     with pytest.raises(KeyError):
-        toy_loop({"signals": Signals(), "fails": Fails()}).run()
+        toy_loop({"signals": Signals(), "fails": acting(after_backward=fail)}).run()
 
 
 def test_usr1_ends_the_run_as_out_of_time(caplog):
-    loop, signals, reason = stopped(Sends("after_backward", signal.SIGUSR1), usr1=True)
+    loop, signals, reason = stopped(sends("after_backward", signal.SIGUSR1), usr1=True)
     assert (reason, loop.progress.step, signals.caught) == ("time", 4, None)
     assert levels(caplog) == ["WARNING"]
 
 
 def test_golden_messages_of_usr1_and_a_later_sigterm(caplog):
-    class Again(Sends):
-        @hookimpl
-        def on_stop(self):
-            for number in (signal.SIGUSR1, TERM, signal.SIGUSR1):
-                os.kill(os.getpid(), number)
+    def send_again():
+        for number in (signal.SIGUSR1, TERM, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
 
-    _, signals, reason = stopped(Again("after_backward", signal.SIGUSR1), usr1=True)
+    first = sends("after_backward", signal.SIGUSR1)
+    _, signals, reason = stopped(first, acting(on_stop=send_again), usr1=True)
     assert (reason, signals.caught) == ("time", TERM)
     assert caplog.messages == [
         "the time is nearly up: stopping after this step",
@@ -133,10 +111,10 @@ def test_golden_messages_of_usr1_and_a_later_sigterm(caplog):
 
 
 def test_each_of_two_runs_counts_its_own_signals():
-    signals, sends = Signals(), Sends("after_backward")
-    for step in (4, 4):
-        loop = toy_loop({"signals": signals, "sends": sends})
-        assert (loop.run(), loop.progress.step, signals.caught) == ("signal", step, INT)
+    signals = Signals()
+    for _ in range(2):
+        loop = toy_loop({"signals": signals, "sends": sends("after_backward")})
+        assert (loop.run(), loop.progress.step, signals.caught) == ("signal", 4, INT)
     assert toy_loop({"signals": signals}).run() == "done"
     assert signals.caught is None
 
@@ -170,12 +148,10 @@ def test_a_forked_process_has_the_earlier_handlers():
 def test_another_thread_installs_no_handlers():
     reasons, before = [], signal.getsignal(INT)
 
-    class Looks:
-        @hookimpl
-        def between_steps(self):
-            assert signal.getsignal(INT) is before
+    def look():
+        assert signal.getsignal(INT) is before
 
-    loop = toy_loop({"signals": Signals(usr1=True), "looks": Looks()})
+    loop = toy_loop({"signals": Signals(usr1=True), "looks": acting(between_steps=look)})
     thread = threading.Thread(target=lambda: reasons.append(loop.run()))
     thread.start()
     thread.join()

@@ -3,35 +3,24 @@ from typing import Any
 import pytest
 import torch
 
-from hookdiff import Batch, Loop, hookimpl
+from hookdiff import Batch, Loop
 from hookdiff.builtin.skip import SkipBatches
 from hookdiff.images import feed_of
 from hookdiff.testing import assert_same, toy_loop, weights
-from tests.conftest import Restores, refused, saved, toy_run
-
-
-class Seen:
-    """Records the batches that are trained on."""
-
-    def __init__(self) -> None:
-        self.batches: list[tuple[int, list[int], float]] = []
-
-    @hookimpl
-    def before_step(self, loop: Loop, batch: Batch) -> None:
-        assert batch.indices is not None
-        noise = float(batch.draws["noise"].sum())
-        self.batches.append((loop.progress.position, batch.indices.tolist(), noise))
+from tests.conftest import Restores, acting, refused, saved, toy_run
 
 
 def seen(num: int, state: dict[str, Any] | None = None, **config: Any) -> list[tuple[int, list[int], float]]:
-    listener = Seen()
-    plugins: dict[str, object] = {"seen": listener}
-    if state:
-        plugins["state"] = Restores(state)
-    if num:
-        plugins["skip_batches"] = SkipBatches(num)
-    toy_loop(plugins, epochs=4, **config).run()
-    return listener.batches
+    """Return position, indices and noise of the batches that are trained on."""
+    batches: list[tuple[int, list[int], float]] = []
+
+    def note(loop: Loop, batch: Batch) -> None:
+        assert batch.indices is not None
+        batches.append((loop.progress.position, batch.indices.tolist(), float(batch.draws["noise"].sum())))
+
+    skips = {"skip_batches": SkipBatches(num)} if num else {}
+    toy_loop({"seen": acting(before_step=note), "state": Restores(state), **skips}, epochs=4, **config).run()
+    return batches
 
 
 @pytest.mark.parametrize("num", [1, 4, 5, 6, 13])
@@ -52,9 +41,9 @@ def test_a_resumed_run_skips_from_its_position() -> None:
     first = toy_run(steps=7)
     state = saved(first)
     assert seen(2, state) == seen(0)[9:]
-    kept = toy_run({"state": Restores(state), "skip_batches": SkipBatches(2)}, steps=7)  # which is already done
-    assert_same(weights(kept), weights(first))
-    assert (kept.progress.step, kept.progress.position) == (7, 9)
+    done = toy_run({"state": Restores(state), "skip_batches": SkipBatches(2)}, steps=7)  # which is already done
+    assert_same(weights(done), weights(first))
+    assert (done.progress.step, done.progress.position) == (7, 9)
 
 
 def test_a_number_below_one_is_refused() -> None:

@@ -26,8 +26,8 @@ def test_a_new_run_starts_from_the_weights_of_another(config, tmp_path):
     build_loop(config(), tmp_path / "first").run()
     for name in ("model", "ema"):
         file = newest(tmp_path / "first") / f"{name}.safetensors"
-        given = config(f"model.start_from={file}", "run.seed=7", "run.steps=1")
-        loop = build_loop(given, tmp_path / name)
+        loaded = config(f"model.start_from={file}", "run.seed=7", "run.steps=1")
+        loop = build_loop(loaded, tmp_path / name)
         assert loop.hparams["model"]["start_from"] == str(file)
         with loop:
             assert_same(weights(loop), load_file(file))
@@ -38,15 +38,15 @@ def test_a_new_run_starts_from_the_weights_of_another(config, tmp_path):
 def test_a_resumed_run_has_its_own_weights_and_needs_no_file(config, tmp_path):
     build_loop(config(), tmp_path / "first").run()
     file = shutil.copy(newest(tmp_path / "first") / "model.safetensors", tmp_path / "given.safetensors")
-    given = config(f"model.start_from={file}")
-    whole = build_loop(given, tmp_path / "whole")
+    loaded = config(f"model.start_from={file}")
+    whole = build_loop(loaded, tmp_path / "whole")
     whole.run()
     build_loop(config(f"model.start_from={file}", "run.steps=2"), tmp_path / "run").run()
     (tmp_path / "given.safetensors").unlink()
-    try_config(given, resume=True)
+    try_config(loaded, resume=True)
     with refused(ConfigError, "model.start_from", file):
-        try_config(given)
-    again = build_loop(given, tmp_path / "run", resume=True)
+        try_config(loaded)
+    again = build_loop(loaded, tmp_path / "run", resume=True)
     again.run()
     assert again.progress.step == 3
     assert_same(weights(again), weights(whole))
@@ -55,8 +55,8 @@ def test_a_resumed_run_has_its_own_weights_and_needs_no_file(config, tmp_path):
 def test_the_recorded_config_starts_from_the_same_weights(config, tmp_path):
     build_loop(config("run.steps=1"), tmp_path / "first").run()
     file = newest(tmp_path / "first") / "model.safetensors"
-    given = config(f"model.start_from={file}", "model.start_partial=true")
-    loop = build_loop(given, tmp_path / "run")
+    loaded = config(f"model.start_from={file}", "model.start_partial=true")
+    loop = build_loop(loaded, tmp_path / "run")
     loop.run()
     again = load_config(tmp_path / "run" / "config.toml")
     assert again.resolved() == loop.hparams
@@ -81,9 +81,9 @@ def test_only_a_run_at_its_beginning_loads_the_file(tmp_path):
 
 
 def test_a_wrong_file_is_refused_before_the_run_directory_is_made(config, tmp_path):
-    given = config(f"model.start_from={tmp_path / 'gone.safetensors'}")
+    loaded = config(f"model.start_from={tmp_path / 'gone.safetensors'}")
     with refused(ConfigError, "model.start_from", tmp_path / "gone.safetensors"):
-        try_config(given)
+        try_config(loaded)
     other = tmp_path / "other.safetensors"
     save_file(nn.Linear(2, 3).state_dict(), other)
     with refused(ConfigError, "model.start_from", other):

@@ -164,10 +164,10 @@ def test_golden_message_of_a_network_that_does_not_fit_its_images(check):
 
 
 def test_json_has_the_config_of_the_text(hookdiff, check):
-    found = json.loads(output(hookdiff("check", "small.toml", "--json")))
-    assert found["config"] == as_json(tomli.loads(check()[1]))
-    assert found["warnings"] == []
-    assert found["set_by_data"]
+    printed = json.loads(output(hookdiff("check", "small.toml", "--json")))
+    assert printed["config"] == as_json(tomli.loads(check()[1]))
+    assert printed["warnings"] == []
+    assert printed["set_by_data"]
 
 
 @pytest.mark.parametrize(

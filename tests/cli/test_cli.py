@@ -32,8 +32,8 @@ def test_help_summarises_the_commands_of_plugins(hookdiff, folder, install):
 
 
 def test_the_module_is_the_command():
-    made = subprocess.run([sys.executable, "-m", "hookdiff", "plugins", "nothing"], capture_output=True, text=True)
-    check_refused((made.returncode, made.stdout, made.stderr), "'nothing'")
+    done = subprocess.run([sys.executable, "-m", "hookdiff", "plugins", "nothing"], capture_output=True, text=True)
+    check_refused((done.returncode, done.stdout, done.stderr), "'nothing'")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["hooks"], ["--version"]])
@@ -117,8 +117,8 @@ def test_a_bug_in_a_plugin_ends_in_its_traceback(folder, start):
 
 def test_hooks_as_json_have_the_texts(hookdiff, folder):
     text = output(hookdiff("hooks"))
-    found = json.loads(output(hookdiff("hooks", "--json")))
-    assert [one["name"] for one in found] == list(HOOK_NAMES)
-    for one in found:
-        assert f"{one['name']}{one['signature']}\n" in text
-        assert all(f"    {line}".rstrip() in text for line in one["example"].splitlines())
+    hooks = json.loads(output(hookdiff("hooks", "--json")))
+    assert [hook["name"] for hook in hooks] == list(HOOK_NAMES)
+    for hook in hooks:
+        assert f"{hook['name']}{hook['signature']}\n" in text
+        assert all(f"    {line}".rstrip() in text for line in hook["example"].splitlines())

@@ -52,17 +52,17 @@ def tab(hookdiff_as: Callable[..., subprocess.CompletedProcess[str]]) -> Callabl
 
     def call(words: str, shell: str = "bash") -> str:
         typed = ["hookdiff", *words.split(" ")]
-        made = hookdiff_as(
+        done = hookdiff_as(
             python=IMPORTS,
             _HOOKDIFF_COMPLETE=f"{shell}_complete",
             COMP_WORDS="\n".join(typed),
             COMP_CWORD=typed[-1] if shell == "fish" else str(len(typed) - 1),
         )
-        heavy = {name for name in imported(made.stderr) if name.split(".")[0] in ("torch", "numpy", "cattrs")}
-        plugins = {name for name in imported(made.stderr) if name.startswith("hookdiff_")}
+        heavy = {name for name in imported(done.stderr) if name.split(".")[0] in ("torch", "numpy", "cattrs")}
+        plugins = {name for name in imported(done.stderr) if name.startswith("hookdiff_")}
         command = {f"hookdiff_{package}{module}" for package in ("mirror", "samples") for module in ("", ".cli")}
         assert not heavy | (plugins - command if " " in words else plugins)
-        return " ".join(output((made.returncode, made.stdout, made.stderr)).split())
+        return " ".join(output((done.returncode, done.stdout, done.stderr)).split())
 
     return call
 
@@ -72,8 +72,8 @@ def table() -> None:
     """Write the table, by the command that prints the script."""
     code = "import sys; sys.argv[0] = 'hookdiff'; from hookdiff.cli import main; main()"
     variables = {**os.environ, "_HOOKDIFF_COMPLETE": "zsh_source"}
-    made = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
-    assert "compdef _hookdiff_completion hookdiff" in output((made.returncode, made.stdout, made.stderr))
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
+    assert "compdef _hookdiff_completion hookdiff" in output((done.returncode, done.stdout, done.stderr))
 
 
 @pytest.mark.usefixtures("table")
@@ -104,16 +104,16 @@ def table() -> None:
     ],
 )
 def test_a_tab_answers_without_torch_and_plugins(tab, words, answer):
-    made = tab(words)
-    assert made.startswith(answer) if answer.endswith(",") else made == answer
+    completions = tab(words)
+    assert completions.startswith(answer) if answer.endswith(",") else completions == answer
 
 
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_end_no_word_at_an_equals_sign(tab, shell):
-    found = tab("run x --set sampling.sampler=he", shell), tab("run x --plugins no:em", shell)
+    completions = tab("run x --set sampling.sampler=he", shell), tab("run x --plugins no:em", shell)
     whole = "sampling.sampler=heun", "no:ema"
-    assert found == tuple(f"plain {value} _" if shell == "zsh" else f"plain,{value}" for value in whole)
+    assert completions == tuple(f"plain {value} _" if shell == "zsh" else f"plain,{value}" for value in whole)
 
 
 def test_the_table_is_of_what_is_installed(tab, hookdiff_as, install, monkeypatch, tmp_path):
@@ -129,16 +129,16 @@ def test_the_table_is_of_what_is_installed(tab, hookdiff_as, install, monkeypatc
             (place,) = user_cache().glob("completion-*.json")
             place.write_text(place.read_text("utf-8")[:100])
         assert tuple(map(tab, asked)) == (known if change else unknown)
-        made = hookdiff_as(*words)
-        assert not made.returncode, made.stderr
+        done = hookdiff_as(*words)
+        assert not done.returncode, done.stderr
         assert tuple(map(tab, asked)) == (full if change else unknown)
 
 
 def test_a_cache_that_cannot_be_written_stops_no_command(hookdiff_as, tmp_path):
     (tmp_path / "file").touch()
-    made = hookdiff_as("plugins", "ema", XDG_CACHE_HOME=str(tmp_path / "file"))
-    assert not made.returncode
-    assert not made.stderr
+    done = hookdiff_as("plugins", "ema", XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert not done.returncode
+    assert not done.stderr
 
 
 @pytest.mark.usefixtures("table", "hookdiff_as")

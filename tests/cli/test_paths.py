@@ -28,12 +28,12 @@ def commands(
 
 def with_a_path() -> dict[str, list[str]]:
     """The commands that read a path, with words for them in which that path is `wrong.xyz`."""
-    found = {"plugins": ["plugins", "--order", "wrong.xyz"]}
+    lines = {"plugins": ["plugins", "--order", "wrong.xyz"]}
     for words, command in commands():
         arguments = [each for each in command.params if isinstance(each, click.Argument)]
         if arguments and isinstance(arguments[0].type, click.Path) and arguments[0].metavar != "[FILE]":
-            found[" ".join(words)] = [*words, "wrong.xyz"]
-    return found
+            lines[" ".join(words)] = [*words, "wrong.xyz"]
+    return lines
 
 
 # Prints a line for each command: whether torch is imported by then, and the exit code. The messages are on stderr.
@@ -100,7 +100,7 @@ def test_nothing_that_exists_is_replaced_without_overwrite(tmp_path: Path) -> No
         if {"FILE", "DIR"} & set((each.metavar or "").strip("[]").split("|")) and each.opts[-1] not in READ
     }
     assert named.keys() == WRITTEN.keys()
-    lacking = {name for name, each in named.items() if not any("--overwrite" in one.opts for one in each.params)}
+    lacking = {name for name, each in named.items() if not any("--overwrite" in option.opts for option in each.params)}
     assert lacking == {"resume --out"}
     for folder, name in (("there.run", "config.toml"), ("full", "000000-a.png"), ("shards", "shard-000000.tar")):
         (tmp_path / folder).mkdir()

@@ -17,9 +17,9 @@ def rows(out):
 
 
 def test_all_plugins_are_listed_with_their_first_line(hookdiff, folder):
-    found = rows(output(hookdiff("plugins")))
-    assert {"amp", "checkpoint", "clip", "ema", "fid", "lr", "samples"} <= found.keys()
-    assert found["ema"] == EMA.__doc__.splitlines()[0]
+    listed = rows(output(hookdiff("plugins")))
+    assert {"amp", "checkpoint", "clip", "ema", "fid", "lr", "samples"} <= listed.keys()
+    assert listed["ema"] == EMA.__doc__.splitlines()[0]
 
 
 def test_a_plugin_is_described_with_the_import_of_its_class_and_its_keys(hookdiff, folder):
@@ -39,9 +39,9 @@ def test_the_keys_of_plugins_and_parts_are_printed_as_tables(hookdiff, folder, i
 
 def test_one_broken_plugin_does_not_hide_the_others(hookdiff, folder, install):
     install("broken", {"abroken": "hd_cli_broken:X"}, hd_cli_broken="1 / 0\n")
-    found = rows(output(hookdiff("plugins")))
-    check_facts(found["abroken"], "division by zero", "broken 1.0")
-    assert "ema" in found
+    listed = rows(output(hookdiff("plugins")))
+    check_facts(listed["abroken"], "division by zero", "broken 1.0")
+    assert "ema" in listed
 
 
 def test_golden_order_of_the_calls(hookdiff, folder):
@@ -76,8 +76,10 @@ def test_a_package_that_is_missing_is_listed(hookdiff, folder, install, written)
 def test_parts_are_listed_by_kind_and_described_alone(hookdiff, folder):
     listed = rows(output(hookdiff("plugins", "sampler")))
     assert list(listed) == [f"sampler.{name}" for name in ("ddim", "ddpm", "euler", "heun", "dpmpp_2m")]
-    one = output(hookdiff("plugins", "sampler.ddim"))
-    check_facts(one, "sampler.ddim", "from hookdiff.diffusion import DDIM  (hookdiff 0.1.0)", 'use = "ddim"', "eta =")
+    described = output(hookdiff("plugins", "sampler.ddim"))
+    check_facts(
+        described, "sampler.ddim", "from hookdiff.diffusion import DDIM  (hookdiff 0.1.0)", 'use = "ddim"', "eta ="
+    )
     both = output(hookdiff("plugins", "linear"))
     check_facts(both, "schedule.linear", "beta_end = 0.02", "lr_schedule.linear", "min_ratio = 0.0")
     check_facts(output(hookdiff("plugins", "array")), "source.array", 'source = "array"', "from hookdiff_array import")
@@ -91,16 +93,16 @@ def test_parts_that_cannot_be_used_are_listed_with_the_reason_and_refused(hookdi
     names = {"weighting.mine": "hd_mine:Mine", "weighting.uniform": "hd_mine:Mine", "weighting.gone": "hd_gone:Mine"}
     install("hookdiff-one", names, group="hookdiff.parts", hd_mine=PART, hd_gone="import hd_nowhere\n")
     install("hookdiff-two", {"weighting.mine": "hd_two:Mine"}, group="hookdiff.parts", hd_two=PART)
-    found = rows(output(hookdiff("plugins", "weighting")))
+    listed = rows(output(hookdiff("plugins", "weighting")))
     reasons = {
         "mine": ("hookdiff-one 1.0", "hookdiff-two 1.0"),
         "uniform": ("built in", "hd_mine:Mine of hookdiff-one 1.0"),
         "gone": ("hd_nowhere", "hookdiff-one 1.0"),
     }
     for name, facts in reasons.items():
-        check_facts(found[f"weighting.{name}"], "cannot be used", *facts)
+        check_facts(listed[f"weighting.{name}"], "cannot be used", *facts)
         check_refused(hookdiff("plugins", f"weighting.{name}"), *facts[:1])
-    assert found["weighting.min_snr"].startswith("min(SNR, gamma)")
+    assert listed["weighting.min_snr"].startswith("min(SNR, gamma)")
     everything = rows(output(hookdiff("plugins")))
     check_facts(everything["weighting.gone"], "hd_nowhere")
     check_facts(everything["weighting.uniform"], "cannot be used", "hookdiff-one")
@@ -108,11 +110,11 @@ def test_parts_that_cannot_be_used_are_listed_with_the_reason_and_refused(hookdi
 
 def test_json_has_what_the_text_has(hookdiff, folder):
     every = json.loads(output(hookdiff("plugins", "--json")))
-    names = {(one["kind"], one["name"]) for one in every}
+    names = {(part["kind"], part["name"]) for part in every}
     assert {("plugin", name) for name in installed()} <= names
     assert {("sampler", "ddim"), ("optimizer", "adamw"), ("lr_schedule", "linear"), ("model", "unet")} <= names
     (ema,) = json.loads(output(hookdiff("plugins", "ema", "--json")))
-    assert ema == next(one for one in every if (one["kind"], one["name"]) == ("plugin", "ema"))
+    assert ema == next(part for part in every if (part["kind"], part["name"]) == ("plugin", "ema"))
     text = output(hookdiff("plugins", "ema"))
     check_facts(text, ema["help"], *(key["name"] for key in ema["keys"]), *ema["distributions"])
     order = json.loads(output(hookdiff("plugins", "--order", "small.toml", "--json")))

@@ -41,8 +41,8 @@ def test_safetensors_reads_the_written_tensors(kinds, tmp_path_factory):
         assert read[name].dtype == tensor.dtype
         assert read[name].shape == tensor.shape
         if tensor.numel():
-            one, other = (value.reshape(-1).view(torch.uint8) for value in (read[name], tensor))
-            assert torch.equal(one, other)
+            here, there = (value.reshape(-1).view(torch.uint8) for value in (read[name], tensor))
+            assert torch.equal(here, there)
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt", "step": "3"}
     data = path.read_bytes()

@@ -10,22 +10,22 @@ from hookdiff.log.distribution import Distribution
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=50), st.integers(1, 70))
 def test_counts_and_edges_are_those_of_numpy(values: list[float], bins: int) -> None:
-    found = Distribution.of(torch.tensor(values), bins)
-    assert sum(found.counts) == len(values)
-    assert len(found.edges) == len(found.counts) + 1 == bins + 1
-    assert found.low <= min(values) <= max(values) <= found.high
-    counts, edges = numpy.histogram(numpy.array(values), bins, (found.low, found.high))
-    assert found.edges == pytest.approx(edges.tolist())
+    histogram = Distribution.of(torch.tensor(values), bins)
+    assert sum(histogram.counts) == len(values)
+    assert len(histogram.edges) == len(histogram.counts) + 1 == bins + 1
+    assert histogram.low <= min(values) <= max(values) <= histogram.high
+    counts, edges = numpy.histogram(numpy.array(values), bins, (histogram.low, histogram.high))
+    assert histogram.edges == pytest.approx(edges.tolist())
     # A value on an edge may be counted on either side of it.
-    assert numpy.abs(numpy.cumsum(counts) - numpy.cumsum(found.counts)).max() <= sum(
-        any(math.isclose(value, edge, rel_tol=1e-5, abs_tol=1e-5 * (found.high - found.low)) for edge in edges)
+    assert numpy.abs(numpy.cumsum(counts) - numpy.cumsum(histogram.counts)).max() <= sum(
+        any(math.isclose(value, edge, rel_tol=1e-5, abs_tol=1e-5 * (histogram.high - histogram.low)) for edge in edges)
         for value in values
     )
 
 
 def test_values_that_are_not_finite_are_counted_apart() -> None:
-    found = Distribution.of(torch.tensor([[math.nan, 1.0], [math.inf, 3.0]], dtype=torch.bfloat16))
-    assert (found.low, found.high, sum(found.counts), found.nonfinite) == (1, 3, 2, 2)
+    histogram = Distribution.of(torch.tensor([[math.nan, 1.0], [math.inf, 3.0]], dtype=torch.bfloat16))
+    assert (histogram.low, histogram.high, sum(histogram.counts), histogram.nonfinite) == (1, 3, 2, 2)
     nothing = Distribution.of(torch.tensor([math.nan]))
     assert (sum(nothing.counts), nothing.nonfinite) == (0, 1)
     assert Distribution.of(torch.empty(0)).nonfinite == 0
@@ -40,6 +40,6 @@ def test_the_range_may_be_wider_than_float32() -> None:
 
 
 def test_equal_values_have_a_range_around_them() -> None:
-    found = Distribution.of(torch.full((7,), 2.0))
-    assert found.low < 2 < found.high
-    assert max(found.counts) == 7
+    histogram = Distribution.of(torch.full((7,), 2.0))
+    assert histogram.low < 2 < histogram.high
+    assert max(histogram.counts) == 7

@@ -48,8 +48,8 @@ def test_the_first_rule_that_holds_decides():
 
 
 def test_a_finding_is_reported_once_and_again_after_it_was_over():
-    alarms, found = Alarms(), [None, HOT, HOT, FINE, HOT, None, HOT]
-    news = [step for step, finding in enumerate(found, 1) if alarms.news(step, "heat", finding)]
+    alarms, findings = Alarms(), [None, HOT, HOT, FINE, HOT, None, HOT]
+    news = [step for step, finding in enumerate(findings, 1) if alarms.news(step, "heat", finding)]
     assert news == [2, 5, 7]
 
 
@@ -65,8 +65,8 @@ def test_keys_are_independent_and_a_change_of_severity_is_reported():
 def test_a_finding_with_hysteresis_is_over_below_a_lower_threshold():
     alarms = Alarms()
     degrees = [70, 55, 70, 55, 40, 70]
-    found = [alarms.news(step, "heat", HOT if d > 60 else None, over=d < 50) for step, d in enumerate(degrees)]
-    assert found == [HOT, None, None, None, None, HOT]
+    news = [alarms.news(step, "heat", HOT if d > 60 else None, over=d < 50) for step, d in enumerate(degrees)]
+    assert news == [HOT, None, None, None, None, HOT]
 
 
 def test_a_finding_is_reported_again_after_a_quiet_period():

@@ -9,13 +9,11 @@ import numpy
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from hookdiff import PASS, Batch, Finding, Loop, Verdict, hookimpl
 from hookdiff.log import Picture, panel_layouts
 from hookdiff.log.event import Event, Severity
-from hookdiff.testing.toy import toy_loop
+from hookdiff.testing import CountTransfers, toy_loop
 from tests.conftest import Logged, RollsBack, acting, check_facts, refused
 
 
@@ -31,37 +29,17 @@ class Sink(Logged):
         self.pictures[step] = images
 
 
-class Average:
-    """Averages one value a step; after the steps in `cuts` it takes the state of the log, as a checkpoint does."""
+def averaged(values: list[float], as_tensor: bool = False, cuts: tuple[int, ...] = ()) -> list[float]:
+    """Average one value a step; after the steps in `cuts` take the state of the log, as a checkpoint does."""
 
-    def __init__(self, values: list[float], as_tensor: bool = False, cuts: tuple[int, ...] = ()) -> None:
-        self.values, self.as_tensor, self.cuts = values, as_tensor, cuts
-
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
-        value = self.values[loop.progress.step - 1]
-        loop.log.average({"mine": torch.tensor(value) if self.as_tensor else value})
-        if loop.progress.step in self.cuts:
+    def log(loop: Loop) -> None:
+        value = values[loop.progress.step - 1]
+        loop.log.average({"mine": torch.tensor(value) if as_tensor else value})
+        if loop.progress.step in cuts:
             loop.log.state_dict()
 
-
-class Host(TorchFunctionMode):
-    """Counts how often a value is read on the host."""
-
-    READERS = (Tensor.tolist, Tensor.item, Tensor.cpu, Tensor.numpy, Tensor.__float__, Tensor.__bool__, Tensor.__int__)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.reads += func in self.READERS
-        return func(*args, **(kwargs or {}))
-
-
-def averaged(values: list[float], **options: Any) -> list[float]:
     sink = Sink()
-    toy_loop({"average": Average(values, **options), "sink": sink}, steps=len(values), log_every=5).run()
+    toy_loop({"average": acting(after_optimizer_step=log), "sink": sink}, steps=len(values), log_every=5).run()
     return list(sink.of("mine").values())
 
 
@@ -100,39 +78,28 @@ def test_a_window_cut_by_a_resume_has_the_same_mean_to_the_bit(values: list[floa
 
 
 def test_a_mean_counts_only_the_steps_that_gave_a_value() -> None:
-    class Seldom:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            if loop.progress.step in (2, 5):
-                loop.log.average({"seldom": loop.progress.step})
+    def log(loop: Loop) -> None:
+        if loop.progress.step in (2, 5):
+            loop.log.average({"seldom": loop.progress.step})
 
-    toy_loop({"seldom": Seldom(), "sink": (sink := Sink())}, steps=10).run()
+    toy_loop({"seldom": acting(after_optimizer_step=log), "sink": (sink := Sink())}, steps=10).run()
     assert [values.get("seldom") for _, values in sink.calls] == [3.5, None]
 
 
 def test_the_values_of_a_step_arrive_together_after_it() -> None:
-    class Chatty:
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
-            sink.calls.append((-1, {}))
-
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            loop.log({"a": loop.progress.step})
-            loop.log({"b": torch.tensor(0.5), "a": 7})
+    def log(loop: Loop) -> None:
+        loop.log({"a": loop.progress.step})
+        loop.log({"b": torch.tensor(0.5), "a": 7})
 
     sink = Sink()
-    toy_loop({"chatty": Chatty(), "sink": sink}, steps=3, log_every=100).run()
+    chatty = acting(before_step=lambda: sink.calls.append((-1, {})), after_optimizer_step=log)
+    toy_loop({"chatty": chatty, "sink": sink}, steps=3, log_every=100).run()
     assert sink.calls == [entry for step in (1, 2, 3) for entry in ((-1, {}), (step, {"a": 7.0, "b": 0.5}))]
 
 
 def test_values_logged_as_the_run_stops_arrive() -> None:
-    class Late:
-        @hookimpl(trylast=True)
-        def on_stop(self, loop: Loop) -> None:
-            loop.log({"late": 1})
-
-    toy_loop({"late": Late(), "sink": (sink := Sink())}, steps=3, log_every=100).run()
+    late = acting(on_stop=lambda loop: loop.log({"late": 1}))
+    toy_loop({"late": late, "sink": (sink := Sink())}, steps=3, log_every=100).run()
     assert sink.calls == [(3, {"late": 1.0})]
 
 
@@ -154,31 +121,30 @@ def test_any_scalar_becomes_a_float(value: Any) -> None:
 def test_all_tensors_are_read_together() -> None:
     loop = toy_loop({"sink": (sink := Sink())}, log_every=1)
     loop.progress.step = 1
-    with Host() as host:
+    with CountTransfers() as transfers:
         for number in range(50):
             loop.log({f"a{number}": torch.tensor(float(number)), "text": 1.5})
             loop.log.average({f"b{number}": torch.tensor(float(number)), "c": 2.0})
-        assert host.reads == 0
+        assert transfers.count == 0
         loop.log.flush()
-    assert host.reads == 2  # one read for the values, one for the means
+    assert transfers.count == 2  # one read for the values, one for the means
     ((_, logged),) = sink.calls
     assert [logged[f"a{n}"] for n in range(50)] == [logged[f"b{n}"] for n in range(50)] == list(range(50))
     assert (logged["text"], logged["c"]) == (1.5, 2.0)
 
 
 def test_a_step_reads_the_device_once_for_all_plugins() -> None:
-    class Curious:
-        @hookimpl
-        def after_backward(self, loop: Loop) -> None:
-            assert loop.gradients.finite
-            assert loop.gradients.total_norm > 0
-            loop.gradients.scale_(0.5)
-            loop.log.average({"norm": loop.gradients.total_norm, "first": loop.gradients.norms[0]})
+    def read(loop: Loop) -> None:
+        assert loop.gradients.finite
+        assert loop.gradients.total_norm > 0
+        loop.gradients.scale_(0.5)
+        loop.log.average({"norm": loop.gradients.total_norm, "first": loop.gradients.norms[0]})
 
-    loop, reads = toy_loop({"one": Curious(), "other": Curious()}, log_every=100, steps=5), []
-    with loop, Host() as host:
+    plugins = {name: acting(after_backward=read) for name in ("one", "other")}
+    loop, reads = toy_loop(plugins, log_every=100, steps=5), []
+    with loop, CountTransfers() as transfers:
         for _ in loop.steps():
-            reads.append(host.reads)
+            reads.append(transfers.count)
     assert reads == [1, 2, 3, 4, 5]
 
 
@@ -204,13 +170,8 @@ def test_values_with_a_graph_are_logged() -> None:
 @pytest.mark.parametrize("log_every", [1, 3, 7])
 def test_a_log_is_due_every_log_every_steps(log_every: int) -> None:
     due = []
-
-    class Look:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            due.append(loop.log.due)
-
-    toy_loop({"look": Look(), "sink": (sink := Sink())}, log_every=log_every).run()
+    look = acting(after_optimizer_step=lambda loop: due.append(loop.log.due))
+    toy_loop({"look": look, "sink": (sink := Sink())}, log_every=log_every).run()
     assert [step for step, is_due in enumerate(due, 1) if is_due] == list(range(log_every, 21, log_every))
     assert [step for step, _ in sink.calls] == list(range(log_every, 21, log_every))
 
@@ -222,8 +183,7 @@ class InABatch:
     """Logs in a hook of each batch; by their positions, some batches are skipped, some void, not finite or held."""
 
     def __init__(self, hook: str) -> None:
-        self.hook, self.due, self.shapes = hook, dict[int, bool](), list[int]()
-        self.events, self.texts = dict[int, int](), dict[int, int]()
+        self.hook, self.due = hook, dict[int, bool]()
 
     def note(self, hook: str, loop: Loop) -> None:
         if hook != self.hook:
@@ -272,32 +232,22 @@ class InABatch:
         self.note("optimizer_step", loop)
         return (yield) and loop.progress.position != 8
 
-    @hookimpl
-    def on_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        if "text" in texts:
-            self.texts[step] = int(texts["text"])
-
-    @hookimpl
-    def on_distributions(self, step: int) -> None:
-        self.shapes.append(step)
-
-    @hookimpl
-    def on_event(self, step: int, event: Event) -> None:
-        if event.kind == "mine":
-            self.events[int(event.text)] = step
-
 
 @pytest.mark.parametrize("hook", IN_A_BATCH)
 def test_what_a_batch_logs_is_of_its_update_or_dropped(hook: str) -> None:
-    own = InABatch(hook)
-    loop = toy_loop({"own": own, "sink": (sink := Sink())}, log_every=2, steps=8)
-    loop.run()
+    logs, step_of, position_at, steps = InABatch(hook), dict[int, int](), dict[int, int](), list[int]()
+    hears = acting(
+        on_event=lambda step, event: step_of.update({int(event.text): step}),
+        on_texts=lambda step, texts: position_at.update({step: int(texts["text"])}),
+        on_distributions=lambda step: steps.append(step),
+    )
+    toy_loop({"logs": logs, "hears": hears, "sink": (sink := Sink())}, log_every=2, steps=8).run()
     updates = {position: step for step, position in enumerate((0, 1, 3, 5, 7, 9, 10, 11), 1)}
-    before = {position: sum(p < position for p in updates) for position in own.due}
-    assert own.due == {position: (made + 1) % 2 == 0 for position, made in before.items()}
-    assert own.events == {position: made + 1 for position, made in before.items()}
-    assert own.texts == {step: position for position, step in updates.items()}
-    assert own.shapes == list(sink.pictures) == list(updates.values())
+    before = {position: sum(p < position for p in updates) for position in logs.due}
+    assert logs.due == {position: (made + 1) % 2 == 0 for position, made in before.items()}
+    assert step_of == {position: made + 1 for position, made in before.items()}
+    assert position_at == {step: position for position, step in updates.items()}
+    assert steps == list(sink.pictures) == list(updates.values())
     logged = dict(sink.calls)
     assert len(logged) == len(sink.calls)  # one line a step
     assert {step: values["position"] for step, values in logged.items()} == {2: 1, 4: 5, 6: 9, 8: 11}
@@ -308,13 +258,13 @@ def test_pictures_arrive_at_once_as_bytes() -> None:
     loop = toy_loop({"sink": (sink := Sink())})
     with loop:
         next(loop.steps())
-        own = Picture(numpy.arange(6, dtype=numpy.uint8).reshape(2, 3))
-        loop.log.images({"a": torch.tensor([-1.0, 0.0, 1.0, 9.0]).reshape(1, 1, 2, 2), "b/c": own})
+        finished = Picture(numpy.arange(6, dtype=numpy.uint8).reshape(2, 3))
+        loop.log.images({"a": torch.tensor([-1.0, 0.0, 1.0, 9.0]).reshape(1, 1, 2, 2), "b/c": finished})
         (place,) = panel_layouts(sink.pictures[1]["a"].info)
         left, top, right, bottom = place.box(0)
         pixels = sink.pictures[1]["a"].pixels[top:bottom, left:right]
         assert (pixels.dtype, pixels[0, 0], pixels[-1, -1]) == (numpy.uint8, 0, 255)
-        assert sink.pictures[1]["b/c"] is own
+        assert sink.pictures[1]["b/c"] is finished
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a//b", "/root", ".hidden", "a/.b", "a\\b", "a\nb"])
@@ -326,25 +276,17 @@ def test_the_name_of_a_picture_is_that_of_a_folder(name: str) -> None:
 def test_what_is_logged_before_the_first_step_arrives_when_the_run_is_ready() -> None:
     order: list[str] = []
 
-    class Early:
-        @hookimpl
-        def on_start(self, loop: Loop) -> None:
-            loop.log.event(Event("mine", "early"))
-            loop.log.texts({"a": "b"})
+    def log(loop: Loop) -> None:
+        loop.log.event(Event("mine", "early"))
+        loop.log.texts({"a": "b"})
 
-        @hookimpl(trylast=True)
-        def on_ready(self) -> None:
-            order.append("ready")
-
-        @hookimpl
-        def on_event(self, step: int, event: Event) -> None:
-            order.append(f"{event.kind} {step}")
-
-        @hookimpl
-        def on_texts(self, texts: Mapping[str, str]) -> None:
-            order.append(str(texts))
-
-    with toy_loop({"early": Early()}) as loop:
+    early = acting(
+        on_start=log,
+        on_ready=lambda: order.append("ready"),
+        on_event=lambda step, event: order.append(f"{event.kind} {step}"),
+        on_texts=lambda texts: order.append(str(texts)),
+    )
+    with toy_loop({"early": early}) as loop:
         assert order == []
         next(loop.steps())
         assert order == ["ready", "mine 0", "{'a': 'b'}"]
@@ -369,40 +311,32 @@ def test_a_finding_is_logged_for_people_and_as_an_event(
         loop.log.report(finding)
         loop.log.report(finding, step=9)
     assert events == [(step, Event("finding", str(finding), severity)) for step in (1, 9)]
-    found = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert found == [(level, f"step {step}: {finding}") for step in (1, 9)]
+    messages = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert messages == [(level, f"step {step}: {finding}") for step in (1, 9)]
 
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_held_step_does_not_log_the_means_again(cut: bool) -> None:
-    class Hold:
-        @hookimpl
-        def after_backward(self, loop: Loop) -> None:
-            loop.log.average({"position": float(loop.progress.position)})
+    def save(loop: Loop) -> None:
+        if cut:
+            loop.log.load_state_dict(loop.log.state_dict())
 
-        @hookimpl
-        def optimizer_step(self, loop: Loop) -> bool:
-            return False if loop.progress.position in (2, 3) else PASS  # right after the means of step 2
-
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
-            if cut:
-                loop.log.load_state_dict(loop.log.state_dict())
-
-    toy_loop({"hold": Hold(), "sink": (sink := Sink())}, log_every=2, steps=4).run()
+    hold = acting(
+        before_step=save,
+        after_backward=lambda loop: loop.log.average({"position": float(loop.progress.position)}),
+        optimizer_step=lambda loop: False if loop.progress.position in (2, 3) else PASS,  # after the means of step 2
+    )
+    toy_loop({"hold": hold, "sink": (sink := Sink())}, log_every=2, steps=4).run()
     assert sink.of("position") == {2: 0.5, 4: 4.5}  # those of the held batches are dropped
 
 
 def test_a_sum_with_its_count_is_logged_as_a_mean_unless_the_count_is_zero() -> None:
-    class Levels:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            counts = torch.tensor([4.0, 0.0, 8.0])
-            sums = torch.tensor([6.0, 0.0, 2.0])
-            loop.log({"low": (sums[0], counts[0]), "none": (sums[1], counts[1]), "plain": 3, "high": (sums[2], 8)})
+    def log(loop: Loop) -> None:
+        counts, sums = torch.tensor([4.0, 0.0, 8.0]), torch.tensor([6.0, 0.0, 2.0])
+        loop.log({"low": (sums[0], counts[0]), "none": (sums[1], counts[1]), "plain": 3, "high": (sums[2], 8)})
 
     sink = Sink()
-    toy_loop({"levels": Levels(), "sink": sink}, steps=1).run()
+    toy_loop({"levels": acting(after_optimizer_step=log), "sink": sink}, steps=1).run()
     assert sink.calls == [(1, {"low": 1.5, "plain": 3.0, "high": 0.25})]
 
 
@@ -442,12 +376,11 @@ NO_NUMBERS: dict[str, tuple[Any, tuple[object, ...]]] = {  # and what the messag
 def test_a_value_that_is_no_number_is_refused_in_the_plugin_that_logs_it(call: str, value: str) -> None:
     given, facts = NO_NUMBERS[value]
 
-    class Guilty:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            (loop.log if call == "log" else loop.log.average)({"good": 1.0, "mine/x": given})
+    def log(loop: Loop) -> None:
+        (loop.log if call == "log" else loop.log.average)({"good": 1.0, "mine/x": given})
 
-    loop = toy_loop({"other": Average([1.0] * 9), "guilty": Guilty(), "sink": Sink()})
+    other = acting(after_optimizer_step=lambda loop: loop.log.average({"mine": 1.0}))
+    loop = toy_loop({"other": other, "guilty": acting(after_optimizer_step=log), "sink": Sink()})
     with refused(ValueError, "'mine/x'", "number", *facts) as caught:
         loop.run()
     check_facts(caught.value.__notes__[0], "'guilty'", "'after_optimizer_step'")
@@ -480,12 +413,8 @@ def test_a_name_has_one_kind() -> None:
 
 
 def test_values_of_a_step_that_is_rolled_back_are_not_logged() -> None:
-    class Seen:
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
-            loop.log({"seen": loop.progress.position})
-
-    plugins = {"seen": Seen(), "back": RollsBack(at=1, position=2), "sink": (sink := Sink())}
+    log = acting(before_step=lambda loop: loop.log({"seen": loop.progress.position}))
+    plugins = {"seen": log, "back": RollsBack(at=1, position=2), "sink": (sink := Sink())}
     toy_loop(plugins, log_every=1, steps=3).run()
     seen = [(step, values["seen"]) for step, values in sink.calls if "seen" in values]
     assert seen == [(1, 0), (2, 1), (2, 3), (3, 4)]

@@ -4,9 +4,11 @@ from typing import Any
 
 import attrs
 import pytest
-from attrs import define
+from attrs import define, field
+from attrs.validators import gt
 
 from hookdiff import PluginError, diffusion, nearest
+from hookdiff.options import about
 from hookdiff.options.choices import Choice, find, import_object, name_of
 from tests.conftest import refused
 
@@ -17,12 +19,17 @@ class Shape(Choice):
 
 @define(frozen=True)
 class Square(Shape):
-    side: float = 1.0
+    """Four equal sides. Nothing else."""
+
+    side: float = field(default=1.0, validator=gt(0), metadata=about("length of a side", "cm"))
 
 
 @define(frozen=True)
 class Circle(Shape):
+    """All points at one distance."""
+
     radius: float = 1.0
+    centre: tuple[float, float] = (1.0, 2.5)
 
 
 Shape.known = {"square": Square, "circle": Circle}
@@ -69,9 +76,9 @@ def test_a_choice_is_an_object_a_name_or_a_table() -> None:
     assert Shape.of(square) is square
     assert Shape.of("square") == Square()
     assert Shape.of({"use": "circle", "radius": 3.0}) == Circle(3.0)
-    given = {"use": "circle"}
-    Shape.of(given)
-    assert given == {"use": "circle"}  # the table of the caller is not changed
+    table = {"use": "circle"}
+    Shape.of(table)
+    assert table == {"use": "circle"}  # the table of the caller is not changed
 
 
 def test_a_table_without_use_needs_a_default() -> None:
@@ -172,13 +179,13 @@ def test_a_built_in_name_that_a_package_claims_is_refused(install: Callable[...,
 @pytest.mark.parametrize("part", PARTS, ids=name_of)
 def test_every_part_is_found_by_its_name_and_compares_by_its_options(part: type[Choice]) -> None:
     options = OPTIONS.get(part, {})
-    made = part(**options)
+    instance = part(**options)
     (kind,) = (kind for kind in KINDS if issubclass(part, kind))
-    assert find(kind, made.use) is part
-    assert kind.of({"use": made.use, **options}) == made
-    assert hash(kind.of({"use": made.use, **options})) == hash(made)
+    assert find(kind, instance.use) is part
+    assert kind.of({"use": instance.use, **options}) == instance
+    assert hash(kind.of({"use": instance.use, **options})) == hash(instance)
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
-        made.anything = 1  # type: ignore[attr-defined]
+        instance.anything = 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)

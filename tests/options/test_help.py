@@ -17,6 +17,7 @@ from hookdiff.experiment.config import OPTIMIZERS, SECTIONS, SOURCES, RunConfig
 from hookdiff.options import Choice, about, between, name_of, parts
 from hookdiff.options.help import keys, plain_lines
 from hookdiff.options.imports import import_object, installed
+from tests.options.test_choices import Shape, Square
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCRIPT = runpy.run_path(str(DOCS / "refresh.py"))
@@ -49,8 +50,8 @@ def without_help(where: str, target: Callable[..., Any], seen: set[type[Choice]]
 
 def test_every_key_has_its_help() -> None:
     seen: set[type[Choice]] = set()
-    found = [key for name, target in configured().items() for key in without_help(name, target, seen)]
-    assert not found, ", ".join(found)
+    lacking = [key for name, target in configured().items() for key in without_help(name, target, seen)]
+    assert not lacking, ", ".join(lacking)
 
 
 def test_the_tables_of_the_docs_are_those_of_the_classes() -> None:
@@ -61,8 +62,8 @@ def test_the_tables_of_the_docs_are_those_of_the_classes() -> None:
 
 def test_the_config_reference_has_every_table_and_every_name() -> None:
     page = (DOCS / "reference" / "config.md").read_text("utf-8")
-    made = [import_object(path, path) for path in re.findall(r"^<!-- keys of (\S+)", page, re.M)]
-    assert [name for name, target in configured().items() if keys(target) and target not in made] == []
+    documented = [import_object(path, path) for path in re.findall(r"^<!-- keys of (\S+)", page, re.M)]
+    assert [name for name, target in configured().items() if keys(target) and target not in documented] == []
     headings = re.findall(r"^##+ (.+)$", page, re.M)
     assert {"[run]", "[data]", "[model]", "[diffusion]", "[optimizer]", "[sampling]", "[plugins.progress]"} <= {
         *headings
@@ -70,27 +71,6 @@ def test_the_config_reference_has_every_table_and_every_name() -> None:
     published = [name.partition(".")[2] for name in installed("hookdiff.parts")]
     names = (*SOURCES, *OPTIMIZERS, *published)
     assert [name for name in names if f'"{name}"' not in page and f"| `{name}` |" not in page] == []
-
-
-class Shape(Choice):
-    kind = "shape"
-
-
-@define(frozen=True)
-class Square(Shape):
-    """Four equal sides. Nothing else."""
-
-    side: float = field(default=2.0, validator=gt(0), metadata=about("length of a side", "cm"))
-
-
-@define(frozen=True)
-class Pair(Shape):
-    """Two of them."""
-
-    shapes: tuple[float, ...] = (1.0, 2.5)
-
-
-Shape.known = {"square": Square, "pair": Pair}
 
 
 @define
@@ -119,8 +99,8 @@ def drawn(size: int, name: str = "x", filled: bool = False) -> None:
 
 
 def test_the_keys_of_a_class_and_of_a_function() -> None:
-    found = [(key.name, key.default, key.help) for target in (Drawing, drawn) for key in keys(target)]
-    assert found == [
+    table = [(key.name, key.default, key.help) for target in (Drawing, drawn) for key in keys(target)]
+    assert table == [
         ("shape", '"square"', "what is drawn"),
         ("colour", "", "its colour"),
         ("size", "", "its size"),
@@ -155,14 +135,15 @@ def test_golden_tables() -> None:
         "\n`shape` is one of these, or `module:Name`:\n\n"
         "| use | option | default | |\n|---|---|---|---|\n"
         "| `square` | | | Four equal sides. Nothing else |\n"
-        "| | `side` | `2.0` | length of a side (cm, above 0) |\n"
-        "| `pair` | | | Two of them |\n"
-        "| | `shapes` | `[1.0, 2.5]` |  |\n"
+        "| | `side` | `1.0` | length of a side (cm, above 0) |\n"
+        "| `circle` | | | All points at one distance |\n"
+        "| | `radius` | `1.0` |  |\n"
+        "| | `centre` | `[1.0, 2.5]` |  |\n"
     )
     assert list(plain_lines(Drawing)) == [
         '  shape = "square"            what is drawn',
-        "    square                    Four equal sides. Nothing else (side = 2.0)",
-        "    pair                      Two of them (shapes = [1.0, 2.5])",
+        "    square                    Four equal sides. Nothing else (side = 1.0)",
+        "    circle                    All points at one distance (radius = 1.0, centre = [1.0, 2.5])",
         "  colour                      its colour",
         "  size                        its size",
     ]
@@ -170,9 +151,9 @@ def test_golden_tables() -> None:
 
 def test_refresh_makes_only_the_tables_anew() -> None:
     page = f"before\n\n<!-- keys of {__name__}:Drawing without shape, size -->\nold\n<!-- end -->\n\nafter\n"
-    made = SCRIPT["refresh"](page)
-    assert made.startswith("before\n\n<!-- keys of ")
-    assert made.endswith("\n<!-- end -->\n\nafter\n")
-    assert "old" not in made
-    assert "| `colour` |  | its colour |" in made
-    assert SCRIPT["refresh"](made) == made
+    refreshed = SCRIPT["refresh"](page)
+    assert refreshed.startswith("before\n\n<!-- keys of ")
+    assert refreshed.endswith("\n<!-- end -->\n\nafter\n")
+    assert "old" not in refreshed
+    assert "| `colour` |  | its colour |" in refreshed
+    assert SCRIPT["refresh"](refreshed) == refreshed

@@ -21,8 +21,8 @@ def test_a_plugin_is_known_by_the_module_of_its_class(install: Callable[..., Non
 
 
 def test_a_plugin_of_an_installed_package_without_an_entry_point() -> None:
-    found = versions([pytest.MonkeyPatch()])
-    assert found["pytest"] == pytest.__version__
+    recorded = versions([pytest.MonkeyPatch()])
+    assert recorded["pytest"] == pytest.__version__
 
 
 def test_a_local_package_is_not_one_that_another_distribution_has_of_its_name(

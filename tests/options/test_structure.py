@@ -204,10 +204,10 @@ def test_text_that_does_not_fit_its_key_is_refused(kind, text, value):
 
 @pytest.mark.parametrize("text", ["[" * 2000, "9" * 5000])
 def test_a_long_text_is_refused_by_its_beginning(text):
-    found = read(int, Text(text))
-    check_facts(found, "t.x")
-    assert repr(text)[:50] in found
-    assert len(found) < 500
+    message = read(int, Text(text))
+    check_facts(message, "t.x")
+    assert repr(text)[:50] in message
+    assert len(message) < 500
 
 
 @given(value=st.text() | st.integers() | st.booleans() | st.floats(allow_nan=False))
@@ -232,7 +232,7 @@ class Options:
             raise ValueError(f"'high' must be at least low ({self.low})")
 
 
-def found(target, table):
+def problems_of(target, table):
     problems = Problems()
     arguments(target, table, "t", problems)
     return problems.found
@@ -240,7 +240,7 @@ def found(target, table):
 
 def test_golden_messages_of_all_problems_at_once():
     table = {"low": "x", "hihg": 1, "mode": "c", "every": "often", "private": 0}
-    assert found(Options, table) == [
+    assert problems_of(Options, table) == [
         "t.low: expected an integer, got 'x'",
         "t.hihg: unknown key; did you mean 'high'?; known: low, high, mode, every, private",
         "t.every: expected steps (500), epochs ('2 epochs') or time ('15 min'), got 'often'",
@@ -250,21 +250,21 @@ def test_golden_messages_of_all_problems_at_once():
 
 
 def test_a_problem_in_an_inner_table_has_its_full_place():
-    size, label = found(taking(Inner), {"x": {"size": "a", "label": 1}})
+    size, label = problems_of(taking(Inner), {"x": {"size": "a", "label": 1}})
     check_facts(size, "t.x.size", "'a'")
     check_facts(label, "t.x.label", 1)
 
 
 def test_a_validator_sees_the_other_fields_given_or_by_default():
-    (line,) = found(Options, {"low": 5, "high": 4})
+    (line,) = problems_of(Options, {"low": 5, "high": 4})
     check_facts(line, "t.high", "low (5)")
-    assert found(Options, {"high": 4}) == []
-    (line,) = found(Options, {"low": 11, "high": 12})
+    assert problems_of(Options, {"high": 4}) == []
+    (line,) = problems_of(Options, {"low": 11, "high": 12})
     check_facts(line, "t.low", 10, 11)
 
 
 def test_validators_of_fields_that_are_not_given_do_not_run():
-    (line,) = found(Options, {"low": 11})  # high = 10 < 11 is not refused as well
+    (line,) = problems_of(Options, {"low": 11})  # high = 10 < 11 is not refused as well
     check_facts(line, "t.low", 10, 11)
 
 
@@ -273,7 +273,7 @@ def test_a_message_that_does_not_start_with_the_field_stays_whole():
         raise ValueError("'low' must be below this")
 
     kind = define(type("Odd", (), {"__annotations__": {"x": int}, "x": field(default=0, validator=refuse)}))
-    assert found(kind, {"x": 1}) == ["t.x: 'low' must be below this"]
+    assert problems_of(kind, {"x": 1}) == ["t.x: 'low' must be below this"]
 
 
 def test_types_imported_only_for_type_checkers_are_not_checked():
@@ -281,7 +281,7 @@ def test_types_imported_only_for_type_checkers_are_not_checked():
 
     problems = Problems()
     assert arguments(target, {"a": [1], "c": 2}, "t", problems) == {"a": [1], "c": 2}
-    (line,) = found(target, {"b": "x"})
+    (line,) = problems_of(target, {"b": "x"})
     check_facts(line, "t.b", "'x'")
     assert arguments(define(type("K", (), {"__annotations__": {"a": "Nothing"}})), {"a": 1}, "t", problems) == {"a": 1}
     assert problems.found == []
@@ -302,11 +302,11 @@ def test_any_callable_has_parameters():
 
     assert list(parameters(Plain)) == ["x", "y"]
     for target in (Plain, functools.partial(Plain, y="b")):
-        (line,) = found(target, {"x": "a"})
+        (line,) = problems_of(target, {"x": "a"})
         check_facts(line, "t.x", "'a'")
     assert list(parameters(Custom())) == ["x"]
     assert parameters(dict) == {}  # Python knows no signature of dict
-    (line,) = found(dict, {"x": 1})
+    (line,) = problems_of(dict, {"x": 1})
     check_facts(line, "t.x")
     assert "params" not in parameters(torch.optim.AdamW)
 
@@ -315,10 +315,10 @@ def test_an_inherited_init_is_read_in_its_own_module():
     class Child(torch.optim.AdamW):
         pass
 
-    (line,) = found(Child, {"lr": "x"})
+    (line,) = problems_of(Child, {"lr": "x"})
     check_facts(line, "t.lr", "'x'")
     assert "Tensor" not in line  # a config can only give a number
-    (line,) = found(Child, {"betas": [0.9]})
+    (line,) = problems_of(Child, {"betas": [0.9]})
     check_facts(line, "t.betas", 1, 2)
 
 
@@ -330,10 +330,10 @@ def test_missing_lists_the_arguments_without_a_default():
     assert missing(Options, {}) == []
 
 
-def round_trip(target, given):
+def round_trip(target, values):
     """Write the given values and the defaults as TOML, and return them as they are read back."""
     problems = Problems()
-    again = arguments(target, tomli.loads(tomli_w.dumps(resolved(target, given))), "t", problems)
+    again = arguments(target, tomli.loads(tomli_w.dumps(resolved(target, values))), "t", problems)
     assert problems.found == []
     return again
 
@@ -354,9 +354,9 @@ def test_resolved_values_are_read_back_unchanged():
 
     problems = Problems()
     table = {"b": 3, "e": "blue", "f": "a/b", "g": {"size": 2}, "h": {"p": [1]}, "j": ["s"], "d": "1000000 s"}
-    given = arguments(target, table, "t", problems)
-    again = round_trip(target, given)
-    assert again == {"a": 1, "c": (1, 2), **given}
+    typed = arguments(target, table, "t", problems)
+    again = round_trip(target, typed)
+    assert again == {"a": 1, "c": (1, 2), **typed}
     assert round_trip(target, again) == again
     assert resolved(target, {})["d"] == "15 s"
 

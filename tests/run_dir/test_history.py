@@ -15,14 +15,14 @@ import pytest
 from PIL import Image
 
 from hookdiff import UserError
-from hookdiff.log.picture import Picture
 from hookdiff.run_dir.events_jsonl import parse_event
 from hookdiff.run_dir.history import History, find_runs
 from hookdiff.run_dir.lines import Logged, Skim
 from hookdiff.run_dir.metrics_jsonl import parse_metrics
-from hookdiff.run_dir.pictures_png import find_pictures, newest_picture, picture_path
+from hookdiff.run_dir.pictures_png import find_pictures, newest_picture
 from tests.conftest import PATIENCE, check_facts, locked, output, refused
 from tests.forked import python
+from tests.run_dir.test_pictures_png import save
 
 HOLDS = """
 import sys
@@ -207,12 +207,6 @@ def test_a_folder_that_cannot_be_read_is_found(tmp_path: Path) -> None:
     secret.chmod(0o700)
 
 
-def save(run: Path, name: str, step: int) -> Path:
-    path = picture_path(run, name, step)
-    Picture(numpy.full((2, 3), step % 256, numpy.uint8), {"name": name, "step": step}).save(path)
-    return path
-
-
 def test_pictures_are_those_that_a_run_has_logged(tmp_path: Path) -> None:
     path = run_dir(tmp_path / "run")
     files = {step: save(path, "samples", step) for step in (1000, 5, 200_000_000)}
@@ -225,9 +219,9 @@ def test_pictures_are_those_that_a_run_has_logged(tmp_path: Path) -> None:
     (path / "samples" / "step-00000008.png").mkdir()
     if os.name != "nt":
         os.mkfifo(path / "samples" / "step-00000009.png")
-    found = find_pictures(path)
-    assert found == {"samples": {step: files[step] for step in sorted(files)}, "samples/denoising": {5: inner}}
-    assert list(found["samples"]) == [5, 1000, 200_000_000]
+    pictures = find_pictures(path)
+    assert pictures == {"samples": {step: files[step] for step in sorted(files)}, "samples/denoising": {5: inner}}
+    assert list(pictures["samples"]) == [5, 1000, 200_000_000]
     assert newest_picture(path, "samples") == files[200_000_000]
     files[200_000_000].write_bytes(b"no picture")
     assert newest_picture(path, "samples") == files[1000]

@@ -152,11 +152,11 @@ def test_of_a_long_file_all_lines_with_rare_names_are_parsed(path: Path, caplog:
             file.write(f"{json.dumps(line)[: 9 if step == damaged else None]}\n")
         file.write('{"step": 10001, "lo')
     lines, part = read_thinned(path, parse_metrics, 500)
-    found = [line.step for line in lines]
+    read = [line.step for line in lines]
     assert (part.every, part.num, part.size) == (20, 10_000, path.stat().st_size - len('{"step": 10001, "lo'))
-    assert found == sorted(set(found))
-    assert {1, *rare, *range(9901, 10_001)} <= {*found}  # the first, the rare and the newest ones
-    assert len(found) < 700
+    assert read == sorted(set(read))
+    assert {1, *rare, *range(9901, 10_001)} <= {*read}  # the first, the rare and the newest ones
+    assert len(read) < 700
     assert [line.step for line in lines if "fd/x" in line.values] == sorted(rare)
     assert 8 <= sum("lr \\u00e9" in line.values for line in lines[:-100]) <= 20
     assert all(line.values["loss"] == line.step / 2 for line in lines)
@@ -167,7 +167,7 @@ def test_of_a_long_file_all_lines_with_rare_names_are_parsed(path: Path, caplog:
     }
     assert f"line {damaged}," in caplog.text
     tail = Tail(path, parse_metrics, 500)
-    assert steps(tail) == (True, found)
+    assert steps(tail) == (True, read)
     append(path, f'ss": 1}}\n{text([10_002])}')
     assert steps(tail) == (False, [10_001, 10_002])
     whole, part = read_thinned(path, parse_metrics, 10_002)

@@ -20,7 +20,7 @@ def save(run_dir: Path, name: str, step: int, folder: str | None = None) -> Path
 
 
 def test_pictures_of_other_runs_and_copies_are_not_those_of_the_run(tmp_path: Path) -> None:
-    own = save(tmp_path, "samples/denoising", 1)
+    logged = save(tmp_path, "samples/denoising", 1)
     for mark in ("config.toml", "metrics.jsonl"):
         save(tmp_path / mark[0], "samples", 1)
         (tmp_path / mark[0] / mark).touch()
@@ -30,7 +30,7 @@ def test_pictures_of_other_runs_and_copies_are_not_those_of_the_run(tmp_path: Pa
     save(tmp_path, ".trash/samples", 2)
     for mark in ("config.toml", "metrics.jsonl"):
         (tmp_path / mark).touch()
-    assert find_pictures(tmp_path) == {"samples/denoising": {1: own}}
+    assert find_pictures(tmp_path) == {"samples/denoising": {1: logged}}
 
 
 def test_the_pictures_after_a_step_are_found_and_no_others_opened(
@@ -49,7 +49,7 @@ def test_the_pictures_after_a_step_are_found_and_no_others_opened(
 
 
 def test_a_folder_may_vanish_during_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, scandir = save(tmp_path, "samples", 1), os.scandir
+    logged, scandir = save(tmp_path, "samples", 1), os.scandir
     (tmp_path / "other").mkdir()
 
     def scan(folder: Any) -> Any:
@@ -58,7 +58,7 @@ def test_a_folder_may_vanish_during_the_search(tmp_path: Path, monkeypatch: pyte
         return scandir(folder)
 
     monkeypatch.setattr(os, "scandir", scan)
-    assert find_pictures(tmp_path) == {"samples": {1: own}}
+    assert find_pictures(tmp_path) == {"samples": {1: logged}}
     assert not (tmp_path / "other").exists()
 
 

@@ -112,12 +112,12 @@ def test_a_closed_stdout_ends_nothing(tmp_path: Path) -> None:
     script.write_text(LONG)
     command = f"{sys.executable} {script} >&-"
     environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run(
+    done = subprocess.run(
         ["script", "-qec", command, "/dev/null"], env=environment, capture_output=True, timeout=PATIENCE
     )
-    assert found.returncode == 0, found.stdout
-    assert b"work" in found.stdout
-    assert b"done" in found.stdout
+    assert done.returncode == 0, done.stdout
+    assert b"work" in done.stdout
+    assert b"done" in done.stdout
 
 
 def test_the_first_bar_draws_from_no_generator_of_the_run() -> None:

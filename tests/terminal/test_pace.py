@@ -37,9 +37,9 @@ def test_works_inside_each_other_are_shown() -> None:
         for _ in paced([range(3), range(1)], 4, "outer"):
             list(paced("ab", 2, "inner"))
     outer = [[("outer", 0)], [("outer", 3)], [("outer", 4)]]
-    inner = [[("outer", made), ("inner", done)] for made in (0, 3) for done in (0, 1, 2)]
-    assert [one for one in seen.pictures if len(one) == 2] == inner
-    assert [one for one in seen.pictures if len(one) == 1] == [outer[0], outer[0], outer[1], outer[1], outer[2]]
+    inner = [[("outer", before), ("inner", done)] for before in (0, 3) for done in (0, 1, 2)]
+    assert [works for works in seen.pictures if len(works) == 2] == inner
+    assert [works for works in seen.pictures if len(works) == 1] == [outer[0], outer[0], outer[1], outer[1], outer[2]]
     assert seen.pictures[-1] == []
 
 

@@ -31,8 +31,8 @@ class Loud(DDPM):
 
     def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
         x0, _ = chain.predict(x, start)
-        made = super().step(chain, x, start, end)
-        return made + (self.factor - 1) * (made - end.alpha * x0)
+        moved = super().step(chain, x, start, end)
+        return moved + (self.factor - 1) * (moved - end.alpha * x0)
 
 
 @define(frozen=True)

@@ -70,8 +70,8 @@ def test_an_example_runs_with_the_imports_that_are_shown_with_it(hook: str) -> N
     exec("\n".join([*lines, example(hook)]), names)
     (name,) = (node.name for node in ast.parse(example(hook)).body if isinstance(node, ast.ClassDef))
     kind = names[name]
-    given = {field.name: "0" for field in attrs.fields(kind) if field.init} if attrs.has(kind) else {}
-    assert list(toy_loop({"copied": kind(**given)}).plugins) == ["copied"]
+    options = {field.name: "0" for field in attrs.fields(kind) if field.init} if attrs.has(kind) else {}
+    assert list(toy_loop({"copied": kind(**options)}).plugins) == ["copied"]
     assert len({line.split()[1] for line in lines}) == len(lines)
 
 

@@ -1,5 +1,7 @@
 """The promise of the author's kit that a plugin works on several ranks, and that it finds what does not."""
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -8,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hookdiff import Batch, Feed, InMemory, Loop, hookimpl
+from hookdiff import Batch, Feed, InMemory, Loop
 from hookdiff.authors.trial_passes import rehearsing
 from hookdiff.data import digits
 from hookdiff.loop.hookspecs import declaration_of
@@ -53,16 +55,9 @@ class HasFloor(ToyObjective):
         return variance * (times + 1) / 10
 
 
-class AsksForTheState:
-    """Does so in each step, as the plugin `checkpoint` does after the first one of each process."""
-
-    @hookimpl
-    def after_backward(self, loop: Loop) -> None:
-        loop.state_dict()
-
-    @hookimpl
-    def between_steps(self, loop: Loop) -> None:
-        loop.state_dict()
+def ask_for_the_state(loop: Loop) -> None:
+    """Do in each step what the plugin `checkpoint` does after the first step of each process."""
+    loop.state_dict()
 
 
 @pytest.mark.parametrize("num", [1, 2])
@@ -74,7 +69,8 @@ def test_to_ask_for_the_state_changes_nothing(num: int) -> None:
         def train(rank: int) -> Record:
             plugins = {name: KINDS[name](**{**OPTIONS.get(name, {}), **LOW.get(name, {})}) for name in names}
             record = Record(f"rank {rank}")
-            others = {"averaging": Averaging(), **({"asks": AsksForTheState()} if asks else {}), "record": record}
+            asking = {"asks": acting(after_backward=ask_for_the_state, between_steps=ask_for_the_state)}
+            others = {"averaging": Averaging(), **(asking if asks else {}), "record": record}
             options = {**LOOP, "data": odd, "objective": HasFloor(), "run_dir": run_dir}
             toy_loop({**plugins, **others}, model=net(dropout=0), **options).run()
             return record
@@ -88,34 +84,24 @@ def test_to_ask_for_the_state_changes_nothing(num: int) -> None:
     assert not list(all_differences(quiet.values, asked.values))
 
 
-class LogsItsOwn:
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
+def logs_the_mean(counts: bool = True, reduces: bool = True) -> Callable[[], object]:
+    """Return a function that makes plugins, which log the mean error of all ranks, or of one if they reduce nothing."""
+
+    def log(loop: Loop) -> None:
         errors = loop.output.per_sample
         assert errors is not None
-        own = {"mine/mean": (errors.sum(), len(errors)) if self.counts else errors.mean()}
-        loop.log(loop.reduce(own) if self.reduces else own)
+        means = {"mine/mean": (errors.sum(), len(errors)) if counts else errors.mean()}
+        loop.log(loop.reduce(means) if reduces else means)
 
-    reduces, counts = False, True
-
-
-class LogsTheMean(LogsItsOwn):
-    reduces = True
+    return lambda: acting(after_optimizer_step=log)
 
 
-class LogsTheMeanOfMeans(LogsTheMean):
-    counts = False  # a rank without a sample has no mean
-
-
-class LogsTheNormOfATrial:
+def logs_the_norm_of_a_trial(loop: Loop, batch: Batch) -> None:
     """In a trial no gradients are exchanged, so the norm is that of this rank's samples."""
-
-    @hookimpl
-    def before_step(self, loop: Loop, batch: Batch) -> None:
-        with rehearsing(loop) as passes:
-            passes(batch)
-            norm = loop.gradients.total_norm
-        loop.log({"mine/norm": norm})
+    with rehearsing(loop) as passes:
+        passes(batch)
+        norm = loop.gradients.total_norm
+    loop.log({"mine/norm": norm})
 
 
 def asks_on_one_rank(loop: Loop) -> None:
@@ -148,14 +134,15 @@ def test_it_finds_what_one_rank_does_alone(work: Any, error: type[Exception], fa
 
 
 def test_it_finds_a_value_of_one_rank_alone() -> None:
-    assert_trains_on_ranks(LogsTheMean)
+    assert_trains_on_ranks(logs_the_mean())
+    assert logging.getLogger("hookdiff").propagate  # the tests that follow see its messages
     with refused(AssertionError, "step 1", "mine/mean", "one process", "rank 0"):
-        assert_trains_on_ranks(LogsItsOwn)
-    assert_trains_on_ranks(LogsItsOwn, except_for=["mine/*"])
+        assert_trains_on_ranks(logs_the_mean(reduces=False))
+    assert_trains_on_ranks(logs_the_mean(reduces=False), except_for=["mine/*"])
     with refused(AssertionError, "step 6", "mine/mean", "one process", "rank 0"):
-        assert_trains_on_ranks(LogsTheMeanOfMeans)
+        assert_trains_on_ranks(logs_the_mean(counts=False))  # a rank without a sample has no mean
     with refused(AssertionError, "step 1", "mine/norm", "one process", "rank 0"):
-        assert_trains_on_ranks(LogsTheNormOfATrial)
+        assert_trains_on_ranks(lambda: acting(before_step=logs_the_norm_of_a_trial))
 
 
 def test_threads_take_turns_with_generators_of_their_own() -> None:

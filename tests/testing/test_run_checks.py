@@ -56,26 +56,17 @@ class CountsTwice(Counts):
         super().load_state_dict({**state, "count": state["count"] + 1})
 
 
-class Pictures:
-    """Logs a picture from a generator without a saved seed."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator()
-
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
-        loop.log.images({"noise": torch.rand(1, 1, 4, 4, generator=self.generator)})
+def pictures() -> object:
+    """Return a plugin that logs a picture from a generator without a saved seed."""
+    generator = torch.Generator()
+    return acting(
+        after_optimizer_step=lambda loop: loop.log.images({"noise": torch.rand(1, 1, 4, 4, generator=generator)})
+    )
 
 
-class Draws:
-    """Logs a number that `random` returns."""
-
-    def __init__(self, random: Callable[[], float]) -> None:
-        self.random = random
-
-    @hookimpl
-    def before_step(self, loop: Loop) -> None:
-        loop.log({"drawn": self.random()})
+def draws(draw: Callable[[], float]) -> Callable[[], object]:
+    """Return a function that makes plugins, which log a number that `draw` returns."""
+    return lambda: acting(before_step=lambda loop: loop.log({"drawn": draw()}))
 
 
 @pytest.mark.parametrize(
@@ -88,10 +79,10 @@ class Draws:
         (CountsTwice, ("step 2", "count", 2.0, 3.0)),
         (faulty.Mangles, ("plugins/plugin/steps", 20, 8)),
         (faulty.Scales, ("step 2", "0.weight")),
-        (Pictures, ("step 2", "noise")),
+        (pictures, ("step 2", "noise")),
         (faulty.Noisy, ("step 1", "noisy/number", "seed")),
-        (lambda: Draws(random.random), ("step 1", "drawn", "seed")),
-        (lambda: Draws(numpy.random.rand), ("step 1", "drawn", "seed")),
+        (draws(random.random), ("step 1", "drawn", "seed")),
+        (draws(numpy.random.rand), ("step 1", "drawn", "seed")),
     ],
 )
 def test_a_plugin_that_does_not_resume_is_found_with_the_first_difference(make: Any, facts: tuple[object, ...]) -> None:
@@ -164,12 +155,9 @@ def test_a_run_that_a_plugin_ends_may_end_before_the_last_save() -> None:
         assert_removable(stops, at=12)
 
 
-class Early:
-    """Doubles the gradients in a hook that others read them in, without `trylast`."""
-
-    @hookimpl
-    def after_backward(self, loop: Loop) -> None:
-        loop.gradients.scale_(2.0)
+def early() -> object:
+    """Return a plugin that doubles the gradients in a hook that others read them in, without `trylast`."""
+    return acting(after_backward=lambda loop: loop.gradients.scale_(2.0))
 
 
 class Late:
@@ -180,30 +168,24 @@ class Late:
         loop.log({"norm": loop.gradients.total_norm})
 
 
-class Moves:
-    """Changes the weights after the update, when others read them."""
-
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
-        for parameter in loop.model.parameters():
-            parameter.data.mul_(0.9)
+def move(loop: Loop) -> None:
+    """Change the weights after the update, when others read them."""
+    for parameter in loop.model.parameters():
+        parameter.data.mul_(0.9)
 
 
-class Shadows:
-    """Offers weights by a name that another plugin has."""
-
-    @hookimpl
-    def offer_weights(self, loop: Loop) -> dict[str, Any]:
-        return {"companion/average": lambda: {name: p.detach() / 2 for name, p in loop.model.named_parameters()}}
+def shadow(loop: Loop) -> dict[str, Any]:
+    """Offer weights by a name that another plugin has."""
+    return {"companion/average": lambda: {name: p.detach() / 2 for name, p in loop.model.named_parameters()}}
 
 
 @pytest.mark.parametrize(
     ("make", "facts"),
     [
-        (Early, ("companion/gradients", "after average, limit, listener")),
+        (early, ("companion/gradients", "after average, limit, listener")),
         (Late, ("norm", "after average, limit")),
-        (Moves, ("companion/weights", "after average, limit, listener")),
-        (Shadows, ("companion/sample", "after average")),
+        (lambda: acting(after_optimizer_step=move), ("companion/weights", "after average, limit, listener")),
+        (lambda: acting(offer_weights=shadow), ("companion/sample", "after average")),
     ],
 )
 def test_a_plugin_that_needs_a_place_in_the_list_is_found(make: Any, facts: tuple[object, ...]) -> None:
@@ -213,7 +195,7 @@ def test_a_plugin_that_needs_a_place_in_the_list_is_found(make: Any, facts: tupl
 
 def test_an_unseeded_plugin_is_not_blamed_for_its_place() -> None:
     with refused(AssertionError, "drawn", "seed"):
-        assert_any_order(lambda: Draws(random.random))
+        assert_any_order(draws(random.random))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +204,7 @@ def test_an_unseeded_plugin_is_not_blamed_for_its_place() -> None:
 )
 def test_a_draw_from_a_global_generator_is_found_with_its_hook(draw: Any, name: str) -> None:
     with refused(AssertionError, name, "before_step", "derive_seed(loop.config.seed, ...)"):
-        assert_removable(lambda: Draws(draw), changes="training")
+        assert_removable(draws(draw), changes="training")
 
 
 def test_a_second_pass_may_draw_dropout() -> None:
@@ -234,8 +216,8 @@ def test_a_second_pass_may_draw_dropout() -> None:
 
 def test_a_plugin_that_changes_the_training_has_to_say_so() -> None:
     with refused(AssertionError, "changes='training'", "step 1", "0.weight"):
-        assert_removable(Moves)
-    assert_removable(Moves, changes="training")
+        assert_removable(lambda: acting(after_optimizer_step=move))
+    assert_removable(lambda: acting(after_optimizer_step=move), changes="training")
 
 
 def test_a_plugin_that_leaves_something_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

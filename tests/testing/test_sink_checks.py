@@ -5,9 +5,10 @@ import math
 import sqlite3
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,23 +22,20 @@ from tests.conftest import refused
 
 @define(eq=False)
 class Right(Sink):
-    """Writes lines to a file; the others each break one thing of it."""
+    """Writes lines to a file; the other sinks below each break one promise."""
 
     path: Path
+    keeps: Callable[..., bool] = lambda sink, run: False  # whether `open` keeps the lines of the file
+    fills: Callable[..., bool] = lambda sink, run: True  # whether `open` returns the earlier calls
+    hides: tuple[type[Exception], ...] = ()  # errors that `WritesInAHook` hides
     was_open: bool = field(default=False, init=False)
 
     def open(self, run: TrackedRun) -> Sequence[Call] | None:
-        if not self.keeps(run):
+        if not self.keeps(self, run):
             self.path.write_text("")
-        calls = earlier(run, self) if self.fills(run) else None
+        calls = earlier(run, self) if self.fills(self, run) else None
         self.was_open = True
         return calls
-
-    def keeps(self, run: TrackedRun) -> bool:
-        return False
-
-    def fills(self, run: TrackedRun) -> bool:
-        return True
 
     def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
         with self.path.open("a") as file:
@@ -62,50 +60,11 @@ class RefusesNan(Right):
         Right.scalars(self, step, time, {name: int(value * 1000) / 1000 for name, value in values.items()})
 
 
-class KeepsLinesOfARollback(Right):
-    def keeps(self, run: TrackedRun) -> bool:
-        return self.was_open
-
-
-class KeepsLaterLines(Right):
-    def keeps(self, run: TrackedRun) -> bool:
-        return run.step > 0 and not self.was_open and not run.is_branch
-
-
-class LosesEarlierLines(Right):
-    def fills(self, run: TrackedRun) -> bool:
-        return self.was_open or run.is_branch
-
-
-class BeginsABranchEmpty(Right):
-    def fills(self, run: TrackedRun) -> bool:
-        return not run.is_branch
-
-
-class AddsAMirror(Right):
-    def keeps(self, run: TrackedRun) -> bool:
-        return run.step == 0
-
-
 class WritesInAHook(Right):
-    hidden: ClassVar[tuple[type[Exception], ...]] = ()
-
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
-        with suppress(*self.hidden):
+        with suppress(*self.hides):
             self.scalars(step, 0.0, values)
-
-
-class HidesOsErrors(WritesInAHook):
-    hidden = (OSError,)
-
-
-class HidesValueErrors(WritesInAHook):
-    hidden = (OSError, ValueError)
-
-
-class HidesLocks(WritesInAHook):
-    hidden = (OSError, ValueError, sqlite3.Error)
 
 
 class WarnsItself(Right):
@@ -126,35 +85,49 @@ class Trains(Right):
         (Right, ()),
         (LosesNan, ("after a run", "test/nan after step 1", "only in metrics.jsonl", "NaN included")),
         (RefusesNan, ("in a run", "a call failed", "scalars", "ValueError")),
-        (KeepsLinesOfARollback, ("after a rollback", "test/odd", "only in the tracker", "earlier(run, self)")),
-        (KeepsLaterLines, ("after a kill and a resume", "test/odd", "only in the tracker", "earlier(run, self)")),
         (
-            LosesEarlierLines,
+            partial(Right, keeps=lambda sink, run: sink.was_open),
+            ("after a rollback", "test/odd", "only in the tracker", "earlier(run, self)"),
+        ),
+        (
+            partial(Right, keeps=lambda sink, run: run.step > 0 and not sink.was_open and not run.is_branch),
+            ("after a kill and a resume", "test/odd", "only in the tracker", "earlier(run, self)"),
+        ),
+        (
+            partial(Right, fills=lambda sink, run: sink.was_open or run.is_branch),
             ("after a kill and a resume", "loss after step 1", "only in metrics.jsonl", "earlier(run, self)"),
         ),
-        (BeginsABranchEmpty, ("after a branch", "loss after step 1", "only in metrics.jsonl", "earlier(run, self)")),
-        (AddsAMirror, ("after hookdiff mirror", "test/odd", "only in the tracker", "clear")),
+        (
+            partial(Right, fills=lambda sink, run: not run.is_branch),
+            ("after a branch", "loss after step 1", "only in metrics.jsonl", "earlier(run, self)"),
+        ),
+        (
+            partial(Right, keeps=lambda sink, run: run.step == 0),
+            ("after hookdiff mirror", "test/odd", "only in the tracker", "clear"),
+        ),
         (WritesInAHook, ("when scalars raises OSError", "ends the run", "no hooks")),
-        (HidesOsErrors, ("when scalars raises ValueError", "ends the run", "no hooks")),
-        (HidesValueErrors, ("when scalars is locked", "ends the run", "no hooks")),
-        (HidesLocks, ("when scalars hangs", "waits for ever", "no hooks")),
+        (partial(WritesInAHook, hides=(OSError,)), ("when scalars raises ValueError", "ends the run", "no hooks")),
+        (partial(WritesInAHook, hides=(OSError, ValueError)), ("when scalars is locked", "ends the run", "no hooks")),
+        (
+            partial(WritesInAHook, hides=(OSError, ValueError, sqlite3.Error)),
+            ("when scalars hangs", "waits for ever", "no hooks"),
+        ),
         (WarnsItself, ("when open raises OSError", "one warning", "no warning of your own")),
         (Trains, ("when open raises OSError", "the weight", "change nothing")),
     ],
+    ids=lambda value: value[0] if isinstance(value, tuple) and value else None,
 )
 def test_each_mistake_gets_its_word_and_a_right_sink_passes(
-    kind: Callable[..., Any], facts: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+    kind: Callable[..., Sink], facts: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def make(path: Path) -> Any:
+    def make(path: Path) -> Sink:
         return kind(path / "lines")
 
-    if facts:
-        with refused(AssertionError, kind.__name__, *facts):
-            assert_tracks(make, read)
-    else:
+    name = type(make(Path())).__name__
+    with refused(AssertionError, name, *facts) if facts else nullcontext():
         assert_tracks(make, read)
     assert capfd.readouterr() == ("", "")
-    assert not any(thread.name == kind.__name__ for thread in threading.enumerate())
+    assert not any(thread.name == name for thread in threading.enumerate())
 
 
 def test_what_is_no_sink_is_refused() -> None:
