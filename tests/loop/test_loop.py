@@ -25,7 +25,7 @@ from hookdiff import (
 from hookdiff.cli.summary import run_summary
 from hookdiff.machine.randomness import derive_seed
 from hookdiff.testing import ToyObjective, assert_same, toy_loop, toy_model, weights
-from tests.conftest import Clock, Logged, Restores, StopAt, acting, check_facts, kept, ran, refused
+from tests.conftest import Clock, Logged, RollsBack, acting, check_facts, kept, ran, refused
 
 
 class Recorder:
@@ -119,12 +119,6 @@ def test_a_run_can_be_counted_in_epochs():
 def test_max_time_ends_the_run_after_a_step(monkeypatch):
     loop = toy_loop({"clock": Clock(monkeypatch)}, steps=10**6, max_time="25 s")
     assert loop.run() == "time"
-    assert loop.progress.step == 3
-
-
-def test_a_plugin_can_stop_the_run():
-    loop = toy_loop({"stop": StopAt(3)})
-    assert loop.run() == "plugin"
     assert loop.progress.step == 3
 
 
@@ -358,21 +352,7 @@ def test_on_ready_is_not_called_in_a_loop_that_only_samples_or_after_a_rollback(
         loop.sample(SampleRequest(2))
     assert ready.heard == []
 
-    class Spoils:
-        spoiled = False
-
-        @hookimpl(wrapper=True)
-        def compute_loss(self, loop):
-            output = yield
-            if loop.progress.position == 6:
-                output.loss.data.fill_(math.nan)
-            return output
-
-        @hookimpl
-        def on_nan(self):
-            return "rollback"
-
-    toy_loop({"ready": ready, "spoils": Spoils(), "memory": Restores(at=5)}, steps=8).run()
+    toy_loop({"ready": ready, "back": RollsBack(at=5, position=6)}, steps=8).run()
     assert len(ready.heard) == 1
 
 
@@ -587,17 +567,6 @@ def test_the_report_has_the_notes_of_plugins_and_the_verdict(verdict, facts, cap
 def test_an_unknown_verdict_is_an_error():
     with refused(HookError, "retry", "stop", "rollback", "skip"):
         toy_loop({"odd": acting(on_nan=lambda: "retry")}, objective=NaNAt({1})).run()
-
-
-def test_a_rollback_loads_the_saved_state_and_goes_on_with_other_batches(caplog):
-    memory, back, outcomes = Restores(at=3), acting(on_nan=lambda: "rollback"), []
-    loop = toy_loop({"memory": memory, "back": back}, objective=NaNAt({5}), steps=6)
-    with loop:
-        for step in loop.steps():
-            outcomes.append((step.outcome, step.step, loop.progress.position))
-            if step.outcome == "skipped":
-                assert_same(weights(loop), memory.state["model"])
-    assert outcomes[5:] == [("skipped", 3, 6), ("updated", 4, 7), ("updated", 5, 8), ("updated", 6, 9)]
 
 
 def test_an_infinite_norm_of_finite_gradients_is_no_nan():

@@ -16,7 +16,7 @@ from hookdiff.disk.tree import flatten
 from hookdiff.errors import NoCheckpoint
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint, read_checkpoint
-from tests.conftest import Restores, RollBackAt, acting, check_facts, kept, ran, refused, saved, warnings
+from tests.conftest import Restores, RollBackAt, acting, check_facts, kept, outcomes, ran, refused, saved, warnings
 
 
 class Momenta(Optimizer):
@@ -262,7 +262,8 @@ def test_a_rollback_restores_everything_but_the_position_in_the_data(make: Calla
             then.append((saved(loop), loop.progress.state_dict(), counter.count))
 
     plugins = {"counter": counter, "memory": memory, "bad": RollBackAt(5, 8), "look": acting(before_step=look)}
-    toy_loop(plugins, optimizers=make, steps=10, batch_size=4).run()
+    results = outcomes(toy_loop(plugins, optimizers=make, steps=10, batch_size=4))
+    assert [position for position, result in enumerate(results) if result == "skipped"] == [5, 8]
     for state, progress, count in then:
         assert_same(flatten(state)[0], flatten(memory.state)[0])
         assert (progress["step"], count) == (3, 3)
