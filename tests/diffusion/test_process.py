@@ -113,11 +113,6 @@ def test_betas_that_are_not_scaled_to_a_short_process_are_refused(schedule: str)
 # Flow
 
 
-def test_shift() -> None:
-    shifted = Flow(3.0).shifted(column(0.25, 0.5, 0.9)).tolist()
-    assert shifted == pytest.approx([0.5, 0.75, 0.9642857143], rel=1e-9)
-
-
 @given(st.floats(0, 1), st.floats(0.1, 10))
 def test_shift_is_undone_by_its_inverse(t: float, k: float) -> None:
     assert float(Flow(1.0).shifted(column(t))) == t
