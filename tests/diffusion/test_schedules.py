@@ -53,12 +53,6 @@ def test_linear(table: str, timestep: int, expected: float) -> None:
 def test_linear_as_a_whole() -> None:
     assert torch.equal(LINEAR.betas, torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64))
     assert close(LINEAR.betas.sum(), 10.05)
-    assert int((LINEAR.snr < 1).nonzero()[0]) == 259
-    assert int((LINEAR.snr < 5).nonzero()[0]) == 130
-    sigma = (LINEAR.log_snr / -2).exp()  # of the equivalent variance-exploding process
-    assert close(sigma[0], 0.0100005000375)
-    assert close(sigma[499], 3.42413661904)
-    assert close(sigma[999], 157.40728081)
 
 
 def test_linear_ends_as_near_to_noise_as_the_paper_says() -> None:
@@ -81,10 +75,6 @@ def test_scaled_linear() -> None:
     assert close(SCALED.betas[-1], 0.012)
     assert close(SCALED.alphas_cumprod[499], 0.277669650456)
     assert close(SCALED.alphas_cumprod[999], 0.00466009851308)
-    assert close(SCALED.sqrt_alphas_cumprod[999], 0.0682649142172)
-    assert close(SCALED.snr[999], 0.00468191670616)
-    assert close(SCALED.snr[0] ** -0.5, 0.0291671581517)
-    assert close(SCALED.snr[999] ** -0.5, 14.6146412293)
 
 
 def test_sigmoid() -> None:

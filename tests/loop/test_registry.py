@@ -108,7 +108,6 @@ REFUSED = {
         ["'on_train_batch_end'", "'after_optimizer_step'"],
     ),
     "a later contract": (Later(), [HOOKS_VERSION, HOOKS_VERSION + 1, "pip install -U hookdiff"]),
-    "a contract that is no number": (declaring(hooks_version="2"), ["hooks_version=1"]),
     "a contract that would be a key": (KeyOfTheConfig(), ["@plugin(hooks_version=...)"]),
     "requires as a string": (declaring(requires="ema"), ["requires=('ema',)"]),
     "needs without requirements": (declaring(needs=("aim",)), ["('aim',)", "needs={'pandas': 'pandas>=2'}"]),
