@@ -136,8 +136,8 @@ def test_flow_is_a_scaled_variance_exploding_process(t: float) -> None:
     ratio = t / (1 - t)  # the sigma of EDM
     assert Flow().at(ratio).ratio == pytest.approx(ratio, rel=1e-9)
     assert float(log_snr.exp()) == pytest.approx(((1 - t) / t) ** 2, rel=1e-9)
-    found = Flow().from_log_ratio(column(log(ratio)))
-    assert float(found) == pytest.approx(t, rel=1e-9)
+    time = Flow().from_log_ratio(column(log(ratio)))
+    assert float(time) == pytest.approx(t, rel=1e-9)
 
 
 def test_points_of_the_flow() -> None:

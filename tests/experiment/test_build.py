@@ -93,11 +93,11 @@ def test_a_loop_is_built_from_the_config(config, tmp_path):
 
 def test_the_model_depends_only_on_the_seed_of_the_run(config, tmp_path):
     torch.manual_seed(1)
-    one = build_loop(config("run.seed=4"), tmp_path / "a")
+    loop = build_loop(config("run.seed=4"), tmp_path / "a")
     torch.manual_seed(2)
-    assert_same(weights(one), weights(build_loop(config("run.seed=4"), tmp_path / "b")))
+    assert_same(weights(loop), weights(build_loop(config("run.seed=4"), tmp_path / "b")))
     with pytest.raises(AssertionError):
-        assert_same(weights(one), weights(build_loop(config("run.seed=5"), tmp_path / "c")))
+        assert_same(weights(loop), weights(build_loop(config("run.seed=5"), tmp_path / "c")))
 
 
 @pytest.mark.parametrize("given", ["true", "false"])

@@ -96,8 +96,8 @@ def command(torchrun: Torchrun, tmp_path: Path) -> Callable[..., tuple[int, str,
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "outcome.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((run / "outcome.json").read_text())
+    return result
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
