@@ -53,9 +53,9 @@ def pull(steps: int, out: Path) -> None:
                 print(f"pull: step {step.step}, {step.outcome}, loss {smooth:.3f}, gradient {step.grad_norm:.3f}")
             if smooth < 0.52:
                 loop.stop()
-        made = loop.sample(SampleRequest(num=16, seed=1))
-    save_grid(made.images, out / "embed.png")
-    print(f"pull: {out / 'embed.png'} from the {made.weights} weights of step {loop.progress.step}")
+        samples = loop.sample(SampleRequest(num=16, seed=1))
+    save_grid(samples.images, out / "embed.png")
+    print(f"pull: {out / 'embed.png'} from the {samples.weights} weights of step {loop.progress.step}")
 
 
 if __name__ == "__main__":

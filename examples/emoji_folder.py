@@ -3,7 +3,7 @@
 npm pack emoji-datasource-twitter@16.0.0 && tar xzf emoji-datasource-twitter-16.0.0.tgz
 python examples/emoji_folder.py package emoji [--one-tone] [--without "orange heart"]
 
-With --one-tone it leaves out the pictures that differ from another in the colour of skin alone: 1,906 stay.
+With --one-tone it leaves out pictures that only repeat another in a different colour of skin: 1,906 stay.
 """
 
 import argparse
@@ -20,16 +20,16 @@ def lay_out(package: Path, out: Path, *, one_tone: bool, without: Collection[str
     """
     num = 0
     all_emoji = json.loads((package / "emoji.json").read_text("utf-8"))
-    tones = {one["unified"]: _plain(one["short_name"]) for one in all_emoji if one["category"] == "Component"}
+    tones = {each["unified"]: _plain(each["short_name"]) for each in all_emoji if each["category"] == "Component"}
     for emoji in all_emoji:
         names = list(dict.fromkeys(map(_plain, (emoji["name"], *emoji["short_names"]))))
         if emoji["category"] == "Component" or not set(names).isdisjoint(without):  # a component is a tone alone
             continue
         (out / emoji["category"]).mkdir(parents=True, exist_ok=True)
         variations = {} if one_tone else emoji.get("skin_variations", {})
-        for code, one in {"": emoji, **variations}.items():
-            path = out / emoji["category"] / one["image"]
-            shutil.copyfile(package / "img" / "twitter" / "64" / one["image"], path)
+        for code, variation in {"": emoji, **variations}.items():
+            path = out / emoji["category"] / variation["image"]
+            shutil.copyfile(package / "img" / "twitter" / "64" / variation["image"], path)
             tone = "".join(f", {tones[part]}" for part in dict.fromkeys(code.split("-")) if part)
             path.with_suffix(".txt").write_text("".join(f"{name}{tone}\n" for name in names), "utf-8")
             num += 1

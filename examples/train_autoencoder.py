@@ -2,8 +2,8 @@
 
 python examples/train_autoencoder.py emoji vae [--image-size 64] [--steps 2000] [--batch-size 16]
 
-It writes what `AutoencoderKL.from_pretrained` reads, and reconstructions.png: pictures of each class, or evenly
-spread over those without classes, above what becomes of them. A picture 64 x 64 becomes a latent 4 x 16 x 16.
+It writes a folder that `AutoencoderKL.from_pretrained` reads, and reconstructions.png: held-out pictures above their
+reconstructions, of each class or, without classes, evenly spread. A picture 64 x 64 becomes latents 4 x 16 x 16.
 """
 
 import argparse
@@ -58,9 +58,9 @@ def reconstructed(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
 
 
 def psnr(vae: AutoencoderKL, feed: Feed, indices: Tensor) -> float:
-    """Return the peak signal-to-noise ratio of the samples `indices`, in dB: of the mean squared error of all."""
+    """Return the peak signal-to-noise ratio in dB, by the mean squared error over all samples `indices`."""
     batches = [batch.inputs for batch in feed.unaugmented(indices, feed.batch_size)]
-    errors = torch.cat([(reconstructed(vae, one) - one).square().mean((1, 2, 3)) for one in batches])
+    errors = torch.cat([(reconstructed(vae, batch) - batch).square().mean((1, 2, 3)) for batch in batches])
     return float(10 * torch.log10(4 / errors.mean()))  # 4: the square of the range of [-1, 1]
 
 
@@ -71,7 +71,7 @@ def evenly(indices: Tensor, most: int) -> Tensor:
 
 
 def of_many_kinds(feed: Feed, most: int = 16) -> Tensor:
-    """Return held-out samples, as many of each class and in each evenly spread, of no more classes than `most`."""
+    """Return at most `most` held-out samples: equally many of each class, evenly spread in it."""
     indices = feed.held_out_indices
     labels = torch.zeros_like(indices) if feed.labels is None else feed.labels[indices]
     classes = evenly(labels.unique(), most)

@@ -28,7 +28,7 @@ Net = Callable[..., Tensor]
 Given = Mapping[str, Tensor]  # conditions by name, and "labels" (-1: none), n rows each
 
 
-_ALL, _LABELS = "all", "labels"  # names in `label_dropout` beside those of conditions
+_ALL, _LABELS = "all", "labels"  # names in `label_dropout` beside the conditions
 _PURE = frozenset(Weighting.known.values())  # weightings that depend only on the timestep
 
 
@@ -53,7 +53,7 @@ def _shares(value: float | Mapping[str, float]) -> float | dict[str, float]:
 
 
 def _share_key(name: str, shares: Iterable[str]) -> str:
-    """Return the key of `shares` for the condition `name`: that of NAME also for NAME_mask, unless it has a key."""
+    """Return the key of `shares` for the condition `name`. The key NAME is also for NAME_mask, unless it has a key."""
     return max((key for key in shares if f"{name}_".startswith(f"{key}_")), key=len, default="")
 
 
@@ -118,8 +118,8 @@ class Diffusion(Objective):
         converter=_names,
         validator=_are_free_names,
         metadata=about(
-            "names of what the network gets from the samples by keyword, beside image and label; or a table of its "
-            'keywords and names, such as { encoder_hidden_states = "caption", "added.time_ids" = "size" }'
+            "names of the conditions that the network gets from the samples by keyword, beside image and label; or a "
+            'table of keywords and names, such as { encoder_hidden_states = "caption", "added.time_ids" = "size" }'
         ),
     )
     label_dropout: float | dict[str, float] = field(
@@ -127,9 +127,9 @@ class Diffusion(Objective):
         converter=_shares,
         validator=[between(0, 1), _keys_are_conditions],
         metadata=about(
-            "share of samples without their label and conditions in training, for guidance; or a table of shares that "
-            "are drawn each on their own: for `labels`, for each condition (that of `size` is also for `size_mask` and "
-            "others that begin so, unless they have their own), and for `all` of them together"
+            "share of samples without their label and conditions in training, for guidance; or a table of shares, each "
+            "drawn on its own: for `labels`, for each condition (the share of `size` is also for `size_mask` and other "
+            "names that begin with `size_`, unless they have a share), and for `all` of them together"
         ),
     )
     data_mean: float | tuple[float, ...] = field(
@@ -161,7 +161,7 @@ class Diffusion(Objective):
     def bind(self, nothing: Mapping[str, Tensor | None]) -> Diffusion:
         """Return a copy with other null conditions, the values of the conditions in an unconditional sample.
 
-        `nothing` has them by name, for one sample. The loop gives those of the feed, such as the embedding of an empty
+        `nothing` has them by name, for one sample. The loop gives the feed's, such as the embedding of an empty
         text. A condition with the value None stays as it is. Default: zeros.
 
         Raises:
@@ -223,9 +223,9 @@ class Diffusion(Objective):
         """Return `batch` with the random draws of this step in `draws`, on the device of the inputs.
 
         `noise` is standard normal, float32, of the shape of the inputs. `timesteps` (n) are times of the process: int64
-        in 0..T-1, or float32. `labels`, if the objective is conditional, and the conditions by name are those of the
-        batch, but some samples get those of `without`. Numbers are drawn on the generator's device, so a CPU generator
-        gives the same numbers for every device. They are drawn for all samples of the step, also for those of other
+        in 0..T-1, or float32. `labels`, if the objective is conditional, and the conditions by name come from
+        the batch, but in some samples from `without`. Numbers are drawn on the generator's device, so a CPU generator
+        gives the same numbers for every device. They are drawn for all samples of the step, also on other
         ranks, so that a sample gets the same numbers on any number of ranks.
 
         Raises:
@@ -306,10 +306,10 @@ class Diffusion(Objective):
     def floor(self, timesteps: Tensor, variance: float | Tensor) -> Tensor:
         """Return the least squared error of a network that knows only the mean and the variance of the data.
 
-        `timesteps` are times of the process (n); `variance` is that of normalized pixels, above 0. The result (n,
-        float32) is the mean over c h w of the squared error of the output, without the weights. No network does better
-        on white Gaussian images. Real images have structure: a network that has learnt some of it has a lower error; a
-        network with a higher error has not even learnt their brightness and contrast.
+        `timesteps` are times of the process (n); `variance`, above 0, is the variance of normalized pixels. The result
+        (n, float32) is the mean over c h w of the squared error of the output, without the weights. No network does
+        better on white Gaussian images. Real images have structure, and a network that has learnt some of it has a
+        lower error. A network with a higher error has not even learnt their brightness and contrast.
 
         The target is u = a x0 + b noise, and x_t = alpha x0 + sigma noise. For Gaussian images of variance v the error
         is Var(u | x_t) = Var(u) - Cov(u, x_t)² / Var(x_t), with Var(u) = a² v + b², Cov(u, x_t) = a alpha v + b sigma:

@@ -36,7 +36,7 @@ class Guidance(Choice, ABC):
         """Return the output for `x` (n c h w) at the point `at`.
 
         `given` holds the labels and conditions of `x`, and is empty if the network takes none; `ask.without(given)`
-        are those of unconditional samples.
+        are the labels and conditions of unconditional samples.
         """
 
     def check(self, diffusion: Diffusion) -> None:

@@ -51,7 +51,7 @@ class Prediction(Choice, ABC):
 
     @abstractmethod
     def error_ratio(self, alpha: Rate, sigma: Rate) -> Rate:
-        """Return sigma² r, where r is the squared error of the output over that of the x0 derived from it.
+        """Return sigma² r, where r is the squared error of the output over the squared error of its x0.
 
         A loss on the output weighs the squared error of x0 by r. The factor sigma² keeps it finite at sigma = 0.
         """

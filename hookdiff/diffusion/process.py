@@ -225,10 +225,7 @@ class DDPMProcess(VP):
     default_prediction = "epsilon"
     default_times = "uniform"
     default_sampler = "ddpm"
-
-    @property
-    def default_weighting(self) -> str:
-        return "uniform"
+    default_weighting = "uniform"
 
 
 @define(frozen=True)
@@ -247,15 +244,12 @@ class Flow(Process):
     default_prediction = "flow_prediction"
     default_times = MappingProxyType({"use": "logit_normal", "stratified": True})
     reaches_image = True
+    ratio_range = 0.0, math.inf
 
     @property
     def default_spacing(self) -> Mapping[str, Any]:
         # More steps at much noise: a tenth closer to real images with 20 and 50 steps, see benchmarks/quality.py.
         return {"use": "shifted", "shift": 3 * self.shift}
-
-    @property
-    def ratio_range(self) -> tuple[float, float]:
-        return 0.0, math.inf
 
     def shifted(self, time: Tensor) -> Tensor:
         """Return k t / (1 + (k - 1) t)."""
@@ -302,14 +296,11 @@ class EDM(Process):
     default_prediction = "edm"
     default_times = MappingProxyType({"use": "log_normal", "stratified": True})
     default_sampler = "heun"
+    default_spacing = "karras"
 
     def __attrs_post_init__(self) -> None:
         if self.sigma_min >= self.sigma_max:
             raise ValueError(f"'sigma_min' must be below sigma_max = {self.sigma_max:g}; it is {self.sigma_min:g}")
-
-    @property
-    def default_spacing(self) -> str:
-        return "karras"
 
     @property
     def initial_scale(self) -> float:

@@ -87,12 +87,12 @@ def build_loop(
         overwrite: remove an earlier run in `run_dir`.
         fresh: names of plugins that start without their saved state (see Loop).
         skip_batches: number of batches to skip at the start.
-        plugins: plugins that are called before those of the config.
+        plugins: plugins that are called before the plugins of the config.
         hooks: leave out the plugins that implement none of these hooks, such as for a loop that only samples. Its run
             directory is not written.
         keep: names of plugins that are kept even if they implement none of `hooks`.
         make: function that makes the model. Default: `make_model`, which uses the run's seed.
-        feed: the data. Default: that of the config.
+        feed: the data. Default: the data of the config.
         trains: make the optimizers.
 
     Raises:
@@ -303,7 +303,7 @@ def _try_plugins(config: Config, feed: Feed) -> None:
 
 @contextmanager
 def _sizes_in_errors(feed: Feed) -> Iterator[None]:
-    """Add the sizes of latents and pictures to a ConfigError of a network: the config has only those of pictures."""
+    """Add the sizes of latents and pictures to a ConfigError of a network: the config has only sizes of pictures."""
     try:
         yield
     except ConfigError as error:
@@ -342,7 +342,7 @@ def _wants_scale(config: Config, feed: Feed) -> bool:
 
 
 def _report_scale(objective: Diffusion, feed: Feed) -> None:
-    """Warn if the scale of the latents, such as that of an earlier run, is not the one of their encoder."""
+    """Warn if the scale of the latents, perhaps from an earlier run, is not the scale of their encoder."""
     moments = feed.codec.encoder.moments() if feed.codec else None
     scale = objective.data_mean, objective.data_std
     if moments and not is_same_scale(scale, moments):  # type: ignore[arg-type]

@@ -62,31 +62,25 @@ from hookdiff.run_dir.layout import is_run_dir
 logger = logging.getLogger("hookdiff")
 
 
-def _is_size_or_auto(instance: object, attribute: Attribute[Any], value: Any) -> None:
-    if value not in (None, AUTO):
-        ge(1)(instance, attribute, value)
-
-
-def _is_num_threads(instance: object, attribute: Attribute[Any], value: Any) -> None:
-    if value not in (None, AUTO):  # with more threads a library ends the process
-        between(1, 1024)(instance, attribute, value)
+def _unless_auto(validator: Callable[[Any, Attribute[Any], Any], Any]) -> Callable[[Any, Attribute[Any], Any], Any]:
+    return lambda instance, key, value: value in (None, AUTO) or validator(instance, key, value)
 
 
 @define(frozen=True, kw_only=True)
 class RunConfig(LoopConfig):
-    """The table [run]: the keys of the Loop, and those of the run around it."""
+    """The table [run]: the keys of the Loop, and the keys of the run around it."""
 
     # A Loop needs a number; a plugin finds it for "auto" when the run starts.
     micro_batch: int | Literal["auto"] | None = field(  # type: ignore[assignment]
         default=None,
-        validator=_is_size_or_auto,
+        validator=_unless_auto(ge(1)),
         metadata=about(
             'samples that go through the network at a time; unless given, all; "auto": as many as fit in memory'
         ),
     )
     name: str = field(
         validator=is_below,
-        metadata=about("name of the run directory `runs/NAME`; unless given, that of the config file"),
+        metadata=about("name of the run directory `runs/NAME`; unless given, the name of the config file"),
     )
     device: str = field(
         default="auto",
@@ -108,7 +102,7 @@ class RunConfig(LoopConfig):
     )
     threads: int | Literal["auto"] | None = field(
         default=AUTO,
-        validator=_is_num_threads,
+        validator=_unless_auto(between(1, 1024)),  # with more threads a library ends the process
         metadata=about(
             'threads of the CPU, on which rounding depends; "auto": as many as torch and the container allow; a '
             "resumed run keeps its number, unless the variable OMP_NUM_THREADS is set"
@@ -121,8 +115,8 @@ class RunConfig(LoopConfig):
     import_from: str | None = field(
         default=None,
         metadata=about(
-            "additional folder to import `module:Name` from; unless given, that of the config. A run directory needs "
-            "--trust for it"
+            "additional folder to import `module:Name` from; unless given, the folder of the config. A run directory "
+            "needs --trust for it"
         ),
     )
 
@@ -233,7 +227,7 @@ class Config:
         }
 
     def defaults(self) -> dict[str, Any]:
-        """Return the resolved config of a file that only names the same parts and plugins."""
+        """Return the resolved config of a file that names the same parts and plugins, and sets no other key."""
         parts = asdict(self, recurse=False, filter=lambda _, value: isinstance(value, Part))
         plugins = {name: part.bare() for name, part in self.plugins.items()}
         bare = {name: part.bare() for name, part in parts.items()}

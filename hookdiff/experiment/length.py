@@ -12,7 +12,7 @@ def num_steps(config: Config, run: Path | None = None, *, trust: bool = False) -
     """Return the number of updates of a training with `config`.
 
     If the config gives epochs, the length of an epoch is read from a checkpoint of the directory `run`. Default: from
-    the data. `trust` is that of `load_run`.
+    the data. `trust` is as in `load_run`.
     """
     if config.run.steps is not None:
         return config.run.steps

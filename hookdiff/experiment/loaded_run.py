@@ -85,7 +85,7 @@ def load_run(path: str | Path, settings: Iterable[str] = (), *, device: str | No
     Args:
         path: the run directory, or a checkpoint in it.
         settings: changes of the config, as `table.key=value`.
-        device: such as "cpu". Default: that of the config, or "auto" if it is not available.
+        device: such as "cpu". Default: the device of the config, or "auto" if that is not available.
         trust: import the code that the run names, also if no installed package publishes it.
 
     Raises:
@@ -211,8 +211,8 @@ class Run:
     def weights(self, name: str | None = None) -> Iterator[str]:
         """Let the model hold other weights during the `with`, which yields their name.
 
-        `name` is that of an average, "model" for the model's own, or a safetensors file. Default: the weights of an
-        outer `with weights()`, else the first average, else "model".
+        `name` is the name of an average, "model" for the model's own weights, or a safetensors file. Default: the
+        weights of an outer `with weights()`, else the first average, else "model".
 
         Raises:
             UnknownWeights: for another name.
@@ -287,8 +287,8 @@ class Run:
     def labels(self, wanted: Iterable[str | int] | None, num: int) -> tuple[int, ...] | None:
         """Return `num` class numbers: `wanted` in turn, each a class name or number, or -1 for no class.
 
-        None asks for all classes in turn. It gives None for a model without classes, and for a model with conditions,
-        whose examples have labels.
+        None asks for all classes in turn. The result is None for a model without classes, and for a model with
+        conditions, because its examples have labels.
 
         Raises:
             UserError: for an unknown class; the message lists all classes.
@@ -303,7 +303,7 @@ class Run:
         return tuple(islice(cycle(numbers), num)) if numbers else None
 
     def sample(self, num: int = 16, **options: Any) -> Tensor:
-        """Return `num` images: n c h w, float32, on the CPU; those of pictures in [-1, 1]. Options: `batches`."""
+        """Return `num` images: n c h w, float32, on the CPU; pictures are in [-1, 1]. Options: `batches`."""
         with shown_works(), closing(paced(self.batches(num, **options), num, "images")) as parts:
             images = list(parts)
         shape = self.loop.feed.shape if options.get("raw") else self.loop.feed.picture_shape
@@ -338,7 +338,7 @@ class Run:
         Args:
             num: number of images.
             labels: classes by name or number, used in turn; -1 is no class. Default: all classes in turn.
-            guidance_scale: scale of classifier-free guidance. This and the next four replace those of the config.
+            guidance_scale: scale of classifier-free guidance. This and the next four replace values of the config.
             steps: steps of the sampler.
             sampler: name of the sampler, such as "ddim". One with options is a setting of `load_run`, such as
                 `'sampling.sampler={ use = "ddim", eta = 0.5 }'`.
@@ -351,7 +351,7 @@ class Run:
             images: pictures to start from, in turn: n c h w in [-1, 1].
             mask: region of `images` to make anew, in turn: n 1 h w, bool; the rest stays as it is.
             strength: with `images`, the share of the steps to run, in (0, 1]. Default: 0.8, or 1 with a mask.
-            conditions: the conditions by name, one row for each image. Default: those of the examples that the
+            conditions: the conditions by name, one row for each image. Default: the conditions of the examples that the
                 checkpoint keeps, in turn.
             prompts: texts to draw, in turn, for a model that was trained on captions; by name if of several kinds.
             negative: text that guidance leads away from. Default: an empty text.
@@ -416,7 +416,7 @@ class Run:
 
 
 def _texts(config: Config, facts: Facts) -> TextConditions | None:
-    """Return the encoders of texts. Raises ConfigError if one differs from that of the training."""
+    """Return the encoders of texts. Raises ConfigError if one differs from the encoder of the training."""
     device = pick_device(config.run.device)
     rows = {key: TextTable(key, value, Store(), device) for key, value in config.data.of(EncoderKeys).of_texts.items()}
     texts = TextConditions(rows, facts.picture_shape or facts.shape)
@@ -427,7 +427,7 @@ def _texts(config: Config, facts: Facts) -> TextConditions | None:
 
 
 def _codec(config: Config, facts: Facts) -> PictureCodec | None:
-    """Return the codec of the latents of a run. Raises ConfigError if it differs from that of the training."""
+    """Return the codec of the latents of a run. Raises ConfigError if it differs from the codec of the training."""
     encoder = config.data.of(EncoderKeys).of_pictures.get(INPUTS)
     if encoder is None or facts.picture_shape is None:
         return None

@@ -77,7 +77,7 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
 
 
 def filled_in(config: Config, settled: Config, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by key that `settle` has filled in and not taken from the run `before`."""
+    """Return the values that `settle` has filled in, by key, unless the resumed run, `before`, has them."""
     asked, chosen = asdict(config.run, recurse=False), asdict(settled.run, recurse=False)
     values = {f"run.{key}": chosen[key] for key in ("channels_last", "threads") if asked[key] == AUTO}
     known = {f"run.{key}": value for key, value in before.get("run", {}).items()}
@@ -99,7 +99,7 @@ def _as_before(config: Config, before: Mapping[str, Any]) -> Config:
     )
     now = completed.resolved()
     for table in ("diffusion", "sampling"):
-        # A key with the default None is decided by the data, now as before.
+        # The data decides a key with the default None, in this run as in the earlier one.
         differing = [key for key, value in now[table].items() if usual[table].get(key) not in (None, value)]
         if differing:
             written = ", ".join(f"{table}.{key} = {json.dumps(now[table][key])}" for key in differing)

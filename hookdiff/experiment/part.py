@@ -27,7 +27,7 @@ class Part:
     arguments: Mapping[str, Any] = field(factory=dict)
     key: str = ""  # the key of the table that holds `use`
     shared: Mapping[type, Mapping[str, Any]] = field(factory=dict)  # arguments of other classes in the same table
-    is_strangers: bool = False  # whether a config that is not trusted chose it: it gets no connections
+    is_strangers: bool = False  # whether a config that is not trusted chose the part, which then may not connect
 
     def accepts(self, name: str) -> bool:
         """Return whether the target has an argument `name` that the table does not set."""

@@ -74,7 +74,7 @@ def is_users_choice(table: object, target: Callable[..., Any] | None = None) -> 
 
     Args:
         table: the table of the part, in which values of the command line are `Text`.
-        target: the class or function that takes its values, of which options may be marked as `Connects`.
+        target: the class or function that takes its values; some of its options may be marked as `Connects`.
     """
     if not isinstance(table, Mapping):
         return False

@@ -42,7 +42,7 @@ class Trained:
 
 
 class Adopted:
-    """The trained modules of `plugins`. Their gradients are those of the same loss as the model's.
+    """The trained modules of `plugins`. Their gradients come from the same loss as the model's.
 
     `like` is a parameter of the model: modules are moved to its device.
     """
@@ -63,12 +63,12 @@ class Adopted:
     def add(self, plugin: object, module: nn.Module, optimizer: Optimizer | None = None, every: int = 1) -> None:
         """Adopt `module`; a plugin calls this as `loop.adopt(self, ...)` in `prepare_model`.
 
-        The module is moved to the model's device. `optimizer` trains it with the gradient of each `every`-th update;
-        its state and the module's are saved with that of the plugin. A module without optimizer is frozen, in eval mode
-        and in the dtype of the model, and is not saved.
+        The module is moved to the model's device. `optimizer` trains it with the gradient of each `every`-th update.
+        The state of a plugin includes the states of its modules and optimizers. A module without optimizer is frozen,
+        in eval mode and in the dtype of the model, and is not saved.
 
-        Raises PluginError outside of `prepare_model`, for a plugin of no run, and unless the optimizer holds exactly
-        the trained parameters of the module.
+        Raises PluginError outside of `prepare_model`, for a plugin of another run, and unless the optimizer holds
+        exactly the trained parameters of the module.
         """
         name = next((name for name, value in self._plugins.items() if value is plugin), None)
         if name is None or not self._is_open:
@@ -118,7 +118,7 @@ class Adopted:
         ]
 
     def average_gradients(self) -> None:
-        """Average the gradients over the ranks, as those of the model are."""
+        """Average the gradients over the ranks, as the model's are."""
         gradients = [p.grad for trained in self for p in trained.module.parameters() if p.grad is not None]
         if not gradients or num_ranks() == 1:
             return

@@ -124,16 +124,13 @@ def check_declaration(name: str, kind: type) -> None:
             f"the plugin {name!r}: needs is {declared.needs!r}; write needs={{'pandas': 'pandas>=2'}}: the modules, "
             "and the requirements that pip installs"
         )
-    wanted = declared.hooks_version
-    if not isinstance(wanted, int):
-        raise PluginError(f"the plugin {name!r}: hooks_version is {wanted!r}; write hooks_version={HOOKS_VERSION}")
-    if wanted > HOOKS_VERSION:
+    if declared.hooks_version > HOOKS_VERSION:
         from hookdiff.options.software import distributions
 
         origin = "".join(f" of {each.name} {each.version}" for each in distributions([kind]))
         raise PluginError(
-            f"the plugin {name!r}{origin} is made for version {wanted} of the hooks, and this hookdiff has version "
-            f"{HOOKS_VERSION}: pip install -U hookdiff"
+            f"the plugin {name!r}{origin} is made for version {declared.hooks_version} of the hooks, and this hookdiff "
+            f"has version {HOOKS_VERSION}: pip install -U hookdiff"
         )
 
 

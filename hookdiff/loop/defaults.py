@@ -102,7 +102,7 @@ class Defaults:
 
     @hookimpl(tryfirst=True)
     def between_steps(self, loop: Loop) -> None:
-        # Also later, because a plugin may thaw weights.
+        # Also in logged steps, because a plugin may thaw weights.
         if (loop.log.due or loop.progress.step == loop.first_step + 1) and (names := loop.gradients.unheld()):
             logger.warning(
                 "no optimizer holds these parameters, so they never change: %s; freeze them (requires_grad_(False)), "

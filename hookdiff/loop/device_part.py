@@ -12,8 +12,8 @@ class DevicePart:
     """The work of hooks on the device, without a decision by the host.
 
     Args:
-        phase: "update" for the work of `after_backward`, before the optimizers make their step; "after" for that of
-            `after_optimizer_step`.
+        phase: "update" for the work of `after_backward`, before the optimizers make their step; "after" for the
+            work of `after_optimizer_step`.
         work: is recorded once, and the device repeats it in each replay. It reads and writes the same tensors each
             time, and never moves a value to the host. Its argument (float32, scalar, on the device) is 1.0 if loss and
             gradients are finite. If it is 0.0, the work must change nothing that lasts.

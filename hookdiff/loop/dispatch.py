@@ -69,15 +69,15 @@ class Hook:
     phase: Phase
     result: str  # the type of the result, as the method names it; "None" for none
     may_be_absent: bool  # None in place of a result
-    ends: bool = False  # it reaches every plugin that has started, also after an error in a plugin before
+    ends: bool = False  # it is called in every plugin that has started, also after an error of another
     work: str = ""  # of the core's own implementation, for tables of time
-    like: tuple[str, ...] = ()  # names of it in other trainers: Lightning, Composer, transformers, Keras, fastai
+    like: tuple[str, ...] = ()  # names of the hook in other trainers: Lightning, Composer, transformers, Keras, fastai
     may_change: tuple[Changed, ...] = ()
 
 
 @define(frozen=True)
 class HookCall:
-    """An implementation of a hook, and a function that takes its arguments out of those of the hook."""
+    """An implementation of a hook, and a function that picks its arguments from the arguments of the hook."""
 
     plugin: str
     is_wrapper: bool

@@ -18,7 +18,7 @@ class End(ReadOnly):
     """Whether and why the part of a run in this process is over, and when it began.
 
     With several ranks, `stop` on one of them is a request, which the ranks exchange with the norms of the next step. A
-    request made between two steps ends the run before that step changes a weight, as it would on one rank.
+    request made between two steps ends the run before the second one changes a weight, as it would on one rank.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class End(ReadOnly):
         return self.reason is not None
 
     def is_reached(self, config: LoopConfig, progress: Progress) -> bool:
-        """Return whether the run is over, by `stop` or by a limit of `config`; the clock is that of the first rank."""
+        """Return whether the run is over, by `stop` or by a limit of `config`; only the first rank reads the clock."""
         limit = config.max_time.amount
         if config.is_done(progress):
             if not self.is_agreed():

@@ -35,15 +35,15 @@ class Gradients:
     factor calls `scale_`, which keeps the norms right. A plugin that changes gradients in another way calls `clear`
     afterwards.
 
-    Only the gradients of parameters that an optimizer holds are read: `names` and `parameters`, in the model's order,
-    then those of other modules. A frozen parameter has no gradient; it takes part from the step on in which it is
-    thawed. `dtype` is that of the norms: float32, or float64 if a weight is float64.
+    Only the gradients of parameters that an optimizer holds are read. `names` and `parameters` list these, the model's
+    first, in its order. A frozen parameter has no gradient; it takes part from the step in which it is thawed. `dtype`
+    is the dtype of the norms: float32, or float64 if a weight is float64.
 
-    A step may have several passes (see the hook `accumulate`). Norms and names are those of the last pass, but the step
-    is finite only if all its passes are, and the gradients of the modules `adopted` from plugins, which are in no norm.
+    A step may have several passes (see the hook `accumulate`). Norms and names belong to the last pass, but the step
+    is finite only if all passes are. The gradients of `adopted` modules must be finite too; no norm includes them.
 
-    With several ranks, loss and norms are those of the whole step, also if each rank holds a part of each gradient. The
-    ranks sum them once in a step, by `exchange`. All ranks must ask for norms at the same places.
+    With several ranks, loss and norms belong to the whole step, also of sharded gradients. The ranks sum them once in
+    a step, by `exchange`. All ranks must ask for norms at the same places.
 
     After the replay of a recorded step `is_applied` is true: the device has changed the gradients and updated the
     weights already. `scale_` then only keeps the norms right.
@@ -113,15 +113,15 @@ class Gradients:
             vars(self).update(attributes)
 
     def _drop(self) -> None:
-        # As `zero_grad` does, but without its profiler hooks.
+        # The work of `zero_grad`, without its profiler hooks.
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
 
     def begin(self, loss: Tensor) -> None:
-        """Begin a pass with this `loss`; its gradients are there already."""
-        if self._pass_loss is not None:  # its gradients were not cleared, so they are in the sum of both
+        """Begin a pass with this `loss`, after its backward."""
+        if self._pass_loss is not None:  # the gradients of that pass were not cleared: they are now sums over both
             self._earlier.append(Pass(self._pass_loss, torch.zeros_like(self._pass_loss)))
         self._loss = self._pass_loss = loss
         self._host_loss = None
@@ -144,7 +144,7 @@ class Gradients:
         self.clear()
 
     def conclude(self, loss: Tensor) -> None:
-        """Let `loss` be the loss of the step, which need not be that of the last pass."""
+        """Let `loss` be the loss of the step, which need not be the loss of the last pass."""
         if loss is not self._loss:
             self.begin(loss)
 
@@ -185,7 +185,7 @@ class Gradients:
     def measure(self) -> Tensor:
         """Return the current norms, also between two micro-batches, without keeping them.
 
-        With several ranks they may be those of this rank's samples, until the last micro-batch.
+        With several ranks they may be of this rank's samples only, until the last micro-batch.
         """
         return norms(self.tensors(), self.dtype)
 
@@ -199,7 +199,7 @@ class Gradients:
         losses = torch.stack([loss.to(squared) for loss in passes]) * self._weight
         squared, adopted, losses = self._exchange.summed(squared, adopted, losses)
         self._norms = squared.sqrt().to(self.dtype)
-        known = [earlier.norm.to(squared) for earlier in self._earlier]  # they are those of all ranks already
+        known = [earlier.norm.to(squared) for earlier in self._earlier]  # already summed over the ranks
         self._summed = [Pass(loss, norm) for loss, norm in zip(losses[1:], known, strict=True)]
         if len(adopted):
             self._summed.append(Pass(losses[0], adopted.sum().sqrt()))

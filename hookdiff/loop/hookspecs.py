@@ -115,8 +115,8 @@ class Hooks(Protocol):
     def check_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Question: does the saved `state` fit this plugin and the model? Asked before anything is loaded.
 
-        Raise ValueError if it does not, such as for an average of other weights. Types are checked before: those of the
-        fields made by `saved`, or the annotation of the argument of `load_state_dict`.
+        Raise ValueError if it does not, such as for an average of other weights. Types are checked before, against the
+        types of the fields made by `saved`, or the annotation of the argument of `load_state_dict`.
         May change: nothing.
         """
 
@@ -178,9 +178,9 @@ class Hooks(Protocol):
     def draw(self, loop: Loop, batch: Batch) -> Batch:
         """Seam: each step, after `make_batch`. Return `batch` with the randomness of the step in its `draws`.
 
-        The objective draws noise and times, with a generator of `loop.random` that is the same on all ranks. Draw so
-        too: for the `batch.total` samples of the step, and keep those of `batch.own`. Save the state that decides a
-        draw, such as earlier losses, and keep it equal on all ranks. A repeated step calls this hook again: after a
+        The objective draws noise and times, with a generator of `loop.random` that is the same on all ranks. Draw for
+        all `batch.total` samples of the step, too; `batch.own` returns this rank's share. Save the state that decides
+        a draw, such as earlier losses, and keep it equal on all ranks. A repeated step calls this hook again: after a
         step that was not finite, for `micro_batch = "auto"` and to estimate memory. An evaluation calls
         `loop.objective.draw` in its place.
         May change: nothing. Wrap it to replace some draws: `drawn.with_draws({"timesteps": times})`.
@@ -207,10 +207,10 @@ class Hooks(Protocol):
 
         `loop.run_pass(batch)` makes one pass in micro-batches, and adds to the gradients; it does not call this hook
         again. A further pass repeats the dropout of the first, or draws other dropout with `stream="NAME"`.
-        `loop.gradients` are those of the newest pass, and carry the loss scale until `unscale`. `loop.gradients.zero()`
-        clears them between two passes and keeps their norm, so that a pass may also measure gradients alone: an
-        overflow in any pass makes the step void, and a NaN in any pass makes it not finite. The loss may be that of
-        any pass. The statistics of batch norm change in each pass; `loop.buffers.put_back()` restores them.
+        `loop.gradients` belong to the newest pass, and carry the loss scale until `unscale`. `loop.gradients.zero()`
+        clears them between two passes and keeps their norm, so that a pass may also measure gradients alone. An
+        overflow in any pass makes the step void, and a NaN in any pass makes it not finite. The loss of any pass may
+        be returned. The statistics of batch norm change in each pass; `loop.buffers.put_back()` restores them.
         May change: the gradients; weights only during a pass, by `with holding(loop.model, tensors)` of
         `hookdiff.models`, which takes some or all parameters by name and restores them after any error.
         """

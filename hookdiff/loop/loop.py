@@ -51,7 +51,7 @@ class Loop(ReadOnly):
         sampler: makes images from the model; an object with `sample` will do. Default: the run samples none.
         hparams: the whole config as plain values, for plugins that record it.
         run_dir: the folder for files. Default: nothing is written.
-        resume: True continues the run in `run_dir`, if it has a checkpoint; a path, the run or checkpoint there.
+        resume: True continues the run in `run_dir`, if it has a checkpoint; a path continues that run or checkpoint.
         fresh: names of the plugins that ignore their saved state.
     """
 
@@ -160,7 +160,7 @@ class Loop(ReadOnly):
 
     @property
     def all_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """`optimizers`, and those of adopted modules."""
+        """`optimizers`, and the optimizers of adopted modules."""
         return (*self.optimizers, *self.adopted.optimizers)
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class Loop(ReadOnly):
 
     def run_step(self, batch: Batch) -> Step:
         """Train on `batch` and return the outcome; a run that is stopped already trains nothing."""
-        self._between_steps()  # of the step before, if a script has made it
+        self._between_steps()  # for the last step, if a script called `run_step`
         self._get_ready()
         progress, total = self.progress, batch.total
         if self.end.begin_step():

@@ -167,7 +167,7 @@ class Restoring:
         return [name for name in self.loop.plugins if has_state(self.loop, name) and name not in fresh]
 
     def _load(self, saved: State) -> None:
-        """Load counts, weights and optimizer state; hyper-parameters stay those of the config.
+        """Load counts, weights and optimizer state; hyper-parameters stay as the config sets them.
 
         An optimizer without a saved state begins with an empty one.
         """

@@ -54,7 +54,7 @@ def keeps_state(value: object) -> bool:
 
 
 def _is_keeper(value: object) -> bool:
-    """Return whether an object writes and reads its state itself, as those of torch do."""
+    """Return whether an object writes and reads its state itself, as modules of torch do."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 

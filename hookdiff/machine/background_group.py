@@ -17,8 +17,8 @@ Value = TypeVar("Value")
 class BackgroundGroup:
     """A group in which ranks communicate from a thread beside the training, such as one that writes checkpoints.
 
-    It keeps the collective operations of these threads apart from those of the training. All ranks must make and close
-    the group, and one thread of each rank may use it.
+    It keeps the collective operations of these threads apart from the training. All ranks must make and close the
+    group, and one thread of each rank may use it.
     """
 
     def __init__(self) -> None:

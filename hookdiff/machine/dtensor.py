@@ -85,7 +85,7 @@ def layout(tensor: Tensor) -> object:
 
 @torch.no_grad()
 def fill_(tensor: Tensor, values: Tensor) -> None:
-    """Copy `values` into this rank's part of `tensor`; they are those of the whole tensor, or sharded as it is."""
+    """Copy `values` into this rank's part of `tensor`; these are the whole tensor's, or sharded alike."""
     if is_sharded(tensor):
         tensor, values = local(tensor), local(values) if is_sharded(values) else values[place(tensor)]
     elif tensor.layout == torch.strided and not tensor.is_contiguous():

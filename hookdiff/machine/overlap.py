@@ -16,10 +16,10 @@ def is_overlapping(tensor: Tensor) -> bool:
 
 
 def writable(tensor: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a tensor, and the values to copy into it so that `tensor` holds `values`, which have its shape.
+    """Return a target and a source: after `target.copy_(source)`, `tensor` holds `values`, which have its shape.
 
-    For an overlapping tensor it is its memory, so that other tensors of this memory show the values too. If `values`
-    have several numbers for one place, `tensor` gets memory of its own.
+    The target of an overlapping tensor is its memory, so that other tensors of this memory show the values too. If
+    `values` have several numbers for one place, `tensor` gets memory of its own.
     """
     if not is_overlapping(tensor):
         return tensor, values

@@ -40,7 +40,7 @@ def derive_seed(seed: int, stream: str, position: int = 0, rank: int = 0, part: 
 
 @contextmanager
 def default_generators_kept(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the default generators of Python, numpy and torch, also that of a GPU `device`, after the `with`."""
+    """Restore the default generators of Python, numpy, torch and a GPU `device` after the `with`."""
     python, arrays = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng([device] if device and device.type == "cuda" else []):
         try:

@@ -20,7 +20,7 @@ from hookdiff.errors import OnAnotherRank, UserError
 Value = TypeVar("Value")
 
 PATIENCE = timedelta(hours=4)  # of a rank that waits between steps while another computes
-# The group in which ranks wait that long, by the default group. Kept longer, its threads would abort Python at its end.
+# The group with this patience, by the default group; if it outlived that group, its threads would abort Python.
 _patient: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
@@ -162,7 +162,7 @@ def summed(values: Tensor) -> Tensor:
 class Exchange:
     """The numbers of a step that the ranks sum together, and that come to the host together.
 
-    With them travel the numbers that `vote` returns on each rank, in the same messages. `votes` are their sums; there
+    The same messages carry the numbers that `vote` returns on each rank. `votes` are the sums of these numbers; there
     are none on one rank.
     """
 

@@ -49,10 +49,10 @@ def test_each_clipping_is_applied_to_the_predicted_image() -> None:
         (DynamicThreshold(0.5), (image / image.abs().quantile(0.5)).clamp(-1, 1)),
     ):
         sampling, diffusion = Sampling(steps=1, clipping=clipping), Diffusion(prediction="sample")
-        made = sampling.sample(lambda x, t: image.expand_as(x), diffusion, (1, 4, 4), generators(0), "cpu")
-        torch.testing.assert_close(made, expected)
+        samples = sampling.sample(lambda x, t: image.expand_as(x), diffusion, (1, 4, 4), generators(0), "cpu")
+        torch.testing.assert_close(samples, expected)
         torch.testing.assert_close(clipping.clip(image), expected)
-        assert clipping.clips == (made.abs().max() <= 1)
+        assert clipping.clips == (samples.abs().max() <= 1)
 
 
 @given(

@@ -44,24 +44,24 @@ GUIDANCE = {
 @pytest.mark.parametrize("sampler", Solver.known)
 @pytest.mark.parametrize("guidance", GUIDANCE)
 def test_a_network_in_place_samples_as_its_twin(process: str, sampler: str, guidance: str) -> None:
-    made, diffusion = [], Diffusion(process, conditional=True, conditions="level")
+    images, diffusion = [], Diffusion(process, conditional=True, conditions="level")
     for in_place in (False, True):
         net, labels, levels = Net(in_place), LABELS.clone(), LEVELS.clone()
         chosen: Guidance = GUIDANCE[guidance](net)
-        made.append(
+        images.append(
             Sampling(sampler, 3, guidance=chosen).sample(
                 net, diffusion, (1, 2, 2), generators(0, 1, 2), "cpu", labels=labels, conditions={"level": levels}
             )
         )
         assert torch.equal(labels, LABELS)
         assert torch.equal(levels, LEVELS)
-    assert torch.equal(*made)
-    assert made[0].isfinite().all()
+    assert torch.equal(*images)
+    assert images[0].isfinite().all()
 
 
 @pytest.mark.parametrize("process", ["vp", "flow", "edm"])
 def test_a_network_in_place_is_trained_and_measured_as_its_twin(process: str) -> None:
-    found = []
+    results = []
     for in_place in (False, True):
         data = InMemory(LEVELS.clone(), LABELS.clone(), conditions={"level": LEVELS.clone()})
         objective = Diffusion(process, conditional=True, conditions="level")
@@ -73,5 +73,5 @@ def test_a_network_in_place_is_trained_and_measured_as_its_twin(process: str) ->
         trained = ran(toy_loop(model=Net(in_place), steps=4, **options)).model
         with toy_loop(model=Net(in_place), **options) as measured, untouched(measured):
             outputs = measure_outputs(measured, batch)
-        found.append((output.loss.item(), output.per_sample.tolist(), trained.weight.item(), outputs))
-    assert found[0] == found[1]
+        results.append((output.loss.item(), output.per_sample.tolist(), trained.weight.item(), outputs))
+    assert results[0] == results[1]

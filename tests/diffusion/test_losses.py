@@ -11,8 +11,8 @@ def test_formulas(output: float, target: float, delta: float) -> None:
     size = abs(output - target)
     expected = {MSE(): size**2, L1(): size, Huber(delta): size**2 / 2 if size < delta else delta * (size - delta / 2)}
     for loss, error in expected.items():
-        found = loss(column(output), column(target))
-        assert float(found) == pytest.approx(error, rel=1e-9, abs=1e-12)
+        computed = loss(column(output), column(target))
+        assert float(computed) == pytest.approx(error, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", Loss.known)

@@ -330,9 +330,9 @@ def test_spellings(load_small: Load, given: dict[str, Any], expected: Diffusion)
     ],
 )
 def test_spellings_of_sampling(load_small: Load, given: dict[str, Any], expected: Sampling) -> None:
-    found = load_small(sampling=given).sampling.build()
+    built = load_small(sampling=given).sampling.build()
     for option in ("sampler", "steps", "spacing", "clipping", "guidance", "batch_size"):
-        assert getattr(found, option) == getattr(expected, option)
+        assert getattr(built, option) == getattr(expected, option)
 
 
 def parts_of(diffusion: Diffusion) -> list[Any]:
@@ -379,8 +379,8 @@ VP_20 = {"use": "vp", "schedule": "cosine", "timesteps": 20}
 def test_parts_on_the_command_line(
     load_small: Load, table: dict[str, Any], settings: list[str], expected: dict[str, Any]
 ) -> None:
-    found = load_small(*(f"diffusion.{setting}" for setting in settings), diffusion=table).diffusion.build()
-    assert parts_of(found) == parts_of(Diffusion(**expected))
+    built = load_small(*(f"diffusion.{setting}" for setting in settings), diffusion=table).diffusion.build()
+    assert parts_of(built) == parts_of(Diffusion(**expected))
 
 
 def test_parts_of_sampling_on_the_command_line(load_small: Load) -> None:

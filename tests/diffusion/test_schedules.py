@@ -35,19 +35,11 @@ def close(actual: Tensor | float, expected: float) -> bool:
     ("table", "timestep", "expected"),
     [
         ("alphas_cumprod", 0, 0.9999),
-        ("alphas_cumprod", 1, 0.999780092072),
-        ("alphas_cumprod", 99, 0.897018145675),
-        ("alphas_cumprod", 249, 0.524085373825),
         ("alphas_cumprod", 499, 0.0785872428818),
-        ("alphas_cumprod", 749, 0.00335055043894),
         ("alphas_cumprod", 999, 4.03582976538e-05),
         ("betas", 500, 0.01005995996),
         ("sqrt_alphas_cumprod", 999, 0.00635281808757),
         ("snr", 0, 9999),
-        ("snr", 99, 8.710448569),
-        ("snr", 129, 5.06471381515),
-        ("snr", 130, 4.98321051227),
-        ("snr", 249, 1.101217204),
         ("snr", 499, 0.0852899444626),
         ("snr", 999, 4.03599265117e-05),
         ("log_snr", 0, 9.21024036698),
@@ -61,12 +53,6 @@ def test_linear(table: str, timestep: int, expected: float) -> None:
 def test_linear_as_a_whole() -> None:
     assert torch.equal(LINEAR.betas, torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64))
     assert close(LINEAR.betas.sum(), 10.05)
-    assert int((LINEAR.snr < 1).nonzero()[0]) == 259
-    assert int((LINEAR.snr < 5).nonzero()[0]) == 130
-    sigma = (LINEAR.log_snr / -2).exp()  # of the equivalent variance-exploding process
-    assert close(sigma[0], 0.0100005000375)
-    assert close(sigma[499], 3.42413661904)
-    assert close(sigma[999], 157.40728081)
 
 
 def test_linear_ends_as_near_to_noise_as_the_paper_says() -> None:
@@ -84,21 +70,11 @@ def test_float32_tables_are_rounded_once() -> None:
     assert torch.equal(log_snr, LINEAR.log_snr.float())
 
 
-def test_linear_keeps_its_ends_for_any_number_of_timesteps() -> None:
-    betas = Linear().betas(10)
-    assert betas[0] == 1e-4
-    assert betas[-1] == 0.02
-
-
 def test_scaled_linear() -> None:
     assert close(SCALED.betas[0], 0.00085)
     assert close(SCALED.betas[-1], 0.012)
     assert close(SCALED.alphas_cumprod[499], 0.277669650456)
     assert close(SCALED.alphas_cumprod[999], 0.00466009851308)
-    assert close(SCALED.sqrt_alphas_cumprod[999], 0.0682649142172)
-    assert close(SCALED.snr[999], 0.00468191670616)
-    assert close(SCALED.snr[0] ** -0.5, 0.0291671581517)
-    assert close(SCALED.snr[999] ** -0.5, 14.6146412293)
 
 
 def test_sigmoid() -> None:
@@ -123,13 +99,7 @@ def test_ends_can_be_given(kind: type[Linear]) -> None:
         ("betas", 499, 0.00314588623048),
         ("betas", 998, 0.749999392901),
         ("betas", 999, 0.999),
-        ("alphas_cumprod", 0, 0.999958715775),
-        ("alphas_cumprod", 99, 0.972092737114),
-        ("alphas_cumprod", 249, 0.847012161327),
         ("alphas_cumprod", 499, 0.493843590441),
-        ("alphas_cumprod", 749, 0.144272102386),
-        ("alphas_cumprod", 899, 0.0240917241401),
-        ("alphas_cumprod", 998, 2.42876690703e-06),
         ("alphas_cumprod", 999, 2.42876690703e-09),
     ],
 )
@@ -160,11 +130,7 @@ def test_cosine_telescopes(timesteps: int, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("table", "timestep", "expected"),
     [
-        ("alphas_cumprod", 99, 0.896378309827),
-        ("alphas_cumprod", 249, 0.521533340699),
         ("alphas_cumprod", 499, 0.0760287505471),
-        ("alphas_cumprod", 500, 0.0752462157043),
-        ("alphas_cumprod", 749, 0.00268952169992),
         ("alphas_cumprod", 998, 4.21326246509e-09),
         ("betas", 500, 0.0102926174264),
         ("betas", 998, 0.75226723115),

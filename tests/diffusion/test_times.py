@@ -74,13 +74,6 @@ def test_a_flow_is_trained_at_less_noise_than_in_the_middle() -> None:
     assert quantile(LogitNormal(), STRAIGHT, NormalDist().cdf(1)) == pytest.approx(1 / (1 + exp(-0.5)), rel=1e-6)
 
 
-def test_density_of_the_logit_normal_in_the_middle() -> None:
-    around = [quantile(LogitNormal(0.0), STRAIGHT, 0.5 + h) for h in (-1e-4, -5e-5, 5e-5, 1e-4)]
-    slope = (around[0] - 8 * around[1] + 8 * around[2] - around[3]) / (12 * 5e-5)  # to fourth order
-    assert 1 / slope == pytest.approx(1.59576912161, rel=1e-9)
-    assert quantile(LogitNormal(0.0), STRAIGHT, 0.5) == pytest.approx(0.5, rel=1e-12)
-
-
 @given(fractions, means, stds)
 def test_quantiles(fraction: float, mean: float, std: float) -> None:
     normal = NormalDist(mean, std).inv_cdf(fraction)
@@ -147,17 +140,6 @@ def test_the_ends_of_the_range_give_times_that_can_be_used(process: Process, cho
     assert (alpha > 0).all()
     assert log_snr.isfinite().all()
     assert (times.diff() >= 0).all()
-
-
-def test_each_process_has_its_default_times() -> None:
-    def same(one: Tensor, other: Tensor) -> bool:
-        return torch.equal(one, other) and one.dtype == other.dtype
-
-    for process, name in (("vp", "uniform"), ("ddpm", "uniform"), ("flow", "logit_normal"), ("edm", "log_normal")):
-        times = {"use": name, "stratified": process != "ddpm"}
-        usual, named = Diffusion(process), Diffusion(process, times=times)
-        assert same(drawn(usual, 50), drawn(named, 50))
-    assert drawn(Diffusion("vp", times="logit_normal"), 50).dtype == torch.int64
 
 
 @pytest.mark.parametrize("process", [VP("linear", rescale_betas_zero_snr=True), VP("cosine", 20, True)], ids=str)

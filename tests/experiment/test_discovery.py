@@ -5,7 +5,6 @@ import pytest
 from hookdiff import HOOKS_VERSION, PluginError
 from hookdiff.experiment.discovery import installed_that, plugin_class, plugin_name, trains_on_ranks
 from hookdiff.options.imports import distribution, import_object, installed
-from hookdiff.testing.toy import toy_loop
 from tests.conftest import refused
 
 PLUGIN = "from hookdiff import hookimpl\nclass Mine:\n    @hookimpl\n    def on_start(self): ...\n"
@@ -130,11 +129,3 @@ def test_import_object_names_its_purpose():
 @pytest.mark.parametrize(("given", "name"), [("ema", "ema"), ("a.b:MyClass", "myclass"), ("EMA", "EMA")])
 def test_a_plugin_is_named_as_given_or_after_its_class(given, name):
     assert plugin_name(given) == name
-
-
-def test_an_installed_plugin_runs(install):
-    source = PLUGIN.replace("on_start(self): ...", "on_start(self): self.has_started = True")
-    install("hookdiff-mine", {"mine": "hd_mine:Mine"}, hd_mine=source)
-    plugin = plugin_class("mine")()
-    toy_loop({"mine": plugin}, steps=1).run()
-    assert plugin.has_started

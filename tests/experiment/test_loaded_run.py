@@ -229,14 +229,14 @@ def test_a_model_with_conditions_samples_with_the_examples_that_are_kept(
     with refused(UserError, "levelled"):
         load_run(moved).sample(1)
     run = load_run(moved, trust=True)
-    kept = run.loop.feed.facts.conditions["level"]
-    assert torch.equal(kept[:, 0, 0, 0], torch.arange(16) / 40)
-    assert torch.equal(run.sample(18), run.sample(18, conditions={"level": kept[[k % 16 for k in range(18)]]}))
+    levels = run.loop.feed.facts.conditions["level"]
+    assert torch.equal(levels[:, 0, 0, 0], torch.arange(16) / 40)
+    assert torch.equal(run.sample(18), run.sample(18, conditions={"level": levels[[k % 16 for k in range(18)]]}))
     with refused(ValueError, "level", 2):
-        run.sample(3, conditions={"level": kept[:2]})
+        run.sample(3, conditions={"level": levels[:2]})
     strips = torch.cat(list(between_noises(run, None, {}, seed=0, rows=2, num=3)))
     noise = noise_between((1, 8, 8), 0, rows=2, num=3)
-    assert torch.equal(strips, run.sample(6, noise=noise, conditions={"level": kept[[0, 0, 0, 1, 1, 1]]}))
+    assert torch.equal(strips, run.sample(6, noise=noise, conditions={"level": levels[[0, 0, 0, 1, 1, 1]]}))
 
 
 def test_a_kept_step_is_replayed_without_data(tmp_path: Path, start: Any) -> None:

@@ -156,15 +156,6 @@ def test_a_run_says_what_was_chosen(load_small, monkeypatch, tmp_path, caplog):
     assert not caplog.records
 
 
-def test_every_derived_choice_stands_in_the_written_config(load_small):
-    config = load_small("diffusion.process=flow")
-    written = config.resolved()
-    assert written["diffusion"]["prediction"]["use"] == "flow_prediction"
-    assert written["diffusion"]["times"]["use"]
-    names = ("sampler", "spacing", "clipping", "guidance")
-    assert all(written["sampling"][name]["use"] for name in names)
-
-
 def test_a_damaged_record_is_written_anew(load_small, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("not TOML")

@@ -238,8 +238,8 @@ def test_a_function_gets_the_weights_and_makes_any_optimizer() -> None:
         return torch.optim.SGD(groups(params), lr=lr, weight_decay=weight_decay)
 
     (optimizer,) = built(nn.Linear(2, 2), mine)
-    found = {group["name"]: group["weight_decay"] for group in optimizer.param_groups}
-    assert found == {"decay": 0.2, "no_decay": 0.0}
+    decays = {group["name"]: group["weight_decay"] for group in optimizer.param_groups}
+    assert decays == {"decay": 0.2, "no_decay": 0.0}
 
 
 CONFIG: dict[str, Any] = {
@@ -315,8 +315,8 @@ def test_the_written_config_has_all_keys_and_is_read_as_the_same(tmp_path: Path)
 
 
 def state_of(loop: Loop) -> dict[str, Tensor]:
-    found = loop.state_dict()["optimizers"]
-    return {f"{i}/{n}/{k}": v for i, part in found.items() for n, s in part["weights"].items() for k, v in s.items()}
+    states = loop.state_dict()["optimizers"]
+    return {f"{i}/{n}/{k}": v for i, part in states.items() for n, s in part["weights"].items() for k, v in s.items()}
 
 
 def test_groups_may_change_on_resume_because_state_goes_by_name(tmp_path: Path) -> None:

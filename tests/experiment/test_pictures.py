@@ -21,11 +21,11 @@ def folder(pictures: Path) -> Path:
 
 def test_a_config_trains_on_pictures(succeed: Any, folder: Path) -> None:
     succeed("run", "config.toml")
-    kept = load_config(folder / "runs" / "config" / "config.toml")
+    written = load_config(folder / "runs" / "config" / "config.toml")
     given = load_config(folder / "config.toml")
-    assert (kept.data.use, kept.data.arguments["path"]) == ("folder", "pictures")
-    assert kept.data.of(Transforms) == given.data.of(Transforms)
-    assert kept.data.shared[Feed].items() >= given.data.shared[Feed].items()
+    assert (written.data.use, written.data.arguments["path"]) == ("folder", "pictures")
+    assert written.data.of(Transforms) == given.data.of(Transforms)
+    assert written.data.shared[Feed].items() >= given.data.shared[Feed].items()
 
 
 @pytest.mark.parametrize("command", ["check", "run"])
@@ -56,8 +56,8 @@ def test_the_recipe_of_the_docs_trains_on_the_classes_of_a_folder(hookdiff: Any,
     words = [word for setting in quick for word in ("--set", setting)]
     code, _, err = hookdiff("run", "mine.toml", *words)
     assert (code, "classes" in err) == (0, False), err
-    kept = load_config(folder / "runs" / "mine" / "config.toml")
-    assert kept.model.arguments["num_classes"] == 2
+    written = load_config(folder / "runs" / "mine" / "config.toml")
+    assert written.model.arguments["num_classes"] == 2
     assert hookdiff("sample", "runs/mine", "--labels", "0,1", "--num", 2)[0] == 0
 
 

@@ -118,8 +118,8 @@ class Table:
     def names(self) -> list[str]:
         return described(self.target) if self.shared else list(parameters(self.target))
 
-    def problems(self, path: Path, given: dict[str, Any]) -> dict[str, str]:
-        """Return the problems of a config with these keys in the table: texts by place."""
+    def config(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return a config with these keys in the table."""
         config = {name: dict(table) for name, table in BASE.items()}
         keys = {f"{self.place}.{name}".lstrip("."): value for name, value in given.items()}
         for key, value in (*self.fixed, *keys.items()):
@@ -128,7 +128,11 @@ class Table:
             for name in outer:
                 table = table.setdefault(name, {})
             table[last] = value
-        path.write_text(tomli_w.dumps(config))
+        return config
+
+    def problems(self, path: Path, given: dict[str, Any]) -> dict[str, str]:
+        """Return the problems of a config with these keys in the table: texts by place."""
+        path.write_text(tomli_w.dumps(self.config(given)))
         tops = {key.partition(".")[0] for key in (self.place, *given)}
         others = {"data", "model", "optimizer"} - tops  # reading them takes most of the time
         try:

@@ -28,18 +28,6 @@ def validator() -> Any:
     return jsonschema.Draft7Validator(schema)
 
 
-def config(table: Table, given: dict[str, Any]) -> dict[str, Any]:
-    """Return a config with these keys in the table."""
-    made = {name: dict(keys) for name, keys in BASE.items()}
-    for key, value in (*table.fixed, *((f"{table.place}.{name}".lstrip("."), value) for name, value in given.items())):
-        *outer, last = key.split(".")
-        inner: Any = made
-        for name in outer:
-            inner = inner.setdefault(name, {})
-        inner[last] = value
-    return made
-
-
 def cannot_be_expressed(value: Any) -> bool:
     """Return whether a refusal needs more than a type, a name or a limit: NaN, infinity, 65 bits, a zero byte."""
     if isinstance(value, list):
@@ -60,21 +48,21 @@ def test_the_table_of_bad_configs_is_refused(table: Table, validator: Any) -> No
     for name in table.names():
         bad = [{name: value} for value in wrong(table, name)] + [{misspelt(name): 1}]
         for given in bad:
-            assert not validator.is_valid(config(table, table.with_needed(given))), given
+            assert not validator.is_valid(table.config(table.with_needed(given))), given
 
 
 @every_table
 def test_what_is_just_right_is_accepted(table: Table, validator: Any) -> None:
     for name in table.names():
         for value in beside_limits(table.target, name)[1] + OWN.get(f"{table.place}.{name}", ([], []))[1]:
-            found = validator.iter_errors(config(table, table.with_needed({name: value})))
+            found = validator.iter_errors(table.config(table.with_needed({name: value})))
             assert not [error.message for error in found if name in map(str, error.absolute_path)]
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_no_table_is_refused(place: str, validator: Any) -> None:
     *outer, name = place.split(".")
-    assert not validator.is_valid(config(Table(".".join(outer), object), {name: 3}))
+    assert not validator.is_valid(Table(".".join(outer), object).config({name: 3}))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

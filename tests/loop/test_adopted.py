@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LossOutput, PluginError, UserError, hookimpl
-from hookdiff.testing import assert_same, toy_loop, toy_model, weights
+from hookdiff.testing import assert_resumes, assert_same, toy_loop, toy_model, weights
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_clip import Clip
 from hookdiff_ema import EMA
-from tests.conftest import Batches, acting, check_facts, ran, refused
+from tests.conftest import Batches, Restores, acting, check_facts, ran, refused
 
 
 class Uncertainty:
@@ -92,19 +92,9 @@ def test_it_is_in_no_optimizer_norm_average_or_export_of_the_run() -> None:
             assert set(loop.model.state_dict()) == set(toy_model().state_dict())
 
 
-@pytest.mark.parametrize("cut", [1, 4])
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_resumed_run_equals_an_uninterrupted_one(cut: int, every: int, tmp_path: Path) -> None:
-    def run(place: Path, steps: int, resume: bool = False) -> tuple[Loop, Uncertainty]:
-        plugins = {"weight": (plugin := Uncertainty(every)), "checkpoint": Checkpoint()}
-        return ran(toy_loop(plugins, steps=steps, run_dir=place, resume=resume)), plugin
-
-    whole, whole_plugin = run(tmp_path / "whole", 8)
-    run(tmp_path / "cut", cut)
-    resumed, plugin = run(tmp_path / "cut", 8, resume=True)
-    assert_same(weights(resumed), weights(whole))
-    assert_same(plugin.net.state_dict(), whole_plugin.net.state_dict())
-    assert resumed.state_dict()["plugins"]["weight"]["adopted"]["0"]["optimizer"]["weights"]
+def test_a_resumed_run_equals_an_uninterrupted_one(every: int) -> None:
+    assert_resumes(lambda: Uncertainty(every), at=(1, 4))
 
 
 def test_a_checkpoint_from_before_the_plugin_is_resumed_with_it_fresh(tmp_path: Path) -> None:
@@ -181,31 +171,17 @@ def test_its_gradients_are_unscaled_and_an_overflow_of_theirs_is_a_void_step() -
         assert 0 < gradient.abs().max() < 10
 
 
-def test_a_rollback_restores_it(tmp_path: Path) -> None:
-    class RollsBack:
-        done = False
+def test_a_rollback_restores_it() -> None:
+    plugin, weights_at = Uncertainty(), {}
 
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            if loop.progress.step == 3 and not self.done:
-                self.saved = plugin.net.weight.detach().clone()
-            if loop.progress.step == 4 and not self.done:
-                plugin.spoil = math.nan
+    def look(loop: Loop) -> None:
+        weights_at[loop.progress.position] = plugin.net.weight.detach().clone()
+        plugin.spoil = math.nan if loop.progress.position == 4 else None
 
-        @hookimpl(trylast=True)
-        def on_nan(self) -> str:
-            self.done, plugin.spoil = True, None
-            return "rollback"
-
-        @hookimpl
-        def make_batch(self, loop: Loop, batch: Batch) -> Batch:
-            if self.done and not hasattr(self, "restored"):
-                self.restored = plugin.net.weight.detach().clone()
-            return batch
-
-    plugin, rolls = Uncertainty(), RollsBack()
-    toy_loop({"weight": plugin, "rolls": rolls, "checkpoint": Checkpoint(every=3)}, steps=6, run_dir=tmp_path).run()
-    assert torch.equal(rolls.restored, rolls.saved)
+    back = acting(before_step=look, on_nan=lambda: "rollback")
+    toy_loop({"weight": plugin, "back": back, "memory": Restores(at=3)}, steps=6).run()
+    assert torch.equal(weights_at[5], weights_at[3])
+    assert not torch.equal(weights_at[4], weights_at[3])
 
 
 def test_a_module_that_is_only_used_is_frozen_and_not_saved() -> None:
@@ -243,33 +219,25 @@ def test_a_script_may_enter_the_loop_twice() -> None:
         assert len(loop.adopted.optimizers) == 1
 
 
-@pytest.mark.parametrize("every", [0, -1])
-def test_every_starts_at_one(every: int) -> None:
-    with refused(PluginError, "'weight'", "every", every):
-        toy_loop({"weight": Uncertainty(every)}).run()
+def adopting(adopt: Any, hook: str = "prepare_model") -> object:
+    """Return a plugin that adopts a module in its `hook`."""
+    return type("Adopts", (), {hook: hookimpl(lambda self, loop: adopt(self, loop, nn.Embedding(10, 1)))})()
 
 
-def test_an_optimizer_of_other_parameters_is_refused() -> None:
-    class Foreign(Uncertainty):
-        @hookimpl
-        def prepare_model(self, loop: Loop) -> None:
-            loop.adopt(self, self.net, torch.optim.Adam(loop.model.parameters()))
-
-    with refused(PluginError, "'weight'", "Adam"):
-        toy_loop({"weight": Foreign()}).run()
-
-
-def test_a_module_is_taken_only_in_prepare_model_and_from_a_plugin_of_the_run() -> None:
-    class Late(Uncertainty):
-        @hookimpl
-        def on_start(self, loop: Loop) -> None:
-            loop.adopt(self, self.net)
-
-    class Other(Uncertainty):
-        @hookimpl
-        def prepare_model(self, loop: Loop) -> None:
-            loop.adopt(object(), self.net)
-
-    for plugin in (Late(), Other()):
-        with refused(PluginError, "loop.adopt", "prepare_model"):
-            toy_loop({"weight": plugin}).run()
+@pytest.mark.parametrize(
+    ("plugin", "facts"),
+    [
+        (Uncertainty(every=0), ("'weight'", "every", 0)),
+        (Uncertainty(every=-1), ("'weight'", "every", -1)),
+        (
+            adopting(lambda plugin, loop, net: loop.adopt(plugin, net, torch.optim.Adam(loop.model.parameters()))),
+            ("'weight'", "Adam"),
+        ),
+        (adopting(lambda plugin, loop, net: loop.adopt(plugin, net), "on_start"), ("loop.adopt", "prepare_model")),
+        (adopting(lambda plugin, loop, net: loop.adopt(object(), net)), ("loop.adopt", "prepare_model")),
+    ],
+    ids=["every 0", "every -1", "an optimizer of other parameters", "too late", "of no plugin"],
+)
+def test_a_module_that_cannot_be_adopted_is_refused(plugin: object, facts: tuple[object, ...]) -> None:
+    with refused(PluginError, *facts):
+        toy_loop({"weight": plugin}).run()

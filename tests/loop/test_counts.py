@@ -91,10 +91,6 @@ def test_time_is_measured_from_the_last_due_moment(monkeypatch: pytest.MonkeyPat
     assert seen == [False, False, True, False, False, True, False, True]
 
 
-def test_due_reads_the_text_of_a_config() -> None:
-    assert Due("2 epochs").every == Every(2, "epochs")
-
-
 @given(outcomes=st.lists(st.sampled_from(["updated", "void", "skipped", "held"]), max_size=20))
 def test_every_batch_counts_but_only_an_update_counts_as_a_step(outcomes: list[Any]) -> None:
     progress = Progress(0, 0, 0, 0)

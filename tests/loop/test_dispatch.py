@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from hookdiff import PASS, HookError, Hooks, UserError, hookimpl
-from hookdiff.loop.dispatch import bind, compile_hook, in_order
+from hookdiff.loop.dispatch import bind, compile_hook
 from hookdiff.loop.hookspecs import HOOKS
 from hookdiff.loop.registry import Plugins
 from hookdiff.testing.toy import toy_loop
@@ -135,11 +135,6 @@ def test_the_order_is_wrappers_then_phases_then_the_config(drawn):
         )  # the sort is stable: ties keep the order of the config
 
     assert [impl.plugin_name for impl in Plugins(plugins).order(MOMENT)] == sorted(plugins, key=key)
-
-
-def test_ties_are_called_in_the_order_of_their_ranks():
-    impls = Plugins(make(MOMENT, [(plain, 0, {"trylast": True})] * 3, [])).order(MOMENT)
-    assert [i.plugin_name for i in in_order(impls, {"p0": 2, "p1": 0, "p2": 1})] == ["p1", "p2", "p0"]
 
 
 def test_the_outermost_wrapper_decides_the_result():

@@ -10,9 +10,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hookdiff import Batch, Feed, InMemory, Loop, UserError, hookimpl
-from hookdiff.testing import assert_same, toy_loop, weights
+from hookdiff.testing import assert_resumes, assert_same, toy_loop, weights
 from hookdiff_checkpoint import Checkpoint
-from tests.conftest import Batches, acting, outcomes, ran, refused
+from tests.conftest import Batches, RollsBack, acting, outcomes, ran, refused
 
 
 class Curriculum:
@@ -77,25 +77,11 @@ def test_weights_for_other_data_are_refused_on_resume(tmp_path: Path) -> None:
         toy_loop(plugins, run_dir=tmp_path, steps=9, resume=True, data=torch.zeros(41, 4)).run()
 
 
-def test_a_rollback_keeps_the_weights_of_the_epoch(tmp_path: Path) -> None:
-    class RollsBack(Curriculum):
-        spoiled = False
-
-        @hookimpl
-        def make_batch(self, loop: Loop, batch: Batch) -> Batch:
-            if loop.progress.epoch == 1 and loop.progress.samples == 8 and not self.spoiled:
-                self.spoiled = True
-                return evolve(batch, inputs=batch.inputs * float("nan"))
-            return batch
-
-        @hookimpl
-        def on_nan(self) -> str:
-            return "rollback"
-
-    plugin, plain = RollsBack(), Curriculum()
+def test_a_rollback_keeps_the_weights_of_the_epoch() -> None:
+    plugin, plain = Curriculum(), Curriculum()
     toy_loop({"plain": plain}, epochs=2).run()
-    toy_loop({"plugin": plugin, "checkpoint": Checkpoint(every=4)}, epochs=2, run_dir=tmp_path).run()
-    assert plugin.spoiled
+    loop = toy_loop({"plugin": plugin, "back": RollsBack(at=4, position=6)}, epochs=2)
+    assert outcomes(loop)[6] == "skipped"
     assert plugin.drawn == plain.drawn
     assert plugin.calls == plain.calls
 
@@ -148,21 +134,17 @@ class Mixes:
 
 
 @pytest.mark.parametrize("micro_batch", [None, 3])
-def test_a_changed_batch_is_resumed_exactly_and_keeps_the_noise(micro_batch: int | None, tmp_path: Path) -> None:
-    def run(place: Path, steps: int, resume: bool = False) -> tuple[Loop, Batches]:
-        plugins = {"mixes": Mixes(), "batches": (batches := Batches()), "checkpoint": Checkpoint()}
-        loop = ran(toy_loop(plugins, run_dir=place, resume=resume, steps=steps, micro_batch=micro_batch))
-        return loop, batches
+def test_a_changed_batch_is_resumed_exactly(micro_batch: int | None) -> None:
+    assert_resumes(Mixes, micro_batch=micro_batch)
 
-    whole, mixed = run(tmp_path / "whole", 8)
-    run(tmp_path / "cut", 3)
-    resumed, _ = run(tmp_path / "cut", 8, resume=True)
-    assert_same(weights(resumed), weights(whole))
-    plain = Batches()
+
+def test_a_changed_batch_keeps_the_noise() -> None:
+    mixed, plain = Batches(), Batches()
+    toy_loop({"mixes": Mixes(), "batches": mixed}, steps=8).run()
     toy_loop({"batches": plain}, steps=8).run()
-    for one, other in zip(mixed.seen, plain.seen, strict=True):
-        assert torch.equal(one.draws["noise"], other.draws["noise"])
-        assert not torch.equal(one.inputs, other.inputs)
+    for mixed_batch, batch in zip(mixed.seen, plain.seen, strict=True):
+        assert torch.equal(mixed_batch.draws["noise"], batch.draws["noise"])
+        assert not torch.equal(mixed_batch.inputs, batch.inputs)
 
 
 def test_a_veto_consumes_the_batch_and_calls_no_other_hook() -> None:

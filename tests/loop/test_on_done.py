@@ -46,19 +46,9 @@ class Mean:
         return {"mean": lambda: self.final}
 
 
-class Called:
-    """Notes the hooks of the end of a run."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    @hookimpl
-    def on_done(self) -> None:
-        self.calls.append("on_done")
-
-    @hookimpl
-    def on_stop(self) -> None:
-        self.calls.append("on_stop")
+def noting(calls: list[str]) -> object:
+    """Return a plugin that notes the hooks of the end of a run."""
+    return acting(on_done=lambda: calls.append("on_done"), on_stop=lambda: calls.append("on_stop"))
 
 
 def test_what_is_made_at_the_end_is_that_of_any_run() -> None:
@@ -70,21 +60,22 @@ def test_what_is_made_at_the_end_is_that_of_any_run() -> None:
 
 @pytest.mark.parametrize("reason", ["done", "plugin", "time", "signal", "on_nan"])
 def test_it_is_called_once_when_the_run_is_over_for_good(reason: str) -> None:
-    called, stop = Called(), acting(after_optimizer_step=lambda loop: loop.stop(reason))
-    toy_loop({"called": called, **({} if reason == "done" else {"stop": stop})}, steps=3).run()
-    assert called.calls == (["on_done", "on_stop"] if reason in ("done", "plugin") else ["on_stop"])
+    calls: list[str] = []
+    stop = acting(after_optimizer_step=lambda loop: loop.stop(reason))
+    toy_loop({"notes": noting(calls), **({} if reason == "done" else {"stop": stop})}, steps=3).run()
+    assert calls == (["on_done", "on_stop"] if reason in ("done", "plugin") else ["on_stop"])
 
 
 def test_it_is_not_called_in_a_loop_that_only_samples_nor_after_an_error_or_a_break() -> None:
-    called = Called()
-    with toy_loop({"called": called}):
+    calls: list[str] = []
+    with toy_loop({"notes": noting(calls)}):
         pass
-    with toy_loop({"called": called}) as loop:
+    with toy_loop({"notes": noting(calls)}) as loop:
         next(loop.steps())
     failing = acting(after_optimizer_step=lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        toy_loop({"called": called, "failing": failing}).run()
-    assert called.calls == ["on_stop"] * 3
+        toy_loop({"notes": noting(calls), "failing": failing}).run()
+    assert calls == ["on_stop"] * 3
 
 
 def train(run: Path, steps: int = 8, every: int = 4, resume: bool = False, **more: object) -> Loop:

@@ -74,8 +74,8 @@ def sorted_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loop, Listener
 
 def files(folder: Path) -> dict[str, bytes]:
     """Return the pictures and weights that a run wrote, by path."""
-    found = [path for path in folder.rglob("*") if path.suffix in (".png", ".safetensors")]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+    paths = [path for path in folder.rglob("*") if path.suffix in (".png", ".safetensors")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def test_the_plugins_do_something(sorted_run: tuple[Loop, Listener]) -> None:

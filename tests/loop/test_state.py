@@ -16,7 +16,7 @@ from hookdiff.disk.tree import flatten
 from hookdiff.errors import NoCheckpoint
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint, read_checkpoint
-from tests.conftest import Restores, RollBackAt, acting, check_facts, kept, ran, refused, saved, warnings
+from tests.conftest import Restores, RollBackAt, acting, check_facts, kept, outcomes, ran, refused, saved, warnings
 
 
 class Momenta(Optimizer):
@@ -262,7 +262,8 @@ def test_a_rollback_restores_everything_but_the_position_in_the_data(make: Calla
             then.append((saved(loop), loop.progress.state_dict(), counter.count))
 
     plugins = {"counter": counter, "memory": memory, "bad": RollBackAt(5, 8), "look": acting(before_step=look)}
-    toy_loop(plugins, optimizers=make, steps=10, batch_size=4).run()
+    results = outcomes(toy_loop(plugins, optimizers=make, steps=10, batch_size=4))
+    assert [position for position, result in enumerate(results) if result == "skipped"] == [5, 8]
     for state, progress, count in then:
         assert_same(flatten(state)[0], flatten(memory.state)[0])
         assert (progress["step"], count) == (3, 3)
@@ -271,17 +272,17 @@ def test_a_rollback_restores_everything_but_the_position_in_the_data(make: Calla
 
 
 def test_a_rollback_restores_a_fresh_plugin_only_from_states_of_its_own_run() -> None:
-    memory, counter, found = kept({"counter": Counter()}, at=3), Counter(), []
+    memory, counter, counts = kept({"counter": Counter()}, at=3), Counter(), []
     memory.at = 6
 
     def look(loop: Loop) -> None:
         if loop.progress.position in (5, 9):
-            found.append((loop.progress.step, counter.count))
+            counts.append((loop.progress.step, counter.count))
 
     plugins = {"counter": counter, "memory": memory, "bad": RollBackAt(4, 8), "look": acting(before_step=look)}
     toy_loop(plugins, steps=8, fresh=["counter"]).run()
     # The state of step 3 is older than this run, so the counter keeps its 1; the state of step 6 has its count, 4.
-    assert found == [(3, 1), (6, 4)]
+    assert counts == [(3, 1), (6, 4)]
 
 
 def test_a_rollback_to_the_start_removes_the_moments_of_the_optimizer() -> None:

@@ -41,9 +41,9 @@ except UserError as error:
 def test_the_parts_of_a_sharded_tensor_are_blocks(tmp_path: Path) -> None:
     first, second = two_ranks(BLOCKS, tmp_path)
     shared = [(True, True, True), (True, True, True)]
-    found = ["on 0", "on both", "on 1"]
-    assert first[:-1] == [*shared, (True, True, True), 2, None, found, ["on 0"]]
-    assert second[:-1] == [*shared, (False, True, True), 2, None, found, ["on 1"]]
+    names = ["on 0", "on both", "on 1"]
+    assert first[:-1] == [*shared, (True, True, True), 2, None, names, ["on 0"]]
+    assert second[:-1] == [*shared, (False, True, True), 2, None, names, ["on 1"]]
     check_facts(first[-1], "(5, 3)", "_S(0, 2)")
 
 

@@ -20,11 +20,6 @@ def test_splitmix64_gives_the_published_outputs() -> None:
     assert [splitmix64(1234567 + number * GAMMA) for number in range(5)] == outputs
 
 
-@given(value=st.integers(0, 2**64 - 1), bit=st.integers(0, 63))
-def test_one_bit_changes_about_half_of_the_output(value: int, bit: int) -> None:
-    assert 10 <= (splitmix64(value) ^ splitmix64(value ^ (1 << bit))).bit_count() <= 54  # 32 +- 5.5 sigma
-
-
 @pytest.mark.parametrize(
     ("address", "seed"),
     [
@@ -59,10 +54,6 @@ def test_a_run_never_draws_the_same_numbers_twice() -> None:
     grid = itertools.product(range(3), STREAMS, range(20), range(3), range(3))
     seeds = [derive_seed(*address) & 0xFFFFFFFF for address in grid]  # a CPU generator uses only these 32 bits
     assert len(set(seeds)) == len(seeds) == 3240
-
-
-def test_streams_are_never_reordered() -> None:
-    assert STREAMS == ("data", "augment", "noise", "model", "sample", "evaluate")
 
 
 @given(address=st.tuples(st.sampled_from(STREAMS), st.integers(0, 10**6)), drawn=st.integers(0, 1500))
@@ -128,15 +119,8 @@ def test_tensors_are_mixed_like_numbers(values: list[int]) -> None:
     parts=st.lists(st.integers(0, 2**40), min_size=1, max_size=9),
 )
 def test_numbers_of_a_part_are_those_of_its_seed(seed: int, position: int, parts: list[int]) -> None:
-    found = uniforms(seed, "augment", position, torch.tensor(parts), 3)
-    for part, row in zip(parts, found.tolist(), strict=True):
+    numbers = uniforms(seed, "augment", position, torch.tensor(parts), 3)
+    for part, row in zip(parts, numbers.tolist(), strict=True):
         state = derive_seed(seed, "augment", position, part=part)
         outputs = [splitmix64((state + step * 0x9E3779B97F4A7C15) % 2**64) for step in range(3)]
         assert row == [(output >> 11) / 2**53 for output in outputs]
-
-
-def test_numbers_are_spread_evenly() -> None:
-    found = uniforms(3, "augment", 7, torch.arange(20_000), 5)
-    assert 0 <= found.min() < 0.001 < 0.999 < found.max() < 1
-    torch.testing.assert_close(found.mean(0), torch.full((5,), 0.5, dtype=torch.float64), rtol=0, atol=0.01)
-    torch.testing.assert_close(torch.cov(found.T), torch.eye(5, dtype=torch.float64) / 12, rtol=0, atol=0.002)

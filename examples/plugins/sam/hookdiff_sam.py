@@ -13,7 +13,7 @@ from hookdiff.options import about
 class SAM:
     """Updates the weights with the gradient at the worst weights nearby, which leads to flatter minima.
 
-    A step makes two passes, so it takes twice the time. The logged loss is that of the weights themselves.
+    A step makes two passes, so it takes twice the time. The logged loss is the loss at the weights themselves.
     """
 
     rho: float = field(

@@ -25,7 +25,7 @@ class Target:
     )
     times: int = field(default=1, validator=ge(1), metadata=about("measurements in a row that have to reach it"))
     newest: list[float] = saved(factory=list)  # at most `times` measurements
-    measured: str = saved("", key="metric")  # what they are measurements of
+    measured: str = saved("", key="metric")  # the metric of these measurements
 
     @property
     def reached(self) -> bool:
@@ -34,7 +34,7 @@ class Target:
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
-        if self.measured != self.metric:  # the saved ones are of another number
+        if self.measured != self.metric:  # the saved measurements are of another number
             self.newest, self.measured = [], self.metric
         self.end_if_reached(loop)
 
