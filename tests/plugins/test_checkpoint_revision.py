@@ -147,7 +147,7 @@ def test_a_submodule_is_not_asked(repo: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_only_a_repository_around_the_run_is_recorded(
-    repo: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Callable[..., Any]
+    repo: Path, monkeypatch: pytest.MonkeyPatch, succeed: Callable[..., Any]
 ) -> None:
     """A run below the user's project keeps its commit, also when it is resumed; a run that is a repository has none."""
     monkeypatch.chdir(repo)
@@ -159,22 +159,22 @@ def test_only_a_repository_around_the_run_is_recorded(
         return json.loads(manifests[-1].read_text())["git"]
 
     commit = git(repo, "rev-parse", "HEAD")
-    assert hookdiff("run", "small.toml")[0] == 0
+    succeed("run", "small.toml")
     assert recorded(run) == {"commit": commit, "changed": False}
-    assert hookdiff("resume", "runs/small", "--steps", "2")[0] == 0
+    succeed("resume", "runs/small", "--steps", "2")
     assert recorded(run) == {"commit": commit, "changed": False}
     git(run, "init")
     git(run, "add", "config.toml")
     git(run, "commit", "-m", "z")
     monkeypatch.chdir(run)
-    assert hookdiff("resume", ".", "--steps", "3")[0] == 0
+    succeed("resume", ".", "--steps", "3")
     assert recorded(run) is None
     newest = sorted(run.glob("checkpoints/*"))[-1]
     for source, out in ((".", "a"), (newest, "b")):
-        assert hookdiff("resume", source, "--steps", "4", "--out", repo / out)[0] == 0
+        succeed("resume", source, "--steps", "4", "--out", repo / out)
         assert recorded(repo / out) is None
     monkeypatch.chdir(run / "checkpoints")
-    assert hookdiff("resume", "..", "--steps", "4")[0] == 0
+    succeed("resume", "..", "--steps", "4")
     assert recorded(run) is None
 
 
