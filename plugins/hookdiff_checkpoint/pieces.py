@@ -27,7 +27,7 @@ class PieceLocation:
     shape: tuple[int, ...]  # of the whole
     dtype: torch.dtype
     start: Start
-    is_mine: bool  # this rank writes its piece, as it is not empty and no rank before has the same piece
+    is_mine: bool  # this rank writes its piece: it is not empty, and no earlier rank has the same
     is_whole: bool  # the main rank writes the tensor in one piece
 
     @classmethod

@@ -52,7 +52,7 @@ def _text(file: Path) -> str:
 def _commit(git: Path, common: Path) -> str | None:
     """Return the commit that HEAD names; None if there is none yet."""
     name = _text(git / "HEAD")
-    for _ in range(5):  # as git follows at most
+    for _ in range(5):  # git follows no more
         if _COMMIT.fullmatch(name):
             return name
         ref = name.removeprefix("ref: ")

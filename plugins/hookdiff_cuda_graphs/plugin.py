@@ -40,7 +40,7 @@ class CudaGraphs:
     _recorder: Recorder | None = field(default=None, init=False)
     _parts: list[DevicePart] | None = field(default=None, init=False)  # None: the host makes the updates
     _in_passes: list[str] = field(factory=list, init=False)  # plugins that may need the host for a whole step
-    _in_between: list[str] = field(factory=list, init=False)  # plugins that may need it before the update
+    _in_between: list[str] = field(factory=list, init=False)  # plugins that may need the host before the update
     _batch: Batch | None = field(default=None, init=False)  # of the current step, before its passes
     _seen: int = field(default=0, init=False)  # steps since the last recording was dropped
     _step: RecordedStep | None = field(default=None, init=False)

@@ -28,7 +28,7 @@ from hookdiff.images import (
 logger = logging.getLogger("hookdiff")
 
 CAPTIONS = "txt"  # extension of the captions
-_TEXT = "text"  # what the source "shards" calls them
+_TEXT = "text"  # their name in the source "shards"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,60}")  # of a condition, as part of the name of a file
 
 Members = dict[str, bytes]  # by extension
@@ -38,15 +38,15 @@ def members(feed: Feed) -> Iterator[tuple[int, Members]]:
     """Yield each usable sample of `feed`, in order: its position and its members, the picture first.
 
     A picture keeps the bytes of its file; one without a file becomes a PNG, and pixels that no PNG holds an .npy.
-    Raises UserError for a sample that cannot be read or written; those of `Images` may be skipped.
+    Raises UserError for a sample that cannot be read or written; the config may skip unreadable pictures.
     """
-    for index, found in _parts(feed):
-        if isinstance(found, Unreadable):
+    for index, parts in _parts(feed):
+        if isinstance(parts, Unreadable):
             if reader_of_source(feed).store.unreadable == "stop":
-                raise found
-            logger.warning("data: left out: %s", found)
+                raise parts
+            logger.warning("data: left out: %s", parts)
             continue
-        (suffix, content), label, others = found
+        (suffix, content), label, others = parts
         if label is None and feed.labels is not None:
             label = int(feed.labels[index])
         sample = {suffix: content} if label is None else {suffix: content, "cls": str(label).encode()}

@@ -62,7 +62,7 @@ class Replica(nn.Module):
         if unused := [name for name, value in self._named if value.requires_grad and value.grad is None]:
             raise UserError(
                 f"plugins.ddp: these parameters have no part in the loss of this step: {listed(unused, 3)}; set "
-                "plugins.ddp.find_unused_parameters = true, or freeze those that never have one"
+                "plugins.ddp.find_unused_parameters = true, or freeze those that never have a part in it"
             )
 
 

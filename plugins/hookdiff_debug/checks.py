@@ -306,20 +306,20 @@ def check_levels(levels: Sequence[Level], times: Sequence[Drawn], trained: bool)
 
 def check_samples(images: Tensor, data: Inputs, trained: bool) -> Finding:
     """Judge samples, `images` of n c h w: range and deviation beside the data, NaN, equal images."""
-    made = measure_inputs(images)
+    sampled = measure_inputs(images)
     spare = (data.high - data.low) / 4
     outside = float(((images < data.low - spare) | (images > data.high + spare)).float().mean())
     far = f"{percent(outside)} of the values of samples are far outside those of the data"
-    unlike = "constant" if made.std < BLANK else "all the same image" if made.same == 1 else ""
+    unlike = "constant" if sampled.std < BLANK else "all the same image" if sampled.same == 1 else ""
     longer = "a longer training, or other options of [sampling]"
     return judge(
-        f"{made}; the data has {data}" + ("" if trained else "; the trial is too short to judge them"),
-        (made.nonfinite, not_finite("samples", made.nonfinite, "a look at the output of the network")),
+        f"{sampled}; the data has {data}" + ("" if trained else "; the trial is too short to judge them"),
+        (sampled.nonfinite, not_finite("samples", sampled.nonfinite, "a look at the output of the network")),
         error_if(trained and unlike, f"samples are {unlike}", longer),
         warning_if(unlike, f"samples are {unlike}", longer),
         warning_if(trained and outside > OUTSIDE, far, f"sampling.clipping = 'clamp', {longer}"),
         warning_if(
-            trained and not data.std / UNLIKE < made.std < data.std * UNLIKE, "samples differ in contrast", longer
+            trained and not data.std / UNLIKE < sampled.std < data.std * UNLIKE, "samples differ in contrast", longer
         ),
     )
 
