@@ -21,10 +21,10 @@ OWN = "model"  # the name of weights that are no average
 
 @define(frozen=True)
 class AwayFrom(Guidance):
-    """d + (scale - 1) (d - g), for the outputs d of the network and g of the `guide`.
+    """Guides by d + (scale - 1) (d - g), for the outputs d of the network and g of the `guide`.
 
-    It is Karras et al. 2024 (arXiv 2406.02507), eq. 3. Outside of the `interval` of sigma / alpha it is d, and the
-    guide is not called.
+    This is eq. 3 of Karras et al. 2024 (arXiv 2406.02507). Outside of the `interval` of sigma / alpha the output is d,
+    and the guide is not called.
     """
 
     guide: Net

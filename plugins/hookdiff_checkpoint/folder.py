@@ -68,7 +68,7 @@ class CheckpointInfo:
 
 
 def file_of(part: str, of_rank: str = "") -> str:
-    """Return the name of the file with a part, or with the pieces of it `of_rank`, such as "00002-of-00008"."""
+    """Return the name of the file with the tensors of a part, or with the pieces of one rank ("00002-of-00008")."""
     name = quote(part.removeprefix(PLUGINS), safe="")
     ending = f"-{of_rank}.safetensors" if of_rank else ".safetensors"
     return f"{'%2E' + name[1:] if name.startswith('.') else name}{ending}"

@@ -275,7 +275,7 @@ class Checkpoint:
     def _finish(self, loop: Loop, writer: Writer) -> bool:
         """Wait for the current save; return whether it is on the disk.
 
-        Raises StorageError, which ends the run, if it is not; for a full disk only if the config says so.
+        Raises StorageError, which ends the run, if the save failed; on a full disk only if the config says so.
         """
         run = self._run
         try:
@@ -324,12 +324,12 @@ class Checkpoint:
 
 
 def _run_of(place: Path) -> Path:
-    """Return the run directory of a checkpoint; any other path is one itself."""
+    """Return the run directory of a checkpoint; any other `place` is a run directory itself."""
     return place.resolve().parent.parent if (place / MANIFEST).exists() else place
 
 
 def _check_shared(folder: Path) -> None:
-    """Raise UserError if a rank does not see what the first rank writes in `folder`, so that its pieces are lost."""
+    """Raise UserError if a rank does not see files of the first rank in `folder`: its pieces would be lost."""
     probe, mark = folder / _PROBE, first_rank_says(str(time.time_ns()))
 
     def seen() -> bool:

@@ -107,7 +107,7 @@ def _above_min(rule: Any, option: Attribute[Any], value: float) -> None:
 class Following(Norm):
     """A rule with a threshold that follows the norms after clipping, so that a spike cannot raise it much.
 
-    It is `start` for `warmup` updates, and never leaves the range from `min_norm` to `max_norm`.
+    The threshold is `start` for `warmup` updates, and always between `min_norm` and `max_norm`.
     """
 
     min_norm: float = field(default=0.0, validator=[ge(0), _below_max], metadata=about("lowest threshold"))

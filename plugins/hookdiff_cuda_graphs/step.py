@@ -58,7 +58,7 @@ def can_be_held_back(optimizer: Optimizer) -> bool:
 
 
 def has_state(optimizer: Optimizer) -> bool:
-    """Return whether `optimizer` has its state for all present gradients; each replay would make a missing one anew."""
+    """Return whether `optimizer` has its state for all present gradients; each replay would make missing state anew."""
     needed = (p for group in optimizer.param_groups if group.get("momentum", 1) for p in group["params"])
     return all(parameter.grad is None or bool(optimizer.state.get(parameter)) for parameter in needed)
 

@@ -17,9 +17,9 @@ _FREQUENT = 5  # captions that are listed
 
 
 def captions(feed: Feed) -> dict[str, Any]:
-    """Return facts about the captions that encoders take, by their name in the source, which JSON can hold.
+    """Return facts that JSON can hold about the captions that encoders take, by the name of the captions.
 
-    Each encoder is opened on the CPU. Raises UserError for one that cannot be.
+    Each encoder is opened on the CPU. Raises UserError for an encoder that cannot be opened.
     """
     facts: dict[str, Any] = {}
     if (reader := find_reader(feed, CaptionedReader)) is None:

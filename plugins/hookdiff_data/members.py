@@ -59,7 +59,7 @@ def members(feed: Feed) -> Iterator[tuple[int, Members]]:
 
 
 def with_captions(feed: Feed, samples: Iterator[tuple[int, Members]]) -> Iterator[tuple[int, Members]]:
-    """Yield `samples` with the captions that each has in the source of `feed`, if that has any: one on each line.
+    """Yield `samples`, each with its captions in the source of `feed`, one on each line, if there are any.
 
     Raises UserError for captions that the source "shards" would not read as they are.
     """
@@ -85,7 +85,7 @@ def _lines(name: str, captions: Sequence[str]) -> bytes:
 
 
 def member_name(condition: str) -> str:
-    """Return the name of a condition as part of an extension; raises UserError if it cannot be that."""
+    """Return the name of a condition as part of an extension; raises UserError if no file can have it."""
     if not _NAME.fullmatch(condition):
         raise UserError(f"conditions {condition!r}: the name cannot be that of a file in a shard; rename it")
     return condition.lower()
@@ -163,5 +163,5 @@ def _original(image: Any) -> tuple[str, bytes] | None:
 
 def _png(image: Any) -> bytes:
     file, exif = io.BytesIO(), image.getexif()
-    image.save(file, "PNG", **({"exif": exif} if exif else {}))  # it may turn the picture
+    image.save(file, "PNG", **({"exif": exif} if exif else {}))  # the EXIF data may turn the picture
     return file.getvalue()

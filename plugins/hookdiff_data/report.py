@@ -64,7 +64,7 @@ def _classes(feed: Feed) -> dict[str, int] | None:
 
 
 def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
-    """Return statistics of the inputs, bad samples and duplicates; add what cannot be decoded to `unreadable`."""
+    """Return statistics of the inputs, bad samples and duplicates; add samples that cannot be read to `unreadable`."""
     groups: defaultdict[bytes, list[int]] = defaultdict(list)  # samples by the hash of their pixels
     low, high, total = float("inf"), float("-inf"), 0
     not_finite: list[str] = []

@@ -1,4 +1,4 @@
-"""Judges measured numbers: one function for each check, its rules in order, the most basic cause first."""
+"""Judges measured numbers. Each check is a function with rules in their order: the most basic cause first."""
 
 import itertools
 import math
@@ -76,7 +76,7 @@ def cause(findings: Mapping[str, Finding]) -> str | None:
 
 
 def following(findings: Mapping[str, Finding], first: str | None) -> dict[str, Finding]:
-    """Return `findings` with the remedy to mend the `first` error in all later ones, as their own would mislead.
+    """Return `findings`, all later ones with the remedy to mend the `first` error; their own would mislead.
 
     If the first error is not in `findings`, it comes before all of them.
     """
@@ -183,7 +183,7 @@ def check_times(levels: Sequence[Drawn], std: float) -> Finding:
 
 
 def check_loss(trial: Trial) -> Finding:
-    """Judge whether the loss is finite, as far as the learning rate has no influence."""
+    """Judge whether the loss is finite, where the learning rate cannot be the cause."""
     bad, losses = trial.first_bad, trial.losses
     nan = f"the loss is not finite at step {bad or 0:,}"
     return judge(
@@ -232,7 +232,7 @@ def check_learning(trial: Trial, trained: bool = False, resumed: bool = False) -
 def check_gradients(
     layers: Mapping[str, Layer], silent: Collection[str] = (), outputs: Outputs | None = None
 ) -> Finding:
-    """Judge the gradients of all layers; those of `silent` layers have been exactly zero for several steps.
+    """Judge the gradients of all layers; those of `silent` layers were exactly zero for several steps.
 
     While the `outputs` are close to zero, only the last layer has notable gradients, so their sizes are not compared.
     """

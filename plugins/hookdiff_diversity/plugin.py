@@ -61,7 +61,7 @@ class Diversity(ImageMetric):
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
-        """Ask for the pictures of the data, which samples that hold latents lack."""
+        """Raise UserError if the data has no pictures, because its samples hold latents."""
         try:
             _ = loop.feed.pictures
         except UserError as error:

@@ -44,7 +44,7 @@ class Average:
         torch._foreach_lerp_(self._values, weights, 1 - self.decay(num_updates))
 
     def on_device(self, weights: list[Tensor]) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """Return a tensor for the share of the weights, which is filled before each update, and the recorded update."""
+        """Return a tensor for the share of the weights, to be filled, and the work of an update on the device."""
         share = torch.zeros((), device=self._values[0].device)
 
         def update(finite: Tensor) -> None:
@@ -106,7 +106,7 @@ class each:
 def make_averages(name: str, decay: Length, half_life: Length, std: Length, warmup: Warmup) -> list[Average]:
     """Return the average that is given by a number, if any, and then the averages of the lists.
 
-    The first average logs under `name`, each other one under `name` and its label. The `warmup` applies to a decay and
+    The first average logs under `name`, a further one under `name` and its label. The `warmup` applies to a decay and
     to a half-life. Raises ValueError for two numbers, and for two equal averages.
     """
     lengths = {"decay": decay, "half_life": half_life, "std": std}
