@@ -262,10 +262,7 @@ def test_the_guide_of_another_model_is_refused(name: str, shape: tuple[int, ...]
 
 def test_a_run_is_sampled_with_its_guide(load_small: Callable[..., Any], tmp_path: Path) -> None:
     config = load_small("run.steps=10", plugins=["ema", "autoguidance", "checkpoint"])
-    with build_loop(config, tmp_path / "run") as loop:
-        for _ in loop.steps():
-            pass
-        expected = images(loop)
+    expected = images(ran(build_loop(config, tmp_path / "run")))
     with load_run(tmp_path / "run") as run, load_run(tmp_path / "run", ["plugins.autoguidance.scale=1"]) as unguided:
         torch.testing.assert_close(run.sample(4), expected, rtol=0, atol=1e-6)
         assert (unguided.sample(4) - expected).abs().max() > 1e-3

@@ -145,22 +145,7 @@ def test_means_of_many_images_are_no_copies() -> None:
 # The diagnosis
 
 
-def judged(
-    variance: float = 1,
-    distance: float = 1,
-    covered: int = 10,
-    dominant: float = 0.1,
-    copied: float = 0.01,
-    far: float = 1,
-    searched: float = 1,
-) -> str:
-    none = torch.zeros(0)
-    parts = (
-        Spread(variance, 1.0, distance),
-        Modes(10, covered, dominant, 0.1),
-        Copies(copied, searched, far, none, none, none),
-    )
-    return diagnose_samples(*parts).kind
+HEALTHY = {"variance": 1, "distance": 1, "covered": 10, "dominant": 0.1, "copied": 0.01, "searched": 1, "far": 1}
 
 
 @pytest.mark.parametrize(
@@ -183,7 +168,10 @@ def judged(
     ],
 )
 def test_the_first_cause_is_named(numbers: dict[str, Any], expected: str) -> None:
-    assert judged(**numbers) == expected
+    variance, distance, covered, dominant, copied, searched, far = {**HEALTHY, **numbers}.values()
+    samples, none = Modes(10, covered, dominant, 0.1), torch.zeros(0)
+    near = Copies(copied, searched, far, none, none, none)
+    assert diagnose_samples(Spread(variance, 1.0, distance), samples, near).kind == expected
 
 
 # The plugin, on digits: 1,000 to train on, 300 held out, and 497 that healthy samplers paint

@@ -91,16 +91,12 @@ def test_bf16_weights_have_a_float32_average():
 
 
 def test_samples_use_it_and_leave_no_trace():
-    ema, grid = EMA(decay=0.9), SampleRequest(3)
-    loop = toy_loop({"ema": ema})
-    with loop:
-        for _ in loop.steps():
-            pass
-        before, addresses = weights(loop), [p.data_ptr() for p in loop.model.parameters()]
-        averaged, plain = loop.sample(grid), loop.sample(SampleRequest(3, weights="model"))
-        named = loop.sample(SampleRequest(3, weights="ema"))
-        assert_same(weights(loop), before)
-        assert [p.data_ptr() for p in loop.model.parameters()] == addresses
+    ema = EMA(decay=0.9)
+    loop = toy_run({"ema": ema})
+    before, addresses = weights(loop), [p.data_ptr() for p in loop.model.parameters()]
+    averaged, plain, named = (loop.sample(SampleRequest(3, weights=name)) for name in (None, "model", "ema"))
+    assert_same(weights(loop), before)
+    assert [p.data_ptr() for p in loop.model.parameters()] == addresses
     assert (averaged.weights, plain.weights, named.weights) == ("ema", "model", "ema")
     assert torch.equal(averaged.images, named.images)
     loop.model.load_state_dict(ema.shadow)
