@@ -496,10 +496,10 @@ class Batches:
 
 
 class RollBackAt:
-    """A plugin that makes the loss NaN at `positions`, and asks for a rollback."""
+    """A plugin that makes the loss NaN at `positions`, and asks for a rollback, or for another `verdict`."""
 
-    def __init__(self, *positions: int) -> None:
-        self.positions = positions
+    def __init__(self, *positions: int, verdict: str = "rollback") -> None:
+        self.positions, self.verdict = positions, verdict
 
     @hookimpl(wrapper=True)
     def compute_loss(self, loop: Loop) -> Any:
@@ -509,7 +509,7 @@ class RollBackAt:
 
     @hookimpl
     def on_nan(self) -> str:
-        return "rollback"
+        return self.verdict
 
 
 class RollsBack(RollBackAt, Restores):

@@ -247,6 +247,7 @@ FAULTS = (
         "plugins/hookdiff_checkpoint/keep.py",
         "at < last or info is scheduled or",
         "at < last or",
+        "tests/plugins/test_checkpoint_finite.py::test_a_run_that_was_stopped_before_a_rollback_equals_an_unbroken_one[1-5]",
     ),
     Fault(
         "lr: the rate jumps at the end of the warm-up",

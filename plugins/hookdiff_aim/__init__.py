@@ -1,4 +1,4 @@
-"""Tracks runs in Aim. It copies what is in the run directory, so its repository can be deleted."""
+"""Tracks runs in Aim. All values are in the run directory, too, so the Aim repository can be deleted."""
 
 import atexit
 import importlib
@@ -72,7 +72,7 @@ class Aim(Sink):
         default=None, metadata=about("repository, a folder or aim://HOST:PORT; default: beside the run directory")
     )
     experiment: str | None = field(default=None, metadata=about('experiment in Aim; default: "default"'))
-    name: str | None = field(default=None, metadata=about("name of the run in Aim; default: that of the run directory"))
+    name: str | None = field(default=None, metadata=about("name of the run in Aim; default: name of the run directory"))
     system_tracking_interval: float | None = field(
         default=None,
         validator=optional(ge(0)),
@@ -178,7 +178,7 @@ class Aim(Sink):
                 logger.warning("Aim has lost the run %s in %s; a new one begins", run_hash, folder)
             self._hash = run_hash = mirrors[-1] if mirrors else None
         if run_hash and run.has_earlier_steps and not _goes_on(repo, run_hash, run.step):
-            if run_hash in _mirrors(repo, run.run_dir):  # not that of a run of which this directory is a copy
+            if run_hash in _mirrors(repo, run.run_dir):  # if this directory is a copy, it belongs to the original
                 _delete(repo, run_hash)
             run_hash = None
         options = {
@@ -194,7 +194,7 @@ class Aim(Sink):
             return aim.Run(run_hash, force_resume=True, **options)
 
     def is_transient(self, error: Exception) -> bool:
-        """Return whether a call is repeated, also for a database of Aim that is locked."""
+        """Return whether a call that raised `error` is repeated; a locked database of Aim is one more reason."""
         from sqlalchemy.exc import OperationalError
 
         return super().is_transient(error) or isinstance(error, OperationalError)
@@ -213,11 +213,11 @@ def _aim() -> Any:
         warnings.filterwarnings("ignore", "The ``declarative_base")
         aim = importlib.import_module("aim")
     # At exit Aim closes its runs on a new thread; from Python 3.12 on, no thread can be started at that time.
-    last = importlib.import_module("aim.ext.cleanup").AutoClean
-    for close in (last.cleanup, last._cleanup):
+    cleaner = importlib.import_module("aim.ext.cleanup").AutoClean
+    for close in (cleaner.cleanup, cleaner._cleanup):
         atexit.unregister(close)
-    last._registered_with_atexit = True
-    atexit.register(last._cleanup)
+    cleaner._registered_with_atexit = True
+    atexit.register(cleaner._cleanup)
     return aim
 
 
@@ -232,12 +232,12 @@ def _create(folder: str) -> None:
 
 
 def _hashes(repo: Any) -> list[str]:
-    _aim().Repo._all_run_hashes.cache_clear()  # half a second old, so that a run that was just made may be missing
+    _aim().Repo._all_run_hashes.cache_clear()  # this list may be half a second old, and lack a new run
     return sorted(repo.list_all_runs())
 
 
 def _tree(repo: Any, run_hash: str) -> Any:
-    """Return what Aim has of a run; not by aim.Run, which sees nothing of a run that Aim has not indexed yet."""
+    """Return the stored values of an Aim run; `aim.Run` would show none of a run that Aim has not indexed yet."""
     return repo.request_tree("meta", run_hash, read_only=True).subtree("meta").subtree("chunks").subtree(run_hash)
 
 

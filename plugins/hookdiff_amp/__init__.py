@@ -17,7 +17,7 @@ from hookdiff.options import COUNT, about, numbers
 logger = logging.getLogger("hookdiff")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_KEPT = 16  # void steps in the state: as many as halve the scale from 65536 to 1
+_KEPT = 16  # number of void steps in the state: so many halve the scale from 65536 to 1
 
 
 @define(frozen=True)
@@ -57,7 +57,7 @@ class AMP:
         default=2000, validator=ge(1), metadata=about("with fp16, steps without an overflow before the scale doubles")
     )
     min_scale: float = field(
-        default=1.0, validator=gt(0), metadata=about("with fp16, lowest scale; an overflow there fails the step")
+        default=1.0, validator=gt(0), metadata=about("with fp16, lowest scale; an overflow at it fails the step")
     )
     scaler: GradScaler | None = field(default=None, init=False)
     num_void: int = field(default=0, init=False)
@@ -147,7 +147,7 @@ class AMP:
         earlier = "".join(f"{before:g} (batch {position:g}) > " for position, before in self._fell)
         report.notes["loss scale"] = f"{earlier}{scale:g}" + (", the lowest allowed" if scale <= self.min_scale else "")
         flags = self._flags(loop)
-        if loop.agree(any(map(bool, flags))):  # those of adopted modules are from before the ranks averaged gradients
+        if loop.agree(any(map(bool, flags))):  # for adopted modules they were set before the ranks averaged gradients
             for flag in flags:
                 flag.fill_(1)
         self._lower()
@@ -167,9 +167,10 @@ class AMP:
             loop.log.average({"amp/void_share": 1.0})
 
     def _flags(self, loop: Loop) -> list[Tensor]:
-        """Return what the scaler keeps for each optimizer and device: 1 if a gradient of the step was not finite."""
+        """Return the flags of the scaler, by optimizer and device: 1 if a gradient of the step was not finite."""
         assert self.scaler is not None
-        return [flag for each in loop.all_optimizers for flag in self.scaler._found_inf_per_device(each).values()]
+        found = self.scaler._found_inf_per_device
+        return [flag for optimizer in loop.all_optimizers for flag in found(optimizer).values()]
 
     def _lower(self) -> None:
         assert self.scaler is not None

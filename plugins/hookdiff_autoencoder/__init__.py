@@ -33,7 +33,7 @@ from hookdiff.options import about
 
 logger = logging.getLogger("hookdiff")
 
-# The classes that are known here, and the attribute of what `encode` returns. A file can name no other.
+# The supported classes, each with the attribute that holds the latents in the result of its `encode`.
 _CLASSES = {"AutoencoderKL": "latent_dist", "AutoencoderDC": "latent", "AutoencoderTiny": "latents"}
 _CONFIG, _USUAL = "config.json", "diffusion_pytorch_model.safetensors"
 _UNSCALED = {"scaling_factor": 1.0, "shift_factor": None, "latents_mean": None, "latents_std": None}
@@ -125,22 +125,20 @@ class Autoencoder(PictureEncoder):
 
         config = self.config()
         known = inspect.signature(getattr(diffusers, config["_class_name"]).__init__).parameters
-        given = {key: config.get(key, known[key].default) for key in _UNSCALED if key in known}
+        scales = {key: config.get(key, known[key].default) for key in _UNSCALED if key in known}
         num = config.get("latent_channels", known["latent_channels"].default)
-        [factor] = self._numbers("scaling_factor", given["scaling_factor"], 1, above=0)
-        shift = given.get("shift_factor")
+        [factor] = self._numbers("scaling_factor", scales["scaling_factor"], 1, above=0)
+        shift = scales.get("shift_factor")
         mean = self._numbers("shift_factor", 0.0 if shift is None else shift, 1)
-        if (center := given.get("latents_mean")) is not None:
+        if (center := scales.get("latents_mean")) is not None:
             mean = self._numbers("latents_mean", center, num)
-        width = given.get("latents_std")
+        width = scales.get("latents_std")
         std = (1.0,) if width is None else self._numbers("latents_std", width, num, above=0)
         return mean, tuple(deviation / factor for deviation in std)
 
     def _numbers(self, key: str, value: Any, num: int, above: float = -math.inf) -> tuple[float, ...]:
-        """Return the `num` numbers of a key of config.json, which may be nested, as in a shape (1, num, 1, 1)."""
-        items = [value]
-        while any(isinstance(item, list | tuple) for item in items):
-            items = [part for item in items for part in (item if isinstance(item, list | tuple) else [item])]
+        """Return the `num` numbers that a key of config.json has as a list; one number may stand by itself."""
+        items = value if isinstance(value, list) else [value]
         are_numbers = all(type(item) in (int, float) and math.isfinite(item) and item > above for item in items)
         if len(items) != num or not are_numbers:
             expected = f"{num} finite number{'s' * (num != 1)}{f' above {above:g}' * math.isfinite(above)}"
@@ -184,7 +182,7 @@ def _fold(network: Any, mean: Sequence[float], std: Sequence[float]) -> None:
 class _Network:
     options: Autoencoder
     network: Any
-    result: str  # attribute of what its `encode` returns
+    result: str  # attribute of the result of its `encode`
 
     @cached_property
     def channels(self) -> int:
@@ -198,10 +196,10 @@ class _Network:
                 f"{pictures.shape[1]}{way_out}"
             )
         with self._cast(self.options.precision, pictures):
-            made = getattr(self.network.encode(pictures), self.result)
+            latents = getattr(self.network.encode(pictures), self.result)
         if self.result == "latent_dist":
-            return made.mean.float(), made.std.float()
-        return made.float(), None
+            return latents.mean.float(), latents.std.float()
+        return latents.float(), None
 
     def decode(self, latents: Tensor) -> Tensor:
         with self._cast(self.options.decode_precision, latents):

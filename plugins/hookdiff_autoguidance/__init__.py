@@ -1,4 +1,4 @@
-"""Samples better by moving away from what the network made earlier in its training."""
+"""Guides samples away from the outputs that the network had earlier in its training."""
 
 import logging
 from collections.abc import Callable, Generator, Mapping
@@ -21,10 +21,10 @@ OWN = "model"  # the name of weights that are no average
 
 @define(frozen=True)
 class AwayFrom(Guidance):
-    """d + (scale - 1) (d - g), for the outputs d of the network and g of the `guide`.
+    """Guides by d + (scale - 1) (d - g), for the outputs d of the network and g of the `guide`.
 
-    It is Karras et al. 2024 (arXiv 2406.02507), eq. 3. Outside of the `interval` of sigma / alpha it is d, and the
-    guide is not called.
+    This is eq. 3 of Karras et al. 2024 (arXiv 2406.02507). Outside of the `interval` of sigma / alpha the output is d,
+    and the guide is not called.
     """
 
     guide: Net
@@ -45,7 +45,7 @@ class AwayFrom(Guidance):
 
 @define(eq=False)
 class Autoguidance:
-    """Guides samples away from what the network made earlier in its training: Karras et al. 2024 (arXiv 2406.02507).
+    """Guides samples away from earlier outputs of the network (Karras et al. 2024, arXiv 2406.02507).
 
     The guide is a copy of the averaged weights from earlier in the run. It makes the same mistakes as the network, only
     larger ones, so the step from its output to the network's points away from these mistakes. Each step of the sampler
@@ -59,7 +59,7 @@ class Autoguidance:
     at: float = field(
         default=0.3,
         validator=between(0, 0.95, open_ends=True),  # a later guide would be the average itself
-        metadata=about("share of the run after which the guide is taken; earlier ones at this share of it, and so on"),
+        metadata=about("share of the run at which the last guide is taken; each earlier one at this share of the next"),
     )
     interval: tuple[float, float] = field(
         default=(0.0, 2.5),
@@ -69,7 +69,7 @@ class Autoguidance:
     )
     _step: int = saved(0, validator=COUNT)  # updates before the guide was taken
     _weights: dict[str, Tensor] = saved(factory=dict)  # of the guide, by parameter name, in the host
-    _end: int | None = field(default=None, init=False)  # of the run
+    _end: int | None = field(default=None, init=False)  # last step of the run, if it has one
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -83,7 +83,7 @@ class Autoguidance:
 
     @hookimpl
     def before_step(self, loop: Loop) -> None:
-        # Not after the update, where the guide of other plugins' samples would depend on the order of the plugins.
+        # After the update, the guide of samples that other plugins make would depend on the order of the plugins.
         step = loop.progress.step
         if self._step < landmark(step, self.at, self._end):
             self._step, self._weights = step, _average_of(loop)

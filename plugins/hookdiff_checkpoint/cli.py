@@ -51,8 +51,8 @@ def command(
         table = setting.partition(".")[0].strip()
         if table != "data" and (table != "sampling" or to != "diffusers"):
             raise UserError(f"--set {setting}: expected a key of [data.encode], or of [sampling] with --to diffusers")
-    for option, given in (("--steps", steps), ("--sampler", sampler)):
-        if to != "diffusers" and given is not None:
+    for option, value in (("--steps", steps), ("--sampler", sampler)):
+        if to != "diffusers" and value is not None:
             raise UserError(f"{option}: add --to diffusers, or leave the option out; {to} has no scheduler")
     check_place(out, to, overwrite)
     with load_run(run, settings, trust=trust) as opened, opened.sampling(steps=steps, sampler=sampler):

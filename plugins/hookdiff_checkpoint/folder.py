@@ -68,7 +68,7 @@ class CheckpointInfo:
 
 
 def file_of(part: str, of_rank: str = "") -> str:
-    """Return the name of the file that holds the tensors of a part, or the pieces `of_rank`, as "00002-of-00008"."""
+    """Return the name of the file with the tensors of a part, or with the pieces of one rank ("00002-of-00008")."""
     name = quote(part.removeprefix(PLUGINS), safe="")
     ending = f"-{of_rank}.safetensors" if of_rank else ".safetensors"
     return f"{'%2E' + name[1:] if name.startswith('.') else name}{ending}"
@@ -95,12 +95,15 @@ def find_checkpoints(run_dir: Path) -> tuple[list[CheckpointInfo], list[UserErro
 
 
 def newest_first(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return `checkpoints` sorted; their names decide between two of the same place and number."""
+    """Return `checkpoints`, the newest first. If two have the same place and number, their names decide."""
     return sorted(checkpoints, key=lambda info: (info.place, info.number, info.path.name), reverse=True)
 
 
 def _folders(parent: Path) -> list[Path]:
-    """Return the folders in `parent` with the name of a checkpoint or a manifest, and no control characters."""
+    """Return the folders in `parent` that are named as checkpoints, or hold a manifest.
+
+    A folder with control characters in its name is left out.
+    """
     try:
         paths = sorted(parent.iterdir())
     except (FileNotFoundError, NotADirectoryError):

@@ -22,8 +22,8 @@ def choose(
     """Return the `checkpoints` to keep; they are sorted, newest first.
 
     These are the `last` newest, the newest scheduled checkpoint (a rollback goes back to it), one of `every` saves
-    (0: none), and the checkpoint with the best value named `best`, which is the lowest unless `highest`. Values are
-    compared only if they were measured on as many samples, logged as `best`/num, as the newest value.
+    (0: none), and the checkpoint with the best value named `best`, which is the lowest unless `highest`. A value counts
+    only if it was measured on as many samples as the newest value; `best`/num is the logged number of samples.
     """
     scheduled = next((info for info in checkpoints if info.scheduled), None)
 
@@ -69,7 +69,7 @@ class Logged:
         return {name: value for name, value in self._values.items() if math.isfinite(value)}
 
     def problem(self, is_over: bool) -> Finding | None:
-        """Return why no saved step has the value `best`; before the run `is_over`, only if that seems final."""
+        """Return why no saved step has the value `best`; until the run `is_over`, None if one may still come."""
         if self.best is None or self.is_found:
             return None
         near, so_far = nearest(self.best, self._names), "" if is_over else "so far "

@@ -27,7 +27,7 @@ class PieceLocation:
     shape: tuple[int, ...]  # of the whole
     dtype: torch.dtype
     start: Start
-    is_mine: bool  # this rank writes its piece, as it is not empty and no rank before has the same piece
+    is_mine: bool  # this rank writes its piece: it is not empty, and no earlier rank has the same
     is_whole: bool  # the main rank writes the tensor in one piece
 
     @classmethod
@@ -118,7 +118,7 @@ def pieced(name: str, saved: Mapping[str, Any], files: Mapping[str | None, Mappi
 def _fill(shape: tuple[int, ...], pieces: Mapping[Start, Tensor]) -> bool:
     """Return whether `pieces` are a grid that fills `shape`; ranks cut a tensor in no other way.
 
-    The time is proportional to the number of pieces. For blocks in any places it would be its square.
+    The time grows with the number of pieces. For blocks at any places it would grow with its square.
     """
     if not prod(shape):
         return not pieces

@@ -31,7 +31,7 @@ logger = logging.getLogger("hookdiff")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PROBE = ".writable"
-_LATE = 10.0  # seconds after which the ranks see on a shared disk what one of them has written
+_LATE = 10.0  # seconds until a file of one rank must be visible to all ranks that share the disk
 
 
 @define(eq=False)
@@ -49,14 +49,14 @@ class Checkpoint:
     keep_last: int = field(
         default=3,
         validator=ge(1),
-        metadata=about("number of newest checkpoints to keep, and the newest that `every` made"),
+        metadata=about("number of newest checkpoints to keep; the newest that `every` made stays, too"),
     )
     keep_every: int = field(default=0, validator=ge(0), metadata=about("keep one of this many saves forever; 0: none"))
     keep_best: str | None = field(
         default=None,
         metadata=about(
-            'keep the checkpoint with the best logged value of this name, such as "fd/digits"; of values with a number '
-            "of samples (NAME/num), only equal numbers are compared"
+            'keep the checkpoint with the best logged value of this name, such as "fd/digits"; values of different '
+            "numbers of samples (NAME/num) are not compared"
         ),
     )
     best: Literal["lowest", "highest"] = field(default="lowest", metadata=about('best value: "lowest" or "highest"'))
@@ -197,7 +197,7 @@ class Checkpoint:
 
     @hookimpl(trylast=True)
     def on_done(self, loop: Loop) -> None:
-        """Note that the newest checkpoint lacks what a plugin keeps at the end, unless an earlier process saved it."""
+        """Note that the newest checkpoint lacks what plugins keep in `on_done`, unless an earlier process saved it."""
         if any(plugin is not self and implements(plugin, "on_done") for plugin in loop.plugins.values()):
             is_open = self._run.writer is not None
             self._run.is_changed = is_open or not first_rank_does((self._folder(loop).parent / OUTCOME).exists)
@@ -249,8 +249,8 @@ class Checkpoint:
     def _save(self, loop: Loop, writer: Writer, scheduled: bool) -> None:
         """Wait for the current save, copy the state, and let the thread write it.
 
-        `scheduled`: at a time that the config sets. A rollback goes back to no other checkpoint, so that a run that was
-        stopped equals one that was not.
+        `scheduled`: whether the config sets this time. A rollback goes back to no other checkpoint, so a run that was
+        stopped equals a run that was not.
         """
         if writer.job:
             self._finish(loop, writer)
@@ -275,7 +275,7 @@ class Checkpoint:
     def _finish(self, loop: Loop, writer: Writer) -> bool:
         """Wait for the current save; return whether it is on the disk.
 
-        Raises StorageError, which ends the run, if it is not; for a full disk only if the config says so.
+        Raises StorageError, which ends the run, if the save failed; on a full disk only if the config says so.
         """
         run = self._run
         try:
@@ -314,7 +314,7 @@ class Checkpoint:
         return f"no checkpoint could be written in {self._folder(loop)}: {error.strerror or error}"
 
     def _goes_on(self, loop: Loop) -> bool:
-        """Whether the run directory holds an earlier part of this run."""
+        """Return whether the run directory holds an earlier part of this run."""
         return loop.resume is not None and not loop.is_branch
 
     def _folder(self, loop: Loop) -> Path:
@@ -324,12 +324,12 @@ class Checkpoint:
 
 
 def _run_of(place: Path) -> Path:
-    """Return the run directory of a checkpoint; any other path is one itself."""
+    """Return the run directory of a checkpoint; any other `place` is a run directory itself."""
     return place.resolve().parent.parent if (place / MANIFEST).exists() else place
 
 
 def _check_shared(folder: Path) -> None:
-    """Raise UserError if a rank does not see what the first rank writes in `folder`, so that its pieces are lost."""
+    """Raise UserError if a rank does not see files of the first rank in `folder`: its pieces would be lost."""
     probe, mark = folder / _PROBE, first_rank_says(str(time.time_ns()))
 
     def seen() -> bool:

@@ -19,7 +19,7 @@ from hookdiff.disk import check_kind, read_file
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _REF = re.compile(r"refs/[^\0\n]+")
-# The keys of the repository's config that are read: how its files are compared.
+# The only keys of the repository's config that are read; they set how its files are compared.
 _COMPARED = r"^core\.(filemode|autocrlf|eol|symlinks|ignorecase)$"
 _SECONDS = 10.0  # for git, which waits for ever on a pipe in the repository
 _VALUES = ("true", "false", "input", "lf", "crlf", "native")
@@ -52,7 +52,7 @@ def _text(file: Path) -> str:
 def _commit(git: Path, common: Path) -> str | None:
     """Return the commit that HEAD names; None if there is none yet."""
     name = _text(git / "HEAD")
-    for _ in range(5):  # as git follows at most
+    for _ in range(5):  # git follows no more
         if _COMMIT.fullmatch(name):
             return name
         ref = name.removeprefix("ref: ")
@@ -76,7 +76,7 @@ def _is_changed(root: Path, git: Path, common: Path, commit: str) -> bool:
         (ours / "HEAD").write_text(commit)
         for file in (git / "index", *git.glob("sharedindex.*")):
             check_kind(file)
-            # With its time: git compares the content of a file as new as the index, by whole seconds.
+            # With its time: git compares the content of files that are as new as the index, in whole seconds.
             shutil.copy2(file, ours / file.name)
         until = time.monotonic() + _SECONDS
         # None of the caller's variables: a hook of git that starts a run sets some.

@@ -33,8 +33,8 @@ class RunSaves:
     finite: set[Buffer] = field(factory=set, init=False)  # in the checkpoint that the run began from
     newest: Place | None = field(default=None, init=False)  # of the newest checkpoint
     number: int = field(default=0, init=False)  # saves so far, those before a resume included
-    is_scheduled: bool = field(default=False, init=False)  # the newest checkpoint is
-    is_changed: bool = field(default=False, init=False)  # the state is, by plugins in `on_done` after the newest save
+    is_scheduled: bool = field(default=False, init=False)  # the config set the time of the newest checkpoint
+    is_changed: bool = field(default=False, init=False)  # plugins changed the state in `on_done`, after the newest save
     is_wanted: bool = field(default=False, init=False)  # a save is due
     is_used_up: bool = field(default=False, init=False)  # the epoch has no further batch
     is_storable: bool = field(default=False, init=False)  # a file can hold the whole state

@@ -49,7 +49,7 @@ Parts = Mapping[str, Part]
 
 
 def split(state: Mapping[str, Any]) -> dict[str, Part]:
-    """Return this rank's share of the state of a loop, by part. Other values are copied; tensors are not.
+    """Return this rank's share of the state of a loop, by part. Tensors are not copied; all other values are.
 
     Tensors of a plugin that have keys of the model, such as an average, are written whole to a file with these keys
     alone, so that other programs can load it. All other sharded tensors stay in pieces. Raises UserError for a value

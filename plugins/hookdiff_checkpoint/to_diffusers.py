@@ -55,10 +55,10 @@ def write_folder(out: Path, loop: Loop, sampling: Equivalent, about: Mapping[str
         if not pipeline:
             return _own_loop(loop, out, name, sampling, vae, texts)
         others = {**texts.parts, **_NO_CHECKER} if pipeline == _SD else {}
-        made = getattr(diffusers, pipeline)(**models, **others, scheduler=scheduler)
+        assembled = getattr(diffusers, pipeline)(**models, **others, scheduler=scheduler)
         if pipeline == "DiTPipeline" and loop.feed.classes:
-            made.register_to_config(id2label=dict(enumerate(loop.feed.classes)))
-        _write_config(folder, made)
+            assembled.register_to_config(id2label=dict(enumerate(loop.feed.classes)))
+        _write_config(folder, assembled)
         return f"{pipeline}.from_pretrained({str(out)!r})({arguments})"
 
 
@@ -136,8 +136,8 @@ def _own_loop(loop: Loop, out: Path, name: str, sampling: Equivalent, vae: Any, 
 
     def call(which: int) -> str:
         """Return a call of the model with labels and conditions (0), or without them (1)."""
-        given = {keyword: conditions[each][which] for keyword, each in objective.keywords.items()}
-        return f"model({first}{f', class_labels={labels[which]}' * bool(num_classes)}{_nested(given)}).sample"
+        arguments = {keyword: conditions[name][which] for keyword, name in objective.keywords.items()}
+        return f"model({first}{f', class_labels={labels[which]}' * bool(num_classes)}{_nested(arguments)}).sample"
 
     opened = [("model", type(model).__name__, name), ("scheduler", sampling.scheduler, "scheduler")]
     opened += [] if vae is None else [("vae", type(vae).__name__, "vae")]
@@ -156,13 +156,13 @@ def _own_loop(loop: Loop, out: Path, name: str, sampling: Equivalent, vae: Any, 
     )
 
 
-def _nested(given: Mapping[str, str]) -> str:
-    """Return expressions as arguments of a call, by keyword; a keyword with a dot is a key in a dict."""
+def _nested(arguments: Mapping[str, str]) -> str:
+    """Return the code of the `arguments` of a call, which are expressions; a keyword with a dot is a key in a dict."""
     by_keyword: dict[str, list[str]] = {}
-    for keyword, value in given.items():
+    for keyword, value in arguments.items():
         outer, dot, key = keyword.partition(".")
         by_keyword.setdefault(outer, []).append(f"{key!r}: {value}" if dot else value)
-    return _keywords({outer: given.get(outer, f"{{{', '.join(items)}}}") for outer, items in by_keyword.items()})
+    return _keywords({outer: arguments.get(outer, f"{{{', '.join(items)}}}") for outer, items in by_keyword.items()})
 
 
 def _keywords(arguments: Mapping[str, Any]) -> str:

@@ -99,7 +99,7 @@ class Staging:
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors at one address are the same values."""
+    """Return whether two tensors at one address hold the same values."""
 
     def form(tensor: Tensor) -> tuple[object, ...]:
         return tensor.device, tensor.shape, tensor.stride(), tensor.dtype

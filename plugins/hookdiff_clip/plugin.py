@@ -24,9 +24,9 @@ class Clip:
 
     rule: Rule = field(default=Norm(), converter=chosen[Rule], metadata=about("rule by which gradients are clipped"))
     adopted: tuple[str, ...] = field(
-        default=(), metadata=about("plugins with modules of their own, which are clipped too, each plugin's by itself")
+        default=(), metadata=about("plugins whose own modules are clipped, too, each module by itself")
     )
-    _clipped: dict[str, tuple[Rule, Gradients]] = field(init=False)  # copies of the rule, by the prefix of their values
+    _clipped: dict[str, tuple[Rule, Gradients]] = field(init=False)  # copies of the rule, by prefix of logged names
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -41,7 +41,7 @@ class Clip:
     def after_backward(self, loop: Loop) -> None:
         for prefix, (rule, gradients) in self._clipped.items():
             if gradients is not loop.gradients:
-                gradients.clear()  # they are those of another step by now
+                gradients.clear()  # the norms that it knows are of an earlier step
             values = rule.clip_(gradients, loop.log.due)
             loop.log.average({f"{prefix}/{name}": value for name, value in values.items()})
 

@@ -20,7 +20,7 @@ from hookdiff_clip.units import Units
 
 @define(frozen=True)
 class RuleState:
-    """The saved state of a rule; that of a rule without state is empty."""
+    """The saved state of a rule; a rule without state saves nothing."""
 
     count: int = field(default=0, validator=COUNT)
     past: list[float] = field(factory=list, validator=numbers(least=0))
@@ -41,7 +41,7 @@ class Rule(Choice, ABC):
 
     @abstractmethod
     def clip_(self, gradients: Gradients, is_logged: bool) -> Mapping[str, float | Tensor]:
-        """Change the gradients in place; return "share", the share that was clipped, and other values to log.
+        """Change the gradients in place; return the clipped share as "share", and other values to log.
 
         Unless `is_logged`, the share may be left out.
         """
@@ -107,7 +107,7 @@ def _above_min(rule: Any, option: Attribute[Any], value: float) -> None:
 class Following(Norm):
     """A rule with a threshold that follows the norms after clipping, so that a spike cannot raise it much.
 
-    It is `start` for `warmup` updates, and never leaves the range from `min_norm` to `max_norm`.
+    The threshold is `start` for `warmup` updates, and always between `min_norm` and `max_norm`.
     """
 
     min_norm: float = field(default=0.0, validator=[ge(0), _below_max], metadata=about("lowest threshold"))
@@ -149,7 +149,7 @@ class Following(Norm):
 class Adaptive(Following):
     """As "norm", with a threshold that follows the running mean of the norms."""
 
-    factor: float = field(default=2.0, validator=gt(0), metadata=about("threshold over mean; only falls at 1 or less"))
+    factor: float = field(default=2.0, validator=gt(0), metadata=about("threshold over mean; up to 1 it can only fall"))
     decay: float = field(default=0.99, validator=[ge(0), lt(1)], metadata=about("decay of the mean per update"))
 
     def keep(self, past: list[float], norm: float) -> list[float]:

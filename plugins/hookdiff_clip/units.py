@@ -19,7 +19,7 @@ class _Parameter:
         self.parameter, self._groups = parameter, groups
         self.weights = self._view(local(parameter.detach()))  # parameters keep their addresses
         self.inner = tuple(range(2 if groups else 1, self.weights.ndim))  # dimensions within a unit; () for a vector
-        # The ranks share the first dimension: that of the units, but for a vector and a transposed convolution.
+        # The ranks share the first dimension. In a vector and a transposed convolution it is not that of the units.
         self.is_split = is_sharded(parameter) and (bool(groups) or not self.inner)
 
     @property
@@ -56,8 +56,8 @@ class Units:
         self, model: nn.Module, trained: Collection[str], exclude: Collection[str], dtype: torch.dtype
     ) -> None:
         groups = {m.weight: m.groups for m in model.modules() if isinstance(m, TRANSPOSED)}
-        kept = set(trained)
-        named = {name: p for name, p in model.named_parameters() if name in kept}
+        clipped = set(trained)
+        named = {name: p for name, p in model.named_parameters() if name in clipped}
         for pattern in exclude:
             matched = [name for name in named if fnmatchcase(name, pattern)]
             if not matched:
@@ -65,15 +65,15 @@ class Units:
                     f"plugins.clip.rule.exclude: {pattern!r} matches no trained parameter{nearest(pattern, named)}"
                     f" (the last is {list(named)[-1]!r})"
                 )
-            kept.difference_update(matched)
-        grouped = [name for name, p in named.items() if name in kept and groups.get(p, 0) > 1 and is_sharded(p)]
+            clipped.difference_update(matched)
+        grouped = [name for name, p in named.items() if name in clipped and groups.get(p, 0) > 1 and is_sharded(p)]
         if grouped:
             raise UserError(
                 f"plugins.clip.rule: agc cannot clip {grouped[0]}, a grouped transposed convolution that is sharded; "
                 f"exclude = [{grouped[0]!r}] leaves it out"
             )
         self._dtype = dtype
-        self._parameters = [_Parameter(p, groups.get(p, 0)) for name, p in named.items() if name in kept]
+        self._parameters = [_Parameter(p, groups.get(p, 0)) for name, p in named.items() if name in clipped]
         self._parameters.sort(key=lambda parameter: len(parameter.inner) > 0)  # vectors first
 
     @torch.no_grad()

@@ -32,7 +32,7 @@ class Compile:
     )
     dynamic: bool | None = field(
         default=None,
-        metadata=about("true: compile once for all batch sizes; false: for each size; default: for all at the second"),
+        metadata=about("true: compile once for all batch sizes; false: for each; default: at a second size, for all"),
     )
     backend: str = field(default="inductor", validator=min_len(1), metadata=about('backend; "eager" compiles nothing'))
 

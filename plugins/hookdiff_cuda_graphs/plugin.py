@@ -40,7 +40,7 @@ class CudaGraphs:
     _recorder: Recorder | None = field(default=None, init=False)
     _parts: list[DevicePart] | None = field(default=None, init=False)  # None: the host makes the updates
     _in_passes: list[str] = field(factory=list, init=False)  # plugins that may need the host for a whole step
-    _in_between: list[str] = field(factory=list, init=False)  # plugins that may need it before the update
+    _in_between: list[str] = field(factory=list, init=False)  # plugins that may need the host before the update
     _batch: Batch | None = field(default=None, init=False)  # of the current step, before its passes
     _seen: int = field(default=0, init=False)  # steps since the last recording was dropped
     _step: RecordedStep | None = field(default=None, init=False)
@@ -60,7 +60,7 @@ class CudaGraphs:
         self._parts = self._collect(loop)
 
     def _hindrance(self, loop: Loop) -> str:
-        """Return what keeps the passes from being recorded, or an empty text."""
+        """Return the reason why the passes cannot be recorded, or an empty text."""
         if others := self._implementing(loop, ["accumulate"]):
             return f"{others[0]}, which makes the passes itself"
         if any(True for _ in loop.adopted):
@@ -69,7 +69,7 @@ class CudaGraphs:
         return f"{', '.join(refusing)}, which the host must call in the passes" if refusing else ""
 
     def _collect(self, loop: Loop) -> list[DevicePart] | None:
-        """Return the work of an update in its order, or None, and log why."""
+        """Return the work of plugins in an update, in its order. If the host has to update, log why; return None."""
         asked = [impl.plugin_name for impl in loop.plugins.order("needs_host")]
         self._in_passes = [name for name in self._implementing(loop, PASSES) if name in asked]
         between = [name for name in self._implementing(loop, BETWEEN) if name in asked]
@@ -80,13 +80,13 @@ class CudaGraphs:
             logger.warning("cuda_graphs: the host makes the update in each step, because of %s", ", ".join(reasons))
             return None
         for group in (group for optimizer in loop.optimizers for group in optimizer.param_groups):
-            # A tensor, which the plugin `lr` fills, in all steps: so a resumed run, which records later, is the same.
+            # The rate is a tensor in all steps, so that a resumed run, which records later, is the same.
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=loop.device)
         plugins = self._implementing(loop, hooks_of("update", "after"))
         return [part for name in plugins for part in loop.plugins.ask(name, "on_device", loop=loop) or ()]
 
     def _refusing(self, loop: Loop, hooks: Iterable[str]) -> list[str]:
-        """Return the names of the plugins that implement one of `hooks`, and must do it on the host in each step."""
+        """Return the names of the plugins that implement one of `hooks`, and need the host for it in each step."""
         names = self._implementing(loop, hooks)
         return [name for name in names if loop.plugins.ask(name, "on_device", loop=loop) is None]
 

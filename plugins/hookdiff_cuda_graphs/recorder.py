@@ -30,14 +30,14 @@ class Recorder:
         usual.wait_stream(self._stream)
 
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Call `work` to record its operations, which are not done yet; return a function that does them."""
+        """Record the operations of `work` without doing them; return a function that does them."""
         graph, usual = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
         try:
             # "thread_local": the threads that write checkpoints and pin batches may go on meanwhile.
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 work()
         except RuntimeError:
-            torch.cuda.set_stream(usual)  # torch stays on the other one when it cannot end a recording
+            torch.cuda.set_stream(usual)  # after a recording that failed, torch would stay on the other stream
             raise
         return graph.replay
 

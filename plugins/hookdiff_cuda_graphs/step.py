@@ -18,7 +18,7 @@ from hookdiff_cuda_graphs.recorder import Recorder
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
-    """Return what the passes read of `batch`, in a fixed order."""
+    """Return the tensors of `batch` that the passes read, in a fixed order."""
     labels = [] if batch.labels is None else [batch.labels]
     return [batch.inputs, *labels, *batch.draws.values(), *batch.conditions.values()]
 
@@ -35,7 +35,7 @@ def copied(batch: Batch) -> Batch:
 
 
 def key_of(loop: Loop, batch: Batch) -> Any:
-    """Return all that a recording of the passes depends on, besides the values of tensors."""
+    """Return the properties of a step that must not change while a recording of its passes is replayed."""
     trained = [parameter.requires_grad for parameter in loop.gradients.parameters]
     names = [*batch.draws, *batch.conditions]
     return trained, names, batch.weight, [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors_of(batch)]
@@ -58,7 +58,7 @@ def can_be_held_back(optimizer: Optimizer) -> bool:
 
 
 def has_state(optimizer: Optimizer) -> bool:
-    """Return whether `optimizer` has its state for all present gradients; each replay would make a missing one anew."""
+    """Return whether `optimizer` has its state for all present gradients; each replay would make missing state anew."""
     needed = (p for group in optimizer.param_groups if group.get("momentum", 1) for p in group["params"])
     return all(parameter.grad is None or bool(optimizer.state.get(parameter)) for parameter in needed)
 

@@ -17,41 +17,41 @@ _FREQUENT = 5  # captions that are listed
 
 
 def captions(feed: Feed) -> dict[str, Any]:
-    """Return facts about the captions that encoders take, by their name in the source, which JSON can hold.
+    """Return facts that JSON can hold about the captions that encoders take, by the name of the captions.
 
-    Each encoder is opened on the CPU. Raises UserError for one that cannot be.
+    Each encoder is opened on the CPU. Raises UserError for an encoder that cannot be opened.
     """
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     if (reader := find_reader(feed, CaptionedReader)) is None:
-        return found
-    for name, own in reader.captions.items():
-        counts = Counter(own.every())
+        return facts
+    for name, captions_of_name in reader.captions.items():
+        counts = Counter(captions_of_name.every())
         takers = {key: encoder for key, encoder in reader.encoders.items() if encoder.texts == name}
-        found[name] = {
+        facts[name] = {
             "count": counts.total(),
             "unique": len(counts),
             "empty": counts[""],
             "frequent": [[text, count] for text, count in counts.most_common(_FREQUENT)],
-            "tokens": {key: one for key, encoder in takers.items() if (one := _tokens(key, encoder, counts))},
+            "tokens": {key: lengths for key, encoder in takers.items() if (lengths := _tokens(key, encoder, counts))},
         }
-    return found
+    return facts
 
 
 def captions_below(feed: Feed, batch: Batch) -> list[str]:
-    """Return what to write below the pictures of a `batch` of epoch 0: the captions that are drawn for them."""
+    """Return the captions that are drawn for a `batch` of epoch 0, one line for each of its pictures."""
     if not (named := feed.reader.captions):
         return []
     assert batch.indices is not None
-    texts = zip(*(own.drawn(batch.indices, feed.seed, 0) for own in named.values()), strict=True)
+    texts = zip(*(source.drawn(batch.indices, feed.seed, 0) for source in named.values()), strict=True)
     times = len(as_pictures(batch.inputs)) // len(batch)  # the channels of latents are shown one by one
-    return [" ".join(" | ".join(own).split()) for own in texts for _ in range(times)]
+    return [" ".join(" | ".join(of_picture).split()) for of_picture in texts for _ in range(times)]
 
 
 def _tokens(name: str, encoder: TextEncoder, counts: Counter[str]) -> dict[str, Any]:
-    """Return the lengths of texts in tokens, each as often as it occurs, and what is lost; {}: it has no tokens.
+    """Return facts about the lengths of texts in tokens, and about lost words; {} for an encoder without tokens.
 
-    Texts that are cut are counted as often as they occur. Those with hardly a word that the tokenizer knows, and those
-    with the same tokens as another text, are counted once.
+    A text counts for the lengths, and if it is cut, as often as it occurs. It counts once if the tokenizer knows hardly
+    a word of it, or if another text has the same tokens.
     """
     network, lengths, texts = encoder.opened(torch.device("cpu")), Counter[int](), list(counts)
     if not network.lengths:

@@ -51,8 +51,8 @@ def command(
 ) -> None:
     """Report on the data of CONFIG, and with --out, draw its first batch.
 
-    Every sample is read once. The report lists sizes, classes, broken files, duplicates and the loading speed, and of
-    captions how often they occur and how many tokens they have. The picture shows the first batch as the model sees it,
+    Every sample is read once. The report lists sizes, classes, broken files, duplicates and the loading speed, and how
+    often captions occur and how many tokens they have. The picture shows the first batch as the model sees it,
     augmentation included, with the captions below.
 
     With --to-shards there is no report: the samples are written in their order into tar files in the folder DIR. The
@@ -115,9 +115,9 @@ def _check_options(
     if to_shards is not None and reconstruction is not None:
         raise click.UsageError("--to-shards and --reconstruction are two commands: leave out one of them")
     if shard_size is not None and to_shards is None:
-        raise click.UsageError("--shard-size is about --to-shards DIR, which is not given")
+        raise click.UsageError("--shard-size: add --to-shards DIR, or leave the option out")
     if features is not None and reconstruction is None:
-        raise click.UsageError("--features is about --reconstruction N, which is not given")
+        raise click.UsageError("--features: add --reconstruction N, or leave the option out")
 
 
 def _print_reconstruction(config: Any, num: int, features: str | None, as_json: bool) -> None:
@@ -139,7 +139,7 @@ def _print_reconstruction(config: Any, num: int, features: str | None, as_json: 
 
 
 def _to_shards(config: Any, folder: Path, size: float, overwrite: bool) -> dict[str, Any]:
-    """Write the shards, and return what `write_shards` does, with all keys of [data] that the config sets."""
+    """Write the shards, and return the facts of `write_shards`, with all keys of [data] that the config sets."""
     from hookdiff.experiment import build_feed
     from hookdiff.options import as_toml
     from hookdiff_data.encoded import is_encoded

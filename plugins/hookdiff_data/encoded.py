@@ -15,7 +15,7 @@ from hookdiff_data.members import Members, member_name, members, written
 
 
 def is_encoded(feed: Feed) -> bool:
-    """Return whether `feed` has samples that encoders have made."""
+    """Return whether encoders have made samples of `feed`."""
     return find_reader(feed, LatentReader) is not None
 
 
@@ -29,7 +29,7 @@ class MembersOfEncoders:
     conditions: dict[str, str] = field(init=False, factory=dict)  # extensions by name
 
     def members(self) -> Iterator[tuple[int, Members]]:
-        """Yield the position and the members of each usable sample, in order, that of the inputs first.
+        """Yield the position and the members of each usable sample, in order; the inputs are the first member.
 
         Without an encoder of the inputs, the pictures are written as they are. Raises UserError for a sample that
         cannot be written.
@@ -38,14 +38,14 @@ class MembersOfEncoders:
         assert reader is not None
         pictures = None if self.feed.codec else members(reader.open_pictures())
         for part in reader.parts(self.feed.usable):
-            made = {
+            results = {
                 f"{name}.{column}": rows for name, columns in part.sides.items() for column, rows in columns.items()
             }
             if not self.facts:
                 self.facts = cattrs.unstructure(reader.made(part))
             for row, index in enumerate(part.indices.tolist()):
                 sample = {} if pictures is None else dict(next(pictures)[1])
-                for name, rows in made.items():
+                for name, rows in results.items():
                     sample[self._extension(name, "npy")] = written(self.feed, index, rows[row], name)[1]
                 if pictures is None:
                     if part.labels is not None:

@@ -28,7 +28,7 @@ from hookdiff.images import (
 logger = logging.getLogger("hookdiff")
 
 CAPTIONS = "txt"  # extension of the captions
-_TEXT = "text"  # what the source "shards" calls them
+_TEXT = "text"  # their name in the source "shards"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,60}")  # of a condition, as part of the name of a file
 
 Members = dict[str, bytes]  # by extension
@@ -38,15 +38,15 @@ def members(feed: Feed) -> Iterator[tuple[int, Members]]:
     """Yield each usable sample of `feed`, in order: its position and its members, the picture first.
 
     A picture keeps the bytes of its file; one without a file becomes a PNG, and pixels that no PNG holds an .npy.
-    Raises UserError for a sample that cannot be read or written; those of `Images` may be skipped.
+    Raises UserError for a sample that cannot be read or written; the config may skip unreadable pictures.
     """
-    for index, found in _parts(feed):
-        if isinstance(found, Unreadable):
+    for index, parts in _parts(feed):
+        if isinstance(parts, Unreadable):
             if reader_of_source(feed).store.unreadable == "stop":
-                raise found
-            logger.warning("data: left out: %s", found)
+                raise parts
+            logger.warning("data: left out: %s", parts)
             continue
-        (suffix, content), label, others = found
+        (suffix, content), label, others = parts
         if label is None and feed.labels is not None:
             label = int(feed.labels[index])
         sample = {suffix: content} if label is None else {suffix: content, "cls": str(label).encode()}
@@ -59,7 +59,7 @@ def members(feed: Feed) -> Iterator[tuple[int, Members]]:
 
 
 def with_captions(feed: Feed, samples: Iterator[tuple[int, Members]]) -> Iterator[tuple[int, Members]]:
-    """Yield `samples` with the captions that each has in the source of `feed`, if that has any: one on each line.
+    """Yield `samples`, each with its captions in the source of `feed`, one on each line, if there are any.
 
     Raises UserError for captions that the source "shards" would not read as they are.
     """
@@ -85,7 +85,7 @@ def _lines(name: str, captions: Sequence[str]) -> bytes:
 
 
 def member_name(condition: str) -> str:
-    """Return the name of a condition as part of an extension; raises UserError if it cannot be that."""
+    """Return the name of a condition as part of an extension; raises UserError if no file can have it."""
     if not _NAME.fullmatch(condition):
         raise UserError(f"conditions {condition!r}: the name cannot be that of a file in a shard; rename it")
     return condition.lower()
@@ -163,5 +163,5 @@ def _original(image: Any) -> tuple[str, bytes] | None:
 
 def _png(image: Any) -> bytes:
     file, exif = io.BytesIO(), image.getexif()
-    image.save(file, "PNG", **({"exif": exif} if exif else {}))  # it may turn the picture
+    image.save(file, "PNG", **({"exif": exif} if exif else {}))  # the EXIF data may turn the picture
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""What the autoencoder of a config costs by itself: pictures of its data, and what comes back of them."""
+"""The quality that the autoencoder of a config alone loses: pictures are compared with their reconstructions."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,7 +16,7 @@ from hookdiff.log import to_uint8
 from hookdiff.terminal import paced
 
 _BATCH = 32  # pictures
-_INPUTS = "image"  # what the encoder of the inputs is called
+_INPUTS = "image"  # name of the encoder of the inputs
 
 
 def reconstruction(config: Config, num: int, features: str | None) -> tuple[dict[str, Any], list[str]]:
@@ -50,10 +50,10 @@ def _of_few(config: Config) -> Config:
 
     Encoders of texts stay, since the source has their captions; here they encode nothing.
     """
-    for kind, given in config.data.shared.items():
-        if encoder := (given.get("encode") or {}).get(_INPUTS):
-            texts = {name: part for name, part in given["encode"].items() if isinstance(part, TextEncoder)}
-            options = {**given, "encode": {**texts, _INPUTS: evolve(encoder, store="none")}}
+    for kind, keys in config.data.shared.items():
+        if encoder := (keys.get("encode") or {}).get(_INPUTS):
+            texts = {name: part for name, part in keys["encode"].items() if isinstance(part, TextEncoder)}
+            options = {**keys, "encode": {**texts, _INPUTS: evolve(encoder, store="none")}}
             return evolve(config, data=evolve(config.data, shared={**config.data.shared, kind: options}))
     where = f"[data.encode.{_INPUTS}]"
     raise UserError(f"{config.path}: --reconstruction needs an autoencoder: add the table {where}")
@@ -75,24 +75,26 @@ def _open(features: str | None, shape: tuple[int, ...], device: torch.device) ->
 
 def _compare(feed: Feed, indices: Tensor, space: Space | None) -> tuple[float, float | None]:
     """Return the mean PSNR of the pictures `indices`, and their distance in `space`."""
-    errors, made, real = list[Tensor](), Moments(), Moments()
+    errors, reconstructed, original = list[Tensor](), Moments(), Moments()
     parts = paced(_pairs(feed, indices), len(indices), "data: reconstruction", size=lambda pair: len(pair[0]))
     with closing(parts) as pairs:
         for pictures, decoded in pairs:
             errors.append((pictures - decoded).double().square().flatten(1).mean(1))
             if space:
-                made.add(space(to_uint8(decoded))[0])
-                real.add(space(to_uint8(pictures))[0])
+                reconstructed.add(space(to_uint8(decoded))[0])
+                original.add(space(to_uint8(pictures))[0])
     psnr = (10 * (4 / torch.cat(errors)).log10()).mean()
-    return float(psnr), frechet_distance(made, real) if space else None
+    return float(psnr), frechet_distance(reconstructed, original) if space else None
 
 
 def _pairs(feed: Feed, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the pictures `indices`, n c h w in [-1, 1], and what comes back of them, in parts."""
+    """Yield the pictures `indices`, n c h w in [-1, 1], and their reconstructions, in batches."""
     assert feed.codec is not None
     for batch in feed.pictures.unaugmented(indices, _BATCH):
         decoded = feed.codec.decode(feed.codec.encode(batch.inputs))
         assert batch.indices is not None
         for index in batch.indices[~decoded.flatten(1).isfinite().all(1).cpu()].tolist():
-            raise UserError(f"data.encode.{_INPUTS}: {feed.describe(index)} comes back with values that are not finite")
+            way_out = "try precision and decode_precision = 'float32', or another autoencoder"
+            name = feed.describe(index)
+            raise UserError(f"data.encode.{_INPUTS}: the reconstruction of {name} is not finite; {way_out}")
         yield batch.inputs, decoded.clamp(-1, 1)

@@ -27,7 +27,7 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
         sizes[kind.width, kind.height] += kind.count
         modes[kind.mode] += kind.count
     unreadable = survey.unreadable | survey.undecodable
-    kept = feed.samples.images if isinstance(feed.samples, InMemory) else None
+    stored = feed.samples.images if isinstance(feed.samples, InMemory) else None
     return {
         "samples": len(prepared.samples),
         "training": len(feed.training),
@@ -38,10 +38,10 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
         "classes": _classes(feed),
         "store": {
             "place": prepared.place,
-            "bytes": 0 if kept is None else kept.nbytes,
-            "device": None if kept is None else str(kept.device),
+            "bytes": 0 if stored is None else stored.nbytes,
+            "device": None if stored is None else str(stored.device),
             "path": str(prepared.cache) if prepared.cache else None,
-            "workers": reader.workers.workers if kept is None else 0,
+            "workers": reader.workers.workers if stored is None else 0,
         },
         **_pixels(feed, unreadable),  # which adds to `unreadable`
         "unreadable": {"count": len(unreadable), "files": [unreadable[index] for index in sorted(unreadable)]},
@@ -64,7 +64,7 @@ def _classes(feed: Feed) -> dict[str, int] | None:
 
 
 def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
-    """Return statistics of the inputs, bad samples and duplicates; add what cannot be decoded to `unreadable`."""
+    """Return statistics of the inputs, bad samples and duplicates; add samples that cannot be read to `unreadable`."""
     groups: defaultdict[bytes, list[int]] = defaultdict(list)  # samples by the hash of their pixels
     low, high, total = float("inf"), float("-inf"), 0
     not_finite: list[str] = []
@@ -72,8 +72,8 @@ def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
     for asked, batch in zip(torch.split(feed.usable, 256), feed.unaugmented(feed.usable, 256), strict=True):
         inputs = batch.inputs.cpu()
         assert batch.indices is not None
-        for index, found, image in zip(asked.tolist(), batch.indices.tolist(), inputs, strict=True):
-            if index != found:
+        for index, loaded, image in zip(asked.tolist(), batch.indices.tolist(), inputs, strict=True):
+            if index != loaded:  # another sample stands in for one that cannot be decoded
                 unreadable.setdefault(index, feed.describe(index))
                 continue
             groups[hashlib.blake2b(image.numpy().tobytes(), digest_size=16).digest()].append(index)

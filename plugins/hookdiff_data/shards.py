@@ -22,7 +22,7 @@ from hookdiff_data.members import CAPTIONS, Members, conditions_of, members, wit
 
 _BLOCK = tarfile.BLOCKSIZE
 _CLASSES = "classes.json"
-_SHARD = re.compile(rf"shard-\d+\.tar|{re.escape(_CLASSES)}|{re.escape(ENCODED)}")  # what is in a folder of shards
+_SHARD = re.compile(rf"shard-\d+\.tar|{re.escape(_CLASSES)}|{re.escape(ENCODED)}")  # the files in a folder of shards
 
 
 def check_place(folder: Path, overwrite: bool) -> None:
@@ -38,8 +38,9 @@ def check_place(folder: Path, overwrite: bool) -> None:
 def write_shards(feed: Feed, folder: Path, most: int) -> dict[str, Any]:
     """Write all usable samples of `feed` into shards of at most `most` bytes, and the names of the classes beside them.
 
-    Of encoded samples it writes what the encoders of pictures have made, and facts about that; captions as they are.
-    The folder is there when all of it is written, or not at all, and replaces an earlier one. Returns the numbers of
+    Encoded samples have the results of the encoders in place of their pictures, with a file about the encoders.
+    Captions are written as they are. The folder appears when it is complete, or not at all, and replaces an earlier
+    folder of shards. Returns the numbers of
     "samples", "shards" and "bytes", and as "data" the keys of [data] that read them. Raises UserError for samples that
     cannot be written, or not alike, and if the folder cannot be written.
     """
@@ -52,7 +53,7 @@ def write_shards(feed: Feed, folder: Path, most: int) -> dict[str, Any]:
                 for sample in samples:
                     writer.add(sample)
         if not writer.samples:
-            raise UserError("there is nothing to write: no sample can be read")
+            raise UserError("there is nothing to write: no sample can be read; `hookdiff data CONFIG` says why")
         if feed.classes:
             write_file(partial / _CLASSES, json.dumps(list(feed.classes)).encode())
         if encoded:
@@ -68,7 +69,7 @@ def write_shards(feed: Feed, folder: Path, most: int) -> dict[str, Any]:
 
 
 def _alike(feed: Feed, samples: Iterator[tuple[int, Members]]) -> Iterator[Members]:
-    """Yield the members of all samples. Raises UserError if one has other extensions, save that of its picture."""
+    """Yield the members of all samples. Raises UserError if their extensions differ, except those of pictures."""
     first, named = None, ""
     for index, sample in samples:
         picture, *others = sample

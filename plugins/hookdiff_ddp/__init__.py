@@ -62,7 +62,7 @@ class Replica(nn.Module):
         if unused := [name for name, value in self._named if value.requires_grad and value.grad is None]:
             raise UserError(
                 f"plugins.ddp: these parameters have no part in the loss of this step: {listed(unused, 3)}; set "
-                "plugins.ddp.find_unused_parameters = true, or freeze those that never have one"
+                "plugins.ddp.find_unused_parameters = true, or freeze those that never have a part in it"
             )
 
 
@@ -72,9 +72,9 @@ class DDP:
     """Trains on several ranks, with a copy of the model on each (PyTorch's DistributedDataParallel).
 
     torchrun starts the ranks, as in `torchrun --nproc-per-node 8 -m hookdiff run CONFIG --plugins ddp`. On a single
-    rank the plugin does nothing. `run.batch_size` is that of all ranks together, so the samples of a step, their order
-    and their noise are the same on any number of ranks. The gradients are averaged while the backward pass of the last
-    micro-batch is under way.
+    rank the plugin does nothing. `run.batch_size` counts the samples of all ranks, so the samples of a step, their
+    order and their noise are the same on any number of ranks. The gradients are averaged while the backward pass of the
+    last micro-batch is under way.
     """
 
     find_unused_parameters: bool = field(

@@ -1,4 +1,4 @@
-"""Judges measured numbers: one function for each check, its rules in order, the most basic cause first."""
+"""Judges measured numbers. Each check is a function with rules in their order: the most basic cause first."""
 
 import itertools
 import math
@@ -76,7 +76,7 @@ def cause(findings: Mapping[str, Finding]) -> str | None:
 
 
 def following(findings: Mapping[str, Finding], first: str | None) -> dict[str, Finding]:
-    """Return `findings` with the remedy to mend the `first` error in all later ones, as their own would mislead.
+    """Return `findings`, all later ones with the remedy to mend the `first` error; their own would mislead.
 
     If the first error is not in `findings`, it comes before all of them.
     """
@@ -183,7 +183,7 @@ def check_times(levels: Sequence[Drawn], std: float) -> Finding:
 
 
 def check_loss(trial: Trial) -> Finding:
-    """Judge whether the loss is finite, as far as the learning rate has no influence."""
+    """Judge whether the loss is finite, where the learning rate cannot be the cause."""
     bad, losses = trial.first_bad, trial.losses
     nan = f"the loss is not finite at step {bad or 0:,}"
     return judge(
@@ -232,7 +232,7 @@ def check_learning(trial: Trial, trained: bool = False, resumed: bool = False) -
 def check_gradients(
     layers: Mapping[str, Layer], silent: Collection[str] = (), outputs: Outputs | None = None
 ) -> Finding:
-    """Judge the gradients of all layers; those of `silent` layers have been exactly zero for several steps.
+    """Judge the gradients of all layers; those of `silent` layers were exactly zero for several steps.
 
     While the `outputs` are close to zero, only the last layer has notable gradients, so their sizes are not compared.
     """
@@ -306,20 +306,20 @@ def check_levels(levels: Sequence[Level], times: Sequence[Drawn], trained: bool)
 
 def check_samples(images: Tensor, data: Inputs, trained: bool) -> Finding:
     """Judge samples, `images` of n c h w: range and deviation beside the data, NaN, equal images."""
-    made = measure_inputs(images)
+    sampled = measure_inputs(images)
     spare = (data.high - data.low) / 4
     outside = float(((images < data.low - spare) | (images > data.high + spare)).float().mean())
     far = f"{percent(outside)} of the values of samples are far outside those of the data"
-    unlike = "constant" if made.std < BLANK else "all the same image" if made.same == 1 else ""
+    unlike = "constant" if sampled.std < BLANK else "all the same image" if sampled.same == 1 else ""
     longer = "a longer training, or other options of [sampling]"
     return judge(
-        f"{made}; the data has {data}" + ("" if trained else "; the trial is too short to judge them"),
-        (made.nonfinite, not_finite("samples", made.nonfinite, "a look at the output of the network")),
+        f"{sampled}; the data has {data}" + ("" if trained else "; the trial is too short to judge them"),
+        (sampled.nonfinite, not_finite("samples", sampled.nonfinite, "a look at the output of the network")),
         error_if(trained and unlike, f"samples are {unlike}", longer),
         warning_if(unlike, f"samples are {unlike}", longer),
         warning_if(trained and outside > OUTSIDE, far, f"sampling.clipping = 'clamp', {longer}"),
         warning_if(
-            trained and not data.std / UNLIKE < made.std < data.std * UNLIKE, "samples differ in contrast", longer
+            trained and not data.std / UNLIKE < sampled.std < data.std * UNLIKE, "samples differ in contrast", longer
         ),
     )
 

@@ -64,7 +64,7 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
 
     Pictures go to `strip`, if given. Raises UserError if the config cannot be built, or the run has no checkpoint.
     """
-    # The doctor makes the checks of the plugin debug, whose name stays for its saved state.
+    # The doctor makes the checks of the plugin debug. Its name stays, as a checkpoint may hold its state.
     idle = {name: Part(part.where, part.use, object) for name, part in config.plugins.items() if name == "debug"}
     tried = evolve(config, plugins={**config.plugins, **idle})
     with _listening() as logged, ExitStack() as stack:
@@ -80,8 +80,8 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
                 load_state(loop.model, saved.model.state_dict())
                 for optimizer, other in zip(loop.optimizers, saved.optimizers, strict=True):
                     optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
-                for mine, kept in zip(loop.adopted, saved.adopted, strict=True):
-                    mine.load_state_dict(copy.deepcopy(kept.state_dict()))
+                for module, source in zip(loop.adopted, saved.adopted, strict=True):
+                    module.load_state_dict(copy.deepcopy(source.state_dict()))
                 loop.progress.load_state_dict(saved.progress.state_dict())
             del saved  # so that its memory is not counted as the trial's
         else:

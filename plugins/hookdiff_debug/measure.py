@@ -26,7 +26,7 @@ class Inputs:
     """A batch as the network is trained on it, before noise."""
 
     num: int  # images
-    channels: tuple[int, ...]  # those that have one value in the whole batch
+    channels: tuple[int, ...]  # numbers of the channels with a single value in the whole batch
     low: float
     high: float
     mean: float
@@ -145,9 +145,9 @@ class _Recorder:
         self.first: tuple[tuple[tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = copy.deepcopy((args, kwargs))  # a layer may work in place
+        arguments = copy.deepcopy((args, kwargs))  # a layer may work in place
         output = self.model(*args, **kwargs)
-        self.first = self.first or (given, output)
+        self.first = self.first or (arguments, output)
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -157,19 +157,19 @@ class _Recorder:
 def measure_outputs(loop: Loop, batch: Batch) -> Outputs | None:
     """Measure the output of the network for `batch`, and for `batch` with one input exchanged; one transfer.
 
-    None when the objective gives the network no tensor, or gets none. Call it in `untouched`.
+    Returns None if the objective calls the network without a tensor, or gets no tensor from it. Call it in `untouched`.
     """
     recorder = _Recorder(loop.model)
     loop.objective(recorder, batch)  # type: ignore[arg-type]
     if recorder.first is None or not isinstance(recorder.first[1], Tensor):
         return None
-    given, first = recorder.first
+    arguments, first = recorder.first
     output = first.float()
     size = _rms(output)
     nothing = torch.full_like(size, math.nan)
 
     def change(index: int, exchange: Callable[[Tensor], Tensor]) -> Tensor:
-        args, kwargs = copy.deepcopy(given)
+        args, kwargs = copy.deepcopy(arguments)
         if len(args) <= index or not isinstance(args[index], Tensor) or len(args[index]) != len(output):
             return nothing
         changed = exchange(args[index])
@@ -253,7 +253,7 @@ def draw_levels(
     images: Tensor,
     given: Mapping[str, Tensor],
     title: str,
-    decode: Callable[[Tensor], Tensor] = lambda images: images,
+    decode: Callable[[Tensor], Tensor],
 ) -> Panel:
     """Return a panel with two rows for each image: its noisy versions at `LEVELS`, and below them the predictions.
 

@@ -25,7 +25,7 @@ _TIME_LIMIT = 30.0  # seconds
 class Trial:
     """The measurements of a trial."""
 
-    asked: int  # updates
+    asked: int  # number of updates that were asked for
     inputs: Inputs  # of the first batch, or of the first that is not finite
     losses: list[float] = field(factory=list)  # of each step, also of one that made no update
     outcome: str = "updated"  # `Step.outcome` of the last step
@@ -121,8 +121,8 @@ def _peak(loop: Loop, batch: Batch, trial: Trial) -> Iterator[None]:
         trial.peak_memory = torch.cuda.max_memory_allocated(loop.device)
         return
     loop.gradients.reset()  # as the step does first: old gradients do not count
-    kept = tree_leaves(loop.state_dict())
-    there = storages([*loop.model.parameters(), *loop.model.buffers(), batch.inputs, batch.labels, *kept])
+    state = tree_leaves(loop.state_dict())
+    there = storages([*loop.model.parameters(), *loop.model.buffers(), batch.inputs, batch.labels, *state])
     with HeldBytes(there) as held, eager(loop.model):  # tensors of compiled code cannot be counted
         yield
     trial.peak_memory = sum(there.values()) + held.most

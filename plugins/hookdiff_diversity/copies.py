@@ -10,7 +10,7 @@ from hookdiff.features import nearest_neighbours
 
 _NEIGHBOURS = 10  # with which the nearest one is compared; more than the copies of an image in most data sets
 _CHANCE = 0.01  # share of held-out images that may look like copies
-_USUAL = 2000  # images that show how near held-out images are
+_USUAL = 2000  # number of held-out images, at most, that are compared with the training images
 _SAME = 1e-4  # quotient of images that are in the data twice: their distance is 0 but for rounding
 
 

@@ -25,11 +25,11 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @define(frozen=True)
 class Diagnosis:
-    """The first of these that holds, with its numbers, and what to try."""
+    """What is wrong with the samples, the numbers that show it, and a remedy."""
 
     kind: Kind
     why: str
-    remedy: str = ""  # none if they are healthy
+    remedy: str = ""  # "": the samples are healthy
 
 
 def diagnose_samples(spread: Spread, modes: Modes, copies: Copies) -> Diagnosis:

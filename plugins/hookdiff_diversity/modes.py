@@ -31,10 +31,10 @@ class Modes:
 def modes(samples: Tensor, data: Tensor, num: int, seed: int = 0) -> Modes:
     """Return how the features `samples` (n d) cover `num` modes of `data` (m d), found by k-means.
 
-    A mode is covered if at least a quarter of the expected samples are in it. A mode of which fewer than 5 samples are
-    expected is not judged, and there are at most n / 10 modes.
+    A mode is covered if at least a quarter of the expected samples are in it. It is not judged if fewer than 5 samples
+    are expected in it. There are at most n / 10 modes.
     """
-    with seeded(seed, torch.device("cpu")):  # what it imports draws from Python's generator
+    with seeded(seed, torch.device("cpu")):  # the import draws from Python's generator
         from sklearn.cluster import KMeans  # slow to import
 
     num = max(2, min(num, len(samples) // (2 * _FEWEST), len(data) // (2 * _FEWEST)))

@@ -61,7 +61,7 @@ class Diversity(ImageMetric):
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
-        """Ask for the pictures of the data, which samples that hold latents lack."""
+        """Raise UserError if the data has no pictures, because its samples hold latents."""
         try:
             _ = loop.feed.pictures
         except UserError as error:
@@ -76,8 +76,8 @@ class Diversity(ImageMetric):
             if len(feed.held_out_indices) >= _HELD_OUT:
                 held_out = feed.held_out_indices
                 self._held_out = data_features(feed, held_out, self.space, "diversity: the images held out")
-        made = self.generated.features(self.num_samples, "diversity: images")
-        comparison = gathered_or_raised(lambda: self._compare(loop, made.rows) if loop.is_main else None)[0]
+        images = self.generated.features(self.num_samples, "diversity: images")
+        comparison = gathered_or_raised(lambda: self._compare(loop, images.rows) if loop.is_main else None)[0]
         assert comparison is not None
         values, self.diagnosis, near = comparison
         place = f"diversity/{self.space.name}"

@@ -44,7 +44,7 @@ class Average:
         torch._foreach_lerp_(self._values, weights, 1 - self.decay(num_updates))
 
     def on_device(self, weights: list[Tensor]) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """Return the share of the weights in an update, to be filled, and the update as the work of a recorded step."""
+        """Return a tensor for the share of the weights, to be filled, and the work of an update on the device."""
         share = torch.zeros((), device=self._values[0].device)
 
         def update(finite: Tensor) -> None:
@@ -106,17 +106,17 @@ class each:
 def make_averages(name: str, decay: Length, half_life: Length, std: Length, warmup: Warmup) -> list[Average]:
     """Return the average that is given by a number, if any, and then the averages of the lists.
 
-    The first average logs under `name`, each other one under `name` and its label. The `warmup` applies to a decay and
+    The first average logs under `name`, a further one under `name` and its label. The `warmup` applies to a decay and
     to a half-life. Raises ValueError for two numbers, and for two equal averages.
     """
     lengths = {"decay": decay, "half_life": half_life, "std": std}
-    given = {key: value for key, value in lengths.items() if value is not None} or {"std": _STD}
-    numbers = [key for key, value in given.items() if not isinstance(value, (list, tuple))]
+    lengths = {key: value for key, value in lengths.items() if value is not None} or {"std": _STD}
+    numbers = [key for key, value in lengths.items() if not isinstance(value, (list, tuple))]
     if len(numbers) > 1:
         raise ValueError(f"{' and '.join(numbers)} both set the length of one average; set one, or lists for several")
     averages: dict[str, Average] = {}
-    for key in sorted(given, key=lambda key: key not in numbers):
-        for value in _listed(given[key]):
+    for key in sorted(lengths, key=lambda key: key not in numbers):
+        for value in _listed(lengths[key]):
             label = f"{key}={value}".removesuffix(".0")
             if label in averages:
                 raise ValueError(f"{label} is given twice; remove one")

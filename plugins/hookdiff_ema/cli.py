@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     "--step",
     type=click.IntRange(1),
     metavar="N",
-    help="Last step of the average.  [default: of the last snapshot; with --draw of the training]",
+    help="Last step of the average.  [default: that of the last snapshot; with --draw: last step of the training]",
 )
-@out_option("File to write.  [default: RUN/ema-step-STEP-std=STD.safetensors, with --draw NAME-ema.png; made anew]")
+@out_option("File to write.  [default: RUN/ema-step-STEP-std=STD.safetensors; with --draw: NAME-ema.png]")
 @overwrite_option
 @override_options
 def command(

@@ -28,10 +28,10 @@ def half_life_decay(half_life: float) -> float:
 def step_weights(decay: Callable[[int], float], updates: int) -> Floats:
     """Return the share of the weights of each step in an average after `updates` >= 1 updates: updates + 1, sum 1.
 
-    The first share is that of the initial weights. `decay` returns the decay of update n, counted from 0.
+    The first share belongs to the initial weights. `decay` returns the decay of update n, counted from 0.
     """
     decays = np.array([decay(n) for n in range(updates)])
-    later = np.cumprod(np.append(decays, 1.0)[::-1])[::-1]  # what is left of a step, by all updates after it
+    later = np.cumprod(np.append(decays, 1.0)[::-1])[::-1]  # the part of a step that all later updates leave
     return np.append(1.0, 1 - decays) * later
 
 
@@ -83,13 +83,13 @@ class NoWarmup(Warmup):
 Warmup.known = {"ratio": Ratio, "power": Power, "none": NoWarmup}
 
 
-def power_decay(step: float, gamma: float, interval: float = 1) -> float:
-    """Return the decay of a power-function average at update `step`, `interval` after the last one: EDM2 eq. 2.
+def power_decay(step: float, gamma: float) -> float:
+    """Return the decay of a power-function average at update `step`, counted from 1: EDM2 eq. 2.
 
-    With an interval of 1, update k counts (k^(gamma+1) - (k-1)^(gamma+1)) / step^(gamma+1), the integral of the
-    profile over it. The first update copies the weights.
+    Update k counts (k^(gamma+1) - (k-1)^(gamma+1)) / step^(gamma+1), the integral of the profile over it. The first
+    update copies the weights.
     """
-    return float((1 - interval / step) ** (gamma + 1))
+    return float((1 - 1 / step) ** (gamma + 1))
 
 
 def gamma_of(std: float) -> float:

@@ -81,7 +81,7 @@ def remove_later(folder: Path, step: int) -> None:
 def find_snapshots(run: Path) -> list[Snapshot]:
     """Return the snapshots in a run directory, sorted by step and std, that have the same start as the newest one.
 
-    Raises UserError if there is no snapshot, or no such directory.
+    Raises UserError if `run` is no directory, or has no snapshot.
     """
     snapshots = []
     for path in (run / FOLDER).glob("step-*"):
@@ -92,8 +92,8 @@ def find_snapshots(run: Path) -> list[Snapshot]:
                 snapshots.append(Snapshot(path, about.std, about.step, about.start, about.dtype))
             except (Problems, ValueError, RecursionError) as error:
                 raise UserError(f"{path}: not a snapshot of an average: its header: {error}") from None
-    if not snapshots and not run.is_dir():
-        raise UserError(f"{run}: " + ("expected a run directory, got a file" if run.exists() else "no such directory"))
+    if not run.is_dir():
+        raise UserError(f"{run}: expected a run directory")
     if not snapshots:
         raise UserError(
             f"{run} has no snapshots; a run writes them with\n"

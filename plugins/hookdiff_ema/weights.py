@@ -38,7 +38,7 @@ class Weights:
 
     @property
     def are_direct(self) -> bool:
-        """Whether all are the parameters themselves, and none is a copy."""
+        """Whether no tensor is a copy, because all are the parameters themselves."""
         return not self._travels[0] and not self._widens[0]
 
     def fetch(self) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy
 import pytest
 import torch
@@ -22,10 +21,9 @@ from hookdiff import Loop, UserError, builtin_plugins, hookimpl
 from hookdiff.builtin.logged import Metrics
 from hookdiff.log import Distribution, Event
 from hookdiff.loop.saved import restore_state
-from hookdiff.options.structure import Problems, arguments
 from hookdiff.testing.toy import toy_loop
 from hookdiff_aim import Aim
-from tests.conftest import PATIENCE, Restores, RollsBack, check_facts, refused, saved, wait_until, warnings
+from tests.conftest import PATIENCE, Restores, RollsBack, acting, check_facts, ran, refused, saved, wait_until, warnings
 from tests.forked import python
 
 HAS_AIM = sys.version_info < (3, 13) and importlib.util.find_spec("aim") is not None
@@ -83,8 +81,8 @@ def read(folder: Path, run_hash: str) -> dict[str, Any]:
     events: dict[str, dict[int, str]] = {}
     for name, context, _ in run.iter_sequence_info_by_type("aim.text"):
         sequence = run.get_text_sequence(name, context)
-        found = {step: value.data for step, (value, *_) in sequence.data.items()}
-        (events if name == "events" else texts)[context.to_dict().get("kind", name)] = found
+        by_step = {step: value.data for step, (value, *_) in sequence.data.items()}
+        (events if name == "events" else texts)[context.to_dict().get("kind", name)] = by_step
     distributions = {}
     for name, context, _ in run.iter_sequence_info_by_type("aim.distribution"):
         sequence = run.get_distribution_sequence(name, context)
@@ -111,8 +109,8 @@ def of(sink: Aim, folder: Path) -> dict[str, Any]:
 def only(folder: Path, name: str) -> dict[str, Any]:
     """Return the only Aim run with this name."""
     hashes = os.listdir(folder / ".aim" / "meta" / "chunks")  # the SDK's own list is up to 0.5 s old
-    (found,) = (run for run in (read(folder, one) for one in hashes) if run["name"] == name)
-    return found
+    (named,) = (run for run in (read(folder, run_hash) for run_hash in hashes) if run["name"] == name)
+    return named
 
 
 def locks(folder: Path) -> list[Path]:
@@ -156,8 +154,7 @@ def test_a_run_can_be_read_back(runs_dir: Path, caplog: pytest.LogCaptureFixture
 @needs_aim
 def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
     sink = Aim()
-    loop = make_loop({"aim": sink, "extras": Extras()}, runs_dir / "resumed", steps=2)
-    loop.run()
+    loop = ran(make_loop({"aim": sink, "extras": Extras()}, runs_dir / "resumed", steps=2))
     state, resumed = saved(loop), Aim()
     make_loop({"aim": resumed, "extras": Extras(), "saved": Restores(state)}, runs_dir / "resumed", steps=5).run()
     assert resumed.state_dict() == sink.state_dict()
@@ -176,14 +173,9 @@ def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
 
 @needs_aim
 def test_steps_that_a_resumed_run_does_not_log_again_are_gone(runs_dir: Path) -> None:
-    class Odd:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            if loop.progress.step % 2:
-                loop.log({"odd": 1.0})
-
-    state, own = Restores(at=2), builtin_plugins(signals=False)
-    make_loop({**own, "aim": Aim(), "odd": Odd(), "extras": Extras(), "state": state}, runs_dir / "again", 5).run()
+    odd = acting(after_optimizer_step=lambda loop: loop.log({"odd": 1.0}) if loop.progress.step % 2 else None)
+    state, builtin = Restores(at=2), builtin_plugins(signals=False)
+    make_loop({**builtin, "aim": Aim(), "odd": odd, "extras": Extras(), "state": state}, runs_dir / "again", 5).run()
     plugins = {**builtin_plugins(signals=False), "aim": Aim(), "state": Restores(state.state)}
     make_loop(plugins, runs_dir / "again", steps=3, resume=True).run()
     run = only(runs_dir, "again")
@@ -233,8 +225,7 @@ def test_a_fill_that_was_broken_off_is_made_again(runs_dir: Path, caplog: pytest
 @needs_aim
 def test_a_branch_has_an_aim_run_of_its_own(runs_dir: Path) -> None:
     sink, branch = Aim(), Aim()
-    trunk = make_loop({"aim": sink}, runs_dir / "trunk", steps=2)
-    trunk.run()
+    trunk = ran(make_loop({"aim": sink}, runs_dir / "trunk", steps=2))
     plugins = {"aim": branch, "saved": Restores(saved(trunk))}
     make_loop(plugins, runs_dir / "branch", steps=3, resume=runs_dir / "trunk").run()
     first, second = (of(one, runs_dir) for one in (sink, branch))
@@ -271,8 +262,7 @@ def test_a_run_that_was_just_created_is_found(runs_dir: Path, caplog: pytest.Log
 @needs_aim
 def test_the_lock_of_a_killed_process_is_ignored(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = Aim()
-    loop = make_loop({"aim": sink}, runs_dir / "killed", steps=1)
-    loop.run()
+    ran(make_loop({"aim": sink}, runs_dir / "killed", steps=1))
     run_hash = sink.state_dict()["run"]
     (runs_dir / ".aim" / "locks" / f"{run_hash}.softlock").write_text("12345-1-0.0")  # machine, process, time
     repo = the_sdk().Repo
@@ -354,14 +344,6 @@ def test_a_repository_that_cannot_be_made_costs_only_the_sink(tmp_path: Path, ca
     assert make_loop({"aim": Aim(repo=str(tmp_path / "file" / "repo"))}, None).run() == "done"
     (warning,) = warnings(caplog)
     check_facts(warning, "Aim", "open", "NotADirectoryError")
-
-
-def test_settings() -> None:
-    names = {field.name for field in attrs.fields(Aim) if field.init}
-    assert names == {"capture_terminal_logs", "experiment", "name", "repo", "system_tracking_interval", "timeout"}
-    problems = Problems()
-    assert arguments(Aim, {"repo": "here", "timeout": 5}, "plugins.aim", problems) == {"repo": "here", "timeout": 5.0}
-    assert not problems.found
 
 
 @needs_aim

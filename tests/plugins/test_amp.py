@@ -10,7 +10,7 @@ from hookdiff import UserError, hookimpl
 from hookdiff.loop.saved import restore_state
 from hookdiff.testing import ToyObjective, assert_same, toy_loop, toy_model, weights
 from hookdiff_amp import AMP
-from tests.conftest import Logged, check_facts, refused, two_ranks
+from tests.conftest import Logged, acting, check_facts, refused, toy_run, two_ranks
 
 
 class Dtypes(ToyObjective):
@@ -46,8 +46,7 @@ class Recorder:
 )
 def test_the_net_computes_in_the_precision_asked_for(precision, dtype):
     objective = Dtypes()
-    loop = toy_loop({"amp": AMP(precision)}, objective=objective, steps=2)
-    loop.run()
+    loop = toy_run({"amp": AMP(precision)}, objective=objective, steps=2)
     assert set(objective.seen) == {dtype}
     assert all(parameter.dtype == torch.float32 for parameter in loop.model.parameters())
 
@@ -70,10 +69,7 @@ def test_other_wrappers_of_the_loss_compute_in_the_precision_too(amp_first):
 
 
 def test_off_changes_nothing():
-    plain, off = toy_loop(), toy_loop({"amp": AMP("off")})
-    plain.run()
-    off.run()
-    assert_same(weights(plain), weights(off))
+    assert_same(weights(toy_run()), weights(toy_run({"amp": AMP("off")})))
 
 
 def test_fp16_trains_nearly_as_float32_does_and_clippers_see_true_norms():
@@ -169,13 +165,9 @@ def test_a_nan_gradient_without_a_scaler_is_reported_at_once():
 
 
 def test_the_report_says_how_the_scale_fell_and_it_stays_at_its_floor():
-    class Skip:
-        @hookimpl
-        def on_nan(self, loop):
-            return "skip" if loop.progress.position < 6 else "stop"
-
+    skip = acting(on_nan=lambda loop: "skip" if loop.progress.position < 6 else "stop")
     amp, recorder = AMP("fp16", init_scale=16.0, min_scale=3.0), Recorder()
-    toy_loop({"amp": amp, "recorder": recorder, "skip": Skip()}, objective=Broken()).run()
+    toy_loop({"amp": amp, "recorder": recorder, "skip": skip}, objective=Broken()).run()
     assert amp.num_void == 3
     notes = [report.notes["loss scale"] for report in recorder.nans]
     assert len(set(notes)) == 1
@@ -203,8 +195,7 @@ def test_it_is_the_plain_loop_of_torch_to_the_bit(num_optimizers, micro_batch):
 
     options = {"steps": 12, "micro_batch": micro_batch}
     amp = AMP("fp16", init_scale=2.0**22, growth_interval=4)
-    loop = toy_loop({"amp": amp}, optimizers=make, **options)
-    loop.run()
+    loop = toy_run({"amp": amp}, optimizers=make, **options)
 
     plain, model = toy_loop(**options), toy_model()
     optimizers, scaler = make(model), torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=4)
@@ -250,12 +241,11 @@ def test_half_precision_weights_under_a_scaler_are_refused():
 def test_its_state_is_the_scale():
     amp = AMP("fp16", growth_interval=3)
     toy_loop({"amp": amp}, steps=7).run()
-    state = amp.state_dict()
     other = AMP("fp16", growth_interval=3)
     with toy_loop({"amp": other}):
-        restore_state(other, state)
+        restore_state(other, amp.state_dict())
         assert other.scaler.state_dict() == amp.scaler.state_dict()
-    assert state["scaler"]["scale"] == 65536 * 4
+    assert other.scaler.get_scale() == 65536 * 4
 
 
 SCALES = """

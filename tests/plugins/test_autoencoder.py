@@ -1,9 +1,7 @@
 """Test autoencoders of diffusers as encoders: what they make equals their own, and what is none is refused."""
 
 import json
-import re
 import shutil
-import textwrap
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +22,7 @@ from hookdiff.log.pixels import to_uint8
 from hookdiff_features import spaces
 from tests.conftest import check_facts, check_refused, output, pixels, refused, warnings
 from tests.forked import python
+from tests.plugins.test_export import called
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -57,6 +56,9 @@ steps = 2
 num_samples = 8
 features = "tests.plugins.test_autoencoder:mean_colours"
 """
+
+
+FEATURES = ("--features", "tests.plugins.test_autoencoder:mean_colours")
 
 
 def mean_colours(images: torch.Tensor) -> torch.Tensor:
@@ -152,13 +154,13 @@ def test_a_run_measures_pictures_and_samples_without_its_data(
         made, raw = (run.loop.sample(SampleRequest(2, raw=raw)).images for raw in (False, True))
         torch.testing.assert_close(made, vae.decode(raw).sample.clamp(-1, 1), atol=1e-5, rtol=0)
     name = next(key for key in measured if key.startswith("fd/"))
-    own = "--num", "8", "--json", "--features", "tests.plugins.test_autoencoder:mean_colours"
-    found = json.loads(succeed("fid", folder / "run", folder / "pictures", *own, "--trust"))
+    words = "fid", folder / "run", folder / "pictures", "--num", "8", "--json", *FEATURES
+    found = json.loads(succeed(*words, "--trust"))
     assert measured[name] == pytest.approx(found[name], rel=1e-4)
     # It needs the autoencoder, wherever that is, and not the data.
     (folder / "vae").rename(folder / "moved")
     moved = "--trust", "--set", f"data.encode.image.path={folder / 'moved'}"
-    assert json.loads(succeed("fid", folder / "run", folder / "pictures", *own, *moved)) == found
+    assert json.loads(succeed(*words, *moved)) == found
     succeed("resume", folder / "run", "--steps", "6", "--out", folder / "branch", *moved)
     (folder / "pictures").rename(folder / "gone")
     succeed("sample", folder / "run", "--num", "2", "--out", folder / "two.png", *moved)
@@ -173,8 +175,7 @@ def test_the_only_weights_of_a_folder_are_read_and_else_those_of_the_usual_name(
     assert both.codec is not None
     pictures = torch.zeros(1, 3, 32, 32)
     latents, digest = both.codec.encode(pictures), both.codec.digest
-    tensors = {name: one.half() for name, one in load_file(usual).items()}
-    save_file(tensors, half, {"format": "pt"})
+    save_file({name: tensor.half() for name, tensor in load_file(usual).items()}, half, {"format": "pt"})
     assert both.codec.encoder.digest() == digest
     usual.unlink()
     alone = build_feed(config)
@@ -223,23 +224,21 @@ def test_the_cost_of_the_autoencoder_alone_is_that_of_plain_torch(
     distance = ((mean - mean2) ** 2).sum() + numpy.trace(cov + cov2 - 2 * root.real)
 
     words = "data", folder / "latents.toml", "--reconstruction", "20"
-    features = "--features", "tests.plugins.test_autoencoder:mean_colours"
-    code, out, err = hookdiff(*words, *features, "--json")
+    code, out, err = hookdiff(*words, *FEATURES, "--json")
     found = json.loads(out)
     name = "fd/tests.plugins.test_autoencoder.mean_colours"
     assert (code, found["num"], found["samples"], found["space"]) == (0, 20, 40, name.removeprefix("fd/"))
     assert found["psnr"] == pytest.approx(float(psnr), abs=1e-4)
     assert found[name] == pytest.approx(distance, rel=1e-4)
     check_facts(err, "fewer than 2,000 images")
-    text = succeed(*words, *features)
-    check_facts(text, "20 of 40", f"{found['psnr']:.2f} dB", name, f"{found[name]:.6g}")
+    check_facts(succeed(*words, *FEATURES), "20 of 40", f"{found['psnr']:.2f} dB", name, f"{found[name]:.6g}")
     assert not [*folder.glob("cache/encoded/*")]  # which would take all samples
 
 
 def test_the_cost_of_the_autoencoder_is_measured_beside_encoders_of_texts(
     succeed: Callable[..., str], folder: Path
 ) -> None:
-    words = "--features", "tests.plugins.test_autoencoder:mean_colours", "--json", "--reconstruction", "8"
+    words = *FEATURES, "--json", "--reconstruction", "8"
     alone = json.loads(succeed("data", folder / "latents.toml", *words))
     for picture in (folder / "pictures").glob("*.png"):
         picture.with_suffix(".txt").write_text(f"picture {picture.stem}")
@@ -304,28 +303,23 @@ def test_an_autoencoder_whose_cost_cannot_be_measured_is_refused(
     few = "--reconstruction", "4"
     check_refused(hookdiff("data", write_config(), *few), "--reconstruction", "[data.encode.image]")
     latents = "data", folder / "latents.toml"
-    wrong = hookdiff(*latents, *few, "--features", "incption")
-    check_refused(wrong, "--features", "'incption'", "'inception'")
+    check_refused(hookdiff(*latents, *few, "--features", "incption"), "--features", "'incption'", "'inception'")
     check_refused(hookdiff(*latents, "--features", "inception"), "--features", "--reconstruction")
     check_refused(hookdiff(*latents, *few, "--out", "a.png"), "--reconstruction", "--out")
     vae = diffusers.AutoencoderKL.from_pretrained(folder / "vae")
     vae.decoder.conv_out.bias.data.fill_(torch.nan)
     vae.save_pretrained(folder / "vae")
-    own = "--features", "tests.plugins.test_autoencoder:mean_colours"
-    check_refused(hookdiff(*latents, *few, *own), "data.encode.image", "00.png", "finite")
+    check_refused(hookdiff(*latents, *few, *FEATURES), "data.encode.image", "00.png", "finite")
 
 
-def spoil(folder: Path, how: str) -> None:
-    vae = folder / "vae"
-    config = json.loads((vae / "config.json").read_text())
-    if how == "no config":
-        (vae / "config.json").unlink()
-    if how in ("UNet2DModel", "AutoencoderKLWan"):
-        (vae / "config.json").write_text(json.dumps({**config, "_class_name": how}))
-    if how == "no weights":
-        (vae / "diffusion_pytorch_model.safetensors").unlink()
-    if how == "pickled":
-        (vae / "diffusion_pytorch_model.safetensors").rename(vae / "diffusion_pytorch_model.bin")
+WEIGHTS = "vae/diffusion_pytorch_model.safetensors"
+SPOILED: dict[str, Callable[[Path], object]] = {
+    "no config": lambda folder: (folder / "vae" / "config.json").unlink(),
+    "UNet2DModel": lambda folder: edit_config(folder, _class_name="UNet2DModel"),
+    "AutoencoderKLWan": lambda folder: edit_config(folder, _class_name="AutoencoderKLWan"),
+    "no weights": lambda folder: (folder / WEIGHTS).unlink(),
+    "pickled": lambda folder: (folder / WEIGHTS).rename((folder / WEIGHTS).with_suffix(".bin")),
+}
 
 
 @pytest.mark.parametrize(
@@ -344,7 +338,8 @@ def spoil(folder: Path, how: str) -> None:
 def test_what_cannot_encode_the_pictures_is_refused_before_anything_is_encoded(
     hookdiff: Callable[..., Any], folder: Path, how: str, settings: list[str], facts: tuple[object, ...]
 ) -> None:
-    spoil(folder, how)
+    if how in SPOILED:
+        SPOILED[how](folder)
     options = [word for setting in settings for word in ("--set", setting)]
     check_refused(hookdiff("run", folder / "latents.toml", "--out", folder / "run", *options), *facts)
     with refused(UserError, *facts):
@@ -399,16 +394,13 @@ def edit_config(folder: Path, **keys: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
 
 
-NESTED = {key: [[[[value]] for value in values]] for key, values in MOMENTS.items()}  # 1 4 1 1
-
-
 @pytest.mark.parametrize(
     ("save", "keys", "mean", "std", "factor"),
     [
         (save_autoencoder, {"scaling_factor": ...}, 0.0, 1.0, 0.18215),
         (save_autoencoder, {"scaling_factor": 2.0, "shift_factor": 0.5}, 0.5, 1.0, 2.0),
         (save_autoencoder, {**MOMENTS, "scaling_factor": 0.5, "shift_factor": 0.3}, *MOMENTS.values(), 0.5),
-        (save_autoencoder, {**NESTED, "scaling_factor": ...}, *MOMENTS.values(), 0.18215),
+        (save_autoencoder, {**MOMENTS, "scaling_factor": ...}, *MOMENTS.values(), 0.18215),
         (save_autoencoder, {"latents_mean": [1, 2, 3, 4], "shift_factor": 0.5}, [1, 2, 3, 4], 1.0, 0.18215),
         (save_autoencoder, {"latents_std": [1, 2, 3, 4], "shift_factor": 0.5}, 0.5, [1, 2, 3, 4], 0.18215),
         (save_tiny, {"scaling_factor": ..., "shift_factor": ...}, 0.0, 1.0, 1.0),
@@ -436,6 +428,7 @@ def test_the_scale_of_a_model_is_that_of_pipelines(
         ("scaling_factor", "0.18", 1),
         ("shift_factor", [0.1, 0.2], 1),
         ("latents_mean", [0.1, 0.2], 4),
+        ("latents_mean", [[0.1, 0.2, 0.3, 0.4]], 4),
         ("latents_std", [1, 1, 1, -1], 4),
         ("latents_std", [1, 1, 1, float("nan")], 4),
     ],
@@ -479,27 +472,6 @@ def export(folder: Path, hookdiff: Callable[..., Any], succeed: Callable[..., st
     return made
 
 
-def called(out: str, labels: list[int]) -> torch.Tensor:
-    """Return the pictures that the code makes which was printed, of the noise of `hookdiff sample`: n c h w."""
-    noise = SampleRequest(len(labels)).generators()
-    names = {kind: getattr(diffusers, kind) for kind in re.findall(r"(\w+)\.from_pre", out)}
-    names |= {"torch": torch, "labels": labels}
-    if "Pipeline." in out:
-        opened, _, arguments = out.splitlines()[1].strip().removesuffix(")").partition(")(")
-        pipeline = eval(f"{opened}, local_files_only=True)", names)
-        pipeline.set_progress_bar_config(disable=True)
-        num = {} if "class_labels" in arguments else {"batch_size": len(labels)}
-        call = {"pipeline": pipeline, "labels": labels, "noise": noise, "num": num}
-        made = eval(f"pipeline({arguments}, **num, generator=noise, output_type='np')", call).images
-        return torch.from_numpy(made).permute(0, 3, 1, 2) * 2 - 1
-    names["noise"] = torch.stack([torch.randn(4, 8, 8, generator=one) for one in noise])
-    names["labels"] = torch.tensor(labels)
-    with torch.no_grad():
-        exec(textwrap.dedent("\n".join(out.splitlines()[2:])), names)
-    pictures: torch.Tensor = names["pictures"]
-    return pictures
-
-
 # NumPy 2 warns of a tensor that becomes an array, as the schedulers do it.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 @pytest.mark.parametrize(
@@ -528,7 +500,7 @@ def test_an_export_to_diffusers_makes_the_pictures_of_the_run(
     with load_run(folder / "run", trust=True) as run:
         ours = run.sample(3, labels=labels if network == "dit" else None)
     assert ours.std() > 0.02
-    torch.testing.assert_close(called(out, labels), ours, rtol=0, atol=1e-4)
+    torch.testing.assert_close(called(diffusers, out, labels, 4, 8, 8), ours, rtol=0, atol=1e-4)
     if pipeline == "DiTPipeline":
         opened = diffusers.DiffusionPipeline.from_pretrained(folder / "out", local_files_only=True)
         assert opened.labels == {"ant": 0, "bee": 1, "wasp": 1}

@@ -18,10 +18,11 @@ from hookdiff.authors.generation import Generated
 from hookdiff.data import digits
 from hookdiff.diffusion import ClassifierFree, Diffusion, Point, Sampling
 from hookdiff.log.picture import read_info
+from hookdiff.testing import assert_same, weights
 from hookdiff.testing.toy import toy_loop
 from hookdiff_autoguidance import Autoguidance, AwayFrom, landmark
 from hookdiff_ema import EMA
-from tests.conftest import Restores, check_facts, refused, saved, two_ranks
+from tests.conftest import Restores, check_facts, ran, refused, saved, toy_run, two_ranks
 
 SAMPLING = Sampling(steps=4)
 
@@ -66,8 +67,7 @@ def trained(options: Mapping[str, Any] = MappingProxyType({}), **config: Any) ->
     ema = EMA(std=0.1)
     averages = Averages(ema)
     autoguidance = Autoguidance(**{"interval": (0.0, math.inf), **options})
-    loop = make_loop({"autoguidance": autoguidance, "ema": ema, "averages": averages}, **config)
-    loop.run()
+    loop = ran(make_loop({"autoguidance": autoguidance, "ema": ema, "averages": averages}, **config))
     return loop, averages
 
 
@@ -81,9 +81,8 @@ def by_hand(loop: Loop, own: dict[str, Tensor], guide: dict[str, Tensor], scale:
     first.load_state_dict(own)
     second.load_state_dict(guide)
 
-    def net(x: Tensor, times: Tensor) -> Tensor:
-        made: Tensor = second(x, times) + scale * (first(x, times) - second(x, times))
-        return made
+    def net(x: Tensor, times: Tensor) -> Any:
+        return second(x, times) + scale * (first(x, times) - second(x, times))
 
     return SAMPLING.sample(net, loop.objective, loop.feed.shape, SampleRequest(4).generators(), "cpu")  # type: ignore[arg-type]
 
@@ -158,10 +157,8 @@ def test_metrics_say_which_images_are_guided() -> None:
 
 
 def test_a_sampler_of_another_kind_is_left_alone() -> None:
-    with toy_loop({"ema": EMA(), "autoguidance": Autoguidance()}) as loop, toy_loop({"ema": EMA()}) as plain:
-        loop.run()
-        plain.run()
-        assert torch.equal(images(loop), images(plain))
+    loop, plain = toy_run({"ema": EMA(), "autoguidance": Autoguidance()}), toy_run({"ema": EMA()})
+    assert torch.equal(images(loop), images(plain))
 
 
 def test_a_run_without_an_average_says_that_it_has_no_guide(caplog: pytest.LogCaptureFixture) -> None:
@@ -171,19 +168,16 @@ def test_a_run_without_an_average_says_that_it_has_no_guide(caplog: pytest.LogCa
 
 
 def test_training_is_the_same_with_it() -> None:
-    loop, plain = trained()[0], make_loop({"ema": EMA(std=0.1)})
-    plain.run()
-    for one, other in zip(loop.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    loop, plain = trained()[0], ran(make_loop({"ema": EMA(std=0.1)}))
+    assert_same(weights(loop), weights(plain))
 
 
 def test_the_model_holds_its_own_weights_after_sampling() -> None:
     loop, _ = trained()
-    before = {name: value.clone() for name, value in loop.model.named_parameters()}
+    before = weights(loop)
     images(loop)
-    for name, value in loop.model.named_parameters():
-        assert torch.equal(value, before[name])
-        assert value.requires_grad
+    assert_same(weights(loop), before)
+    assert all(parameter.requires_grad for parameter in loop.model.parameters())
 
 
 @given(st.integers(0, 3000), st.floats(0.05, 0.94), st.integers(1, 3000) | st.none())
@@ -200,17 +194,15 @@ def test_the_guide_is_never_older_than_its_share(step: int, share: float, end: i
 
 @pytest.mark.parametrize(("end", "taken"), [(1000, [27, 90, 300]), (100, [2, 9, 30]), (None, [1, 3, 11, 37, 123, 411])])
 def test_the_steps_at_which_a_guide_is_taken(end: int | None, taken: list[int]) -> None:
-    found = [landmark(step, 0.3, end) for step in range(1, 1001)]
-    assert [step for step in dict.fromkeys(found) if step][-len(taken) :] == taken
+    landmarks = dict.fromkeys(landmark(step, 0.3, end) for step in range(1, 1001))
+    assert [step for step in landmarks if step][-len(taken) :] == taken
 
 
 @pytest.mark.parametrize("at", [2, 3, 4])
 def test_a_resumed_run_has_the_same_guide(at: int) -> None:
     ema = EMA(std=0.1)
-    first = make_loop({"ema": ema, "autoguidance": Autoguidance(), "kept": (kept := Restores(at=at))})
-    first.run()
-    again = make_loop({"ema": EMA(std=0.1), "autoguidance": Autoguidance(), "kept": Restores(kept.state)})
-    again.run()
+    first = ran(make_loop({"ema": ema, "autoguidance": Autoguidance(), "kept": (kept := Restores(at=at))}))
+    again = ran(make_loop({"ema": EMA(std=0.1), "autoguidance": Autoguidance(), "kept": Restores(kept.state)}))
     assert torch.equal(images(again), images(first))
     assert saved(again)["plugins"]["autoguidance"]["step"] == 3
 
@@ -223,18 +215,17 @@ def test_a_longer_run_takes_a_new_guide_at_once() -> None:
         next(longer.steps())
         state = saved(longer)["plugins"]["autoguidance"]
     assert state["step"] == 10
-    for name, value in state["weights"].items():
-        assert torch.equal(value, averages.after[10][name])
+    assert_same(state["weights"], averages.after[10])
 
 
 def test_pictures_say_that_they_are_guided(
-    hookdiff: Callable[..., Any], write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    succeed: Callable[..., str], write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_config(run={"steps": 10, "plugins": ["ema", "autoguidance", "checkpoint", "samples"]})
-    assert hookdiff("run", "small.toml")[0] == 0
-    assert hookdiff("sample", "runs/small", "--num", 2)[0] == 0
-    assert hookdiff("sample", "runs/small", "--num", 2, "--weights", "model", "--seed", 1)[0] == 0
+    succeed("run", "small.toml")
+    succeed("sample", "runs/small", "--num", 2)
+    succeed("sample", "runs/small", "--num", 2, "--weights", "model", "--seed", 1)
     info = []
     for name in ("step-*.png", "seed-0.png", "seed-1.png"):
         with Image.open(next(Path("runs/small/samples").glob(name))) as picture:
@@ -243,12 +234,9 @@ def test_pictures_say_that_they_are_guided(
         assert guided["guidance"] == "autoguidance"
         assert guided["options"]["guidance"] == {"scale": 1.5, "interval": [0, 2.5]}
     assert (info[2]["guidance"], info[2]["guidance_scale"]) == ("cfg", 1)
-    code, out, _ = hookdiff("export", "runs/small", "weights.safetensors")
-    assert code == 0
-    check_facts(out, "autoguidance")  # which other programs do not have
-    code, out, _ = hookdiff("export", "runs/small", "weights.safetensors", "--weights", "model", "--overwrite")
-    assert code == 0
-    assert "autoguidance" not in out
+    export = "export", "runs/small", "weights.safetensors"
+    check_facts(succeed(*export), "autoguidance")  # which other programs do not have
+    assert "autoguidance" not in succeed(*export, "--weights", "model", "--overwrite")
 
 
 @pytest.mark.slow  # torch compiles for half a minute
@@ -274,10 +262,7 @@ def test_the_guide_of_another_model_is_refused(name: str, shape: tuple[int, ...]
 
 def test_a_run_is_sampled_with_its_guide(load_small: Callable[..., Any], tmp_path: Path) -> None:
     config = load_small("run.steps=10", plugins=["ema", "autoguidance", "checkpoint"])
-    with build_loop(config, tmp_path / "run") as loop:
-        for _ in loop.steps():
-            pass
-        expected = images(loop)
+    expected = images(ran(build_loop(config, tmp_path / "run")))
     with load_run(tmp_path / "run") as run, load_run(tmp_path / "run", ["plugins.autoguidance.scale=1"]) as unguided:
         torch.testing.assert_close(run.sample(4), expected, rtol=0, atol=1e-6)
         assert (unguided.sample(4) - expected).abs().max() > 1e-3
@@ -294,17 +279,15 @@ from hookdiff_ema import EMA
 from hookdiff_fsdp import FSDP
 from tests.on_ranks import Net
 
-found = {}
+result = {}
 for name, plugin in (("ddp", DDP()), ("fsdp", FSDP())):
     torch.manual_seed(0)
     loop = toy_loop({"ranks": plugin, "ema": EMA(), "autoguidance": (guided := Autoguidance())}, model=Net(0.0))
     loop.run()
     state = state_of(guided)
-    found[name] = state["step"], sorted(state["weights"]) == sorted(n for n, _ in loop.model.named_parameters())
-result = found
+    result[name] = state["step"], sorted(state["weights"]) == sorted(n for n, _ in loop.model.named_parameters())
 """
 
 
 def test_ranks_with_whole_weights_have_a_guide_and_those_with_parts_have_none(tmp_path: Path) -> None:
-    for found in two_ranks(RANKS, tmp_path):
-        assert found == {"ddp": (6, True), "fsdp": (6, False)}
+    assert two_ranks(RANKS, tmp_path) == [{"ddp": (6, True), "fsdp": (6, False)}] * 2

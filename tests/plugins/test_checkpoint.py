@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -17,9 +18,9 @@ from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.saving import Part
 from hookdiff_checkpoint.writer import Staging
 from hookdiff_ema import EMA
-from tests.conftest import Clock, check_facts, contents, refused, warnings
+from tests.conftest import Clock, RollBackAt, acting, check_facts, contents, refused, toy_run, warnings
 from tests.forked import python
-from tests.plugins.test_checkpoint_announced import Bad
+from tests.plugins.test_checkpoint_announced import fails
 
 
 def folders(run):
@@ -35,8 +36,7 @@ def plain(run, steps=12, resume=False, extra=None, checkpoint=None, **options):
     run.mkdir(exist_ok=True)
     plugin = checkpoint or Checkpoint(**{"every": 2, "keep_last": 9, **options})
     plugins = {"metrics": Metrics(), **(extra or {}), "checkpoint": plugin}
-    loop = toy_loop(plugins, run_dir=run, resume=resume, steps=steps, batch_size=10)
-    loop.run()
+    loop = toy_run(plugins, run_dir=run, resume=resume, steps=steps, batch_size=10)
     return loop
 
 
@@ -206,63 +206,34 @@ def test_a_damaged_checkpoint_does_not_displace_good_ones(tmp_path):
     assert find_checkpoints(tmp_path)[0][0].path.name == names(11)[0]
 
 
-def left_behind(saved, state):
-    """Bring the newest two of steps 2, 4 and 6 into a state in which a killed process may leave them."""
-    final = saved / names(6)[0]
-    partial, replaced = (saved / f".{final.name}.{kind}" for kind in ("partial", "replaced"))
-    if state == "nothing written":
-        final.replace(partial)
-        for path in partial.iterdir():
-            path.unlink()
-    elif state == "no manifest yet":
-        final.replace(partial)
-        (partial / "manifest.json").replace(partial / ".manifest.json.partial")
-    elif state == "half a file":
-        final.replace(partial)
-        (partial / "model.safetensors").write_bytes((partial / "model.safetensors").read_bytes()[:90])
-    elif state == "whole, without its name":
-        final.replace(partial)
-    elif state == "whole, beside an earlier one":
-        shutil.copytree(final, partial)
-        (final / "model.safetensors").write_bytes(b"torn")
-    elif state == "neither has the name":
-        shutil.copytree(final, partial)
-        final.replace(replaced)
-    elif state == "a new one fails after the old lost its name":
-        final.replace(replaced)
-        partial.mkdir()
-    elif state == "the old one is not removed yet":
-        shutil.copytree(final, replaced)
-        (replaced / "model.safetensors").unlink()
-    elif state == "a removal begun":
-        (saved / names(2)[0]).replace(saved / f".{names(2)[0]}.removed")
-    elif state == "a removal half done":
-        (saved / names(2)[0]).replace(saved / f".{names(2)[0]}.removed")
-        (saved / f".{names(2)[0]}.removed" / "model.safetensors").unlink()
+# What a killed process may leave of the saves of steps 2 and 6: changes of the folder, and the step of the resumed run.
+MODEL, MANIFEST = "model.safetensors", "manifest.json"
+LEFT = {
+    "nothing written": (["rmtree 6", "mkdir .6.partial"], 4),
+    "no manifest yet": (["replace 6 .6.partial", f"replace .6.partial/{MANIFEST} .6.partial/.{MANIFEST}.partial"], 4),
+    "half a file": (["replace 6 .6.partial", f"truncate .6.partial/{MODEL}"], 4),
+    "whole, without its name": (["replace 6 .6.partial"], 6),
+    "whole, beside an earlier one": (["copytree 6 .6.partial", f"truncate 6/{MODEL}"], 6),
+    "neither has the name": (["copytree 6 .6.partial", "replace 6 .6.replaced"], 6),
+    "a new one fails after the old lost its name": (["replace 6 .6.replaced", "mkdir .6.partial"], 6),
+    "the old one is not removed yet": (["copytree 6 .6.replaced", f"remove .6.replaced/{MODEL}"], 6),
+    "a removal begun": (["replace 2 .2.removed"], 6),
+    "a removal half done": (["replace 2 .2.removed", f"remove .2.removed/{MODEL}"], 6),
+}
+CALLS = {"truncate": lambda path: os.truncate(path, 90), "copytree": shutil.copytree, "rmtree": shutil.rmtree}
 
 
-@pytest.mark.parametrize(
-    ("state", "begun"),
-    [
-        ("nothing written", 4),
-        ("no manifest yet", 4),
-        ("half a file", 4),
-        ("whole, without its name", 6),
-        ("whole, beside an earlier one", 6),
-        ("neither has the name", 6),
-        ("a new one fails after the old lost its name", 6),
-        ("the old one is not removed yet", 6),
-        ("a removal begun", 6),
-        ("a removal half done", 6),
-    ],
-)
-def test_the_leftovers_of_a_killed_process_are_settled(state, begun, three, whole_run, tmp_path):
+@pytest.mark.parametrize(("commands", "begun"), LEFT.values(), ids=LEFT)
+def test_the_leftovers_of_a_killed_process_are_settled(commands, begun, three, whole_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(three, run)
-    left_behind(run / "checkpoints", state)
+    for command in commands:
+        call, *paths = command.split()
+        named = [re.sub(r"\d", lambda step: names(int(step[0]))[0], path) for path in paths]
+        CALLS.get(call, getattr(os, call, None))(*(run / "checkpoints" / path for path in named))
     again = plain(run, resume=True)
     assert again.first_step == begun
-    gone = [2] if "removal" in state else []
+    gone = [2] if ".2.removed" in commands[0] else []
     assert folders(run) == names(*(step for step in range(2, 14, 2) if step not in gone))
     assert_same(weights(again), whole_run)
 
@@ -307,13 +278,13 @@ def test_a_process_may_be_killed_at_any_rename(whole_run, tmp_path):
     while deaths < 20:
         moment += 1
         code, _, err = python(SLOW_SAVES, run, moment * 7 % 37 + 1)
-        found, problems = find_checkpoints(run)
+        checkpoints, problems = find_checkpoints(run)
         assert not problems
-        steps = [read_checkpoint(one.path)["progress"]["step"] for one in found]
+        steps = [read_checkpoint(info.path)["progress"]["step"] for info in checkpoints]
         assert max(steps, default=0) >= newest  # nothing is ever lost
         newest = max(steps, default=0)
         if code == 0:
-            assert_same(load_file(found[0].path / "model.safetensors"), whole_run)
+            assert_same(load_file(checkpoints[0].path / "model.safetensors"), whole_run)
             shutil.rmtree(run / "checkpoints")
             newest = 0
         else:
@@ -324,23 +295,17 @@ def test_a_process_may_be_killed_at_any_rename(whole_run, tmp_path):
 @pytest.mark.parametrize("every", ["1 epochs", 4])
 def test_a_save_knows_that_the_epoch_has_ended(every, tmp_path):
     ends = []
+    notes = acting(on_epoch_end=lambda loop: ends.append(loop.progress.epoch))
 
-    class Ends:
-        @hookimpl
-        def on_epoch_end(self, loop):
-            ends.append(loop.progress.epoch)
+    def keep(path):
+        position, epoch = find_checkpoints(path)[0][0].place
+        shutil.copytree(path, tmp_path / f"{position}-{epoch}" / "checkpoints" / path.name)
 
-    class Keep:
-        @hookimpl
-        def on_checkpoint(self, path):
-            place = find_checkpoints(path)[0][0].place
-            shutil.copytree(path, tmp_path / f"{place[0]}-{place[1]}" / "checkpoints" / path.name)
-
-    plain(tmp_path / "run", 9, extra={"ends": Ends(), "keep": Keep()}, every=every)
+    plain(tmp_path / "run", 9, extra={"notes": notes, "keep": acting(on_checkpoint=keep)}, every=every)
     assert ends == [1, 2]
     for place, later in {"4-1": [2], "8-2": []}.items():
         ends.clear()
-        plain(tmp_path / place, 9, resume=True, extra={"ends": Ends()})
+        plain(tmp_path / place, 9, resume=True, extra={"notes": notes})
         assert ends == later
 
 
@@ -409,7 +374,7 @@ class Look:
 
 @pytest.mark.usefixtures("slow_disk")
 def test_a_rollback_waits_for_the_current_save(tmp_path):
-    loop = plain(tmp_path, 6, extra={"bad": Bad(4, "rollback"), "look": (look := Look())}, every=4)
+    loop = plain(tmp_path, 6, extra={"bad": RollBackAt(4), "look": (look := Look())}, every=4)
     # The save of step 4 begins just before the batch that is bad.
     assert look.seen[4:8] == [(4, 4), names(4)[0], (4, 5), (5, 6)]
     assert loop.progress.position == 7
@@ -427,13 +392,8 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, slow_disk, monkeypat
 
 
 def test_another_plugins_failure_at_the_end_costs_no_checkpoint(tmp_path):
-    class Fails:
-        @hookimpl
-        def on_stop(self):
-            raise RuntimeError("mine")
-
     with pytest.raises(RuntimeError, match="mine"):
-        plain(tmp_path, extra={"fails": Fails()}, every=0)
+        plain(tmp_path, extra={"fails": acting(on_stop=fails)}, every=0)
     assert folders(tmp_path) == names(12)
 
 
@@ -482,8 +442,7 @@ class Watch:
 def test_the_memory_of_all_saves_is_taken_after_the_first_step(tmp_path, every, reserves):
     watch, ema = Watch(), EMA(decay=0.9)
     used = {"ema": ema, "checkpoint": Checkpoint(every=every), "watch": watch}
-    loop = toy_loop(used, run_dir=tmp_path, steps=7)
-    loop.run()
+    loop = toy_run(used, run_dir=tmp_path, steps=7)
     assert bool(watch.addresses[1]) == reserves
     assert watch.addresses[1] == watch.addresses[4] == watch.addresses[7]
     saved = read_checkpoint(sorted((tmp_path / "checkpoints").iterdir())[-1])

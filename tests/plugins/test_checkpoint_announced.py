@@ -1,7 +1,6 @@
 """The hook on_checkpoint: once for each save that is on the disk, and never for another."""
 
 import errno
-import math
 import os
 import signal
 import threading
@@ -10,9 +9,10 @@ import time
 import pytest
 
 from hookdiff import StorageError, hookimpl
+from hookdiff.run_dir import step_of
 from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint, find_checkpoints
-from tests.conftest import Logged, StopAt, check_facts, fill, free, warnings
+from tests.conftest import Logged, RollBackAt, StopAt, acting, check_facts, fill, free, warnings
 
 
 class Announced:
@@ -24,51 +24,21 @@ class Announced:
     @hookimpl
     def on_checkpoint(self, path):
         position, epoch = find_checkpoints(path)[0][0].place
-        self.places.append((int(path.name.removeprefix("step-")), position, epoch))
+        self.places.append((step_of(path.name), position, epoch))
 
 
 class Do:
-    """Calls each function before the batch at its position; with `waits`, after the save under way."""
+    """Calls each function once, before the batch at its position; with `waits`, after the save under way."""
 
     def __init__(self, calls, waits=False):
         self.calls, self.waits = calls, waits
 
     @hookimpl
     def before_step(self, loop):
-        if call := self.calls.get(loop.progress.position):
+        if call := self.calls.pop(loop.progress.position, None):
             if self.waits:
                 loop.plugins["checkpoint"].on_nan(loop)
             call()
-
-
-class Void:
-    """Makes the step at each of these positions void."""
-
-    def __init__(self, *positions):
-        self.positions = positions
-
-    @hookimpl(wrapper=True)
-    def unscale(self, loop):
-        is_at_scale = yield
-        return is_at_scale and loop.progress.position not in self.positions
-
-
-class Bad:
-    """Makes the loss at a position NaN, and asks for this verdict."""
-
-    def __init__(self, position, verdict):
-        self.position, self.verdict = position, verdict
-
-    @hookimpl(wrapper=True)
-    def compute_loss(self, loop):
-        output = yield
-        if loop.progress.position == self.position:
-            output.loss.data.fill_(math.nan)
-        return output
-
-    @hookimpl
-    def on_nan(self):
-        return self.verdict
 
 
 def train(run, steps, extra=None, resume=False, **options):
@@ -86,9 +56,9 @@ def train(run, steps, extra=None, resume=False, **options):
 
 def on_disk(run):
     """Return step, position and epoch of all checkpoints, the oldest first."""
-    found, problems = find_checkpoints(run)
+    checkpoints, problems = find_checkpoints(run)
     assert not problems
-    return [(int(one.path.name.removeprefix("step-")), *one.place) for one in reversed(found)]
+    return [(step_of(info.path.name), *info.place) for info in reversed(checkpoints)]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +68,7 @@ def on_disk(run):
         (8, {"every": 4}, [(4, 4, 1), (8, 8, 2)]),  # the last steps of an epoch, and of the run
         (8, {"every": "1 epochs"}, [(4, 4, 1), (8, 8, 2)]),
         (12, {"extra": {"stop": StopAt(4)}}, [(2, 2, 0), (4, 4, 1)]),
-        (6, {"extra": {"bad": Bad(5, "rollback")}}, [(2, 2, 0), (4, 4, 1), (6, 8, 2)]),
+        (6, {"extra": {"bad": RollBackAt(5)}}, [(2, 2, 0), (4, 4, 1), (6, 8, 2)]),
     ],
 )
 def test_each_save_is_announced_once(steps, options, saves, tmp_path):
@@ -107,29 +77,17 @@ def test_each_save_is_announced_once(steps, options, saves, tmp_path):
 
 
 def test_a_value_that_is_logged_at_the_end_of_an_epoch_belongs_to_its_save(tmp_path):
-    class Score:
-        @hookimpl
-        def on_epoch_end(self, loop):
-            loop.log({"score": float(loop.progress.epoch)})
-
-    train(tmp_path, 12, extra={"score": Score()}, every=4, keep_last=1, keep_best="score")
+    score = acting(on_epoch_end=lambda loop: loop.log({"score": float(loop.progress.epoch)}))
+    train(tmp_path, 12, extra={"score": score}, every=4, keep_last=1, keep_best="score")
     assert [step for step, *_ in on_disk(tmp_path)] == [4, 12]
 
 
 def test_a_second_save_of_a_step_is_a_checkpoint_of_its_own(tmp_path):
-    places, _ = train(tmp_path, 9, extra={"void": Void(6), "stop": StopAtPosition(7)})
+    void = acting(unscale=lambda loop: loop.progress.position != 6)
+    stop = acting(between_steps=lambda loop: loop.stop() if loop.progress.position == 7 else None)
+    places, _ = train(tmp_path, 9, extra={"void": void, "stop": stop})
     assert places == [(2, 2, 0), (4, 4, 1), (6, 6, 1), (6, 7, 1)]
     assert on_disk(tmp_path) == [(2, 2, 0), (4, 4, 1), (6, 7, 1)]
-
-
-class StopAtPosition:
-    def __init__(self, position):
-        self.position = position
-
-    @hookimpl
-    def between_steps(self, loop):
-        if loop.progress.position == self.position:
-            loop.stop()
 
 
 @pytest.mark.parametrize("disk_full", ["continue", "stop"])
@@ -183,7 +141,7 @@ def test_a_branch_announces_only_its_own(tmp_path):
 
 def test_a_branch_that_ends_in_its_first_step_has_a_checkpoint(tmp_path):
     train(tmp_path / "trunk", 4)
-    places, _ = train(tmp_path / "branch", 7, resume=tmp_path / "trunk", extra={"bad": Bad(4, "stop")})
+    places, _ = train(tmp_path / "branch", 7, resume=tmp_path / "trunk", extra={"bad": RollBackAt(4, verdict="stop")})
     assert places == on_disk(tmp_path / "branch") == [(4, 4, 1)]
     assert train(tmp_path / "branch", 6, resume=True)[0] == [(6, 6, 1)]
 

@@ -14,38 +14,29 @@ from hookdiff import StorageError, UserError, hookimpl
 from hookdiff.builtin.logged import Metrics
 from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
-from tests.conftest import check_facts, fill, free, read_only, records, refused, warnings
+from tests.conftest import check_facts, fill, free, read_only, records, refused, toy_run, warnings
+from tests.plugins.test_checkpoint_announced import Do
 
 STEPS = 12
 
 
-class At:
-    """Calls each function before the step that it is given for, while no save is running."""
-
-    def __init__(self, calls):
-        self.calls = calls
-
-    @hookimpl
-    def before_step(self, loop):
-        if call := self.calls.pop(loop.progress.step + 1, None):
-            loop.plugins["checkpoint"].on_nan(loop)  # waits for the save under way
-            call()
+def before(calls):
+    """Return a plugin that calls each function before the step that it is given for, while no save is running."""
+    return Do({step - 1: call for step, call in calls.items()}, waits=True)
 
 
 def run(run_dir, calls, resume=False, steps=STEPS, **options):
     run_dir.mkdir(exist_ok=True)
     plugin = Checkpoint(**{"every": 2, "keep_last": 9, **options})
-    plugins = {"at": At(calls), "metrics": Metrics(), "checkpoint": plugin}
-    loop = toy_loop(plugins, run_dir=run_dir, resume=resume, steps=steps, log_every=1)
-    loop.run()
-    return loop
+    plugins = {"at": before(calls), "metrics": Metrics(), "checkpoint": plugin}
+    return toy_run(plugins, run_dir=run_dir, resume=resume, steps=steps, log_every=1)
 
 
 def steps(run_dir):
     """The steps of the checkpoints, each of which is read whole."""
-    found, problems = find_checkpoints(run_dir)
+    checkpoints, problems = find_checkpoints(run_dir)
     assert not problems
-    return sorted(read_checkpoint(one.path)["progress"]["step"] for one in found)
+    return sorted(read_checkpoint(info.path)["progress"]["step"] for info in checkpoints)
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +52,17 @@ def warnings_of_checkpoints(caplog):
     return [warning for warning in warnings(caplog) if "metrics.jsonl" not in warning]
 
 
-def quota(monkeypatch):
-    """Let the disk look empty, as under a quota, which shows only when a write fails."""
+@pytest.fixture(params=["seen before", "met while writing"])
+def any_disk(request, disk, monkeypatch):
+    """Return a small disk, which says how full it is, or under a quota shows it only when a write fails."""
     usage = shutil.disk_usage
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1 << 40))
+    if request.param == "met while writing":
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1 << 40))
+    return disk
 
 
-@pytest.mark.parametrize("is_seen", [True, False], ids=["seen before", "met while writing"])
-def test_a_run_goes_on_when_the_disk_is_full(is_seen, disk, whole, caplog, monkeypatch):
-    if not is_seen:
-        quota(monkeypatch)
+def test_a_run_goes_on_when_the_disk_is_full(any_disk, whole, caplog):
+    disk = any_disk
     caplog.set_level(logging.INFO)
     loop = run(disk / "run", {5: lambda: fill(disk), 10: lambda: free(disk)})
     assert_same(weights(loop), whole)
@@ -83,13 +75,10 @@ def test_a_run_goes_on_when_the_disk_is_full(is_seen, disk, whole, caplog, monke
     assert not [path for path in (disk / "run" / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("is_seen", [True, False], ids=["seen before", "met while writing"])
-def test_a_run_stops_when_the_disk_is_full_and_the_config_says_so(is_seen, disk, caplog, monkeypatch):
-    if not is_seen:
-        quota(monkeypatch)
+def test_a_run_stops_when_the_disk_is_full_and_the_config_says_so(any_disk, caplog):
     with refused(StorageError, "No space left on device", "step-00000004"):
-        run(disk / "run", {5: lambda: fill(disk)}, disk_full="stop")
-    assert steps(disk / "run") == [2, 4]
+        run(any_disk / "run", {5: lambda: fill(any_disk)}, disk_full="stop")
+    assert steps(any_disk / "run") == [2, 4]
     assert not warnings_of_checkpoints(caplog)
 
 
@@ -191,7 +180,7 @@ def test_a_sync_that_fails_ends_the_run_at_the_next_step(number, tmp_path, monke
 
     look = Look()
     calls_at = {3: lambda: monkeypatch.setattr(os, "fsync", fails)}
-    plugins = {"look": look, "at": At(calls_at), "checkpoint": Checkpoint(every=2, keep_last=1)}
+    plugins = {"look": look, "at": before(calls_at), "checkpoint": Checkpoint(every=2, keep_last=1)}
     with refused(StorageError, tmp_path / "checkpoints", "Input/output error", "step-00000002") as caught:
         toy_loop(plugins, run_dir=tmp_path, steps=40).run()
     assert isinstance(caught.value.__cause__, OSError)

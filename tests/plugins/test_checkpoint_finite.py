@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from hookdiff import Loop, UserError, builtin_plugins, hookimpl
+from hookdiff import Batch, Loop, UserError, builtin_plugins, hookimpl
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
-from hookdiff_checkpoint import Checkpoint, find_checkpoints
+from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA
 from hookdiff_nan import NaN
-from tests.conftest import StopAt, check_facts, refused
-
-
-def sgd(lr: float, **options: Any) -> Any:
-    return lambda model: torch.optim.SGD(model.parameters(), lr=lr, **options)
+from tests.conftest import RollBackAt, StopAt, acting, check_facts, refused
+from tests.plugins.test_checkpoint_faults import steps
 
 
 class SetRate:
@@ -34,19 +32,16 @@ class SetRate:
             group["lr"] = self.rate if loop.progress.step + 1 == self.step else 0.01
 
 
-def steps_of(run: Path) -> list[int]:
-    return sorted(int(one.path.name.removeprefix("step-")) for one in find_checkpoints(run)[0])
-
-
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
 @pytest.mark.parametrize("at", [4, 6, 7])  # at a save in the middle, at the last step, and just before another save
 def test_weights_that_an_update_spoils_are_in_no_checkpoint(at: int, policy: Any, tmp_path: Path) -> None:
     plugins = {**builtin_plugins(signals=False), "rate": SetRate(at, 3e38), "nan": NaN(policy)}
     plugins |= {"checkpoint": Checkpoint(every=2), "ema": EMA(decay=0.9)}
-    steps = 6 if at == 6 else 12
-    loop = toy_loop(plugins, optimizers=sgd(0.01, weight_decay=10.0), run_dir=tmp_path / "run", steps=steps)
+    end = 6 if at == 6 else 12
+    sgd = partial(torch.optim.SGD, lr=0.01, weight_decay=10.0)
+    loop = toy_loop(plugins, optimizers=lambda model: sgd(model.parameters()), run_dir=tmp_path / "run", steps=end)
     assert loop.run() == "on_nan"
-    assert max(steps_of(tmp_path / "run")) == (at - 1) // 2 * 2
+    assert max(steps(tmp_path / "run")) == (at - 1) // 2 * 2
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
     assert outcome["reason"] == "on_nan"
     if at != 7:  # which is found by the loss of step 8
@@ -70,11 +65,11 @@ def test_infinities_of_a_mask_of_extra_state_and_of_a_plugin_are_saved(tmp_path:
         def load_state_dict(self, state: Any) -> None:
             assert state["most"] == math.inf
 
-    def build(steps: int, resume: bool) -> Loop:
+    def build(end: int, resume: bool) -> Loop:
         model = Model(*toy_model())
         model.register_buffer("mask", torch.full((3,), -math.inf))
         plugins = {"checkpoint": Checkpoint(), "holds": Holds()}
-        return toy_loop(plugins, model=model, run_dir=tmp_path, steps=steps, resume=resume)
+        return toy_loop(plugins, model=model, run_dir=tmp_path, steps=end, resume=resume)
 
     assert build(2, resume=False).run() == "done"
     assert build(4, resume=True).run() == "done"
@@ -98,54 +93,34 @@ class Normed(nn.Module):
         return out
 
 
-class Spoil:
-    """Makes the batches at some positions NaN; `skip` is its verdict."""
-
-    def __init__(self, *positions: int, verdict: str = "skip") -> None:
-        self.positions, self.verdict = positions, verdict
-
-    @hookimpl
-    def before_step(self, loop: Loop, batch: Any) -> None:
-        if loop.progress.position in self.positions:
-            batch.inputs.fill_(math.nan)
-
-    @hookimpl
-    def on_nan(self) -> Any:
-        return self.verdict
+def multiply(position: int, factor: float) -> Callable[[Loop, Batch], None]:
+    """Return a function that multiplies the batch at a position."""
+    return lambda loop, batch: batch.inputs.mul_(factor if loop.progress.position == position else 1)
 
 
 def test_statistics_of_batch_norm_survive_a_step_that_is_not_finite_without_any_plugin_for_it() -> None:
-    loop = toy_loop({"spoil": Spoil(3)}, model=Normed(), steps=8)
+    spoil = acting(before_step=multiply(3, math.nan), on_nan=lambda: "skip")
+    loop = toy_loop({"spoil": spoil}, model=Normed(), steps=8)
     assert loop.run() == "done"
     assert all(value.isfinite().all() for value in loop.model.state_dict().values())
     assert int(loop.model.state_dict()["layers.1.num_batches_tracked"]) == 8  # and not 9
-
-
-class Swell:
-    """Makes activations of about 1e25 at one step; the loss stays finite, since batch norm divides by infinity."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    @hookimpl
-    def before_step(self, loop: Loop, batch: Any) -> None:
-        if loop.progress.step + 1 == self.step:
-            batch.inputs.mul_(3e25)
 
 
 @pytest.mark.parametrize("stop_at", [None, 4])  # another process goes on there, and its first step is the bad one
 def test_a_statistic_that_a_forward_pass_makes_infinite_is_in_no_checkpoint(
     stop_at: int | None, tmp_path: Path
 ) -> None:
-    def build(steps: int) -> Loop:
-        plugins = {**builtin_plugins(signals=False), "swell": Swell(5)}
+    def build(end: int) -> Loop:
+        # The loss stays finite, since batch norm divides by infinity.
+        swell = acting(before_step=multiply(4, 3e25))
+        plugins = {**builtin_plugins(signals=False), "swell": swell}
         plugins |= {"checkpoint": Checkpoint(every=4), "ema": EMA()}
-        return toy_loop(plugins, model=Normed(), run_dir=tmp_path, resume=steps != stop_at, steps=steps)
+        return toy_loop(plugins, model=Normed(), run_dir=tmp_path, resume=end != stop_at, steps=end)
 
     if stop_at:
         assert build(stop_at).run() == "done"
     assert build(12).run() == "on_nan"
-    assert steps_of(tmp_path) == [4]
+    assert steps(tmp_path) == [4]
     message = json.loads((tmp_path / "outcome.json").read_text())["message"]
     check_facts(message, "model/layers.1.running_var", "update was finite", "step-00000004")
 
@@ -188,15 +163,14 @@ def test_a_buffer_that_was_finite_must_stay_so(
     plugins = {"sets": Sets(), "checkpoint": Checkpoint(every=2)}
     loop = toy_loop(plugins, run_dir=tmp_path, steps=8)
     assert loop.run() == ("done" if newest == 8 else "on_nan")
-    assert max(steps_of(tmp_path)) == newest
+    assert max(steps(tmp_path)) == newest
     if newest < 8:
         check_facts(loop.end.message, "plugins/sets/adopted/0/module/held" if of_plugin else "model/held")
 
 
 def going_back(run: Path, position: int, stop: int = 0, resume: bool = False, **options: Any) -> Loop:
     """Return a run with a bad batch at a position, which asks for a rollback; it is stopped after step `stop`."""
-    spoil, checkpoint = Spoil(position, verdict="rollback"), Checkpoint(**options)
-    plugins = {"spoil": spoil, "stop": StopAt(stop), "checkpoint": checkpoint}
+    plugins = {"bad": RollBackAt(position), "stop": StopAt(stop), "checkpoint": Checkpoint(**options)}
     return toy_loop(plugins, run_dir=run, resume=resume, steps=12)
 
 
@@ -227,8 +201,7 @@ def test_a_branch_goes_back_to_no_checkpoint_later_than_its_start(tmp_path: Path
     source, branch = tmp_path / "source", tmp_path / "branch"
     toy_loop({"checkpoint": Checkpoint(every=2)}, run_dir=source, steps=8).run()
     start = source / "checkpoints" / "step-00000004"
-    plugins = {"spoil": Spoil(5, verdict="rollback"), "checkpoint": Checkpoint(every=100)}
-    loop = toy_loop(plugins, run_dir=branch, resume=start, steps=7)
-    with loop:
+    plugins = {"bad": RollBackAt(5), "checkpoint": Checkpoint(every=100)}
+    with toy_loop(plugins, run_dir=branch, resume=start, steps=7) as loop:
         outcomes = [(step.outcome, step.step) for step in loop.steps()]
     assert outcomes == [("updated", 5), ("skipped", 4), ("updated", 5), ("updated", 6), ("updated", 7)]

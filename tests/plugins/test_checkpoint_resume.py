@@ -11,27 +11,21 @@ from hookdiff import InMemory, UserError, hookimpl
 from hookdiff.builtin.logged import Metrics
 from hookdiff.disk.tree import flatten
 from hookdiff.images import feed_of
-from hookdiff.testing import assert_same, toy_loop, toy_model
+from hookdiff.testing import assert_same, toy_model
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_clip import Adaptive, Clip, Percentile
 from hookdiff_ema import EMA
 from hookdiff_lr import LR
-from tests.conftest import records, refused
+from tests.conftest import acting, records, refused, toy_run
 
 STEPS = 12
 
 
-def build(run_dir, steps=STEPS, resume=False, plugins=None, **options):
+def train(run_dir, steps=STEPS, resume=False, plugins=None, **options):
     run_dir.mkdir(exist_ok=True)
     used = {"metrics": Metrics(), **(plugins or {}), "checkpoint": Checkpoint(every=5)}
-    return toy_loop(used, run_dir=run_dir, resume=resume, steps=steps, **{"log_every": 1, **options})
-
-
-def train(*arguments, **options):
-    loop = build(*arguments, **options)
-    loop.run()
-    return loop
+    return toy_run(used, run_dir=run_dir, resume=resume, steps=steps, **{"log_every": 1, **options})
 
 
 def outcome(loop):
@@ -50,11 +44,9 @@ def assert_same_runs(one, other):
 def in_one_and_in_parts(tmp_path, make, cuts=(7,)):
     """Train twice with the keywords that `make()` returns: at once, and stopped after each of `cuts`."""
     whole = train(tmp_path / "whole", **make())
-    parts = tmp_path / "parts"
     for index, steps in enumerate((*cuts, STEPS)):
-        again = train(parts, steps, resume=index > 0, **make())
+        again = train(tmp_path / "parts", steps, resume=index > 0, **make())
     assert_same_runs(again, whole)
-    return again
 
 
 def muon_with_adamw(parameters, lr):
@@ -112,13 +104,8 @@ class Odd(optim.SGD):
 @pytest.mark.parametrize("void", [False, True])
 def test_an_optimizer_that_cannot_be_stored_is_refused_after_its_first_step(held, kind, void, tmp_path):
     seen = []
-
-    class Look:
-        @hookimpl
-        def before_step(self, loop):
-            seen.append(loop.progress.step)
-
-    plugins = {"look": Look(), **({"amp": AMP("fp16", init_scale=2.0**24)} if void else {})}
+    look = acting(before_step=lambda loop: seen.append(loop.progress.step))
+    plugins = {"look": look, **({"amp": AMP("fp16", init_scale=2.0**24)} if void else {})}
     with refused(UserError, "optimizers/0/weights/0.weight/odd", kind):
         train(tmp_path, plugins=plugins, optimizers=lambda model: Odd(model.parameters(), held))
     assert set(seen) == {0}
@@ -138,16 +125,13 @@ def test_optimizer_state_that_belongs_to_no_parameter_is_refused(tmp_path):
     mine = nn.Parameter(torch.ones(2))
 
     def also_mine(model):
-        mine.grad = torch.ones(2)
         return optim.SGD([*model.parameters(), mine], lr=0.01, momentum=0.9)
 
-    class Pull:
-        @hookimpl
-        def after_backward(self):
-            mine.grad = torch.ones(2)
+    def pull():
+        mine.grad = torch.ones(2)
 
     with refused(UserError, "SGD"):
-        train(tmp_path / "other", plugins={"pull": Pull()}, optimizers=also_mine)
+        train(tmp_path / "other", plugins={"pull": acting(after_backward=pull)}, optimizers=also_mine)
 
 
 class Augmented:
@@ -218,8 +202,7 @@ def test_a_crash_loses_only_the_steps_after_the_last_save(whole, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, plugins={**everything(), "crash": Crash()}, **images())
-    again = build(tmp_path, resume=True, plugins=everything(), **images())
-    again.run()
+    again = train(tmp_path, resume=True, plugins=everything(), **images())
     assert again.first_step == 5
     assert_same_runs(again, whole)
 

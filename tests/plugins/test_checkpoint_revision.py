@@ -25,10 +25,11 @@ def git(folder: Path, *words: str) -> str:
 
 
 @pytest.fixture
-def repo(tmp_path: Path) -> Path:
-    """Return a repository with two files in one commit."""
+def repo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to a repository with two files in one commit, and return it."""
     folder = tmp_path / "repo"
     (folder / "inside").mkdir(parents=True)
+    monkeypatch.chdir(folder)
     git(folder, "init", "-b", "main")
     for name in ("a.py", "inside/b.py"):
         (folder / name).write_text("1\n")
@@ -67,8 +68,7 @@ def test_it_is_what_git_says(repo: Path, monkeypatch: pytest.MonkeyPatch, state:
     assert git(folder, "status", "--porcelain", "--untracked-files=no") != ""
 
 
-def test_a_change_in_the_second_of_the_commit_is_seen(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(repo)
+def test_a_change_in_the_second_of_the_commit_is_seen(repo: Path) -> None:
     changed = repo / "a.py"
     while True:
         changed.write_text("1\n")
@@ -109,9 +109,7 @@ path = {included}
 
 @pytest.mark.parametrize("place", ["config", "config.worktree"])
 @pytest.mark.parametrize("process", ["", 'process = "touch {canary}"'])
-def test_nothing_of_the_repository_is_run(
-    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, process: str
-) -> None:
+def test_nothing_of_the_repository_is_run(repo: Path, tmp_path: Path, place: str, process: str) -> None:
     canary, hooks, included = tmp_path / "canary", tmp_path / "hooks", tmp_path / "included"
     hooks.mkdir()
     (hooks / "post-index-change").write_text(f"#!/bin/sh\ntouch {canary}\n")
@@ -126,20 +124,18 @@ def test_nothing_of_the_repository_is_run(
     with (repo / ".git" / place).open("a") as file:
         file.write(text)
     (repo / "a.py").write_text("2\n")  # of the same size, so that its content is compared
-    monkeypatch.chdir(repo)
     assert revision([]) == {"commit": commit, "changed": True}
     assert not canary.exists()
     subprocess.run(["git", "status"], cwd=repo, capture_output=True)
     assert canary.exists()  # which git does of itself
 
 
-def test_a_submodule_is_not_asked(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submodule_is_not_asked(repo: Path, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     git(repo, "-c", "protocol.file.allow=always", "submodule", "add", "./.git", "sub")
     git(repo, "commit", "-m", "y")
     git(repo / "sub", "config", "core.fsmonitor", f"touch {canary}; false")
     (repo / "sub" / "a.py").write_text("2\n")
-    monkeypatch.chdir(repo)
     found = revision([])
     assert found is not None
     assert not found["changed"]
@@ -147,10 +143,9 @@ def test_a_submodule_is_not_asked(repo: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_only_a_repository_around_the_run_is_recorded(
-    repo: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Callable[..., Any]
+    repo: Path, monkeypatch: pytest.MonkeyPatch, succeed: Callable[..., Any]
 ) -> None:
     """A run below the user's project keeps its commit, also when it is resumed; a run that is a repository has none."""
-    monkeypatch.chdir(repo)
     write_small(repo / "small.toml", run={"steps": 1, "plugins": ["checkpoint"]})
     run = repo / "runs" / "small"
 
@@ -159,22 +154,22 @@ def test_only_a_repository_around_the_run_is_recorded(
         return json.loads(manifests[-1].read_text())["git"]
 
     commit = git(repo, "rev-parse", "HEAD")
-    assert hookdiff("run", "small.toml")[0] == 0
+    succeed("run", "small.toml")
     assert recorded(run) == {"commit": commit, "changed": False}
-    assert hookdiff("resume", "runs/small", "--steps", "2")[0] == 0
+    succeed("resume", "runs/small", "--steps", "2")
     assert recorded(run) == {"commit": commit, "changed": False}
     git(run, "init")
     git(run, "add", "config.toml")
     git(run, "commit", "-m", "z")
     monkeypatch.chdir(run)
-    assert hookdiff("resume", ".", "--steps", "3")[0] == 0
+    succeed("resume", ".", "--steps", "3")
     assert recorded(run) is None
     newest = sorted(run.glob("checkpoints/*"))[-1]
     for source, out in ((".", "a"), (newest, "b")):
-        assert hookdiff("resume", source, "--steps", "4", "--out", repo / out)[0] == 0
+        succeed("resume", source, "--steps", "4", "--out", repo / out)
         assert recorded(repo / out) is None
     monkeypatch.chdir(run / "checkpoints")
-    assert hookdiff("resume", "..", "--steps", "4")[0] == 0
+    succeed("resume", "..", "--steps", "4")
     assert recorded(run) is None
 
 
@@ -195,15 +190,12 @@ PIPES = {
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
 @pytest.mark.parametrize(("path", "is_known"), PIPES.values(), ids=PIPES)
-def test_a_pipe_is_not_waited_for(
-    repo: Path, monkeypatch: pytest.MonkeyPatch, path: str, is_known: bool | None
-) -> None:
+def test_a_pipe_is_not_waited_for(repo: Path, path: str, is_known: bool | None) -> None:
     if path.endswith(".idx"):
         (repo / path).with_suffix(".pack").write_bytes(b"PACK")
     if (repo / path).exists():
         (repo / path).rename(repo / "aside")
     os.mkfifo(repo / path)
-    monkeypatch.chdir(repo)
     with in_time():
         found = revision([])
     assert is_known is None or (found is not None) == is_known

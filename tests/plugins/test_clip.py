@@ -15,7 +15,7 @@ from hookdiff import PASS, Loop, LoopConfig, LossOutput, UserError, hookimpl, lo
 from hookdiff.loop.gradients import Gradients
 from hookdiff.testing import toy_loop, toy_model
 from hookdiff_clip import AGC, Adaptive, Clip, Norm, Percentile, Rule, Value, ZScore
-from tests.conftest import Logged, Push, added_transfers, records, refused, still
+from tests.conftest import Logged, Push, Restores, added_transfers, records, refused, still, toy_run
 
 FOLLOWING: list[Callable[..., Rule]] = [
     partial(Adaptive, decay=0.9, factor=0.8),
@@ -161,18 +161,11 @@ class TestFollowing:
 
     def test_the_norms_of_another_rule_begin_a_new_warm_up(self) -> None:
         saved: dict[str, Any] = {}
-
-        class Keep:
-            @hookimpl
-            def restore(self, loop: Loop) -> Any:
-                return saved
-
         for rule, threshold in ((Adaptive, None), (Adaptive, 2.0), (ZScore, 10.0), (Norm, 10.0)):
             clip, logged = Clip(rule(max_norm=10, **({} if rule is Norm else {"warmup": 2}))), Logged()
-            plugins = {"push": Push([1.0] * 8), "clip": clip, "logged": logged, "keep": Keep()}
+            plugins = {"push": Push([1.0] * 8), "clip": clip, "logged": logged, "saved": Restores(saved)}
             steps = 5 if threshold else 4
-            loop = toy_loop(plugins, optimizers=still, steps=steps, log_every=1, resume=bool(threshold))
-            loop.run()
+            loop = toy_run(plugins, optimizers=still, steps=steps, log_every=1, resume=bool(threshold))
             if threshold is None:
                 saved = loop.state_dict()
             else:
@@ -182,15 +175,13 @@ class TestFollowing:
 @given(kind=st.sampled_from(FOLLOWING), scale=st.floats(1e-6, 1e6))
 def test_without_bounds_a_threshold_that_follows_is_scale_free(kind: Any, scale: float) -> None:
     norms = [1.0, 2.0, 0.5, 1.5, 30.0, 1.0, 3.0, 0.1, 2.5, 2.0]
-    looks = []
+    after = []
     for factor in (1.0, scale):
-        look = Look()
         plugins = {"push": Push([norm * factor for norm in norms]), "clip": Clip(kind(max_norm=math.inf, warmup=3))}
-        toy_loop({**plugins, "look": look}, optimizers=still, steps=len(norms)).run()
-        looks.append(look)
-    ones, others = ([total(after) for after in look.after] for look in looks)
-    assert [one * scale for one in ones] == pytest.approx(others, rel=1e-4)
-    assert sum(one < norm * 0.99 for one, norm in zip(ones, norms, strict=True)) >= 3
+        toy_run({**plugins, "look": (look := Look())}, optimizers=still, steps=len(norms))
+        after.append([total(gradients) for gradients in look.after])
+    assert [norm * scale for norm in after[0]] == pytest.approx(after[1], rel=1e-4)
+    assert sum(clipped < norm * 0.99 for clipped, norm in zip(after[0], norms, strict=True)) >= 3
 
 
 def test_values_are_clamped_as_torch_clamps_them() -> None:
@@ -289,10 +280,8 @@ class TestAGC:
         assert same == ["3.weight", "3.bias"]
 
     def test_a_pattern_that_fits_nothing_is_refused(self) -> None:
-        with pytest.raises(UserError) as caught:
-            toy_loop({"clip": Clip(AGC(exclude=("3.wieght",)))}).run()
-        assert str(caught.value).startswith("plugins.clip.rule.exclude: ")
-        assert "'3.weight'" in str(caught.value)
+        with refused(UserError, "plugins.clip.rule.exclude", "'3.weight'"):
+            toy_run({"clip": Clip(AGC(exclude=("3.wieght",)))})
 
     def test_parameters_without_a_gradient_and_frozen_ones_are_passed_over(self) -> None:
         model = toy_model()
@@ -305,10 +294,8 @@ class TestAGC:
 
     def test_weights_without_an_optimizer_are_not_clipped(self) -> None:
         model, logged = toy_model(), Logged()
-        plugins = {"clip": Clip(AGC(factor=1e-6)), "logged": logged}
-        toy_loop(
-            plugins, model=model, optimizers=lambda _: torch.optim.SGD([model[0].bias], lr=0.1), steps=3, log_every=1
-        ).run()
+        plugins, bias = {"clip": Clip(AGC(factor=1e-6)), "logged": logged}, [model[0].bias]
+        toy_run(plugins, model=model, optimizers=lambda _: torch.optim.SGD(bias, lr=0.1), steps=3, log_every=1)
         assert logged.of("clip/share") == dict.fromkeys((1, 2, 3), 1.0)  # of one bias
         assert model[3].weight.grad.abs().max() > 1e-3  # neither cleared nor clipped
 
@@ -328,8 +315,7 @@ def test_it_adds_no_transfer(rule: str) -> None:
 
 
 def test_the_loss_stays_known_when_the_gradients_change() -> None:
-    loop = toy_loop({"clip": Clip(AGC()), "look": (look := Look())}, steps=1)
-    with loop:
+    with toy_loop({"clip": Clip(AGC()), "look": (look := Look())}, steps=1) as loop:
         (step,) = loop.steps()
     assert look.loss == step.loss
 
@@ -360,8 +346,7 @@ def test_a_module_of_a_plugin_is_clipped_on_its_own_and_only_if_it_is_named(rule
         expected = [value * math.sqrt(2) for value in expected]  # the norm of the weights
     for names, clipped in (((), [3.0, 4.0]), (("critic",), expected)):
         critic, logged = Critic(), Logged()
-        loop = toy_loop({"clip": Clip(rule, names), "critic": critic, "logged": logged}, steps=1, log_every=1)
-        loop.run()
+        toy_run({"clip": Clip(rule, names), "critic": critic, "logged": logged}, steps=1, log_every=1)
         moved = 1 - critic.net.weight.detach()
         torch.testing.assert_close(moved, torch.tensor([clipped]))
         assert bool(logged.of("clip/critic/0/share")) == bool(names)
@@ -389,11 +374,10 @@ class Halve(Rule):
 
 
 def test_a_rule_may_be_user_defined() -> None:
-    rule, looks = Halve(0.25), (Look(), Look())
+    rule = Halve(0.25)
     clip = Clip(rule)
-    for look in looks:
-        loop = toy_loop({"clip": clip, "look": look}, steps=3)
-        loop.run()
+    for look in (Look(), Look()):
+        toy_run({"clip": clip, "look": look}, steps=3)
         ratios = [total(after) / total(before) for before, after in zip(look.before, look.after, strict=True)]
         assert ratios == pytest.approx([1 / 4, 1 / 16, 1 / 64])
     assert clip.state_dict()["states"]["clip"] == {"power": 3}
@@ -414,14 +398,13 @@ class Nothing(Rule):
 
 
 def test_a_rule_of_a_module_beside_the_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_config: Any, hookdiff: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_config: Any, succeed: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "clip_of_a_stranger.py").write_text(STRANGER)
     rule = {"use": "clip_of_a_stranger:Nothing", "share": 0.25}
     path = write_config(run={"steps": 2, "log_every": 1, "plugins": ["clip"]}, plugins={"clip": {"rule": rule}})
-    code, _, err = hookdiff("run", path)
-    assert code == 0, err
+    succeed("run", path)
     folder = tmp_path / "runs" / "small"
     assert [line["clip/share"] for line in records(folder)] == [0.25, 0.25]
     recorded = load_config(folder / "config.toml", trust=True).resolved()["plugins"]["clip"]

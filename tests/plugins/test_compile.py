@@ -14,7 +14,7 @@ from hookdiff.testing import assert_resumes, assert_same, toy_loop, toy_model, w
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_compile import Compile
 from hookdiff_ema import EMA
-from tests.conftest import check_facts, finish, refused
+from tests.conftest import check_facts, finish, refused, toy_run
 from tests.forked import python
 
 
@@ -57,8 +57,7 @@ def net(**options):
 
 
 def ran(plugins, steps=6, **options):
-    loop = toy_loop(plugins, steps=steps, **{"model": net(), "micro_batch": 3, **options})
-    loop.run()
+    loop = toy_run(plugins, steps=steps, **{"model": net(), "micro_batch": 3, **options})
     return loop
 
 

@@ -26,7 +26,7 @@ from hookdiff_checkpoint import Checkpoint
 from hookdiff_cuda_graphs import CudaGraphs
 from hookdiff_muon import muon
 from hookdiff_networks import DiT, UNet
-from tests.conftest import Logged, check_facts, refused
+from tests.conftest import Logged, acting, check_facts, outcomes, ran, refused, toy_run
 from tests.replayed import CpuRecorder
 
 WARMUP, STEPS = 3, 20
@@ -94,9 +94,8 @@ def both(device, make_model=DROPPING, given=None, **options):
     """Run a loop with recorded steps and one with usual ones, each with a model and plugins of its own."""
     loops = []
     for extra in ({"cuda_graphs": graphs()}, {}):
-        own = {name: make() for name, make in (given or {}).items()}
-        loops.append(toy(device, plugins(**own, **extra), model=make_model(), **options))
-        loops[-1].run()
+        made = {name: make() for name, make in (given or {}).items()}
+        loops.append(ran(toy(device, plugins(**made, **extra), model=make_model(), **options)))
     return loops
 
 
@@ -140,16 +139,9 @@ def test_networks_and_optimizers_of_real_runs(device, recorder, make, optimizer)
     loops = []
     for given in (plugins(cuda_graphs=graphs()), plugins()):
         torch.manual_seed(0)
-        loop = Loop(
-            make(10 if labels else 0).to(device),
-            OPTIMIZERS[optimizer],
-            Diffusion(conditional=labels),
-            Feed(digits()),
-            LoopConfig(steps=8, batch_size=8),
-            given,
-        )
-        loop.run()
-        loops.append(loop)
+        model, config = make(10 if labels else 0).to(device), LoopConfig(steps=8, batch_size=8)
+        diffusion = Diffusion(conditional=labels)
+        loops.append(ran(Loop(model, OPTIMIZERS[optimizer], diffusion, Feed(digits()), config, given)))
     assert recorder.num_replays == [5, 5]
     # Where a gradient is near 0, AdamW magnifies its rounding: allow a hundredth of an update at this rate.
     assert_close(*loops, atol=1e-5)
@@ -215,17 +207,13 @@ def test_a_step_that_is_not_finite_changes_nothing(device, recorder, tmp_path, p
     loops = []
     for name, given in (("replayed", {"cuda_graphs": graphs()}), ("usual", {})):
         given = plugins(**given, nan=plugin_class("nan")(policy=policy), checkpoint=Checkpoint(every=5))
-        loop = toy(device, given, objective=Poison({8, 17}), run_dir=tmp_path / name)
-        with loop:
-            outcomes = [step.outcome for step in loop.steps()]
-        loops.append((loop, outcomes))
+        loops.append(toy(device, given, objective=Poison({8, 17}), run_dir=tmp_path / name))
+        assert outcomes(loops[-1]).count("skipped") == 2
         (kept, *_) = sorted((tmp_path / name / "nan").iterdir())
         assert "position-00000008" in kept.name
-    (replayed, one), (usual, other) = loops
-    assert one == other
-    assert one.count("skipped") == 2
+    assert loops[0].progress == loops[1].progress
     assert recorder.num_replays[0] > STEPS // 3
-    assert_close(replayed, usual)
+    assert_close(*loops)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -258,26 +246,17 @@ def test_an_overflow_of_the_norm_alone_does_not_lose_the_step(device, recorder):
     given = {"clip": plugin_class("clip")(), "ema": plugin_class("ema")()}
     loops = [toy(device, {**given, **extra}, objective=Steep(), steps=6) for extra in ({"cuda_graphs": graphs()}, {})]
     for loop in loops:
-        with loop:
-            assert [step.outcome for step in loop.steps()] == ["updated"] * 6
+        assert outcomes(loop) == ["updated"] * 6
     assert recorder.num_replays == [3, 3]
     assert_close(*loops)
 
 
-class LogsNorm:
-    """A plugin of a user that logs the norm of one gradient, and leaves the steps to the device."""
-
-    @hookimpl
-    def after_backward(self, loop):
-        loop.log.average({"first": loop.gradients.norms[0]})
-
-    @hookimpl
-    def on_device(self, loop):
-        return []
-
-
 def test_norms_that_are_logged_later_are_those_of_their_step(device, recorder):
-    loops = both(device, given={"logs": LogsNorm, "sink": Logged}, log_every=10)
+    logs = acting(
+        after_backward=lambda loop: loop.log.average({"first": loop.gradients.norms[0]}),
+        on_device=lambda loop: [],  # it leaves the steps to the device
+    )
+    loops = both(device, given={"logs": lambda: logs, "sink": Logged}, log_every=10)
     replayed, usual = (loop.plugins["sink"].of("first") for loop in loops)
     assert recorder.num_replays[0] > 0
     assert replayed == pytest.approx(usual, rel=1e-4)
@@ -300,7 +279,7 @@ def test_a_plugin_between_backward_and_update_splits_the_step_and_is_named(devic
     assert recorder.num_replays == [STEPS - WARMUP, 0]
     assert replayed.plugins["mine"].largest == pytest.approx(usual.plugins["mine"].largest, rel=1e-4)
     assert_close(replayed, usual)
-    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     check_facts(said, "cuda_graphs", "update", "mine")
 
 
@@ -378,14 +357,6 @@ def test_passes_on_trial_update_nothing(device, recorder):
     assert_close(*loops)
 
 
-class Passes:
-    """A plugin that makes the passes of a step itself."""
-
-    @hookimpl
-    def accumulate(self, loop, batch):
-        return loop.run_pass(batch)
-
-
 class Casts:
     """A plugin that surrounds the loss."""
 
@@ -394,10 +365,11 @@ class Casts:
         return (yield)
 
 
-@pytest.mark.parametrize("mine", [Passes(), Casts()], ids=["accumulate", "compute_loss"])
+@pytest.mark.parametrize(
+    "mine", [acting(accumulate=lambda loop, batch: loop.run_pass(batch)), Casts()], ids=["accumulate", "compute_loss"]
+)
 def test_plugins_in_the_passes_keep_the_step_from_being_recorded(device, recorder, caplog, mine):
-    replayed = toy(device, plugins(cuda_graphs=graphs(), mine=mine))
-    replayed.run()
+    ran(toy(device, plugins(cuda_graphs=graphs(), mine=mine)))
     assert recorder.num_replays == [0, 0]
     check_facts(caplog.text, "cuda_graphs", "mine")
 
@@ -453,9 +425,7 @@ def run(device, recorder, tmp_path):
 
     def call(name, steps, is_recorded, resume=False):
         given = plugins(checkpoint=Checkpoint(every=5), **({"cuda_graphs": graphs()} if is_recorded else {}))
-        loop = toy(device, given, run_dir=tmp_path / name, steps=steps, resume=resume)
-        loop.run()
-        return loop
+        return ran(toy(device, given, run_dir=tmp_path / name, steps=steps, resume=resume))
 
     return call
 
@@ -500,8 +470,6 @@ def test_a_value_that_the_host_reads_in_the_passes_is_one_message(device, record
 
 def test_a_machine_without_graphs_trains_as_without_the_plugin(caplog):
     caplog.set_level(logging.INFO, "hookdiff")
-    loops = [toy_loop(plugins(**extra), model=toy_model()) for extra in ({"cuda_graphs": graphs()}, {})]
-    for loop in loops:
-        loop.run()
+    loops = [toy_run(plugins(**extra)) for extra in ({"cuda_graphs": graphs()}, {})]
     assert_same(weights(loops[0]), weights(loops[1]))
     check_facts(caplog.text, "cuda_graphs", "cpu")

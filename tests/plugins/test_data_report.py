@@ -12,7 +12,7 @@ from PIL import Image
 
 from hookdiff import load_config
 from hookdiff.experiment.build import build_feed
-from tests.conftest import check_facts, pixels
+from tests.conftest import check_facts, check_refused, pixels
 from tests.encoding.test_texts import CONFIG, Letters
 
 
@@ -21,41 +21,48 @@ def folder(pictures: Path) -> Path:
     return pictures
 
 
+@pytest.fixture
+def report(succeed: Any) -> Any:
+    """Return a function that returns the output of `hookdiff data`, which does not measure the speed."""
+    return lambda *words: succeed("data", *words, "--seconds", "0")
+
+
 def table(out: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    """Return the texts of a report by name; a line without a name belongs to the name before."""
+    texts: dict[str, list[str]] = {}
     name = ""
     for line in out.splitlines():
         name = line[:13].strip() or name
-        found.setdefault(name, []).append(line[13:])
-    return found
+        texts.setdefault(name, []).append(line[13:])
+    return texts
 
 
-def test_golden_report_of_a_data_set(hookdiff: Any, folder: Path) -> None:
-    code, out, _ = hookdiff("data", "config.toml", "--seconds", "0", "--out", "pictures/first.png")
-    report = table(out)
-    assert code == 0
-    assert report["source"] == ["folder"]
-    assert report["samples"] == ["24, 4 of them held out"]
-    assert report["sizes"] == ["10 x 10: 22, 12 x 12: 2"]
-    assert report["modes"] == ["RGB: 24"]
-    assert report["classes"] == ["2: ant 18, bee 6"]
-    assert report["balance"] == ["6 to 18 samples a class, ratio 3.0"]
-    assert report["store"] == ["memory: 0.0 MiB in cpu"]
-    assert report["unreadable"] == ["0"]
-    assert report["duplicates"][0] == "4 with the same pixels as another"
-    assert report["duplicates"][1] == "pictures/ant/00.png = pictures/ant/20.png"
-    assert re.fullmatch(r"[\d,]+ img/s", report["speed"][0])
-    assert report["picture"][0] == "pictures/first.png: the first 8 images of epoch 0"
-    assert [len(row.split()) for row in report["picture"][1:]] == [3, 3, 2]
+def test_golden_report_of_a_data_set(report: Any) -> None:
+    texts = table(report("config.toml", "--out", "pictures/first.png"))
+    golden = {
+        "source": ["folder"],
+        "samples": ["24, 4 of them held out"],
+        "sizes": ["10 x 10: 22, 12 x 12: 2"],
+        "modes": ["RGB: 24"],
+        "classes": ["2: ant 18, bee 6"],
+        "balance": ["6 to 18 samples a class, ratio 3.0"],
+        "store": ["memory: 0.0 MiB in cpu"],
+        "unreadable": ["0"],
+    }
+    assert {name: texts[name] for name in golden} == golden
+    assert texts["duplicates"][0] == "4 with the same pixels as another"
+    assert texts["duplicates"][1] == "pictures/ant/00.png = pictures/ant/20.png"
+    assert re.fullmatch(r"[\d,]+ img/s", texts["speed"][0])
+    assert texts["picture"][0] == "pictures/first.png: the first 8 images of epoch 0"
+    assert [len(row.split()) for row in texts["picture"][1:]] == [3, 3, 2]
     with Image.open("pictures/first.png") as picture:
         assert picture.mode == "RGB"
         assert picture.size == (3 * 64 + 4 * 4, 3 * 64 + 4 * 4)
 
 
-def test_the_report_has_the_statistics_of_the_pixels(hookdiff: Any, folder: Path) -> None:
-    code, out, _ = hookdiff("data", "config.toml", "--seconds", "0", "--json", "--set", "data.image_size=10")
-    found = json.loads(out)
-    assert (code, found["samples"], found["training"], found["held_out"]) == (0, 24, 20, 4)
+def test_the_report_has_the_statistics_of_the_pixels(report: Any) -> None:
+    found = json.loads(report("config.toml", "--json", "--set", "data.image_size=10"))
+    assert (found["samples"], found["training"], found["held_out"]) == (24, 20, 4)
     assert (found["shape"], found["sizes"], found["modes"]) == ([3, 10, 10], [[10, 10, 22], [12, 12, 2]], {"RGB": 24})
     assert found["classes"] == {"ant": 18, "bee": 6}
     assert found["store"] == {"place": "memory", "bytes": 24 * 300, "device": "cpu", "path": None, "workers": 0}
@@ -82,31 +89,26 @@ def latents() -> torch.Tensor:
 """
 
 
-def test_samples_that_are_not_finite_are_listed(hookdiff: Any, write_config: Any, user_module: Any) -> None:
+def test_samples_that_are_not_finite_are_listed(report: Any, write_config: Any, user_module: Any) -> None:
     user_module("hd_data_user", USER)
-    code, out, _ = hookdiff("data", write_config(data={"source": "hd_data_user:spoiled"}), "--seconds", "0")
-    count, *samples = table(out)["not finite"]
-    assert (code, samples) == (0, ["sample 7", "sample 9"])
+    count, *samples = table(report(write_config(data={"source": "hd_data_user:spoiled"})))["not finite"]
+    assert samples == ["sample 7", "sample 9"]
     check_facts(count, 2)
 
 
 @pytest.mark.parametrize("store", ["memory", "disk", "none"])
-def test_unreadable_files_are_listed(hookdiff: Any, folder: Path, store: str) -> None:
+def test_unreadable_files_are_listed(hookdiff: Any, report: Any, folder: Path, store: str) -> None:
     (folder / "pictures" / "ant" / "01.png").write_bytes(b"nothing")
     whole = (folder / "pictures" / "ant" / "05.png").read_bytes()
     (folder / "pictures" / "ant" / "05.png").write_bytes(whole[:-80])
-    options = ["--set", f"data.store={store}", "--set", "data.cache_dir=cache", "--seconds", "0"]
-    code, out, err = hookdiff("data", "config.toml", *options)
-    assert code == 2
-    assert "pictures/ant/0" in err
-    assert "Traceback" not in err + out
-    code, out, _ = hookdiff("data", "config.toml", *options, "--set", "data.unreadable=skip")
-    report = table(out)
-    count, *files = report["unreadable"]
-    assert (code, count) == (0, "2")
+    options = ["--set", f"data.store={store}", "--set", "data.cache_dir=cache"]
+    check_refused(hookdiff("data", "config.toml", *options), "pictures/ant")
+    texts = table(report("config.toml", *options, "--set", "data.unreadable=skip"))
+    count, *files = texts["unreadable"]
+    assert count == "2"
     assert [file.split(": ")[0] for file in files] == ["pictures/ant/01.png", "pictures/ant/05.png"]
-    check_facts(report["duplicates"][0], 3)  # one of the four pairs is broken
-    check_facts(report["store"][0], store)
+    check_facts(texts["duplicates"][0], 3)  # one of the four pairs is broken
+    check_facts(texts["store"][0], store)
 
 
 @pytest.mark.parametrize(
@@ -122,43 +124,37 @@ def test_unreadable_files_are_listed(hookdiff: Any, folder: Path, store: str) ->
     ],
 )
 def test_unusable_data_is_reported_in_one_message(hookdiff: Any, settings: list[str], facts: Any) -> None:
-    code, out, err = hookdiff("data", "config.toml", *(word for each in settings for word in ("--set", each)))
-    assert (code, out) == (2, "")
-    check_facts(err, "hookdiff", *facts)
+    check_refused(
+        hookdiff("data", "config.toml", *(word for each in settings for word in ("--set", each))), "hookdiff", *facts
+    )
 
 
 def test_a_picture_that_cannot_be_written_is_reported(hookdiff: Any) -> None:
-    code, _, err = hookdiff("data", "config.toml", "--seconds", "0", "--out", "config.toml/a.png")
-    assert code == 2
-    check_facts(err, "config.toml/a.png")
+    check_refused(hookdiff("data", "config.toml", "--seconds", "0", "--out", "config.toml/a.png"), "config.toml/a.png")
 
 
-def test_sources_without_files_have_a_report_too(hookdiff: Any, write_config: Any) -> None:
+def test_sources_without_files_have_a_report_too(report: Any, write_config: Any) -> None:
     for data, sizes in (
         ({"source": "digits", "image_size": 8}, "8 x 8: 1,797"),
         ({"source": "torchvision:FakeData", "size": 20, "image_size": [3, 10, 12]}, "12 x 10: 20"),  # FakeData's own
     ):
-        code, out, err = hookdiff("data", write_config(data=data), "--seconds", "0")
-        assert code == 0, err
-        assert table(out)["sizes"] == [sizes]
-        assert table(out)["classes"][0].startswith("10: 0 ")
+        texts = table(report(write_config(data=data)))
+        assert texts["sizes"] == [sizes]
+        assert texts["classes"][0].startswith("10: 0 ")
 
 
-def test_latents_have_no_mode(hookdiff: Any, write_config: Any, user_module: Any) -> None:
+def test_latents_have_no_mode(report: Any, write_config: Any, user_module: Any) -> None:
     user_module("hd_data_user", USER)
     config = write_config(run={"batch_size": 8}, data={"source": "hd_data_user:latents", "flip": True})
-    code, out, err = hookdiff("data", config, "--seconds", "0", "--out", "a.png")
-    assert code == 0, err
-    assert "sizes" not in table(out)
-    check_facts(table(out)["inputs"][0], "5 x 4 x 4", 0)
+    texts = table(report(config, "--out", "a.png"))
+    assert "sizes" not in texts
+    check_facts(texts["inputs"][0], "5 x 4 x 4", 0)
 
 
-def test_captions_are_counted_measured_and_drawn(hookdiff: Any, tmp_path: Path) -> None:
+def test_captions_are_counted_measured_and_drawn(report: Any, tmp_path: Path) -> None:
     path = tmp_path / "text.toml"
     path.write_text(CONFIG.format(cache=tmp_path / "cache"))
-    code, out, err = hookdiff("data", path, "--seconds", "0", "--out", "first.png", "--json")
-    found = json.loads(out)
-    assert code == 0, err
+    found = json.loads(report(path, "--out", "first.png", "--json"))
     assert not (tmp_path / "cache").exists()  # nothing is encoded
     assert found["captions"] == {
         "text": {
@@ -170,15 +166,14 @@ def test_captions_are_counted_measured_and_drawn(hookdiff: Any, tmp_path: Path) 
         }
     }
     batch = next(build_feed(load_config(path)).bind(6).batches(0))
-    given = Letters().encode(found["picture"]["captions"])[""].half().float()
-    assert torch.equal(given, batch.conditions["text"])
+    expected = Letters().encode(found["picture"]["captions"])[""].half().float()
+    assert torch.equal(expected, batch.conditions["text"])
     with Image.open("first.png") as picture:
         drawn = numpy.array(picture.convert("L"))
     assert drawn.shape == (2 * (160 + 4 + 15) + 4, 3 * (160 + 4) + 4)
     assert (drawn[4 + 160 : 4 + 160 + 15, 4 : 4 + 160] < 128).any()
-    _, out, _ = hookdiff("data", path, "--seconds", "0", "--set", 'data.prefix="a "')
-    assert table(out)["captions"][:2] == ["text: 44, 7 different, 0 empty", "14 x a red"]
-    assert table(out)["tokens"] == ["text: 5 to 11, median 6; 3 cut at 8"]
+    texts = table(report(path, "--set", 'data.prefix="a "'))
+    assert texts["captions"][:2] == ["text: 44, 7 different, 0 empty", "14 x a red"]
+    assert texts["tokens"] == ["text: 5 to 11, median 6; 3 cut at 8"]
     path.write_text(path.read_text().replace(":Bytes", ":OddTexts"))  # whose network has no `lengths`
-    _, out, _ = hookdiff("data", path, "--seconds", "0")
-    assert "tokens" not in table(out)
+    assert "tokens" not in table(report(path))

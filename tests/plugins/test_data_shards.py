@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from PIL import Image
@@ -15,7 +14,7 @@ from hookdiff import InMemory, load_config
 from hookdiff.experiment.build import build_feed
 from hookdiff.images import Store, feed_of
 from hookdiff_shards import Items, shards
-from tests.conftest import PICTURES, check_facts
+from tests.conftest import PICTURES, check_facts, check_refused, output, pixels
 
 
 @pytest.fixture(autouse=True)
@@ -55,19 +54,19 @@ def test_golden_shards_of_a_folder(hookdiff: Any, folder: Path) -> None:
     assert all(path.stat().st_size <= 0.02 * 2**20 for path in Path("out").glob("*.tar"))
 
 
-def test_the_same_samples_give_the_same_bytes(hookdiff: Any) -> None:
+def test_the_same_samples_give_the_same_bytes(succeed: Any) -> None:
     for name in ("a", "b"):
-        assert hookdiff("data", "config.toml", "--to-shards", name)[0] == 0
+        succeed("data", "config.toml", "--to-shards", name)
     assert Path("a/shard-000000.tar").read_bytes() == Path("b/shard-000000.tar").read_bytes()
 
 
-def test_shards_of_shards_are_the_same(hookdiff: Any, folder: Path) -> None:
-    assert hookdiff("data", "config.toml", "--to-shards", "a")[0] == 0
+def test_shards_of_shards_are_the_same(succeed: Any, folder: Path) -> None:
+    succeed("data", "config.toml", "--to-shards", "a")
     text = PICTURES.replace('"folder"', '"shards"').replace('"pictures"', '"a"')
     (folder / "shards.toml").write_text(text)
-    assert hookdiff("data", "shards.toml", "--to-shards", "b")[0] == 0
+    succeed("data", "shards.toml", "--to-shards", "b")
     Path("b/shard-000001.tar").write_bytes(b"of an earlier call")
-    assert hookdiff("data", "shards.toml", "--to-shards", "b", "--overwrite")[0] == 0
+    succeed("data", "shards.toml", "--to-shards", "b", "--overwrite")
     assert sorted(path.name for path in Path("b").iterdir()) == ["classes.json", "shard-000000.tar"]
     for name in ("shard-000000.tar", "classes.json"):
         assert Path("a", name).read_bytes() == Path("b", name).read_bytes()
@@ -77,17 +76,14 @@ def test_shards_of_shards_are_the_same(hookdiff: Any, folder: Path) -> None:
 def test_nothing_is_overwritten(hookdiff: Any, folder: Path, where: str) -> None:
     (folder / "out" / "inner").mkdir(parents=True)
     (folder / "out" / "inner" / "mine").write_text("precious")
-    code, out, err = hookdiff("data", "config.toml", "--to-shards", where, "--overwrite")
-    assert (code, out) == (2, "")
-    check_facts(err, where, "exists", "--overwrite")
+    check_refused(hookdiff("data", "config.toml", "--to-shards", where, "--overwrite"), where, "exists", "--overwrite")
     assert (folder / "out" / "inner" / "mine").read_text() == "precious"
 
 
-def test_an_empty_folder_is_filled(hookdiff: Any, folder: Path) -> None:
+def test_an_empty_folder_is_filled(succeed: Any, folder: Path) -> None:
     (folder / "out").mkdir()
-    code, out, _ = hookdiff("data", "config.toml", "--to-shards", "out", "--json")
-    found = json.loads(out)
-    assert (code, found["samples"], found["shards"]) == (0, 24, 1)
+    found = json.loads(succeed("data", "config.toml", "--to-shards", "out", "--json"))
+    assert (found["samples"], found["shards"]) == (24, 1)
     assert found["bytes"] == Path("out/shard-000000.tar").stat().st_size
     assert found["data"] == {"source": "shards", "path": "out", "image_size": 8, "flip": True, "held_out": 4}
 
@@ -102,27 +98,22 @@ def test_an_empty_folder_is_filled(hookdiff: Any, folder: Path) -> None:
     ],
 )
 def test_wrong_options_are_one_message(hookdiff: Any, words: list[str], facts: list[Any]) -> None:
-    code, _, err = hookdiff("data", "config.toml", *words)
-    assert code == 2
-    check_facts(err, *facts)
+    check_refused(hookdiff("data", "config.toml", *words), *facts)
     assert not Path("out").exists()
 
 
 def test_unreadable_pictures_are_refused_or_left_out(hookdiff: Any, folder: Path) -> None:
     (folder / "pictures" / "ant" / "01.png").write_bytes(b"nothing")
-    code, _, err = hookdiff("data", "config.toml", "--to-shards", "out")
-    assert code == 2
-    check_facts(err, "pictures/ant/01.png")
+    check_refused(hookdiff("data", "config.toml", "--to-shards", "out"), "pictures/ant/01.png")
     assert not list(folder.glob("*out*"))
-    assert hookdiff("data", "config.toml", "--to-shards", "out", "--set", "data.unreadable=skip")[0] == 0
+    output(hookdiff("data", "config.toml", "--to-shards", "out", "--set", "data.unreadable=skip"))
     assert len(shards("out")) == 23
 
 
 @pytest.mark.parametrize("source", ["torchvision:FakeData", "digits"])
-def test_data_without_files_become_png(hookdiff: Any, write_config: Any, source: str) -> None:
+def test_data_without_files_become_png(succeed: Any, write_config: Any, source: str) -> None:
     config = write_config(data={"source": source, **({"size": 20} if "Fake" in source else {})})
-    code, _, err = hookdiff("data", config, "--to-shards", "out")
-    assert code == 0, err
+    succeed("data", config, "--to-shards", "out")
     known, ours = build_feed(load_config(config)), feed_of(shards("out"), store=Store(store="none"))
     for one, other in zip(known.unaugmented(known.usable), ours.unaugmented(ours.usable), strict=True):
         assert torch.equal(one.inputs, other.inputs)
@@ -135,13 +126,14 @@ USER = r"""
 import numpy, random, torch
 from PIL import Image
 from hookdiff import InMemory
+from tests.conftest import pixels
 
 class Pairs:
     def __len__(self):
         return 6
 
     def __getitem__(self, index):
-        image = Image.fromarray(numpy.random.default_rng(index).integers(0, 256, (10, 10, 3), dtype=numpy.uint8))
+        image = Image.fromarray(pixels(index))
         return {
             "image": image,
             "label": index % 2,
@@ -200,11 +192,9 @@ def write_user(user_module: Any, write_config: Any) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("name", ["Pairs", "latents"])
-def test_conditions_and_arrays_come_back_as_they_are(hookdiff: Any, write_user: Any, name: str) -> None:
+def test_conditions_and_arrays_come_back_as_they_are(succeed: Any, write_user: Any, name: str) -> None:
     config = write_user(name)
-    code, out, err = hookdiff("data", config, "--to-shards", "out", "--json")
-    assert code == 0, err
-    data = json.loads(out)["data"]
+    data = json.loads(succeed("data", config, "--to-shards", "out", "--json"))["data"]
     assert data.pop("source") == "shards"
     known, source = build_feed(load_config(config)), shards(**data)
     assert isinstance(source, Items)
@@ -230,15 +220,13 @@ def test_conditions_and_arrays_come_back_as_they_are(hookdiff: Any, write_user: 
 def test_data_that_no_shard_holds_are_refused(
     hookdiff: Any, folder: Path, write_user: Any, name: str, facts: list[Any]
 ) -> None:
-    code, out, err = hookdiff("data", write_user(name), "--to-shards", "out")
-    assert (code, out) == (2, "")
-    check_facts(err, *facts)
+    check_refused(hookdiff("data", write_user(name), "--to-shards", "out"), *facts)
     assert not list(folder.glob("*out*"))
 
 
-def test_pictures_keep_what_turns_them_and_their_transparency(hookdiff: Any, write_user: Any) -> None:
+def test_pictures_keep_what_turns_them_and_their_transparency(succeed: Any, write_user: Any) -> None:
     config = write_user("Turned")
-    assert hookdiff("data", config, "--to-shards", "out")[0] == 0
+    succeed("data", config, "--to-shards", "out")
     feeds = build_feed(load_config(config)), feed_of(shards("out"))
     (one,), (other,) = ([*feed.unaugmented(torch.arange(3))] for feed in feeds)
     assert one.inputs.shape == (3, 3, 9, 6)
@@ -247,17 +235,15 @@ def test_pictures_keep_what_turns_them_and_their_transparency(hookdiff: Any, wri
 
 def test_a_full_disk_leaves_nothing(hookdiff: Any, folder: Path, disk: Path) -> None:
     for k in range(40):
-        Image.fromarray(numpy.random.default_rng(k).integers(0, 256, (200, 200, 3), dtype=numpy.uint8)).save(
-            folder / "pictures" / "ant" / f"x{k:02}.png"
-        )
+        Image.fromarray(pixels(k, 200)).save(folder / "pictures" / "ant" / f"x{k:02}.png")
     code, _, err = hookdiff("data", "config.toml", "--to-shards", disk / "out", "--shard-size", "1")
     assert code == 1
     check_facts(err, disk / "out")
     assert not list(disk.iterdir())
 
 
-def test_in_memory_labels_are_written(hookdiff: Any, write_user: Any) -> None:
-    assert hookdiff("data", write_user("labelled"), "--to-shards", "out")[0] == 0
+def test_in_memory_labels_are_written(succeed: Any, write_user: Any) -> None:
+    succeed("data", write_user("labelled"), "--to-shards", "out")
     source = shards("out")
     assert source.labels is not None
     assert (source.labels.tolist(), source.classes) == ([1, -1, 0], ("a b", "c\\nd"))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from hookdiff import Batch, hookimpl
+from hookdiff import Batch
 from hookdiff.diffusion import EDM, VP, Diffusion, EDMPrediction, Flow
 from hookdiff.loop.saved import restore_state, state_of
 from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
@@ -15,7 +15,8 @@ from hookdiff_debug import Debug
 from hookdiff_debug.checks import check_inputs
 from hookdiff_debug.measure import measure_inputs, measure_layers, measure_outputs, untouched
 from hookdiff_networks import DiT, UNet
-from tests.conftest import Logged, warnings
+from tests.conftest import Logged, acting, toy_run, warnings
+from tests.plugins.test_compile import Counter, Net
 
 PICTURES = torch.rand(64, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
@@ -131,8 +132,7 @@ class Dead(nn.Module):
 
 
 def test_a_dead_layer_is_named_after_two_measurements_without_a_gradient(caplog):
-    loop = toy_loop({"debug": Debug()}, model=Dead(), steps=40)
-    loop.run()
+    loop = toy_run({"debug": Debug()}, model=Dead(), steps=40)
     (said,) = [text for text in warnings(caplog) if "side" in text]
     assert said.startswith("step 16: dead layers")
     assert "1 of 5: side" in said
@@ -143,8 +143,7 @@ def test_a_dead_layer_is_named_after_two_measurements_without_a_gradient(caplog)
 def test_a_layer_that_is_not_called_is_named(caplog):
     model = Dead()
     nn.init.zeros_(model.side.bias)
-    loop = toy_loop({"debug": Debug()}, model=model, steps=40)
-    loop.run()
+    loop = toy_run({"debug": Debug()}, model=model, steps=40)
     (said,) = warnings(caplog)
     assert said.startswith("step 8: ")
     assert "1 of 5 layers: unused" in said
@@ -152,12 +151,8 @@ def test_a_layer_that_is_not_called_is_named(caplog):
 
 
 def test_a_finding_that_comes_back_is_reported_again(caplog):
-    class Scales:
-        @hookimpl
-        def before_step(self, loop, batch):
-            batch.inputs.mul_(255 if loop.progress.step in (2, 3, 7) else 1)
-
-    plugins = {"scales": Scales(), "debug": Debug(every=1)}
+    scales = acting(before_step=lambda loop, batch: batch.inputs.mul_(255 if loop.progress.step in (2, 3, 7) else 1))
+    plugins = {"scales": scales, "debug": Debug(every=1)}
     toy_loop(plugins, data=torch.rand(40, 4) * 2 - 1, steps=9, batch_size=40).run()
     assert [line.split(":")[0] for line in warnings(caplog) if "inputs" in line] == ["step 3", "step 8"]
 
@@ -201,8 +196,7 @@ def test_a_measurement_changes_nothing():
     for plugins in ({}, {"debug": Debug(every=1)}):
         torch.manual_seed(3)
         model = Disturbing()
-        loop = toy_loop(plugins, model=model, micro_batch=3, data=torch.rand(40, 4) * 2 - 1)
-        loop.run()
+        loop = toy_run(plugins, model=model, micro_batch=3, data=torch.rand(40, 4) * 2 - 1)
         assert all(module.training for module in model.modules())
         runs.append((weights(loop), torch.rand(3)))
     assert_same(runs[0][0], runs[1][0])
@@ -210,34 +204,21 @@ def test_a_measurement_changes_nothing():
 
 
 def test_a_compiled_network_is_not_compiled_again():
-    made = []
-
-    def backend(graph, inputs):
-        made.append(graph)
-        return graph.forward
-
-    class Net(nn.Sequential):  # the compiler of torch 2.11 skips torch's own containers
-        def forward(self, x):
-            for layer in self:
-                x = layer(x)
-            return x
-
-    for plugins in ({}, {"debug": Debug(every=1)}):
+    counters = Counter(), Counter()
+    for counter, plugins in zip(counters, ({}, {"debug": Debug(every=1)}), strict=True):
         torch.compiler.reset()
         model = Net(*toy_model())
-        model.compile(backend=backend, dynamic=False)
-        toy_loop(plugins, model=model, steps=3).run()
-        made.append(None)
-    assert made.index(None) == len(made) - 1 - made.index(None) - 1 > 0  # as many for each
+        model.compile(backend=counter, dynamic=False)
+        toy_run(plugins, model=model, steps=3)
+    assert counters[0].graphs == counters[1].graphs > 0
 
 
 def test_only_measured_steps_have_transfers():
-    loop, plain = toy_loop({"debug": Debug(every=0)}, log_every=1000), toy_loop(log_every=1000)
     counts = []
-    for each in (loop, plain):
-        with each:
+    for plugins in ({"debug": Debug(every=0)}, {}):
+        with toy_loop(plugins, log_every=1000) as loop:
             counts.append([])
-            steps = each.steps()
+            steps = loop.steps()
             for _ in range(12):
                 with CountTransfers() as transfers:
                     next(steps)
@@ -271,8 +252,7 @@ def test_an_output_that_ignores_an_input_is_measured():
 
 
 def test_layers_have_the_norms_of_their_parameters_together():
-    loop = toy_loop(steps=1)
-    loop.run()
+    loop = toy_run(steps=1)
     linear = loop.model[3]
     expected = torch.cat([linear.weight.grad.flatten(), linear.bias.grad]).norm()
     found = measure_layers(loop)["3"]
@@ -282,8 +262,7 @@ def test_layers_have_the_norms_of_their_parameters_together():
 
 def test_a_resumed_run_does_not_report_it_again(caplog):
     data = (torch.rand(40, 4) * 255).round()
-    first = toy_loop({"debug": Debug(every=1)}, data=data, steps=3)
-    first.run()
+    first = toy_run({"debug": Debug(every=1)}, data=data, steps=3)
     assert any("inputs" in line for line in warnings(caplog))
     caplog.clear()
     again = Debug(every=1)

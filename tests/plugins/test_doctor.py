@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from PIL import Image
 from safetensors.torch import save_file
 
-from hookdiff import Finding, build_loop, hookimpl, load_config
+from hookdiff import Finding, build_loop, load_config
 from hookdiff.diffusion import EDM, VP, Diffusion, Flow, Linear, LogitNormal, UniformTimes
 from hookdiff.terminal import byte_size
 from hookdiff.testing import assert_same, toy_loop, weights
@@ -32,7 +32,7 @@ from hookdiff_debug.trial import Trial, run_trial
 from hookdiff_lr import LR
 from hookdiff_memory.estimate import estimate_memory
 from hookdiff_networks import UNet
-from tests.conftest import check_facts, write_small
+from tests.conftest import acting, check_facts, check_refused, ran, toy_run, write_small
 from tests.hostile.mutations import listing
 from tests.sam import SAM, Uncertainty
 
@@ -304,8 +304,7 @@ def test_micro_batch_auto_is_found_before_the_trial(folder, monkeypatch):
 
 def test_the_trial_begins_with_the_weights_that_the_config_starts_from(folder):
     config = load_config(folder / "small.toml", settings=["run.steps=150"])
-    loop = build_loop(config, folder / "first")
-    loop.run()
+    loop = ran(build_loop(config, folder / "first"))
     save_file({name: t.contiguous() for name, t in loop.model.state_dict().items()}, folder / "given.safetensors")
     started = load_config(folder / "small.toml", settings=["model.start_from=given.safetensors"])
     trials = [examine(each, None, 4, folder / f"trial{i}", None).trial for i, each in enumerate((config, started))]
@@ -326,10 +325,10 @@ def test_nothing_is_wrong_with_a_healthy_config(name, doctor, write_config):
         assert picture.width > picture.height  # 9 columns of 8 rows
 
 
-def test_a_run_directory_is_read_and_never_changed(doctor, hookdiff, folder):
+def test_a_run_directory_is_read_and_never_changed(doctor, succeed, folder):
     run = folder / "run"
     words = ("--plugins", "checkpoint,debug", *settings(run__steps=12))
-    assert hookdiff("run", "small.toml", "--out", run, *words)[0] == 0
+    succeed("run", "small.toml", "--out", run, *words)
     before = listing(run)
     code, out, _ = doctor(run, "--steps", 8, "--json", "--out", folder / "strip.png")
     found = json.loads(out)
@@ -362,9 +361,7 @@ def test_a_run_directory_is_read_and_never_changed(doctor, hookdiff, folder):
     ],
 )
 def test_wrong_input_is_refused_in_one_message(words, facts, doctor):
-    code, out, err = doctor(*words)
-    assert (code, out) == (2, "")
-    check_facts(err, *facts)
+    check_refused(doctor(*words), *facts)
 
 
 def test_a_run_without_a_checkpoint_is_refused(doctor, folder):
@@ -621,8 +618,7 @@ def test_errors_of_the_best_gaussian_prediction_lie_on_the_floor(process):
 
 
 def test_a_trial_skips_through_a_warm_up_to_the_configured_rate():
-    loop = toy_loop({"lr": LR("constant", warmup=3000)}, steps=10_000)
-    with loop:
+    with toy_loop({"lr": LR("constant", warmup=3000)}, steps=10_000) as loop:
         found = run_trial(loop, 20, whole_rate=True)
     assert found.rates[:20] == pytest.approx([0.01 * step / 3000 for step in range(20)])
     assert found.rates == sorted(found.rates)
@@ -631,8 +627,7 @@ def test_a_trial_skips_through_a_warm_up_to_the_configured_rate():
 
 
 def test_a_trial_makes_the_steps_of_the_run_over_several_epochs():
-    watched, alone = toy_loop(), toy_loop(steps=12)
-    alone.run()
+    watched, alone = toy_loop(), toy_run(steps=12)
     with watched:
         found = run_trial(watched, 12)  # 5 batches in an epoch
     assert watched.progress == alone.progress
@@ -645,19 +640,14 @@ def test_a_trial_makes_the_steps_of_the_run_over_several_epochs():
 
 
 def test_a_trial_of_two_passes_moves_the_weights_as_a_run_does():
-    class Weighs:
-        """Draws other samples in each epoch."""
-
-        @hookimpl
-        def before_epoch(self, loop):
-            loop.feed.weigh(torch.arange(40.0) + 40 * loop.progress.epoch)
+    # It draws other samples in each epoch.
+    weighs = acting(before_epoch=lambda loop: loop.feed.weigh(torch.arange(40.0) + 40 * loop.progress.epoch))
 
     def plugins():
         torch.manual_seed(0)
-        return {"sam": SAM(rho=0.5), "weight": Uncertainty(), "weighs": Weighs()}
+        return {"sam": SAM(rho=0.5), "weight": Uncertainty(), "weighs": weighs}
 
-    tried, plain = toy_loop(plugins()), toy_loop(plugins(), steps=12)
-    plain.run()
+    tried, plain = toy_loop(plugins()), toy_run(plugins(), steps=12)
     with tried:
         found = run_trial(tried, 12)
     assert len(found.rates) == 12
@@ -665,9 +655,9 @@ def test_a_trial_of_two_passes_moves_the_weights_as_a_run_does():
     assert_same({"": tried.plugins["weight"].net.weight}, {"": plain.plugins["weight"].net.weight})
 
 
-def test_the_plugins_of_a_pass_take_part(doctor, folder, hookdiff):
+def test_the_plugins_of_a_pass_take_part(doctor, folder, succeed):
     names = ["--plugins", "checkpoint,tests.sam:SAM,tests.sam:Uncertainty"]
-    assert hookdiff("run", "small.toml", "--out", "run", "--set", "run.steps=4", *names)[0] == 0
+    succeed("run", "small.toml", "--out", "run", "--set", "run.steps=4", *names)
     before = listing(folder / "run")
     code, _, findings = diagnosis(doctor, "run", "--steps", 12, "--trust")
     assert code == 0, findings

@@ -10,11 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hookdiff import SampleRequest, UserError, hookimpl
 from hookdiff.loop.saved import restore_state
 from hookdiff.options.structure import Problems, arguments, resolved
-from hookdiff.testing import CountTransfers, assert_resumes, assert_same, toy_loop, toy_model, weights
+from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA, NoWarmup, Power, Warmup
 from hookdiff_ema.profiles import gamma_of
-from tests.conftest import Logged, Restores, RollBackAt, Still, added_transfers, warnings
+from tests.conftest import Logged, Restores, RollBackAt, Still, acting, added_transfers, toy_run, warnings
+from tests.plugins.test_checkpoint_announced import fails
 
 
 class Values:
@@ -42,8 +43,7 @@ class Scalar(nn.Module):
 def averaged(values, start=0.0, dtype=torch.float32, **options):
     """Return the shadow after the weights had each of `values` in turn."""
     ema = EMA(**options)
-    loop = toy_loop({"values": Values(values), "ema": ema}, model=Scalar(start, dtype), steps=len(values))
-    loop.run()
+    toy_run({"values": Values(values), "ema": ema}, model=Scalar(start, dtype), steps=len(values))
     return ema.shadow["value"].item()
 
 
@@ -74,27 +74,13 @@ def test_weights_that_stay_are_their_own_average(value, decay, count):
     assert averaged([value] * count, start=value, decay=decay) == pytest.approx(value, rel=1e-6, abs=1e-12)
 
 
-def test_a_restart_equals_the_continuation():
-    assert_resumes(lambda: EMA(decay=0.9), at=range(1, 20))
-
-
 def test_a_step_that_changes_no_weight_does_not_move_it():
-    class Void:
-        @hookimpl
-        def unscale(self, loop):
-            return loop.progress.position % 2 == 0
-
-    seen = []
-
-    class Look:
-        @hookimpl
-        def before_step(self, loop):
-            seen.append((loop.progress.position, ema.num_updates, ema.shadow["0.weight"].clone()))
-
-    ema = EMA(decay=0.5, warmup="none")
-    toy_loop({"void": Void(), "ema": ema, "look": Look()}, steps=3).run()
-    assert [count for _, count, _ in seen] == [0, 1, 1, 2, 2]
-    assert torch.equal(seen[1][2], seen[2][2])
+    ema, seen = EMA(decay=0.5, warmup="none"), []
+    void = acting(unscale=lambda loop: loop.progress.position % 2 == 0)
+    look = acting(before_step=lambda: seen.append((ema.num_updates, ema.shadow["0.weight"].clone())))
+    toy_run({"void": void, "ema": ema, "look": look}, steps=3)
+    assert [count for count, _ in seen] == [0, 1, 1, 2, 2]
+    assert torch.equal(seen[1][1], seen[2][1])
 
 
 def test_bf16_weights_have_a_float32_average():
@@ -105,16 +91,12 @@ def test_bf16_weights_have_a_float32_average():
 
 
 def test_samples_use_it_and_leave_no_trace():
-    ema, grid = EMA(decay=0.9), SampleRequest(3)
-    loop = toy_loop({"ema": ema})
-    with loop:
-        for _ in loop.steps():
-            pass
-        before, addresses = weights(loop), [p.data_ptr() for p in loop.model.parameters()]
-        averaged, plain = loop.sample(grid), loop.sample(SampleRequest(3, weights="model"))
-        named = loop.sample(SampleRequest(3, weights="ema"))
-        assert_same(weights(loop), before)
-        assert [p.data_ptr() for p in loop.model.parameters()] == addresses
+    ema = EMA(decay=0.9)
+    loop = toy_run({"ema": ema})
+    before, addresses = weights(loop), [p.data_ptr() for p in loop.model.parameters()]
+    averaged, plain, named = (loop.sample(SampleRequest(3, weights=name)) for name in (None, "model", "ema"))
+    assert_same(weights(loop), before)
+    assert [p.data_ptr() for p in loop.model.parameters()] == addresses
     assert (averaged.weights, plain.weights, named.weights) == ("ema", "model", "ema")
     assert torch.equal(averaged.images, named.images)
     loop.model.load_state_dict(ema.shadow)
@@ -123,12 +105,7 @@ def test_samples_use_it_and_leave_no_trace():
 
 
 def test_the_weights_come_back_when_sampling_fails():
-    class Broken:
-        @hookimpl
-        def sample(self):
-            raise RuntimeError("mine")
-
-    with toy_loop({"ema": EMA(), "broken": Broken()}) as loop:
+    with toy_loop({"ema": EMA(), "broken": acting(sample=fails)}) as loop:
         next(loop.steps())
         before = weights(loop)
         with pytest.raises(RuntimeError, match="mine"):
@@ -259,7 +236,6 @@ def test_a_number_is_the_first_of_the_averages():
     [
         ({"decay": 0.9, "half_life": 10.0}, "decay and half_life both set the length of one average"),
         ({"decay": [0.9, 0.9]}, "decay=0.9 is given twice"),
-        ({"snapshot_every": 10}, "snapshot_every needs std"),
         ({"snapshot_every": 10, "decay": 0.9}, "snapshot_every needs std"),
     ],
 )
@@ -280,8 +256,7 @@ def test_a_config_gives_one_or_several_averages():
 
 def test_each_average_has_a_name_to_sample_with():
     ema = EMA(decay=0.5, std=[0.05])
-    loop = toy_loop({"ema": ema})
-    loop.run()
+    loop = toy_run({"ema": ema})
     first, named, other = (loop.sample(SampleRequest(2, weights=w)) for w in (None, "ema/decay=0.5", "ema/std=0.05"))
     assert (first.weights, named.weights, other.weights) == ("ema", "ema/decay=0.5", "ema/std=0.05")
     assert torch.equal(first.images, named.images)
@@ -329,8 +304,7 @@ def test_tied_weights_are_averaged_once_and_saved_under_each_name(tmp_path):
 
 
 def test_the_file_of_one_average_has_the_models_keys_alone(tmp_path):
-    loop = toy_loop({"ema": EMA(), "checkpoint": Checkpoint()}, model=Tied(), run_dir=tmp_path)
-    loop.run()
+    loop = toy_run({"ema": EMA(), "checkpoint": Checkpoint()}, model=Tied(), run_dir=tmp_path)
     saved = load_file(tmp_path / "checkpoints" / "step-00000020" / "ema.safetensors")
     assert saved.keys() == loop.model.state_dict().keys()
 
@@ -339,8 +313,7 @@ def test_weights_in_half_precision_are_averaged_as_float32():
     model, look = toy_model().to(torch.bfloat16), Look()
     ema = EMA(decay=[0.99], std=[0.1], warmup="none")
     expected = {name: value.detach().float() for name, value in model.named_parameters()}
-    loop = toy_loop({"ema": ema, "look": look}, model=model, objective=lambda net, batch: net(batch.inputs.bfloat16()))
-    loop.run()
+    toy_run({"ema": ema, "look": look}, model=model, objective=lambda net, batch: net(batch.inputs.bfloat16()))
     for seen in look.seen:
         expected = {name: torch.lerp(value, seen[name].float(), 1 - 0.99) for name, value in expected.items()}
     assert_same(ema.shadow, expected)
@@ -352,10 +325,8 @@ def test_double_precision_is_kept():
 
 
 def test_averages_on_the_cpu_of_a_model_there_are_the_same():
-    one, other = EMA(device="cpu"), EMA()
-    toy_loop({"ema": one}).run()
-    toy_loop({"ema": other}).run()
-    assert_same(one.shadow, other.shadow)
+    loops = [toy_run({"ema": EMA(device=device)}) for device in ("cpu", "model")]
+    assert_same(*(loop.plugins["ema"].shadow for loop in loops))
 
 
 @pytest.mark.cuda  # the copies are made beside the step
@@ -365,8 +336,7 @@ def test_averages_on_the_cpu_of_a_model_on_a_gpu_are_the_same(dtype):
     for device in ("model", "cpu"):
         ema = EMA(decay=[0.9], std=[0.1], device=device)
         model = toy_model().to("cuda", dtype)
-        loop = toy_loop({"ema": ema}, model=model, objective=lambda net, batch: net(batch.inputs.to(dtype)))
-        loop.run()
+        loop = toy_run({"ema": ema}, model=model, objective=lambda net, batch: net(batch.inputs.to(dtype)))
         assert ema.shadow["0.weight"].device.type == ("cpu" if device == "cpu" else "cuda")
         loop.sample(SampleRequest(0))
         shadows.append({name: value.cpu() for name, value in ema.shadow.items()})
@@ -505,9 +475,7 @@ def loaded(saved, **options):
 
 
 def test_a_saved_average_of_another_kind_is_refused():
-    ema = EMA(decay=[0.9], std=[0.1])
-    toy_loop({"ema": ema}).run()
-    saved = ema.state_dict()
+    saved = toy_run({"ema": EMA(decay=[0.9], std=[0.1])}).plugins["ema"].state_dict()
     assert loaded(saved, decay=[0.99], std=[0.1]) == 20  # a decay may change
     for options in ({"decay": [0.9]}, {"decay": [0.9], "std": [0.05]}, {"decay": [0.9, 0.99]}, {"std": [0.1, 0.05]}):
         with pytest.raises(ValueError, match=r"has the averages decay=0\.9, std=0\.1, the run has "):
@@ -515,16 +483,12 @@ def test_a_saved_average_of_another_kind_is_refused():
 
 
 def test_a_rollback_restores_the_averages():
-    class Sees:
-        @hookimpl
-        def before_step(self, loop):
-            if loop.progress.position == 9:
-                self.num_updates, self.average = ema.num_updates, ema.shadow["0.weight"].clone()
-
-    ema, kept, sees = EMA(decay=[0.9], std=[0.1]), Restores(at=5), Sees()
-    toy_loop({"ema": ema, "kept": kept, "bad": RollBackAt(8), "sees": sees}).run()
-    assert torch.equal(sees.average, kept.state["plugins"]["ema"]["0.weight"])
-    assert (sees.num_updates, ema.num_updates) == (5, 20)
+    ema, kept, seen = EMA(decay=[0.9], std=[0.1]), Restores(at=5), []
+    look = acting(before_step=lambda: seen.append((ema.num_updates, ema.shadow["0.weight"].clone())))
+    toy_run({"ema": ema, "kept": kept, "bad": RollBackAt(8), "look": look})
+    num_updates, average = seen[9]
+    assert torch.equal(average, kept.state["plugins"]["ema"]["0.weight"])
+    assert (num_updates, ema.num_updates) == (5, 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64, torch.complex128])

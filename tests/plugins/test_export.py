@@ -18,7 +18,7 @@ from hookdiff.diffusion import DDIM, DDPM, VP, Clamp, Diffusion, Euler, Flow, Sa
 from hookdiff.testing.compare import assert_same
 from hookdiff_checkpoint.scheduler import equivalent_of
 from hookdiff_networks import UNet
-from tests.conftest import check_facts, refused
+from tests.conftest import check_facts, check_refused, output, refused
 
 HOOKS = ("prepare_model", "restore", "sample", "offer_weights")
 RUN = """
@@ -98,8 +98,7 @@ def trained(place: Path, command: Any) -> Any:
         config, run = place / f"{name}.toml", place / "runs" / name
         if not run.exists():
             config.write_text(RUN + model)
-            code, _, error = command("run", config, "--out", run, *(part for s in settings for part in ("--set", s)))
-            assert code == 0, error
+            output(command("run", config, "--out", run, *(part for s in settings for part in ("--set", s))))
         return run
 
     return train
@@ -147,8 +146,7 @@ def test_golden_output_of_a_file_with_exactly_the_weights_that_sample(
 
 def test_one_checkpoint_of_a_run(trained: Any, command: Any, tmp_path: Path) -> None:
     run, file = trained("kept", OURS, "plugins.checkpoint.every=2"), tmp_path / "out.safetensors"
-    code, out, error = command("export", run / "checkpoints" / "step-00000004", file, "--weights", "model")
-    assert code == 0, error
+    out = output(command("export", run / "checkpoints" / "step-00000004", file, "--weights", "model"))
     check_facts(out, file, "model", 4)
     assert_same(load_file(file), load_file(run / "checkpoints" / "step-00000004" / "model.safetensors"))
     newest = load_file(run / "checkpoints" / "step-00000006" / "model.safetensors")
@@ -170,8 +168,7 @@ def test_the_weights_that_the_config_names_are_exported_and_drawn(trained: Any, 
         assert code == 0, error
         check_facts(out, f"{name or 'half'} weights")
         values.append(load_file(file))
-        code, _, error = command("sample", run, "--num", "2", "--trust", "--out", archive, *words)
-        assert code == 0, error
+        output(command("sample", run, "--num", "2", "--trust", "--out", archive, *words))
         with numpy.load(archive) as arrays:
             drawn.append(arrays[arrays.files[0]])
     assert_same(values[0], values[1])
@@ -181,8 +178,8 @@ def test_the_weights_that_the_config_names_are_exported_and_drawn(trained: Any, 
 
 def test_weights_from_a_file(trained: Any, command: Any, tmp_path: Path) -> None:
     run, first, second = trained("ours", OURS), tmp_path / "first.safetensors", tmp_path / "second.safetensors"
-    assert command("export", run, first, "--weights", "half")[0] == 0
-    assert command("export", run, second, "--weights", first)[0] == 0
+    output(command("export", run, first, "--weights", "half"))
+    output(command("export", run, second, "--weights", first))
     assert_same(load_file(first), load_file(second))
     with safe_open(second, framework="pt") as file:
         assert file.metadata()["weights"] == str(first)
@@ -191,7 +188,7 @@ def test_weights_from_a_file(trained: Any, command: Any, tmp_path: Path) -> None
 def test_an_export_has_the_spectrally_normalised_weights(trained: Any, command: Any, tmp_path: Path) -> None:
     settings = ("run.plugins=['ema', 'spectral', 'checkpoint']", "plugins.spectral.layers=['down*']")
     run, file = trained("spectral", OURS, *settings), tmp_path / "out.safetensors"
-    assert command("export", run, file, "--weights", "ema")[0] == 0
+    output(command("export", run, file, "--weights", "ema"))
     model, exported = plain(), load_file(file)
     model.load_state_dict(exported)
     with opened(run) as loop, loop.weights("ema"), evaluating(loop.model):
@@ -210,11 +207,9 @@ def test_an_export_is_replaced_only_when_asked_and_nothing_else_ever(
     folder.mkdir()
     (folder / "chapter").write_text("precious")
     for arguments in ((file,), (folder, "--to", "diffusers", "--overwrite")):
-        code, _, error = command("export", run, *arguments)
-        assert code == 2
-        check_facts(error, arguments[0], "--overwrite")
+        check_refused(command("export", run, *arguments), arguments[0], "--overwrite")
     assert (file.read_text(), (folder / "chapter").read_text()) == ("precious", "precious")
-    assert command("export", run, file, "--overwrite")[0] == 0
+    output(command("export", run, file, "--overwrite"))
     assert len(load_file(file)) > 10
 
 
@@ -237,9 +232,7 @@ def test_an_export_that_cannot_be_made_is_refused(trained: Any, command: Any, tm
         ((run, folder, "--to", "diffusers", "--set", "model.channels=4"), ("model.channels=4", "[sampling]")),
         ((run, folder, "--to", "diffusers"), ("model.use", "UNet", "--to safetensors")),
     ):
-        code, out, error = command("export", *arguments)
-        assert (code, out) == (2, "")
-        check_facts(error, *facts)
+        check_refused(command("export", *arguments), *facts)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a file", "untrained"]
 
 
@@ -332,14 +325,27 @@ slow = [
 ]
 
 
-def called(diffusers: Any, out: str, num: int) -> Tensor:
-    """Make the call that was printed, for `num` images of the noise that `hookdiff sample` begins with."""
-    opened, _, arguments = out.splitlines()[1].strip().removesuffix(")").partition(")(")
-    pipeline = eval(f"diffusers.{opened})", {"diffusers": diffusers})
-    pipeline.set_progress_bar_config(disable=True)
-    names = {"pipeline": pipeline, "num": num, "noise": SampleRequest(num).generators()}
-    made = eval(f"pipeline({arguments}, batch_size=num, generator=noise, output_type='pt')", names)
-    return made.images * 2 - 1
+def called(diffusers: Any, out: str, labels: list[int], *shape: int) -> Tensor:
+    """Run the code that was printed, on the noise that `hookdiff sample` begins with, and return its images: n c h w.
+
+    There are as many images as `labels`, of which a model without classes uses only their number. `shape` is that of a
+    sample, which only a loop needs.
+    """
+    generators = SampleRequest(len(labels)).generators()
+    names = {kind: getattr(diffusers, kind) for kind in re.findall(r"(\w+)\.from_pre", out)}
+    if "Pipeline." in out:
+        opened, _, arguments = out.splitlines()[1].strip().removesuffix(")").partition(")(")
+        pipeline = eval(f"{opened}, local_files_only=True)", names)
+        pipeline.set_progress_bar_config(disable=True)
+        size = {} if "class_labels" in arguments else {"batch_size": len(labels)}
+        names = {"pipeline": pipeline, "labels": labels, "size": size, "generators": generators}
+        images = eval(f"pipeline({arguments}, **size, generator=generators, output_type='np')", names).images
+        return torch.from_numpy(images).permute(0, 3, 1, 2) * 2 - 1
+    noise = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+    names |= {"noise": noise, "labels": torch.tensor(labels), "torch": torch}
+    with torch.no_grad():
+        exec(textwrap.dedent("\n".join(out.splitlines()[2:])), names)
+    return names["pictures" if "pictures" in names else "x"]
 
 
 PROCESSES = {
@@ -407,7 +413,7 @@ class TestWithDiffusers:
             assert (code, "rescale_betas_zero_snr" in error) == (2, True)
             return
         assert code == 0, error
-        ours, theirs = images(run, 3, "ema", *settings), called(diffusers, out, 3)
+        ours, theirs = images(run, 3, "ema", *settings), called(diffusers, out, [0] * 3)
         assert ours.std() > 0.1
         # The schedulers keep their tables in float32.
         torch.testing.assert_close(theirs, ours.clamp(-1, 1), rtol=0, atol=5e-5)
@@ -417,7 +423,7 @@ class TestWithDiffusers:
         self, diffusers: Any, trained: Any, command: Any, tmp_path: Path, weights: str
     ) -> None:
         run, folder = trained("linear-epsilon", THEIRS, "run.steps=40", *PROCESSES["linear, epsilon"]), tmp_path / "out"
-        assert command("export", run, folder, "--to", "diffusers", "--weights", weights)[0] == 0
+        output(command("export", run, folder, "--to", "diffusers", "--weights", weights))
         theirs = diffusers.UNet2DModel.from_pretrained(folder, subfolder="unet").state_dict()
         with opened(run) as loop, loop.weights(weights):
             assert_same(theirs, loop.model.state_dict())
@@ -426,7 +432,7 @@ class TestWithDiffusers:
         assert json.loads((folder / "model_index.json").read_text())["_class_name"] == "DDPMPipeline"
         assert isinstance(diffusers.DiffusionPipeline.from_pretrained(folder), diffusers.DDPMPipeline)
         assert command("export", run, folder, "--to", "diffusers")[0] == 2
-        assert command("export", run, folder, "--to", "diffusers", "--overwrite")[0] == 0
+        output(command("export", run, folder, "--to", "diffusers", "--overwrite"))
 
     @pytest.mark.parametrize(("name", "model", "settings"), OWN_LOOPS, ids=[name for name, *_ in OWN_LOOPS])
     def test_without_a_pipeline_the_loop_that_is_printed_makes_the_same_images(
@@ -436,17 +442,11 @@ class TestWithDiffusers:
         code, out, error = command("export", run, folder, "--to", "diffusers", "--weights", "ema")
         assert code == 0, error
         assert not (folder / "model_index.json").exists()
-        printed = textwrap.dedent("\n".join(out.splitlines()[2:]))
         labels = (3, 7, -1) if "embed" in model else None
-        noise = torch.stack([torch.randn(1, 8, 8, generator=g) for g in SampleRequest(3).generators()])
-        names = {kind: getattr(diffusers, kind) for kind in re.findall(r"(\w+)\.from_pre", out)}
-        names |= {"noise": noise, "labels": torch.tensor([3, 7, 10]), "torch": torch}
-        with torch.no_grad():
-            exec(printed, names)
-        ours = images(run, 3, "ema", labels=labels)
+        theirs, ours = called(diffusers, out, [3, 7, 10], 1, 8, 8), images(run, 3, "ema", labels=labels)
         assert ours.std() > 0.1
         # EDM's begins with sqrt(sigma_max² + 1)
-        torch.testing.assert_close(names["x"], ours, rtol=0, atol=1e-3 if name == "edm" else 5e-5)
+        torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-3 if name == "edm" else 5e-5)
         if GUIDED in settings:
             words = ("--overwrite", "--set", "sampling.guidance.interval=[0, 2]")
             code, out, _ = command("export", run, folder, "--to", "diffusers", *words)
