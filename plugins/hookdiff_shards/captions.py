@@ -1,4 +1,4 @@
-"""The captions of samples, read once and kept in a file for each shard, beside its index."""
+"""The captions of samples; they are read once and stored in a file for each shard, beside its index."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Captions:
 
 
 class _All(Sequence[Sequence[str]]):
-    """The captions of the samples of all shards; texts are made of them when they are asked for."""
+    """The captions of the samples of all shards; each text is decoded when it is asked for."""
 
     def __init__(self, parts: Sequence[Captions], shard: Any, first: Any) -> None:
         self.parts, self.shard, self.first = parts, shard, first
@@ -122,7 +122,7 @@ def _save(captions: Captions, shard: Shard, path: Path, asked: str) -> None:
 def _load(path: Path, shard: Shard, asked: str, num: int) -> Captions | None:
     """Return the captions of `num` samples in a file; None if it is of an earlier state of the shard.
 
-    Raises many kinds of error for a file that is damaged, and for a forged one that would make the reading fail.
+    Raises many kinds of error for a damaged file, and for a forged file with which the reading would fail.
     """
     if (stored := load_arrays(path, state_of(shard, format=_FORMAT, asked=asked))) is None:
         return None

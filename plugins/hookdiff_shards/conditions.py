@@ -1,4 +1,4 @@
-"""What samples have beside the picture and its label."""
+"""The conditions of samples: members beside the picture and its label."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Condition:
         return self.extension.rpartition(".")[2]
 
     def read(self, content: bytes) -> Any:
-        """Return what the member holds; raises any error for broken content."""
+        """Return the value of the member with these bytes; raises any error for broken bytes."""
         if is_picture(self.extension):
             return _opened(content)
         if self.format == "npy":
@@ -71,7 +71,7 @@ def member_of(text: str, option: str) -> Condition:
 
 
 class Items(Samples):
-    """Pictures or arrays in shards, and all that they have beside them.
+    """Pictures or arrays in shards, with their conditions.
 
     Raises:
         UserError: if there are any problems.

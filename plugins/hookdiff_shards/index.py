@@ -1,4 +1,4 @@
-"""The index of one shard: where its members are, what its pictures look like, and what its small members hold."""
+"""The index of one shard: the places of its members, the sizes of its pictures, and the bytes of its small members."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Index:
     keys: Any  # uint8, the names of the samples one after the other
     key_ends: Any  # for each sample, the end of its name in `keys`
     table: Any  # for each member a row with `_COLUMNS`
-    texts: Any  # uint8, what small members hold, one after the other
+    texts: Any  # uint8, the bytes of the small members, one after the other
     extensions: tuple[str, ...]  # by `kind`
     modes: tuple[str, ...]  # of Pillow, by `mode`; the first one stands for a picture without a known header
 
@@ -57,7 +57,7 @@ class Index:
         return self.table[:, _COLUMNS.index(name)]
 
     def rows(self, extensions: Collection[str]) -> tuple[Any, Any]:
-        """Return, for each sample, a row of the table with one of `extensions`, -1 if it has none; and their number."""
+        """Return for each sample the row of a member with one of `extensions`, or -1, and how many members have one."""
         kinds = [number for number, extension in enumerate(self.extensions) if extension in extensions]
         (rows,) = numpy.isin(self.column("kind"), kinds).nonzero()
         samples = self.column("sample")[rows]
@@ -65,13 +65,8 @@ class Index:
         row_of_sample[samples] = rows
         return row_of_sample, numpy.bincount(samples, minlength=len(self))
 
-    def key(self, sample: int) -> str:
-        """Return the name of a sample."""
-        begin = self.key_ends[sample - 1] if sample else 0
-        return bytes(self.keys[begin : self.key_ends[sample]]).decode("utf-8", "surrogateescape")
-
     def text(self, row: int) -> bytes:
-        """Return what a small member holds."""
+        """Return the bytes of a small member."""
         ends = self.column("end")
         return bytes(self.texts[ends[row - 1] if row else 0 : ends[row]])
 
@@ -113,7 +108,7 @@ def make(read: Read, total: int, block: int) -> Index:
 
 
 def buffered(read: Read, block: int) -> Read:
-    """Return `read` that reads at least `block` bytes, and keeps the last of them: members mostly lie side by side."""
+    """Return a function like `read` that reads at least `block` bytes, and keeps them: members lie side by side."""
     begin, kept = 0, b""
 
     def taken(start: int, size: int) -> bytes:
@@ -129,13 +124,13 @@ def _header(head: bytes, size: int) -> tuple[str, int, int]:
     """Return mode, width and height of a picture of `size` bytes that begins with `head`; ("", 0, 0) if that fails."""
     try:
         with open_picture(io.BytesIO(head)) as image:
-            # In other formats, what turns a picture may stand behind its pixels.
+            # In other formats, the orientation of a picture may stand behind its pixels.
             if len(head) < size and image.format not in ("JPEG", "PNG"):
                 return "", 0, 0
             width, height = upright_size(image)
             is_usual = 0 < width <= _LARGEST and 0 < height <= _LARGEST
             return (str(image.mode), width, height) if is_usual else ("", 0, 0)
-    except Exception:  # a decoder may raise any error; if it is not for lack of bytes, the survey finds it again
+    except Exception:  # a decoder may raise any error; the survey reads the whole picture and reports a damaged one
         return "", 0, 0
 
 

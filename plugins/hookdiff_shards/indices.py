@@ -1,4 +1,4 @@
-"""What is kept in a folder for each of many shards, such as its index: made once, and again when the shard changes."""
+"""Files that are made for each shard, such as its index: once, and again when the shard changes."""
 
 import hashlib
 import logging
@@ -116,8 +116,8 @@ def _with_others(files: Files, paths: Sequence[Path], loaded: list[Made | None],
     finally:
         pool.shutdown(cancel_futures=True)
     if problems:
-        count = f"{len(problems):,} of {len(shards):,} shards cannot be read:{as_lines(problems)}"
-        raise ValueError(problems[0] if len(problems) == 1 else count)
+        several = f"{len(problems):,} of {len(shards):,} shards cannot be read:{as_lines(problems)}"
+        raise ValueError(problems[0] if len(problems) == 1 else several)
     return [made[number] for number in range(len(shards))]
 
 

@@ -23,7 +23,7 @@ def read_classes(given: str | Sequence[str] | None, shard: str, options: Mapping
     """Return the names of the classes: `given`, or those in a file, which may also stand beside the first `shard`.
 
     A .txt has a name on each line, a .json a list of names. None if there are no names. Raises ValueError for a file
-    that is missing or holds anything else.
+    that is missing or has another content.
     """
     if given is None:
         given = beside(shard, _NAMES, options)
@@ -48,7 +48,7 @@ def read_classes(given: str | Sequence[str] | None, shard: str, options: Mapping
 
 
 def read_encoded(shard: str, options: Mapping[str, Any]) -> Any:
-    """Return what the file beside the first `shard` says about encoded samples; None if there is none.
+    """Return the facts about encoded samples in the file beside the first `shard`; None if there is no such file.
 
     Raises ValueError for a file that cannot be read.
     """
@@ -68,9 +68,12 @@ def beside(shard: str, names: Sequence[str], options: Mapping[str, Any]) -> str 
 
 
 def content_of(path: str, options: Mapping[str, Any]) -> bytes:
-    """Return what a file here or at a URL holds. Raises ValueError if it cannot be read."""
+    """Return the bytes of a file here or at a URL. Raises ValueError if it cannot be read."""
     try:
-        return _content(path, options)
+        if not is_url(path):
+            return read_file(Path(os.path.expanduser(path)))
+        content: bytes = asked(path, options, lambda system, inner: system.cat_file(inner, start=0, end=_LARGEST))
+        return content
     except FileNotFoundError:
         raise ValueError(f"{path}: {'no such file' if is_url(path) else why_missing(Path(path))}") from None
     except OSError as error:
@@ -78,20 +81,13 @@ def content_of(path: str, options: Mapping[str, Any]) -> bytes:
 
 
 def _exists(path: str, options: Mapping[str, Any]) -> bool:
-    """Return whether there is such a file; some servers say of one that is missing that the request is wrong."""
+    """Return whether the file exists; some servers call a request for a missing file wrong or forbidden."""
     if not is_url(path):
         return os.path.lexists(path)
     try:
         return bool(asked(path, options, lambda system, inner: system.info(inner)))
     except (FileNotFoundError, PermissionError, ValueError):
         return False
-
-
-def _content(path: str, options: Mapping[str, Any]) -> bytes:
-    if not is_url(path):
-        return read_file(Path(os.path.expanduser(path)))
-    content: bytes = asked(path, options, lambda system, inner: system.cat_file(inner, start=0, end=_LARGEST))
-    return content
 
 
 def encode_labels(

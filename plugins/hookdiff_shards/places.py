@@ -1,4 +1,4 @@
-"""From what a config names to the shards: a path, a glob, a range in braces, a folder, or a list of these."""
+"""Finds the shards that a config names by a path, a glob, a range in braces, a folder, or a list of these."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def expand(given: str | Sequence[str], options: Mapping[str, Any]) -> list[str]:
     """
     paths = [given] if isinstance(given, str) else given
     if not paths or not all(paths):
-        raise ValueError("path: expected shards or a folder of shards, it is empty")
+        raise ValueError("path: is empty; name shards or a folder of shards")
     return [shard for path in paths for shard in (_urls(path, options) if is_url(path) else _files(path))]
 
 
@@ -99,7 +99,7 @@ def _is_shard(name: str) -> bool:
 
 
 def braces(text: str) -> list[str]:
-    """Return what {000..123} and {a,b} in `text` stand for, as in a shell; raises ValueError if these are too many."""
+    """Return the texts that {000..123} and {a,b} in `text` stand for, as in a shell. Raises ValueError for too many."""
     parts = re.split(r"\{(\d+\.\.\d+|[^{}]*,[^{}]*)\}", text)
     texts = [parts[0]]
     for choices, rest in zip(parts[1::2], parts[2::2], strict=True):

@@ -355,7 +355,7 @@ def test_names_beside_the_shards_are_those_of_the_classes(made: Path, name: str)
     assert shards("set").classes == ("x", "y\u2028", "z")
     assert shards("set", label="none").classes is None
     (made / "set" / name).write_text('["x"]' if name.endswith("json") else "x\n")
-    with refused(UserError, 2, 1):
+    with refused(UserError, "labels", 2):
         feed_of(shards("set"))
 
 
