@@ -55,13 +55,12 @@ def labelled(numbers: range) -> Members:
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def made(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Change to a folder with 24 pictures of three classes in the shards set/000.tar to set/002.tar; return it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
     for number in range(3):
-        write(tmp_path / "set" / f"{number:03}.tar", labelled(range(8 * number, 8 * number + 8)))
-    return tmp_path
+        write(here / "set" / f"{number:03}.tar", labelled(range(8 * number, 8 * number + 8)))
+    return here
 
 
 def is_picture(data: Any, index: int, seed: int | None = None) -> bool:
