@@ -25,17 +25,8 @@ from hookdiff.machine import whole
 from hookdiff.machine.joining import joined, leave
 
 STEPS = 50  # of CONFIG
-PLUGINS = (
-    "lr",
-    "clip",
-    "amp",
-    "ema",
-    "autoguidance",
-    "nan",
-    "checkpoint",
-    "samples",
-    "progress",
-)  # of the default list
+# Of the default list
+PLUGINS = ("lr", "clip", "amp", "ema", "autoguidance", "nan", "checkpoint", "samples", "progress")
 CONFIG = """
     [run]
     steps = 50

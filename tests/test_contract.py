@@ -24,6 +24,7 @@ from hookdiff.experiment.config import SOURCES
 from hookdiff.experiment.optimizers import OPTIMIZERS
 from hookdiff.loop.hookspecs import HOOK_NAMES
 from hookdiff.testing.toy import toy_loop
+from tests.conftest import write_small
 
 CORE = Path(hookdiff.__file__).parent
 ROOT = CORE.parent
@@ -123,46 +124,37 @@ def test_lists_of_hooks_are_made_from_their_declarations(path: Path) -> None:
             assert len(found) < 3, f"{name(path)}:{node.lineno} lists {found}: hooks_of(PHASE)"
 
 
-ADDED = {
-    "moment": {
-        "loop/hookspecs.py": """
-    @moment("batch", like="on_batch_seen")
-    def on_added(self, loop: Loop, batch: Batch) -> None:
-        \"\"\"Moment: for a test.\"\"\"
-""",
-        "loop/loop.py": "        self.hook.on_added(loop=self, batch=batch)\n",
-        "testing/examples.py": """
+# By kind of hook, the additions to files of the core: a seam has a default too.
+HOOK = """
+    @{kind}("batch", like="on_batch_seen")
+    def on_added(self, loop: Loop, batch: Batch) -> {returned}:
+        \"\"\"{title}: for a test.\"\"\"
+"""
+EXAMPLE = """
 
 class Added:
     \"\"\"Logs the size of a batch.\"\"\"
 
     @hookimpl
-    def on_added(self, loop: Loop, batch: Batch) -> None:
-        loop.log.average({"added": float(len(batch))})
-""",
-    },
-    "seam": {
-        "loop/hookspecs.py": """
-    @seam("batch", like="on_batch_seen")
-    def on_added(self, loop: Loop, batch: Batch) -> Batch:
-        \"\"\"Seam: for a test.\"\"\"
-""",
-        "loop/loop.py": "        batch = self.hook.on_added(loop=self, batch=batch)\n",
-        "loop/defaults.py": """
+    def on_added(self, loop: Loop, batch: Batch) -> {returned}:
+        loop.log.average({{"added": float(len(batch))}})
+"""
+DEFAULT = """
     @hookimpl(trylast=True)
     def on_added(self, batch: Batch) -> Batch:
         return batch
-""",
-        "testing/examples.py": """
-
-class Added:
-    \"\"\"Logs the size of a batch.\"\"\"
-
-    @hookimpl
-    def on_added(self, loop: Loop, batch: Batch) -> Batch:
-        loop.log.average({"added": float(len(batch))})
-        return PASS
-""",
+"""
+ADDED = {
+    "moment": {
+        "loop/hookspecs.py": HOOK.format(kind="moment", title="Moment", returned="None"),
+        "loop/loop.py": "        self.hook.on_added(loop=self, batch=batch)\n",
+        "testing/examples.py": EXAMPLE.format(returned="None"),
+    },
+    "seam": {
+        "loop/hookspecs.py": HOOK.format(kind="seam", title="Seam", returned="Batch"),
+        "loop/loop.py": "        batch = self.hook.on_added(loop=self, batch=batch)\n",
+        "loop/defaults.py": DEFAULT,
+        "testing/examples.py": EXAMPLE.format(returned="Batch") + "        return PASS\n",
     },
 }
 PLACES = {  # the line before an addition; the example is the last
@@ -578,21 +570,7 @@ def test_the_files_of_a_run_directory_are_known_without_torch_and_the_loop() -> 
 
 
 def test_a_run_imports_only_the_packages_that_it_uses(tmp_path: Path) -> None:
-    config = """
-        [run]
-        steps = 2
-        batch_size = 4
-        device = "cpu"
-        plugins = ["clip"]
-        [data]
-        source = "digits"
-        [model]
-        use = "unet"
-        channels = 8
-        num_res_blocks = 1
-        head_dim = 8
-    """
-    (tmp_path / "small.toml").write_text(config)
+    write_small(tmp_path / "small.toml", run={"steps": 2, "plugins": ["clip"]})
     code = f"""
 import sys
 from pathlib import Path

@@ -241,9 +241,8 @@ SHOWN = Rule(
 NO_FILES = "pipe, socket, device, zero, folder, unreadable"
 NO_DAMAGE = evolve(SHOWN, outcome="same", left=f"{NO_FILES}, a link to itself")  # to the rest of what is shown
 LINES = Rule("left out", any="another number", left_out=lines_of, refused=NO_FILES, errors=(OSError,))
-ENDED = Rule(
-    "left out", any="another number", left_out=partial(lines_of, needs_end=True)
-)  # a line without an end is not read
+# A line without an end is not read.
+ENDED = Rule("left out", any="another number", left_out=partial(lines_of, needs_end=True))
 SKIMMED = evolve(ENDED, refused=f"{NO_FILES}, gone, nothing outside, a link to itself", errors=(OSError,))
 CRASHED = Rule("left out", "without the last byte", any=TOML.any, left_out=lambda path, good: ("crashed", None))
 DIGEST = Rule(named="step-00000004 {name}", changed="refused")

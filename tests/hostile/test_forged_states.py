@@ -399,10 +399,7 @@ KEPT_STEP: list[tuple[Forge, tuple[object, ...]]] = [
         *(("kept", forge, ("step.json", *facts)) for forge, facts in KEPT_STEP),
     ],
 )
-def test_a_forged_state_is_refused(
-    state: str, forge: Forge, facts: Any, forged: Forged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_forged_state_is_refused(state: str, forge: Forge, facts: Any, forged: Forged, here: Path) -> None:
     check_facts(forged(state, forge), *facts)
     assert not Path(CANARY).exists()
     assert torch.get_num_threads() == 1

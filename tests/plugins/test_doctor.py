@@ -32,7 +32,7 @@ from hookdiff_debug.trial import Trial, run_trial
 from hookdiff_lr import LR
 from hookdiff_memory.estimate import estimate_memory
 from hookdiff_networks import UNet
-from tests.conftest import check_facts, write_small
+from tests.conftest import check_facts, check_refused, write_small
 from tests.hostile.mutations import listing
 from tests.sam import SAM, Uncertainty
 
@@ -362,19 +362,14 @@ def test_a_run_directory_is_read_and_never_changed(doctor, hookdiff, folder):
     ],
 )
 def test_wrong_input_is_refused_in_one_message(words, facts, doctor):
-    code, out, err = doctor(*words)
-    assert (code, out) == (2, "")
-    check_facts(err, *facts)
+    check_refused(doctor(*words), *facts)
 
 
 def test_a_run_without_a_checkpoint_is_refused(doctor, folder):
     (folder / "empty").mkdir()
     write_small(folder / "empty" / "config.toml", **TABLES)
-    code, _, err = doctor("empty", "--plugins", "checkpoint")
-    assert (code, err) == (2, "hookdiff: empty has no checkpoint\n")
-    code, _, err = doctor("empty")
-    assert code == 2
-    assert err.startswith("hookdiff: empty: none of the run's plugins reads checkpoints")
+    check_refused(doctor("empty", "--plugins", "checkpoint"), "hookdiff: empty has no checkpoint\n")
+    check_refused(doctor("empty"), "hookdiff: empty: none of the run's plugins reads checkpoints")
     assert [path.name for path in (folder / "empty").iterdir()] == ["config.toml"]
 
 
