@@ -29,7 +29,7 @@ _MOST_KEYS, _MOST_TEXT = 12, 100  # of a run, and letters of each
 
 @define(eq=False, slots=False)
 class Runs:
-    """The rows and what they have in common."""
+    """The rows, and the metrics and differences of all of them."""
 
     rows: Sequence[Row]
     metrics: Sequence[str] = field(init=False)  # with a best value
@@ -50,7 +50,7 @@ class Runs:
 
     @property
     def usual(self) -> list[str]:
-        """The columns of the table unless others are chosen."""
+        """The columns that the table has by default."""
         return [*_COLUMNS[:4], *self.metrics, *_COLUMNS[4:]]
 
     @cached_property
@@ -79,7 +79,7 @@ class Runs:
         self.rows = sorted(self.rows, key=place)
 
     def as_values(self) -> list[dict[str, Any]]:
-        """Return the rows as values of JSON; null stands for what is not known."""
+        """Return the rows as values of JSON; an unknown value is null."""
         return [
             {
                 "name": row.name,
@@ -96,9 +96,9 @@ class Runs:
         ]
 
     def table(self, columns: Sequence[str], width: int | None) -> list[str]:
-        """Return a line with the heads and one for each run, at most `width` wide; a last one names missing columns.
+        """Return the lines of the table, at most `width` wide: the heads, the runs, and the names of missing columns.
 
-        Without a width nothing is left out, as in a pipe.
+        If `width` is None, as in a pipe, no column is missing.
         """
         lines = [[shown(_HEADS.get(name, name)) for name in columns]]
         lines += [[self._text(row, name) for name in columns] for row in self.rows]

@@ -32,7 +32,7 @@ def noise_between(shape: Sequence[int], seed: int, rows: int, num: int) -> Tenso
 
 @define(frozen=True)
 class _Blend(Guidance):
-    """(1 - share) a + share b, for the guided outputs a with the images' own label or conditions and b with `other`.
+    """Returns (1 - share) a + share b, where a is the guided output for the images' conditions, and b that for `other`.
 
     As an output is linear in the score, this is the score of p(x|a)^(1 - share) p(x|b)^share, up to its constant.
     """
@@ -51,7 +51,7 @@ class _Blend(Guidance):
 
 @define(eq=False)
 class Towards(Solver):
-    """Makes the steps of `solver` for images a `share` of the way from their own label or conditions to `other`.
+    """Makes the steps of `solver` for images that are a `share` of the way from their conditions to `other`.
 
     `other` has a label, or conditions, of one image. The guidance is replaced in a step, because plugins such as
     `autoguidance` may set the guidance of a chain before its first step.
@@ -78,7 +78,7 @@ def between_noises(
     objective = run.loop.objective
     if prompts := asked.get("prompts"):
         options["prompts"] = [text for text in islice(cycle(prompts), rows) for _ in range(num)]
-    elif objective.condition_names:  # of the examples, the same ones for all images of a strip
+    elif objective.condition_names:  # those of an example, the same for all images of a strip
         given = objective.given(run.loop.feed.examples(lambda known: [k // num % known for k in range(rows * num)]))
         known_labels = given.pop("labels", None)
         numbers = None if known_labels is None else known_labels.tolist()

@@ -113,7 +113,7 @@ def command(
     from hookdiff_samples.prompts import read_prompts
 
     if mask is not None and not images:
-        raise UserError("--mask needs --images, the pictures to paint in")
+        raise UserError("--mask needs --images: name the pictures to paint in")
     if interpolate and (images or columns):
         raise UserError(f"--interpolate excludes {'--images' if images else '--columns'}; leave one of them out")
     words = None if labels is None else [label.strip() for label in labels.split(",")]
@@ -142,7 +142,7 @@ def command(
         if ends and opposite:
             raise UserError("--interpolate goes between two --labels or two --prompt, not both")
         if interpolate and isinstance(opened.loop.sampler, Sampling):
-            sampling["sampler"] = sampling["sampler"] or "ddim"  # fresh noise would hide how the images change
+            sampling["sampler"] = sampling["sampler"] or "ddim"  # fresh noise would hide the change between images
         with chosen_weights(opened, weights) as name, opened.sampling(**sampling):
             info = opened.info(name, seed)
             if files:

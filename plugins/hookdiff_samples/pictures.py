@@ -1,4 +1,4 @@
-"""Pictures that `hookdiff sample` starts from, and those that it writes."""
+"""Reads the pictures from which `hookdiff sample` starts, and writes the pictures that it makes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ logger = logging.getLogger("hookdiff")
 
 Read = TypeVar("Read")
 
-_WHITE = 128  # smallest value of a pixel that is painted
+_WHITE = 128  # smallest value of a white pixel of a mask
 
 
 def picture_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files in `paths`, and the pictures in its folders by name, without those that cannot be read.
+    """Return the files in `paths`, and the readable pictures in its folders by name.
 
     Raises UserError for a folder without a picture that can be read.
     """
@@ -179,7 +179,7 @@ class Output:
         return [path for _, path in self._existing() if path not in written]
 
     def add(self, pixels: Tensor, info: Mapping[str, Any], names: Sequence[str] = ()) -> None:
-        """Take the next images, uint8, n c h w; `info` says how they were made, `names` are their classes, if any."""
+        """Take the next images, uint8, n c h w; `info` has their settings, `names` are their classes, if any."""
         if self.out:
             self._pixels.append(pixels)
         if self.each:
@@ -254,7 +254,7 @@ def class_name(label: int, names: Sequence[str]) -> str:
 
 
 def single_name(number: int, name: str = "") -> str:
-    """Return the name of the file of one image, with the part of its class that any file system takes."""
+    """Return the name of the file of one image: its number, and the letters of its class that any file system takes."""
     plain = re.sub(r"[^\w.]+", "_", name)[:60].strip("._")
     return f"{number:06d}{f'-{plain}' if plain else ''}.png"
 

@@ -1,4 +1,4 @@
-"""Encodes captions by text encoders of transformers, alone or as a pipeline does: `[data.encode.text] use = "text"`."""
+"""Encodes captions by text encoders of transformers or by a pipeline: `[data.encode.text] use = "text"`."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ class Text(TextEncoder):
     length: int | None = field(
         default=None,
         validator=optional(ge(1)),
-        metadata=about("tokens to which a caption is filled or cut; default: what the encoder takes, at most 128"),
+        metadata=about("tokens to which a caption is filled or cut; default: the most of the encoder, up to 128"),
     )
     layer: int = field(
         default=-1,
         metadata=about(
-            "layer that gives the output: -1 is the last one, after the final norm; -2 is the one before, without norm"
+            "layer that gives the output: -1 is the last layer, with the final norm; -2 the layer before, without norm"
         ),
     )
     attend: Literal["all", "tokens"] | None = field(
         default=None,
         validator=optional(in_(("all", "tokens"))),
         metadata=about(
-            'what a token attends to: "all" positions, or the "tokens" of the caption; default: "all" for a CLIP, as '
+            'positions that a token attends to: "all", or the "tokens" of the caption; default: "all" for a CLIP, as '
             'in Stable Diffusion, else "tokens"'
         ),
     )
@@ -94,7 +94,7 @@ class Text(TextEncoder):
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The folder of the tokenizer; of `text_encoder_2` beside it, `tokenizer_2`.
+        """The folder of the tokenizer; for the encoder `text_encoder_2`, the folder `tokenizer_2` beside it.
 
         Raises:
             UserError: if there is none.
@@ -110,7 +110,7 @@ class Text(TextEncoder):
         """Read config.json.
 
         Raises:
-            UserError: if there is no such file, or it names a class that is not known here.
+            UserError: if there is no such file, or its class is not in `_CLASSES`.
         """
         config = table_in(self.folder, CONFIG, "model of transformers", _is_known)
         match config.get("architectures"):

@@ -97,7 +97,7 @@ class Pipeline(TextEncoder):
     length: int | None = field(
         default=None,
         validator=optional(ge(1)),
-        metadata=about("tokens of a caption (the pipeline's max_sequence_length); default: that of the pipeline"),
+        metadata=about("tokens of a caption, as max_sequence_length of the pipeline; default: that of the pipeline"),
     )
     precision: Literal["float32", "bf16"] = field(
         default="float32", validator=in_(("float32", "bf16")), metadata=about("dtype of the networks")
@@ -107,7 +107,7 @@ class Pipeline(TextEncoder):
         """Read model_index.json.
 
         Raises:
-            UserError: if there is none, or not of a class that is known here.
+            UserError: if there is no such file, or its class is not in `_SIDES`.
         """
         index = table_in(Path(self.path).expanduser(), "model_index.json", "pipeline of diffusers", _is_known)
         if not _is_known(index):
@@ -190,7 +190,7 @@ class Pipeline(TextEncoder):
 
             kind = getattr(diffusers, name)
             for where in (kind.__module__, "transformers.tokenization_utils_base"):
-                logging.getLogger(where).setLevel(logging.ERROR)  # they warn of each chunk; the run counts what is cut
+                logging.getLogger(where).setLevel(logging.ERROR)  # they warn of each cut caption; the run counts these
             # Not by its `from_pretrained`, which in some versions imports a file of the folder.
             taken, flags = inspect.signature(kind).parameters, _flags(index)
             others = {key: flags.get(key) for key, each in taken.items() if key in flags or each.default is each.empty}
@@ -239,7 +239,7 @@ class _Network:
 
     def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
         taken = self._taken(texts)
-        for network, tokenizer in self.pairs:  # unknown tokens would end the pipeline with a traceback
+        for network, tokenizer in self.pairs:  # a token without an embedding would end with a traceback
             check_tokens(network, tokenizer, tokenized(tokenizer, taken, verbose=False)["input_ids"])
         is_empty = torch.tensor([not text for text in texts])
         with torch.no_grad():

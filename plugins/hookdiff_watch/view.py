@@ -141,7 +141,7 @@ def _curves(run: Followed, width: int, rows: int) -> list[Text]:
 
 
 def _beside(parts: Sequence[list[Text]], width: int) -> list[Text]:
-    """Return parts next to each other; each but the last one gets `width` columns."""
+    """Return the lines of parts side by side; each part but the last gets `width` columns."""
     from rich.text import Text
 
     lines = []
@@ -165,7 +165,7 @@ def _flow(parts: Sequence[Text], screen: Screen) -> list[Text]:
 
 
 def _newest(notes: Sequence[tuple[LoggedEvent, int]], most: int) -> list[tuple[LoggedEvent, int]]:
-    """Return the newest `most` events in their order; half of them are warnings and errors, if there are so many."""
+    """Return the newest `most` events in their order; up to half of the places are for warnings and errors."""
     places = range(len(notes))
     serious = [place for place in places if notes[place][0].event.severity in _SEVERITIES][-max(1, most // 2) :]
     others = [place for place in places if place not in serious]
@@ -174,7 +174,7 @@ def _newest(notes: Sequence[tuple[LoggedEvent, int]], most: int) -> list[tuple[L
 
 
 def _note(logged: LoggedEvent, number: int) -> Text:
-    """Return an event in a line: of a longer text the first line."""
+    """Return an event in a line, with the first line of its text."""
     from rich.text import Text
 
     event = logged.event
