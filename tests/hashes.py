@@ -115,8 +115,6 @@ def train(folder: Path, settings: list[str], plugins: list[str], stop: int = STE
 
 def main(kept: Path | None) -> None:
     """Print a line for each run: its name, and its hash."""
-    torch.set_num_threads(1)
-    logging.getLogger("hookdiff").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for number, (name, (settings, plugins)) in enumerate(CASES.items()):
@@ -135,8 +133,6 @@ def main(kept: Path | None) -> None:
 
 def main_of_rank(folder: Path) -> None:
     """Do the work of one rank, and print the lines of all runs on ranks if it is the first."""
-    torch.set_num_threads(1)
-    logging.getLogger("hookdiff").setLevel(logging.ERROR)
     folder.mkdir(exist_ok=True)
     with joined("cpu"):
         for number, (name, (settings, plugins)) in enumerate(CASES_ON_RANKS.items()):
@@ -148,6 +144,8 @@ def main_of_rank(folder: Path) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(EXAMPLE))
+    torch.set_num_threads(1)
+    logging.getLogger("hookdiff").setLevel(logging.ERROR)
     if sys.argv[1:2] == [RANKS]:
         main_of_rank(Path(sys.argv[2]))
     else:

@@ -62,24 +62,18 @@ def fresh_python(code: str) -> set[str]:
 def hook_calls(tree: ast.Module) -> Iterator[ast.Call]:
     """Yield the calls of `hook.NAME(...)` and `....hook.NAME(...)`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = node.func.value
-            if (isinstance(owner, ast.Name) and owner.id == "hook") or (
-                isinstance(owner, ast.Attribute) and owner.attr == "hook"
-            ):
-                yield node
+        if isinstance(node, ast.Call) and re.search(r"\bhook\.\w+$", ast.unparse(node.func)):
+            yield node
 
 
-def imports(tree: ast.AST, at_run_time: bool = False) -> Iterator[tuple[str, str | None]]:
-    """Yield each imported module and the name taken from it; `at_run_time` leaves out imports for type checkers."""
-    for node in ast.iter_child_nodes(tree):
+def imports(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
+    """Yield each imported module and the name taken from it."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "an import says the whole name"
             yield from ((node.module or "", alias.name) for alias in node.names)
-        elif not (at_run_time and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-            yield from imports(node, at_run_time)
 
 
 def test_every_hook_is_called_as_its_spec_says() -> None:
@@ -489,13 +483,9 @@ KNOWS_DISTRIBUTED = {CORE / "machine" / f"{name}.py" for name in ("ranks", "join
 def test_torch_distributed_is_known_in_few_files(path: Path) -> None:
     if path in KNOWS_DISTRIBUTED or path.relative_to(ROOT).parts[1] in RANKS:
         return
-    for node in ast.walk(parsed(path)):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        names += [f"{node.module}.{one.name}" for one in node.names] if isinstance(node, ast.ImportFrom) else []
-        names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
-        assert not any(one.startswith("torch.distributed") for one in names), f"{name(path)}:{node.lineno}"  # type: ignore[attr-defined]
-        is_used = isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed")
-        assert not is_used, f"{name(path)}:{node.lineno}"
+    imported = [f"{module}.{taken}" for module, taken in imports(parsed(path))]
+    used = [ast.unparse(node) for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)]
+    assert [each for each in (*imported, *used) if each.startswith("torch.distributed")] == []
 
 
 # The rooms of the core, lowest first: each room may import those before it. See docs/explanation/architecture.md.

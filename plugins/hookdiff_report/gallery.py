@@ -140,24 +140,26 @@ def _strip(title: str, files: Mapping[int, Path], most: int, share: int) -> Stri
         probes = [_length(_panels(files[step], quality, side)) for step in evenly(steps, 5)]
         if share * len(probes) >= sum(probes) * min(len(steps), _ENOUGH):
             break
-    kept: dict[int, dict[str, str]] = {}
+    chosen: dict[int, dict[str, str]] = {}
     for step in spread(steps):
         panels = _panels(files[step], quality, side)
         share -= _length(panels)
         if share < 0:
             break
         if panels:
-            kept[step] = panels
-    if not kept:
+            chosen[step] = panels
+    if not chosen:
         return None
-    kept = dict(sorted(kept.items()))
-    if len(set().union(*kept.values())) > 1:  # beside panels, a picture without a title shows the weights themselves
-        kept = {step: {title or "model": source for title, source in panels.items()} for step, panels in kept.items()}
-    titles = list(dict.fromkeys(panel for panels in reversed(kept.values()) for panel in panels))  # the newest first
-    sources = [[panels.get(panel, "") for panels in kept.values()] for panel in titles]
-    last = read_picture(files[list(kept)[-1]])
+    chosen = dict(sorted(chosen.items()))
+    if len(set().union(*chosen.values())) > 1:  # beside panels, a picture without a title shows the weights themselves
+        chosen = {
+            step: {title or "model": source for title, source in panels.items()} for step, panels in chosen.items()
+        }
+    titles = list(dict.fromkeys(panel for panels in reversed(chosen.values()) for panel in panels))  # the newest first
+    sources = [[panels.get(panel, "") for panels in chosen.values()] for panel in titles]
+    last = read_picture(files[list(chosen)[-1]])
     info = read_info(last) if last else {}
-    return Strip(title, list(kept), titles, sources, _about(info), len(files))
+    return Strip(title, list(chosen), titles, sources, _about(info), len(files))
 
 
 def _length(panels: Mapping[str, str]) -> int:

@@ -44,8 +44,8 @@ class Goal:
         log(value) is linear in log(step).
         """
         steps, values = run.loss if self.name == "loss" else run.points(self.name)
-        kept = numpy.isfinite(values)
-        steps, values = steps[kept], values[kept]
+        is_finite = numpy.isfinite(values)
+        steps, values = steps[is_finite], values[is_finite]
         if not len(values):
             return "nothing is measured yet"
         is_past = values <= self.value if values[0] >= self.value else values >= self.value

@@ -119,9 +119,9 @@ def named(histories: Sequence[History]) -> list[ReportedRun]:
     return [ReportedRun.of(each, each.name if names.count(each.name) == 1 else str(each.run_dir)) for each in histories]
 
 
-def _smooth(values: Array, most: int = NEIGHBOURS) -> Array:
-    """Return for each value the mean of the finite ones around it, at most `most`, fewer for a short curve."""
-    width = max(1, min(most, len(values) // 10)) // 2
+def _smooth(values: Array) -> Array:
+    """Return for each value the mean of up to NEIGHBOURS finite values around it, fewer for a short curve."""
+    width = max(1, min(NEIGHBOURS, len(values) // 10)) // 2
     finite = numpy.isfinite(values)
     sums, nums = (numpy.cumsum([0, *part]) for part in (numpy.where(finite, values, 0.0), finite))
     low, high = (numpy.clip(numpy.arange(len(values)) + end, 0, len(values)) for end in (-width, width + 1))

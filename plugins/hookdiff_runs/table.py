@@ -106,9 +106,9 @@ class Runs:
         sizes = [min(size, _MOST_PADDED) if name == _NAME else size for name, size in zip(columns, sizes, strict=True)]
         missing: list[str] = []
         if width is not None:
-            kept, sizes = _fitted(columns, sizes, width)
-            missing = [name for k, name in enumerate(columns) if k not in kept]
-            columns, lines = [columns[k] for k in kept], [[line[k] for k in kept] for line in lines]
+            places, sizes = _fitted(columns, sizes, width)
+            missing = [name for k, name in enumerate(columns) if k not in places]
+            columns, lines = [columns[k] for k in places], [[line[k] for k in places] for line in lines]
         states = ["", *(_COLORS.get(row.state, "") for row in self.rows)]
         rendered = [
             _line(columns, line, sizes, state, is_cut=width is not None)
@@ -157,16 +157,16 @@ def _fitted(columns: Sequence[str], sizes: Sequence[int], width: int) -> tuple[l
     least = [
         min(size, {_NAME: _LEAST, _DIFFERS: _NARROWEST}.get(n, size)) for n, size in zip(columns, sizes, strict=True)
     ]
-    kept: list[int] = []
+    places: list[int] = []
     for place in range(len(columns)):
-        if sum(least[k] + _GAP for k in kept) + least[place] <= width:
-            kept.append(place)
-    kept = kept or [0]
-    chosen, room = [least[k] for k in kept], width - sum(least[k] + _GAP for k in kept) + _GAP
-    for at, place in enumerate(kept):  # the name first
+        if sum(least[k] + _GAP for k in places) + least[place] <= width:
+            places.append(place)
+    places = places or [0]
+    chosen, room = [least[k] for k in places], width - sum(least[k] + _GAP for k in places) + _GAP
+    for at, place in enumerate(places):  # the name first
         more = min(sizes[place] - least[place], max(0, room))
         chosen[at], room = chosen[at] + more, room - more
-    return kept, chosen
+    return places, chosen
 
 
 def _line(columns: Sequence[str], cells: Sequence[str], sizes: Sequence[int], color: str, is_cut: bool) -> str:

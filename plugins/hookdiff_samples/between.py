@@ -79,10 +79,11 @@ def between_noises(
     if prompts := asked.get("prompts"):
         options["prompts"] = [text for text in islice(cycle(prompts), rows) for _ in range(num)]
     elif objective.condition_names:  # those of an example, the same for all images of a strip
-        given = objective.given(run.loop.feed.examples(lambda known: [k // num % known for k in range(rows * num)]))
-        known_labels = given.pop("labels", None)
+        examples = run.loop.feed.examples(lambda known: [k // num % known for k in range(rows * num)])
+        conditions = objective.given(examples)
+        known_labels = conditions.pop("labels", None)
         numbers = None if known_labels is None else known_labels.tolist()
-        options |= {"conditions": given, "labels": options["labels"] or numbers}
+        options |= {"conditions": conditions, "labels": options["labels"] or numbers}
     noise = noise_between(run.loop.feed.shape, seed, rows, num)
     yield from paced(run.batches(rows * num, seed=seed, noise=noise, **options), rows * num, "images")
 
@@ -101,8 +102,8 @@ def between_prompts(run: Run, ends: Sequence[str]) -> Given:
     texts = run.loop.feed.reader.texts
     if texts is None:
         raise UserError("--prompt: the network was trained without captions; leave it out")
-    made = texts.embed({kind: [ends[1]] for kind in texts.kinds})
-    return {name: rows for name, rows in made.items() if name in run.loop.objective.condition_names}
+    conditions = texts.embed({kind: [ends[1]] for kind in texts.kinds})
+    return {name: rows for name, rows in conditions.items() if name in run.loop.objective.condition_names}
 
 
 def between(run: Run, other: Given, first: Mapping[str, Any], seed: int, rows: int, num: int) -> Iterator[Tensor]:
@@ -119,9 +120,9 @@ def between(run: Run, other: Given, first: Mapping[str, Any], seed: int, rows: i
     solver = fitted.sampler
     assert solver is not None
 
-    def made(share: float) -> Tensor:
+    def images_at(share: float) -> Tensor:
         with run.loop.using(sampler=evolve(fitted, sampler=Towards(solver, other, share))):
             return torch.cat(list(run.batches(rows, seed=seed, **first)))
 
-    frames = paced(map(made, torch.linspace(0, 1, num).tolist()), rows * num, "images")
+    frames = paced(map(images_at, torch.linspace(0, 1, num).tolist()), rows * num, "images")
     yield torch.stack(list(frames), 1).flatten(0, 1)

@@ -118,8 +118,8 @@ def command(
         raise UserError(f"--interpolate excludes {'--images' if images else '--columns'}; leave one of them out")
     words = None if labels is None else [label.strip() for label in labels.split(",")]
     texts = [*prompt, *(read_prompts(prompts) if prompts else ())]
-    for option, given in (("--labels", words), ("--prompt", texts)):
-        if interpolate and given and len(given) > 2:
+    for option, values in (("--labels", words), ("--prompt", texts)):
+        if interpolate and values and len(values) > 2:
             raise UserError(f"--interpolate: give one {option} to go between noises, or two to go between them")
     files = picture_files(images)
     num = (num or 4) * interpolate if interpolate else num or len(files) or len(texts) or 64

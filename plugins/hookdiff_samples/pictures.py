@@ -73,8 +73,8 @@ def read_pictures(files: Sequence[Path], shape: Sequence[int], background: str) 
     """
     channels, *sides = shape
     if channels not in (1, 3) or len(set(sides)) != 1:
-        made = " x ".join(map(str, shape))
-        raise UserError(f"--images {files[0]}: needs a model of square grey or RGB images; this one makes {made}")
+        sizes = " x ".join(map(str, shape))
+        raise UserError(f"--images {files[0]}: needs a model of square grey or RGB images; this one makes {sizes}")
     return torch.stack([to_unit_range(_fitted(file, channels, sides[0], background)) for file in files])
 
 
@@ -97,8 +97,8 @@ def read_mask(file: Path, pictures: Sequence[Path], shape: Sequence[int]) -> Ten
 
 
 def _fitted(path: Path, channels: int, side: int, background: str) -> Tensor:
-    kept: Any = {"channels": 1 if channels == 1 else 3, "background": background}
-    return _read(path, Transforms(image_size=side, upscale=True, **kept).fit)
+    options: Any = {"channels": 1 if channels == 1 else 3, "background": background}
+    return _read(path, Transforms(image_size=side, upscale=True, **options).fit)
 
 
 def _size(path: Path) -> tuple[int, int]:
@@ -158,13 +158,13 @@ class Output:
 
     def check_shape(self, shape: Sequence[int]) -> None:
         """Raise UserError if images of `shape` (c h w) are no pictures; a grid may have any number of channels."""
-        made = " x ".join(map(str, shape))
+        sizes = " x ".join(map(str, shape))
         if len(shape) != 3:
             raise UserError(
-                f"this model makes samples of {made}, which are no images; load_run(...).sample() returns them"
+                f"this model makes samples of {sizes}, which are no images; load_run(...).sample() returns them"
             )
         if (self.each or self.is_archive) and shape[0] not in (1, 3):
-            raise UserError(f"--each and .npz files are for grey or RGB images; this model makes {made}")
+            raise UserError(f"--each and .npz files are for grey or RGB images; this model makes {sizes}")
 
     def _existing(self) -> Iterator[tuple[int, Path]]:
         """Yield the pictures that are in the folder `each`, by name, and their numbers."""

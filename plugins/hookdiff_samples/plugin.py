@@ -289,8 +289,8 @@ class SampleGrid(Periodic):
         if isinstance(sampler, Sampling):
             # Fresh noise would hide the change between images.
             sampler = evolve(sampler, sampler="ddim")
-        made = self._made(loop, sampler, weights, noise, labels)
-        return grid(made, self.interpolation, self.scale).with_info(**self._info(loop, sampler, weights, row_labels))
+        images = self._made(loop, sampler, weights, noise, labels)
+        return grid(images, self.interpolation, self.scale).with_info(**self._info(loop, sampler, weights, row_labels))
 
     def _film(self, loop: Loop, recorded: Recorded | None, info: Mapping[str, Any]) -> None:
         """Write the filmstrip and the animated denoising; `info` is the info of a panel."""

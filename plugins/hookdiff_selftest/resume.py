@@ -198,10 +198,10 @@ class SubprocessRun:
 
     def copy(self, name: str, fields: list[str]) -> SubprocessRun:
         """Return a copy of this run and its files, which puts back `fields` when it is resumed."""
-        made = SubprocessRun(self.config, self.plan, self.folder, name, fields)
-        shutil.copytree(self.run_dir, made.run_dir)
-        shutil.copytree(self.notes, made.notes)
-        return made
+        run = SubprocessRun(self.config, self.plan, self.folder, name, fields)
+        shutil.copytree(self.run_dir, run.run_dir)
+        shutil.copytree(self.notes, run.notes)
+        return run
 
     def note(self, moment: str) -> Note:
         """Return the note of the recorder at `moment`; an empty note if the run has not reached the moment."""
@@ -219,10 +219,10 @@ class Pair:
 
     def differences_before(self) -> list[Difference]:
         """Return how the runs differ up to the kill, that is, before either was stopped."""
-        one, other = (logged(run.run_dir / METRICS) for run in (self.whole, self.cut))
-        last = max((key.step for key in other), default=0)  # some of its lines may not be there yet
-        found = [each for each in all_differences(one, other) if each.key.step < last]
-        return found + all_differences(self.whole.note(SAVED).state, self.cut.note(SAVED).state)
+        numbers, numbers_of_cut = (logged(run.run_dir / METRICS) for run in (self.whole, self.cut))
+        last = max((key.step for key in numbers_of_cut), default=0)  # some of its lines may not be there yet
+        differences = [each for each in all_differences(numbers, numbers_of_cut) if each.key.step < last]
+        return differences + all_differences(self.whole.note(SAVED).state, self.cut.note(SAVED).state)
 
     def compare(self, unlike: Sequence[ValueKey]) -> tuple[list[Difference], list[ValueKey]]:
         """Return the values that differ at the end of the two runs, and the texts that differ.
@@ -235,11 +235,11 @@ class Pair:
             if each.key in unlike or self.owner(each) in self.whole.plan.trackers:
                 continue
             # A text in the state that was the same up to the save has to stay so; one in a file may hold times.
-            found = inside(each, self.whole.run_dir, self.cut.run_dir) if each.key.kind == "file" else each
-            if found is None:
+            difference = inside(each, self.whole.run_dir, self.cut.run_dir) if each.key.kind == "file" else each
+            if difference is None:
                 texts.append(each.key)
             else:
-                wrong.append(found)
+                wrong.append(difference)
         return wrong, texts
 
     def ended(self, run: SubprocessRun) -> dict[ValueKey, Any]:
@@ -284,8 +284,8 @@ class Pair:
         proved = _confirm(self.whole, {plugin: list(dict.fromkeys(fields[plugin])) for plugin in tried}, texts, say)
         # A plugin whose fields made no difference is less likely than a plugin that could not be tried.
         plugin = proved or next(iter(sorted(suspects, key=tried.__contains__)), None)
-        own = [each for each in changed if plugin and each.key.plugin == plugin]
-        advice = [f"not the same at the save and right after the resume: {listed(own, _MOST)}"] if own else []
+        lost = [each for each in changed if plugin and each.key.plugin == plugin]
+        advice = [f"not the same at the save and right after the resume: {listed(lost, _MOST)}"] if lost else []
         advice += (self.drew(plugin) or [_LOOK]) if plugin else [_FILE_ADVICE if only_files else _NO_PLUGIN]
         verdict = f"not resumed exactly{', perhaps' if plugin and not proved else ''}"
         return self._report(verdict, plugin, wrong, ("the run without a stop", "the resumed run"), advice)

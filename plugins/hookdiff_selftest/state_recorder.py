@@ -144,11 +144,11 @@ class StateRecorder:
     def _put_back(self, loop: Loop) -> None:
         files = sorted(self.out.glob("*.pt")) if self.fields else []
         # The pickles are of the process before the kill, in a temporary folder.
-        kept = dict(torch.load(path, weights_only=False) for path in files)
-        for name in kept.keys() & set(self.fields):
+        values = dict(torch.load(path, weights_only=False) for path in files)
+        for name in values.keys() & set(self.fields):
             plugin, _, attribute = name.rpartition("/")
             held = loop.plugins[plugin]
-            setattr(held, attribute, put_back(getattr(held, attribute), kept[name]))
+            setattr(held, attribute, put_back(getattr(held, attribute), values[name]))
 
     def _write(self, moment: str, loop: Loop) -> None:
         drew = {plugin: list(hooks) for plugin, hooks in self._calls.drew.items()}

@@ -58,9 +58,9 @@ class _All(Sequence[Sequence[str]]):
         return self.parts[number].of(index % len(self) - int(self.first[number]))
 
 
-def parse(given: str) -> Condition:
+def parse(text: str) -> Condition:
     """Return the member with captions that a config names. Raises ValueError for one that holds no text."""
-    member = member_of(given, "captions")
+    member = member_of(text, "captions")
     if is_picture(member.extension) or member.format == "npy":
         raise ValueError(f"captions: .{shown(member.format)} holds no text; expected such as 'txt' or 'json:caption'")
     return member

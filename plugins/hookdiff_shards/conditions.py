@@ -47,10 +47,10 @@ class Condition:
         return value[self.key]
 
 
-def parse(given: Mapping[str, str]) -> dict[str, Condition]:
+def parse(table: Mapping[str, str]) -> dict[str, Condition]:
     """Return the conditions that a config names. Raises ValueError for an extension that is not read."""
     conditions = {}
-    for name, text in given.items():
+    for name, text in table.items():
         condition = conditions[name] = member_of(text, f"conditions.{name}")
         known = ("npy", "json", *_TEXTS)
         if name in _TAKEN:

@@ -109,13 +109,13 @@ def make(read: Read, total: int, block: int) -> Index:
 
 def buffered(read: Read, block: int) -> Read:
     """Return a function like `read` that reads at least `block` bytes, and keeps them: members lie side by side."""
-    begin, kept = 0, b""
+    begin, content = 0, b""
 
     def taken(start: int, size: int) -> bytes:
-        nonlocal begin, kept
-        if not begin <= start <= start + size <= begin + len(kept):
-            begin, kept = start, read(start, max(size, block))
-        return kept[start - begin : start - begin + size]
+        nonlocal begin, content
+        if not begin <= start <= start + size <= begin + len(content):
+            begin, content = start, read(start, max(size, block))
+        return content[start - begin : start - begin + size]
 
     return taken
 

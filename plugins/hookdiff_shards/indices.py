@@ -94,8 +94,8 @@ def _load(files: Files, path: Path, number: int, kind: Kind[Made], report: bool 
 def _with_others(files: Files, paths: Sequence[Path], loaded: list[Made | None], kind: Kind[Made]) -> list[Made]:
     """Return the content of all files: those `loaded`, those that another process made meanwhile, and new ones."""
     shards, problems, made = files.shards, list[str](), dict[int, Made]()
-    for number, kept in enumerate(loaded):
-        known = _load(files, paths[number], number, kind, report=True) if kept is None else kept
+    for number, content in enumerate(loaded):
+        known = _load(files, paths[number], number, kind, report=True) if content is None else content
         if known is not None:
             made[number] = known
     lacking = [number for number in range(len(shards)) if number not in made]

@@ -19,31 +19,31 @@ _NAMES = ("classes.json", "classes.txt")
 _LARGEST = 1 << 24  # bytes of a file of names
 
 
-def read_classes(given: str | Sequence[str] | None, shard: str, options: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the names of the classes: `given`, or those in a file, which may also stand beside the first `shard`.
+def read_classes(classes: str | Sequence[str] | None, shard: str, options: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the names of the classes: `classes`, or those in a file, which may also stand beside the first `shard`.
 
     A .txt has a name on each line, a .json a list of names. None if there are no names. Raises ValueError for a file
     that is missing or has another content.
     """
-    if given is None:
-        given = beside(shard, _NAMES, options)
-        if given is None:
+    if classes is None:
+        classes = beside(shard, _NAMES, options)
+        if classes is None:
             return None
-    if not isinstance(given, str):
-        return tuple(given)
-    content = content_of(given, options)
+    if not isinstance(classes, str):
+        return tuple(classes)
+    content = content_of(classes, options)
     try:
-        if given.lower().endswith(".json"):
+        if classes.lower().endswith(".json"):
             names = json.loads(content.decode("utf-8-sig"))
-        elif given.lower().endswith(".txt"):
+        elif classes.lower().endswith(".txt"):
             names = lines_in(content)
             check_text("\n".join(names))
         else:
             raise ValueError("expected names of classes in a .txt or a .json")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{given}: {reason(error)}") from error
+        raise ValueError(f"{classes}: {reason(error)}") from error
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ValueError(f"{given}: expected a list of names of classes")
+        raise ValueError(f"{classes}: expected a list of names of classes")
     return tuple(names)
 
 

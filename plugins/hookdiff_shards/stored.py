@@ -41,12 +41,12 @@ def load_arrays(path: Path, wanted: Mapping[str, Any]) -> tuple[Any, Arrays] | N
     kinds of error for a file that is missing or damaged.
     """
     with open_tensors(path) as file:
-        given = file.metadata()
-        about = json.loads(given["about"])
+        metadata = file.metadata()
+        about = json.loads(metadata["about"])
         if any(about[key] != value for key, value in wanted.items()):
             return None
         arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
-    if given["sha256"] != _digest(given["about"], arrays):
+    if metadata["sha256"] != _digest(metadata["about"], arrays):
         raise ValueError("it has another digest")
     return about, arrays
 

@@ -158,12 +158,12 @@ class Text(TextEncoder):
         opened = evolve(self, precision="float32").open(torch.device("cpu"))
         network, tokenizer, kind = opened.network, opened.tokenizer, type(opened.network).__name__
         tokenizer.model_max_length = opened.length  # where a pipeline cuts captions
-        made = {"": "made.last_hidden_state" if self.layer == -1 else f"made.hidden_states[{self.layer}]"}
+        outputs = {"": "made.last_hidden_state" if self.layer == -1 else f"made.hidden_states[{self.layer}]"}
         if self.pooled:
-            made["_pooled"] = f"made.{'text_embeds' if kind.endswith('WithProjection') else 'pooler_output'}"
+            outputs["_pooled"] = f"made.{'text_embeds' if kind.endswith('WithProjection') else 'pooler_output'}"
         if self.mask:
-            made["_mask"] = "tokens.attention_mask.bool()"
-        returned = ", ".join(f"{name + suffix!r}: {value}" for suffix, value in made.items())
+            outputs["_mask"] = "tokens.attention_mask.bool()"
+        returned = ", ".join(f"{name + suffix!r}: {value}" for suffix, value in outputs.items())
         attends = ", attention_mask=tokens.attention_mask" * opened.is_masked
         layers = ", output_hidden_states=True" * (self.layer != -1)
         code = f"""\
@@ -181,7 +181,7 @@ given, none = encode(prompts), encode([''] * len(prompts))
         return ExportedTexts(
             {"text_encoder": network, "tokenizer": tokenizer},
             code,
-            {name + suffix: (f"given[{name + suffix!r}]", f"none[{name + suffix!r}]") for suffix in made},
+            {name + suffix: (f"given[{name + suffix!r}]", f"none[{name + suffix!r}]") for suffix in outputs},
             "StableDiffusionPipeline" if is_usual else "",
         )
 
@@ -202,10 +202,10 @@ class _Network:
         ids, mask = tokens["input_ids"].to(device), tokens["attention_mask"].to(device)
         layered = {} if options.layer == -1 else {"output_hidden_states": True}
         with torch.no_grad():
-            made = self.network(input_ids=ids, attention_mask=mask if self.is_masked else None, **layered)
-        outputs = {"": made.last_hidden_state if options.layer == -1 else self._layer(made.hidden_states)}
+            output = self.network(input_ids=ids, attention_mask=mask if self.is_masked else None, **layered)
+        outputs = {"": output.last_hidden_state if options.layer == -1 else self._layer(output.hidden_states)}
         if options.pooled:
-            pooled = made.get("text_embeds", made.get("pooler_output"))
+            pooled = output.get("text_embeds", output.get("pooler_output"))
             if pooled is None:
                 kind = type(self.network).__name__
                 raise UserError(f"data.encode: pooled: a {kind} makes no vector for a caption; set pooled = false")

@@ -87,11 +87,11 @@ def network_in(folder: Path, kind: str, device: torch.device, precision: str) ->
     config = table_in(folder, CONFIG, "model of transformers")
     weights = network_weights(folder, config)
     with _quiet() as transformers:
-        made, options = getattr(transformers, kind), {}
+        network_class, options = getattr(transformers, kind), {}
         # Models that were trained on words alone have no pooler, the layer that makes one vector for a caption.
-        if _POOLER in signature(made).parameters and not any("pooler." in name for name in weights.shapes):
+        if _POOLER in signature(network_class).parameters and not any("pooler." in name for name in weights.shapes):
             options[_POOLER] = False
-        network = load_network(made, folder, config, weights, _USUAL, **options)
+        network = load_network(network_class, folder, config, weights, _USUAL, **options)
     network.name_or_path = network.config.name_or_path = str(folder)
     network = network.to(device, torch.bfloat16 if precision == "bf16" else torch.float32)
     return network.eval().requires_grad_(False)

@@ -181,10 +181,10 @@ class Pipeline(TextEncoder):
         keywords_of |= {"_time_ids": "added_cond_kwargs.time_ids"} if side.time_ids else {}
         keywords = ", ".join(f'"{keyword}" = "NAME{suffix}"' for suffix, keyword in keywords_of.items())
         logger.info("data.encode: the text side of the %s in %s, for conditions = { %s }", name, self.path, keywords)
-        made: dict[str, Any] = {}
+        components: dict[str, Any] = {}
         for part in parts:
-            made[part.folder.name] = network_in(part.folder, part.kind, device, self.precision)
-            made[part.tokenizer_folder.name] = tokenizer_in(part.tokenizer_folder, part.tokenizer_kind)
+            components[part.folder.name] = network_in(part.folder, part.kind, device, self.precision)
+            components[part.tokenizer_folder.name] = tokenizer_in(part.tokenizer_folder, part.tokenizer_kind)
         with refused_as(f"{self.path} cannot be loaded"):
             import diffusers
 
@@ -194,13 +194,13 @@ class Pipeline(TextEncoder):
             # Not by its `from_pretrained`, which in some versions imports a file of the folder.
             taken, flags = inspect.signature(kind).parameters, _flags(index)
             others = {key: flags.get(key) for key, each in taken.items() if key in flags or each.default is each.empty}
-            pipeline = kind(**{**others, **made})
+            pipeline = kind(**{**others, **components})
         given = {"num_images_per_prompt": 1, **{f"prompt_{number}": None for number in range(2, len(parts) + 1)}}
         if side.length:
             given["max_sequence_length"] = self.length or side.length
-        tokenizers = [(made[part.tokenizer_folder.name], part.limit) for part in parts]
-        pairs = [(made[part.folder.name], made[part.tokenizer_folder.name]) for part in parts]
-        return _Network(side, pipeline, made, others, given, pairs, tokenizers, device)
+        tokenizers = [(components[part.tokenizer_folder.name], part.limit) for part in parts]
+        pairs = [(components[part.folder.name], components[part.tokenizer_folder.name]) for part in parts]
+        return _Network(side, pipeline, components, others, given, pairs, tokenizers, device)
 
     def to_diffusers(self, name: str, folder: str) -> ExportedTexts:
         opened = evolve(self, precision="float32").open(torch.device("cpu"))

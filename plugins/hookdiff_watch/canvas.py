@@ -34,8 +34,8 @@ class DottedCurve:
         """Return the curve of the values that are finite."""
         steps = sorted(values)
         x, y = numpy.array(steps, float), numpy.array([values[step] for step in steps], float)
-        kept = numpy.isfinite(y)
-        return cls(x[kept], y[kept], style)
+        is_finite = numpy.isfinite(y)
+        return cls(x[is_finite], y[is_finite], style)
 
 
 @define(eq=False)

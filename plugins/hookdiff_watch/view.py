@@ -68,8 +68,8 @@ def _head(run: Followed, screen: Screen) -> list[Text]:
         parts.append(Text(shown(run.message), "yellow"))
     lines = _flow(parts, screen)
     if run.total is not None and screen.has_blocks:
-        made = min(screen.width, screen.width * run.step // run.total)
-        lines.append(Text.assemble(("\u2501" * made, "green"), ("\u2500" * (screen.width - made), "dim")))
+        filled = min(screen.width, screen.width * run.step // run.total)
+        lines.append(Text.assemble(("\u2501" * filled, "green"), ("\u2500" * (screen.width - filled), "dim")))
     return lines
 
 
@@ -169,8 +169,8 @@ def _newest(notes: Sequence[tuple[LoggedEvent, int]], most: int) -> list[tuple[L
     places = range(len(notes))
     serious = [place for place in places if notes[place][0].event.severity in _SEVERITIES][-max(1, most // 2) :]
     others = [place for place in places if place not in serious]
-    kept = [*serious, *others[max(0, len(others) - most + len(serious)) :]]
-    return [notes[place] for place in sorted(kept)]
+    chosen = [*serious, *others[max(0, len(others) - most + len(serious)) :]]
+    return [notes[place] for place in sorted(chosen)]
 
 
 def _note(logged: LoggedEvent, number: int) -> Text:

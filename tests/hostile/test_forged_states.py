@@ -229,13 +229,12 @@ def drop(table: str, key: str) -> Forge:
     return lambda folder, facts: facts[table].pop(key)
 
 
-def rename(new: str, old: str = "model.safetensors", part: bool = True) -> Forge:
-    """Return what calls the file of the weights otherwise."""
+def rename(new: str) -> Forge:
+    """Return a function that gives the file of the weights the name `new`."""
 
     def forge(folder: Path, facts: dict[str, Any]) -> None:
-        facts["files"][new] = facts["files"].pop(old)
-        if part:
-            facts["parts"]["model"]["file"] = new
+        facts["files"][new] = facts["files"].pop(MODEL)
+        facts["parts"]["model"]["file"] = new
 
     return forge
 

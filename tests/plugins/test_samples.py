@@ -15,7 +15,6 @@ from hookdiff.builtin.pictures import Pictures
 from hookdiff.data import digits
 from hookdiff.diffusion import DDIM, Diffusion, Process, Sampling, Solver
 from hookdiff.log import Picture, grid, panel_layouts, read_info
-from hookdiff.options.structure import Problems, arguments
 from hookdiff.run_dir.pictures_png import find_pictures, picture_files, picture_path
 from hookdiff.testing.toy import ToySampler
 from hookdiff_checkpoint import Checkpoint
@@ -514,11 +513,3 @@ def test_what_cannot_be_sampled_is_refused_before_the_first_step() -> None:
     with refused(UserError, "plugins.samples.interpolation", "noise"):
         start(SampleGrid(interpolation=2), loss, digits(), TinySampler())
     start(SampleGrid(interpolation=2), loss, digits(), ToySampler())  # which takes any argument
-
-
-def test_it_is_configured_by_a_table() -> None:
-    problems = Problems()
-    table = {"every": "2 epochs", "num": 9, "weights": ["ema"], "classes": ["cat", 3]}
-    read = {**table, "every": Every(2, "epochs"), "weights": ("ema",), "classes": ("cat", 3)}
-    assert arguments(SampleGrid, table, "plugins.samples", problems) == read
-    assert not problems.found
