@@ -69,7 +69,7 @@ class Report(Periodic):
             self._begin(loop)
 
     def _finish(self, loop: Loop) -> None:
-        """Write the last report, in place of one that is under way."""
+        """Write the last report; a report that is under way is stopped."""
         if self._process is not None:
             with self._process, self._messages:
                 self._process.kill()

@@ -14,7 +14,7 @@ from hookdiff.run_dir import BEGINS, SMOOTHED, History, asked_number, total_step
 
 Array = NDArray[numpy.float64]
 _WINDOWS = 200  # of the pace
-NEIGHBOURS = 100  # values of a loss without the plugin loss, of which the plot shows the mean
+NEIGHBOURS = 100  # values in a mean, for the loss of a run without the plugin loss
 
 
 @frozen(eq=False)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def noise_between(shape: Sequence[int], seed: int, rows: int, num: int) -> Tensor:
-    """Return `rows` times `num` noises of `shape`: each row leads from the noise of one image to that of the next.
+    """Return `rows` times `num` noises of `shape`: each row leads from the noise of one image to the noise of the next.
 
     It is cos(a) z0 + sin(a) z1 for angles a from 0 to pi / 2, so that the noise has the variance 1 at each of them.
     """
@@ -78,7 +78,7 @@ def between_noises(
     objective = run.loop.objective
     if prompts := asked.get("prompts"):
         options["prompts"] = [text for text in islice(cycle(prompts), rows) for _ in range(num)]
-    elif objective.condition_names:  # those of an example, the same for all images of a strip
+    elif objective.condition_names:  # all images of a strip get the conditions of one example
         examples = run.loop.feed.examples(lambda known: [k // num % known for k in range(rows * num)])
         conditions = objective.given(examples)
         known_labels = conditions.pop("labels", None)

@@ -39,7 +39,7 @@ _NETWORK = hooks_of("passes")  # the hooks in which the network is called
 _KILLED = signal.SIGTERM if os.name == "nt" else -signal.SIGKILL  # the exit code of a process that the recorder killed
 _GPU = "on a GPU, some operations of torch are not deterministic; try the CPU (--set run.device=cpu)"
 _OWN_GENERATOR = "look for a generator without a seed in a plugin, the model or the data"
-_ATTEMPTS = 3  # plugins of which the fields are restored, to see whether the difference goes away
+_ATTEMPTS = 3  # the fields of this many plugins are restored, to see whether the difference goes away
 _FILE_ADVICE = "steps after the checkpoint are trained again: a plugin has to cut its file back to the resumed step"
 _NO_PLUGIN = (
     "no plugin is known to be the cause; look for state of the model, the data or the optimizer that is not in their "
@@ -244,7 +244,7 @@ class Pair:
 
     def ended(self, run: SubprocessRun) -> dict[ValueKey, Any]:
         """Return the logged numbers of a run, its state at the end, and its files."""
-        # The last checkpoint may be complete after the recorder has had its turn, so those of either run count.
+        # The last checkpoint may be complete after the recorder's last hook, so the checkpoints of both runs count.
         checkpoints = (folder for each in (self.whole, self.cut) for folder in each.note(END).checkpoints)
         skipped = {*checkpoints, CONFIG, METRICS, EVENTS, _REPORT}
         return logged(run.run_dir / METRICS) | run.note(END).state | files(run.run_dir, skipped)

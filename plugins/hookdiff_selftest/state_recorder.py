@@ -64,7 +64,7 @@ class Note:
 class StateRecorder:
     """Records the state of a run when it is saved, when it is resumed, and at its end.
 
-    It has to be the last plugin of the list, so that its hooks run after those of all others. With `kill` it kills its
+    It has to be the last plugin of the list, so that its hooks run last. With `kill` it kills its
     process, as a power cut would, some steps after a checkpoint was complete. It notes the plugins that log each
     number, change weights, and draw from generators that no checkpoint holds.
     """
@@ -189,7 +189,7 @@ def _fingerprint(loop: Loop, hook: str, batch: Batch | None) -> int:
     if batch is not None:
         columns = (batch.inputs, *batch.conditions.values(), *batch.draws.values())
         held += [value for value in columns if isinstance(value, Tensor)]
-    if hook not in (*_BEFORE_PASSES, "on_epoch_end"):  # there, gradients may be those of the step before
+    if hook not in (*_BEFORE_PASSES, "on_epoch_end"):  # gradients may still be there from the step before
         held += [weight.grad for weight in weights if weight.grad is not None]
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     plain = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]

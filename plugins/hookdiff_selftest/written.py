@@ -56,7 +56,7 @@ def files(folder: Path, skipped: Collection[str]) -> dict[ValueKey, str]:
 def inside(difference: Difference, one: Path, other: Path) -> Difference | None:
     """Return the first number that differs in a text file of the folders `one` and `other`, or None.
 
-    For another file, and for a file that only one folder has, return `difference`, which is that of the whole file.
+    For another file, and for a file that only one folder has, return `difference`, which is about the whole file.
     """
     name = difference.key.name
     try:

@@ -67,7 +67,7 @@ def parse(text: str) -> Condition:
 
 
 def read_captions(samples: Samples, column: Column, member: Condition, folder: Path) -> Sequence[Sequence[str]]:
-    """Return the captions of all samples: those of the `member` in `column`. The files are in `folder`.
+    """Return the captions of all samples, from the `member` in `column`. The stored files are in `folder`.
 
     Raises UserError that names the shards with captions that cannot be read.
     """
@@ -96,7 +96,8 @@ def _make(samples: Samples, column: Column, member: Condition, number: int, indi
             try:
                 if (size := column.size[index]) > LARGEST_CAPTIONS:
                     raise ValueError(f"has {size:,} bytes, expected captions of at most {LARGEST_CAPTIONS:,}")
-                for caption in _captions_in(samples.member(index, column, read), member):
+                content = samples.member(index, column, read)
+                for caption in captions_of(member.read(content)) if member.format == "json" else lines_of(content):
                     texts += caption.encode()
                     ends.append(len(texts))
             except (ValueError, RecursionError) as error:
@@ -110,17 +111,13 @@ def _make(samples: Samples, column: Column, member: Condition, number: int, indi
     )
 
 
-def _captions_in(content: bytes, member: Condition) -> tuple[str, ...]:
-    return captions_of(member.read(content)) if member.format == "json" else lines_of(content)
-
-
 def _save(captions: Captions, shard: Shard, path: Path, asked: str) -> None:
     arrays = {"texts": captions.texts, "ends": captions.ends, "numbers": captions.numbers}
     save_arrays(path, state_of(shard, format=_FORMAT, asked=asked), arrays)
 
 
 def _load(path: Path, shard: Shard, asked: str, num: int) -> Captions | None:
-    """Return the captions of `num` samples in a file; None if it is of an earlier state of the shard.
+    """Return the captions of `num` samples in a file; None if the shard has changed since then.
 
     Raises many kinds of error for a damaged file, and for a forged file with which the reading would fail.
     """

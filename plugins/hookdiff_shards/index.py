@@ -154,7 +154,7 @@ def save(index: Index, shard: Shard, path: Path) -> None:
 
 
 def load(path: Path, shard: Shard) -> Index | None:
-    """Return the index of `shard` in a file; None if it is of an earlier state of that shard.
+    """Return the index of `shard` in a file; None if the shard has changed since then.
 
     Raises OSError, ValueError and many kinds of error for a file that is missing or damaged.
     """

@@ -34,7 +34,7 @@ class Kind(Generic[Made]):
     suffix: str
     make: Callable[[int], Made]  # raises OSError, ValueError
     save: Callable[[Made, Shard, Path], None]
-    load: Callable[[Path, int], Made | None]  # None if the file is of an earlier state of the shard
+    load: Callable[[Path, int], Made | None]  # None if the shard has changed since the file was made
 
 
 def indices_of(files: Files, folder: Path) -> list[Index]:
@@ -75,9 +75,9 @@ def _hash(text: str) -> str:
 
 
 def _load(files: Files, path: Path, number: int, kind: Kind[Made], report: bool = False) -> Made | None:
-    """Return the content of a file; None if the file is missing, damaged, or of an earlier state of the shard.
+    """Return the content of a file; None if the file is missing or damaged, or if the shard has changed since then.
 
-    A damaged file is logged if `report`. For a shard without a mark, which shows no change, no file is used.
+    A damaged file is logged if `report`. A shard without a mark would not show a change, so it uses no file.
     """
     shard = files.shards[number]
     if not shard.mark or not os.path.lexists(path):
@@ -92,7 +92,7 @@ def _load(files: Files, path: Path, number: int, kind: Kind[Made], report: bool 
 
 
 def _with_others(files: Files, paths: Sequence[Path], loaded: list[Made | None], kind: Kind[Made]) -> list[Made]:
-    """Return the content of all files: those `loaded`, those that another process made meanwhile, and new ones."""
+    """Return the content of all files: `loaded`, or made meanwhile by another process, or made here."""
     shards, problems, made = files.shards, list[str](), dict[int, Made]()
     for number, content in enumerate(loaded):
         known = _load(files, paths[number], number, kind, report=True) if content is None else content

@@ -121,7 +121,7 @@ def state_of(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
         raise ValueError(f"{url}: is a folder, expected a .tar")
     if not isinstance(size := about.get("size"), int):
         raise ValueError(f"{url}: the server does not give its size, which reading in parts needs; download the file")
-    # A time alone may be that of this request.
+    # Times count only without other marks: some servers give the time of the request.
     marks = [f"{name} {about[name]}" for name in _MARKS if about.get(name)]
     return size, ", ".join(marks or [f"{name} {about[name]}" for name in _TIMES if about.get(name)])
 

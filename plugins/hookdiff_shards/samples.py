@@ -149,7 +149,7 @@ class Samples:
         """
         if any(column.is_lacking[index] for column in columns):
             raise ValueError("it has no picture" if self.image is None else f"it has no .{shown(self.image)}")
-        # The headers before the members are read too: their names show that the bytes are those of the member.
+        # The headers before the members are read too: they show that a shard has not changed.
         spans = sorted(
             (int(column.start[index]) - BLOCK, int(column.size[index]) + BLOCK, k) for k, column in enumerate(columns)
         )
@@ -238,5 +238,5 @@ def extension_of(text: str, option: str) -> str:
 
 
 def is_array(image: str | None) -> bool:
-    """Return whether `image`, the extension of the pictures, is that of arrays."""
+    """Return whether `image`, the extension of the pictures, means arrays."""
     return image is not None and extension_of(image, "image").rpartition(".")[2] == "npy"

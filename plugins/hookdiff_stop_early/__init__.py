@@ -28,7 +28,7 @@ class StopEarly:
     _best_at: int = saved(validator=COUNT)  # step
     _stale: int = saved(validator=COUNT)  # measurements since the best one
     _is_logged: bool = saved()  # at any step of the run
-    _best_metric: str = saved(key="metric")  # the value of which the best is kept
+    _best_metric: str = saved(key="metric")  # the metric of the saved best value
     _best_mode: str = saved(key="mode")
     _names: set[str] = field(init=False)  # of all logged values
 

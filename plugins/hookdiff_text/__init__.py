@@ -131,7 +131,7 @@ class Text(TextEncoder):
             config = {**config, **text_config, "architectures": config["architectures"]}
         most = count_in(config, "max_position_embeddings", self.folder / CONFIG)
         if most and "oberta" in config["architectures"][0]:
-            most = max(1, most - 2)  # RoBERTa's positions begin after that of the padding
+            most = max(1, most - 2)  # RoBERTa's first position comes after the position of the padding
         if self.length is None:
             return min(most or _USUAL, _USUAL)
         if most and self.length > most:

@@ -29,7 +29,7 @@ from hookdiff.run_dir import (
 )
 
 _NAMES = ("loss", "loss/smooth", "grad_norm", "lr")
-_ROUTINE = ("checkpoint", "void", "skipped", "held")  # only the newest event of such a kind is shown, with their number
+_ROUTINE = ("checkpoint", "void", "skipped", "held")  # of each kind, the newest event is shown, with their number
 _WINDOW, _FEWEST = 60.0, 10  # the speed is a mean over this many seconds, and over at least this many lines
 _WAITING = ("running", "not started", "missing")
 
@@ -105,7 +105,7 @@ class Followed:
 
     @property
     def names(self) -> list[str]:
-        """The names of the values, those of the training first."""
+        """The names of the values; the values of the training come first."""
         known = [name for name in _NAMES if name in self.series]
         return known + sorted(name for name in self.series if name not in _NAMES)
 
