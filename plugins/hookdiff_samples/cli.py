@@ -140,7 +140,7 @@ def command(
         ends = (opened.labels(words, 2) or ()) if interpolate and words and len(words) == 2 else ()
         opposite = texts if interpolate and len(texts) == 2 else []
         if ends and opposite:
-            raise UserError("--interpolate goes between two --labels or two --prompt, not both")
+            raise UserError("--interpolate: give two --labels or two --prompt, not both")
         if interpolate and isinstance(opened.loop.sampler, Sampling):
             sampling["sampler"] = sampling["sampler"] or "ddim"  # fresh noise would hide the change between images
         with chosen_weights(opened, weights) as name, opened.sampling(**sampling):

@@ -92,7 +92,7 @@ def read_mask(file: Path, pictures: Sequence[Path], shape: Sequence[int]) -> Ten
             )
     mask = _fitted(file, 1, shape[-1], "black")[None] >= _WHITE
     if not mask.any():
-        raise UserError(f"--mask {file}: no pixel is white; make those white that are to be painted")
+        raise UserError(f"--mask {file}: no pixel is white; paint the part white that is to change")
     return mask
 
 

@@ -62,7 +62,7 @@ def parse(text: str) -> Condition:
     """Return the member with captions that a config names. Raises ValueError for one that holds no text."""
     member = member_of(text, "captions")
     if is_picture(member.extension) or member.format == "npy":
-        raise ValueError(f"captions: .{shown(member.format)} holds no text; expected such as 'txt' or 'json:caption'")
+        raise ValueError(f"captions: .{shown(member.format)} holds no text; name one such as 'txt' or 'json:caption'")
     return member
 
 

@@ -95,7 +95,7 @@ def make(read: Read, total: int, block: int) -> Index:
     if twice and twice[0][1] > 1:
         sample, kind = twice[0][0]
         name_of_both = f"{list(samples)[sample]}.{list(kinds)[kind]}"
-        raise ValueError(f"has {twice[0][1]} members called {shown(name_of_both)}")
+        raise ValueError(f"has {twice[0][1]} members called {shown(name_of_both)}; give each a name of its own")
     names = [key.encode("utf-8", "surrogateescape") for key in samples]
     return Index(
         numpy.frombuffer(b"".join(names), numpy.uint8),

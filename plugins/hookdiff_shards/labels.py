@@ -39,11 +39,11 @@ def read_classes(classes: str | Sequence[str] | None, shard: str, options: Mappi
             names = lines_in(content)
             check_text("\n".join(names))
         else:
-            raise ValueError("expected names of classes in a .txt or a .json")
+            raise ValueError("name a .txt or a .json with the names of the classes")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{classes}: {reason(error)}") from error
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ValueError(f"{classes}: expected a list of names of classes")
+        raise ValueError(f"{classes}: write a list of names of classes")
     return tuple(names)
 
 

@@ -93,13 +93,13 @@ def asked(url: str, options: Mapping[str, Any], call: Callable[[Any, str], Resul
             if status in _REFUSED:
                 raise PermissionError(why) from error
             if status == _BEYOND:
-                raise ValueError(f"{url}: the file is shorter than it was") from error
+                raise ValueError(f"{url}: the file has become shorter; start again") from error
             if isinstance(cause, _MISTAKES) or (400 <= status < 500 and status not in _LATER):
                 raise ValueError(why if why.startswith(url) else f"{url}: {why}") from error
             if isinstance(cause, (FileNotFoundError, PermissionError, UserError)):
                 raise cause from None
             if (wait := next(waits, None)) is None:
-                raise StorageError(f"{url}: the server fails: {why}") from error
+                raise StorageError(f"{url}: the server fails: {why}; start again once it answers") from error
             logger.warning("data: %s: %s; the next attempt is in %d s", url, why, wait)
         time.sleep(wait)
 
@@ -151,7 +151,7 @@ def read_range(url: str, options: Mapping[str, Any], start: int, size: int) -> b
                 url, options, lambda system, path: system.cat_file(path, start=start, end=start + size)
             )
     except FileNotFoundError:
-        raise StorageError(f"{url}: the server no longer has this file") from None
+        raise StorageError(f"{url}: the server no longer has this file; put it back") from None
     except (PermissionError, ValueError) as error:
         why = reason(error).removeprefix(f"{url}: ")
         raise StorageError(f"{url}: the server no longer gives this file: {why}") from error

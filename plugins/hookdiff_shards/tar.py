@@ -45,7 +45,7 @@ def members(read: Read, total: int) -> Iterator[Member]:
         if not total:
             raise ValueError("is empty, expected a tar")
         if len(head) < BLOCK:
-            raise ValueError(f"is cut, or no tar: it has no end mark in its {total} bytes")
+            raise ValueError(f"is cut, or no tar: it has no end mark in its {total} bytes; copy or make it again")
         if not any(head):
             if any(any(read(at, min(_CHUNK, total - at))) for at in range(begin, min(total, begin + _AFTER), _CHUNK)):
                 raise ValueError(

@@ -216,7 +216,7 @@ class _Network:
     def _layer(self, states: Sequence[Tensor]) -> Tensor:
         layer = self.options.layer
         if not -len(states) <= layer < len(states):
-            raise UserError(f"data.encode: layer = {layer}: expected {-len(states)} to {len(states) - 1}")
+            raise UserError(f"data.encode: layer = {layer}: set {-len(states)} to {len(states) - 1}")
         return states[layer]
 
     def lengths(self, texts: Sequence[str]) -> Sequence[int]:

@@ -149,7 +149,7 @@ class Pipeline(TextEncoder):
         config = table_in(folders[0], CONFIG, "model of transformers")
         most = count_in(config, "max_position_embeddings", folders[0] / CONFIG) or limit
         if not (type(limit) is int and 1 <= limit <= most):
-            raise UserError(f"data.encode: {where} = {limit}: {folders[0]} takes at most {most} tokens")
+            raise UserError(f"data.encode: {where} = {limit}: set at most {most}, the tokens of {folders[0]}")
         return _Part(kind, folders[0], kinds[1], folders[1], limit)
 
     @property

@@ -202,7 +202,7 @@ def _refuse_settings_of(run_dir: Path | None) -> None:
     """Raise UserError if W&B would read settings from a file of the run, which may name another server."""
     for file in (Path(name, "settings").resolve() for name in _FOLDERS):
         if run_dir and file.exists() and file.is_relative_to(run_dir.resolve()):
-            raise UserError(f"{file}: W&B would take its server from this file of the run; start from another folder")
+            raise UserError(f"{file}: start from another folder: W&B would take its server from this file of the run")
 
 
 def _is_online(mode: str | None) -> bool:
