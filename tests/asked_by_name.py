@@ -1,4 +1,4 @@
-"""What hookdiff and the plugins ask of objects by name, and what has no type: by the foreign thing it is about.
+"""The attributes that hookdiff and the plugins read by name, and the values without a type, by their foreign owner.
 
 Each file has its expressions, as `ast.unparse` writes them.
 """

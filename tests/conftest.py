@@ -163,7 +163,7 @@ IMPORTS = ("-X", "importtime")  # options of Python, for `imported`
 
 
 def imported(stderr: str) -> set[str]:
-    """Return the modules that a process has imported which was started with the options `IMPORTS` and wrote no more."""
+    """Return the modules that a process has imported, which was started with `IMPORTS` and wrote nothing else."""
     names = [line.rpartition("|")[2].strip() for line in stderr.splitlines() if line.startswith("import time: ")]
     assert len(names) == len(stderr.splitlines()), stderr
     return set(names)
@@ -207,7 +207,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def graphs() -> Iterator[Graphs]:
-    """Return what notes the graphs of models; Python looks for no garbage meanwhile."""
+    """Return a recorder of the graphs of models; garbage collection is off meanwhile."""
     gc.disable()
     yield Graphs()
     gc.enable()
@@ -218,8 +218,8 @@ def start() -> Iterator[Callable[..., Any]]:
     """Return a function that starts the command line in `folder`, in a process group of its own.
 
     The process can import the modules in the folder. It is killed at the end of the test. By default it is forked from
-    one that has imported torch. With `fresh`, Python starts anew: for variables that are read when it or a library
-    starts, and for what is imported.
+    one that has imported torch. With `fresh`, Python starts anew. This is needed for variables that Python or a
+    library reads when it starts, and for tests of imports.
     """
     started: list[Any] = []
 

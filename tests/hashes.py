@@ -1,4 +1,4 @@
-"""Prints a hash of what short runs leave behind; a change that keeps behaviour keeps every hash, bit for bit.
+"""Prints hashes of the states of short runs. A change that keeps behaviour keeps every hash.
 
 Run it before and after on one machine, and compare: `python tests/hashes.py > before.txt`. With a FOLDER, the first
 call keeps a run of half the length there; later calls resume a copy of it, so that a checkpoint made before a change is
@@ -53,7 +53,7 @@ CONFIG = """
 """
 ADOPTS = "hookdiff_uncertainty:Uncertainty"  # a plugin that trains a module of its own
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugins" / "uncertainty"
-# What each run has that the first one has not: keys to set, and names of plugins.
+# The settings and the plugins that each run has beside those of the first run.
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "plain": ([], []),
     **{f"process {name}": ([f"diffusion.process={name}"], []) for name in ("vp", "ddpm", "flow", "edm")},

@@ -1,4 +1,4 @@
-"""The files that hookdiff reads: for each format a good file, how it is read, and what is right when it is damaged."""
+"""The files that hookdiff reads: for each format a good file, its reader, and the right outcome for a damaged file."""
 
 import csv
 import io
@@ -57,7 +57,7 @@ MUTATIONS = (*CONTENT, *THINGS)
 
 @frozen(repr=False)
 class Rule:
-    """What is right when a file is damaged."""
+    """The right outcomes for a damaged file."""
 
     outcome: Outcome = "refused"  # of mutations that are not among these:
     same: str = ""  # mutations, with ", " between them

@@ -206,7 +206,7 @@ def forged(tmp_path_factory: pytest.TempPathFactory) -> Forged:
 
 
 def tensors(file: str, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Forge:
-    """Return what changes the tensors in a file."""
+    """Return a function that changes the tensors in a file."""
     return lambda folder, facts: save_file(change(load_file(folder / file)), folder / file)
 
 
@@ -215,7 +215,7 @@ def content(file: str, data: bytes) -> Forge:
 
 
 def put(*path: Any, to: Any) -> Forge:
-    """Return what sets a value of the manifest or of step.json."""
+    """Return a function that sets a value of the manifest or of step.json."""
 
     def forge(folder: Path, facts: Any) -> None:
         for key in path[:-1]:
