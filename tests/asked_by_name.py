@@ -179,7 +179,7 @@ ASKED: dict[str, dict[str, set[str]]] = {
             "getattr(adapter.origin, self.name, getattr(super(owner, adapter), self.name))",
             "getattr(super(owner, adapter), self.name)",
         },
-        "hookdiff/models/sampler.py": {"getattr(given, 'sample', None)"},
+        "hookdiff/models/sampler.py": {"getattr(origin, 'sample', None)"},
         "hookdiff/models/sampling_arguments.py": {"hasattr(objective.origin, 'draw')"},
     },
     "an optimizer of any library": {
@@ -249,6 +249,9 @@ UNTYPED: dict[str, dict[str, set[str]]] = {
     "any object of the user, at its adapter": {
         "hookdiff/data/source.py": {"source: Any"},
         "hookdiff/images/source_reader.py": {"source: Any"},
+    },
+    "the output of an encoder of the user, at its adapter": {
+        "hookdiff/encoding/encoder_output.py": {"output: Any", "output: object"}
     },
     "the arguments of a Loop, as keywords": {
         "hookdiff/testing/contract.py": {"loop: Any"},
