@@ -1,4 +1,4 @@
-"""What hookdiff and the plugins ask of objects by name, and what has no type: by the foreign thing it is about.
+"""The attributes that hookdiff and the plugins read by name, and the values without a type, by their foreign owner.
 
 Each file has its expressions, as `ast.unparse` writes them.
 """
@@ -245,6 +245,9 @@ UNTYPED: dict[str, dict[str, set[str]]] = {
     "any object of the user, at its adapter": {
         "hookdiff/data/source.py": {"source: Any"},
         "hookdiff/images/source_reader.py": {"source: Any"},
+    },
+    "the output of an encoder of the user, at its adapter": {
+        "hookdiff/encoding/encoder_output.py": {"output: Any", "output: object"}
     },
     "the arguments of a Loop, as keywords": {
         "hookdiff/testing/contract.py": {"loop: Any"},

@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy
@@ -161,7 +163,7 @@ IMPORTS = ("-X", "importtime")  # options of Python, for `imported`
 
 
 def imported(stderr: str) -> set[str]:
-    """Return the modules that a process has imported which was started with the options `IMPORTS` and wrote no more."""
+    """Return the modules that a process has imported, which was started with `IMPORTS` and wrote nothing else."""
     names = [line.rpartition("|")[2].strip() for line in stderr.splitlines() if line.startswith("import time: ")]
     assert len(names) == len(stderr.splitlines()), stderr
     return set(names)
@@ -197,8 +199,15 @@ def another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to the folder of the test until its end, and return the folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def graphs() -> Iterator[Graphs]:
-    """Return what notes the graphs of models; Python looks for no garbage meanwhile."""
+    """Return a recorder of the graphs of models; garbage collection is off meanwhile."""
     gc.disable()
     yield Graphs()
     gc.enable()
@@ -209,8 +218,8 @@ def start() -> Iterator[Callable[..., Any]]:
     """Return a function that starts the command line in `folder`, in a process group of its own.
 
     The process can import the modules in the folder. It is killed at the end of the test. By default it is forked from
-    one that has imported torch. With `fresh`, Python starts anew: for variables that are read when it or a library
-    starts, and for what is imported.
+    one that has imported torch. With `fresh`, Python starts anew. This is needed for variables that Python or a
+    library reads when it starts, and for tests of imports.
     """
     started: list[Any] = []
 
@@ -268,6 +277,17 @@ def wait_for(path: Path, process: Any) -> None:
     assert path.exists(), process.communicate()
 
 
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve on this machine during the `with`; yield the address, such as "127.0.0.1:8000"."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
 def records(run: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl without their times."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
@@ -312,15 +332,14 @@ def pixels(seed: int, side: int = 10) -> Any:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def pictures(here: Path) -> Path:
     """Change to a folder with pictures of two classes and a `config.toml` that trains on them; return the folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.toml").write_text(PICTURES)
+    (here / "config.toml").write_text(PICTURES)
     for k in range(24):
-        path = tmp_path / "pictures" / ("ant", "bee")[k % 4 == 3] / f"{k:02}.png"
+        path = here / "pictures" / ("ant", "bee")[k % 4 == 3] / f"{k:02}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels(k % 20, 10 if k % 20 else 12)).save(path)  # the last four pictures repeat the first four
-    return tmp_path
+    return here
 
 
 @pytest.fixture

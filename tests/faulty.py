@@ -1,4 +1,4 @@
-"""Data and a model that draw random numbers, and plugins that do not resume, which all who test a resume have to find.
+"""Data and a model that draw random numbers, and plugins that do not resume, which tests of a resume have to find.
 
 `hookdiff selftest resume` imports them in processes of its own.
 """

@@ -1,4 +1,4 @@
-"""Prints a hash of what short runs leave behind; a change that keeps behaviour keeps every hash, bit for bit.
+"""Prints hashes of the states of short runs. A change that keeps behaviour keeps every hash.
 
 Run it before and after on one machine, and compare: `python tests/hashes.py > before.txt`. With a FOLDER, the first
 call keeps a run of half the length there; later calls resume a copy of it, so that a checkpoint made before a change is
@@ -25,17 +25,8 @@ from hookdiff.machine import whole
 from hookdiff.machine.joining import joined, leave
 
 STEPS = 50  # of CONFIG
-PLUGINS = (
-    "lr",
-    "clip",
-    "amp",
-    "ema",
-    "autoguidance",
-    "nan",
-    "checkpoint",
-    "samples",
-    "progress",
-)  # of the default list
+# Of the default list
+PLUGINS = ("lr", "clip", "amp", "ema", "autoguidance", "nan", "checkpoint", "samples", "progress")
 CONFIG = """
     [run]
     steps = 50
@@ -62,7 +53,7 @@ CONFIG = """
 """
 ADOPTS = "hookdiff_uncertainty:Uncertainty"  # a plugin that trains a module of its own
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugins" / "uncertainty"
-# What each run has that the first one has not: keys to set, and names of plugins.
+# The settings and the plugins that each run has beside those of the first run.
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "plain": ([], []),
     **{f"process {name}": ([f"diffusion.process={name}"], []) for name in ("vp", "ddpm", "flow", "edm")},
@@ -124,8 +115,6 @@ def train(folder: Path, settings: list[str], plugins: list[str], stop: int = STE
 
 def main(kept: Path | None) -> None:
     """Print a line for each run: its name, and its hash."""
-    torch.set_num_threads(1)
-    logging.getLogger("hookdiff").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for number, (name, (settings, plugins)) in enumerate(CASES.items()):
@@ -144,8 +133,6 @@ def main(kept: Path | None) -> None:
 
 def main_of_rank(folder: Path) -> None:
     """Do the work of one rank, and print the lines of all runs on ranks if it is the first."""
-    torch.set_num_threads(1)
-    logging.getLogger("hookdiff").setLevel(logging.ERROR)
     folder.mkdir(exist_ok=True)
     with joined("cpu"):
         for number, (name, (settings, plugins)) in enumerate(CASES_ON_RANKS.items()):
@@ -157,6 +144,8 @@ def main_of_rank(folder: Path) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(EXAMPLE))
+    torch.set_num_threads(1)
+    logging.getLogger("hookdiff").setLevel(logging.ERROR)
     if sys.argv[1:2] == [RANKS]:
         main_of_rank(Path(sys.argv[2]))
     else:

@@ -1,9 +1,9 @@
 """The import graph of hookdiff: its rooms, the files beside them, the imports that run back up, and the circles.
 
-A room is a folder of hookdiff/. In the graph of rooms each file beside them is a node too, and so is the whole of
-plugins/. Imports for type checkers and inside functions count. A name that is taken from the face of a room, which is
-imported lazily, counts as an import of the module that the face's stub (`__init__.pyi`) takes it from.
-`python tests/import_graph.py [ROOT]` prints the numbers.
+A room is a folder of hookdiff/. In the graph of rooms each file beside the rooms is a node too, and so is the whole of
+plugins/. Imports for type checkers and inside functions count. The face of a room imports its names lazily. So a name
+that is taken from a face counts as an import of the module from which the face's stub (`__init__.pyi`) takes the name.
+`python tests/import_graph.py [ROOT]` prints the rooms, the imports that run back up, and the circles.
 """
 
 import ast
@@ -114,22 +114,12 @@ def back_up(graph: Graph) -> set[tuple[str, str]]:
     return found
 
 
-def layers(graph: Graph) -> int:
-    """Return the length of the longest chain of imports, without those that run back up."""
-    up = back_up(graph)
-    down = {node: {other for other in others if (node, other) not in up} for node, others in graph.items()}
-    depth: dict[str, int] = {}
-    for (node,) in circles(down):
-        depth[node] = 1 + max((depth[other] for other in down[node]), default=0)
-    return max(depth.values())
-
-
 def main(root: Path) -> None:
-    """Print the numbers of rooms, layers and imports back up, and the circles of files."""
+    """Print the rooms, the imports back up, and the circles of files."""
     modules = file_graph(root)
     graph, (rooms, beside) = room_graph(modules), rooms_and_files(root)
     up = back_up(graph)
-    print(f"{len(rooms)} rooms, beside them {', '.join(beside)}; {layers(graph)} layers, {len(up)} imports back up")
+    print(f"{len(rooms)} rooms, beside them {', '.join(beside)}; {len(up)} imports back up")
     for name, others in modules.items():
         for other in sorted(other for other in others if (room(name), room(other)) in up):
             print(f"back up: {name} imports {other}")

@@ -24,6 +24,7 @@ from hookdiff.experiment.config import SOURCES
 from hookdiff.experiment.optimizers import OPTIMIZERS
 from hookdiff.loop.hookspecs import HOOK_NAMES
 from hookdiff.testing.toy import toy_loop
+from tests.conftest import write_small
 
 CORE = Path(hookdiff.__file__).parent
 ROOT = CORE.parent
@@ -61,24 +62,18 @@ def fresh_python(code: str) -> set[str]:
 def hook_calls(tree: ast.Module) -> Iterator[ast.Call]:
     """Yield the calls of `hook.NAME(...)` and `....hook.NAME(...)`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = node.func.value
-            if (isinstance(owner, ast.Name) and owner.id == "hook") or (
-                isinstance(owner, ast.Attribute) and owner.attr == "hook"
-            ):
-                yield node
+        if isinstance(node, ast.Call) and re.search(r"\bhook\.\w+$", ast.unparse(node.func)):
+            yield node
 
 
-def imports(tree: ast.AST, at_run_time: bool = False) -> Iterator[tuple[str, str | None]]:
-    """Yield each imported module and the name taken from it; `at_run_time` leaves out imports for type checkers."""
-    for node in ast.iter_child_nodes(tree):
+def imports(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
+    """Yield each imported module and the name taken from it."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "an import says the whole name"
             yield from ((node.module or "", alias.name) for alias in node.names)
-        elif not (at_run_time and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-            yield from imports(node, at_run_time)
 
 
 def test_every_hook_is_called_as_its_spec_says() -> None:
@@ -123,46 +118,37 @@ def test_lists_of_hooks_are_made_from_their_declarations(path: Path) -> None:
             assert len(found) < 3, f"{name(path)}:{node.lineno} lists {found}: hooks_of(PHASE)"
 
 
-ADDED = {
-    "moment": {
-        "loop/hookspecs.py": """
-    @moment("batch", like="on_batch_seen")
-    def on_added(self, loop: Loop, batch: Batch) -> None:
-        \"\"\"Moment: for a test.\"\"\"
-""",
-        "loop/loop.py": "        self.hook.on_added(loop=self, batch=batch)\n",
-        "testing/examples.py": """
+# By kind of hook, the additions to files of the core: a seam has a default too.
+HOOK = """
+    @{kind}("batch", like="on_batch_seen")
+    def on_added(self, loop: Loop, batch: Batch) -> {returned}:
+        \"\"\"{title}: for a test.\"\"\"
+"""
+EXAMPLE = """
 
 class Added:
     \"\"\"Logs the size of a batch.\"\"\"
 
     @hookimpl
-    def on_added(self, loop: Loop, batch: Batch) -> None:
-        loop.log.average({"added": float(len(batch))})
-""",
-    },
-    "seam": {
-        "loop/hookspecs.py": """
-    @seam("batch", like="on_batch_seen")
-    def on_added(self, loop: Loop, batch: Batch) -> Batch:
-        \"\"\"Seam: for a test.\"\"\"
-""",
-        "loop/loop.py": "        batch = self.hook.on_added(loop=self, batch=batch)\n",
-        "loop/defaults.py": """
+    def on_added(self, loop: Loop, batch: Batch) -> {returned}:
+        loop.log.average({{"added": float(len(batch))}})
+"""
+DEFAULT = """
     @hookimpl(trylast=True)
     def on_added(self, batch: Batch) -> Batch:
         return batch
-""",
-        "testing/examples.py": """
-
-class Added:
-    \"\"\"Logs the size of a batch.\"\"\"
-
-    @hookimpl
-    def on_added(self, loop: Loop, batch: Batch) -> Batch:
-        loop.log.average({"added": float(len(batch))})
-        return PASS
-""",
+"""
+ADDED = {
+    "moment": {
+        "loop/hookspecs.py": HOOK.format(kind="moment", title="Moment", returned="None"),
+        "loop/loop.py": "        self.hook.on_added(loop=self, batch=batch)\n",
+        "testing/examples.py": EXAMPLE.format(returned="None"),
+    },
+    "seam": {
+        "loop/hookspecs.py": HOOK.format(kind="seam", title="Seam", returned="Batch"),
+        "loop/loop.py": "        batch = self.hook.on_added(loop=self, batch=batch)\n",
+        "loop/defaults.py": DEFAULT,
+        "testing/examples.py": EXAMPLE.format(returned="Batch") + "        return PASS\n",
     },
 }
 PLACES = {  # the line before an addition; the example is the last
@@ -497,13 +483,9 @@ KNOWS_DISTRIBUTED = {CORE / "machine" / f"{name}.py" for name in ("ranks", "join
 def test_torch_distributed_is_known_in_few_files(path: Path) -> None:
     if path in KNOWS_DISTRIBUTED or path.relative_to(ROOT).parts[1] in RANKS:
         return
-    for node in ast.walk(parsed(path)):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        names += [f"{node.module}.{one.name}" for one in node.names] if isinstance(node, ast.ImportFrom) else []
-        names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
-        assert not any(one.startswith("torch.distributed") for one in names), f"{name(path)}:{node.lineno}"  # type: ignore[attr-defined]
-        is_used = isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed")
-        assert not is_used, f"{name(path)}:{node.lineno}"
+    imported = [f"{module}.{taken}" for module, taken in imports(parsed(path))]
+    used = [ast.unparse(node) for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)]
+    assert [each for each in (*imported, *used) if each.startswith("torch.distributed")] == []
 
 
 # The rooms of the core, lowest first: each room may import those before it. See docs/explanation/architecture.md.
@@ -578,21 +560,7 @@ def test_the_files_of_a_run_directory_are_known_without_torch_and_the_loop() -> 
 
 
 def test_a_run_imports_only_the_packages_that_it_uses(tmp_path: Path) -> None:
-    config = """
-        [run]
-        steps = 2
-        batch_size = 4
-        device = "cpu"
-        plugins = ["clip"]
-        [data]
-        source = "digits"
-        [model]
-        use = "unet"
-        channels = 8
-        num_res_blocks = 1
-        head_dim = 8
-    """
-    (tmp_path / "small.toml").write_text(config)
+    write_small(tmp_path / "small.toml", run={"steps": 2, "plugins": ["clip"]})
     code = f"""
 import sys
 from pathlib import Path

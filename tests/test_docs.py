@@ -242,7 +242,7 @@ def merged(first: Any, second: Any) -> Any:
 
 
 def test_the_parts_beside_the_textbook_loop_are_one_config_and_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *parts, whole = blocks(TEXTBOOK, "toml")
     assert max(len(part.splitlines()) for part in parts) <= 3
@@ -250,17 +250,16 @@ def test_the_parts_beside_the_textbook_loop_are_one_config_and_it_runs(
     assert config == tomli.loads(whole)
     named = set(re.findall(r"`(\w+)`", (ROOT / TEXTBOOK).read_text("utf-8")))
     assert named & {*OURS} == {*config["run"]["plugins"]}
-    (tmp_path / "mine.toml").write_text(whole)
+    (here / "mine.toml").write_text(whole)
     often = [f"--set=plugins.{key}" for key in ("samples.every=2", "checkpoint.every=2", "diversity.num_samples=20")]
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["hookdiff", "run", "mine.toml", *SHORT, *often])
     with pytest.raises(SystemExit, match=r"^0$"):
         main()
-    run = History.of(tmp_path / "runs" / "mine")
+    run = History.of(here / "runs" / "mine")
     logged = {"lr", "clip/share", "ema/decay", "debug/by_image", "gradients/update_ratio", "fd/digits"}
     assert logged | {"diversity/digits/memorised"} <= run.series.keys()
     made = ("samples/training.gif", "checkpoints/step-00000004", "diversity/step-00000004.png", "tensorboard")
-    assert all((tmp_path / "runs" / "mine" / name).exists() for name in made)
+    assert all((here / "runs" / "mine" / name).exists() for name in made)
 
 
 @pytest.fixture(scope="module")

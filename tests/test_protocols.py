@@ -1,4 +1,4 @@
-"""What hookdiff asks of its own kinds stands in their protocols: `getattr` and `Any` are for foreign things."""
+"""Protocols declare all that hookdiff reads of its own kinds: `getattr` and `Any` are for foreign things."""
 
 import ast
 from collections.abc import Callable, Iterator, Mapping

@@ -64,62 +64,52 @@ def write(folder: Path, texts: Mapping[str, str]) -> None:
         (folder / name).write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("version", "committed", "changed", "message"),
-    [
-        pytest.param("", {}, {}, "VERSION is missing, and pyproject.toml has 1.2.3", id="no version"),
-        pytest.param("1.2.4", {}, {}, "VERSION is 1.2.4, and pyproject.toml has 1.2.3", id="another version"),
-        pytest.param(
-            "1.2.3",
-            {},
-            {"LICENSE": "mine", "new.py": ""},
-            "the tree has changes that are not committed: LICENSE, new.py",
-            id="a dirty tree",
-        ),
-        pytest.param(
-            "1.2.3",
-            {"CHANGELOG.md": f"## Unreleased\n\n{TOP}"},
-            {},
-            "CHANGELOG.md has a section Unreleased: move its lines to 1.2.3",
-            id="unreleased changes",
-        ),
-        pytest.param(
-            "1.2.3",
-            {"CHANGELOG.md": "## 1.2.3 - 2026-01-01\n"},
-            {},
-            f"CHANGELOG.md begins with '1.2.3 - 2026-01-01', where a release today begins with {TOP[3:-1]!r}",
-            id="another day",
-        ),
-        pytest.param(
-            "1.2.3",
-            {"CHANGELOG.md": f"## 1.2.4 - {date.today()}\n\n{TOP}"},
-            {},
-            f"CHANGELOG.md begins with '1.2.4 - {date.today()}', where a release today begins with {TOP[3:-1]!r}",
-            id="another version above",
-        ),
-        pytest.param(
-            "1.2.3",
-            {"CHANGELOG.md": "# Changelog\n"},
-            {},
-            f"CHANGELOG.md begins with 'no section', where a release today begins with {TOP[3:-1]!r}",
-            id="an empty changelog",
-        ),
-    ],
-)
-def test_sources_that_are_not_ready_are_refused_before_anything_is_built(
-    version: str,
-    committed: Mapping[str, str],
-    changed: Mapping[str, str],
-    message: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+def check_unready(
+    folder: Path, capfd: pytest.CaptureFixture[str], message: str, changed: Mapping[str, str], version: str = "1.2.3"
 ) -> None:
-    write(tmp_path, {**FILES, **committed})
-    commit(tmp_path)
-    write(tmp_path, changed)
-    assert release.main([version], tmp_path) == 2
+    """Assert that a repository whose files are `changed` after the commit is refused before anything is built."""
+    write(folder, changed)
+    assert release.main([version], folder) == 2
     assert capfd.readouterr().err == f"release: {message}\n"
-    assert not (tmp_path / "dist").exists()
+    assert not (folder / "dist").exists()
+
+
+@pytest.mark.parametrize(
+    ("version", "changed", "message"),
+    [
+        ("", {}, "VERSION is missing, and pyproject.toml has 1.2.3"),
+        ("1.2.4", {}, "VERSION is 1.2.4, and pyproject.toml has 1.2.3"),
+        ("1.2.3", {"LICENSE": "mine", "new.py": ""}, "the tree has changes that are not committed: LICENSE, new.py"),
+    ],
+    ids=["no version", "another version", "a dirty tree"],
+)
+def test_another_version_or_a_dirty_tree_is_refused(
+    version: str, changed: Mapping[str, str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, FILES)
+    commit(tmp_path)
+    check_unready(tmp_path, capfd, message, changed, version)
+
+
+BEGINS = f"CHANGELOG.md begins with {{!r}}, where a release today begins with {TOP[3:-1]!r}"
+
+
+@pytest.mark.parametrize(
+    ("changelog", "message"),
+    [
+        (f"## Unreleased\n\n{TOP}", "CHANGELOG.md has a section Unreleased: move its lines to 1.2.3"),
+        ("## 1.2.3 - 2026-01-01\n", BEGINS.format("1.2.3 - 2026-01-01")),
+        (f"## 1.2.4 - {date.today()}\n\n{TOP}", BEGINS.format(f"1.2.4 - {date.today()}")),
+        ("# Changelog\n", BEGINS.format("no section")),
+    ],
+    ids=["unreleased changes", "another day", "another version above", "an empty changelog"],
+)
+def test_a_changelog_that_is_not_ready_is_refused(
+    changelog: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, {**FILES, "CHANGELOG.md": changelog})
+    commit(tmp_path)
+    check_unready(tmp_path, capfd, message, {})
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from hookdiff import Loop
+from tests.conftest import serving
 
 pytest.importorskip("furo", reason="needs the packages of the extra docs")
 
@@ -125,10 +125,8 @@ def test_a_broken_link_fails(tmp_path: Path) -> None:
 @pytest.fixture
 def address(site: Path) -> Iterator[str]:
     handler = functools.partial(SimpleHTTPRequestHandler, directory=str(site))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+    with serving(handler) as served:
+        yield f"http://{served}/"
 
 
 @pytest.mark.slow

@@ -250,11 +250,10 @@ def test_each_symptom_has_a_cause_a_remedy_and_what_reports_it_or_where_to_look(
 
 @pytest.mark.parametrize("symptom", REPORTED)
 def test_what_is_said_to_report_a_symptom_prints_the_lines(
-    symptom: str, tmp_path: Path, hookdiff: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    symptom: str, here: Path, hookdiff: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     run = {"steps": 60, "log_every": 10}
-    config, printed = write_small(tmp_path / "mine.toml", run=run, model={"use": f"{HERE}:net"}, diffusion={}), ""
+    config, printed = write_small(here / "mine.toml", run=run, model={"use": f"{HERE}:net"}, diffusion={}), ""
     for line in CASES[symptom]:
         command, *words = shlex.split(line)
         _, out, err = hookdiff(command, *([] if words[0] == "runs/mine" else [config]), *words)
@@ -279,17 +278,14 @@ def test_each_remedy_is_an_option_or_a_command_that_exists() -> None:
             load_config(ROOT / "examples" / "basic.toml", **given)
 
 
-def test_the_config_for_small_data_trains(
-    tmp_path: Path, succeed: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_config_for_small_data_trains(here: Path, succeed: Any, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(40):
-        path = tmp_path / "drawings" / ("ant", "bee")[number % 4 == 3] / f"{number}.png"
+        path = here / "drawings" / ("ant", "bee")[number % 4 == 3] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels(number, 40)).save(path)
     (block,) = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.M | re.S)
-    (tmp_path / "mine.toml").write_text(block)
+    (here / "mine.toml").write_text(block)
     short = "--set run.epochs=5 --set run.device=cpu --set sampling.steps=1 --set plugins.samples.num=4"
     succeed("run", "mine.toml", *short.split())
     assert warnings(caplog) == []  # such as that nothing has logged the value of stop_early
-    assert len([*(tmp_path / "runs" / "mine" / "checkpoints").iterdir()]) == 1
+    assert len([*(here / "runs" / "mine" / "checkpoints").iterdir()]) == 1

@@ -1,4 +1,4 @@
-"""The plots of a report as plain data: which curves they have, and what their captions say."""
+"""The plots of a report as plain data: their curves and captions."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from attrs import evolve, field, frozen
 from hookdiff.authors import thin_curve
 from hookdiff.run_dir import is_distance
 from hookdiff_report.events import Mark, marks
-from hookdiff_report.goals import Goal, in_words
+from hookdiff_report.goals import Goal
 from hookdiff_report.run import NEIGHBOURS, Array, ReportedRun
 from hookdiff_report.words import count, number, shortened
 
@@ -66,7 +66,7 @@ class Plot:
 
     @property
     def is_log(self) -> bool:
-        """Whether the vertical axis is logarithmic; values that a logarithm does not have would leave it empty."""
+        """Whether the vertical axis is logarithmic; with values of zero or less it would be empty."""
         return self.log and self.range[0] > 0
 
     @property
@@ -93,7 +93,7 @@ def plots(runs: Sequence[ReportedRun], goals: Sequence[Goal] = ()) -> list[Plot]
 def _with_goals(plot: Plot, goals: Sequence[Goal], runs: Sequence[ReportedRun]) -> Plot:
     drawn = [goal for goal in goals if goal.name in plot.names]
     labels = {run: f" in {run.label}" * (len(runs) > 1) for run in runs}
-    texts = [f" The goal {in_words(goal, run)}{labels[run]}." for goal in drawn for run in runs]
+    texts = [f" The goal {number(goal.value)} is {goal.outlook(run)}{labels[run]}." for goal in drawn for run in runs]
     return evolve(plot, goals=[goal.value for goal in drawn], caption="".join([plot.caption, *texts]))
 
 
@@ -108,9 +108,9 @@ def _others(known: Sequence[Plot], goals: Sequence[Goal], runs: Sequence[Reporte
 
 
 def _logged(runs: Sequence[ReportedRun], lines: Lines) -> Iterator[PlottedCurve]:
-    """Yield the curves of logged values. Several runs are compared by one of the lines, which most of them have."""
+    """Yield the curves of logged values. Several runs are compared by one line, which most of the runs have."""
     shown = list(lines)
-    if len(runs) > 1:  # not by a dashed line, which the values are compared with
+    if len(runs) > 1:  # not by a dashed line: it is a threshold or a floor of the values
         solid = [name for name, (_, style) in lines.items() if style != "dashed"]
         shown = sorted(solid, key=lambda name: -sum(name in run.history.series for run in runs))[:1]
     for place, run in enumerate(runs):
@@ -271,7 +271,7 @@ def _by_noise_level(runs: Sequence[ReportedRun]) -> Plot:
 
 
 def _levels(run: ReportedRun, kind: str, until: float = math.inf) -> tuple[Array, Array]:
-    """Return the middles of the bins of the log-SNR, and the mean in each over a tenth of the logs, up to a step."""
+    """Return the middles of the bins of log-SNR, and the mean of each bin over a tenth of the logs up to a step."""
     bins = []
     for name in _names([run]):
         if not name.startswith(f"loss/{kind}-"):
@@ -303,7 +303,7 @@ def _names(runs: Sequence[ReportedRun]) -> list[str]:
 
 
 def _parts(x: Array, y: Array) -> Iterator[tuple[float, Array]]:
-    """Yield the middle and the finite values of each of equally long parts of a curve; NaN for a part without any."""
+    """Yield the middle and the finite values of each of equally long parts of a curve; NaN if a part has none."""
     for steps, values in zip(numpy.array_split(x, _PARTS), numpy.array_split(y, _PARTS), strict=True):
         finite = values[numpy.isfinite(values)]
         yield steps[len(steps) // 2], finite if len(finite) else numpy.array([math.nan])
@@ -312,7 +312,7 @@ def _parts(x: Array, y: Array) -> Iterator[tuple[float, Array]]:
 def _means(x: Array, y: Array) -> tuple[Array, Array]:
     """Return a long curve as the means of its parts, between its first and its last point; a short one as it is.
 
-    The lowest and the highest points of noise would fill the space between them.
+    Lines through the lowest and highest points of a noisy loss would fill the plot.
     """
     if len(x) <= MOST_POINTS:
         return x, y

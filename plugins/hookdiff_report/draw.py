@@ -13,7 +13,7 @@ from hookdiff_report.words import shortened
 # Each has a contrast of at least 3 on white and on the dark page.
 PALETTE = ("#3d7edb", "#d2691e", "#2a9d6e", "#a765d1", "#c9487b", "#8a8520", "#5f7d8c", "#b5573f")
 GOAL = "#1d8a4e"
-_GREY = "#7a828c"  # of texts until the page sets its own
+_GREY = "#7a828c"  # of texts, until the page sets its own colour
 _MOST_KINDS = 12
 
 
@@ -90,7 +90,7 @@ def draw(plot: Plot) -> Any:
     shown.yaxis.formatter = NumeralTickFormatter(format="0,0") if is_large else PrintfTickFormatter(format="%.4g")
     if not plot.is_log and low == high:
         shown.y_range.default_span = abs(low) or 1.0
-    # In a narrow range Bokeh places ticks as on a linear axis, which below 1000 leaves the low end without any.
+    # In a narrow range Bokeh places ticks as on a linear axis; below 1000 the low end would have none.
     elif plot.is_log and 5 * low < high < 1000 * low:
         shown.yaxis.ticker = LogTicker(base=2)
     for axis in (*shown.xaxis, *shown.yaxis):
@@ -103,7 +103,7 @@ def draw(plot: Plot) -> Any:
     tips = [("", "$name"), (plot.x_label, "@x{0,0.[0]}"), (plot.y_label, "@y{%.5g}")]
     shown.add_tools(HoverTool(renderers=renderers, tooltips=tips, formatters={"@y": "printf"}))
     shown.add_tools(SaveTool(filename=re.sub(r"\W+", "-", plot.key)[:60]))
-    shown.y_range.renderers = renderers  # not the marks, which have a range of their own
+    shown.y_range.renderers = renderers  # without the marks, which have another range
     if plot.marks:
         _draw_marks(shown, plot)
     for goal in plot.goals:
@@ -127,7 +127,7 @@ def _range(values: Sequence[float], is_log: bool) -> Any:
 
 
 def _draw_curve(shown: Any, curve: PlottedCurve) -> Any:
-    """Draw the curve; return the part of it that answers to the pointer."""
+    """Draw the curve, and return its part that shows values at the pointer."""
     from bokeh.models import ColumnDataSource
 
     if curve.low is not None:

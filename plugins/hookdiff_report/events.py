@@ -13,7 +13,7 @@ _MOST_ROWS = 200
 _MOST_DIAGNOSES = 50
 _MOST_TEXT = 2000  # letters
 _RANKS = {"error": 0, "warning": 1, "info": 2, "ok": 3}
-# Runs have thousands of these, so all of a kind between two other events are one row.
+# Runs have thousands of these events, so all events of a kind between two other events are one row.
 _ROUTINE = {
     "checkpoint": "checkpoints saved",
     "void": "void steps: the loss scale was too high, and no weight changed",
@@ -57,7 +57,7 @@ class Diagnosis:
 def timeline(run: ReportedRun) -> list[Row]:
     """Return the rows, oldest first. If there are too many, a row in the middle says so."""
     groups: dict[tuple[int, str], list[LoggedEvent]] = {}
-    begin = 0  # place of the last event that is no routine
+    begin = 0  # place of the last event of another kind
     for place, logged in enumerate(run.history.events):
         if logged.event.kind not in _ROUTINE:
             begin = place
@@ -79,7 +79,7 @@ def _row(group: Sequence[LoggedEvent]) -> Row:
 
 
 def marks(run: ReportedRun) -> list[Mark]:
-    """Return the events, about 200 of each kind at most; those that are close to each other are one."""
+    """Return marks for the events, about 200 of each kind at most; close events share a mark."""
     events = [logged for logged in run.history.events if logged.event.kind not in ("start", "stop")]
     steps = [logged.step for logged in events]
     width = max(1, (max([*steps, run.history.step]) - min([*steps, run.history.step])) / 200)
@@ -96,10 +96,10 @@ def marks(run: ReportedRun) -> list[Mark]:
 
 
 def diagnoses(run: ReportedRun) -> tuple[list[Diagnosis], int]:
-    """Return the problems of the run, the worst first, and the number of those that were left out.
+    """Return the problems of the run, the worst first, and the number of problems that were left out.
 
-    They are findings of monitors, and errors that have ended the run. Those that differ only by their numbers are one
-    diagnosis, in the words of the newest.
+    They are findings of monitors, and errors that have ended the run. Problems that differ only by their numbers are
+    one diagnosis, in the words of the newest.
     """
     groups: dict[tuple[str, str], list[LoggedEvent]] = {}
     for logged in run.history.events:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 BUDGET = 8 << 20  # letters of all pictures of a report, in base64
 _LEVELS = ((82, 1200), (76, 900), (70, 720), (64, 560), (56, 440), (48, 320))  # quality, and the longer side in pixels
-_ENOUGH = 60  # steps; quality is not reduced to show more steps
+_ENOUGH = 60  # steps; the quality is not reduced to show more
 _MOST_STEPS, _MOST_NAMES, _MOST_PANELS = 200, 16, 8
-_APART = 16  # pixels between the images of two panels; names beside rows take more than these
+_APART = 16  # pixels between the images of two panels, unless names stand beside the rows
 _CAPTIONS = {
     "samples": "Images that the network generates. Each has the same noise at every step, so only the network changes.",
     "samples/denoising": "A few images on their way from noise, on the left, to the finished image, on the right.",
@@ -56,8 +56,8 @@ class Strip:
     steps: Sequence[int]
     panels: Sequence[str]  # titles; whole pictures have one, which may be empty
     sources: Sequence[Sequence[str]]  # by panel and step, data URIs; "" for a panel that a step lacks
-    about: str  # how the images were made
-    num: int  # steps that the run has
+    about: str  # sampler, steps, guidance and seed of the images
+    num: int  # steps with pictures in the run
 
 
 @frozen
@@ -70,7 +70,7 @@ class Group:
 
     @property
     def panels(self) -> list[str]:
-        """The titles of the panels to choose from; a strip with one panel always shows that one."""
+        """The titles of the panels to choose from; a strip with one panel always shows this panel."""
         strips = [strip for strip in self.strips if len(strip.panels) > 1]
         return list(dict.fromkeys(panel for strip in strips for panel in strip.panels))
 
@@ -88,7 +88,7 @@ class Film:
 def pictures(runs: Sequence[ReportedRun]) -> tuple[list[Group], list[Film], int]:
     """Return the pictures of the runs by step, the films of a single run, and the number of names that are left out.
 
-    Of several runs each shows fewer steps.
+    With several runs, fewer steps of each are shown.
     """
     films = list(_films(runs[0])) if len(runs) == 1 else []
     left = BUDGET - sum(len(film.source) for film in films)
@@ -134,30 +134,32 @@ def _animation(path: Path, most: int) -> str | None:
 
 
 def _strip(title: str, files: Mapping[int, Path], most: int, share: int) -> Strip | None:
-    """Return at most `most` pictures, as many as fit into `share` letters: the last, the first, and then the others."""
+    """Return up to `most` pictures that fit into `share` letters: the last, the first, and then the others."""
     steps = evenly(list(files), most)
     for quality, side in _LEVELS:
         probes = [_length(_panels(files[step], quality, side)) for step in evenly(steps, 5)]
         if share * len(probes) >= sum(probes) * min(len(steps), _ENOUGH):
             break
-    kept: dict[int, dict[str, str]] = {}
+    chosen: dict[int, dict[str, str]] = {}
     for step in spread(steps):
         panels = _panels(files[step], quality, side)
         share -= _length(panels)
         if share < 0:
             break
         if panels:
-            kept[step] = panels
-    if not kept:
+            chosen[step] = panels
+    if not chosen:
         return None
-    kept = dict(sorted(kept.items()))
-    if len(set().union(*kept.values())) > 1:  # beside panels, a picture without a title shows the weights themselves
-        kept = {step: {title or "model": source for title, source in panels.items()} for step, panels in kept.items()}
-    titles = list(dict.fromkeys(panel for panels in reversed(kept.values()) for panel in panels))  # the newest first
-    sources = [[panels.get(panel, "") for panels in kept.values()] for panel in titles]
-    last = read_picture(files[list(kept)[-1]])
+    chosen = dict(sorted(chosen.items()))
+    if len(set().union(*chosen.values())) > 1:  # beside panels, a picture without a title shows the weights themselves
+        chosen = {
+            step: {title or "model": source for title, source in panels.items()} for step, panels in chosen.items()
+        }
+    titles = list(dict.fromkeys(panel for panels in reversed(chosen.values()) for panel in panels))  # the newest first
+    sources = [[panels.get(panel, "") for panels in chosen.values()] for panel in titles]
+    last = read_picture(files[list(chosen)[-1]])
     info = read_info(last) if last else {}
-    return Strip(title, list(kept), titles, sources, _about(info), len(files))
+    return Strip(title, list(chosen), titles, sources, _about(info), len(files))
 
 
 def _length(panels: Mapping[str, str]) -> int:
@@ -171,7 +173,7 @@ def evenly(steps: Sequence[int], most: int) -> list[int]:
 
 
 def spread(steps: Sequence[int]) -> list[int]:
-    """Return the steps in another order, so that the first ones of it are spread over all: the ends, the middle, ..."""
+    """Return the steps in an order whose first steps are spread over all: the ends, the middle, ..."""
     inner = sorted(range(1, len(steps) - 1), key=lambda place: f"{place:032b}"[::-1])  # van der Corput's sequence
     return [steps[place] for place in dict.fromkeys([len(steps) - 1, 0, *inner])]
 
@@ -186,7 +188,7 @@ def _panels(path: Path, quality: int, side: int) -> dict[str, str]:
 
 
 def _weights(image: Image) -> str:
-    """Return the name of the weights that have made the whole picture; "" if it does not say, or names several."""
+    """Return the name of the weights of the whole picture; "" if the file names none or several."""
     match read_info(image).get("weights"):
         case [str(name)] | str(name):
             return shortened(name, 60)
@@ -216,7 +218,7 @@ def _encoded(image: Image, quality: int, side: int) -> str:
 
 
 def _about(info: Mapping[str, Any]) -> str:
-    """Return how the images were made, as far as the file says."""
+    """Return the sampler, steps, guidance and seed that the file names."""
     known = {key: info[key] for key in _ABOUT if isinstance(info.get(key), str | int | float)}
     texts = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in known.items()}
     return ", ".join(_ABOUT[key].format(shortened(text, 60)) for key, text in texts.items())

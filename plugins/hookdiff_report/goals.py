@@ -1,4 +1,4 @@
-"""Goals: values that logged names are to reach, and when each is reached."""
+"""Goals: values that logged names should reach, and the steps at which they do."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from attrs import frozen
 
 from hookdiff import UserError, nearest, shown
 from hookdiff_report.run import Array, ReportedRun
-from hookdiff_report.words import count, number
+from hookdiff_report.words import count
 
-_FEWEST = 3  # values from which the next ones can be guessed
-_FARTHEST = 20  # times the steps so far
+_FEWEST = 3  # values that a guess needs
+_FARTHEST = 20  # a guess is at most this many times the steps so far
 
 
 @frozen
 class Goal:
-    """A value that a logged name is to reach: from above, unless its first value is below."""
+    """A value that a logged name should reach: from above, or from below if its first value is lower."""
 
     name: str
     value: float
@@ -34,18 +34,18 @@ class Goal:
         except ValueError:
             goal = cls("", math.nan)
         if not goal.name or not math.isfinite(goal.value):
-            raise ValueError(f"{shown(text)}: expected NAME=VALUE, such as fd/digits=0.4")
+            raise ValueError(f"{shown(text)}: write a logged name and a number as NAME=X, such as fd/digits=0.4")
         return goal
 
     def outlook(self, run: ReportedRun) -> str:
-        """Return when the values reach the goal, in words: a step, a guess, or that none can be made.
+        """Return the step at which the values reach the goal, in words: a known step, a guess, or "not in sight".
 
-        Of the loss the smoothed values count. The guess continues the last half of the values as a power of the step:
+        For the loss, the smoothed values count. The guess continues the last half of the values as a power of the step:
         log(value) is linear in log(step).
         """
         steps, values = run.loss if self.name == "loss" else run.points(self.name)
-        kept = numpy.isfinite(values)
-        steps, values = steps[kept], values[kept]
+        is_finite = numpy.isfinite(values)
+        steps, values = steps[is_finite], values[is_finite]
         if not len(values):
             return "nothing is measured yet"
         is_past = values <= self.value if values[0] >= self.value else values >= self.value
@@ -62,7 +62,7 @@ class Goal:
         slope, begin = numpy.polyfit(numpy.log(x), numpy.log(y), 1)
         if not slope:
             return None
-        away = (math.log(self.value) - begin) / slope - math.log(x[-1])  # log of steps over those so far
+        away = (math.log(self.value) - begin) / slope - math.log(x[-1])  # log of the goal's step over the last step
         return float(x[-1] * math.exp(away)) if 0 < away < math.log(_FARTHEST) else None
 
 
@@ -71,7 +71,7 @@ def check_goals(goals: Iterable[Goal], runs: Sequence[ReportedRun]) -> None:
     known = sorted({name for run in runs for name in run.history.series})
     for goal in goals:
         if known and goal.name not in known:
-            raise UserError(f"--goal {shown(goal.name)}: no run has logged it{nearest(goal.name, known)}")
+            raise UserError(f"--goal {shown(goal.name)}: no run has logged this name{nearest(goal.name, known)}")
 
 
 def goals_in_config(run: ReportedRun) -> list[Goal]:
@@ -84,8 +84,3 @@ def goals_in_config(run: ReportedRun) -> list[Goal]:
         with suppress(ValueError):  # an edited config
             goals.append(Goal.of(str(text)))
     return [goal for goal in goals if goal.name in run.history.series]
-
-
-def in_words(goal: Goal, run: ReportedRun) -> str:
-    """Return what the goal is and when it is reached."""
-    return f"{number(goal.value)} is {goal.outlook(run)}"

@@ -18,9 +18,9 @@ from hookdiff_report.words import count
 
 @numpy.errstate(all="ignore")  # a damaged file may have numbers as large as floats get
 def page(histories: Sequence[History], goals: Sequence[Goal] = ()) -> str:
-    """Return the HTML of the report, with `goals`; default: those of the configs.
+    """Return the HTML of the report with `goals`; default: the goals of the configs.
 
-    Raises OSError for a file of a run that cannot be read, and UserError for a goal of a name that is not logged.
+    Raises OSError for a file of a run that cannot be read, and UserError for a goal of a name that no run has logged.
     """
     runs = named(histories)
     check_goals(goals, runs)
@@ -31,7 +31,7 @@ def page(histories: Sequence[History], goals: Sequence[Goal] = ()) -> str:
     templates = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     templates.undefined = jinja2.StrictUndefined
     templates.policies["json.dumps_kwargs"] = {}  # Bokeh needs the keys in their order
-    # With ends of lines as a browser reads them, from which it computes the digest of a script.
+    # A browser computes the digest of a script with these ends of lines.
     css, own_script = (loader.get_source(templates, f"page.{end}")[0].replace("\r\n", "\n") for end in ("css", "js"))
     scripts = [*([script()] if plots else []), own_script]
     return templates.get_template("page.html").render(
@@ -66,7 +66,7 @@ def page(histories: Sequence[History], goals: Sequence[Goal] = ()) -> str:
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """Return a Content-Security-Policy: these scripts, pictures and styles in the page itself, and nothing else."""
+    """Return a Content-Security-Policy that allows `scripts`, and the styles and pictures in the page itself."""
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (

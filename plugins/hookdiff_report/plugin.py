@@ -24,9 +24,8 @@ logger = logging.getLogger("hookdiff")
 class Report(Periodic):
     """Writes `report.html` in the run directory at regular intervals and at every end of the run.
 
-    A process of its own with low priority writes it, as `hookdiff report RUN` does. A report that is slow or fails does
-    not hurt the run: there is one warning, and the run goes on. If a report takes longer than an interval, the next one
-    is left out.
+    A separate process with low priority writes it, as `hookdiff report RUN` does. If a report fails or is late, the run
+    logs one warning and goes on. If a report takes longer than an interval, the next report is left out.
     """
 
     every: Every = field(
@@ -36,10 +35,10 @@ class Report(Periodic):
         metadata=about("how often; 0: only when the run ends"),
     )
     timeout: float = field(
-        default=120.0, validator=gt(0), metadata=about("time that the run waits for its last report", "seconds")
+        default=120.0, validator=gt(0), metadata=about("longest wait for the last report", "seconds")
     )
     goals: tuple[str, ...] = field(
-        default=(), metadata=about('values to reach, such as ["fd/digits=0.4"], which are drawn')
+        default=(), metadata=about('values to reach, which the plots show, such as ["fd/digits=0.4"]')
     )
     _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
     _messages: IO[bytes] = field(init=False)  # of the process
@@ -58,7 +57,7 @@ class Report(Periodic):
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
-        # Closed after all plugins have heard on_stop, so that the last report has the end of the run.
+        # Called after on_stop of all plugins, so that the last report has the end of the run.
         if loop.is_main and loop.run_dir:
             loop.resources.callback(self._finish, loop)
 
@@ -70,7 +69,7 @@ class Report(Periodic):
             self._begin(loop)
 
     def _finish(self, loop: Loop) -> None:
-        """Write the last report, in place of one that is under way."""
+        """Write the last report; a report that is under way is stopped."""
         if self._process is not None:
             with self._process, self._messages:
                 self._process.kill()
@@ -81,16 +80,16 @@ class Report(Periodic):
         words = [sys.executable, "-m", "hookdiff", "report", "--", os.fspath(loop.run_dir or "")]
         null, self._process = subprocess.DEVNULL, None
         try:
-            # Not a pipe: nobody reads it before the process ends, which waits while the pipe is full.
+            # Not a pipe: it is read after the end of the process, and a full pipe would stop the process.
             err = self._messages = tempfile.TemporaryFile()  # noqa: SIM115 the process needs it
-            # A session of its own: Ctrl-C in the terminal is for the training.
+            # In a new session: Ctrl-C in the terminal is for the training.
             with safe_path():
                 self._process = subprocess.Popen(words, stdin=null, stdout=null, stderr=err, start_new_session=True)
         except OSError as error:
             self._warn(str(error))
             return
         if hasattr(os, "setpriority"):
-            with suppress(OSError):  # it has ended already
+            with suppress(OSError):  # the process has ended already
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
 
     def _wait(self) -> None:
@@ -105,7 +104,7 @@ class Report(Periodic):
                     messages = self._messages.read().decode(errors="replace").split("\n")
                     self._warn(next(filter(str.strip, reversed(messages)), f"exit code {process.returncode}"))
             except subprocess.TimeoutExpired:
-                self._warn(f"it takes longer than plugins.report.timeout = {self.timeout:g} s")
+                self._warn(f"it takes longer than plugins.report.timeout = {self.timeout:g} s; raise the timeout")
             finally:
                 process.kill()
 

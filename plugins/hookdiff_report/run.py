@@ -14,7 +14,7 @@ from hookdiff.run_dir import BEGINS, SMOOTHED, History, asked_number, total_step
 
 Array = NDArray[numpy.float64]
 _WINDOWS = 200  # of the pace
-NEIGHBOURS = 100  # values of a loss that no plugin has smoothed: their mean is drawn
+NEIGHBOURS = 100  # values in a mean, for the loss of a run without the plugin loss
 
 
 @frozen(eq=False)
@@ -25,7 +25,7 @@ class Pace:
     rates: Array
     mean: float
     unit: str  # "img/s" or "steps/s"
-    size: float  # of these in a step
+    size: float  # images of a step, or 1
 
 
 @frozen(eq=False)
@@ -33,7 +33,7 @@ class ReportedRun:
     """A run and its name in the report."""
 
     history: History
-    label: str  # each run of a report has another
+    label: str  # differs from the labels of the other runs
     config: Mapping[str, Any]  # empty if it cannot be read
     problem: str  # why the config is empty
 
@@ -82,16 +82,16 @@ class ReportedRun:
 
     @property
     def seconds(self) -> float:
-        """Time that the run has taken, from each start or resume to the last thing that was logged after it."""
+        """The sum of the times from each start or resume to the last line or event of its process."""
         times = numpy.array([*self.history.times[1], *(logged.time for logged in self.history.events)], float)
         process = self._process_at(times)
         return float(sum(numpy.ptp(times[process == k]) for k in numpy.unique(process)))
 
     def pace(self) -> Pace | None:
-        """Return the speed of the training, from the times of the logged lines; None if they do not show it.
+        """Return the speed of the training, from the times of the logged lines; None if the lines are too few.
 
-        The time between two lines includes samples, evaluations and checkpoints; the time between two processes and
-        until the first line of each is left out.
+        The time between two lines includes samples, evaluations and checkpoints. The time between two processes, and
+        the time to the first line of each, are left out.
         """
         steps, times = numpy.array(self.history.times, float)
         process = self._process_at(times)
@@ -108,7 +108,7 @@ class ReportedRun:
         return Pace(steps[picked][1:][good], step / time, float(step.sum() / time.sum()), unit, size or 1)
 
     def _process_at(self, times: Array) -> NDArray[numpy.intp]:
-        """Return for each time the number of the process that was training; processes begin with these events."""
+        """Return for each time the number of the process that was training; a process begins with a start or resume."""
         begins = sorted(logged.time for logged in self.history.events if logged.event.kind in BEGINS)
         return numpy.searchsorted(numpy.array(begins, float), times, side="right")
 
@@ -119,9 +119,9 @@ def named(histories: Sequence[History]) -> list[ReportedRun]:
     return [ReportedRun.of(each, each.name if names.count(each.name) == 1 else str(each.run_dir)) for each in histories]
 
 
-def _smooth(values: Array, most: int = NEIGHBOURS) -> Array:
-    """Return for each value the mean of the finite ones around it, at most `most`, fewer for a short curve."""
-    width = max(1, min(most, len(values) // 10)) // 2
+def _smooth(values: Array) -> Array:
+    """Return for each value the mean of up to NEIGHBOURS finite values around it, fewer for a short curve."""
+    width = max(1, min(NEIGHBOURS, len(values) // 10)) // 2
     finite = numpy.isfinite(values)
     sums, nums = (numpy.cumsum([0, *part]) for part in (numpy.where(finite, values, 0.0), finite))
     low, high = (numpy.clip(numpy.arange(len(values)) + end, 0, len(values)) for end in (-width, width + 1))

@@ -1,4 +1,4 @@
-"""What a report says about a run in numbers and texts: the facts at its top, all logged values, and the network."""
+"""The numbers and texts of a run in a report: the facts at its top, all logged values, and the network."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -67,13 +67,13 @@ def _memory(run: ReportedRun) -> Iterator[Fact]:
 
 
 def model(run: ReportedRun) -> str:
-    """Return the structure of the network, as it was logged last; "" if it was not."""
+    """Return the structure of the network that was logged last; "" if none was logged."""
     texts = [logged.values["model"] for logged in run.history.texts if "model" in logged.values]
     return shortened(texts[-1], _MOST_MODEL) if texts else ""
 
 
 def values(run: ReportedRun) -> Iterator[tuple[str, ...]]:
-    """Yield for each logged name how often it was logged, and its last, lowest and highest value, in words."""
+    """Yield for each logged name its number of values, and its last, lowest and highest value, in words."""
     names, counts = sorted(run.history.series), run.history.part.counts
     for name in names[:_MOST_VALUES]:
         logged = run.points(name)[1]

@@ -15,7 +15,7 @@ from hookdiff_report.run import ReportedRun
 from hookdiff_report.words import count, shortened
 
 _MOST_TEXT = 100_000  # letters of a config
-_MOST_VALUE = 300  # letters of a value of it
+_MOST_VALUE = 300  # letters of a value in a config
 _MOST_COLUMNS = 6
 
 
@@ -49,7 +49,7 @@ def differences(runs: Sequence[ReportedRun]) -> Table:
 
 
 def _apart(texts: Sequence[str]) -> Sequence[str]:
-    """Return short forms of values that are not equal, such that these are not equal either."""
+    """Return short forms of values; the forms of different values differ."""
     plain = [_plain(text) for text in texts]
     if len(set(plain)) == len(set(texts)):
         return plain
@@ -58,9 +58,9 @@ def _apart(texts: Sequence[str]) -> Sequence[str]:
 
 
 def environment(runs: Sequence[ReportedRun]) -> Table:
-    """Return what a run has trained with: a column for each process that differs from the one before.
+    """Return machine and versions of the processes of a run: a column for each that differs from the one before.
 
-    Several runs have a column each, for their last process.
+    Of several runs, each has one column, for its last process.
     """
     columns: list[tuple[str, dict[str, str]]] = []
     for run in runs:
@@ -86,5 +86,5 @@ def _as_json(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _plain(text: str) -> str:
-    """Return a value that is given as JSON for people: a string without quotes."""
+    """Return the text of a value in JSON for people: a string has no quotes."""
     return shortened(json.loads(text) if text.startswith('"') else text, _MOST_VALUE)

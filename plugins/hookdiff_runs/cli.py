@@ -18,7 +18,7 @@ from hookdiff_runs.rows import STATES
 if TYPE_CHECKING:
     from hookdiff.run_dir import History
 
-_RUNS = "runs"  # the folder unless one is given
+_RUNS = "runs"  # the folder by default
 
 
 @click.command()
@@ -73,7 +73,7 @@ def command(
 
 
 def _found(places: Sequence[str]) -> Iterator[tuple[str, History]]:
-    """Yield the runs in the given folders, those with the given names if there are some, each with its name."""
+    """Yield the runs in the folders among `places`, each with its name; only those that match a pattern, if any."""
     from hookdiff.disk import no_such_folder
     from hookdiff.run_dir import find_runs
 
@@ -83,7 +83,7 @@ def _found(places: Sequence[str]) -> Iterator[tuple[str, History]]:
         if not folder.exists():
             raise no_such_folder(folder)
         if not folder.is_dir():
-            raise UserError(f"{folder} is a file; expected a folder with runs")
+            raise UserError(f"{folder} is a file; name a folder with runs")
     for folder in folders:
         for history in find_runs(folder):
             path = history.run_dir if len(folders) > 1 else history.run_dir.relative_to(folder)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 import tomli
@@ -11,12 +12,12 @@ from hookdiff.disk import read_file
 from hookdiff.run_dir import CONFIG, History
 
 _HEAD = re.compile(r"^(?=\[)", re.MULTILINE)
-_UNUSUAL = ("[[", '"""', "'''")  # tables that are no pieces of text
+_UNUSUAL = ("[[", '"""', "'''")  # a text with one of these is not cut into tables
 
 
 @define(eq=False)
 class Configs:
-    """Configs that were read, by the text of each table."""
+    """The tables of the configs that were read, by their texts."""
 
     _tables: dict[str, Mapping[str, Any]] = field(init=False, factory=dict)
 
@@ -26,7 +27,7 @@ class Configs:
             text = read_file(history.run_dir / CONFIG).decode()
             if any(mark in text for mark in _UNUSUAL):
                 return history.config
-            return self._joined([self._table(piece) for piece in _HEAD.split(text)])
+            return reduce(_merged, map(self._table, _HEAD.split(text)))
         except (OSError, ValueError, RecursionError):
             return history.config
 
@@ -35,24 +36,15 @@ class Configs:
             self._tables[text] = tomli.loads(text)
         return self._tables[text]
 
-    def _joined(self, tables: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the tables as one; raises ValueError if two have a key."""
-        whole: dict[str, Any] = {}
-        made_here: set[int] = set()  # of the dicts that were made here; the others are tables of other configs too
-        for table in tables:
-            place, rest = whole, table
-            while rest:
-                (name, inner), *others = rest.items()
-                if others or not isinstance(inner, dict):
-                    if not place.keys().isdisjoint(rest):
-                        raise ValueError(name)
-                    place.update(rest)
-                    break
-                if not isinstance(inside := place.setdefault(name, {}), dict):
-                    raise ValueError(name)
-                if id(inside) not in made_here:
-                    place[name] = inside = dict(inside)
-                    made_here.add(id(inside))
-                place = inside
-                rest = inner
-        return whole
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return two tables as one, without changing them; raises ValueError if both have a value for one key."""
+    whole = dict(first)
+    for key, value in second.items():
+        if key not in whole:
+            whole[key] = value
+        elif isinstance(whole[key], dict) and isinstance(value, dict):
+            whole[key] = _merged(whole[key], value)
+        else:
+            raise ValueError(key)
+    return whole

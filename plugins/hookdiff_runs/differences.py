@@ -42,7 +42,7 @@ def _is_common(values: Sequence[Any]) -> bool:
 
 
 def texts(differing: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return differences as "key=value"; those of run.plugins as "with a,b", the plugins that not all runs have."""
+    """Return differences as "key=value", and for run.plugins as "with a,b", the plugins that not all runs have."""
     lists = [values[_PLUGINS] for values in differing if isinstance(values.get(_PLUGINS), list)]
     common = set.intersection(*(set(map(as_text, plugins)) for plugins in lists)) if lists else set()
 

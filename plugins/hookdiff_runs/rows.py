@@ -1,4 +1,4 @@
-"""What the table says about a run. Little of its files is parsed, so that many runs are read quickly."""
+"""Reads the row of a run in the table. It parses little of the files, so that many runs are read quickly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SMOOTH, _RAW = "loss/smooth", "loss"
 
 @define(eq=False)
 class Row:
-    """A run in the table; what is not known is None or not finite."""
+    """A run in the table; an unknown number is None or not finite."""
 
     name: str  # the path of the run directory, relative to the folder
     state: str  # one of STATES
@@ -49,11 +49,8 @@ class Row:
 def read_row(history: History, name: str, configs: Configs) -> Row:
     """Return the row of a run; it raises no error for a damaged one."""
     row = Row(name, history.state, {})
-    for read in (
-        _read_events,
-        _read_metrics,
-        partial(_read_config, configs=configs),
-    ):  # the config last: its problem is the one to report
+    # The config last: its problem is the one to report.
+    for read in (_read_events, _read_metrics, partial(_read_config, configs=configs)):
         try:
             read(row, history)
         except FileNotFoundError:  # nothing is logged yet
@@ -77,25 +74,22 @@ def _read_config(row: Row, history: History, configs: Configs) -> None:
 
 def _read_metrics(row: Row, history: History) -> None:
     metrics = skim_metrics(history.run_dir)
-    for line in metrics.backwards():
-        row.step = line.step
-        row.time = max(row.time, line.time)  # as it was, if the line has none (NaN)
-        break
+    if newest := next(iter(metrics.backwards()), None):
+        row.step, row.time = newest.step, max(row.time, newest.time)  # the time stays if the line has none (NaN)
     smooth = next((line for line in metrics.backwards(_SMOOTH) if _SMOOTH in line.values), None)
     raw = next((line for line in metrics.backwards(_RAW) if _RAW in line.values), None)
     if smooth and (raw is None or smooth.step >= raw.step):
         row.has_loss, row.loss = True, smooth.values[_SMOOTH]
     elif raw:
-        newest = islice((line.values[_RAW] for line in metrics.backwards(_RAW) if _RAW in line.values), SMOOTHED)
-        values = list(newest)
+        losses = (line.values[_RAW] for line in metrics.backwards(_RAW) if _RAW in line.values)
+        values = list(islice(losses, SMOOTHED))
         row.has_loss, row.loss = True, sum(values) / len(values)
     best: dict[str, tuple[float, int]] = {}
     for beginning in DISTANCES:
         for line in metrics.having(beginning):
             for name, value in line.values.items():
                 if is_distance(name) and not math.isnan(value):
-                    found_here = value, line.step
-                    best[name] = min(best.get(name, found_here), found_here)
+                    best[name] = min(best.get(name, (value, line.step)), (value, line.step))
     row.best = best
 
 

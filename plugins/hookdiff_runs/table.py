@@ -29,7 +29,7 @@ _MOST_KEYS, _MOST_TEXT = 12, 100  # of a run, and letters of each
 
 @define(eq=False, slots=False)
 class Runs:
-    """The rows and what they have in common."""
+    """The rows, and the metrics and differences of all of them."""
 
     rows: Sequence[Row]
     metrics: Sequence[str] = field(init=False)  # with a best value
@@ -50,7 +50,7 @@ class Runs:
 
     @property
     def usual(self) -> list[str]:
-        """The columns of the table unless others are chosen."""
+        """The columns that the table has by default."""
         return [*_COLUMNS[:4], *self.metrics, *_COLUMNS[4:]]
 
     @cached_property
@@ -79,7 +79,7 @@ class Runs:
         self.rows = sorted(self.rows, key=place)
 
     def as_values(self) -> list[dict[str, Any]]:
-        """Return the rows as values of JSON; null stands for what is not known."""
+        """Return the rows as values of JSON; an unknown value is null."""
         return [
             {
                 "name": row.name,
@@ -96,9 +96,9 @@ class Runs:
         ]
 
     def table(self, columns: Sequence[str], width: int | None) -> list[str]:
-        """Return a line with the heads and one for each run, at most `width` wide; a last one names missing columns.
+        """Return the lines of the table, at most `width` wide: the heads, the runs, and the names of missing columns.
 
-        Without a width nothing is left out, as in a pipe.
+        If `width` is None, as in a pipe, no column is missing.
         """
         lines = [[shown(_HEADS.get(name, name)) for name in columns]]
         lines += [[self._text(row, name) for name in columns] for row in self.rows]
@@ -106,9 +106,9 @@ class Runs:
         sizes = [min(size, _MOST_PADDED) if name == _NAME else size for name, size in zip(columns, sizes, strict=True)]
         missing: list[str] = []
         if width is not None:
-            kept, sizes = _fitted(columns, sizes, width)
-            missing = [name for k, name in enumerate(columns) if k not in kept]
-            columns, lines = [columns[k] for k in kept], [[line[k] for k in kept] for line in lines]
+            places, sizes = _fitted(columns, sizes, width)
+            missing = [name for k, name in enumerate(columns) if k not in places]
+            columns, lines = [columns[k] for k in places], [[line[k] for k in places] for line in lines]
         states = ["", *(_COLORS.get(row.state, "") for row in self.rows)]
         rendered = [
             _line(columns, line, sizes, state, is_cut=width is not None)
@@ -157,16 +157,16 @@ def _fitted(columns: Sequence[str], sizes: Sequence[int], width: int) -> tuple[l
     least = [
         min(size, {_NAME: _LEAST, _DIFFERS: _NARROWEST}.get(n, size)) for n, size in zip(columns, sizes, strict=True)
     ]
-    kept: list[int] = []
+    places: list[int] = []
     for place in range(len(columns)):
-        if sum(least[k] + _GAP for k in kept) + least[place] <= width:
-            kept.append(place)
-    kept = kept or [0]
-    chosen, room = [least[k] for k in kept], width - sum(least[k] + _GAP for k in kept) + _GAP
-    for at, place in enumerate(kept):  # the name first
+        if sum(least[k] + _GAP for k in places) + least[place] <= width:
+            places.append(place)
+    places = places or [0]
+    chosen, room = [least[k] for k in places], width - sum(least[k] + _GAP for k in places) + _GAP
+    for at, place in enumerate(places):  # the name first
         more = min(sizes[place] - least[place], max(0, room))
         chosen[at], room = chosen[at] + more, room - more
-    return kept, chosen
+    return places, chosen
 
 
 def _line(columns: Sequence[str], cells: Sequence[str], sizes: Sequence[int], color: str, is_cut: bool) -> str:

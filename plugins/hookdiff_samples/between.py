@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def noise_between(shape: Sequence[int], seed: int, rows: int, num: int) -> Tensor:
-    """Return `rows` times `num` noises of `shape`: each row leads from the noise of one image to that of the next.
+    """Return `rows` times `num` noises of `shape`: each row leads from the noise of one image to the noise of the next.
 
     It is cos(a) z0 + sin(a) z1 for angles a from 0 to pi / 2, so that the noise has the variance 1 at each of them.
     """
@@ -32,7 +32,7 @@ def noise_between(shape: Sequence[int], seed: int, rows: int, num: int) -> Tenso
 
 @define(frozen=True)
 class _Blend(Guidance):
-    """(1 - share) a + share b, for the guided outputs a with the images' own label or conditions and b with `other`.
+    """Returns (1 - share) a + share b, where a is the guided output for the images' conditions, and b that for `other`.
 
     As an output is linear in the score, this is the score of p(x|a)^(1 - share) p(x|b)^share, up to its constant.
     """
@@ -51,7 +51,7 @@ class _Blend(Guidance):
 
 @define(eq=False)
 class Towards(Solver):
-    """Makes the steps of `solver` for images a `share` of the way from their own label or conditions to `other`.
+    """Makes the steps of `solver` for images that are a `share` of the way from their conditions to `other`.
 
     `other` has a label, or conditions, of one image. The guidance is replaced in a step, because plugins such as
     `autoguidance` may set the guidance of a chain before its first step.
@@ -78,11 +78,12 @@ def between_noises(
     objective = run.loop.objective
     if prompts := asked.get("prompts"):
         options["prompts"] = [text for text in islice(cycle(prompts), rows) for _ in range(num)]
-    elif objective.condition_names:  # of the examples, the same ones for all images of a strip
-        given = objective.given(run.loop.feed.examples(lambda known: [k // num % known for k in range(rows * num)]))
-        known_labels = given.pop("labels", None)
+    elif objective.condition_names:  # all images of a strip get the conditions of one example
+        examples = run.loop.feed.examples(lambda known: [k // num % known for k in range(rows * num)])
+        conditions = objective.given(examples)
+        known_labels = conditions.pop("labels", None)
         numbers = None if known_labels is None else known_labels.tolist()
-        options |= {"conditions": given, "labels": options["labels"] or numbers}
+        options |= {"conditions": conditions, "labels": options["labels"] or numbers}
     noise = noise_between(run.loop.feed.shape, seed, rows, num)
     yield from paced(run.batches(rows * num, seed=seed, noise=noise, **options), rows * num, "images")
 
@@ -101,8 +102,8 @@ def between_prompts(run: Run, ends: Sequence[str]) -> Given:
     texts = run.loop.feed.reader.texts
     if texts is None:
         raise UserError("--prompt: the network was trained without captions; leave it out")
-    made = texts.embed({kind: [ends[1]] for kind in texts.kinds})
-    return {name: rows for name, rows in made.items() if name in run.loop.objective.condition_names}
+    conditions = texts.embed({kind: [ends[1]] for kind in texts.kinds})
+    return {name: rows for name, rows in conditions.items() if name in run.loop.objective.condition_names}
 
 
 def between(run: Run, other: Given, first: Mapping[str, Any], seed: int, rows: int, num: int) -> Iterator[Tensor]:
@@ -114,14 +115,14 @@ def between(run: Run, other: Given, first: Mapping[str, Any], seed: int, rows: i
         UserError: if the sampler is not hookdiff's.
     """
     if not (isinstance(run.loop.sampler, Sampling) and isinstance(run.loop.objective, Diffusion)):
-        raise UserError("--interpolate between classes or prompts needs hookdiff's own Sampling as the sampler")
+        raise UserError("--interpolate: give one class or prompt; to go between two needs hookdiff's own Sampling")
     fitted = run.loop.sampler.fit(run.loop.objective)
     solver = fitted.sampler
     assert solver is not None
 
-    def made(share: float) -> Tensor:
+    def images_at(share: float) -> Tensor:
         with run.loop.using(sampler=evolve(fitted, sampler=Towards(solver, other, share))):
             return torch.cat(list(run.batches(rows, seed=seed, **first)))
 
-    frames = paced(map(made, torch.linspace(0, 1, num).tolist()), rows * num, "images")
+    frames = paced(map(images_at, torch.linspace(0, 1, num).tolist()), rows * num, "images")
     yield torch.stack(list(frames), 1).flatten(0, 1)

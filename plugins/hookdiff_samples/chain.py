@@ -1,4 +1,4 @@
-"""Records the denoising of some images while they are made."""
+"""Records the denoising of some images."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from hookdiff.diffusion import Chain, Point, Solver
 from hookdiff.log import Panel, to_uint8
 
-_VISIBLE = 5.0  # log-SNR beyond which x_t looks like noise (below minus this) or like the image (above it)
+_VISIBLE = 5.0  # x_t looks like noise where log-SNR is below -5, and like the image above 5
 
 
 @define(eq=False)
 class Recorded(Solver):
-    """Makes the steps of `solver`, and keeps x_t of the first `num` images of the first chain that comes to its end.
+    """Makes the steps of `solver`, and keeps x_t of the first `num` images of the first chain that reaches its end.
 
-    `decode` turns values of the network into pictures; with `decodes_late`, only when `frames` is read.
+    `decode` turns values of the network into pictures, at each step or, with `decodes_late`, when `frames` is read.
     """
 
     solver: Solver
@@ -45,7 +45,7 @@ class Recorded(Solver):
         return bool(self.points) and not self.points[-1].sigma
 
     def _keep(self, chain: Chain, x: Tensor, at: Point) -> None:
-        # A process that adds noise to a full image has larger values than one that mixes them.
+        # A process that adds noise to a full image has larger values than a process that mixes both.
         shown = x[: self.num] / max(1.0, math.hypot(at.alpha, at.sigma))
         self.points.append(at)
         shown = chain.diffusion.denormalize(shown)

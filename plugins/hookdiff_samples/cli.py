@@ -113,13 +113,13 @@ def command(
     from hookdiff_samples.prompts import read_prompts
 
     if mask is not None and not images:
-        raise UserError("--mask needs --images, the pictures to paint in")
+        raise UserError("--mask needs --images: name the pictures to paint in")
     if interpolate and (images or columns):
         raise UserError(f"--interpolate excludes {'--images' if images else '--columns'}; leave one of them out")
     words = None if labels is None else [label.strip() for label in labels.split(",")]
     texts = [*prompt, *(read_prompts(prompts) if prompts else ())]
-    for option, given in (("--labels", words), ("--prompt", texts)):
-        if interpolate and given and len(given) > 2:
+    for option, values in (("--labels", words), ("--prompt", texts)):
+        if interpolate and values and len(values) > 2:
             raise UserError(f"--interpolate: give one {option} to go between noises, or two to go between them")
     files = picture_files(images)
     num = (num or 4) * interpolate if interpolate else num or len(files) or len(texts) or 64
@@ -140,9 +140,9 @@ def command(
         ends = (opened.labels(words, 2) or ()) if interpolate and words and len(words) == 2 else ()
         opposite = texts if interpolate and len(texts) == 2 else []
         if ends and opposite:
-            raise UserError("--interpolate goes between two --labels or two --prompt, not both")
+            raise UserError("--interpolate: give two --labels or two --prompt, not both")
         if interpolate and isinstance(opened.loop.sampler, Sampling):
-            sampling["sampler"] = sampling["sampler"] or "ddim"  # fresh noise would hide how the images change
+            sampling["sampler"] = sampling["sampler"] or "ddim"  # fresh noise would hide the change between images
         with chosen_weights(opened, weights) as name, opened.sampling(**sampling):
             info = opened.info(name, seed)
             if files:

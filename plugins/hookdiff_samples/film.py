@@ -33,7 +33,7 @@ class Frame:
 def frames(sheets: Mapping[int, Path], most: int) -> list[Frame]:
     """Return at most `most` of the sheets, by step: the first, the last, and others at equal distances.
 
-    Damaged sheets are left out, and sheets with another layout than the last one, which another config has made.
+    Damaged sheets are left out, and sheets of another config, with another layout than the last one.
     """
     opened = []
     for step in spread_out(sorted(sheets), most):

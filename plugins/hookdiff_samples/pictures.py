@@ -1,4 +1,4 @@
-"""Pictures that `hookdiff sample` starts from, and those that it writes."""
+"""Reads the pictures from which `hookdiff sample` starts, and writes the pictures that it makes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ logger = logging.getLogger("hookdiff")
 
 Read = TypeVar("Read")
 
-_WHITE = 128  # smallest value of a pixel that is painted
+_WHITE = 128  # smallest value of a white pixel of a mask
 
 
 def picture_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files in `paths`, and the pictures in its folders by name, without those that cannot be read.
+    """Return the files in `paths`, and the readable pictures in its folders by name.
 
     Raises UserError for a folder without a picture that can be read.
     """
@@ -73,8 +73,8 @@ def read_pictures(files: Sequence[Path], shape: Sequence[int], background: str) 
     """
     channels, *sides = shape
     if channels not in (1, 3) or len(set(sides)) != 1:
-        made = " x ".join(map(str, shape))
-        raise UserError(f"--images {files[0]}: needs a model of square grey or RGB images; this one makes {made}")
+        sizes = " x ".join(map(str, shape))
+        raise UserError(f"--images {files[0]}: needs a model of square grey or RGB images; this one makes {sizes}")
     return torch.stack([to_unit_range(_fitted(file, channels, sides[0], background)) for file in files])
 
 
@@ -92,13 +92,13 @@ def read_mask(file: Path, pictures: Sequence[Path], shape: Sequence[int]) -> Ten
             )
     mask = _fitted(file, 1, shape[-1], "black")[None] >= _WHITE
     if not mask.any():
-        raise UserError(f"--mask {file}: no pixel is white; make those white that are to be painted")
+        raise UserError(f"--mask {file}: no pixel is white; paint the part white that is to change")
     return mask
 
 
 def _fitted(path: Path, channels: int, side: int, background: str) -> Tensor:
-    kept: Any = {"channels": 1 if channels == 1 else 3, "background": background}
-    return _read(path, Transforms(image_size=side, upscale=True, **kept).fit)
+    options: Any = {"channels": 1 if channels == 1 else 3, "background": background}
+    return _read(path, Transforms(image_size=side, upscale=True, **options).fit)
 
 
 def _size(path: Path) -> tuple[int, int]:
@@ -158,13 +158,13 @@ class Output:
 
     def check_shape(self, shape: Sequence[int]) -> None:
         """Raise UserError if images of `shape` (c h w) are no pictures; a grid may have any number of channels."""
-        made = " x ".join(map(str, shape))
+        sizes = " x ".join(map(str, shape))
         if len(shape) != 3:
             raise UserError(
-                f"this model makes samples of {made}, which are no images; load_run(...).sample() returns them"
+                f"this model makes samples of {sizes}, which are no images; load_run(...).sample() returns them"
             )
         if (self.each or self.is_archive) and shape[0] not in (1, 3):
-            raise UserError(f"--each and .npz files are for grey or RGB images; this model makes {made}")
+            raise UserError(f"--each and .npz files are for grey or RGB images; this model makes {sizes}")
 
     def _existing(self) -> Iterator[tuple[int, Path]]:
         """Yield the pictures that are in the folder `each`, by name, and their numbers."""
@@ -179,7 +179,7 @@ class Output:
         return [path for _, path in self._existing() if path not in written]
 
     def add(self, pixels: Tensor, info: Mapping[str, Any], names: Sequence[str] = ()) -> None:
-        """Take the next images, uint8, n c h w; `info` says how they were made, `names` are their classes, if any."""
+        """Take the next images, uint8, n c h w; `info` has their settings, `names` are their classes, if any."""
         if self.out:
             self._pixels.append(pixels)
         if self.each:
@@ -254,7 +254,7 @@ def class_name(label: int, names: Sequence[str]) -> str:
 
 
 def single_name(number: int, name: str = "") -> str:
-    """Return the name of the file of one image, with the part of its class that any file system takes."""
+    """Return the name of the file of one image: its number, and the letters of its class that any file system takes."""
     plain = re.sub(r"[^\w.]+", "_", name)[:60].strip("._")
     return f"{number:06d}{f'-{plain}' if plain else ''}.png"
 

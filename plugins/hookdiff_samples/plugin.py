@@ -45,11 +45,11 @@ def _texts(value: str | Sequence[str]) -> tuple[str, ...] | str:
 class SampleGrid(Periodic):
     """Generates images from the same noise at regular intervals, so that one can see the model learn.
 
-    A sheet has a panel for an average of the weights, for the weights themselves, and for each guidance scale; a panel
-    has a row for each class. The run directory keeps the sheets as
-    `samples/step-00001000.png`, beside the denoising of some images (`samples/denoising`) and images between two noises
-    (`samples/interpolation`). From the sheets it makes `samples/filmstrip.png`, where each row follows one noise over
-    the whole training, and at the end of the run an animation, `samples/training.webp`.
+    A sheet has a panel for an average of the weights, for the weights themselves, and for each guidance scale. A panel
+    has a row for each class. The run directory keeps the sheets as `samples/step-00001000.png`, beside the denoising of
+    some images (`samples/denoising`) and images between two noises (`samples/interpolation`). In
+    `samples/filmstrip.png`, each row follows one noise over the whole training. The animation `samples/training.webp`
+    is made at the end of the run.
     """
 
     every: Every = field(default=Every(1000), converter=parse_every, metadata=about("how often; 0: only at the end"))
@@ -131,9 +131,9 @@ class SampleGrid(Periodic):
             raise UserError("plugins.samples: without hookdiff's own Sampling, remove sampler, steps, guidance_scales")
         if len(shape := loop.feed.picture_shape) != 3:
             shown = " x ".join(map(str, shape))
-            raise UserError(f"plugins.samples: this run makes {shown} and no images (c h w); leave the plugin out")
+            raise UserError(f"plugins.samples: remove it; this run makes samples of {shown}, and no images (c h w)")
         if self.interpolation and loop.sampler and not takes_noise(loop.sampler):
-            raise UserError("plugins.samples.interpolation: set 0, as the sampler cannot start from given `noise`")
+            raise UserError("plugins.samples.interpolation: set 0; the sampler takes no argument `noise`")
         prompts: tuple[str, ...]
         prompts = read_prompts(Path(self.prompts)) if isinstance(self.prompts, str) else self.prompts
         self._labels, self._names, self._is_prompted = (), prompts, bool(prompts)
@@ -147,7 +147,7 @@ class SampleGrid(Periodic):
         elif loop.objective.conditional:
             num = num_classes_of(loop.model)
             if num < 1:
-                raise UserError("plugins.samples.classes: the network has labels, but no attribute `num_classes`")
+                raise UserError("plugins.samples.classes: give the network an attribute `num_classes`; it has labels")
             self._names = tuple(loop.feed.classes or map(str, range(num)))
             numbers = [self._number(name) for name in self.classes] or list(range(min(num, _MOST_CLASSES)))
             self._labels = tuple(numbers * max(1, self.num // len(numbers)))
@@ -227,14 +227,14 @@ class SampleGrid(Periodic):
         self._film(loop, recorded, self._info(loop, first, names[0], rows))
 
     def _left_out(self) -> list[str]:
-        """Return the text of a sheet that names the classes without rows; none if the config chose the classes."""
+        """Return a text that names the classes without rows; nothing if the config chose the classes."""
         without = [name for label, name in enumerate(self._names) if label not in self._labels]
         if self.classes or self._is_prompted or not without:
             return []
         return [f"{len(without)} of {len(self._names)} classes are not shown: {listed(without, 3)}"]
 
     def _info(self, loop: Loop, sampler: Sampler | None, weights: str, rows: Sequence[int]) -> dict[str, Any]:
-        """Return how the images of a picture were made; `rows` are the labels of its rows, if there are any."""
+        """Return the settings that made the images of a picture; `rows` are the labels of its rows, if any."""
         kind = "prompts" if self._is_prompted else "classes"
         classes = {kind: [self._names[label] if label >= 0 else "-" for label in rows]} if rows else {}
         with loop.using(sampler=sampler):
@@ -287,10 +287,10 @@ class SampleGrid(Periodic):
         row_labels = [self._labels[row % len(self._labels)] for row in range(_SHOWN)] if self._labels else []
         labels = tuple(label for label in row_labels for _ in range(self.interpolation))
         if isinstance(sampler, Sampling):
-            # Fresh noise would hide how the images change.
+            # Fresh noise would hide the change between images.
             sampler = evolve(sampler, sampler="ddim")
-        made = self._made(loop, sampler, weights, noise, labels)
-        return grid(made, self.interpolation, self.scale).with_info(**self._info(loop, sampler, weights, row_labels))
+        images = self._made(loop, sampler, weights, noise, labels)
+        return grid(images, self.interpolation, self.scale).with_info(**self._info(loop, sampler, weights, row_labels))
 
     def _film(self, loop: Loop, recorded: Recorded | None, info: Mapping[str, Any]) -> None:
         """Write the filmstrip and the animated denoising; `info` is the info of a panel."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hookdiff import UserError, why_missing
 from hookdiff.disk import read_file
-from hookdiff.images import LARGEST_CAPTIONS, lines_of
+from hookdiff.images import LARGEST_CAPTIONS, lines_of, reason
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
@@ -15,16 +15,14 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     """
     try:
         if (size := path.expanduser().stat().st_size) > LARGEST_CAPTIONS:
-            raise UserError(f"{path}: has {size:,} bytes, expected a file with a prompt in each line")
+            raise UserError(f"{path}: has {size:,} bytes; name a file with a prompt in each line")
         prompts = lines_of(read_file(path.expanduser()))
     except FileNotFoundError:
         raise UserError(f"{path}: {why_missing(path) or 'no such file'}") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: is no text in UTF-8, expected a prompt in each line") from None
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path}: is no text in UTF-8; write a prompt in each line, in UTF-8") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {reason(error)}") from None
     if not prompts:
-        raise UserError(f"{path}: has no prompt, expected one in each line")
+        raise UserError(f"{path}: has no prompt; write a prompt in each line")
     return prompts

@@ -21,7 +21,7 @@ from hookdiff.diffusion import Diffusion, Process, Sampling, Solver, Times
 
 MEAN, STD = 1.0, 0.5  # of the data
 TOLERANCE = 0.02  # of loss and deviations, relative; of means, in units of STD
-STEPS = 10  # of the samplers: so few that each leaves its own error, which is part of what is compared
+STEPS = 10  # of the samplers: so few that the error of each, which is compared too, is large
 SHAPE = (1, 4, 4)
 
 Level = tuple[float, float]  # alpha, sigma
@@ -82,15 +82,15 @@ def check(case: Case, weighting: str) -> dict[str, Check]:
     """Train and sample once; return the numbers by name."""
     diffusion = case.diffusion(weighting)
     net = train_gaussian(case, diffusion)
-    found = {
+    pairs = {
         "loss": (measured_loss(net, diffusion), exact_loss(case, weighting)),
         "mean": (float(net.mean.detach()), MEAN),
         "std": (float(net.log_std.detach().exp()), STD),
     }
     for sampler in SAMPLERS:
         both = zip(measured_samples(net, diffusion, sampler), exact_samples(case, sampler), strict=True)
-        found[f"{sampler} mean"], found[f"{sampler} std"] = both
-    return {name: Check(case, weighting, name, *numbers) for name, numbers in found.items()}
+        pairs[f"{sampler} mean"], pairs[f"{sampler} std"] = both
+    return {name: Check(case, weighting, name, *numbers) for name, numbers in pairs.items()}
 
 
 # Measured: with the real objective, the real loop and the real samplers.
@@ -135,7 +135,7 @@ def train_gaussian(case: Case, diffusion: Diffusion) -> GaussianNet:
     net = GaussianNet(case)
     config = LoopConfig(steps=200, batch_size=1000, log_every=200)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1, betas=(0.9, 0.99))
-    # Without remarks in the log: a weighting that leaves pure noise untrained is among the cases on purpose.
+    # The log is off: a weighting that leaves pure noise untrained is among the cases on purpose.
     log = logging.getLogger("hookdiff")
     before, log.disabled = log.disabled, True
     try:

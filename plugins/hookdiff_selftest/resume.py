@@ -1,7 +1,8 @@
 """Tests with real processes whether a run that is killed and resumed ends like a run that was never stopped.
 
-In a temporary folder one run is never stopped, and another of the same config is killed some steps after a checkpoint
-in its middle and resumed. Up to the kill both must be the same, or nothing can be proved; at the end all is compared.
+In a temporary folder one run is never stopped. A second run of the same config is killed some steps after a checkpoint
+in its middle, and resumed. Up to the kill both runs must be the same, or nothing can be proved. At the end, states,
+logged numbers and files are compared.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from hookdiff.testing import Difference, ValueKey, all_differences, is_digest, u
 from hookdiff_selftest.state_recorder import END, RESUMED, SAVED, Note, StateRecorder
 from hookdiff_selftest.written import files, inside, logged
 
-_REPORT = "report.html"  # it shows when events happened
+_REPORT = "report.html"  # has the times of events
 _TAIL = 30  # lines of a run that failed
 _MOST = 5  # names in a list
 _NETWORK = hooks_of("passes")  # the hooks in which the network is called
 _KILLED = signal.SIGTERM if os.name == "nt" else -signal.SIGKILL  # the exit code of a process that the recorder killed
 _GPU = "on a GPU, some operations of torch are not deterministic; try the CPU (--set run.device=cpu)"
-_OWN_GENERATOR = "perhaps a plugin, the model or the data draws from a generator of its own that nobody seeds"
-_ATTEMPTS = 3  # plugins of which the fields are restored, to see whether the difference goes away
+_OWN_GENERATOR = "look for a generator without a seed in a plugin, the model or the data"
+_ATTEMPTS = 3  # the fields of this many plugins are restored, to see whether the difference goes away
 _FILE_ADVICE = "steps after the checkpoint are trained again: a plugin has to cut its file back to the resumed step"
 _NO_PLUGIN = (
-    "no plugin is known to be the cause; do the model, the data or the optimizer keep more than what is in their "
-    "state_dict, or draw random numbers of their own?"
+    "no plugin is known to be the cause; look for state of the model, the data or the optimizer that is not in their "
+    "state_dict, and for random numbers that they draw themselves"
 )
 _LOOK = (
-    "look at its state: what it keeps from step to step has to be in saved fields (or state_dict), or to follow from "
-    "loop.progress"
+    "look at its state: each value that it keeps from step to step has to be in saved fields (or state_dict), or to "
+    "follow from loop.progress"
 )
 
 
@@ -165,10 +166,10 @@ class SubprocessRun:
         code = "from hookdiff.cli import main; main()"
         command = [sys.executable, "-P", "-c", code, "run", str(path), "--out", str(self.run_dir)]
         command += ["--resume"] * resume
-        # What can be imported here can be imported there.
+        # The process can import the modules that this process can import.
         paths = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         env = {**os.environ, "PYTHONPATH": paths}
-        # Into a file: workers of a process that was killed would hold a pipe open.
+        # To a file: the data workers of a killed process would hold a pipe open.
         with (self.folder / "output").open("w+b") as output:
             ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env)
             output.seek(0)
@@ -180,7 +181,7 @@ class SubprocessRun:
         run, plugins = table["run"], table["plugins"]
         for name in set_by_data(self.config):
             table["model"].pop(name, None)
-        run.pop("import_from", None)  # a stranger's folder, perhaps; `train` passes all that is trusted
+        run.pop("import_from", None)  # perhaps a folder of a stranger; PYTHONPATH has the trusted folders
         run |= {"log_every": plan.log_every, "max_time": 0}
         if (self.config.run.steps or (self.config.run.epochs or 0) * plan.num_batches) < plan.steps:
             run.pop("epochs", None)
@@ -197,13 +198,13 @@ class SubprocessRun:
 
     def copy(self, name: str, fields: list[str]) -> SubprocessRun:
         """Return a copy of this run and its files, which puts back `fields` when it is resumed."""
-        made = SubprocessRun(self.config, self.plan, self.folder, name, fields)
-        shutil.copytree(self.run_dir, made.run_dir)
-        shutil.copytree(self.notes, made.notes)
-        return made
+        run = SubprocessRun(self.config, self.plan, self.folder, name, fields)
+        shutil.copytree(self.run_dir, run.run_dir)
+        shutil.copytree(self.notes, run.notes)
+        return run
 
     def note(self, moment: str) -> Note:
-        """Return what the recorder noted at `moment`; an empty note if the run has not reached it."""
+        """Return the note of the recorder at `moment`; an empty note if the run has not reached the moment."""
         if moment not in self._notes and (path := self.notes / f"{moment}.json").exists():
             self._notes[moment] = Note.read(path)
         return self._notes.get(moment) or Note()
@@ -218,15 +219,15 @@ class Pair:
 
     def differences_before(self) -> list[Difference]:
         """Return how the runs differ up to the kill, that is, before either was stopped."""
-        one, other = (logged(run.run_dir / METRICS) for run in (self.whole, self.cut))
-        last = max((key.step for key in other), default=0)  # some of its lines may not be there yet
-        found = [each for each in all_differences(one, other) if each.key.step < last]
-        return found + all_differences(self.whole.note(SAVED).state, self.cut.note(SAVED).state)
+        numbers, numbers_of_cut = (logged(run.run_dir / METRICS) for run in (self.whole, self.cut))
+        last = max((key.step for key in numbers_of_cut), default=0)  # some of its lines may not be there yet
+        differences = [each for each in all_differences(numbers, numbers_of_cut) if each.key.step < last]
+        return differences + all_differences(self.whole.note(SAVED).state, self.cut.note(SAVED).state)
 
     def compare(self, unlike: Sequence[ValueKey]) -> tuple[list[Difference], list[ValueKey]]:
         """Return the values that differ at the end of the two runs, and the texts that differ.
 
-        Texts may hold names and times; `unlike` are texts already known to differ. What a tracker keeps is not
+        Texts may hold names and times; `unlike` are texts already known to differ. The state of a tracker is not
         compared.
         """
         wrong, texts = [], list(unlike)
@@ -234,16 +235,16 @@ class Pair:
             if each.key in unlike or self.owner(each) in self.whole.plan.trackers:
                 continue
             # A text in the state that was the same up to the save has to stay so; one in a file may hold times.
-            found = inside(each, self.whole.run_dir, self.cut.run_dir) if each.key.kind == "file" else each
-            if found is None:
+            difference = inside(each, self.whole.run_dir, self.cut.run_dir) if each.key.kind == "file" else each
+            if difference is None:
                 texts.append(each.key)
             else:
-                wrong.append(found)
+                wrong.append(difference)
         return wrong, texts
 
     def ended(self, run: SubprocessRun) -> dict[ValueKey, Any]:
-        """Return what a run has logged, its state at the end, and its files."""
-        # The last checkpoint may be complete after the recorder has had its turn, so those of either run count.
+        """Return the logged numbers of a run, its state at the end, and its files."""
+        # The last checkpoint may be complete after the recorder's last hook, so the checkpoints of both runs count.
         checkpoints = (folder for each in (self.whole, self.cut) for folder in each.note(END).checkpoints)
         skipped = {*checkpoints, CONFIG, METRICS, EVENTS, _REPORT}
         return logged(run.run_dir / METRICS) | run.note(END).state | files(run.run_dir, skipped)
@@ -281,10 +282,10 @@ class Pair:
         others = () if only_files else fields
         tried = [plugin for plugin in dict.fromkeys((*suspects, *others)) if plugin in fields][:_ATTEMPTS]
         proved = _confirm(self.whole, {plugin: list(dict.fromkeys(fields[plugin])) for plugin in tried}, texts, say)
-        # A plugin without effect on the difference is less likely than one that could not be tried.
+        # A plugin whose fields made no difference is less likely than a plugin that could not be tried.
         plugin = proved or next(iter(sorted(suspects, key=tried.__contains__)), None)
-        own = [each for each in changed if plugin and each.key.plugin == plugin]
-        advice = [f"not the same at the save and right after the resume: {listed(own, _MOST)}"] if own else []
+        lost = [each for each in changed if plugin and each.key.plugin == plugin]
+        advice = [f"not the same at the save and right after the resume: {listed(lost, _MOST)}"] if lost else []
         advice += (self.drew(plugin) or [_LOOK]) if plugin else [_FILE_ADVICE if only_files else _NO_PLUGIN]
         verdict = f"not resumed exactly{', perhaps' if plugin and not proved else ''}"
         return self._report(verdict, plugin, wrong, ("the run without a stop", "the resumed run"), advice)
@@ -325,24 +326,24 @@ class Pair:
             return []
         # Items that differ between the two runs at the save are times, or depend on one.
         unstable = {each.key for each in all_differences(saved.values, again.values)}
-        found = all_differences(saved.values, resumed.values)
-        return [each for each in found if each.key.plugin in self.whole.config.plugins and each.key not in unstable]
+        changed = all_differences(saved.values, resumed.values)
+        return [each for each in changed if each.key.plugin in self.whole.config.plugins and each.key not in unstable]
 
     def suspects(self, wrong: Sequence[Difference]) -> list[str]:
         """Return the plugins that may have made the resumed run different, the most likely first.
 
-        It is the plugin with the call that first gave other weights, gradients or rates. But a call of the network also
-        depends on values that are not traced. If that call is the first difference, or the weights never differ, it is
-        a plugin that owns one of `wrong` and restored other values, lost a field, or draws from a global generator. The
-        owner of the first difference counts only if the weights stayed the same, because changed weights show in the
-        logged numbers of every plugin.
+        The first suspect is the plugin after whose call weights, gradients or rates first differed. But a call of the
+        network also depends on values that are not traced. If such a call is the first difference, or the weights never
+        differ, the suspects are the plugins that own a value of `wrong` and restored other values, lost a field, or
+        drew from a global generator. The owner of the first difference counts only if the weights stayed the same,
+        because changed weights show in the logged numbers of every plugin.
         """
         plugins, (hook, first) = self.whole.config.plugins, self._first_change()
         changed, drew = self.changed(), self.whole.note(END).drew
         lost = [each.key.plugin for each in changed if each.key.kind == "saved value"]
         for each in changed:
-            # A plugin that saves nothing lost a number or a generator. A value of another type is most likely a mark
-            # that something was done once.
+            # A plugin that saves nothing lost a number or a generator. A value that changes its type is most likely a
+            # mark that some work was done once.
             kinds = {type(each.here), type(each.there)}
             if not keeps_state(plugins[each.key.plugin].target) and len(kinds) == 1 and bool not in kinds:
                 lost.append(each.key.plugin)
@@ -378,7 +379,7 @@ class Pair:
 def _confirm(
     whole: SubprocessRun, fields: Mapping[str, list[str]], texts: Sequence[ValueKey], say: Callable[[str], object]
 ) -> str | None:
-    """Return the plugin of which the `fields`, once they are put back after a resume, make the difference go away.
+    """Return the plugin whose `fields`, put back after a resume, make the difference go away; None if there is none.
 
     The run is trained to the save and killed once more, and resumed once for each plugin.
     """
@@ -388,9 +389,9 @@ def _confirm(
     again = SubprocessRun(whole.config, whole.plan, whole.folder, "again", list(chain(*fields.values())))
     if again.train(kill=True) != _KILLED:
         return None
-    for index, (plugin, own) in enumerate(fields.items()):
+    for index, (plugin, names) in enumerate(fields.items()):
         say(f"resuming it with the fields of {plugin} as they were at the save")
-        attempt = again.copy(f"again-{index}", own)
+        attempt = again.copy(f"again-{index}", names)
         if attempt.train(resume=True) == 0 and not Pair(whole, attempt).compare(texts)[0]:
             return plugin
     return None

@@ -1,4 +1,4 @@
-"""The plugin with which a tested run records its own state, in a process that is killed for real."""
+"""The plugin that records the state of a tested run, and kills its process."""
 
 import io
 import json
@@ -35,7 +35,7 @@ _DIFFERENT = ("config/", "plugins/metrics/", "plugins/texts/", "plugins/distribu
 
 @define(frozen=True)
 class Note:
-    """What the recorder knows of a run at one moment; files hold it as JSON."""
+    """The state and the trace of a run at one moment; a file holds a note as JSON."""
 
     step: int = -1
     values: dict[ValueKey, Any] = field(factory=dict)  # of the state, and of the fields of plugins
@@ -64,9 +64,9 @@ class Note:
 class StateRecorder:
     """Records the state of a run when it is saved, when it is resumed, and at its end.
 
-    It has to be the last plugin of the list, so that all others have had their turn. With `kill` it kills its own
-    process, as a power cut would, some steps after a checkpoint was complete. It notes which plugin logs each number,
-    changes weights, and draws from generators that no checkpoint holds.
+    It has to be the last plugin of the list, so that its hooks run last. With `kill` it kills its
+    process, as a power cut would, some steps after a checkpoint was complete. It notes the plugins that log each
+    number, change weights, and draw from generators that no checkpoint holds.
     """
 
     out: Path = field(metadata=about("the folder of its notes"))
@@ -144,11 +144,11 @@ class StateRecorder:
     def _put_back(self, loop: Loop) -> None:
         files = sorted(self.out.glob("*.pt")) if self.fields else []
         # The pickles are of the process before the kill, in a temporary folder.
-        kept = dict(torch.load(path, weights_only=False) for path in files)
-        for name in kept.keys() & set(self.fields):
+        values = dict(torch.load(path, weights_only=False) for path in files)
+        for name in values.keys() & set(self.fields):
             plugin, _, attribute = name.rpartition("/")
             held = loop.plugins[plugin]
-            setattr(held, attribute, put_back(getattr(held, attribute), kept[name]))
+            setattr(held, attribute, put_back(getattr(held, attribute), values[name]))
 
     def _write(self, moment: str, loop: Loop) -> None:
         drew = {plugin: list(hooks) for plugin, hooks in self._calls.drew.items()}
@@ -158,7 +158,7 @@ class StateRecorder:
 
 
 def put_back(held: Any, kept: Any) -> Any:
-    """Return what a field has to hold to be as `kept`: `held` itself, changed in place, where others may share it."""
+    """Return a field's value with the content of `kept`: `held` itself, changed in place, where others may share it."""
     if isinstance(held, Tensor) and isinstance(kept, Tensor) and (held.shape, held.dtype) == (kept.shape, kept.dtype):
         fill_(held, kept)
         return held
@@ -189,12 +189,12 @@ def _fingerprint(loop: Loop, hook: str, batch: Batch | None) -> int:
     if batch is not None:
         columns = (batch.inputs, *batch.conditions.values(), *batch.draws.values())
         held += [value for value in columns if isinstance(value, Tensor)]
-    if hook not in (*_BEFORE_PASSES, "on_epoch_end"):  # which may have the gradients of the step before
+    if hook not in (*_BEFORE_PASSES, "on_epoch_end"):  # gradients may still be there from the step before
         held += [weight.grad for weight in weights if weight.grad is not None]
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     plain = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
     sums = [each.detach().view(whole[each.itemsize]).sum() for each in plain if each.layout == torch.strided]
     groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
-    # They are being set in before_step: until then a resumed run has those of its config.
+    # Learning rates are set in before_step: until then a resumed run has the rates of its config.
     rates = [float(group.get("lr", 0.0)) for group in groups if hook not in _BEFORE_PASSES]
     return hash((int(torch.stack(sums).sum()), *rates))

@@ -1,4 +1,4 @@
-"""Reads what a run has written, and finds the first number that two text files do not share."""
+"""Reads the numbers and files of a run, and finds the first number that differs between two text files."""
 
 import csv
 import hashlib
@@ -29,34 +29,34 @@ _MACHINE_TEXT = re.compile(
 
 
 def logged(path: Path) -> dict[ValueKey, float | None]:
-    """Return what was logged to the metrics file at `path`, without the numbers that depend on the machine."""
-    found: dict[ValueKey, float | None] = {}
+    """Return the numbers in the metrics file at `path`, without those that depend on the machine."""
+    numbers: dict[ValueKey, float | None] = {}
     for line in read_metrics(path):
         for name, value in line.values.items():
             key = ValueKey("logged number", name, line.step)
-            while key in found:
+            while key in numbers:
                 key = key._replace(name=f"{key.name} again")
             if not name.startswith(MACHINE):
-                found[key] = value
-    return found
+                numbers[key] = value
+    return numbers
 
 
 def files(folder: Path, skipped: Collection[str]) -> dict[ValueKey, str]:
     """Return the size and a hash of the files in `folder` by name, except hidden ones and those in `skipped`."""
-    found = {}
+    hashes = {}
     for path in sorted(folder.rglob("*")):
         inner = path.relative_to(folder)
         if path.is_file() and inner.parts[0] not in skipped and not any(part.startswith(".") for part in inner.parts):
             name, data = inner.as_posix(), path.read_bytes()
             data = without_times(data) if name in (TEXTS, DISTRIBUTIONS) else data
-            found[ValueKey("file", name)] = f"{len(data)} bytes {hashlib.sha256(data).hexdigest()[:8]}"
-    return found
+            hashes[ValueKey("file", name)] = f"{len(data)} bytes {hashlib.sha256(data).hexdigest()[:8]}"
+    return hashes
 
 
 def inside(difference: Difference, one: Path, other: Path) -> Difference | None:
     """Return the first number that differs in a text file of the folders `one` and `other`, or None.
 
-    Of another file, or one that only one folder has, it is `difference`, which is of the whole file.
+    For another file, and for a file that only one folder has, return `difference`, which is about the whole file.
     """
     name = difference.key.name
     try:
@@ -83,7 +83,7 @@ def number_difference(name: str, one: str, other: str) -> Difference | None:
 
 def _rows(text: str, kind: str) -> list[Row]:
     lines = text.splitlines()
-    with suppress(ValueError):  # it has another form than its name says
+    with suppress(ValueError):  # its content does not fit its suffix
         if kind == ".json":
             return [_row(leaves(json.loads(text)))]
         if kind in (".jsonl", ".ndjson"):
@@ -92,8 +92,8 @@ def _rows(text: str, kind: str) -> list[Row]:
     if delimiter and not any(map(_is_number, lines[0].split(delimiter) if lines else ())):
         table = csv.DictReader(lines, delimiter=delimiter, restkey="more")
         return [{} for _ in lines[:1]] + [_row(row.items()) for row in table]  # the line of the header counts
-    found = (_NUMBER.findall(_MACHINE_TEXT.sub("", line)) for line in lines)
-    return [_row((f"number {k}", number) for k, number in enumerate(numbers, start=1)) for numbers in found]
+    texts = (_NUMBER.findall(_MACHINE_TEXT.sub("", line)) for line in lines)
+    return [_row((f"number {k}", text) for k, text in enumerate(numbers, start=1)) for numbers in texts]
 
 
 def _row(cells: Iterable[tuple[Any, Any]]) -> Row:

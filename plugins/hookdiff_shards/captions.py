@@ -1,4 +1,4 @@
-"""The captions of samples, read once and kept in a file for each shard, beside its index."""
+"""The captions of samples; they are read once and stored in a file for each shard, beside its index."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Captions:
 
 
 class _All(Sequence[Sequence[str]]):
-    """The captions of the samples of all shards; texts are made of them when they are asked for."""
+    """The captions of the samples of all shards; each text is decoded when it is asked for."""
 
     def __init__(self, parts: Sequence[Captions], shard: Any, first: Any) -> None:
         self.parts, self.shard, self.first = parts, shard, first
@@ -58,16 +58,16 @@ class _All(Sequence[Sequence[str]]):
         return self.parts[number].of(index % len(self) - int(self.first[number]))
 
 
-def parse(given: str) -> Condition:
+def parse(text: str) -> Condition:
     """Return the member with captions that a config names. Raises ValueError for one that holds no text."""
-    member = member_of(given, "captions")
+    member = member_of(text, "captions")
     if is_picture(member.extension) or member.format == "npy":
-        raise ValueError(f"captions: .{shown(member.format)} holds no text; expected such as 'txt' or 'json:caption'")
+        raise ValueError(f"captions: .{shown(member.format)} holds no text; name one such as 'txt' or 'json:caption'")
     return member
 
 
 def read_captions(samples: Samples, column: Column, member: Condition, folder: Path) -> Sequence[Sequence[str]]:
-    """Return the captions of all samples: those of the `member` in `column`. The files are in `folder`.
+    """Return the captions of all samples, from the `member` in `column`. The stored files are in `folder`.
 
     Raises UserError that names the shards with captions that cannot be read.
     """
@@ -96,7 +96,8 @@ def _make(samples: Samples, column: Column, member: Condition, number: int, indi
             try:
                 if (size := column.size[index]) > LARGEST_CAPTIONS:
                     raise ValueError(f"has {size:,} bytes, expected captions of at most {LARGEST_CAPTIONS:,}")
-                for caption in _captions_in(samples.member(index, column, read), member):
+                content = samples.member(index, column, read)
+                for caption in captions_of(member.read(content)) if member.format == "json" else lines_of(content):
                     texts += caption.encode()
                     ends.append(len(texts))
             except (ValueError, RecursionError) as error:
@@ -110,19 +111,15 @@ def _make(samples: Samples, column: Column, member: Condition, number: int, indi
     )
 
 
-def _captions_in(content: bytes, member: Condition) -> tuple[str, ...]:
-    return captions_of(member.read(content)) if member.format == "json" else lines_of(content)
-
-
 def _save(captions: Captions, shard: Shard, path: Path, asked: str) -> None:
     arrays = {"texts": captions.texts, "ends": captions.ends, "numbers": captions.numbers}
     save_arrays(path, state_of(shard, format=_FORMAT, asked=asked), arrays)
 
 
 def _load(path: Path, shard: Shard, asked: str, num: int) -> Captions | None:
-    """Return the captions of `num` samples in a file; None if it is of an earlier state of the shard.
+    """Return the captions of `num` samples in a file; None if the shard has changed since then.
 
-    Raises many kinds of error for a file that is damaged, and for a forged one that would make the reading fail.
+    Raises many kinds of error for a damaged file, and for a forged file with which the reading would fail.
     """
     if (stored := load_arrays(path, state_of(shard, format=_FORMAT, asked=asked))) is None:
         return None

@@ -1,4 +1,4 @@
-"""What samples have beside the picture and its label."""
+"""The conditions of samples: members beside the picture and its label."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Condition:
         return self.extension.rpartition(".")[2]
 
     def read(self, content: bytes) -> Any:
-        """Return what the member holds; raises any error for broken content."""
+        """Return the value of the member with these bytes; raises any error for broken bytes."""
         if is_picture(self.extension):
             return _opened(content)
         if self.format == "npy":
@@ -47,10 +47,10 @@ class Condition:
         return value[self.key]
 
 
-def parse(given: Mapping[str, str]) -> dict[str, Condition]:
+def parse(table: Mapping[str, str]) -> dict[str, Condition]:
     """Return the conditions that a config names. Raises ValueError for an extension that is not read."""
     conditions = {}
-    for name, text in given.items():
+    for name, text in table.items():
         condition = conditions[name] = member_of(text, f"conditions.{name}")
         known = ("npy", "json", *_TEXTS)
         if name in _TAKEN:
@@ -71,7 +71,7 @@ def member_of(text: str, option: str) -> Condition:
 
 
 class Items(Samples):
-    """Pictures or arrays in shards, and all that they have beside them.
+    """Pictures or arrays in shards, with their conditions.
 
     Raises:
         UserError: if there are any problems.

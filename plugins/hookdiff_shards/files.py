@@ -1,4 +1,4 @@
-"""Ranges of bytes of many shards, which any thread, and any process that was forked or got a pickle, may read."""
+"""Reads ranges of bytes of many shards, in any thread, forked process, or process that got a pickle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Shard:
 
     name: str  # its path or URL
     size: int
-    mark: str  # changes with the content
+    mark: str  # a text that changes with the content
 
     @property
     def place(self) -> str:
@@ -43,7 +43,7 @@ class Files:
     def __init__(self, names: Sequence[str], options: Mapping[str, Any]) -> None:
         self.options = dict(options)
         look = partial(_look, options=self.options)
-        first = look(names[0])  # alone, so that a mistake of all URLs is met once
+        first = look(names[0])  # alone, so that a mistake in all URLs is reported once
         if first is not None and is_url(first.name) and first.size > 1:
             check_parts(first.name, self.options)
         pool = ThreadPoolExecutor(THREADS)
@@ -58,7 +58,7 @@ class Files:
     def read(self, number: int, start: int, size: int) -> bytes:
         """Return `size` bytes of a shard, from `start`; fewer at its end.
 
-        Raises OSError, and StorageError for a local file that has changed and a server that fails.
+        Raises OSError, and StorageError for a local file that has changed or a server that fails.
         """
         shard = self.shards[number]
         size = min(size, shard.size - start)
@@ -107,8 +107,8 @@ class _Local:
         finalize(self, os.close, self.descriptor)
 
     def read(self, start: int, size: int) -> bytes:
-        if _state(self.descriptor) != (self.shard.size, self.shard.mark):  # else other bytes may pass for a picture
-            raise StorageError(f"{self.path} has changed since it was first looked at: start again to read it anew")
+        if _state(self.descriptor) != (self.shard.size, self.shard.mark):  # other bytes may pass for a picture
+            raise StorageError(f"{self.path} has changed since the run began: start again to read it anew")
         if hasattr(os, "pread"):
             return os.pread(self.descriptor, size, start)
         with open_file(self.path) as file:  # Windows

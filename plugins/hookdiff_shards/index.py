@@ -1,4 +1,4 @@
-"""The index of one shard: where its members are, what its pictures look like, and what its small members hold."""
+"""The index of one shard: the places of its members, the sizes of its pictures, and the bytes of its small members."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Index:
     keys: Any  # uint8, the names of the samples one after the other
     key_ends: Any  # for each sample, the end of its name in `keys`
     table: Any  # for each member a row with `_COLUMNS`
-    texts: Any  # uint8, what small members hold, one after the other
+    texts: Any  # uint8, the bytes of the small members, one after the other
     extensions: tuple[str, ...]  # by `kind`
     modes: tuple[str, ...]  # of Pillow, by `mode`; the first one stands for a picture without a known header
 
@@ -57,7 +57,7 @@ class Index:
         return self.table[:, _COLUMNS.index(name)]
 
     def rows(self, extensions: Collection[str]) -> tuple[Any, Any]:
-        """Return, for each sample, a row of the table with one of `extensions`, -1 if it has none; and their number."""
+        """Return for each sample the row of a member with one of `extensions`, or -1, and how many members have one."""
         kinds = [number for number, extension in enumerate(self.extensions) if extension in extensions]
         (rows,) = numpy.isin(self.column("kind"), kinds).nonzero()
         samples = self.column("sample")[rows]
@@ -65,13 +65,8 @@ class Index:
         row_of_sample[samples] = rows
         return row_of_sample, numpy.bincount(samples, minlength=len(self))
 
-    def key(self, sample: int) -> str:
-        """Return the name of a sample."""
-        begin = self.key_ends[sample - 1] if sample else 0
-        return bytes(self.keys[begin : self.key_ends[sample]]).decode("utf-8", "surrogateescape")
-
     def text(self, row: int) -> bytes:
-        """Return what a small member holds."""
+        """Return the bytes of a small member."""
         ends = self.column("end")
         return bytes(self.texts[ends[row - 1] if row else 0 : ends[row]])
 
@@ -100,7 +95,7 @@ def make(read: Read, total: int, block: int) -> Index:
     if twice and twice[0][1] > 1:
         sample, kind = twice[0][0]
         name_of_both = f"{list(samples)[sample]}.{list(kinds)[kind]}"
-        raise ValueError(f"has {twice[0][1]} members called {shown(name_of_both)}")
+        raise ValueError(f"has {twice[0][1]} members called {shown(name_of_both)}; give each a name of its own")
     names = [key.encode("utf-8", "surrogateescape") for key in samples]
     return Index(
         numpy.frombuffer(b"".join(names), numpy.uint8),
@@ -113,14 +108,14 @@ def make(read: Read, total: int, block: int) -> Index:
 
 
 def buffered(read: Read, block: int) -> Read:
-    """Return `read` that reads at least `block` bytes, and keeps the last of them: members mostly lie side by side."""
-    begin, kept = 0, b""
+    """Return a function like `read` that reads at least `block` bytes, and keeps them: members lie side by side."""
+    begin, content = 0, b""
 
     def taken(start: int, size: int) -> bytes:
-        nonlocal begin, kept
-        if not begin <= start <= start + size <= begin + len(kept):
-            begin, kept = start, read(start, max(size, block))
-        return kept[start - begin : start - begin + size]
+        nonlocal begin, content
+        if not begin <= start <= start + size <= begin + len(content):
+            begin, content = start, read(start, max(size, block))
+        return content[start - begin : start - begin + size]
 
     return taken
 
@@ -129,13 +124,13 @@ def _header(head: bytes, size: int) -> tuple[str, int, int]:
     """Return mode, width and height of a picture of `size` bytes that begins with `head`; ("", 0, 0) if that fails."""
     try:
         with open_picture(io.BytesIO(head)) as image:
-            # In other formats, what turns a picture may stand behind its pixels.
+            # In other formats, the orientation of a picture may stand behind its pixels.
             if len(head) < size and image.format not in ("JPEG", "PNG"):
                 return "", 0, 0
             width, height = upright_size(image)
             is_usual = 0 < width <= _LARGEST and 0 < height <= _LARGEST
             return (str(image.mode), width, height) if is_usual else ("", 0, 0)
-    except Exception:  # a decoder may raise any error; if it is not for lack of bytes, the survey finds it again
+    except Exception:  # a decoder may raise any error; the survey reads the whole picture and reports a damaged one
         return "", 0, 0
 
 
@@ -159,7 +154,7 @@ def save(index: Index, shard: Shard, path: Path) -> None:
 
 
 def load(path: Path, shard: Shard) -> Index | None:
-    """Return the index of `shard` in a file; None if it is of an earlier state of that shard.
+    """Return the index of `shard` in a file; None if the shard has changed since then.
 
     Raises OSError, ValueError and many kinds of error for a file that is missing or damaged.
     """

@@ -1,4 +1,4 @@
-"""What is kept in a folder for each of many shards, such as its index: made once, and again when the shard changes."""
+"""Files that are made for each shard, such as its index: once, and again when the shard changes."""
 
 import hashlib
 import logging
@@ -34,7 +34,7 @@ class Kind(Generic[Made]):
     suffix: str
     make: Callable[[int], Made]  # raises OSError, ValueError
     save: Callable[[Made, Shard, Path], None]
-    load: Callable[[Path, int], Made | None]  # None if the file is of an earlier state of the shard
+    load: Callable[[Path, int], Made | None]  # None if the shard has changed since the file was made
 
 
 def indices_of(files: Files, folder: Path) -> list[Index]:
@@ -75,9 +75,9 @@ def _hash(text: str) -> str:
 
 
 def _load(files: Files, path: Path, number: int, kind: Kind[Made], report: bool = False) -> Made | None:
-    """Return the content of a file; None if the file is missing, damaged, or of an earlier state of the shard.
+    """Return the content of a file; None if the file is missing or damaged, or if the shard has changed since then.
 
-    A damaged file is logged if `report`. For a shard without a mark, which shows no change, no file is used.
+    A damaged file is logged if `report`. A shard without a mark would not show a change, so it uses no file.
     """
     shard = files.shards[number]
     if not shard.mark or not os.path.lexists(path):
@@ -92,10 +92,10 @@ def _load(files: Files, path: Path, number: int, kind: Kind[Made], report: bool 
 
 
 def _with_others(files: Files, paths: Sequence[Path], loaded: list[Made | None], kind: Kind[Made]) -> list[Made]:
-    """Return the content of all files: those `loaded`, those that another process made meanwhile, and new ones."""
+    """Return the content of all files: `loaded`, or made meanwhile by another process, or made here."""
     shards, problems, made = files.shards, list[str](), dict[int, Made]()
-    for number, kept in enumerate(loaded):
-        known = _load(files, paths[number], number, kind, report=True) if kept is None else kept
+    for number, content in enumerate(loaded):
+        known = _load(files, paths[number], number, kind, report=True) if content is None else content
         if known is not None:
             made[number] = known
     lacking = [number for number in range(len(shards)) if number not in made]
@@ -116,8 +116,8 @@ def _with_others(files: Files, paths: Sequence[Path], loaded: list[Made | None],
     finally:
         pool.shutdown(cancel_futures=True)
     if problems:
-        count = f"{len(problems):,} of {len(shards):,} shards cannot be read:{as_lines(problems)}"
-        raise ValueError(problems[0] if len(problems) == 1 else count)
+        several = f"{len(problems):,} of {len(shards):,} shards cannot be read:{as_lines(problems)}"
+        raise ValueError(problems[0] if len(problems) == 1 else several)
     return [made[number] for number in range(len(shards))]
 
 

@@ -19,36 +19,36 @@ _NAMES = ("classes.json", "classes.txt")
 _LARGEST = 1 << 24  # bytes of a file of names
 
 
-def read_classes(given: str | Sequence[str] | None, shard: str, options: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the names of the classes: `given`, or those in a file, which may also stand beside the first `shard`.
+def read_classes(classes: str | Sequence[str] | None, shard: str, options: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the names of the classes: `classes`, or those in a file, which may also stand beside the first `shard`.
 
     A .txt has a name on each line, a .json a list of names. None if there are no names. Raises ValueError for a file
-    that is missing or holds anything else.
+    that is missing or has another content.
     """
-    if given is None:
-        given = beside(shard, _NAMES, options)
-        if given is None:
+    if classes is None:
+        classes = beside(shard, _NAMES, options)
+        if classes is None:
             return None
-    if not isinstance(given, str):
-        return tuple(given)
-    content = content_of(given, options)
+    if not isinstance(classes, str):
+        return tuple(classes)
+    content = content_of(classes, options)
     try:
-        if given.lower().endswith(".json"):
+        if classes.lower().endswith(".json"):
             names = json.loads(content.decode("utf-8-sig"))
-        elif given.lower().endswith(".txt"):
+        elif classes.lower().endswith(".txt"):
             names = lines_in(content)
             check_text("\n".join(names))
         else:
-            raise ValueError("expected names of classes in a .txt or a .json")
+            raise ValueError("name a .txt or a .json with the names of the classes")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{given}: {reason(error)}") from error
+        raise ValueError(f"{classes}: {reason(error)}") from error
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ValueError(f"{given}: expected a list of names of classes")
+        raise ValueError(f"{classes}: write a list of names of classes")
     return tuple(names)
 
 
 def read_encoded(shard: str, options: Mapping[str, Any]) -> Any:
-    """Return what the file beside the first `shard` says about encoded samples; None if there is none.
+    """Return the facts about encoded samples in the file beside the first `shard`; None if there is no such file.
 
     Raises ValueError for a file that cannot be read.
     """
@@ -68,9 +68,12 @@ def beside(shard: str, names: Sequence[str], options: Mapping[str, Any]) -> str 
 
 
 def content_of(path: str, options: Mapping[str, Any]) -> bytes:
-    """Return what a file here or at a URL holds. Raises ValueError if it cannot be read."""
+    """Return the bytes of a file here or at a URL. Raises ValueError if it cannot be read."""
     try:
-        return _content(path, options)
+        if not is_url(path):
+            return read_file(Path(os.path.expanduser(path)))
+        content: bytes = asked(path, options, lambda system, inner: system.cat_file(inner, start=0, end=_LARGEST))
+        return content
     except FileNotFoundError:
         raise ValueError(f"{path}: {'no such file' if is_url(path) else why_missing(Path(path))}") from None
     except OSError as error:
@@ -78,20 +81,13 @@ def content_of(path: str, options: Mapping[str, Any]) -> bytes:
 
 
 def _exists(path: str, options: Mapping[str, Any]) -> bool:
-    """Return whether there is such a file; some servers say of one that is missing that the request is wrong."""
+    """Return whether the file exists; some servers call a request for a missing file wrong or forbidden."""
     if not is_url(path):
         return os.path.lexists(path)
     try:
         return bool(asked(path, options, lambda system, inner: system.info(inner)))
     except (FileNotFoundError, PermissionError, ValueError):
         return False
-
-
-def _content(path: str, options: Mapping[str, Any]) -> bytes:
-    if not is_url(path):
-        return read_file(Path(os.path.expanduser(path)))
-    content: bytes = asked(path, options, lambda system, inner: system.cat_file(inner, start=0, end=_LARGEST))
-    return content
 
 
 def encode_labels(

@@ -1,4 +1,4 @@
-"""From what a config names to the shards: a path, a glob, a range in braces, a folder, or a list of these."""
+"""Finds the shards that a config names by a path, a glob, a range in braces, a folder, or a list of these."""
 
 import os
 import re
@@ -16,25 +16,25 @@ _MOST = 1_000_000  # shards
 _PACKED = re.compile(r"\.(tar\.\w+|t[gbx]z2?)$", re.IGNORECASE)
 
 
-def expand(given: str | Sequence[str], options: Mapping[str, Any]) -> list[str]:
-    """Return the paths and URLs of all shards that `given` names, in order; globs and folders are sorted.
+def expand(names: str | Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    """Return the paths and URLs of all shards that `names` stands for, in order; globs and folders are sorted.
 
     Raises ValueError for a range of too many shards, and for a glob or a folder without shards.
     """
-    paths = [given] if isinstance(given, str) else given
+    paths = [names] if isinstance(names, str) else names
     if not paths or not all(paths):
-        raise ValueError("path: expected shards or a folder of shards, it is empty")
+        raise ValueError("path: is empty; name shards or a folder of shards")
     return [shard for path in paths for shard in (_urls(path, options) if is_url(path) else _files(path))]
 
 
-def _files(given: str) -> list[str]:
-    path = os.path.expanduser(given)
+def _files(name: str) -> list[str]:
+    path = os.path.expanduser(name)
     if os.path.lexists(path):  # a name may have braces and stars of its own
         return _inside(path)
     paths = []
     for pattern in braces(path):
         if is_url(pattern):  # a check of the config saw no URL
-            raise ValueError(f"{given}: its braces make the URL {pattern}; write :// outside of them")
+            raise ValueError(f"{name}: its braces make the URL {pattern}; write :// outside of them")
         matches = sorted(glob(pattern, recursive=True)) if has_magic(pattern) else [pattern]
         if not matches:
             folder = os.path.dirname(re.split(r"[*?[]", pattern)[0]) or "."
@@ -65,9 +65,9 @@ def _inside(path: str) -> list[str]:
     raise ValueError(f"{path} has no .tar; found: {kinds}{way_out}")
 
 
-def _urls(given: str, options: Mapping[str, Any]) -> list[str]:
+def _urls(pattern: str, options: Mapping[str, Any]) -> list[str]:
     urls: list[str] = []
-    for url in braces(given):
+    for url in braces(pattern):
         has_stars = any(sign in url for sign in "*[")  # a question mark begins a query
         if not has_stars and _is_shard(url.partition("?")[0]):
             urls.append(url)
@@ -99,7 +99,7 @@ def _is_shard(name: str) -> bool:
 
 
 def braces(text: str) -> list[str]:
-    """Return what {000..123} and {a,b} in `text` stand for, as in a shell; raises ValueError if these are too many."""
+    """Return the texts that {000..123} and {a,b} in `text` stand for, as in a shell. Raises ValueError for too many."""
     parts = re.split(r"\{(\d+\.\.\d+|[^{}]*,[^{}]*)\}", text)
     texts = [parts[0]]
     for choices, rest in zip(parts[1::2], parts[2::2], strict=True):

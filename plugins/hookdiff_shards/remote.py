@@ -18,7 +18,7 @@ _WAITS = (1, 4, 16)  # seconds before each further attempt
 _SILENCE = 30  # seconds for which a server may send nothing
 _MISSING, _REFUSED, _LATER, _BEYOND = (404, 410), (401, 403), (408, 425, 429), 416  # of the statuses of HTTP
 _MISTAKES = (ValueError, TypeError, LookupError, AttributeError)  # another attempt would fail too
-# What servers say about the content, by the names that the file systems of fsspec have for it.
+# Facts from servers that change with the content, by their names in the file systems of fsspec.
 _MARKS = (
     *("ETag", "etag", "generation", "blob_id", "md5Hash", "Content-MD5"),
     *("Last-Modified", "LastModified", "last_modified", "updated"),
@@ -66,7 +66,7 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _patience() -> dict[str, Any]:
-    """Return the options of aiohttp for servers that never answer; its own limit would be one for a whole answer."""
+    """Return options of aiohttp that limit the silence of a server; its own limit is for the whole answer."""
     try:
         from aiohttp import ClientTimeout
     except ImportError:  # which fsspec reports
@@ -75,7 +75,7 @@ def _patience() -> dict[str, Any]:
 
 
 def asked(url: str, options: Mapping[str, Any], call: Callable[[Any, str], Result]) -> Result:
-    """Return `call(file system, path)` for `url`; a server that fails is asked again up to three times, with a warning.
+    """Return `call(file system, path)` for `url`. A server that fails is asked again up to three times, with a warning.
 
     Raises FileNotFoundError if the server has no such file, PermissionError if it refuses it, ValueError for a wrong
     URL or option, and StorageError if it fails to the end.
@@ -93,19 +93,19 @@ def asked(url: str, options: Mapping[str, Any], call: Callable[[Any, str], Resul
             if status in _REFUSED:
                 raise PermissionError(why) from error
             if status == _BEYOND:
-                raise ValueError(f"{url}: the file is shorter than it was") from error
+                raise ValueError(f"{url}: the file has become shorter; start again") from error
             if isinstance(cause, _MISTAKES) or (400 <= status < 500 and status not in _LATER):
                 raise ValueError(why if why.startswith(url) else f"{url}: {why}") from error
             if isinstance(cause, (FileNotFoundError, PermissionError, UserError)):
                 raise cause from None
             if (wait := next(waits, None)) is None:
-                raise StorageError(f"{url}: the server fails: {why}") from error
+                raise StorageError(f"{url}: the server fails: {why}; start again once it answers") from error
             logger.warning("data: %s: %s; the next attempt is in %d s", url, why, wait)
         time.sleep(wait)
 
 
 def _own_cause(error: Exception) -> Exception:
-    """Return why a file could not be read: for http, fsspec says of each failure that the file is missing."""
+    """Return the error that made the reading fail: for http, fsspec reports each failure as a missing file."""
     cause = error.__cause__
     is_failure = isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp")
     return cause if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and is_failure else error
@@ -120,8 +120,8 @@ def state_of(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
     if about.get("type") == "directory":
         raise ValueError(f"{url}: is a folder, expected a .tar")
     if not isinstance(size := about.get("size"), int):
-        raise ValueError(f"{url}: the server does not say its size, so that it cannot be read in parts")
-    # A time alone may be that of this request.
+        raise ValueError(f"{url}: the server does not give its size, which reading in parts needs; download the file")
+    # Times count only without other marks: some servers give the time of the request.
     marks = [f"{name} {about[name]}" for name in _MARKS if about.get(name)]
     return size, ", ".join(marks or [f"{name} {about[name]}" for name in _TIMES if about.get(name)])
 
@@ -140,7 +140,7 @@ def check_parts(url: str, options: Mapping[str, Any]) -> None:
     try:
         asked(url, options, second_byte)
     except ValueError as error:
-        raise ValueError(f"{url}: the server does not read files in parts (no ranges of bytes)") from error
+        raise ValueError(f"{url}: the server gives no parts of files (ranges of bytes); download the shards") from error
 
 
 def read_range(url: str, options: Mapping[str, Any], start: int, size: int) -> bytes:
@@ -151,7 +151,7 @@ def read_range(url: str, options: Mapping[str, Any], start: int, size: int) -> b
                 url, options, lambda system, path: system.cat_file(path, start=start, end=start + size)
             )
     except FileNotFoundError:
-        raise StorageError(f"{url}: the server has this file no more") from None
+        raise StorageError(f"{url}: the server no longer has this file; put it back") from None
     except (PermissionError, ValueError) as error:
         why = reason(error).removeprefix(f"{url}: ")
         raise StorageError(f"{url}: the server no longer gives this file: {why}") from error

@@ -1,4 +1,4 @@
-"""The samples of all shards: the place of the picture of each, its label and its name."""
+"""The samples of all shards: for each the place of its picture, its label and its name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Samples:
     that is asked for.
     """
 
-    encoded: Any = None  # facts about what encoders have made, as a table
+    encoded: Any = None  # facts about stored latents and conditions, as a table
     read_captions: Callable[[], Sequence[Sequence[str]]] | None = None
 
     def __init__(
@@ -142,14 +142,14 @@ class Samples:
         return self.name(index, self.extensions[self.shard[index]][self.pictures.kind[index]])
 
     def members(self, index: int, columns: Sequence[Column]) -> list[bytes]:
-        """Return what the members of a sample in these columns hold; one that is nearby takes no request of its own.
+        """Return the bytes of the members of a sample in these columns; members that are close share one request.
 
         Raises OSError, ValueError for a member that is missing or too large, and StorageError for a shard that has
         changed since its index was made, or cannot be read any more.
         """
         if any(column.is_lacking[index] for column in columns):
             raise ValueError("it has no picture" if self.image is None else f"it has no .{shown(self.image)}")
-        # With the headers before them, in which the names are: else other bytes could pass for a picture.
+        # The headers before the members are read too: they show that a shard has not changed.
         spans = sorted(
             (int(column.start[index]) - BLOCK, int(column.size[index]) + BLOCK, k) for k, column in enumerate(columns)
         )
@@ -165,7 +165,7 @@ class Samples:
         return [contents[number] for number in range(len(columns))]
 
     def member(self, index: int, column: Column, read: Read) -> bytes:
-        """Return what one member of a sample holds, by a function that reads the shard. Raises as `members` does."""
+        """Return the bytes of one member of a sample; `read` reads its shard. Raises as `members` does."""
         content = self._read(index, int(column.start[index]) - BLOCK, int(column.size[index]) + BLOCK, read)
         return self._checked(index, column, content)
 
@@ -175,18 +175,21 @@ class Samples:
         content = read(start, size)
         if len(content) != size:
             raise StorageError(
-                f"{shown(self.name(index))}: its shard has become shorter, and lacks {size - len(content)} bytes of it"
+                f"{shown(self.name(index))}: its shard has become shorter by at least {size - len(content)} bytes; "
+                "restore the shard, or start again"
             )
         return content
 
     def _checked(self, index: int, column: Column, content: bytes) -> bytes:
-        """Return what a member holds, given the `content` with its header."""
+        """Return the bytes of a member, given the `content` with its header."""
         if crc32(content[:BLOCK]) != column.head[index]:
-            raise StorageError(f"{shown(self.name(index))} is no longer where it was: its shard has changed")
+            raise StorageError(
+                f"{shown(self.name(index))} has moved: its shard has changed; start again to read it anew"
+            )
         return content[BLOCK:]
 
     def known_sizes(self) -> Tensor:
-        """Return height and width of the pictures with headers in the indices: n 2, int64, zeros of all others."""
+        """Return height and width of each picture: n 2, int64; zeros if its header is not in the index."""
         sides, known = numpy.stack([self.pictures.height, self.pictures.width], 1), self.pictures.mode > 0
         return torch.from_numpy(numpy.where(known[:, None], sides, 0))
 
@@ -205,7 +208,7 @@ class Shards(Samples):
         return open_picture(io.BytesIO(content))
 
     def known_kinds(self) -> tuple[list[Kind], list[int]]:
-        """Return the kinds of the pictures with headers in the indices, and the positions of all others."""
+        """Return the kinds of the pictures with headers in the indices, and the positions of the other pictures."""
         kinds, known = dict[tuple[str, int, int], Kind](), self.pictures.mode > 0
         about = numpy.stack([self.shard, self.pictures.mode, self.pictures.width, self.pictures.height], 1)[known]
         (positions,) = known.nonzero()
@@ -226,14 +229,14 @@ def _kinds(indices: Sequence[Index]) -> list[tuple[int, int]]:
     return ordered
 
 
-def extension_of(given: str, option: str) -> str:
+def extension_of(text: str, option: str) -> str:
     """Return an extension as the indices have it, such as "mask.png". Raises ValueError for one of pickles."""
-    extension = given.lower().removeprefix(".")
+    extension = text.lower().removeprefix(".")
     if (last := extension.rpartition(".")[2]) in _PICKLED:
-        raise ValueError(f"{option}: .{last} is pickled, and is never read; arrays are read from .npy")
+        raise ValueError(f"{option}: .{last} is pickled, and is never read; save arrays as .npy")
     return extension
 
 
 def is_array(image: str | None) -> bool:
-    """Return whether `image`, the extension of the pictures, is that of arrays."""
+    """Return whether `image`, the extension of the pictures, means arrays."""
     return image is not None and extension_of(image, "image").rpartition(".")[2] == "npy"

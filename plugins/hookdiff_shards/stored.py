@@ -1,4 +1,4 @@
-"""Arrays that are made of a shard once, in a file that says of which state of the shard they are."""
+"""Files with arrays that are made from a shard once, and with the state that the shard had then."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ Arrays = Mapping[str, Any]  # of numpy
 
 
 def state_of(shard: Shard, **more: Any) -> dict[str, Any]:
-    """Return what must be the same for a file to be used, and what else it depends on."""
+    """Return the facts that must be the same for a file to be used: the state of the shard, and `more`."""
     return {"shard": shard.place, "size": shard.size, "mark": shard.mark, **more}
 
 
@@ -37,16 +37,16 @@ def _tensor(values: Any) -> Tensor:
 def load_arrays(path: Path, wanted: Mapping[str, Any]) -> tuple[Any, Arrays] | None:
     """Return the facts and the arrays in a file; None if the facts differ from those in `wanted`.
 
-    The digest finds damage; who can write a file can also forge it. Raises OSError, ValueError and many kinds of error
-    for a file that is missing or damaged.
+    The digest finds damage, but no forgery: a forger can write the digest too. Raises OSError, ValueError and many
+    kinds of error for a file that is missing or damaged.
     """
     with open_tensors(path) as file:
-        given = file.metadata()
-        about = json.loads(given["about"])
+        metadata = file.metadata()
+        about = json.loads(metadata["about"])
         if any(about[key] != value for key, value in wanted.items()):
             return None
         arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
-    if given["sha256"] != _digest(given["about"], arrays):
+    if metadata["sha256"] != _digest(metadata["about"], arrays):
         raise ValueError("it has another digest")
     return about, arrays
 
@@ -59,6 +59,6 @@ def _digest(about: str, arrays: Arrays) -> str:
 
 
 def are_ends(ends: Any, total: int) -> bool:
-    """Return whether `ends` are those of parts, one after the other, of something with `total` items."""
+    """Return whether `ends` are the ends of consecutive parts of a sequence of `total` items."""
     last = int(ends[-1]) if len(ends) else 0
     return last == total and bool((numpy.diff(ends, prepend=0) >= 0).all())

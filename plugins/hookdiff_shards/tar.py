@@ -45,7 +45,7 @@ def members(read: Read, total: int) -> Iterator[Member]:
         if not total:
             raise ValueError("is empty, expected a tar")
         if len(head) < BLOCK:
-            raise ValueError(f"is cut, or no tar: it has no end mark in its {total} bytes")
+            raise ValueError(f"is cut, or no tar: it has no end mark in its {total} bytes; copy or make it again")
         if not any(head):
             if any(any(read(at, min(_CHUNK, total - at))) for at in range(begin, min(total, begin + _AFTER), _CHUNK)):
                 raise ValueError(
@@ -80,12 +80,12 @@ def members(read: Read, total: int) -> Iterator[Member]:
 
 
 def _is_header(head: bytes) -> bool:
-    given = head[148:156].strip(b"\0 ")
-    if not re.fullmatch(rb"[0-7]+", given):
+    checksum = head[148:156].strip(b"\0 ")
+    if not re.fullmatch(rb"[0-7]+", checksum):
         return False
     counted = head[:148] + b" " * 8 + head[156:]
     signed = sum(byte - 256 if byte > 127 else byte for byte in counted)  # as some old programs have counted
-    return int(given, 8) in (sum(counted), signed)
+    return int(checksum, 8) in (sum(counted), signed)
 
 
 def _number(field: bytes, where: int) -> int:

@@ -25,10 +25,10 @@ KEY = "plugins.spectral.layers"
 class Spectral:
     """Divides the weights of layers by their largest singular value, which limits how much a layer can amplify.
 
-    `layers` chooses linear layers and convolutions. Two kinds of them stay as they are: the layer that the network
-    calls last, because the loss decides how large the output has to be, and layers that start at zero, because their
-    singular values are zero. The singular vectors are buffers of the model, and follow the weights by one iteration of
-    the power method per update (Miyato et al. 2018, arXiv 1802.05957).
+    `layers` chooses linear layers and convolutions. The layer that the network calls last stays as it is, because the
+    loss decides how large the output has to be. Layers that start at zero stay as they are too, because their singular
+    values are zero. The singular vectors are buffers of the model. They follow the weights by one iteration of the
+    power method per update (Miyato et al. 2018, arXiv 1802.05957).
     """
 
     layers: tuple[str, ...] = field(
@@ -47,7 +47,7 @@ class Spectral:
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         self._layers = normalised(loop.model)
-        if loop.progress.position == 0:  # weights that a run starts from may come without vectors
+        if loop.progress.position == 0:  # the weights that a run starts from may have no vectors
             self._follow(SETTLING)
 
     # Last: a plugin that saves the state before a step must save the vectors from before the step.

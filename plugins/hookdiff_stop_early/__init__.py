@@ -16,19 +16,19 @@ from hookdiff.options import COUNT, about, numbers
 class StopEarly:
     """Ends the run when a logged value has not improved for several measurements.
 
-    NaN is no improvement. A run that was ended so stays ended when it is resumed, unless `patience` is raised.
+    NaN is no improvement. A run that this plugin has ended ends again when it is resumed, unless `patience` is raised.
     """
 
     metric: str = field(default="val/loss", metadata=about("name of the logged value"))
     mode: Literal["min", "max"] = field(default="min", metadata=about('best value: "min" or "max"'))
     patience: int = field(default=10, validator=ge(1), metadata=about("measurements in a row without an improvement"))
-    min_delta: float = field(default=0.0, validator=ge(0), metadata=about("an improvement is larger than this"))
+    min_delta: float = field(default=0.0, validator=ge(0), metadata=about("least improvement that counts"))
     after: int = field(default=0, validator=ge(0), metadata=about("ignore earlier measurements", "steps"))
     _best: float = saved(validator=numbers(finite=False))  # times `_sign`: lower is better
     _best_at: int = saved(validator=COUNT)  # step
     _stale: int = saved(validator=COUNT)  # measurements since the best one
     _is_logged: bool = saved()  # at any step of the run
-    _best_metric: str = saved(key="metric")  # the value that these belong to
+    _best_metric: str = saved(key="metric")  # the metric of the saved best value
     _best_mode: str = saved(key="mode")
     _names: set[str] = field(init=False)  # of all logged values
 
@@ -43,7 +43,7 @@ class StopEarly:
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
-        if (self._best_metric, self._best_mode) != (self.metric, self.mode):  # the saved state is of another value
+        if (self._best_metric, self._best_mode) != (self.metric, self.mode):  # the config has another value now
             self._begin()
         loop.resources.callback(self._warn_if_unknown, loop)  # after the last values, which on_stop may log
         self._stop_if_due(loop)

@@ -1,4 +1,4 @@
-"""Tracks runs in TensorBoard. It copies what is in the run directory, so its folder can be deleted."""
+"""Tracks runs in TensorBoard. Its folder is a copy of values in the run directory, and can be deleted."""
 
 import importlib
 import os
@@ -19,7 +19,7 @@ from hookdiff.options import Writes, about
 from hookdiff.run_dir import flat
 
 _PREFIX = "events.out.tfevents."  # by which TensorBoard finds its files
-_SUFFIX = ".hookdiff"  # by which we find ours, as `filename_suffix` of a SummaryWriter marks them
+_SUFFIX = ".hookdiff"  # by which we find our own files
 
 
 @plugin(needs={"tensorboard": "hookdiff[tensorboard]"})
@@ -58,17 +58,17 @@ class TensorBoard(Sink):
         self._folder.mkdir(parents=True, exist_ok=True)
         if run.has_earlier_steps:
             self.clear(run)
-        # TensorBoard reads the files in the order of their names; two in one second must not change places.
+        # TensorBoard reads the files in the order of their names, also two files of one second.
         seconds, rest = divmod(time_ns(), 10**9)
         name = f"{_PREFIX}{seconds}.{rest:09}.{socket.gethostname()}.{os.getpid()}{_SUFFIX}"
         self._file, self._end = (self._folder / name).open("xb", buffering=0), 0
         self._write(0, now(), file_version="brain.Event:2")
-        # Let a TensorBoard that is running forget what the files before this one have, and this one will have again.
+        # A running TensorBoard then forgets the values of earlier files, which this file repeats.
         session = _events().SessionLog
         first = 0 if run.has_earlier_steps else run.step + 1
         self._write(first, now(), session_log=session(status=session.START))
         if run.hparams:
-            # HParams can hold nothing else.
+            # HParams holds only these types.
             pairs = flat(run.hparams)
             values = {key: each if isinstance(each, bool | int | float) else str(each) for key, each in pairs}
             summary = _module("tensorboard.plugins.hparams.summary_v2").hparams_pb(values)
@@ -101,7 +101,7 @@ class TensorBoard(Sink):
         self._write(step, time, summary=summaries.Summary(value=parts))
 
     def _write(self, step: int, time: float, **content: Any) -> None:
-        """Append a record; after a call that failed, as on a full disk, its repetition replaces the broken record."""
+        """Append a record. A repeated call replaces the broken record of a call that failed, as on a full disk."""
         assert self._file is not None
         record = BytesIO()
         event = _events().Event(step=step, wall_time=time, **content)
@@ -144,7 +144,7 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _histogram(distribution: Distribution) -> Any:
-    # The sums, which nothing shows, are those of the middles of the bins.
+    # The sums, which TensorBoard does not show, are those of the middles of the bins.
     middles = [(low + high) / 2 for low, high in zip(distribution.edges, distribution.edges[1:], strict=False)]
     weighted = list(zip(middles, distribution.counts, strict=True))
     return _module("tensorboard.compat.proto.summary_pb2").HistogramProto(

@@ -1,4 +1,4 @@
-"""Encodes captions by text encoders of transformers, alone or as a pipeline does: `[data.encode.text] use = "text"`."""
+"""Encodes captions by text encoders of transformers or by a pipeline: `[data.encode.text] use = "text"`."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ class Text(TextEncoder):
     length: int | None = field(
         default=None,
         validator=optional(ge(1)),
-        metadata=about("tokens to which a caption is filled or cut; default: what the encoder takes, at most 128"),
+        metadata=about("tokens to which a caption is filled or cut; default: the most of the encoder, up to 128"),
     )
     layer: int = field(
         default=-1,
         metadata=about(
-            "layer that gives the output: -1 is the last one, after the final norm; -2 is the one before, without norm"
+            "layer that gives the output: -1 is the last layer, with the final norm; -2 the layer before, without norm"
         ),
     )
     attend: Literal["all", "tokens"] | None = field(
         default=None,
         validator=optional(in_(("all", "tokens"))),
         metadata=about(
-            'what a token attends to: "all" positions, or the "tokens" of the caption; default: "all" for a CLIP, as '
+            'positions that a token attends to: "all", or the "tokens" of the caption; default: "all" for a CLIP, as '
             'in Stable Diffusion, else "tokens"'
         ),
     )
@@ -94,7 +94,7 @@ class Text(TextEncoder):
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The folder of the tokenizer; of `text_encoder_2` beside it, `tokenizer_2`.
+        """The folder of the tokenizer; for the encoder `text_encoder_2`, the folder `tokenizer_2` beside it.
 
         Raises:
             UserError: if there is none.
@@ -110,7 +110,7 @@ class Text(TextEncoder):
         """Read config.json.
 
         Raises:
-            UserError: if there is no such file, or it names a class that is not known here.
+            UserError: if there is no such file, or its class is not in `_CLASSES`.
         """
         config = table_in(self.folder, CONFIG, "model of transformers", _is_known)
         match config.get("architectures"):
@@ -131,7 +131,7 @@ class Text(TextEncoder):
             config = {**config, **text_config, "architectures": config["architectures"]}
         most = count_in(config, "max_position_embeddings", self.folder / CONFIG)
         if most and "oberta" in config["architectures"][0]:
-            most = max(1, most - 2)  # RoBERTa's positions begin after that of the padding
+            most = max(1, most - 2)  # RoBERTa's first position comes after the position of the padding
         if self.length is None:
             return min(most or _USUAL, _USUAL)
         if most and self.length > most:
@@ -158,12 +158,12 @@ class Text(TextEncoder):
         opened = evolve(self, precision="float32").open(torch.device("cpu"))
         network, tokenizer, kind = opened.network, opened.tokenizer, type(opened.network).__name__
         tokenizer.model_max_length = opened.length  # where a pipeline cuts captions
-        made = {"": "made.last_hidden_state" if self.layer == -1 else f"made.hidden_states[{self.layer}]"}
+        outputs = {"": "made.last_hidden_state" if self.layer == -1 else f"made.hidden_states[{self.layer}]"}
         if self.pooled:
-            made["_pooled"] = f"made.{'text_embeds' if kind.endswith('WithProjection') else 'pooler_output'}"
+            outputs["_pooled"] = f"made.{'text_embeds' if kind.endswith('WithProjection') else 'pooler_output'}"
         if self.mask:
-            made["_mask"] = "tokens.attention_mask.bool()"
-        returned = ", ".join(f"{name + suffix!r}: {value}" for suffix, value in made.items())
+            outputs["_mask"] = "tokens.attention_mask.bool()"
+        returned = ", ".join(f"{name + suffix!r}: {value}" for suffix, value in outputs.items())
         attends = ", attention_mask=tokens.attention_mask" * opened.is_masked
         layers = ", output_hidden_states=True" * (self.layer != -1)
         code = f"""\
@@ -181,7 +181,7 @@ given, none = encode(prompts), encode([''] * len(prompts))
         return ExportedTexts(
             {"text_encoder": network, "tokenizer": tokenizer},
             code,
-            {name + suffix: (f"given[{name + suffix!r}]", f"none[{name + suffix!r}]") for suffix in made},
+            {name + suffix: (f"given[{name + suffix!r}]", f"none[{name + suffix!r}]") for suffix in outputs},
             "StableDiffusionPipeline" if is_usual else "",
         )
 
@@ -202,10 +202,10 @@ class _Network:
         ids, mask = tokens["input_ids"].to(device), tokens["attention_mask"].to(device)
         layered = {} if options.layer == -1 else {"output_hidden_states": True}
         with torch.no_grad():
-            made = self.network(input_ids=ids, attention_mask=mask if self.is_masked else None, **layered)
-        outputs = {"": made.last_hidden_state if options.layer == -1 else self._layer(made.hidden_states)}
+            output = self.network(input_ids=ids, attention_mask=mask if self.is_masked else None, **layered)
+        outputs = {"": output.last_hidden_state if options.layer == -1 else self._layer(output.hidden_states)}
         if options.pooled:
-            pooled = made.get("text_embeds", made.get("pooler_output"))
+            pooled = output.get("text_embeds", output.get("pooler_output"))
             if pooled is None:
                 kind = type(self.network).__name__
                 raise UserError(f"data.encode: pooled: a {kind} makes no vector for a caption; set pooled = false")
@@ -216,7 +216,7 @@ class _Network:
     def _layer(self, states: Sequence[Tensor]) -> Tensor:
         layer = self.options.layer
         if not -len(states) <= layer < len(states):
-            raise UserError(f"data.encode: layer = {layer}: expected {-len(states)} to {len(states) - 1}")
+            raise UserError(f"data.encode: layer = {layer}: set {-len(states)} to {len(states) - 1}")
         return states[layer]
 
     def lengths(self, texts: Sequence[str]) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Folders of transformers: their weights, in safetensors, and tokenizers, opened without the network or their code."""
+"""Opens networks and tokenizers in folders of transformers, without a connection and without code of the folders."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def network_in(folder: Path, kind: str, device: torch.device, precision: str) ->
     config = table_in(folder, CONFIG, "model of transformers")
     weights = network_weights(folder, config)
     with _quiet() as transformers:
-        made, options = getattr(transformers, kind), {}
-        # Models that were trained on words alone are saved without the layer that makes a vector for a caption.
-        if _POOLER in signature(made).parameters and not any("pooler." in name for name in weights.shapes):
+        network_class, options = getattr(transformers, kind), {}
+        # Models that were trained on words alone have no pooler, the layer that makes one vector for a caption.
+        if _POOLER in signature(network_class).parameters and not any("pooler." in name for name in weights.shapes):
             options[_POOLER] = False
-        network = load_network(made, folder, config, weights, _USUAL, **options)
+        network = load_network(network_class, folder, config, weights, _USUAL, **options)
     network.name_or_path = network.config.name_or_path = str(folder)
     network = network.to(device, torch.bfloat16 if precision == "bf16" else torch.float32)
     return network.eval().requires_grad_(False)
@@ -121,7 +121,7 @@ def tokenizer_in(folder: Path, kind: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[Any]:
-    """Yield the library transformers; its progress bars and reports, which would stand among a run's lines, are off."""
+    """Yield the library transformers without progress bars and reports, which would stand among a run's lines."""
     import transformers
 
     logging: Any = transformers.utils.logging
@@ -177,5 +177,5 @@ def tokens_of(tokenizer: Any, texts: list[str], length: int) -> list[list[int | 
     """Return the tokens of each text, cut at `length`; None is an unknown token."""
     rows = tokenized(tokenizer, texts, truncation=True, max_length=length, verbose=False)["input_ids"]
     unknown, blank = tokenizer.unk_token_id, tokenizer.convert_tokens_to_ids("\u2581")
-    blank = None if blank == unknown else blank  # it stands before each unknown word of sentencepiece
+    blank = None if blank == unknown else blank  # sentencepiece puts a blank before each unknown word
     return [[None if token == unknown else token for token in row if token != blank] for row in rows]

@@ -97,7 +97,7 @@ class Pipeline(TextEncoder):
     length: int | None = field(
         default=None,
         validator=optional(ge(1)),
-        metadata=about("tokens of a caption (the pipeline's max_sequence_length); default: that of the pipeline"),
+        metadata=about("tokens of a caption, as max_sequence_length of the pipeline; default: that of the pipeline"),
     )
     precision: Literal["float32", "bf16"] = field(
         default="float32", validator=in_(("float32", "bf16")), metadata=about("dtype of the networks")
@@ -107,7 +107,7 @@ class Pipeline(TextEncoder):
         """Read model_index.json.
 
         Raises:
-            UserError: if there is none, or not of a class that is known here.
+            UserError: if there is no such file, or its class is not in `_SIDES`.
         """
         index = table_in(Path(self.path).expanduser(), "model_index.json", "pipeline of diffusers", _is_known)
         if not _is_known(index):
@@ -149,7 +149,7 @@ class Pipeline(TextEncoder):
         config = table_in(folders[0], CONFIG, "model of transformers")
         most = count_in(config, "max_position_embeddings", folders[0] / CONFIG) or limit
         if not (type(limit) is int and 1 <= limit <= most):
-            raise UserError(f"data.encode: {where} = {limit}: {folders[0]} takes at most {most} tokens")
+            raise UserError(f"data.encode: {where} = {limit}: set at most {most}, the tokens of {folders[0]}")
         return _Part(kind, folders[0], kinds[1], folders[1], limit)
 
     @property
@@ -181,26 +181,26 @@ class Pipeline(TextEncoder):
         keywords_of |= {"_time_ids": "added_cond_kwargs.time_ids"} if side.time_ids else {}
         keywords = ", ".join(f'"{keyword}" = "NAME{suffix}"' for suffix, keyword in keywords_of.items())
         logger.info("data.encode: the text side of the %s in %s, for conditions = { %s }", name, self.path, keywords)
-        made: dict[str, Any] = {}
+        components: dict[str, Any] = {}
         for part in parts:
-            made[part.folder.name] = network_in(part.folder, part.kind, device, self.precision)
-            made[part.tokenizer_folder.name] = tokenizer_in(part.tokenizer_folder, part.tokenizer_kind)
+            components[part.folder.name] = network_in(part.folder, part.kind, device, self.precision)
+            components[part.tokenizer_folder.name] = tokenizer_in(part.tokenizer_folder, part.tokenizer_kind)
         with refused_as(f"{self.path} cannot be loaded"):
             import diffusers
 
             kind = getattr(diffusers, name)
             for where in (kind.__module__, "transformers.tokenization_utils_base"):
-                logging.getLogger(where).setLevel(logging.ERROR)  # they warn of each chunk; the run counts what is cut
+                logging.getLogger(where).setLevel(logging.ERROR)  # they warn of each cut caption; the run counts these
             # Not by its `from_pretrained`, which in some versions imports a file of the folder.
             taken, flags = inspect.signature(kind).parameters, _flags(index)
             others = {key: flags.get(key) for key, each in taken.items() if key in flags or each.default is each.empty}
-            pipeline = kind(**{**others, **made})
+            pipeline = kind(**{**others, **components})
         given = {"num_images_per_prompt": 1, **{f"prompt_{number}": None for number in range(2, len(parts) + 1)}}
         if side.length:
             given["max_sequence_length"] = self.length or side.length
-        tokenizers = [(made[part.tokenizer_folder.name], part.limit) for part in parts]
-        pairs = [(made[part.folder.name], made[part.tokenizer_folder.name]) for part in parts]
-        return _Network(side, pipeline, made, others, given, pairs, tokenizers, device)
+        tokenizers = [(components[part.tokenizer_folder.name], part.limit) for part in parts]
+        pairs = [(components[part.folder.name], components[part.tokenizer_folder.name]) for part in parts]
+        return _Network(side, pipeline, components, others, given, pairs, tokenizers, device)
 
     def to_diffusers(self, name: str, folder: str) -> ExportedTexts:
         opened = evolve(self, precision="float32").open(torch.device("cpu"))
@@ -239,7 +239,7 @@ class _Network:
 
     def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
         taken = self._taken(texts)
-        for network, tokenizer in self.pairs:  # unknown tokens would end the pipeline with a traceback
+        for network, tokenizer in self.pairs:  # a token without an embedding would end with a traceback
             check_tokens(network, tokenizer, tokenized(tokenizer, taken, verbose=False)["input_ids"])
         is_empty = torch.tensor([not text for text in texts])
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Tracks runs in Weights & Biases. It copies what is in the run directory."""
+"""Tracks runs in Weights & Biases, with copies of the values in the run directory."""
 
 import atexit
 import html
@@ -31,22 +31,22 @@ _NO_GIT = "WANDB_DISABLE_GIT"  # a variable that W&B reads
 class WandB(Sink):
     """Tracks metrics, pictures, texts, histograms and the config in Weights & Biases.
 
-    W&B takes no values of an earlier step. So a run that is resumed or rolled back goes on in a new W&B run, which is
-    first filled from the run directory.
+    W&B takes no values of an earlier step. So a run that is resumed or rolled back goes on in a new W&B run, which
+    first gets the earlier values from the run directory.
     """
 
     project: str | None = field(
-        default=None, metadata=about('project; default: that of W&B\'s settings, or "uncategorized"')
+        default=None, metadata=about('project; default: the project in W&B\'s settings, or "uncategorized"')
     )
-    entity: str | None = field(default=None, metadata=about("user or team; default: that of the key"))
-    name: str | None = field(default=None, metadata=about("name of the run; default: that of the run directory"))
+    entity: str | None = field(default=None, metadata=about("user or team; default: the owner of the key"))
+    name: str | None = field(default=None, metadata=about("name of the run; default: the name of the run directory"))
     group: str | None = field(
         default=None,
         metadata=about("group of the run; default: the name of the run directory, which resumed runs share"),
     )
     tags: tuple[str, ...] = field(default=(), metadata=about("tags of the run"))
     mode: Annotated[Literal["online", "offline"] | None, Connects(lambda mode: _is_online(mode))] = field(
-        default=None, metadata=about("where the run is kept; default: as W&B is set, or offline without a key")
+        default=None, metadata=about("place of the run; default: the mode in W&B's settings, or offline without a key")
     )
     dir: Annotated[str | None, Writes()] = field(
         default=None, metadata=about("folder in which W&B makes its folder `wandb`; default: the run directory")
@@ -79,11 +79,11 @@ class WandB(Sink):
                 self._find_mode()
             except UserError:
                 raise
-            except Exception as error:  # of W&B itself: `open` will warn of it
+            except Exception as error:  # of W&B itself; `open` fails then too, and warns
                 logger.debug("W&B cannot be asked for its key:", exc_info=error)
 
     def open(self, run: TrackedRun) -> list[Call]:
-        _refuse_settings_of(run.run_dir)  # also of a mirror that is made later
+        _refuse_settings_of(run.run_dir)  # also for `hookdiff mirror`, which does not call `check`
         wandb = _wandb()
         directory = run.run_dir.resolve().name if run.run_dir else None
         folder = Path(self.dir or run.run_dir or ".")
@@ -140,7 +140,7 @@ class WandB(Sink):
     def event(self, step: int, time: float, event: Event) -> None:
         if event.kind == "stop":
             self._exit_code = int(event.severity == "error")
-        # W&B keeps one value of a name and step, and a late event comes to the newest step.
+        # W&B keeps one value for a name and step, and a late event gets the newest step.
         lines = self._lines.setdefault((max(step, self._step), event.kind), [])
         if event.text not in lines:
             lines.append(event.text)
@@ -153,10 +153,10 @@ class WandB(Sink):
             atexit.unregister(self._abandon)
 
     def _abandon(self) -> None:
-        """At the end of the process, when W&B has failed or hangs: keep W&B from waiting for its own process."""
+        """Keep W&B from waiting for its own process at the end of ours, when W&B has failed or hangs."""
         connection = self._library._connection
         if connection and connection._cleanup:
-            connection._cleanup()  # removes the hook in which it waits, without a limit
+            connection._cleanup()  # removes the hook in which W&B waits without a limit
 
     def _log(self, step: int, time: float, values: Mapping[str, Any]) -> None:
         # A late finding can be of an earlier step.
@@ -176,33 +176,33 @@ class WandB(Sink):
 
 
 def _wandb() -> Any:
-    # W&B reads these when it is imported. Its reports on its own errors go over the network, also of an offline run.
+    # W&B reads these variables when it is imported. It would send its own errors over the network, even when offline.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     os.environ.setdefault("WANDB_SILENT", "true")
     return importlib.import_module("wandb")
 
 
 def _set_up() -> Any:
-    """Set up W&B without git, which waits for ever for a pipe in the repository of a stranger around."""
-    given = os.environ.get(_NO_GIT)
+    """Set up W&B without git, which would wait forever for a pipe in a stranger's repository around."""
+    before = os.environ.get(_NO_GIT)
     os.environ[_NO_GIT] = "true"
     try:
         library = _wandb().setup()
     finally:
-        if given is None:
+        if before is None:
             del os.environ[_NO_GIT]
         else:
-            os.environ[_NO_GIT] = given
-    if given is None:
+            os.environ[_NO_GIT] = before
+    if before is None:
         library.settings.disable_git = False  # of W&B runs of the user's own script
     return library
 
 
 def _refuse_settings_of(run_dir: Path | None) -> None:
-    """Raise UserError for settings in the working directory that the run has brought: they may name another server."""
+    """Raise UserError if W&B would read settings from a file of the run, which may name another server."""
     for file in (Path(name, "settings").resolve() for name in _FOLDERS):
         if run_dir and file.exists() and file.is_relative_to(run_dir.resolve()):
-            raise UserError(f"{file}: W&B would take its server from this file of the run; start from another folder")
+            raise UserError(f"{file}: start from another folder: W&B would take its server from this file of the run")
 
 
 def _is_online(mode: str | None) -> bool:

@@ -1,1 +1,1 @@
-"""Shows on a terminal a run that another process makes: `hookdiff watch`."""
+"""Shows on a terminal a run that another process trains: `hookdiff watch`."""

@@ -1,7 +1,7 @@
 """Curves in braille characters, which have 2 x 4 dots each.
 
-A library would be larger than this file: plotext has 2.9 MB, and version 6 replaced the interface of version 5; uniplot
-draws a frame that small curves have no room for.
+No library is used: plotext has 2.9 MB, and its version 6 replaced the interface of version 5. uniplot draws a frame,
+for which small curves have no room.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class DottedCurve:
         """Return the curve of the values that are finite."""
         steps = sorted(values)
         x, y = numpy.array(steps, float), numpy.array([values[step] for step in steps], float)
-        kept = numpy.isfinite(y)
-        return cls(x[kept], y[kept], style)
+        is_finite = numpy.isfinite(y)
+        return cls(x[is_finite], y[is_finite], style)
 
 
 @define(eq=False)
@@ -45,7 +45,7 @@ class _Canvas:
     cells: dict[tuple[int, int], tuple[int, str]] = field(init=False, factory=dict)  # bits and style, by row and column
 
     def draw(self, columns: Array, rows: Array, style: str) -> None:
-        """Draw a curve over what is there; columns and rows (0 at the bottom) are in [0, 1], columns rise."""
+        """Draw a curve over the earlier ones; columns and rows (0 at the bottom) are in [0, 1], and columns rise."""
         across, down = 2 * self.width, 4 * self.height
         x = numpy.rint(columns * (across - 1)).astype(int)
         y = numpy.rint((1 - rows) * (down - 1)).astype(int)

@@ -39,7 +39,7 @@ def command(run: Path, every: float, once: bool) -> None:
     followed = Followed(History.of(run).run_dir)
     followed.read()
     console = Console(highlight=False, soft_wrap=False)
-    # Not rich's own test: with FORCE_COLOR it takes a pipe for a terminal.
+    # Not by rich's own test, which takes a pipe for a terminal with FORCE_COLOR.
     is_live = sys.stdout.isatty() and not console.is_dumb_terminal and not once
     if is_live and not followed.is_over:
         _follow(followed, console, every)
@@ -53,7 +53,7 @@ def _follow(run: Followed, console: Console, every: float) -> None:
 
     from hookdiff_watch.view import view
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # without it, the cursor would stay hidden
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the end of `Live` shows the cursor again
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while not run.is_over:
             size = console.size

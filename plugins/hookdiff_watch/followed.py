@@ -1,4 +1,4 @@
-"""A run that is followed: what its files say now. Only the lines that were appended since are read again."""
+"""Follows the files of a run: each reading parses only the lines that were appended since the last one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from hookdiff.run_dir import (
 )
 
 _NAMES = ("loss", "loss/smooth", "grad_norm", "lr")
-_ROUTINE = ("checkpoint", "void", "skipped", "held")  # only the newest event of such a kind is shown, with their number
-_WINDOW, _FEWEST = 60.0, 10  # the speed is the mean over these seconds, or over these lines if they take longer
+_ROUTINE = ("checkpoint", "void", "skipped", "held")  # of each kind, the newest event is shown, with their number
+_WINDOW, _FEWEST = 60.0, 10  # the speed is a mean over this many seconds, and over at least this many lines
 _WAITING = ("running", "not started", "missing")
 
 
@@ -38,7 +39,7 @@ class Followed:
     """A run directory that may grow, be cut, replaced or removed at any time."""
 
     run_dir: Path
-    state: str = field(init=False, default="not started")  # that of History, "not started" or "missing"
+    state: str = field(init=False, default="not started")  # the state of History, "not started" or "missing"
     message: str = field(init=False, default="")  # why the run has ended, or why its config cannot be read
     series: dict[str, dict[int, float]] = field(init=False, factory=dict)  # values by name and step
     notes: list[tuple[LoggedEvent, int]] = field(init=False, factory=list)  # events, each with its number
@@ -97,17 +98,14 @@ class Followed:
             if kind in (*BEGINS, "rollback"):
                 self._began = logged.time, logged.step
             if kind in _ROUTINE:
-                for k in range(len(self.notes) - 1, -1, -1):
-                    if self.notes[k][0].event.kind not in _ROUTINE:
-                        break
-                    if self.notes[k][0].event.kind == kind:
-                        number += self.notes.pop(k)[1]
-                        break
+                kinds = takewhile(_ROUTINE.__contains__, (note.event.kind for note, _ in reversed(self.notes)))
+                if kind in (recent := list(kinds)):
+                    number += self.notes.pop(-1 - recent.index(kind))[1]
             self.notes.append((logged, number))
 
     @property
     def names(self) -> list[str]:
-        """The names of the values, those of the training first."""
+        """The names of the values; the values of the training come first."""
         known = [name for name in _NAMES if name in self.series]
         return known + sorted(name for name in self.series if name not in _NAMES)
 

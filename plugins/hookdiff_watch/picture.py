@@ -1,4 +1,4 @@
-"""Samples in half-block characters: each has an upper and a lower pixel."""
+"""Draws samples in half-block characters, each with an upper and a lower pixel."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MOST_PIXELS = 50_000_000
 def half_blocks(path: Path, width: int, height: int) -> list[Text]:
     """Return a title and at most `height` - 1 lines of `width` columns with the first samples in a picture.
 
-    If the file has the places of its samples, only as many are shown as are large enough to see; otherwise the whole
-    picture is shown. For a file that cannot be read, the title gives the reason.
+    If the file has the places of its samples, the number of shown samples is such that each is large enough to see;
+    otherwise the whole picture is shown. For a file that cannot be read, the title gives the reason.
     """
     from PIL import Image
     from rich.text import Text

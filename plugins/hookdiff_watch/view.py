@@ -68,8 +68,8 @@ def _head(run: Followed, screen: Screen) -> list[Text]:
         parts.append(Text(shown(run.message), "yellow"))
     lines = _flow(parts, screen)
     if run.total is not None and screen.has_blocks:
-        made = min(screen.width, screen.width * run.step // run.total)
-        lines.append(Text.assemble(("\u2501" * made, "green"), ("\u2500" * (screen.width - made), "dim")))
+        filled = min(screen.width, screen.width * run.step // run.total)
+        lines.append(Text.assemble(("\u2501" * filled, "green"), ("\u2500" * (screen.width - filled), "dim")))
     return lines
 
 
@@ -141,7 +141,7 @@ def _curves(run: Followed, width: int, rows: int) -> list[Text]:
 
 
 def _beside(parts: Sequence[list[Text]], width: int) -> list[Text]:
-    """Return parts next to each other; each but the last one gets `width` columns."""
+    """Return the lines of parts side by side; each part but the last gets `width` columns."""
     from rich.text import Text
 
     lines = []
@@ -165,16 +165,16 @@ def _flow(parts: Sequence[Text], screen: Screen) -> list[Text]:
 
 
 def _newest(notes: Sequence[tuple[LoggedEvent, int]], most: int) -> list[tuple[LoggedEvent, int]]:
-    """Return the newest `most` events in their order; half of them are warnings and errors, if there are so many."""
+    """Return the newest `most` events in their order; up to half of the places are for warnings and errors."""
     places = range(len(notes))
     serious = [place for place in places if notes[place][0].event.severity in _SEVERITIES][-max(1, most // 2) :]
     others = [place for place in places if place not in serious]
-    kept = [*serious, *others[max(0, len(others) - most + len(serious)) :]]
-    return [notes[place] for place in sorted(kept)]
+    chosen = [*serious, *others[max(0, len(others) - most + len(serious)) :]]
+    return [notes[place] for place in sorted(chosen)]
 
 
 def _note(logged: LoggedEvent, number: int) -> Text:
-    """Return an event in a line: of a longer text the first line."""
+    """Return an event in a line, with the first line of its text."""
     from rich.text import Text
 
     event = logged.event

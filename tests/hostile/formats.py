@@ -1,4 +1,4 @@
-"""The files that hookdiff reads: for each format a good file, how it is read, and what is right when it is damaged."""
+"""The files that hookdiff reads: for each format a good file, its reader, and the right outcome for a damaged file."""
 
 import csv
 import io
@@ -57,7 +57,7 @@ MUTATIONS = (*CONTENT, *THINGS)
 
 @frozen(repr=False)
 class Rule:
-    """What is right when a file is damaged."""
+    """The right outcomes for a damaged file."""
 
     outcome: Outcome = "refused"  # of mutations that are not among these:
     same: str = ""  # mutations, with ", " between them
@@ -241,9 +241,8 @@ SHOWN = Rule(
 NO_FILES = "pipe, socket, device, zero, folder, unreadable"
 NO_DAMAGE = evolve(SHOWN, outcome="same", left=f"{NO_FILES}, a link to itself")  # to the rest of what is shown
 LINES = Rule("left out", any="another number", left_out=lines_of, refused=NO_FILES, errors=(OSError,))
-ENDED = Rule(
-    "left out", any="another number", left_out=partial(lines_of, needs_end=True)
-)  # a line without an end is not read
+# A line without an end is not read.
+ENDED = Rule("left out", any="another number", left_out=partial(lines_of, needs_end=True))
 SKIMMED = evolve(ENDED, refused=f"{NO_FILES}, gone, nothing outside, a link to itself", errors=(OSError,))
 CRASHED = Rule("left out", "without the last byte", any=TOML.any, left_out=lambda path, good: ("crashed", None))
 DIGEST = Rule(named="step-00000004 {name}", changed="refused")

@@ -1,4 +1,4 @@
-"""What can happen to a file, and to the values in it. What is right then is said in formats.py, for each format."""
+"""Ways to damage a file and the values in it; formats.py has the right outcome for each format."""
 
 import logging
 import os

@@ -47,15 +47,10 @@ from tests.hostile.formats import (
 from tests.hostile.mutations import HERE, NUMBERS, changes, in_time, logged, values
 
 pytestmark = [
+    pytest.mark.usefixtures("here"),
     pytest.mark.skipif(os.name == "nt", reason="Windows has no such files"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning"),  # Pillow's and numpy's about damage
 ]
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 # Arrays

@@ -206,7 +206,7 @@ def forged(tmp_path_factory: pytest.TempPathFactory) -> Forged:
 
 
 def tensors(file: str, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Forge:
-    """Return what changes the tensors in a file."""
+    """Return a function that changes the tensors in a file."""
     return lambda folder, facts: save_file(change(load_file(folder / file)), folder / file)
 
 
@@ -215,7 +215,7 @@ def content(file: str, data: bytes) -> Forge:
 
 
 def put(*path: Any, to: Any) -> Forge:
-    """Return what sets a value of the manifest or of step.json."""
+    """Return a function that sets a value of the manifest or of step.json."""
 
     def forge(folder: Path, facts: Any) -> None:
         for key in path[:-1]:
@@ -229,13 +229,12 @@ def drop(table: str, key: str) -> Forge:
     return lambda folder, facts: facts[table].pop(key)
 
 
-def rename(new: str, old: str = "model.safetensors", part: bool = True) -> Forge:
-    """Return what calls the file of the weights otherwise."""
+def rename(new: str) -> Forge:
+    """Return a function that gives the file of the weights the name `new`."""
 
     def forge(folder: Path, facts: dict[str, Any]) -> None:
-        facts["files"][new] = facts["files"].pop(old)
-        if part:
-            facts["parts"]["model"]["file"] = new
+        facts["files"][new] = facts["files"].pop(MODEL)
+        facts["parts"]["model"]["file"] = new
 
     return forge
 
@@ -310,10 +309,6 @@ def of_other_sizes(given: object) -> dict[str, torch.Tensor]:
     return dict(other.state_dict())
 
 
-def torch_pickle(folder: Path, facts: object) -> None:
-    torch.save(toy_model().state_dict(), folder / MODEL)
-
-
 def moment(name: str, kind: str) -> Forge:
     def change(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         key = next(key for key in given if key.endswith(f"3.weight/{name}"))
@@ -342,7 +337,7 @@ CHECKPOINT: list[tuple[Forge, tuple[object, ...]]] = [
     (drop("files", MODEL), (NAME, MODEL)),
     (drop("parts", "model"), (NAME, "manifest.json", "'model'")),
     (content(MODEL, pickle.dumps(Bomb())), (NAME, MODEL)),
-    (torch_pickle, (NAME, MODEL)),
+    (lambda folder, facts: torch.save(toy_model().state_dict(), folder / MODEL), (NAME, MODEL)),
     (tensors(MODEL, of_other_sizes), ("3.weight", "3.bias", "0.weight", (9, 4), (8, 4))),
     (content(MODEL, b"\x02" + bytes(7) + b"{}"), ("0.weight",)),  # no tensors
     *((content(MODEL, data), (NAME, MODEL)) for data in (b"", bytes(8), bytes(100), b"\xff" * 100)),
@@ -399,10 +394,7 @@ KEPT_STEP: list[tuple[Forge, tuple[object, ...]]] = [
         *(("kept", forge, ("step.json", *facts)) for forge, facts in KEPT_STEP),
     ],
 )
-def test_a_forged_state_is_refused(
-    state: str, forge: Forge, facts: Any, forged: Forged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_forged_state_is_refused(state: str, forge: Forge, facts: Any, forged: Forged, here: Path) -> None:
     check_facts(forged(state, forge), *facts)
     assert not Path(CANARY).exists()
     assert torch.get_num_threads() == 1

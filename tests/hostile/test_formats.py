@@ -21,6 +21,7 @@ from tests.hostile.formats import FORMATS, MUTATIONS, Format, make_history
 from tests.hostile.mutations import CANARY, HERE, changes, in_time, listing, logged, mutated
 
 pytestmark = [
+    pytest.mark.usefixtures("here"),  # its end leaves the folders of the formats
     pytest.mark.skipif(os.name == "nt", reason="Windows has no such files"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning"),  # Pillow's and numpy's about damage
 ]
@@ -41,11 +42,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Format], tuple[P
         return folders[one.name]
 
     return make
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)  # which is left again at the end
 
 
 def find(one: Format, folder: Path) -> Path:

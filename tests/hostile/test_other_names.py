@@ -118,16 +118,13 @@ def test_folders_that_are_links_are_not_written_through(
         assert listing(outside) == before, command
 
 
-def test_a_run_that_is_a_link_goes_on(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Command
-) -> None:
-    shutil.copytree(made / "run", tmp_path / "disk" / "run")
-    (tmp_path / "run").symlink_to("disk/run")
-    monkeypatch.chdir(tmp_path)
+def test_a_run_that_is_a_link_goes_on(made: Path, here: Path, hookdiff: Command) -> None:
+    shutil.copytree(made / "run", here / "disk" / "run")
+    (here / "run").symlink_to("disk/run")
     for name in ("resume", "sample", "report"):
         output(called(hookdiff, WRITERS[name]))
-    assert (tmp_path / "disk" / "run" / "report.html").is_file()
-    assert list((tmp_path / "disk" / "run" / "samples").glob("seed-*.png"))
+    assert (here / "disk" / "run" / "report.html").is_file()
+    assert list((here / "disk" / "run" / "samples").glob("seed-*.png"))
 
 
 def test_a_snapshot_of_a_run_that_goes_on_stays_as_it_is(tmp_path: Path) -> None:

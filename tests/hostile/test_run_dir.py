@@ -236,12 +236,11 @@ def test_a_directory_that_a_link_still_leads_to_is_the_same(tmp_path: Path, whol
     assert find_checkpoints(tmp_path / "elsewhere")[0][0].path.name == f"step-{STEPS:08d}"
 
 
-def test_another_working_directory_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path)
+def test_another_working_directory_is_not_written_to(here: Path) -> None:
+    (here / "other").mkdir()
     with pytest.raises(StorageError):
-        build(Path("run"), Attack(4, lambda: os.chdir(tmp_path / "other"))).run()
-    assert not list((tmp_path / "other").iterdir())
+        build(Path("run"), Attack(4, lambda: os.chdir(here / "other"))).run()
+    assert not list((here / "other").iterdir())
 
 
 def test_snapshots_are_read_where_the_path_is_not_utf8(tmp_path: Path) -> None:

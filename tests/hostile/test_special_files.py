@@ -12,7 +12,7 @@ from PIL import Image
 from tests.conftest import check_refused, output, pixels, write_small
 from tests.hostile.mutations import in_time
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+pytestmark = [pytest.mark.usefixtures("here"), pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")]
 
 Make = Callable[[Path], object]
 SPECIAL: dict[str, Make] = {"a pipe": os.mkfifo, "a link to a device": lambda path: path.symlink_to("/dev/zero")}
@@ -48,11 +48,6 @@ OPENED: dict[str, tuple[str, dict[str, Any], Callable[[], None], str]] = {
     "settings": ("run/p/.huggingface.yaml", {"data": {**SAVED, "path": "run/p"}}, pictures, ".huggingface.yaml"),
     "numbers": ("run/x.npy", {"model": {**QUANTIZER, "remap": "run/x.npy"}}, pictures, "run/x.npy"),
 }
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("kind", SPECIAL)

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from hookdiff import ConfigError, UserError, load_config
 from hookdiff.images.vision import vision
-from tests.conftest import SMALL, check_facts, finish, refused, write_small
+from tests.conftest import SMALL, check_facts, check_refused, finish, output, refused, write_small
 from tests.hostile.mutations import CANARY, HERE, Bomb
 
 # Whatever is called in this module, and the import of `hd_sneaky`, makes the file CANARY.
@@ -72,13 +72,12 @@ inside = [sing]
 
 
 @pytest.fixture
-def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def canary(here: Path) -> Iterator[Path]:
     """Return a path; a file there means that code of a stranger has run."""
-    path = tmp_path / CANARY
-    (tmp_path / "hd_stranger.py").write_text(STRANGER.format(canary=str(path)))
-    (tmp_path / "hd_sneaky.py").write_text(f"open({str(path)!r}, 'w')\nclass Net: pass\n")
-    (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Bomb()))
-    monkeypatch.chdir(tmp_path)
+    path = here / CANARY
+    (here / "hd_stranger.py").write_text(STRANGER.format(canary=str(path)))
+    (here / "hd_sneaky.py").write_text(f"open({str(path)!r}, 'w')\nclass Net: pass\n")
+    (here / "evil.pkl").write_bytes(pickle.dumps(Bomb()))
     before = list(sys.path)
     yield path
     sys.path[:] = before
@@ -330,20 +329,15 @@ def test_only_a_trusted_run_runs_its_own_code(
     (home / "hd_own.py").write_text(code)
     run, table = home / "run", {"model": {**SMALL["model"], "use": "hd_own:Net"}}
     path = write_small(home / "own.toml", run={"steps": 2, "plugins": ["checkpoint"]}, **table)
-    code, _, err = finish(start(away, "run", path, "--out", run))
-    assert code == 0, err
+    output(finish(start(away, "run", path, "--out", run)))
     another_user()
     commands = {"sample": ["--num", "2", "--out", "x.png"], "resume": ["--steps", "3"]}
     for command, words in commands.items():
-        code, out, err = finish(start(away, command, run, *words))
-        check_facts(err, run / "config.toml", "model.use", "hd_own:Net", "--trust")
-        assert (code, out) == (2, "")
-        assert "Traceback" not in err
+        result = finish(start(away, command, run, *words))
+        check_refused(result, run / "config.toml", "model.use", "hd_own:Net", "--trust")
     for command, words in commands.items():
-        code, out, err = finish(start(away, command, run, *words, "--trust"))
-        assert code == 0, err
-    code, out, _ = finish(start(away, "resume", run))
-    assert code == 0
+        output(finish(start(away, command, run, *words, "--trust")))
+    out = output(finish(start(away, "resume", run)))
     check_facts(out, f"hookdiff resume {run} --steps N")
     assert "--trust" not in out
 
@@ -356,10 +350,7 @@ def test_a_forged_config_runs_no_command(tmp_path: Path, start: Callable[..., An
     path = write_small(run / "config.toml", model=model, data={"source": "hd_forged:Data"})
     (run / "hd_forged.py").write_text(f"class Data:\n    def __init__(self): open({str(canary)!r}, 'w')\n")
     words = {"check": [path], "run": [path, "--out", "new"], "export": [run, "x.safetensors"]}.get(command, [run])
-    code, _, err = finish(start(run, command, *words))
     # `sample` and `export` do not even read [data].
     others = () if command in ("sample", "export") else ("data.source", "hd_forged")
-    check_facts(err, "model.use", "subprocess:Popen", *others)
-    assert code == 2
-    assert "Traceback" not in err
+    check_refused(finish(start(run, command, *words)), "model.use", "subprocess:Popen", *others)
     assert not canary.exists()

@@ -3,9 +3,8 @@
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any, ClassVar
 
 import numpy
@@ -21,7 +20,7 @@ from hookdiff.log.picture import Picture
 from hookdiff.testing import examples, toy_loop
 from hookdiff_huggingface import HuggingFace
 from hookdiff_shards import shards
-from tests.conftest import SMALL, check_facts, refused, write_small
+from tests.conftest import SMALL, check_facts, check_refused, refused, serving, write_small
 from tests.hostile.mutations import listing
 
 pytest.importorskip("fsspec")
@@ -51,24 +50,19 @@ class Counting(BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Serve the file evil.pth, and return its address."""
     monkeypatch.setattr(Counting, "asked", [])
-    with ThreadingHTTPServer(("127.0.0.1", 0), Counting) as started:
-        thread = Thread(target=started.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"127.0.0.1:{started.server_port}"
-        started.shutdown()
-        thread.join()
+    with serving(Counting) as address:
+        yield address
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Change to the home of a user, and return a run of a stranger in it; evil.pth in "own" is a file of the user."""
     for name in ("own", "run/checkpoints"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "own" / "evil.pth").write_text("own")
-    (tmp_path / "run" / "link").symlink_to(tmp_path / "own")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    return tmp_path / "run"
+        (here / name).mkdir(parents=True)
+    (here / "own" / "evil.pth").write_text("own")
+    (here / "run" / "link").symlink_to(here / "own")
+    monkeypatch.setenv("HOME", str(here))
+    return here / "run"
 
 
 CACHE = {"cache_storage": "own", "same_names": True}
@@ -115,9 +109,8 @@ def written(run: Path, server: str, path: Any, options: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("command", ["doctor", "resume", "data", "run", "check", "memory", "profile"])
 def test_a_run_opens_nothing_of_its_choice(run: Path, server: str, hookdiff: Callable[..., Any], command: str) -> None:
     config, before = written(run, server, *OPENED[0]), listing(run.parent)
-    code, out, err = hookdiff(command, run if command in ("doctor", "resume") else config)
-    assert code == 2, out
-    check_facts(err, config, "data.storage_options", "--trust")
+    result = hookdiff(command, run if command in ("doctor", "resume") else config)
+    check_refused(result, config, "data.storage_options", "--trust")
     assert Counting.asked == []
     assert listing(run.parent) == before
 
@@ -302,9 +295,8 @@ def test_a_tracker_follows_no_link_out_of_the_run(run: Path, hookdiff: Callable[
     (run / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "loss": 0.5}\n')
     (run / tracker).symlink_to(run.parent / "own")
     before = listing(run.parent / "own")
-    code, _, err = hookdiff("mirror", run, "--to", tracker, "--set", "timeout=300")
-    assert code == 2
-    check_facts(err, run / tracker, run.parent / "own")
+    result = hookdiff("mirror", run, "--to", tracker, "--set", "timeout=300")
+    check_refused(result, run / tracker, run.parent / "own")
     assert listing(run.parent / "own") == before
 
 
@@ -336,11 +328,10 @@ def test_the_config_of_a_run_imports_nothing_without_trust(
     (run.parent / "linked.toml").symlink_to(run / "config.toml")
     (run.parent / "empty").mkdir()
     for path in (run / "config.toml", run / "other.toml", run.parent / "linked.toml", Path("empty/Config.TOML")):
-        code, _, err = hookdiff(*COMMANDS[command], write(path))
-        assert code == 2
-        check_facts(err, path.name, "model.use", f"hd_strange_{command}:Net", "--trust")
+        result = hookdiff(*COMMANDS[command], write(path))
+        check_refused(result, path.name, "model.use", f"hd_strange_{command}:Net", "--trust")
         assert not Path("canary").exists()
-    code, _, err = hookdiff(*COMMANDS[command], path, "--trust")
+    _, _, err = hookdiff(*COMMANDS[command], path, "--trust")
     check_facts(err, "model.use", f"hd_strange_{command}:Net", "torch.nn.Module")  # it is imported, and does not fit
     assert Path("canary").exists()
 

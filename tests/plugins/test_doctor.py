@@ -367,11 +367,8 @@ def test_wrong_input_is_refused_in_one_message(words, facts, doctor):
 def test_a_run_without_a_checkpoint_is_refused(doctor, folder):
     (folder / "empty").mkdir()
     write_small(folder / "empty" / "config.toml", **TABLES)
-    code, _, err = doctor("empty", "--plugins", "checkpoint")
-    assert (code, err) == (2, "hookdiff: empty has no checkpoint\n")
-    code, _, err = doctor("empty")
-    assert code == 2
-    assert err.startswith("hookdiff: empty: none of the run's plugins reads checkpoints")
+    check_refused(doctor("empty", "--plugins", "checkpoint"), "hookdiff: empty has no checkpoint\n")
+    check_refused(doctor("empty"), "hookdiff: empty: none of the run's plugins reads checkpoints")
     assert [path.name for path in (folder / "empty").iterdir()] == ["config.toml"]
 
 

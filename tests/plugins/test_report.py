@@ -388,17 +388,16 @@ def test_pictures_fill_their_budget(run: Path) -> None:
     check_facts(page.text, f"{len(strip['steps'])} of 110 steps")
 
 
-def test_several_runs_are_compared(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = make_run(tmp_path / "runs" / "second", lr=0.01, steps=20)
+def test_several_runs_are_compared(run: Path, here: Path) -> None:
+    other = make_run(here / "runs" / "second", lr=0.01, steps=20)
     lines = map(json.loads, (other / "metrics.jsonl").read_text().splitlines())
     missing = ("loss/smooth", "grad_norm", "lr")
     write_lines(other / "metrics.jsonl", [{k: v for k, v in line.items() if k not in missing} for line in lines])
     (other / "events.jsonl").unlink()
     add_samples(run, [10, 20])
     add_samples(other, [10], [""], weights=["ema"])
-    monkeypatch.chdir(tmp_path)
     command([str(path) for path in (run, other, run)], standalone_mode=False)  # the same run twice is one
-    page = Page.of(tmp_path / "report.html")
+    page = Page.of(here / "report.html")
     check_facts(page.text, "2 runs compared", "first", "second", "optimizer.lr", "0.001", "0.01")
     assert "run.batch_size" not in page.text  # it does not differ
     assert ["machine and versions", "first"] in page.rows

@@ -24,13 +24,12 @@ def info_of(path):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, write_config):
+def folder(here, write_config):
     """Change to a folder with a config and return the folder."""
     write_config(
         run={"log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}, plugins={"lr": {"schedule": "cosine", "total": 6}}
     )
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return here
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,7 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder, run):
     assert from_file == averaged
     check_facts(out, "x.png", 3, f"{NEWEST}/ema.safetensors")
 
-    assert hookdiff("resume", "run", "--steps", 3)[0] == 0
+    output(hookdiff("resume", "run", "--steps", 3))
     assert sample()[0] != averaged
     check_facts(output(hookdiff("sample", NEWEST, "--num", 3)), "run/samples/seed-0.png", 3, "ema", 2)
     assert pixels(run / "samples" / "seed-0.png") == averaged
@@ -121,7 +120,7 @@ def test_golden_message_of_unknown_weights(hookdiff, made, monkeypatch):
 
 def test_samples_have_classes_and_guidance(hookdiff, folder):
     conditional = ("--set", "model.num_classes=10", "--set", "optimizer.lr=0.1", "--set", "run.steps=3")
-    assert hookdiff("run", "small.toml", "--out", "run", *conditional)[0] == 0
+    output(hookdiff("run", "small.toml", "--out", "run", *conditional))
     assert tomli.loads((folder / "run" / "config.toml").read_text())["diffusion"]["conditional"] is True
 
     def sample(*words):
@@ -135,7 +134,7 @@ def test_samples_have_classes_and_guidance(hookdiff, folder):
     assert sample("--guidance-scale", 1) == each
     assert sample("--guidance-scale", 3) != each
     assert sample("--guidance-scale", 0) == sample("--labels", "-1")
-    assert hookdiff("sample", "run", "--labels", "7,3,-1", "--guidance-scale", 2, "--num", 4, "--out", "x.png")[0] == 0
+    output(hookdiff("sample", "run", "--labels", "7,3,-1", "--guidance-scale", 2, "--num", 4, "--out", "x.png"))
     info = info_of(folder / "x.png")
     assert (info["classes"], info["guidance_scale"]) == (["7", "3", "-"], 2)
     for words, facts in (
@@ -188,7 +187,7 @@ def test_strips_lead_from_one_noise_to_the_next(hookdiff, folder, run):
 
 def test_strips_lead_from_one_class_to_another(hookdiff, folder):
     conditional = ("--set", "model.num_classes=10", "--set", "optimizer.lr=0.1", "--set", "run.steps=3")
-    assert hookdiff("run", "small.toml", "--out", "run", *conditional)[0] == 0
+    output(hookdiff("run", "small.toml", "--out", "run", *conditional))
     words = ("sample", "run", "--guidance-scale", 3, "--num", 2)
     output(hookdiff(*words, "--interpolate", 4, "--labels", "7,2", "--out", "x.png", "--each", "strips"))
     strips = singles(folder / "strips")
@@ -206,7 +205,7 @@ def test_strips_lead_from_one_class_to_another(hookdiff, folder):
 
 def test_single_pictures_have_class_and_description(hookdiff, folder):
     conditional = ("--set", "model.num_classes=10", "--set", "run.steps=3")
-    assert hookdiff("run", "small.toml", "--out", "run", *conditional)[0] == 0
+    output(hookdiff("run", "small.toml", "--out", "run", *conditional))
     words = ("sample", "run", "--steps", 3, "--num", 3)
     output(hookdiff(*words, "--labels", "7,-1,2", "--each", "singles", "--seed", 5))
     names = [path.name for path in sorted((folder / "singles").iterdir())]
@@ -240,21 +239,21 @@ def test_samples_start_from_a_picture(hookdiff, folder, run):
 def test_a_grid_says_how_it_was_made(hookdiff, folder, run):
     Image.new("L", (8, 8), 255).save(folder / "white.png")
     words = ("--num", 2, "--sampler", "euler", "--steps", 4, "--seed", 3, "--weights", "model", "--out", "x.png")
-    assert hookdiff("sample", "run", *words)[0] == 0
+    output(hookdiff("sample", "run", *words))
     info = info_of(folder / "x.png")
     used = {"sampler": "euler", "steps": 4, "seed": 3, "weights": "model", "guidance_scale": 1, "step": 2}
     assert used.items() <= info.items()
     assert info["options"]["sampler"]["churn"] == 0
     assert not {"images", "strength", "mask", "classes"} & info.keys()
     for more, strength in ((("--mask", "white.png"), 1), (("--strength", 0.5), 0.5)):
-        assert hookdiff("sample", "run", *words, "--overwrite", "--images", "white.png", *more)[0] == 0
+        output(hookdiff("sample", "run", *words, "--overwrite", "--images", "white.png", *more))
         info = info_of(folder / "x.png")
         assert (info["images"], info["strength"]) == (["white.png"], strength)
         assert info.get("mask") == ("white.png" if "--mask" in more else None)
 
 
 def test_single_pictures_are_those_of_the_archive_and_replace_none(hookdiff, folder, run):
-    assert hookdiff("sample", "run", "--num", 3, "--each", "singles", "--out", "x.npz")[0] == 0
+    output(hookdiff("sample", "run", "--num", 3, "--each", "singles", "--out", "x.npz"))
     (pixels,) = numpy.load(folder / "x.npz").values()  # without classes there are no labels
     assert (pixels.shape, pixels.dtype) == ((3, 8, 8, 1), numpy.uint8)
     names = sorted(path.name for path in (folder / "singles").iterdir())
@@ -285,7 +284,7 @@ def test_only_the_white_part_of_a_mask_is_painted(hookdiff, folder, run):
     Image.fromarray(mask).save(folder / "mask.png")
     for sampler in ("ddim", "ddpm", "euler", "heun", "dpmpp_2m"):
         words = ["--images", "a", "--mask", "mask.png", "--sampler", sampler, "--steps", 4, "--out", f"{sampler}.npz"]
-        assert hookdiff("sample", "run", *words)[0] == 0
+        output(hookdiff("sample", "run", *words))
         made = numpy.load(folder / f"{sampler}.npz")["arr_0"][..., 0]
         for row, known in zip(made, (picture, picture[::-1]), strict=True):
             assert numpy.array_equal(row[mask == 0], known[mask == 0])
@@ -350,7 +349,7 @@ def test_a_transparent_picture_lies_on_the_background_of_the_run(hookdiff, folde
 
 
 def test_a_run_without_a_checkpoint_is_refused(hookdiff, folder):
-    assert hookdiff("run", "small.toml", "--out", "run", "--plugins", "no:checkpoint", "--set", "run.steps=1")[0] == 0
+    output(hookdiff("run", "small.toml", "--out", "run", "--plugins", "no:checkpoint", "--set", "run.steps=1"))
     for words in (("sample", "run"), ("run", "small.toml", "--out", "run", "--plugins", "no:checkpoint", "--resume")):
         check_refused(hookdiff(*words), "run", "plugins", "checkpoints")
 
@@ -380,14 +379,13 @@ class Flat(nn.Module):
 
 
 def test_samples_that_are_no_images_are_refused_and_exported_without_values_that_are_no_tensors(
-    hookdiff, tmp_path, monkeypatch, user_module
+    hookdiff, here, user_module
 ):
     user_module("flat", FLAT)
-    monkeypatch.chdir(tmp_path)
     tables = {"data": {"source": "flat:rows"}, "model": {"use": "flat:Flat"}, "sampling": {"steps": 1}}
     run = {"steps": 1, "batch_size": 4, "device": "cpu", "plugins": ["checkpoint"]}
-    (tmp_path / "c.toml").write_text(tomli_w.dumps({"run": run, **tables}))
-    build_loop(load_config(tmp_path / "c.toml"), tmp_path / "run").run()
+    (here / "c.toml").write_text(tomli_w.dumps({"run": run, **tables}))
+    build_loop(load_config(here / "c.toml"), here / "run").run()
     for out in ([], ["--out", "x.npz"], ["--each", "each"]):
         check_refused(hookdiff("sample", "run", "--trust", *out), "1 x 64", "images")
     code, out, err = hookdiff("export", "run", "x.safetensors", "--trust")

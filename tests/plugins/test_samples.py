@@ -15,7 +15,6 @@ from hookdiff.builtin.pictures import Pictures
 from hookdiff.data import digits
 from hookdiff.diffusion import DDIM, Diffusion, Process, Sampling, Solver
 from hookdiff.log import Picture, grid, panel_layouts, read_info
-from hookdiff.options.structure import Problems, arguments
 from hookdiff.run_dir.pictures_png import find_pictures, picture_files, picture_path
 from hookdiff.testing.toy import ToySampler
 from hookdiff_checkpoint import Checkpoint
@@ -23,7 +22,7 @@ from hookdiff_samples import SampleGrid
 from hookdiff_samples.between import Towards, noise_between
 from hookdiff_samples.chain import Recorded
 from hookdiff_samples.film import frames, growing_up
-from tests.conftest import SMALL, check_facts, refused, warnings
+from tests.conftest import SMALL, Still, check_facts, refused, warnings
 
 
 class Brightness(nn.Module):
@@ -79,11 +78,11 @@ def loss(net: nn.Module, batch: Batch) -> Tensor:
     return result
 
 
-def make_loop(plugin: SampleGrid | None, run_dir: Path | None = None, **options: Any) -> tuple[Loop, Gallery]:
+def make_loop(plugin: SampleGrid, run_dir: Path | None = None, **options: Any) -> tuple[Loop, Gallery]:
     torch.manual_seed(0)
     gallery, sampler = Gallery(), options.pop("sampler", TinySampler())
-    plugins: dict[str, object] = {"gallery": gallery, "images": Pictures()}
-    plugins |= ({"samples": plugin} if plugin else {}) | options.pop("plugins", {})
+    plugins: dict[str, object] = {"gallery": gallery, "images": Pictures(), "samples": plugin}
+    plugins |= options.pop("plugins", {})
     config = LoopConfig(**{"steps": 5, "batch_size": 128, **options})
     model = Brightness()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -115,17 +114,13 @@ def test_columns_and_scale(tmp_path: Path) -> None:
         assert picture.width > 6 * 8
 
 
-def test_no_second_grid_at_the_last_step() -> None:
-    sampler = TinySampler()
-    run_with(SampleGrid(every=Every(5), num=4), sampler=sampler)
-    assert sampler.sizes == [4]
-
-
 @pytest.mark.parametrize(
     ("every", "steps"), [(0, [28]), ("1 epoch", [14, 28]), ("2 epochs", [28]), ("1 h", [28]), (20, [20, 28])]
 )
-def test_every(every: Any, steps: list[int]) -> None:
-    assert list(run_with(SampleGrid(every=every, num=1), steps=None, epochs=2).seen) == steps
+def test_sheets_are_made_once_at_each_step_that_is_due(every: Any, steps: list[int]) -> None:
+    sampler = TinySampler()
+    assert list(run_with(SampleGrid(every=every, num=1), steps=None, epochs=2, sampler=sampler).seen) == steps
+    assert sampler.sizes == [1] * len(steps)
 
 
 def test_only_a_run_that_is_done_gets_a_last_grid() -> None:
@@ -138,7 +133,7 @@ def test_only_a_run_that_is_done_gets_a_last_grid() -> None:
 
 
 def test_the_noise_is_always_the_same() -> None:
-    still: dict[str, Any] = {"plugins": {"still": Frozen()}}
+    still: dict[str, Any] = {"plugins": {"still": Still()}}
     images = run_with(SampleGrid(every=Every(1), num=6), steps=2, **still).seen
     assert torch.equal(images[1], images[2])
     assert len({image.numpy().tobytes() for image in images[1]}) == 6
@@ -146,29 +141,13 @@ def test_the_noise_is_always_the_same() -> None:
     assert not torch.equal(images[1], others[1])
 
 
-class Frozen:
-    @hookimpl
-    def optimizer_step(self) -> bool:
-        return True
-
-
 def test_images_do_not_depend_on_how_they_are_divided() -> None:
     sampler = TinySampler()
     sampler.batch_size = 4
-    whole = run_with(SampleGrid(num=10), steps=1, plugins={"still": Frozen()})
-    parts = run_with(SampleGrid(num=10), steps=1, plugins={"still": Frozen()}, sampler=sampler)
+    whole = run_with(SampleGrid(num=10), steps=1, plugins={"still": Still()})
+    parts = run_with(SampleGrid(num=10), steps=1, plugins={"still": Still()}, sampler=sampler)
     assert sampler.sizes == [4, 4, 2]
     assert torch.equal(whole.seen[1], parts.seen[1])
-
-
-def test_sampling_does_not_change_the_training() -> None:
-    plain, _ = make_loop(None)
-    plain.run()
-    watched, gallery = make_loop(SampleGrid(every=Every(1), num=3))
-    watched.run()
-    assert len(gallery.seen) == 5
-    assert torch.equal(plain.model.level, watched.model.level)  # type: ignore[arg-type]
-    assert watched.model.training
 
 
 def test_other_ranks_make_the_images_too_and_show_none(second_rank: None, tmp_path: Path) -> None:
@@ -225,32 +204,40 @@ def test_unknown_weights_are_refused_before_the_first_step() -> None:
     assert loop.progress.step == 0
 
 
-def trained(write: Callable[..., Path], folder: Path, options: dict[str, Any], **tables: Any) -> dict[str, Picture]:
-    """Train a small diffusion model with the plugin; return the newest pictures by name."""
-    gallery = Gallery()
-    config = write(run={"steps": 2, "plugins": ["samples"]}, plugins={"samples": options}, **tables)
-    build_loop(load_config(config), folder, plugins={"gallery": gallery}).run()
-    return gallery.pictures
+Trained = Callable[..., dict[str, Picture]]
+
+
+@pytest.fixture
+def trained(write_config: Callable[..., Path], tmp_path: Path) -> Trained:
+    """Return a function that trains a small model with the plugin, and returns the newest pictures by name."""
+
+    def train(name: str, options: dict[str, Any], **tables: Any) -> dict[str, Picture]:
+        gallery = Gallery()
+        config = write_config(run={"steps": 2, "plugins": ["samples"]}, plugins={"samples": options}, **tables)
+        build_loop(load_config(config), tmp_path / name, plugins={"gallery": gallery}).run()
+        return gallery.pictures
+
+    return train
 
 
 CLASSES: dict[str, Any] = {"model": {**SMALL["model"], "num_classes": 10}, "optimizer": {"lr": 0.1}}
 
 
-def test_classes_without_a_row_are_named_in_the_sheet(write_config: Callable[..., Path], tmp_path: Path) -> None:
+def test_classes_without_a_row_are_named_in_the_sheet(trained: Trained) -> None:
     tables = {**CLASSES, "model": {**CLASSES["model"], "num_classes": 12}}
-    ((title, _),) = panels(trained(write_config, tmp_path / "all", {"num": 10, "scale": 1}, **tables)["samples"])
+    ((title, _),) = panels(trained("all", {"num": 10, "scale": 1}, **tables)["samples"])
     check_facts(title, "2 of 12 classes are not shown", "10, 11")
     chosen = {"num": 10, "scale": 1, "classes": [11, 3]}
-    ((title, _),) = panels(trained(write_config, tmp_path / "some", chosen, **tables)["samples"])
+    ((title, _),) = panels(trained("some", chosen, **tables)["samples"])
     assert title == ""
 
 
-def test_each_class_has_rows_beside_its_name(write_config: Callable[..., Path], tmp_path: Path) -> None:
-    made = trained(write_config, tmp_path / "all", {"num": 20, "scale": 1}, **CLASSES)
+def test_each_class_has_rows_beside_its_name(trained: Trained) -> None:
+    made = trained("all", {"num": 20, "scale": 1}, **CLASSES)
     (place,) = panel_layouts(made["samples"].info)
     assert (place.columns, place.num) == (2, 20)
     assert place.left > 8  # the names stand there
-    some = trained(write_config, tmp_path / "some", {"num": 20, "scale": 1, "classes": [3, "7"]}, **CLASSES)
+    some = trained("some", {"num": 20, "scale": 1, "classes": [3, "7"]}, **CLASSES)
     (place,) = panel_layouts(some["samples"].info)
     assert (place.columns, place.num) == (5, 20)
     assert some["samples"].info["classes"] == ["3", "7"]
@@ -258,32 +245,32 @@ def test_each_class_has_rows_beside_its_name(write_config: Callable[..., Path], 
     assert not torch.equal(panels(made["samples"])[0][1][2], panels(some["samples"])[0][1][10])
 
 
-def test_classes_stand_in_the_order_of_the_config(write_config: Callable[..., Path], tmp_path: Path) -> None:
+def test_classes_stand_in_the_order_of_the_config(trained: Trained) -> None:
     options: dict[str, Any] = {"num": 20, "scale": 1, "classes": [3, "7", -1]}
-    made = trained(write_config, tmp_path / "run", options, **CLASSES)["samples"]
+    made = trained("run", options, **CLASSES)["samples"]
     assert made.info["classes"] == ["3", "7", "-"]
     ((_, images),) = panels(made)
     assert len(images) == 18
-    alone = trained(write_config, tmp_path / "one", {**options, "num": 3}, **CLASSES)["samples"]
+    alone = trained("one", {**options, "num": 3}, **CLASSES)["samples"]
     assert torch.equal(images[::6], panels(alone)[0][1])
 
 
 @pytest.mark.parametrize("wrong", ["cat", 10, -2])
-def test_an_unknown_class_is_refused(write_config: Callable[..., Path], tmp_path: Path, wrong: Any) -> None:
+def test_an_unknown_class_is_refused(trained: Trained, wrong: Any) -> None:
     with refused(UserError, "plugins.samples.classes", repr(wrong), "0 to 9"):
-        trained(write_config, tmp_path / "run", {"classes": [wrong]}, **CLASSES)
+        trained("run", {"classes": [wrong]}, **CLASSES)
     with refused(UserError, "plugins.samples.classes", "model.num_classes"):
-        trained(write_config, tmp_path / "run", {"classes": [wrong]})
+        trained("run", {"classes": [wrong]})
 
 
-def test_a_panel_for_each_guidance_scale(write_config: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_panel_for_each_guidance_scale(trained: Trained) -> None:
     options = {"num": 4, "classes": [1], "guidance_scales": [1.0, 4.0], "scale": 1}
-    made = trained(write_config, tmp_path / "run", options, **CLASSES)
+    made = trained("run", options, **CLASSES)
     (one, weak), (other, strong) = panels(made["samples"])
     assert (one, other) == ("model, guidance 1", "model, guidance 4")
     assert not torch.equal(weak, strong)
     with refused(UserError, "plugins.samples", "guidance"):
-        trained(write_config, tmp_path / "no", {"guidance_scales": [4.0]})
+        trained("no", {"guidance_scales": [4.0]})
 
 
 def in_file(path: Path) -> dict[str, Any]:
@@ -291,13 +278,13 @@ def in_file(path: Path) -> dict[str, Any]:
         return read_info(picture)
 
 
-def test_sampler_and_steps_of_the_sheet_are_in_its_file(write_config: Callable[..., Path], tmp_path: Path) -> None:
-    trained(write_config, tmp_path / "run", {"num": 4, "sampler": "euler", "steps": 3, "seed": 5})
+def test_sampler_and_steps_of_the_sheet_are_in_its_file(trained: Trained, tmp_path: Path) -> None:
+    trained("run", {"num": 4, "sampler": "euler", "steps": 3, "seed": 5})
     info = in_file(tmp_path / "run" / "samples" / "step-00000002.png")
     known = {"name": "samples", "step": 2, "sampler": "euler", "steps": 3, "seed": 5, "weights": ["model"]}
     assert known.items() <= info.items()
     with refused(UserError, "plugins.samples", "steps", 21, 20):
-        trained(write_config, tmp_path / "long", {"steps": 21})
+        trained("long", {"steps": 21})
 
 
 def test_each_file_says_how_its_own_images_were_made(write_config: Callable[..., Path], tmp_path: Path) -> None:
@@ -335,13 +322,11 @@ def test_each_file_says_how_its_own_images_were_made(write_config: Callable[...,
 
 
 @pytest.mark.parametrize("process", ["vp", "flow", "edm"])
-def test_the_denoising_leads_from_noise_to_the_image(
-    write_config: Callable[..., Path], tmp_path: Path, process: str
-) -> None:
+def test_the_denoising_leads_from_noise_to_the_image(trained: Trained, tmp_path: Path, process: str) -> None:
     options = {"num": 5, "scale": 1, "steps": 4, "denoising": 3}
     table = {"use": process, **({"schedule": "cosine", "timesteps": 20} if process == "vp" else {})}
     tables = {"diffusion": {"process": table}, "optimizer": {"lr": 0.01}}
-    made = trained(write_config, tmp_path / "run", options, **tables)
+    made = trained("run", options, **tables)
     ((_, sheet),), ((_, strip),) = (panels(made[name]) for name in ("samples", "samples/denoising"))
     assert len(strip) == 3 * 4
     for row in range(4):
@@ -351,12 +336,12 @@ def test_the_denoising_leads_from_noise_to_the_image(
         assert torch.corrcoef(torch.stack([start, noise.clamp(-1, 1).flatten()]))[0, 1] > 0.9
     with Image.open(tmp_path / "run" / "samples" / "denoising.webp") as animation:
         assert 1 < animation.n_frames <= 5  # equal frames are one
-    assert "samples/denoising" not in trained(write_config, tmp_path / "none", {"num": 1, "denoising": 0})
+    assert "samples/denoising" not in trained("none", {"num": 1, "denoising": 0})
 
 
-def test_few_steps_have_a_column_each_in_the_strip(write_config: Callable[..., Path], tmp_path: Path) -> None:
+def test_few_steps_have_a_column_each_in_the_strip(trained: Trained) -> None:
     options = {"num": 1, "scale": 1, "steps": 2, "denoising": 5}
-    (place,) = panel_layouts(trained(write_config, tmp_path / "run", options)["samples/denoising"].info)
+    (place,) = panel_layouts(trained("run", options)["samples/denoising"].info)
     assert (place.columns, place.num) == (3, 3)
 
 
@@ -385,11 +370,9 @@ def test_strip_and_animation_of_the_denoising_are_at_even_signal_to_noise(proces
         assert abs(likeness[0]) < 0.06
 
 
-def test_images_between_two_noises_begin_and_end_with_the_images_of_both(
-    write_config: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_images_between_two_noises_begin_and_end_with_the_images_of_both(trained: Trained) -> None:
     options = {"num": 8, "scale": 1, "interpolation": 5, "sampler": "ddim", "weights": ["model"]}
-    made = trained(write_config, tmp_path / "run", options)
+    made = trained("run", options)
     ((_, sheet),), ((_, rows),) = (panels(made[name]) for name in ("samples", "samples/interpolation"))
     assert len(rows) == 4 * 5
     for row in range(4):
@@ -500,9 +483,9 @@ def test_wide_sheets_have_an_animation(tmp_path: Path) -> None:
         assert (animation.width, animation.n_frames) == (16_383, 2)
 
 
-def test_a_gif_or_no_animation(write_config: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_gif_or_no_animation(trained: Trained, tmp_path: Path) -> None:
     for animation in ("gif", "none"):
-        trained(write_config, tmp_path / animation, {"num": 1, "every": 1, "animation": animation})
+        trained(animation, {"num": 1, "every": 1, "animation": animation})
     assert {path.suffix for path in (tmp_path / "gif" / "samples").iterdir()} == {".png", ".gif", ""}
     assert {path.suffix for path in (tmp_path / "none" / "samples").iterdir()} == {".png", ""}
 
@@ -530,11 +513,3 @@ def test_what_cannot_be_sampled_is_refused_before_the_first_step() -> None:
     with refused(UserError, "plugins.samples.interpolation", "noise"):
         start(SampleGrid(interpolation=2), loss, digits(), TinySampler())
     start(SampleGrid(interpolation=2), loss, digits(), ToySampler())  # which takes any argument
-
-
-def test_it_is_configured_by_a_table() -> None:
-    problems = Problems()
-    table = {"every": "2 epochs", "num": 9, "weights": ["ema"], "classes": ["cat", 3]}
-    read = {**table, "every": Every(2, "epochs"), "weights": ("ema",), "classes": ("cat", 3)}
-    assert arguments(SampleGrid, table, "plugins.samples", problems) == read
-    assert not problems.found

@@ -17,30 +17,25 @@ from PIL import Image
 from torch import Tensor
 
 from hookdiff import UserError, load_config
-from hookdiff.options.imports import installed
 from hookdiff.testing import ValueKey, all_differences, snapshot, toy_loop
 from hookdiff_selftest.cli import resume as command
 from hookdiff_selftest.resume import Plan, make_plan
 from hookdiff_selftest.state_recorder import put_back
 from hookdiff_selftest.written import files, inside, logged, number_difference
+from tests import first_party
 from tests.conftest import check_facts
 from tests.forked import begin, run_code
 
 # With these each plugin does something in the half of 12 steps, before the save and after it.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "amp": {"precision": "fp16", "init_scale": 2.0**22, "growth_interval": 4},
+    **first_party.OPTIONS,
     "clip": {"rule": {"use": "adaptive", "warmup": 2, "factor": 0.9}},
-    "compile": {"backend": "eager"},
     "debug": {"every": 3},
-    "ema": {"decay": 0.9, "std": [0.05, 0.1], "snapshot_every": 4},
-    "diversity": {"every": 4, "num_samples": 20, "modes": 2},
-    "fid": {"every": 4, "num_samples": 8},
     "loss": {"window": 20, "plateau": 0, "every": 3},
-    "lr": {"warmup": 3},
     "memory": {"empty_cache_every": 4},
-    "samples": {"every": 4, "num": 4, "scale": 1},
+    "spectral": {},
 }
-KINDS = [n for n, (entry, *_) in installed().items() if entry.dist is not None and entry.dist.name == "hookdiff"]
+KINDS = [*first_party.KINDS]
 DEAR = {"aim", "compile", "report", "wandb"}  # plugins that cost seconds in each run
 ALL = [name for name in KINDS if name not in DEAR and name != "fsdp"]  # ddp is there, and excludes it
 

@@ -55,13 +55,12 @@ def labelled(numbers: range) -> Members:
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def made(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Change to a folder with 24 pictures of three classes in the shards set/000.tar to set/002.tar; return it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
     for number in range(3):
-        write(tmp_path / "set" / f"{number:03}.tar", labelled(range(8 * number, 8 * number + 8)))
-    return tmp_path
+        write(here / "set" / f"{number:03}.tar", labelled(range(8 * number, 8 * number + 8)))
+    return here
 
 
 def is_picture(data: Any, index: int, seed: int | None = None) -> bool:
@@ -355,7 +354,7 @@ def test_names_beside_the_shards_are_those_of_the_classes(made: Path, name: str)
     assert shards("set").classes == ("x", "y\u2028", "z")
     assert shards("set", label="none").classes is None
     (made / "set" / name).write_text('["x"]' if name.endswith("json") else "x\n")
-    with refused(UserError, 2, 1):
+    with refused(UserError, "labels", 2):
         feed_of(shards("set"))
 
 

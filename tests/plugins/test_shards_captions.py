@@ -27,13 +27,12 @@ def with_text(number: int) -> Members:
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def made(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Change to a folder with 24 samples in the shards set/0.tar to set/2.tar, the second of which has none."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
     for number, own in enumerate((range(10), range(0), range(10, 24))):
-        write(tmp_path / "set" / f"{number}.tar", {k: v for one in own for k, v in with_text(one).items()})
-    return tmp_path
+        write(here / "set" / f"{number}.tar", {k: v for one in own for k, v in with_text(one).items()})
+    return here
 
 
 def texts(data: Any) -> list[Any]:
@@ -204,19 +203,7 @@ def test_captions_that_cannot_be_read_are_refused(made: Path, captions: str, con
 
 def test_captions_by_url_take_one_request_for_many(made: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
-
-    class Counted(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
-        """Counts what is read."""
-
-        protocol, reads = "counted", 0
-
-        @classmethod
-        def _strip_protocol(cls, path: str) -> str:
-            return f"/{path.removeprefix('counted://').lstrip('/')}"
-
-        def cat_file(self, *args: Any, **options: Any) -> Any:
-            Counted.reads += 1
-            return super().cat_file(*args, **options)
+    from tests.plugins.test_shards_url import Counted
 
     fsspec.register_implementation("counted", Counted, clobber=True)
     for number in range(3):

@@ -1,11 +1,11 @@
-"""Samples in shards by URL, of real file systems of fsspec, and of a server on this machine."""
+"""Samples in shards by URL, with real file systems of fsspec and a server on this machine."""
 
 import os
 import re
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any, ClassVar
 
 import pytest
@@ -13,24 +13,23 @@ import pytest
 from hookdiff import StorageError
 from hookdiff.images import Store, Transforms, feed_of
 from hookdiff_shards import shards
-from tests.conftest import as_list, refused, warnings
+from tests.conftest import as_list, refused, serving, warnings
 from tests.plugins.test_shards import assert_same_batches, is_picture, labelled, sample, taken, write
 
 fsspec: Any = pytest.importorskip("fsspec")
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def made(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Change to a folder with 24 pictures in the shards set/0.tar to set/2.tar, which memory://set has too."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
     memory = fsspec.filesystem("memory")
     memory.store.clear()
     for number in range(3):
-        path = write(tmp_path / "set" / f"{number}.tar", labelled(range(8 * number, 8 * number + 8)))
+        path = write(here / "set" / f"{number}.tar", labelled(range(8 * number, 8 * number + 8)))
         memory.pipe(f"/set/{number}.tar", path.read_bytes())
     memory.pipe("/set/classes.txt", b"x\ny\nz\n")
-    return tmp_path
+    return here
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -81,22 +80,30 @@ def test_a_shard_that_is_written_again_is_indexed_again(made: Path) -> None:
     assert (len(data), data.fingerprint() == before) == (1, False)
 
 
-class Flaky(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
-    """Fails at each first and second read, and for good after `left` reads."""
+class Counted(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
+    """The files in memory by another protocol, with the number of reads."""
 
-    protocol = "flaky"
-    reads, left = 0, 1000
+    protocol, reads = "counted", 0
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
-        return f"/{path.removeprefix('flaky://').lstrip('/')}"
+        return f"/{path.removeprefix(f'{cls.protocol}://').lstrip('/')}"
 
     def cat_file(self, *args: Any, **options: Any) -> bytes:
-        kind = type(self)
-        kind.reads += 1
-        if kind.reads % 3 or kind.reads > kind.left:
-            raise ConnectionResetError("the line is broken")
+        type(self).reads += 1
         content: bytes = super().cat_file(*args, **options)
+        return content
+
+
+class Flaky(Counted):
+    """Fails at each first and second read, and for good after `left` reads."""
+
+    protocol, left = "flaky", 1000
+
+    def cat_file(self, *args: Any, **options: Any) -> bytes:
+        content = super().cat_file(*args, **options)
+        if self.reads % 3 or self.reads > self.left:
+            raise ConnectionResetError("the line is broken")
         return content
 
 
@@ -189,12 +196,8 @@ def server(made: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     pytest.importorskip("aiohttp")
     for name, value in {"gives_parts": True, "has_marks": True, "says": {}, "asked": []}.items():
         monkeypatch.setattr(Server, name, value)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as started:
-        thread = Thread(target=started.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{started.server_port}"
-        started.shutdown()
-        thread.join()
+    with serving(Server) as address:
+        yield f"http://{address}"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -265,12 +268,12 @@ def test_servers_that_refuse_or_fail(
 
 def test_a_server_that_is_down_is_not_taken_for_a_missing_file(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as closed:
-        address = f"http://127.0.0.1:{closed.server_port}"
-    with refused(StorageError, f"{address}/set/0.tar", "the server fails"):
-        shards(f"{address}/set/0.tar")
-    with refused(StorageError, f"{address}/classes.txt", "the server fails"):
-        shards(f"{server}/set/0.tar", classes=f"{address}/classes.txt")
+    with serving(Server) as closed:
+        pass
+    with refused(StorageError, f"{closed}/set/0.tar", "the server fails"):
+        shards(f"http://{closed}/set/0.tar")
+    with refused(StorageError, f"{closed}/classes.txt", "the server fails"):
+        shards(f"{server}/set/0.tar", classes=f"http://{closed}/classes.txt")
 
 
 def test_names_beside_the_shards_that_are_forbidden_are_taken_for_missing(server: str) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
@@ -21,7 +20,7 @@ from hookdiff_networks import UNet
 from hookdiff_spectral import Spectral
 from hookdiff_spectral.plugin import choose_layers, normalise
 from hookdiff_spectral.sigma import DividedBySigma, normalised
-from tests.conftest import toy_run
+from tests.conftest import toy_run, write_small
 
 
 def sigma(weight: Tensor, transposed: bool = False) -> float:
@@ -209,12 +208,7 @@ def test_a_loop_can_be_entered_again() -> None:
         assert_same(weights(loop), after)
 
 
-RUN: dict[str, Any] = {
-    "run": {"steps": 6, "batch_size": 8, "device": "cpu", "plugins": ["ema", "amp", "spectral", "checkpoint"]},
-    "data": {"source": "digits"},
-    "sampling": {"steps": 2},
-    "plugins": {"checkpoint": {"every": 3}, "amp": {"precision": "off"}},
-}
+RUN = {"steps": 6, "batch_size": 8, "plugins": ["ema", "amp", "spectral", "checkpoint"]}
 UNET = {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8}
 DIT = {"use": "dit", "hidden_size": 8, "depth": 1, "num_heads": 2}
 BLOCKS = {"down_block_types": ["DownBlock2D", "AttnDownBlock2D"], "up_block_types": ["AttnUpBlock2D", "UpBlock2D"]}
@@ -225,9 +219,8 @@ SOME = ("*.qkv", "*.conv1", "time")  # of a U-Net
 
 
 def load(folder: Path, model: dict[str, Any], *layers: str, plugins: tuple[str, ...] = (), **run: Any) -> Any:
-    path, own = folder / "small.toml", {"spectral": {"layers": layers}} if layers else {}
-    tables = {**RUN, "run": {**RUN["run"], **run}, "plugins": {**RUN["plugins"], **own}, "model": model}
-    path.write_text(tomli_w.dumps(tables))
+    options = {"checkpoint": {"every": 3}, "amp": {"precision": "off"}, "spectral": {"layers": layers or ("*",)}}
+    path = write_small(folder / "small.toml", run={**RUN, **run}, model=model, diffusion={}, plugins=options)
     return load_config(path, plugins)
 
 

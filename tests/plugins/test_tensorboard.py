@@ -18,7 +18,7 @@ from hookdiff import Loop, TrackedRun, builtin_plugins, hookimpl
 from hookdiff.log import Distribution, Event
 from hookdiff.testing import assert_tracks, toy_loop
 from hookdiff_tensorboard import TensorBoard
-from tests.conftest import Restores, RollsBack, StopAt, check_facts, fill, free, warnings
+from tests.conftest import Restores, RollsBack, StopAt, fill, free, warnings
 from tests.forked import python
 
 EVERYTHING = dict.fromkeys(("scalars", "images", "tensors", "histograms"), 0)  # 0: keep all of them
@@ -174,14 +174,6 @@ def test_a_write_that_failed_is_not_doubled(disk: Path) -> None:
     sink.scalars(3, 3.0, {"loss": 3.0})
     sink.close()
     assert values(read(disk / "tensorboard"), "loss") == {1: 1.0, 3: 3.0}
-
-
-def test_a_folder_that_cannot_be_made_costs_only_the_sink(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
-    sink = TensorBoard(dir=str(tmp_path / "file" / "inner"))
-    assert make_loop({"tensorboard": sink}, tmp_path / "run", steps=1).run() == "done"
-    (warning,) = warnings(caplog)
-    check_facts(warning, "TensorBoard", "open", "NotADirectoryError")
 
 
 def test_a_second_run_of_the_loop_goes_on(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hookdiff import InMemory, SampleRequest, build_loop, load_config, load_run
 from hookdiff.encoding import TextEncoder
-from tests.conftest import check_facts, check_refused, output
+from tests.conftest import check_facts, check_refused, output, write_small
 from tests.plugins.test_autoencoder import save_autoencoder
 from tests.plugins.test_text import save_encoder
 from tests.plugins.test_text_pipeline import SD3_MODEL, save_pipeline
@@ -27,64 +27,35 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
 ]
 
-CONFIG = """
-[run]
-steps = 20
-batch_size = 6
-device = "cpu"
-plugins = ["checkpoint"]
-
-[data]
-source = "tests.plugins.test_text_diffusers:drawings"
-cache_dir = "{folder}/cache"
-
-[data.encode.image]
-use = "autoencoder"
-path = "{folder}/vae"
-
-[data.encode.text]
-use = "text"
-path = "{folder}/CLIPTextModel"
-
-[optimizer]
-lr = 0.003
-"""
-NETWORKS = {
-    "unet": """
-[model]
-use = "diffusers:UNet2DConditionModel"
-block_out_channels = [8, 16]
-down_block_types = ["CrossAttnDownBlock2D", "DownBlock2D"]
-up_block_types = ["UpBlock2D", "CrossAttnUpBlock2D"]
-layers_per_block = 1
-norm_num_groups = 4
-cross_attention_dim = 64
-attention_head_dim = 4
-
-[diffusion]
-process = { use = "vp", schedule = "scaled_linear" }
-prediction = "epsilon"
-weighting = "uniform"
-conditions = { encoder_hidden_states = "text" }
-
-[sampling]
-sampler = "ddim"
-steps = 20
-spacing = "trailing"
-clipping = "none"
-guidance = { scale = 3.0 }
-""",
-    "sd3": SD3_MODEL
-    + """
-[diffusion]
-process = "flow"
-conditions = { encoder_hidden_states = "text", pooled_projections = "text_pooled" }
-
-[sampling]
-sampler = "euler"
-steps = 20
-guidance = { scale = 3.0 }
-""",
+UNET = {
+    "use": "diffusers:UNet2DConditionModel",
+    "block_out_channels": [8, 16],
+    "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "cross_attention_dim": 64,
+    "attention_head_dim": 4,
+}
+LINEAR = {
+    "process": {"use": "vp", "schedule": "scaled_linear"},
+    "prediction": "epsilon",
+    "weighting": "uniform",
+    "conditions": {"encoder_hidden_states": "text"},
+}
+JOINED = {"encoder_hidden_states": "text", "pooled_projections": "text_pooled"}
+SAMPLING = {"steps": 20, "guidance": {"scale": 3.0}}
+NETWORKS: dict[str, dict[str, Any]] = {
+    "unet": {
+        "model": UNET,
+        "diffusion": LINEAR,
+        "sampling": {"sampler": "ddim", "spacing": "trailing", "clipping": "none", **SAMPLING},
+    },
+    "sd3": {
+        "model": SD3_MODEL,
+        "diffusion": {"process": "flow", "conditions": JOINED},
+        "sampling": {"sampler": "euler", **SAMPLING},
+    },
 }
 PROMPTS = ["a red disc", "a blue ring", "a small unheard square"]
 TOLERANCE = 0.2 / 255  # of pictures in [0, 1]
@@ -122,8 +93,12 @@ def folder(tmp_path: Path) -> Path:
     config = json.loads((tmp_path / "CLIPTextModel" / "config.json").read_text())
     shutil.copytree(tmp_path / "CLIPTextModel", tmp_path / "masked")
     (tmp_path / "masked" / "config.json").write_text(json.dumps({**config, "use_attention_mask": True}))
+    image = {"use": "autoencoder", "path": str(tmp_path / "vae")}
+    encode = {"image": image, "text": {"use": "text", "path": str(tmp_path / "CLIPTextModel")}}
+    data = {"source": f"{__name__}:drawings", "cache_dir": str(tmp_path / "cache"), "encode": encode}
+    run = {"steps": 20, "batch_size": 6, "plugins": ["checkpoint"]}
     for name, network in NETWORKS.items():
-        (tmp_path / f"{name}.toml").write_text(CONFIG.format(folder=tmp_path) + network)
+        write_small(tmp_path / f"{name}.toml", run=run, data=data, optimizer={"lr": 0.003}, **network)
     return tmp_path
 
 
@@ -242,6 +217,16 @@ def called(out: str) -> Tensor:
     return pictures / 2 + 0.5
 
 
+def assert_draws_as_the_run(out: str, folder: Path) -> Tensor:
+    """Assert that the printed code draws the pictures of the run, which depend on the prompts; return them."""
+    with load_run(folder / "run", trust=True) as run:
+        ours = run.sample(3, prompts=PROMPTS) / 2 + 0.5
+        others = run.sample(3, prompts=PROMPTS[::-1]) / 2 + 0.5
+    assert (ours - others).abs().max() > 4 * TOLERANCE
+    torch.testing.assert_close(called(out), ours, rtol=0, atol=TOLERANCE)
+    return ours
+
+
 PIPELINES = [
     (),
     ("diffusion.prediction=v_prediction", "data.encode.text.length=8"),
@@ -258,11 +243,7 @@ def test_an_export_is_a_pipeline_that_draws_what_the_run_draws(
 ) -> None:
     out = output(export("unet", *settings))
     check_facts(out, "StableDiffusionPipeline.from_pretrained")
-    with load_run(folder / "run", trust=True) as run:
-        ours = run.sample(3, prompts=PROMPTS) / 2 + 0.5
-        others = run.sample(3, prompts=PROMPTS[::-1]) / 2 + 0.5
-    assert (ours - others).abs().max() > 4 * TOLERANCE
-    torch.testing.assert_close(called(out), ours, rtol=0, atol=TOLERANCE)
+    ours = assert_draws_as_the_run(out, folder)
     assert not [*(folder / "out").rglob("*.bin")]
     if not settings:
         betas = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
@@ -314,11 +295,7 @@ def test_without_a_pipeline_the_loop_that_is_printed_draws_the_prompts(
     out = output(export(network, *settings))
     check_facts(out, "in a loop of your own", *facts)
     assert not (folder / "out" / "model_index.json").exists()
-    with load_run(folder / "run", trust=True) as run:
-        ours = run.sample(3, prompts=PROMPTS) / 2 + 0.5
-        others = run.sample(3, prompts=PROMPTS[::-1]) / 2 + 0.5
-    assert (ours - others).abs().max() > 4 * TOLERANCE
-    torch.testing.assert_close(called(out), ours, rtol=0, atol=TOLERANCE)
+    assert_draws_as_the_run(out, folder)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Test what runs learn from captions: on latents of drawings they draw prompts, also some that they have never seen."""
+"""Runs on latents and captions of drawings learn to draw prompts, among them prompts that no drawing had."""
 
 import random
 import subprocess
@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
@@ -30,66 +32,40 @@ LEFT_OUT = (  # each word and each two of shape and ground are also in others
 LEARNT = [caption for caption in CAPTIONS if caption not in LEFT_OUT]
 EACH = 25  # drawings of a caption
 
-CONFIG = """
-[run]
-steps = 1200
-batch_size = 32
-device = "cpu"
-threads = 1
-
-[data]
-source = "folder"
-path = "drawings"
-captions = "txt"
-cache_dir = "cache"
-
-[data.encode.image]
-use = "autoencoder"
-path = "vae"
-
-[data.encode.text]
-use = "text"
-path = "CLIPTextModel"
-
-[optimizer]
-lr = 2e-3
-
-[plugins.lr]
-schedule = "cosine"
-
-[sampling]
-guidance = { scale = 2.0 }
-"""
-NETWORKS = {
-    "dit": """
-[model]
-use = "dit"
-patch_size = 1
-hidden_size = 128
-depth = 4
-num_heads = 4
-text_dim = 64
-
-[diffusion]
-conditions = ["text"]
-""",
-    "UNet2DConditionModel": """
-[model]
-use = "diffusers:UNet2DConditionModel"
-sample_size = 8
-in_channels = 4
-out_channels = 4
-block_out_channels = [32, 64]
-down_block_types = ["CrossAttnDownBlock2D", "CrossAttnDownBlock2D"]
-up_block_types = ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D"]
-layers_per_block = 1
-norm_num_groups = 8
-attention_head_dim = 4
-cross_attention_dim = 64
-
-[diffusion]
-conditions = { encoder_hidden_states = "text" }
-""",
+CONFIG: dict[str, dict[str, Any]] = {
+    "run": {"steps": 1200, "batch_size": 32, "device": "cpu", "threads": 1},
+    "data": {
+        "source": "folder",
+        "path": "drawings",
+        "captions": "txt",
+        "cache_dir": "cache",
+        "encode": {"image": {"use": "autoencoder", "path": "vae"}, "text": {"use": "text", "path": "CLIPTextModel"}},
+    },
+    "optimizer": {"lr": 2e-3},
+    "plugins": {"lr": {"schedule": "cosine"}},
+    "sampling": {"guidance": {"scale": 2.0}},
+}
+NETWORKS: dict[str, dict[str, Any]] = {
+    "dit": {
+        "model": {"use": "dit", "patch_size": 1, "hidden_size": 128, "depth": 4, "num_heads": 4, "text_dim": 64},
+        "diffusion": {"conditions": ["text"]},
+    },
+    "UNet2DConditionModel": {
+        "model": {
+            "use": "diffusers:UNet2DConditionModel",
+            "sample_size": 8,
+            "in_channels": 4,
+            "out_channels": 4,
+            "block_out_channels": [32, 64],
+            "down_block_types": ["CrossAttnDownBlock2D"] * 2,
+            "up_block_types": ["CrossAttnUpBlock2D"] * 2,
+            "layers_per_block": 1,
+            "norm_num_groups": 8,
+            "attention_head_dim": 4,
+            "cross_attention_dim": 64,
+        },
+        "diffusion": {"conditions": {"encoder_hidden_states": "text"}},
+    },
 }
 
 
@@ -171,7 +147,7 @@ def test_it_draws_prompts(
     network: str, laid_out: Path, succeed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(laid_out)
-    Path(f"{network}.toml").write_text(CONFIG + NETWORKS[network])
+    Path(f"{network}.toml").write_text(tomli_w.dumps(CONFIG | NETWORKS[network]))
     succeed("run", f"{network}.toml", "--out", network)
     run, judge = load_run(network), Judge()
 

@@ -1,4 +1,4 @@
-"""Test what is read of the folder of an encoder: all of it is hashed, and the rest is refused or not opened."""
+"""The folder of a text encoder: each file that is read is hashed, and other files are refused or not opened."""
 
 import json
 import os
@@ -17,25 +17,15 @@ from hookdiff import UserError
 from hookdiff.encoding import digest_of
 from hookdiff_text import Text
 from tests.conftest import refused
+from tests.hostile.mutations import CANARY, Bomb
 from tests.plugins.test_text import WORDS, save_encoder
 
 pytest.importorskip("transformers", reason="needs hookdiff[text]")
 
 CAPTION = "a large red disc"
-CONFIG, SETTINGS, WEIGHTS, INDEX = (
-    "config.json",
-    "tokenizer_config.json",
-    "model.safetensors",
-    "model.safetensors.index",
-)
-Change = Callable[[Path], None]
-
-
-class Code:
-    """What runs code when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("pickle-was-run",)
+CONFIG, SETTINGS = "config.json", "tokenizer_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index"
+Change = Callable[[Path], object]
 
 
 def save(folder: Path) -> Path:
@@ -84,15 +74,10 @@ def other_words(tokens: Path, name: str = "tokenizer.json") -> None:
 
 def pickled(folder: Path) -> None:
     torch.save({}, folder / "pytorch_model.bin")
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Code()))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
     (folder / WEIGHTS).unlink()
     names = dict.fromkeys(["text_model.final_layer_norm.bias"], "pytorch_model.bin")
     (folder / f"{INDEX}.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-
-
-def without(folder: Path, name: str) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    save_file({own: one for own, one in tensors.items() if own != name}, folder / WEIGHTS, {"format": "pt"})
 
 
 def nothing(_: Path) -> None:
@@ -108,11 +93,11 @@ CHANGED: dict[str, tuple[Change, Change]] = {
         lambda folder: (
             shutil.copy(folder / WEIGHTS, folder / "other.safetensors"),
             edit(folder / CONFIG, transformers_weights="other.safetensors"),
-        )[-1],
+        ),
         lambda folder: other_weights(folder / "other.safetensors"),
     ),
     "the only weights": (
-        lambda folder: (folder / WEIGHTS).replace(folder / "model.fp16.safetensors") and None,
+        lambda folder: (folder / WEIGHTS).replace(folder / "model.fp16.safetensors"),
         lambda folder: other_weights(folder / "model.fp16.safetensors"),
     ),
     "words": (nothing, lambda folder: other_words(folder.parent / "tokenizer")),
@@ -120,10 +105,8 @@ CHANGED: dict[str, tuple[Change, Change]] = {
         lambda folder: (
             other_words(folder.parent / "tokenizer", "tokenizer.4.0.0.json"),
             edit(folder.parent / "tokenizer" / SETTINGS, fast_tokenizer_files=["tokenizer.4.0.0.json"]),
-        )[-1],
-        lambda folder: (
-            shutil.copy(*(folder.parent / "tokenizer" / f"tokenizer{k}.json" for k in ("", ".4.0.0"))) and None
         ),
+        lambda folder: shutil.copy(*(folder.parent / "tokenizer" / f"tokenizer{k}.json" for k in ("", ".4.0.0"))),
     ),
     "the config of the tokenizer": (
         nothing,
@@ -131,12 +114,12 @@ CHANGED: dict[str, tuple[Change, Change]] = {
     ),
 }
 
-# What nothing is made of: neither the hash nor the embeddings change.
+# Files that are not read: neither the hash nor the embeddings change.
 KEPT: dict[str, Change] = {
     "other weights": lambda folder: save_file({"x": torch.ones(1)}, folder / "x.safetensors"),
-    "a pickle": lambda folder: (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Code())) and None,
-    "a template": lambda folder: (folder.parent / "tokenizer" / "chat_template.jinja").write_text("{{") and None,
-    "other settings": lambda folder: (folder / "generation_config.json").write_text("[") and None,
+    "a pickle": lambda folder: (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb())),
+    "a template": lambda folder: (folder.parent / "tokenizer" / "chat_template.jinja").write_text("{{"),
+    "other settings": lambda folder: (folder / "generation_config.json").write_text("["),
 }
 
 # What is refused before transformers opens anything, and words of the message.
@@ -145,6 +128,18 @@ REFUSED: dict[str, tuple[Change, tuple[object, ...]]] = {
         lambda folder: edit(folder / CONFIG, transformers_weights="deep/other.safetensors"),
         (CONFIG, "transformers_weights", "deep/other.safetensors"),
     ),
+    "no folder": (lambda folder: folder.rename(folder.with_name("elsewhere")), ("has no 'text_encoder'",)),
+    "no config": (lambda folder: (folder / CONFIG).unlink(), (CONFIG,)),
+    "a pickle": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
+        ("pytorch_model.bin", "safetensors"),
+    ),
+    "another class": (
+        lambda folder: edit(folder / CONFIG, architectures=["GPT2LMHeadModel"]),
+        ("GPT2LMHeadModel", "CLIPTextModel"),
+    ),
+    "a class of its own": (lambda folder: edit(folder / CONFIG, architectures=["Mine"]), ("Mine",)),
+    "no tokenizer": (lambda folder: shutil.rmtree(folder.parent / "tokenizer"), ("tokenizer",)),
     "an index of pickles": (pickled, (f"{INDEX}.json", "pytorch_model.bin")),
     "an adapter": (lambda folder: edit(folder / "adapter_config.json", peft_type="LORA"), ("adapter_config.json",)),
     "code": (
@@ -166,27 +161,27 @@ REFUSED: dict[str, tuple[Change, tuple[object, ...]]] = {
         ("a.safetensors", "b.safetensors", WEIGHTS),
     ),
     "no index": (
-        lambda folder: (folder / WEIGHTS).replace(folder / "model-00001-of-00002.safetensors") and None,
+        lambda folder: (folder / WEIGHTS).replace(folder / "model-00001-of-00002.safetensors"),
         ("model-00001-of-00002.safetensors", "index"),
     ),
 }
 
 
-def found(encoder: Text) -> tuple[str, torch.Tensor]:
+def encoded(encoder: Text) -> tuple[str, torch.Tensor]:
     """Return the hash, and the embedding of a caption."""
     return encoder.digest(), encoder.open(torch.device("cpu")).encode([CAPTION])[""]
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_all_that_changes_the_embeddings_changes_the_hash(tmp_path: Path, name: str) -> None:
+def test_each_file_that_changes_the_embeddings_changes_the_hash(tmp_path: Path, name: str) -> None:
     prepare, change = CHANGED[name]
     folder = save(tmp_path)
     prepare(folder)
     encoder = Text(path=str(folder))
-    digest, rows = found(encoder)
-    assert found(encoder)[0] == digest
+    digest, rows = encoded(encoder)
+    assert encoded(encoder)[0] == digest
     change(folder)
-    changed, other = found(encoder)
+    changed, other = encoded(encoder)
     assert changed != digest
     assert torch.equal(rows, other) == (name == "the config of the tokenizer")
 
@@ -198,34 +193,33 @@ def test_a_token_that_the_network_does_not_have_is_refused(tmp_path: Path) -> No
     edit(tmp_path / "tokenizer" / "added_tokens.json", **{"large red": len(WORDS)})
     assert encoder.digest() != digest
     with refused(UserError, "data.encode", tmp_path / "tokenizer", encoder.folder, len(WORDS)):
-        found(encoder)
+        encoded(encoder)
 
 
-def test_what_nothing_is_made_of_changes_nothing(tmp_path: Path) -> None:
+def test_files_that_are_not_read_change_nothing(tmp_path: Path) -> None:
     folder = save(tmp_path)
-    digest, rows = found(Text(path=str(folder)))
+    digest, rows = encoded(Text(path=str(folder)))
     for name, change in KEPT.items():
         change(folder)
-        same, others = found(Text(path=str(folder)))
+        same, others = encoded(Text(path=str(folder)))
         assert same == digest, name
         assert torch.equal(rows, others), name
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_hashed_is_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_is_not_hashed_is_refused(here: Path, name: str) -> None:
     change, facts = REFUSED[name]
-    folder = save(tmp_path)
+    folder = save(here)
     change(folder)
     for refuse in (Text.digest, lambda encoder: encoder.open(torch.device("cpu"))):
         with refused(UserError, "data.encode", *facts):
             refuse(Text(path=str(folder)))
-    assert not Path("pickle-was-run").exists()
+    assert not Path(CANARY).exists()
 
 
 def test_a_config_opens_nothing_elsewhere(tmp_path: Path) -> None:
     folder, elsewhere = save(tmp_path / "here"), save(tmp_path / "elsewhere")
-    _, rows = found(Text(path=str(folder)))
+    _, rows = encoded(Text(path=str(folder)))
     other_words(elsewhere.parent / "tokenizer")
     vocabulary = tmp_path / "vocab.json"
     vocabulary.write_text(json.dumps(dict.fromkeys(WORDS, 0)))
@@ -233,14 +227,15 @@ def test_a_config_opens_nothing_elsewhere(tmp_path: Path) -> None:
     keys = {"tokenizer_file": words, "vocab_file": str(vocabulary), "vocab": str(vocabulary), "init_inputs": [words]}
     edit(folder.parent / "tokenizer" / SETTINGS, **keys)
     edit(folder / CONFIG, attn_implementation="kernels-community/flash-attn", configuration_files=["config.4.0.0.json"])
-    assert torch.equal(found(Text(path=str(folder)))[1], rows)
+    assert torch.equal(encoded(Text(path=str(folder)))[1], rows)
 
 
 def test_weights_that_are_missing_are_refused_by_name(tmp_path: Path) -> None:
     folder = save(tmp_path)
-    name = "text_model.final_layer_norm.bias"
-    without(folder, next(own for own in load_file(folder / WEIGHTS) if own.endswith("final_layer_norm.bias")))
-    with refused(UserError, "data.encode", WEIGHTS, "CLIPTextModel", name.removeprefix("text_model.")):
+    name = "final_layer_norm.bias"
+    tensors = {key: value for key, value in load_file(folder / WEIGHTS).items() if not key.endswith(name)}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    with refused(UserError, "data.encode", WEIGHTS, "CLIPTextModel", name):
         Text(path=str(folder)).open(torch.device("cpu"))
 
 
@@ -249,13 +244,13 @@ def test_a_model_without_a_pooler_encodes_all_but_a_vector(tmp_path: Path) -> No
 
     folder = save_encoder("BertModel", tmp_path)
     whole = BertModel.from_pretrained(folder)
-    expected = found(Text(path=str(folder)))[1]
+    expected = encoded(Text(path=str(folder)))[1]
     part = BertModel(whole.config, add_pooling_layer=False)
     part.load_state_dict(whole.state_dict(), strict=False)
     part.save_pretrained(folder)
-    assert torch.equal(found(Text(path=str(folder)))[1], expected)
+    assert torch.equal(encoded(Text(path=str(folder)))[1], expected)
     with refused(UserError, "data.encode: pooled", "BertModel", "no vector"):
-        found(Text(path=str(folder), pooled=True))
+        encoded(Text(path=str(folder), pooled=True))
 
 
 def test_a_file_is_hashed_again_only_when_its_size_or_a_time_is_another(
@@ -330,7 +325,7 @@ def test_values_that_no_library_takes_are_refused(tmp_path: Path, name: str) -> 
     place, values, facts = BROKEN[name]
     edit(folder / place, **values)
     with refused(UserError, "data.encode", *facts):
-        found(Text(path=str(folder)))
+        encoded(Text(path=str(folder)))
 
 
 def test_a_vocabulary_without_its_unknown_token_refuses_a_caption(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
-"""Test the text side of pipelines of diffusers: what it makes equals their own, and what is none is refused."""
+"""The text side of pipelines of diffusers: the conditions equal those of the pipeline, other folders are refused."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ from PIL import Image
 from hookdiff import UserError, load_config, load_run
 from hookdiff.experiment.build import build_feed
 from hookdiff_text.pipeline import Pipeline
-from tests.conftest import as_list, refused
+from tests.conftest import as_list, refused, write_small
 from tests.plugins.test_text import CAPTIONS, CLIP, KINDS, LAYERS, T5, WORDS, words_tokenizer
+from tests.plugins.test_text_folder import edit
 
 pytest.importorskip("transformers", reason="needs hookdiff[text]")
 pytest.importorskip("diffusers", reason="needs hookdiff[diffusers]")
@@ -66,7 +66,7 @@ def write(tmp_path: Path) -> Write:
 
 
 @every_kind
-def test_it_makes_what_the_pipeline_makes(kind: str, write: Write) -> None:
+def test_it_makes_the_conditions_of_the_pipeline(kind: str, write: Write) -> None:
     pipeline, folder = write(kind)
     encoders, places, own_length = PIPELINES[kind]
     prompts = dict.fromkeys(("prompt_2", "prompt_3")[: len(encoders) - 1])
@@ -108,102 +108,61 @@ def test_no_prompt_of_xl_is_zeros_if_its_config_says_so(write: Write) -> None:
     assert len(digests) == 2
 
 
-def spoil(folder: Path, how: str) -> None:
-    encoder, index = folder / "text_encoder", folder / "model_index.json"
-    content = json.loads(index.read_text())
-    match how:
-        case "no folder":
-            folder.rename(folder.with_name("elsewhere"))
-        case "no index":
-            index.unlink()
-        case "no JSON":
-            index.write_text("[")
-        case "another class":
-            index.write_text(json.dumps({**content, "_class_name": "FluxPipeline"}))
-        case "code of its own":
-            index.write_text(json.dumps({**content, "_class_name": ["mine", "Mine"]}))
-        case "an encoder of its own":
-            index.write_text(json.dumps({**content, "text_encoder": ["mine", "Mine"]}))
-        case "pickled":
-            (encoder / "model.safetensors").rename(encoder / "pytorch_model.bin")
-        case "no tokenizer":
-            (folder / "tokenizer" / "tokenizer.json").unlink()
-        case "no length":
-            (folder / "tokenizer" / "tokenizer_config.json").write_text("{}")
-
-
-BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("no folder", {}, ("has no 'StableDiffusionPipeline'",)),
-    ("no index", {}, ("model_index.json", "diffusers")),
-    ("no JSON", {}, ("model_index.json", "JSON")),
-    ("another class", {}, ("FluxPipeline", "SanaPipeline")),
-    ("code of its own", {}, ("Mine", "SanaPipeline")),
-    ("an encoder of its own", {}, ("text_encoder", "Mine", "CLIPTextModel")),
-    ("pickled", {}, ("pytorch_model.bin", "safetensors")),
-    ("no tokenizer", {}, ("tokenizer",)),
-    ("no length", {}, ("model_max_length = None", "at most 12")),
-    ("", {"length": 10}, ("length", "StableDiffusionPipeline")),
-]
+INDEX = "model_index.json"
+Spoil = Callable[[Path], object]
+BAD: dict[str, tuple[Spoil, tuple[str, ...]]] = {
+    "no folder": (lambda at: at.rename(at.with_name("elsewhere")), ("has no 'StableDiffusionPipeline'",)),
+    "no index": (lambda at: (at / INDEX).unlink(), (INDEX, "diffusers")),
+    "no JSON": (lambda at: (at / INDEX).write_text("["), (INDEX, "JSON")),
+    "another class": (lambda at: edit(at / INDEX, _class_name="FluxPipeline"), ("FluxPipeline", "SanaPipeline")),
+    "code of its own": (lambda at: edit(at / INDEX, _class_name=["mine", "Mine"]), ("Mine", "SanaPipeline")),
+    "an encoder of its own": (
+        lambda at: edit(at / INDEX, text_encoder=["mine", "Mine"]),
+        ("text_encoder", "Mine", "CLIPTextModel"),
+    ),
+    "pickled": (
+        lambda at: (at / "text_encoder" / "model.safetensors").rename(at / "text_encoder" / "pytorch_model.bin"),
+        ("pytorch_model.bin", "safetensors"),
+    ),
+    "no tokenizer": (lambda at: (at / "tokenizer" / "tokenizer.json").unlink(), ("tokenizer",)),
+    "no length": (
+        lambda at: (at / "tokenizer" / "tokenizer_config.json").write_text("{}"),
+        ("model_max_length = None", "at most 12"),
+    ),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "options", "facts"), BAD)
-def test_what_is_no_pipeline_is_refused(
-    write: Write, how: str, options: dict[str, Any], facts: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("name", BAD)
+def test_other_folders_are_refused(write: Write, name: str) -> None:
     _, folder = write(first)
-    spoil(folder, how)
+    spoil, facts = BAD[name]
+    spoil(folder)
     with refused(UserError, "data.encode", *facts):
-        Pipeline(path=str(folder), **options).digest()
+        Pipeline(path=str(folder)).digest()
 
 
 @pytest.mark.slow
-def test_a_damaged_part_is_refused(write: Write) -> None:
+def test_a_damaged_part_and_a_length_that_it_cannot_take_are_refused(write: Write) -> None:
     _, folder = write(first)
+    with refused(UserError, "data.encode", "length", first):
+        Pipeline(path=str(folder), length=10).digest()
     (folder / "text_encoder" / "model.safetensors").write_bytes(b"damaged")
     with refused(UserError, "data.encode", "text_encoder", "model.safetensors", "cut short"):
         Pipeline(path=str(folder)).open(CPU)
 
 
-SD3_MODEL = """
-[model]
-use = "diffusers:SD3Transformer2DModel"
-patch_size = 2
-num_layers = 2
-num_attention_heads = 2
-attention_head_dim = 8
-joint_attention_dim = 112
-caption_projection_dim = 16
-pooled_projection_dim = 48
-"""
-CONFIG = (
-    """
-[run]
-steps = 2
-batch_size = 6
-device = "cpu"
-plugins = ["checkpoint"]
-
-[data]
-source = "tests.plugins.test_text:drawings"
-cache_dir = "{folder}/cache"
-
-[data.encode.text]
-use = "pipeline"
-path = "{folder}/StableDiffusion3Pipeline"
-length = 10
-
-"""
-    + SD3_MODEL
-    + """
-[diffusion]
-conditions = {{ encoder_hidden_states = "text", pooled_projections = "text_pooled" }}
-
-[sampling]
-steps = 2
-guidance = {{ scale = 2.0 }}
-"""
-)
+SD3_MODEL = {
+    "use": "diffusers:SD3Transformer2DModel",
+    "patch_size": 2,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "joint_attention_dim": 112,
+    "caption_projection_dim": 16,
+    "pooled_projection_dim": 48,
+}
+GUIDED = {"guidance": {"scale": 2.0}}
 
 
 @pytest.mark.slow
@@ -212,8 +171,15 @@ def test_a_network_of_diffusers_is_trained_from_a_config(
     write: Write, succeed: Callable[..., str], tmp_path: Path
 ) -> None:
     pipeline, _ = write("StableDiffusion3Pipeline")
-    path = tmp_path / "text.toml"
-    path.write_text(CONFIG.format(folder=tmp_path))
+    encode = {"text": {"use": "pipeline", "path": str(tmp_path / "StableDiffusion3Pipeline"), "length": 10}}
+    path = write_small(
+        tmp_path / "text.toml",
+        run={"steps": 2, "batch_size": 6, "plugins": ["checkpoint"]},
+        data={"source": "tests.plugins.test_text:drawings", "cache_dir": str(tmp_path / "cache"), "encode": encode},
+        model=SD3_MODEL,
+        diffusion={"conditions": {"encoder_hidden_states": "text", "pooled_projections": "text_pooled"}},
+        sampling={"steps": 2, **GUIDED},
+    )
     succeed("run", path, "--out", tmp_path / "run")
     succeed("sample", tmp_path / "run", "--num", "2", "--out", tmp_path / "two.png", "--trust")
     nothing = build_feed(load_config(path)).nothing
@@ -223,48 +189,24 @@ def test_a_network_of_diffusers_is_trained_from_a_config(
         torch.testing.assert_close(nothing[name], own[place][0], atol=2e-3, rtol=2e-3)  # kept in float16
 
 
-XL_CONFIG = """
-[run]
-steps = 4
-batch_size = 4
-device = "cpu"
-plugins = ["checkpoint", "ema"]
-
-[data]
-source = "folder"
-path = "{folder}/pictures"
-captions = "txt"
-labels = "none"
-image_size = 16
-flip = true
-cache_dir = "{folder}/cache"
-
-[data.encode.text]
-use = "pipeline"
-path = "{folder}/StableDiffusionXLPipeline"
-
-[model]
-use = "diffusers:UNet2DConditionModel"
-block_out_channels = [8, 8]
-layers_per_block = 1
-norm_num_groups = 4
-down_block_types = ["DownBlock2D", "CrossAttnDownBlock2D"]
-up_block_types = ["CrossAttnUpBlock2D", "UpBlock2D"]
-cross_attention_dim = 96
-attention_head_dim = 4
-addition_embed_type = "text_time"
-addition_time_embed_dim = 8
-projection_class_embeddings_input_dim = 64
-
-[diffusion.conditions]
-encoder_hidden_states = "text"
-"added_cond_kwargs.text_embeds" = "text_pooled"
-"added_cond_kwargs.time_ids" = "text_time_ids"
-
-[sampling]
-steps = 1
-guidance = {{ scale = 2.0 }}
-"""
+XL_MODEL = {
+    "use": "diffusers:UNet2DConditionModel",
+    "block_out_channels": [8, 8],
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+    "cross_attention_dim": 96,
+    "attention_head_dim": 4,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 64,
+}
+XL_CONDITIONS = {
+    "encoder_hidden_states": "text",
+    "added_cond_kwargs.text_embeds": "text_pooled",
+    "added_cond_kwargs.time_ids": "text_time_ids",
+}
 
 
 @pytest.mark.slow
@@ -276,8 +218,16 @@ def test_a_network_of_sdxl_gets_sizes_and_crops(write: Write, succeed: Callable[
         size, words = [(20, 30), (40, 16), (16, 16)][k % 3], ["a red disc", "a blue ring\n", "a large square"][k % 3]
         Image.new("RGB", size, "red").save(tmp_path / "pictures" / f"{k:02}.png")
         (tmp_path / "pictures" / f"{k:02}.txt").write_text(words)
-    path = tmp_path / "xl.toml"
-    path.write_text(XL_CONFIG.format(folder=tmp_path))
+    encode = {"text": {"use": "pipeline", "path": str(tmp_path / "StableDiffusionXLPipeline")}}
+    source = {"source": "folder", "path": str(tmp_path / "pictures"), "captions": "txt", "labels": "none"}
+    path = write_small(
+        tmp_path / "xl.toml",
+        run={"steps": 4, "batch_size": 4, "plugins": ["checkpoint", "ema"]},
+        data={**source, "image_size": 16, "flip": True, "cache_dir": str(tmp_path / "cache"), "encode": encode},
+        model=XL_MODEL,
+        diffusion={"conditions": XL_CONDITIONS},
+        sampling={"steps": 1, **GUIDED},
+    )
     feed = build_feed(load_config(path))
     numbers = [[30, 20, 4, 0, 16, 16], [16, 40, 0, 12, 16, 16], [16, 16, 0, 0, 16, 16]]  # 20 x 30 becomes 16 x 24
     assert as_list(next(feed.unaugmented(torch.arange(3))).conditions["text_time_ids"]) == numbers

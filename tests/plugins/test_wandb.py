@@ -205,14 +205,13 @@ def test_settings_that_a_run_has_brought_are_refused(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
-def test_a_pipe_in_the_repository_around_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    os.mkfifo(tmp_path / ".git" / "commondir")
-    monkeypatch.chdir(tmp_path)
+def test_a_pipe_in_the_repository_around_is_not_waited_for(here: Path) -> None:
+    subprocess.run(["git", "init", "-q", here], check=True)
+    os.mkfifo(here / ".git" / "commondir")
     importlib.import_module("wandb").teardown()  # it asks git when it is set up
     with in_time():
-        make_loop({"wandb": WandB(mode="offline", timeout=300)}, tmp_path / "run", steps=1).run()
-    assert len(runs(tmp_path / "run")) == 1
+        make_loop({"wandb": WandB(mode="offline", timeout=300)}, here / "run", steps=1).run()
+    assert len(runs(here / "run")) == 1
 
 
 def test_the_folder_may_be_elsewhere(tmp_path: Path) -> None:
