@@ -146,7 +146,7 @@ def _damaged(path: Path, why: object) -> UserError:
 
 def _read(path: Path, sha256: str = "") -> bytes:
     if path.is_symlink():
-        raise UserError(f"{path} is a link, and no file of a kept step")
+        raise UserError(f"{path} is a link; put the file itself in its place")
     try:
         data = read_file(path)
     except OSError as error:

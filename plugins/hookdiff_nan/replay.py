@@ -121,7 +121,7 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
     record = read_record(path)
     place = record.facts.progress
     if place.step == 0:
-        raise UserError("--lr: no update came before the first step, so a learning rate cannot change it")
+        raise UserError("--lr: no update came before the first step, so a rate cannot change it; leave --lr out")
     config = _config(record, plugins, [*settings, f"optimizer.lr={rate!r}"], trust)
     parts = {name: part for name, part in config.plugins.items() if implements(part.target, *_TRAIN_HOOKS)}
     config = evolve(config, plugins={name: part for name, part in parts.items() if not _is_sink(part.target)})
