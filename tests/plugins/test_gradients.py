@@ -54,8 +54,8 @@ class Look(Logged):
         self.weights.append(torch.cat([p.detach().flatten() for p in loop.model.parameters()]))
 
     def norms(self, name: str | None = None) -> list[float]:
-        kept = [[g for key, g in step.items() if name in (None, key)] for step in self.gradients]
-        return [math.sqrt(sum(g.double().square().sum().item() for g in step)) for step in kept]
+        chosen = [[g for key, g in step.items() if name in (None, key)] for step in self.gradients]
+        return [math.sqrt(sum(g.double().square().sum().item() for g in step)) for step in chosen]
 
 
 def watch(monitor: GradientMonitor | None = None, *others: object, **config: Any) -> tuple[Look, Loop]:
@@ -251,20 +251,14 @@ class TestNoiseScale:
 
 RANK = """
 import torch
-from torch.nn.parallel import DistributedDataParallel
-from hookdiff import hookimpl
+from hookdiff.testing.examples import Distributed
 from tests.plugins.test_gradients import TestNoiseScale
-
-class Ranks:
-    @hookimpl
-    def wrap_net(self, net):
-        return DistributedDataParallel(net)
 
 torch.manual_seed(0)
 data = torch.randn(4000, 20) * 0.5 + 0.25
 options = {"steps": 400, "batch_size": 16 if micro_batch else 17, "micro_batch": micro_batch}
 options |= {"log_every": 1, "noise_decay": 0.995}
-look = TestNoiseScale().run(data, Ranks(), **options)
+look = TestNoiseScale().run(data, Distributed(), **options)
 result = look.values.get(400, {}).get("gradients/noise_scale")
 """
 
@@ -273,9 +267,9 @@ result = look.values.get(400, {}).get("gradients/noise_scale")
 @pytest.mark.parametrize("micro_batch", [None, 5])
 def test_ranks_are_parts_of_the_batch(micro_batch: int | None, tmp_path: Path) -> None:
     # Without no_sync the gradients of the first micro-batch, too, are averaged over ranks after the backward pass.
-    one, other = two_ranks(f"micro_batch = {micro_batch}\n{RANK}", tmp_path)
+    scale, other = two_ranks(f"micro_batch = {micro_batch}\n{RANK}", tmp_path)
     assert other is None  # the first rank has the log
-    assert one == pytest.approx(4, rel=0.12)  # |G|^2 = 20 / 16, S = 20 / 4
+    assert scale == pytest.approx(4, rel=0.12)  # |G|^2 = 20 / 16, S = 20 / 4
 
 
 class TestDiagnosis:
@@ -488,8 +482,8 @@ class TestState:
         watch(monitor, steps=30)
         with toy_loop({"gradients": other}):
             restore_state(other, monitor.state_dict())
-        kept = min(window, 25)
-        assert other.history()["3.bias"].tolist() == monitor.history()["3.bias"][-kept:].tolist()
+        num = min(window, 25)
+        assert other.history()["3.bias"].tolist() == monitor.history()["3.bias"][-num:].tolist()
 
     def test_parameters_that_are_trained_may_change(self) -> None:
         monitor = GradientMonitor()

@@ -91,12 +91,12 @@ def test_golden_message_for_tensorboard(run: Path, hookdiff: Command) -> None:
             "",
         )
     assert len(list(place.iterdir())) == 1
-    found = test_tensorboard.read(place)
-    assert list(test_tensorboard.values(found, "loss")) == [1, 2, 3, 4]
-    assert [image.step for image in found.Images("samples/colour")] == [2, 4]
-    assert test_tensorboard.texts(found, "prompt") == {2: "    cat 2", 4: "    cat 4"}
-    assert [one.histogram_value.num for one in found.Histograms("weights")] == [4, 4]
-    assert list(test_tensorboard.texts(found, "events/stop")) == [4]
+    events = test_tensorboard.read(place)
+    assert list(test_tensorboard.values(events, "loss")) == [1, 2, 3, 4]
+    assert [image.step for image in events.Images("samples/colour")] == [2, 4]
+    assert test_tensorboard.texts(events, "prompt") == {2: "    cat 2", 4: "    cat 4"}
+    assert [histogram.histogram_value.num for histogram in events.Histograms("weights")] == [4, 4]
+    assert list(test_tensorboard.texts(events, "events/stop")) == [4]
 
 
 def test_wandb_gets_a_new_run(run: Path, succeed: Succeed) -> None:
@@ -117,15 +117,15 @@ def test_the_aim_run_is_replaced(run: Path, succeed: Succeed) -> None:
     for name in (run, run, "runs/other"):
         out = succeed("mirror", name, "--to", "aim", "--set", "experiment=rebuilt")
         check_facts(out, name, "5 steps", "4 pictures", "aim up --repo")
-    one, _ = test_aim.only(Path("runs"), "x"), test_aim.only(Path("runs"), "other")
-    assert one["run_dir"] == str(run.resolve())
-    assert one["experiment"] == "rebuilt"
-    assert one["hparams"] == {"run": {"steps": 4}}
-    assert list(one["metrics"]["loss"]) == [1, 2, 3, 4]
-    assert list(one["images"]["samples"]) == [2, 4]
-    assert one["texts"]["prompt"] == {2: "cat 2", 4: "cat 4"}
-    assert one["events"]["stop"] == {4: "done"}
-    assert one["closed"]
+    mirrored, _ = test_aim.only(Path("runs"), "x"), test_aim.only(Path("runs"), "other")
+    assert mirrored["run_dir"] == str(run.resolve())
+    assert mirrored["experiment"] == "rebuilt"
+    assert mirrored["hparams"] == {"run": {"steps": 4}}
+    assert list(mirrored["metrics"]["loss"]) == [1, 2, 3, 4]
+    assert list(mirrored["images"]["samples"]) == [2, 4]
+    assert mirrored["texts"]["prompt"] == {2: "cat 2", 4: "cat 4"}
+    assert mirrored["events"]["stop"] == {4: "done"}
+    assert mirrored["closed"]
 
 
 def calls(path: Path) -> list[list[Any]]:
@@ -136,15 +136,15 @@ def calls(path: Path) -> list[list[Any]]:
 def test_the_sink_of_another_package_gets_all_in_order(run: Path, succeed: Succeed) -> None:
     out = succeed("mirror", run, "--to", "recorder", "--set", "path=mine.txt")
     assert out == "runs/x: 5 steps up to 4, 4 pictures -> the file mine.txt\n"
-    made = calls(Path("mine.txt"))
-    assert made[0] == ["open", 4, 0]
-    assert made[-1] == ["close"]
-    steps = [call[1] for call in made[1:-1]]
+    lines = calls(Path("mine.txt"))
+    assert lines[0] == ["open", 4, 0]
+    assert lines[-1] == ["close"]
+    steps = [call[1] for call in lines[1:-1]]
     assert steps == sorted(steps)
-    assert {call[0] for call in made if call[1:2] == [2]} == {"scalars", "images", "texts", "distributions"}
-    shapes = {name: len(shape) for call in made if call[0] == "images" for name, shape in call[2].items()}
+    assert {call[0] for call in lines if call[1:2] == [2]} == {"scalars", "images", "texts", "distributions"}
+    shapes = {name: len(shape) for call in lines if call[0] == "images" for name, shape in call[2].items()}
     assert shapes == {"samples": 2, "samples/colour": 3}  # grey stays grey
-    assert [call[2] for call in made if call[0] == "event"] == ["start", "stop"]
+    assert [call[2] for call in lines if call[0] == "event"] == ["start", "stop"]
 
 
 @pytest.mark.usefixtures("recorder")
