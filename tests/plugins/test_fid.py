@@ -57,20 +57,15 @@ class Recorder(Logged):
         return self.of("fd/digits")
 
 
-class Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.inside = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 64))
-
-    def forward(self, images: Tensor) -> Tensor:
-        inside: Tensor = self.inside(images)
-        return inside.view_as(images)
+def tiny() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 64)
+    return nn.Sequential(nn.Flatten(), *layers, nn.Unflatten(1, (1, 8, 8)))
 
 
 def make_loop(*plugins: object, data: Any = None, sampler: Any = None, **config: Any) -> tuple[Loop, Recorder]:
-    model, recorder = Tiny(), Recorder()
+    model, recorder = tiny(), Recorder()
     named = {"recorder": recorder, **{f"p{i}": plugin for i, plugin in enumerate(plugins)}}
     loss = lambda net, batch: F.mse_loss(net(batch.inputs), batch.inputs)  # noqa: E731
     adamw, limits = torch.optim.AdamW(model.parameters()), LoopConfig(**{"batch_size": 32, "log_every": 7, **config})
@@ -135,12 +130,12 @@ def test_all_metrics_of_the_space_are_logged_beside_it() -> None:
     names = {"kid/digits", "kid/digits/error", "precision/digits", "recall/digits", "density/digits", "coverage/digits"}
     names |= {"is/digits", "is/digits/deviation", "fd/digits", "fd/digits/num", "fd/digits/floor"}
     assert names <= set(values)
-    made, data = drawn(loop, 300), real()
-    a, b = made.rows.double(), data.rows.double()
-    own, other, across = ((x @ y.T / 64 + 1) ** 3 for x, y in ((a, a), (b, b), (a, b)))
-    kid = (own.sum() - own.trace()) / (300 * 299) + (other.sum() - other.trace()) / (1797 * 1796)
+    samples, data = drawn(loop, 300), real()
+    a, b = samples.rows.double(), data.rows.double()
+    within, other, across = ((x @ y.T / 64 + 1) ** 3 for x, y in ((a, a), (b, b), (a, b)))
+    kid = (within.sum() - within.trace()) / (300 * 299) + (other.sum() - other.trace()) / (1797 * 1796)
     assert values["kid/digits"] == pytest.approx(float(kid - 2 * across.mean()), rel=1e-4)
-    probabilities = made.logits.double().softmax(1) if made.logits is not None else torch.empty(0)
+    probabilities = samples.logits.double().softmax(1) if samples.logits is not None else torch.empty(0)
     scores = []
     for part in torch.split(probabilities[numpy.random.RandomState(2020).permutation(300)], 30):
         scores.append((part * (part / part.mean(0)).log()).sum(1).mean().exp())
@@ -425,14 +420,14 @@ result = ({name: value for name, value in logged.items() if "digits" in name}, f
 
 def test_ranks_share_the_images_and_agree_on_all_values(tmp_path: Path) -> None:
     ranks = two_ranks(RANKS, tmp_path)
-    one, other = (found[0] for found in ranks)
-    assert one.keys() > {"fd/digits", "fd/digits/floor", "kid/digits", "recall/digits", "is/digits"}
+    first, other = (result[0] for result in ranks)
+    assert first.keys() > {"fd/digits", "fd/digits/floor", "kid/digits", "recall/digits", "is/digits"}
     assert other == {}  # the first rank has the log
-    assert [found[1:3] for found in ranks] == [(301, 1797)] * 2
-    assert [found[3] for found in ranks] == [2, 0]  # lines of the log: the main rank has them
+    assert [result[1:3] for result in ranks] == [(301, 1797)] * 2
+    assert [result[3] for result in ranks] == [2, 0]  # lines of the log: the main rank has them
     single: dict[str, Any] = {}
     exec(RANKS, single)
-    assert one == pytest.approx(single["result"][0], rel=1e-4, abs=1e-6)
+    assert first == pytest.approx(single["result"][0], rel=1e-4, abs=1e-6)
 
 
 BAD = """
@@ -482,8 +477,8 @@ def test_the_best_checkpoint_is_that_with_the_lowest_distance(
     distances = {line["step"]: line["fd/digits"] for line in records(tmp_path / "run") if "fd/digits" in line}
     best = min(distances, key=lambda step: distances[step])
     assert best < 6
-    kept = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()}
-    assert kept == {f"step-{best:08d}", "step-00000006"}
+    folders = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()}
+    assert folders == {f"step-{best:08d}", "step-00000006"}
 
 
 @pytest.mark.slow
