@@ -260,6 +260,15 @@ def python(
     return process.wait(), out, err
 
 
+def run_python(*words: object, folder: Path, paths: Iterable[object] = (), interpreter: object = sys.executable) -> str:
+    """Run a new Python, with `paths` first among those that it imports from; it must succeed. Return its stdout."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    line = list(map(str, (interpreter, *words)))
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def run_code(code: str, words: list[str]) -> None:
     """Run Python code, as `python -c CODE WORDS...` does."""
     sys.argv = ["-c", *words]

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,7 +27,8 @@ from hookdiff.testing.contract import assert_keeps_contract
 from hookdiff.testing.run_checks import assert_any_order, assert_removable, assert_resumes
 from hookdiff.testing.sink_checks import assert_tracks
 from hookdiff.testing.toy import ToyObjective, toy_loop, toy_model
-from tests.conftest import PATIENCE, Batches, check_facts, finish, ran, records, refused
+from tests.conftest import Batches, check_facts, check_refused, finish, output, records, refused, toy_run
+from tests.forked import run_python
 
 PLUGINS = Path(__file__).parents[1] / "examples" / "plugins"
 NAMES = sorted(path.parent.name for path in PLUGINS.glob("*/pyproject.toml"))
@@ -51,9 +51,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     projects = tmp_path_factory.mktemp("projects")
     site = tmp_path_factory.mktemp("site")
     shutil.copytree(PLUGINS, projects, dirs_exist_ok=True)
-    options = "--quiet", "--no-deps", "--no-build-isolation", "--target", str(site)
-    command = [sys.executable, "-m", "pip", "install", *options, *(str(projects / name) for name in NAMES)]
-    subprocess.run(command, check=True, timeout=PATIENCE)
+    options = "--quiet", "--no-deps", "--no-build-isolation", "--target", site
+    run_python("-m", "pip", "install", *options, *(projects / name for name in NAMES), folder=projects)
     return site
 
 
@@ -89,8 +88,8 @@ def test_a_package_is_small_and_its_plugin_is_listed_with_its_keys(name: str, in
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_plugin_keeps_every_promise(name: str, installed: None) -> None:
-    own = {"freeze": {"weights": ["0.*"], "until": 7}}.get(name, OPTIONS[name])
-    make = partial(plugin_class(name), **own)
+    options = {"freeze": {"weights": ["0.*"], "until": 7}}.get(name, OPTIONS[name])
+    make = partial(plugin_class(name), **options)
     assert_keeps_contract(make)
     assert_resumes(make)
     assert_any_order(make)
@@ -122,28 +121,24 @@ def test_selftest_finds_no_difference_after_a_kill(site: Path, write_config: Any
         # The first steps overflow, and are void.
         plugins={"amp": {"precision": "fp16", "init_scale": 1e9}, "lr": adopted, "clip": adopted},
     )
-    code, out, err = finish(start(site, "selftest", "resume", config, "--steps", 16))
-    assert code == 0, out + err
+    output(finish(start(site, "selftest", "resume", config, "--steps", 16)))
 
 
 def test_a_published_plugin_is_found_configured_called_in_order_and_removed(
     site: Path, installed: None, tmp_path: Path, hookdiff: Run, succeed: Any, write_config: Any, start: Any
 ) -> None:
-    own = {"ema": {}, "lookahead": {"every": 2, "alpha": 0.8}}
-    config = write_config(run={"steps": 10, "log_every": 5, "plugins": list(own)}, plugins=own)
+    tables = {"ema": {}, "lookahead": {"every": 2, "alpha": 0.8}}
+    config = write_config(run={"steps": 10, "log_every": 5, "plugins": list(tables)}, plugins=tables)
 
-    assert tomli.loads(succeed("check", config))["plugins"]["lookahead"] == own["lookahead"]
+    assert tomli.loads(succeed("check", config))["plugins"]["lookahead"] == tables["lookahead"]
     wrong = "--set", "plugins.lookahead.alhpa=1", "--set", "plugins.lookahead.every=0"
-    code, _, err = hookdiff("check", config, *wrong)
-    assert code == 2
-    check_facts(err, "plugins.lookahead.alhpa", "'alpha'", "plugins.lookahead.every")
+    check_refused(hookdiff("check", config, *wrong), "plugins.lookahead.alhpa", "'alpha'", "plugins.lookahead.every")
 
     order = dict(line.split(maxsplit=1) for line in succeed("plugins", "--order", config).splitlines())
     assert order["on_start"] == "ema (first) > lookahead"
     assert order["optimizer_step"] == "lookahead (around)"
 
-    code, out, err = finish(start(site, "run", config, "--out", tmp_path / "run"))
-    assert code == 0, err
+    out = output(finish(start(site, "run", config, "--out", tmp_path / "run")))
     check_facts(out.splitlines()[0], "done", 10)
 
     # Without its package the name is unknown, and the message lists the installed plugins.
@@ -158,11 +153,8 @@ def test_a_published_plugin_is_found_configured_called_in_order_and_removed(
 
 def test_the_own_tests_of_a_published_plugin_pass(site: Path, tmp_path: Path) -> None:
     shutil.copy(PLUGINS / "lookahead" / "test_lookahead.py", tmp_path)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (site, *sys.path)))}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=PATIENCE)
-    assert done.returncode == 0, done.stdout
-    check_facts(done.stdout, "2 passed")
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path)
+    check_facts(run_python(*words, folder=tmp_path, paths=(site, *sys.path)), "2 passed")
 
 
 # sam
@@ -175,7 +167,7 @@ class Scale:
     def prepare_model(self, loop: Loop) -> None:
         self.module = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(self.module.weight)
-        loop.adopt(self, self.module, torch.optim.SGD(self.module.parameters(), lr=0.5))
+        loop.adopt(self, self.module, sgd(self.module))
 
     @hookimpl
     def reduce_loss(self, output: LossOutput) -> Tensor:
@@ -197,7 +189,7 @@ def test_sam_equals_a_plain_loop(installed: None, make: Callable[[], nn.Module],
     reference = copy.deepcopy(model)
     scale, batches = Scale(), Batches()
     plugins = {"sam": SAM(rho=0.3), "scale": scale, "batches": batches}
-    loop = ran(toy_loop(plugins, model=model, optimizers=sgd, steps=6, micro_batch=micro_batch))
+    loop = toy_run(plugins, model=model, optimizers=sgd, steps=6, micro_batch=micro_batch)
 
     s = torch.zeros((), requires_grad=True)
     parameters = list(reference.parameters())
@@ -353,9 +345,9 @@ def test_the_learned_weight_does_not_depend_on_micro_batch(
     config = write_config(run=run, plugins={"lr": adopted, "clip": adopted}, diffusion=diffusion)
     for size in (16, 5):
         succeed("run", config, "--out", tmp_path / str(size), "--set", f"run.micro_batch={size}")
-    one, other = tensors(tmp_path / "16"), tensors(tmp_path / "5")
-    assert any(name.startswith("uncertainty.safetensors") and "linear" in name for name in one)
-    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    whole, in_parts = tensors(tmp_path / "16"), tensors(tmp_path / "5")
+    assert any(name.startswith("uncertainty.safetensors") and "linear" in name for name in whole)
+    torch.testing.assert_close(whole, in_parts, rtol=1e-3, atol=1e-5)
 
     succeed("run", config, "--out", tmp_path / "plain", "--plugins", "no:uncertainty,no:lr,no:clip")
     first, plain = records(tmp_path / "16"), records(tmp_path / "plain")
@@ -397,9 +389,8 @@ def test_patterns_without_a_weight_or_with_all_weights_are_refused(
 ) -> None:
     config = write_config(run={"plugins": ["freeze"]})
     for value in ("[]", "['dwon.*']", "['*']"):
-        code, _, err = hookdiff("run", config, "--out", tmp_path / "run", "--set", f"plugins.freeze.weights={value}")
-        assert code == 2
-        check_facts(err, "plugins.freeze", "weights")
+        done = hookdiff("run", config, "--out", tmp_path / "run", "--set", f"plugins.freeze.weights={value}")
+        check_refused(done, "plugins.freeze", "weights")
 
 
 # target
@@ -449,9 +440,7 @@ def test_a_run_at_its_target_stays_ended_unless_the_target_is_harder(
         outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
         assert (outcome["step"], outcome["reason"]) == (step, "plugin" if step == 2 else "done")
 
-    code, _, err = hookdiff("check", config, "--set", "plugins.target.mode=maximum")
-    assert code == 2
-    check_facts(err, "plugins.target.mode", "max")
+    check_refused(hookdiff("check", config, "--set", "plugins.target.mode=maximum"), "plugins.target.mode", "max")
 
 
 def test_the_first_rank_decides_whether_the_target_is_reached(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:

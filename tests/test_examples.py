@@ -25,6 +25,7 @@ from hookdiff.disk import user_cache
 from hookdiff.run_dir import History
 from tests.conftest import PATIENCE, check_facts, pixels, wait_until, write_small
 from tests.data.test_fashion_mnist import write_part
+from tests.forked import run_python
 from tests.test_docs import SHORT
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -32,9 +33,8 @@ HOW_TO = EXAMPLES.parent / "docs" / "how-to"
 
 
 def test_embed_trains_in_both_styles(tmp_path: Path) -> None:
-    command = [sys.executable, EXAMPLES / "embed.py", "--steps", "8", "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=PATIENCE)
-    pushed, *_, sampled = done.stdout.splitlines()
+    out = run_python(EXAMPLES / "embed.py", "--steps", 8, "--out", tmp_path, folder=tmp_path)
+    pushed, *_, sampled = out.splitlines()
     check_facts(pushed, "push", "done", 2)
     check_facts(sampled, tmp_path / "embed.png", "ema", 8)
     assert (tmp_path / "push" / "checkpoints" / "step-00000002" / "ema.safetensors").is_file()
@@ -42,9 +42,8 @@ def test_embed_trains_in_both_styles(tmp_path: Path) -> None:
 
 
 def test_the_classifier_names_the_digits_that_it_was_not_trained_on(tmp_path: Path) -> None:
-    command = [sys.executable, EXAMPLES / "classifier.py", "--out", tmp_path / "run"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=PATIENCE)
-    shares = re.findall(r"^([\d.]+)% of 359 .* (model|ema)$", done.stdout, re.M)
+    out = run_python(EXAMPLES / "classifier.py", "--out", tmp_path / "run", folder=tmp_path)
+    shares = re.findall(r"^([\d.]+)% of 359 .* (model|ema)$", out, re.M)
     assert [weights for _, weights in shares] == ["model", "ema"]
     assert min(float(share) for share, _ in shares) > 95
     assert History.of(tmp_path / "run").last("accuracy") == pytest.approx(float(shares[1][0]) / 100, abs=0.01)
@@ -57,14 +56,14 @@ def cells(path: Path) -> list[Any]:
 
 def kinds(path: Path) -> list[Any]:
     """Return for each cell with code of a notebook what its outputs are: an error is one too."""
-    return [[(one["output_type"], sorted(one.get("data", ()))) for one in cell["outputs"]] for cell in cells(path)]
+    return [[(out["output_type"], sorted(out.get("data", ()))) for out in cell["outputs"]] for cell in cells(path)]
 
 
 def test_the_notebook_has_its_outputs_and_nothing_else_of_a_machine() -> None:
-    made = cells(EXAMPLES / "notebook.ipynb")
-    assert [cell["execution_count"] for cell in made] == [*range(1, len(made) + 1)]
-    assert all(cell["metadata"] == {} for cell in made)  # no times
-    outputs = json.dumps([cell["outputs"] for cell in made])
+    code = cells(EXAMPLES / "notebook.ipynb")
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
+    assert all(cell["metadata"] == {} for cell in code)  # no times
+    outputs = json.dumps([cell["outputs"] for cell in code])
     assert len(outputs) <= 200_000
     assert not re.search(r"/(home|root|tmp|Users|usr)/", outputs)
     assert "error" not in {kind for cell in kinds(EXAMPLES / "notebook.ipynb") for kind, _ in cell}
@@ -74,12 +73,10 @@ def test_the_notebook_has_its_outputs_and_nothing_else_of_a_machine() -> None:
 def test_the_notebook_has_the_same_kinds_of_outputs_when_it_is_executed(tmp_path: Path) -> None:
     pytest.importorskip("ipykernel")
     pytest.importorskip("nbclient")
-    made = shutil.copy(EXAMPLES / "notebook.ipynb", tmp_path)
+    copied = shutil.copy(EXAMPLES / "notebook.ipynb", tmp_path)
     execute = "import nbclient.cli; nbclient.cli.main()"  # as `jupyter execute --inplace` does
-    command = [sys.executable, "-c", execute, "--inplace", made]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=2 * PATIENCE)
-    assert done.returncode == 0, done.stderr
-    assert kinds(Path(made)) == kinds(EXAMPLES / "notebook.ipynb")
+    run_python("-c", execute, "--inplace", copied, folder=tmp_path)
+    assert kinds(Path(copied)) == kinds(EXAMPLES / "notebook.ipynb")
 
 
 GALLERY = (EXAMPLES.parent / "docs" / "gallery.md").read_text("utf-8")
@@ -151,11 +148,11 @@ def test_the_page_has_the_memory_of_the_example_of_latents(
     header, _, *rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("|")]
     for column, title in enumerate(header[1:], 1):
         settings = [word for key in re.findall(r"`(.+?)`", title) for word in ("--set", key)]
-        found = json.loads(succeed(*words, *settings, "--set", "run.device=cpu", "--json"))
-        found |= {f"plugins.{name}": size for name, size in found["plugins"].items()}
+        sizes = json.loads(succeed(*words, *settings, "--set", "run.device=cpu", "--json"))
+        sizes |= {f"plugins.{name}": size for name, size in sizes["plugins"].items()}
         for row in rows:
             said = float(row[column].replace(",", ""))
-            assert said == pytest.approx(found[row[0].strip()] / 2**20, rel=0.02, abs=0.01), (title, row)
+            assert said == pytest.approx(sizes[row[0].strip()] / 2**20, rel=0.02, abs=0.01), (title, row)
 
 
 # Stand-ins for the commands of SLURM: a job of two nodes, which both are this machine.
@@ -195,14 +192,9 @@ def test_the_slurm_script_saves_at_the_signal_requeues_and_goes_on(tmp_path: Pat
 
     def start(**more: str) -> subprocess.Popen[str]:
         (tmp_path / "torchruns").unlink(missing_ok=True)
-        return subprocess.Popen(
-            ["bash", EXAMPLES / "slurm.sh", config],
-            cwd=tmp_path,
-            env={**environment, **more},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = ["bash", EXAMPLES / "slurm.sh", config]
+        return subprocess.Popen(command, cwd=tmp_path, env={**environment, **more}, **pipes)
 
     first = start()
     try:
@@ -237,14 +229,10 @@ def test_the_pods_of_kubernetes_call_the_command_as_it_is(tmp_path: Path, hookdi
     for part in replicas.values():
         (container,) = part["template"]["spec"]["containers"]
         python, *words = container["command"]
-        assert (python, words[:3], words[4:]) == (
-            "python",
-            ["-m", "hookdiff", "run"],
-            ["--plugins", "ddp", "--out", "runs/mine", "--resume"],
-        )
-        assert {mount["name"] for mount in container["volumeMounts"]} == {
-            volume["name"] for volume in part["template"]["spec"]["volumes"]
-        }
+        assert (python, words[:3]) == ("python", ["-m", "hookdiff", "run"])
+        assert words[4:] == ["--plugins", "ddp", "--out", "runs/mine", "--resume"]
+        volumes = {volume["name"] for volume in part["template"]["spec"]["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
 
 
 FEATURES, DISTANCE = "tests.plugins.test_autoencoder:mean_colours", "fd/tests.plugins.test_autoencoder.mean_colours"
@@ -276,11 +264,10 @@ def walk(tmp_path: Path) -> Callable[..., dict[str, str]]:
         return kept
 
     def made(page: str, fetch: Mapping[str, str], brief: Mapping[str, str]) -> dict[str, str]:
-        (found,) = re.findall(r"^```\n(npm pack .*?)^```$", (HOW_TO / page).read_text("utf-8"), re.M | re.S)
+        (commands,) = re.findall(r"^```\n(npm pack .*?)^```$", (HOW_TO / page).read_text("utf-8"), re.M | re.S)
         (tmp_path / "examples").symlink_to(EXAMPLES)
-        path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, sys.path)])
-        said = {}
-        for line in found.splitlines():
+        paths, said = [EXAMPLES.parent, *filter(None, sys.path)], {}
+        for line in commands.splitlines():
             if line.startswith(tuple(fetch)):
                 command, _, unpack = line.partition(" && ")
                 file = fetched(command, next(name for start, name in fetch.items() if line.startswith(start)))
@@ -290,15 +277,7 @@ def walk(tmp_path: Path) -> Callable[..., dict[str, str]]:
                 continue
             program, command, *rest = shlex.split(line)
             words = [command, *rest] if program == "python" else ["-m", program, command, *rest]
-            done = subprocess.run(
-                [sys.executable, *words, *shlex.split(brief.get(command, ""))],
-                cwd=tmp_path,
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-            )
-            assert done.returncode == 0, done.stderr
-            said[command] = done.stdout
+            said[command] = run_python(*words, *shlex.split(brief.get(command, "")), folder=tmp_path, paths=paths)
         return said
 
     return made
@@ -319,9 +298,9 @@ def test_the_emoji_become_latents_and_the_latents_pictures(walk: Callable[..., A
     check_facts(said["examples/emoji_folder.py"], "3,781 pictures")
     (decibel,) = re.findall(r"PSNR ([\d.]+) dB", said["examples/train_autoencoder.py"])
     assert float(decibel) > 12  # the mean colour of each picture has 11.3
-    made = [*(tmp_path / "made").iterdir()]
-    assert [numpy.array(Image.open(file)).shape for file in made] == [(64, 64, 3)] * 9
-    assert len({file.stem.partition("-")[2] for file in made}) == 9  # one of each class
+    files = [*(tmp_path / "made").iterdir()]
+    assert [numpy.array(Image.open(file)).shape for file in files] == [(64, 64, 3)] * 9
+    assert len({file.stem.partition("-")[2] for file in files}) == 9  # one of each class
     metrics = (tmp_path / "runs" / "latents" / "metrics.jsonl").read_text().splitlines()
     (logged,) = [json.loads(line)[DISTANCE] for line in metrics if DISTANCE in line]
     assert json.loads(said["fid"])[DISTANCE] == pytest.approx(logged, rel=1e-4)  # against real pictures
@@ -340,17 +319,10 @@ def test_the_emoji_are_drawn_from_their_names(walk: Callable[..., Any], tmp_path
     assert (tmp_path / "runs" / "text" / "samples" / "seed-0.png").is_file()
 
 
-@pytest.mark.parametrize(
-    ("classes", "shown"),
-    [
-        (1, [*range(0, 64, 4)]),  # without labels: evenly over all
-        (2, [*range(0, 64, 4)]),
-        (16, [*range(0, 64, 4)]),  # one of each
-        (32, [*range(0, 64, 4)]),  # of each second class
-    ],
-)
-def test_reconstructions_are_drawn_of_many_kinds(tmp_path: Path, classes: int, shown: list[int]) -> None:
+@pytest.mark.parametrize("classes", [1, 2, 16, 32])  # 1: without labels; 16: a picture of each; 32: of each second one
+def test_reconstructions_are_drawn_of_many_kinds(tmp_path: Path, classes: int) -> None:
     pytest.importorskip("diffusers")
+    shown = [*range(0, 64, 4)]
     example = runpy.run_path(str(EXAMPLES / "train_autoencoder.py"))
     levels = torch.arange(64).view(-1, 1, 1, 1).expand(-1, 3, 8, 8) / 32 - 1
     labels = None if classes == 1 else torch.arange(64) * classes // 64

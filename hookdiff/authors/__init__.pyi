@@ -18,4 +18,4 @@ from .sheets import by_class as by_class, sheet as sheet
 from .sinks import Call as Call
 from .stopwatch import Span as Span, Stopwatch as Stopwatch, is_recording as is_recording, wait_for as wait_for
 from .thinning import thin_curve as thin_curve
-from .trial_passes import rehearsing as rehearsing
+from .trial_passes import rehearsing as rehearsing, without_log as without_log

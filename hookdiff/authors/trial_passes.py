@@ -1,6 +1,7 @@
-"""Runs the passes of a step on trial, and afterwards restores the run as it was before."""
+"""Runs the passes of a step on trial, restores the run as it was before, and keeps trials out of the log."""
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -66,3 +67,18 @@ def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
             restore_state(plugin, state)
         loop.set_micro_batch(micro_batch)
         loop.hparams.update(hparams)
+
+
+@contextmanager
+def without_log(level: int = logging.NOTSET) -> Iterator[None]:
+    """Drop the records of hookdiff's log from `level` on."""
+    log = logging.getLogger("hookdiff")
+
+    def is_below(record: logging.LogRecord) -> bool:
+        return record.levelno < level
+
+    log.addFilter(is_below)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_below)

@@ -82,8 +82,8 @@ class DINOv2(Features):
 def resampled(positions: Tensor) -> Tensor:
     """Return the position embeddings, 1 1+37*37 d, for 16 * 16 patches; the first, of the class token, is kept.
 
-    The official code resamples without antialiasing, and by the factor 16.1 / 37, at places that are not quite those of
-    a resizing to 16. Libraries do otherwise, and the features then differ about as much as those of two images.
+    The official code resamples without antialiasing and by the factor 16.1 / 37, which is not quite a resizing to 16.
+    Other libraries resize to 16, and their features then differ about as much as those of two images.
     """
     first, grid = positions[:, :1], positions[:, 1:]
     image = grid.transpose(1, 2).reshape(1, -1, _TRAINED_GRID, _TRAINED_GRID)
@@ -95,7 +95,7 @@ def resampled(positions: Tensor) -> Tensor:
 def _by_pillow(side: int) -> Tensor:
     """Return the matrix, 224 x side, float64, by which Pillow resizes: its weights have 22 binary digits.
 
-    Of whole numbers it makes exact sums. In float32 one pixel in a thousand would be rounded to the next grey level.
+    Sums of whole grey levels are exact. In float32 one pixel in a thousand would be rounded to another grey level.
     """
     scale = side / _SIDE
     centres = (torch.arange(_SIDE, dtype=torch.float64) + 0.5) * scale
@@ -144,4 +144,4 @@ def _network(build: Any, state: State, device: torch.device) -> Network:
 
 
 def _unfit(why: str) -> UserError:
-    return UserError(f"{_WHO}: the weights are of another network: {shorten(why, 200)}")
+    return UserError(f"{_WHO}: these are no weights of DINOv2, name another file: {shorten(why, 200)}")

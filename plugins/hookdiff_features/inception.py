@@ -25,8 +25,8 @@ class InceptionV3(nn.Module):
 
     `state` has the names of torchvision's network, with which the weights of FID are published too. `as_in_fid` pools
     as the network of the TensorFlow graph of 2015-12-05 does, on which FID is defined (Heusel et al. 2017,
-    arXiv 1706.08500): averages leave out the padding, and the last block takes a maximum. Its logits have no bias: the
-    Inception Score was computed so. Without `as_in_fid` it is torchvision's network.
+    arXiv 1706.08500): averages leave out the padding, and the last block takes a maximum. Its logits have no bias, as
+    in the Inception Score. If `as_in_fid` is false, it is torchvision's network.
 
     Raises KeyError for a weight that is missing.
     """

@@ -1,4 +1,4 @@
-"""Recipes: how packages turn images into the input of Inception. A number without its recipe is no number."""
+"""Recipes: how packages turn images into the input of Inception. Distances of different recipes cannot be compared."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ TORCHVISION_WEIGHTS = Published("https://download.pytorch.org/models/inception_v
 class Inception(Features):
     """pool3 of the network that FID is defined on, 2,048 features: with the published weights the distance is FID.
 
-    The recipes resize and scale as the packages of their names do, with which the features agree. The default is that
-    of torch-fidelity, which is that of the original TensorFlow graph: the evaluations of ADM, EDM and DiT use it, and
-    so do the reference statistics that were published with them. Of 299 x 299 pixels all recipes make nearly the same.
+    Each recipe resizes and scales as the package of its name, and gives the same features. The default is the recipe
+    of torch-fidelity and of the original TensorFlow graph. The evaluations of ADM, EDM and DiT use this recipe, and
+    so do the reference statistics that were published with them. For images of 299 x 299 the recipes hardly differ.
     """
 
     channels = (1, 3)
@@ -65,7 +65,7 @@ class Inception(Features):
 
 @define(frozen=True)
 class TorchvisionInception(Features):
-    """The last pooling of torchvision's Inception v3, 2,048 features: another network than FID's, and no FID.
+    """The last pooling of torchvision's Inception v3, 2,048 features. This is not the network of FID.
 
     Images are resized to 299 (bilinear, antialiased) and scaled to [-1, 1], as its training did.
     """
@@ -91,7 +91,7 @@ def _network(weights: Weights, use: str, as_in_fid: bool) -> InceptionV3:
     """Return the network of the features `use`. Raises UserError for the weights of another network."""
     try:
         network = InceptionV3(weights.state, as_in_fid).eval()
-        network(torch.zeros(1, 3, 75, 75))  # the least size; it finds what is missing, or of another shape
+        network(torch.zeros(1, 3, 75, 75))  # the least size; it fails for a weight that is missing or has another shape
     except (AttributeError, KeyError, RuntimeError) as error:
-        raise UserError(f"features {use!r}: the weights are of another network: {error}") from None
+        raise UserError(f"features {use!r}: these are no weights of Inception, name another file: {error}") from None
     return network

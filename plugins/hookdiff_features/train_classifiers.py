@@ -3,8 +3,8 @@
 For Fashion-MNIST it is `fashion-mnist --root FOLDER --out FILE`; FOLDER is that of `hookdiff.data.fashion_mnist`.
 
 On one core the digits take seconds, and Fashion-MNIST takes minutes. The same torch on the same processor gives the
-same bytes; elsewhere rounding differs, and so do the features: compare only distances that were computed with one file
-of weights.
+same bytes. Elsewhere rounding differs, and so do the features. So compare only distances that were computed with the
+same file of weights.
 """
 
 import argparse
@@ -113,21 +113,21 @@ def main(arguments: list[str] | None = None) -> None:
         command.add_argument("--out", type=Path, required=True, help="file to write")
         if known == FASHION_MNIST:
             command.add_argument("--root", required=True, help="folder with the four idx files in FashionMNIST/raw")
-    given = parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
 
-    options, threads = OPTIONS[given.architecture], torch.get_num_threads()
+    options, threads = OPTIONS[chosen.architecture], torch.get_num_threads()
     generator = Generator().manual_seed(options.seed)
-    is_digits = given.architecture == DIGITS
-    split = split_digits(options, generator) if is_digits else split_fashion_mnist(given.root)
+    is_digits = chosen.architecture == DIGITS
+    split = split_digits(options, generator) if is_digits else split_fashion_mnist(chosen.root)
     torch.set_num_threads(1)  # how sums are split over threads changes their rounding
     try:
-        net, accuracy = train_classifier(given.architecture, options, split, generator)
+        net, accuracy = train_classifier(chosen.architecture, options, split, generator)
     finally:
         torch.set_num_threads(threads)
     print(f"accuracy on {len(split.held_out_images):,} images held out: {accuracy:.2%}")
-    made = {"recipe": asdict(options), "accuracy": round(accuracy, 4), "torch": torch.__version__}
+    facts = {"recipe": asdict(options), "accuracy": round(accuracy, 4), "torch": torch.__version__}
     # One entry, because safetensors writes several in an order that changes from run to run.
-    given.out.write_bytes(save(net.state_dict(), {"made": json.dumps(made)}))
+    chosen.out.write_bytes(save(net.state_dict(), {"made": json.dumps(facts)}))
 
 
 def _tensors(data: InMemory) -> tuple[Tensor, Tensor]:

@@ -73,9 +73,9 @@ def read_weights(published: Published, path: str | None, sha256: str | None, who
     if not is_published and digest != sha256:
         expected = sha256 or published.sha256
         way_out = (
-            f"to use it all the same: sha256 = {digest!r} (of hookdiff fid: --feature-sha256)"
+            f"to use it all the same, set sha256 = {digest!r} (for hookdiff fid: --feature-sha256)"
             if path
-            else "remove it, and it is fetched again"
+            else "remove it, so that it is fetched again"
         )
         raise UserError(f"{who}: {file} has the SHA-256 {digest}, expected {expected}: {way_out}")
     return Weights(_load(file, who), digest, is_published)
@@ -92,7 +92,7 @@ def _fetch(published: Published, file: Path, who: str) -> None:
     except (OSError, RuntimeError) as error:
         raise UserError(
             f"{who}: its weights cannot be downloaded ({error}); on a machine with a network fetch {published.url} and "
-            f"put it at {file}, or set weights = FILE (of hookdiff fid: --feature-weights FILE)"
+            f"put it at {file}, or set weights = FILE (for hookdiff fid: --feature-weights FILE)"
             "\n  Without a download: 'digits' for grey images of 8 x 8, 'fashion-mnist' for those of 28 x 28."
         ) from None
 
@@ -107,7 +107,7 @@ def _load(file: Path, who: str) -> dict[str, Tensor]:
     except OSError as error:
         raise UserError(f"{who}: {file} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # unpicklers and zipfile raise many kinds on files of another format
-        raise UserError(f"{who}: {file} is no .safetensors, and no .pth that holds only tensors") from error
+        raise UserError(f"{who}: {file} is no .safetensors or .pth of tensors; name a file of weights") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise UserError(f"{who}: {file} holds a {type(state).__name__}, expected tensors by name")
     return state

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hookdiff")
 
 _ALL = "all"
-_ERRORS = ("/error", "/deviation")  # ends of the names of the errors of other values
+_ERRORS = ("/error", "/deviation")  # the error of kid/NAME is kid/NAME/error
 _FLOOR = "/floor"
 _MADE = ("weights", "step", "seed", "sampler", "steps", "guidance", "guidance_scale")  # of a run, in JSON
 
@@ -115,14 +115,14 @@ def command(
             raise UserError(f"--{name.replace('_', '-')}: only for the images of a run; compare a run, or leave it out")
     if save and isinstance(sets[0], Statistics):
         raise UserError(f"--save: {samples} holds statistics already; leave --save out")
-    given = {"recipe": recipe, "weights": feature_weights, "sha256": feature_sha256}
+    options = {"recipe": recipe, "weights": feature_weights, "sha256": feature_sha256}
     rows: list[dict[str, Any]] = []
     lacking = ""
     try:
         if not images:
             first, second = (side.gaussian for side in sets if isinstance(side, Statistics))
             rows.append({"space": None, "fd": frechet_distance(first, second)})
-        choices = _choices(features, given, images[0].shape) if images else []
+        choices = _choices(features, options, images[0].shape) if images else []
         for choice in choices:
             choice.check(images[0].shape)
         # Errors are found before the images of a run are made, which takes longest.
@@ -200,13 +200,13 @@ def _count(num: int | None) -> str:
     return "statistics" if num is None else f"{num:,} images"
 
 
-def _choices(use: str | None, given: Mapping[str, str | None], shape: tuple[int, ...]) -> list[Features]:
+def _choices(use: str | None, options: Mapping[str, str | None], shape: tuple[int, ...]) -> list[Features]:
     """Return the features that the options name for images of `shape`: one, or one for each recipe."""
     import attrs
 
     from hookdiff.features import named_features, usual_features
 
-    options = {key: value for key, value in given.items() if value}
+    options = {key: value for key, value in options.items() if value}
     use = use or ("inception" if options else usual_features(shape).use)
     recipes = [options.pop("recipe", None)]
     if recipes == [_ALL]:

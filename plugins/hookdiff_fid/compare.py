@@ -61,8 +61,8 @@ def too_few(
         return ""
     sets: dict[str, list[Collected | Gaussian]] = {"kid": [samples, reference], "precision": [samples, reference]}
     sets |= {"is": [samples]} if samples.logits is not None else {}
-    needed = {name: [given for given in sets.get(name, ()) if isinstance(given, Collected)] for name in metrics}
-    lacking = [name for name, collected in needed.items() if any(given.num < _FEWEST for given in collected)]
+    needed = {name: [side for side in sets.get(name, ()) if isinstance(side, Collected)] for name in metrics}
+    lacking = [name for name, collected in needed.items() if any(side.num < _FEWEST for side in collected)]
     return f"without {', '.join(lacking)}, for which {_FEWEST} images are needed" if lacking else ""
 
 

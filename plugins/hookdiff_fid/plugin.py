@@ -82,10 +82,10 @@ class FID(ImageMetric):
             except UserError as error:
                 raise UserError(f"fid: {error}; set plugins.fid.reference, a file of statistics") from None
             self.target = data_features(pictures, loop.feed.training, self.space, "fid: the training images")
-        made = self.generated.features(loop.num_ranks, "fid: images")  # the first image takes longer than others
-        if isinstance(self.target, Gaussian) and made.moments.dim != len(self.target.mean):
-            counts = f"{len(self.target.mean):,} features, the space {self.space.name!r} has {made.moments.dim:,}"
-            raise UserError(f"[plugins.fid] reference = {self.reference!r} has {counts}")
+        first = self.generated.features(loop.num_ranks, "fid: images")  # it takes longer than others
+        if isinstance(self.target, Gaussian) and first.moments.dim != len(self.target.mean):
+            counts = f"{len(self.target.mean):,} features, the space {self.space.name!r} has {first.moments.dim:,}"
+            raise UserError(f"[plugins.fid] reference = {self.reference!r} has {counts}; choose another `features`")
         before, limit, most = self.num, self.time_budget.amount, self.num_samples
         self.num = (before and min(before, most)) if limit else most
         if self.num is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from hookdiff import SampleRequest, UserError, load_config, load_run, why_missing
 from hookdiff.cli import chosen_weights
-from hookdiff.experiment import Run, build_feed
+from hookdiff.experiment import build_feed
 from hookdiff.features import Collected, Gaussian, Space, data_features
 from hookdiff.images import (
     Folder,
@@ -36,7 +35,7 @@ from hookdiff.images import (
 )
 from hookdiff.log import to_uint8
 from hookdiff.run_dir import CHECKPOINTS, CONFIG, run_of
-from hookdiff.terminal import in_words, paced
+from hookdiff.terminal import paced
 from hookdiff_fid.statistics import MU, has_statistics, read_statistics
 
 _BATCH = 64  # images of one shape that are given together
@@ -44,7 +43,6 @@ _ARRAY = "arr_0"  # of the images in an archive, as the evaluators of the field 
 
 _RESIZED, _CROPPED = "resized", "cropped"
 
-_TRIED = 256  # images of the trial that measures the time
 _WAITING = 4 * _BATCH  # pictures that wait until a batch of their size is full
 
 
@@ -86,8 +84,8 @@ class ImageSet:
         reasons = [self.unreadable[image] for image in sorted(self.unreadable)]
         counts = Counter(change for changes in self.changed.values() for change in changes)
         how = " and ".join(f"{counts[change]:,} {change}" for change in (_RESIZED, _CROPPED) if counts[change])
-        made = f"of {self.total:,} images {how} to {size_text(self.shape[1:])}, as the data of the run"
-        return [*([made] if how else []), *left_out_text(reasons, self.total), *self.passed_over]
+        remark = f"of {self.total:,} images {how} to {size_text(self.shape[1:])}, as the data of the run"
+        return [*([remark] if how else []), *left_out_text(reasons, self.total), *self.passed_over]
 
     def check(self, space: Space) -> None:
         """Raise UserError unless `space` takes the first image; no other image is made or read."""
@@ -184,31 +182,14 @@ def _made(path: Path, making: Making, known: Tensor | None) -> ImageSet:
         name, shape = f"{path} ({run.origin(weights)}{_in_words(made)})", run.loop.feed.picture_shape
     classes = len(run.classes)
     labels = SampleRequest(num, seed, stream="evaluate").default_labels(classes, known) if classes else None
-    options: dict[str, Any] = {"seed": seed, "labels": labels, "stream": "evaluate"}
 
     def read(spaces: Sequence[Space]) -> list[Collected]:
-        with run, run.weights(making.weights):
-            seconds = _seconds(run, num, made, {**options, **making.sampling})
-        about = "" if seconds is None else f": about {in_words(seconds)}"
-        click.echo(f"making {num:,} images of {name}{about}", err=True)
-        parts = paced(run.batches(num, **options), num, f"images of {name}")
+        click.echo(f"making {num:,} images of {name}", err=True)
+        parts = paced(run.batches(num, seed=seed, labels=labels, stream="evaluate"), num, f"images of {name}")
         with run, run.weights(making.weights), run.sampling(**making.sampling), closing(parts):
             return _collected(spaces, map(to_uint8, parts))
 
     return ImageSet(name, num, shape, read, made=made, transforms=run.transforms)
-
-
-def _seconds(run: Run, num: int, info: Mapping[str, Any], options: Mapping[str, Any]) -> float | None:
-    """Return how long `num` images take, by two steps of the first of them; None for a sampler without steps."""
-    if "steps" not in info:
-        return None
-    few, seconds = min(num, _TRIED), 0.0
-    labels = options["labels"] and options["labels"][:few]
-    for _ in range(2):  # the first time is longer
-        begin = time.perf_counter()
-        run.sample(few, **{**options, "labels": labels, "steps": 2})
-        seconds = time.perf_counter() - begin
-    return seconds * float(info["steps"]) / 2 * num / few
 
 
 def _in_words(info: Mapping[str, Any]) -> str:

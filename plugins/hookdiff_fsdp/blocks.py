@@ -34,9 +34,9 @@ def blocks_of(model: nn.Module, patterns: Collection[str]) -> dict[str, nn.Modul
 
 
 def check_shared(model: nn.Module, blocks: Collection[nn.Module]) -> None:
-    """Raise UserError for a weight that modules of two blocks have, or a module of a block and one outside of all.
+    """Raise UserError for a weight that is in two blocks, or in a block and outside of all blocks.
 
-    A block may have several names: the same module is called several times.
+    A block may have several names, if the model calls the same module several times.
     """
     owners: dict[nn.Parameter, dict[nn.Module, str]] = {}  # for each weight, one of its names in each block that has it
     for name, parameter, block in _weights(model, model, "", set(blocks)):

@@ -179,7 +179,7 @@ class GradientMonitor:
 
     @hookimpl
     def on_device(self, loop: Loop) -> list[DevicePart]:
-        """Return no work: in most steps the norms alone are kept, which the loop has measured."""
+        """Return no work: most steps only keep the norms, which the loop has measured."""
         return []
 
     @hookimpl

@@ -133,7 +133,7 @@ def _open(path: str, split: str, name: str | None) -> Any:
 def _check_saved(place: Path) -> None:
     """Raise OSError if a saved set names a pipe, a socket or a device, which the library would map into memory.
 
-    What is not as the library writes it is left to the library to refuse.
+    Files of another form are left to the library, which refuses them.
     """
     with suppress(ValueError, KeyError, TypeError):
         split = place / "dataset_dict.json"

@@ -29,7 +29,7 @@ def check_encoder(encoder: Path) -> None:
 def with_captions(pictures: Pictures, encoder: Path) -> Pictures:
     """Return `pictures` with the captions beside them, which take the place of classes.
 
-    Raises UserError if most images have none, or some cannot be read, and for what is no text encoder.
+    Raises UserError if most images have no caption, a caption cannot be read, or `encoder` has no text encoder.
     """
     if pictures.path is None:
         raise UserError("--text-encoder: the digits have no captions; name a folder of images")

@@ -11,7 +11,7 @@ from hookdiff.cli import add_schema, check_exists, check_output, out_option, ove
 def _check_folder(path: Path) -> None:
     check_exists(path)
     if not path.is_dir():
-        raise UserError(f"{path} is no folder")
+        raise UserError(f"{path} is no folder; name a folder of images")
 
 
 @click.command()
@@ -56,9 +56,9 @@ def command(
 ) -> None:
     """Write a config that trains on the images in DIR, or, without DIR, on handwritten digits.
 
-    The images are looked at: their sizes, colours and sub-folders, which are the classes, and with --text-encoder their
-    captions instead. A few steps are tried on this machine, to choose a size and a number of steps that take about
-    --minutes. Every line of the config may be changed.
+    The command reads the sizes and colours of the images, and their classes, which are the sub-folders. With
+    --text-encoder it reads their captions in place of classes. It tries a few steps on this machine, to choose a size
+    and a number of steps that take about --minutes. You may change every line of the config.
     """
     from importlib.util import find_spec
 

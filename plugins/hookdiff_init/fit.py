@@ -40,10 +40,10 @@ def check_side(side: int) -> None:
 def fit(pictures: Pictures, seconds: float | None, side: int | None = None, diffusers: bool = False) -> Plan:
     """Return the plan for `pictures` that this machine trains in about `seconds`, after a few steps on trial.
 
-    Without `seconds` it takes ten minutes, longer if the images cannot be recognised by then, and shorter if more time
-    improves little. `side` is that of the training images; None: it is chosen here.
+    Default of `seconds`: ten minutes, longer if the images cannot be recognised by then, and shorter if more time
+    improves little. `side` is that of the training images; None: this function chooses it.
     """
-    given, seconds = seconds, seconds or _USUAL
+    has_limit, seconds = seconds is not None, seconds or _USUAL
     device = pick_device("auto").type
     fitting = None
     for tried in [side] if side else _sides(pictures):
@@ -59,7 +59,7 @@ def fit(pictures: Pictures, seconds: float | None, side: int | None = None, diff
         if fitting and plan.step_seconds * fewest > seconds:
             break
         steps = seconds / plan.step_seconds
-        fitting = evolve(plan, steps=_rounded(steps if given else min(max(steps, fewest), _ENOUGH * fewest)))
+        fitting = evolve(plan, steps=_rounded(steps if has_limit else min(max(steps, fewest), _ENOUGH * fewest)))
     if fitting is None:
         way_out = "; choose a smaller --image-size" if side else ""
         raise UserError(f"the memory is too short for images of {f'{side} x {side}' if side else 'any size'}{way_out}")
@@ -85,7 +85,7 @@ def _rounded(steps: float) -> int:
 
 
 def rehearse(pictures: Pictures, plan: Plan) -> float:
-    """Return the seconds of a step of `plan` on this machine, on black images that are called so."""
+    """Return the seconds of a step of `plan` on this machine, on black images with the caption "black"."""
     images = torch.zeros(2 * plan.batch_size, pictures.channels, plan.side, plan.side, dtype=torch.uint8)
     labels = torch.arange(len(images)) % len(pictures.classes) if pictures.classes else None
     texts = {"text": [["black"]] * len(images)} if pictures.texts else None

@@ -86,8 +86,8 @@ def look(path: Path) -> Pictures:
         classes, flat = (), True
         source = Folder(str(path), "none")
     # Options that any images fit. Only the headers of many are read.
-    kept = Store(store="memory" if len(source) <= _DECODED else "none", unreadable="skip")
-    feed = feed_of(source, Transforms(image_size=2, upscale=True, channels=3), kept)
+    store = Store(store="memory" if len(source) <= _DECODED else "none", unreadable="skip")
+    feed = feed_of(source, Transforms(image_size=2, upscale=True, channels=3), store)
     survey = reader_of_source(feed).prepared.survey
     kinds, num = survey.kinds, len(source) - len(survey.unreadable | survey.undecodable)
     sizes: dict[tuple[int, int], int] = {}

@@ -75,13 +75,13 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
         yield "[diffusion]", ""
         yield "conditional = true", f"train on the classes: {listed([*map(_plain, pictures.classes)], 5)}"
         yield "", ""
-    given = "caption" if pictures.texts else "class" if pictures.classes else ""
-    if given or plan.diffusers:
+    condition = "caption" if pictures.texts else "class" if pictures.classes else ""
+    if condition or plan.diffusers:
         yield "[sampling]", ""
         if plan.diffusers:
             yield 'sampler = "euler"', "the sampler that diffusers has for a flow, too"
-        if given:
-            yield "guidance = { scale = 2.0 }", f"1 follows the {given} less, 4 more"
+        if condition:
+            yield "guidance = { scale = 2.0 }", f"1 follows the {condition} less, 4 more"
         yield "", ""
     yield "[plugins.samples]", ""
     yield f"every = {max(1, plan.steps // 5)}", f"steps; the grids are in runs/{name}/samples"

@@ -178,7 +178,7 @@ class LossTrends:
 
     def _event_over(self) -> Findings:
         event, self._event = self._event, []
-        # The spike is part of the window now: another that is no higher is not reported.
+        # The window now has the spike, so a later spike that is no higher is not reported.
         self._recent = [*self._recent, *event][-self.window :]
         if event[0] < self._level:
             return {}  # an easy batch
@@ -247,7 +247,7 @@ class LossTrends:
         # The first loss is one number: all others must be above it, and far from it.
         rise = min(self._short.values[-IN_A_ROW:]) - self._first
         alone = min(self._recent[1:]) > self._first and rise > max(math.log(2), MARGIN * self._noise())
-        # `worse_than_nothing` may come after the loss: it is known at a log.
+        # `worse_than_nothing` is known only at a log, which may come after the rise.
         if not worse_than_nothing and not alone:
             return {}
         ruin, self._ruin = self._ruin, None

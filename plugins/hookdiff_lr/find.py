@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from attrs import define, evolve
 
 from hookdiff import Config, Every, Loop, UserError, build_loop
+from hookdiff.authors import without_log
 from hookdiff.experiment import Part
 from hookdiff.loop import hooks_of
 from hookdiff.terminal import paced
@@ -59,10 +58,9 @@ class RangeTest:
         if self.falls is None:
             fall = self.smooth[0] - min(self.smooth)
             yield (
-                f"no rate is suggested: the loss falls by {fall:.3g}, and it varies by {self.deviation:.3g} (standard "
-                f"deviation) at the first tenth of the rates; a fall takes {_LEAST} times as much; more rates (--steps "
-                f"{4 * len(rates)}) or larger batches (--set run.batch_size=N) show a smaller fall, and a network that "
-                "is trained already has none"
+                f"no rate is suggested: the loss falls by {fall:.3g}, and its standard deviation at the first tenth of "
+                f"the rates is {self.deviation:.3g}; a fall must be {_LEAST} times as large; unless the network is "
+                f"trained already, try more rates (--steps {4 * len(rates)}) or larger batches (--set run.batch_size=N)"
             )
         if self.rises is None:
             yield f"the loss does not rise up to the rate {high:g}: go on with --rates {low:g} {100 * high:g}"
@@ -91,10 +89,10 @@ def trial_loop(config: Config, folder: Path, resume: Path | None) -> Loop:
 def find(loop: Loop, rates: Sequence[float], adopted: Iterable[str] = ()) -> RangeTest:
     """Train `loop`, which has been entered, for a step at each of the rising `rates`, until the loss diverges.
 
-    The first group gets the rate, and all others, those of the plugins `adopted` too, keep their ratio to it. The
-    weights change, so this is a loop of its own (Smith 2015, arXiv 1506.01186, section 3.3). Gradients need noise, as
-    those of a diffusion have: without, a direction that converged at lower rates must grow from nothing before the loss
-    shows that it diverges.
+    The first group gets the rate. All other groups, also those of the plugins `adopted`, keep their ratio to it. The
+    weights change, so the test has a loop of its own (Smith 2015, arXiv 1506.01186, section 3.3). Its gradients need
+    noise, as those of a diffusion have. Otherwise a direction that converged at lower rates has to grow from nothing
+    before the loss shows that it diverges.
 
     Raises:
         UserError: the first group has no rate above 0, something else sets the rates, or the loss is not finite at the
@@ -106,7 +104,7 @@ def find(loop: Loop, rates: Sequence[float], adopted: Iterable[str] = ()) -> Ran
         raise UserError(f"the optimizer has the rate {first:g}; set it above 0, so that the rates keep their ratios")
     half, steps, losses = _half(len(rates)), loop.steps(), list[float]()
     lowest, has_diverged = math.inf, False
-    with loop.log.muted(), _quiet():
+    with loop.log.muted(), without_log():  # a loss that is not finite is what the test looks for
         # A step returns the loss before its update, so the loss after the update at a rate is that of the next step.
         for rate in paced((*rates, rates[-1]), len(rates) + 1, "learning rates", "steps", size=lambda _: 1):
             rates_of_config.scale(rate / first)
@@ -175,20 +173,5 @@ def _limit(losses: Sequence[float], num: int, lowest: float) -> float:
 
 
 def _half(num: int) -> int:
-    """Return how many losses before and after each of `num` losses are smoothed with it."""
+    """Return the number of losses on either side of a loss that are smoothed with it, if there are `num` losses."""
     return max(1, num // _WINDOWS // 2)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide the log: a loss that is not finite is what the test looks for."""
-    log = logging.getLogger("hookdiff")
-
-    def hidden(_: logging.LogRecord) -> bool:
-        return False
-
-    log.addFilter(hidden)
-    try:
-        yield
-    finally:
-        log.removeFilter(hidden)

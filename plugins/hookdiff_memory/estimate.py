@@ -54,8 +54,8 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """The sum of the parts; `peak` can be less, since gradients come as activations go."""
-        kept = self.parameters + self.buffers + (self.optimizer or 0) + sum(self.plugins.values())
-        return kept + self.gradients + self.data + self.batch + self.activations
+        states = (self.optimizer or 0) + sum(self.plugins.values())
+        return self.parameters + self.buffers + states + self.gradients + self.data + self.batch + self.activations
 
 
 def estimate_memory(config: Config) -> MemoryEstimate:

@@ -48,16 +48,16 @@ def muon(
     Raises:
         ValueError: a value out of range, or a pattern that matches no weight.
     """
-    kept = matching(params, adamw, "adamw")
-    matrices = [weight for weight in params if weight.role in ("matrix", "kernel") and weight.name not in kept]
+    for_adamw = matching(params, adamw, "adamw")
+    matrices = [weight for weight in params if weight.role in ("matrix", "kernel") and weight.name not in for_adamw]
     rest = [weight for weight in params if weight not in matrices]
-    made: list[Optimizer] = []
+    optimizers: list[Optimizer] = []
     if matrices:
         of_muon: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
-        made.append(Muon(groups(matrices, "muon"), **of_muon, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn))
+        optimizers.append(Muon(groups(matrices, "muon"), **of_muon, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn))
     if rest:
         rate = lr if adamw_lr is None else adamw_lr
         of_adamw: dict[str, Any] = {"lr": rate, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": weight_decay}
         of_adamw |= fastest_kernel(AdamW, of_adamw, rest)
-        made.append(AdamW(groups(rest, "adamw"), **of_adamw))
-    return tuple(made)
+        optimizers.append(AdamW(groups(rest, "adamw"), **of_adamw))
+    return tuple(optimizers)

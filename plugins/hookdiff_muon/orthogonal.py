@@ -25,8 +25,8 @@ def orthogonalized(matrices: Sequence[Tensor], steps: int) -> list[Tensor]:
     """
     is_tall = [matrix.shape[0] > matrix.shape[1] for matrix in matrices]
     wide = [matrix.mT if tall else matrix for matrix, tall in zip(matrices, is_tall, strict=True)]
-    made = _by_gram(wide, steps) if _is_exact(wide[0]) else _directly(wide, steps)
-    return [matrix.mT if tall else matrix for matrix, tall in zip(made, is_tall, strict=True)]
+    results = _by_gram(wide, steps) if _is_exact(wide[0]) else _directly(wide, steps)
+    return [matrix.mT if tall else matrix for matrix, tall in zip(results, is_tall, strict=True)]
 
 
 def _is_exact(tensor: Tensor) -> bool:

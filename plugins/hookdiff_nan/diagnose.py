@@ -54,23 +54,21 @@ class Diagnosis:
         return f"{self.cause}: {self.text}"
 
 
-def diagnose_all(
-    loop: Loop, report: NonFinite, watch: Watch, updates: Sequence[Update] = (), sizes: Sequence[float] = ()
-) -> Diagnosis:
-    """Return the diagnosis of the first rank that finds a cause; see `diagnose_step` for the arguments."""
-    diagnoses = gathered(diagnose_step(loop, report, watch, updates, sizes))
-    number = next((number for number, diagnosis in enumerate(diagnoses) if diagnosis.cause != "unclear"), 0)
+def of_first_rank(diagnosis: Diagnosis) -> Diagnosis:
+    """Return the diagnosis of the first rank that finds a cause; all ranks must call this with their own."""
+    diagnoses = gathered(diagnosis)
+    number = next((number for number, other in enumerate(diagnoses) if other.cause != "unclear"), 0)
     if len(diagnoses) == 1:
-        return diagnoses[0]
+        return diagnosis
     return evolve(diagnoses[number], details={**diagnoses[number].details, "rank": f"{number} of {len(diagnoses)}"})
 
 
-def diagnose_step(
-    loop: Loop, report: NonFinite, watch: Watch, updates: Sequence[Update] = (), sizes: Sequence[float] = ()
+def diagnose(
+    loop: Loop, report: NonFinite, watch: Watch, updates: Sequence[Update], sizes: Sequence[float]
 ) -> Diagnosis:
     """Return why the step of `report` is not finite; `loop` stays as it is.
 
-    updates: the last updates. sizes: the norms of the weights before one or two of them (see `divergence`).
+    `updates` are the last updates, `sizes` the norms of the weights before one or two of them (see `divergence`).
     The buffers must have the values from before the step. The loop calls `begin` and `finish` of `watch` around each
     micro-batch. Costs all passes of the step, once or twice.
     """

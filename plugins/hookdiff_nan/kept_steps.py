@@ -5,6 +5,7 @@ from pathlib import Path
 from hookdiff import UserError, nearest
 
 STEP = "step.json"
+_EXAMPLE = "a folder such as RUN/nan/step-00000123-position-00000123"
 
 
 def kept_in(root: Path) -> set[str]:
@@ -17,8 +18,8 @@ def check_kept(path: Path) -> None:
     if not path.is_dir():
         beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         wrong = "is not a folder" if path.exists() else f"no such folder{nearest(path.name, beside)}"
-        raise UserError(f"{path}: {wrong}; expected a folder such as RUN/nan/step-00000123-position-00000123")
+        raise UserError(f"{path}: {wrong}; expected {_EXAMPLE}")
     if not (path / STEP).is_file():
         near = sorted(kept_in(path) or kept_in(path / "nan"))
-        others = f"; it holds {', '.join(near)}" if near else ""
-        raise UserError(f"{path} is not a step kept for replay: it has no {STEP}{others}")
+        expected = f"name one of those in it: {', '.join(near)}" if near else f"expected {_EXAMPLE}"
+        raise UserError(f"{path} is not a step kept for replay, as it has no {STEP}; {expected}")

@@ -12,7 +12,7 @@ from hookdiff import Loop, LossOutput, NonFinite, Sink, UserError, Verdict, hook
 from hookdiff.loop import DevicePart, implements
 from hookdiff.machine import first_rank_says
 from hookdiff.options import COUNT, about, is_below, numbers
-from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose_all
+from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose, of_first_rank
 from hookdiff_nan.divergence import REMEMBERED, Update, on_host, rate_of, size_of
 from hookdiff_nan.kept_steps import kept_in
 from hookdiff_nan.record import batch_state, outcome, write_record
@@ -85,7 +85,7 @@ class NaN:
 
     @hookimpl
     def on_device(self, loop: Loop) -> list[DevicePart]:
-        """Return no work: losses and norms are noted after the update as well as before."""
+        """Return no work, because losses and norms can also be noted after the update."""
         return []
 
     @hookimpl
@@ -101,7 +101,8 @@ class NaN:
             states, problem = {}, str(error)
         verdicts = yield
         self._last, sizes = on_host(self._last), [float(size) for _, size in self._sizes]
-        self.diagnosis = diagnosis = diagnose_all(loop, report, self._watch, self._last, sizes)
+        diagnosis = of_first_rank(diagnose(loop, report, self._watch, self._last, sizes))
+        self.diagnosis = diagnosis
         others = dict(report.notes)
         report.notes.clear()  # the cause comes first
         report.notes.update({"cause": str(diagnosis), "try": ADVICE[diagnosis.cause], **diagnosis.details, **others})

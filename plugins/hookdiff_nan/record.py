@@ -112,16 +112,16 @@ def read_record(path: Path) -> Record:
     check_kept(path)
     data = _read(path / STEP)
     if is_intact(data) is False:
-        raise UserError(f"{path / STEP} is damaged: its SHA-256 differs")
+        raise _damaged(path / STEP, "its SHA-256 differs")
     try:
         facts = _structured(dict[str, Any], json.loads(data), path / STEP)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path / STEP} is damaged, and no JSON: {error}") from None
+        raise _damaged(path / STEP, f"it is no JSON: {error}") from None
     facts.pop("sha256", None)
     if facts.pop("format", None) != FORMAT:
         raise UserError(f"{path / STEP} has another format than {FORMAT}; replay it with the hookdiff that kept it")
     if is_intact(data) is None:
-        raise UserError(f"{path / STEP} is damaged: it has no SHA-256 of itself")
+        raise _damaged(path / STEP, "it has no SHA-256 of itself")
     known = _structured(StepFacts, facts, path / STEP)
     expected = {*(f"{name}.safetensors" for name in PARTS), REPORT}
     if known.files.keys() - {CONFIG} != expected or known.values.keys() != set(PARTS):
@@ -137,18 +137,22 @@ def _structured(kind: type[T], values: Any, path: Path) -> T:
     try:
         return structured(kind, values)
     except Problems as error:
-        raise UserError(f"{path} is damaged: {error}") from None
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, why: object) -> UserError:
+    return UserError(f"{path} is damaged: {why}; replay another step")
 
 
 def _read(path: Path, sha256: str = "") -> bytes:
     if path.is_symlink():
-        raise UserError(f"{path} is a link, and no file of a kept step")
+        raise UserError(f"{path} is a link; put the file itself in its place")
     try:
         data = read_file(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     if sha256 and _sha256(data) != sha256:
-        raise UserError(f"{path} is not as it was written: its SHA-256 differs")
+        raise _damaged(path, "its SHA-256 differs")
     return data
 
 
@@ -156,7 +160,7 @@ def _state(path: Path, files: Mapping[str, bytes], tree: Mapping[str, Any]) -> d
     try:
         return unflatten(safetensors.torch.load(files[path.name]), tree)
     except (safetensors.SafetensorError, *_UNFIT) as error:
-        raise UserError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+        raise _damaged(path, f"{type(error).__name__}: {error}") from None
 
 
 def surroundings(loop: Loop) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ import torch
 from attrs import asdict, define, evolve, field
 
 from hookdiff import Batch, Config, Loop, Sink, Step, UserError, build_loop, hookimpl, load_config, shown
-from hookdiff.authors import rehearsing
+from hookdiff.authors import rehearsing, without_log
 from hookdiff.data import Facts, FeedWithoutData
 from hookdiff.experiment import Part
 from hookdiff.loop import Progress, hooks_of, implements
@@ -86,7 +86,7 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
         loop = build_loop(replayed, Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=["replay"], feed=feed)
         _plugin_of(loop, Replay).say = say
         _plugin_of(loop, NaN)  # it makes the report
-        with _quietly(), loop:
+        with without_log(logging.ERROR), loop:  # the command prints its own report of the step
             for line in _differences(record, surroundings(loop)):
                 say(line)
             batch = record.batch.on(loop.device)
@@ -121,7 +121,7 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
     record = read_record(path)
     place = record.facts.progress
     if place.step == 0:
-        raise UserError("--lr: no update came before the first step, so a learning rate cannot change it")
+        raise UserError("--lr: no update came before the first step, so a rate cannot change it; leave --lr out")
     config = _config(record, plugins, [*settings, f"optimizer.lr={rate!r}"], trust)
     parts = {name: part for name, part in config.plugins.items() if implements(part.target, *_TRAIN_HOOKS)}
     config = evolve(config, plugins={name: part for name, part in parts.items() if not _is_sink(part.target)})
@@ -129,7 +129,7 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
     with tempfile.TemporaryDirectory() as folder:
         source = _link_checkpoint(config, path, Path(folder), place)
         loop = build_loop(config, Path(folder), resume=True)
-        with _quietly(logging.WARNING), loop:
+        with without_log(logging.WARNING), loop:
             begun, position = loop.progress.step, loop.progress.position
             say(f"training batches {position:,} to {place.position:,} at lr {rate:g}, from {source} (step {begun:,})")
             for step in loop.steps():
@@ -166,21 +166,6 @@ def _plugin_of(loop: Loop, kind: type[P]) -> P:
 
 def _is_sink(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Sink)
-
-
-@contextmanager
-def _quietly(level: int = logging.ERROR) -> Iterator[None]:
-    """Drop log records of `level` and above: the command prints its own report of the step."""
-    log = logging.getLogger("hookdiff")
-
-    def below(record: logging.LogRecord) -> bool:
-        return record.levelno < level
-
-    log.addFilter(below)
-    try:
-        yield
-    finally:
-        log.removeFilter(below)
 
 
 def _summary(step: Step) -> str:
@@ -232,8 +217,8 @@ def _first_difference(before: Any, now: Any) -> str | None:
 def _warm_up(loop: Loop, batch: Batch) -> None:
     """Compile for all batch sizes of the step: a second size changes the code for the first one too."""
     with rehearsing(loop) as passes:
-        made = loop.hook.make_batch(loop=loop, batch=batch)
-        passes(loop.hook.draw(loop=loop, batch=made))
+        batch = loop.hook.make_batch(loop=loop, batch=batch)
+        passes(loop.hook.draw(loop=loop, batch=batch))
 
 
 def _find_operation(loop: Loop, batch: Batch, say: Say) -> bool:
@@ -275,7 +260,7 @@ def _link_checkpoint(config: Config, step: Path, folder: Path, place: Progress) 
         inside.parent.mkdir(parents=True, exist_ok=True)
         inside.symlink_to(path.resolve(), target_is_directory=True)
         state = None
-        with _quietly(logging.INFO), suppress(UserError):  # an intact checkpoint may come before a damaged one
+        with without_log(logging.INFO), suppress(UserError):  # an intact checkpoint may come before a damaged one
             state = loop.hook.restore(loop=loop)
         if state and state["progress"]["step"] < place.step and state["progress"]["position"] <= place.position:
             return str(path.relative_to(run_dir))

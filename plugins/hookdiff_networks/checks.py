@@ -50,9 +50,9 @@ def check_text(text: Tensor | None, mask: Tensor | None, num: int, text_dim: int
     The values of the mask are checked only on the CPU, as those of labels.
     """
     if not text_dim:
-        if given := [name for name, tensor in (("text", text), ("text_mask", mask)) if tensor is not None]:
+        if names := [name for name, tensor in (("text", text), ("text_mask", mask)) if tensor is not None]:
             raise ValueError(
-                f"the model got {' and '.join(given)} and was built without text: set text_dim, or give no text"
+                f"the model got {' and '.join(names)} and was built without text: set text_dim, or give no text"
             )
         return
     if text is None:

@@ -39,11 +39,11 @@ def write(kind: str, name: str, folder: Path) -> None:
             text = text.replace(old, new)
         return text
 
-    with writing(folder), new_folder(folder) as made:
+    with writing(folder), new_folder(folder) as package:
         for part in (_TEMPLATES / "shared", KINDS[kind]):
             for path in sorted(part.rglob("*")):
                 if path.is_file() and path.suffix != ".pyc" and path.name != "pieces.toml":
-                    place = made / filled(str(path.relative_to(part)))
+                    place = package / filled(str(path.relative_to(part)))
                     place.parent.mkdir(parents=True, exist_ok=True)
                     text = filled(path.read_text("utf-8"))
                     place.write_text(text.rstrip() + "\n" if text else "", "utf-8")  # some kinds have no <tables>

@@ -51,7 +51,7 @@ def _why_wrong(name: str, classes: Collection[str]) -> str:
         return "is the name of an installed part"
     if class_of(name) in classes:
         return f"needs a class {class_of(name)}, and the package uses another of that name"
-    taken = next((one for one in (name, f"hookdiff_{name}") if _is_installed(one)), None)
+    taken = next((package for package in (name, f"hookdiff_{name}") if _is_installed(package)), None)
     return f"is taken: the package {taken} is installed" if taken else ""
 
 

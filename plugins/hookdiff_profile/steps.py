@@ -50,9 +50,9 @@ class _Over(Exception):
 def running(config: Config, num: int) -> Iterator[tuple[Loop, Callable[[], float]]]:
     """Yield a Loop in a temporary directory, and a function that makes a step and returns its seconds, for `num` steps.
 
-    Plugins but `progress` do as in a run, and the run ends as if by an error, so that none draws or saves at the end.
-    The warm-up of the rate is over: at a rate near 0, weights that begin at 0 stay so small that a CPU takes many times
-    as long to compute with them.
+    All plugins except `progress` act as in a run. The run ends as if by an error, so that no plugin draws or saves at
+    its end. The warm-up of the rate is over: at a rate near 0, weights that begin at 0 stay so small that a CPU takes
+    many times as long to compute with them.
     """
     with TemporaryDirectory() as folder:
         loop = _build(config, num + SETTLING, Path(folder) / config.run.name)
@@ -159,7 +159,7 @@ def busy_seconds(events: Iterable[Any]) -> float:
 
 
 def parts_of(stopwatch: Stopwatch) -> dict[str, float]:
-    """Return the seconds of each part of what was timed, the longest first."""
+    """Return the seconds of each part of the timed steps, the longest first."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for span in stopwatch.spans():
         seconds[_part(span)] += span.seconds

@@ -38,7 +38,7 @@ class _Run:
     values: dict[str, tuple[int, float]] = field(factory=dict)  # step and newest value of each name
     times: Counter[str] = field(factory=Counter)  # how often each name was logged
     losses: deque[float] = field(factory=lambda: deque(maxlen=LOSSES))
-    saved: deque[int] = field(factory=lambda: deque(maxlen=2))  # steps of the newest checkpoints
+    saved: int | None = None  # step of the newest checkpoint
     works: Sequence[Work] = ()
 
     @property
@@ -79,23 +79,17 @@ class _Run:
         sizes, _ = memory_in_use(self.loop.device)
         if size := sizes.get("peak") or sizes.get("reserved"):
             yield f"memory {byte_size(size)}"
-        if self.saved:
-            before = self.saved[0] if len(self.saved) > 1 else 0  # the first interval of a new run begins with it
-            following = 2 * self.saved[-1] - before
-            is_known = following > self.loop.progress.step and (self.total is None or following <= self.total)
-            is_known &= len(self.saved) > 1 or self.loop.first_step == 0
-            is_of_stop = self.loop.end.reason and self.saved[-1] == self.loop.progress.step
-            is_known &= not is_of_stop  # such a save comes at no interval
-            yield f"saved at {self.saved[-1]:,}" + (f", next about {following:,}" if is_known else "")
+        if self.saved is not None:
+            yield f"saved at {self.saved:,}"
 
 
 @define(eq=False)
 class ProgressBar:
     """Shows on stderr how far the run is: a bar on a terminal or in a notebook, elsewhere a line now and then.
 
-    Such lines come with the first log, then at most every ten seconds, later every minute, also where no log comes in
-    time, and at the end. It has no options. When stderr is closed, full or broken, it is switched off with a line in
-    the log, and the run goes on.
+    A line comes with the first log, then at most every ten seconds, later every minute, and at the end. If nothing is
+    logged for a minute, a line comes all the same. The plugin has no options. When stderr is closed, full or broken,
+    it is switched off with a line in the log, and the run goes on.
     """
 
     _run: _Run | None = field(init=False, default=None)
@@ -144,7 +138,7 @@ class ProgressBar:
     @hookimpl
     def on_checkpoint(self, path: Path, step: int) -> None:
         if self._run is not None:
-            self._run.saved.append(step)
+            self._run.saved = step
 
     def _tick(self) -> None:
         if self._display is not None:

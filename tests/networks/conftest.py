@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +12,8 @@ _SMALL: dict[Any, dict[str, Any]] = {
     UNet: {"channels": 8, "num_res_blocks": 1, "head_dim": 8},
     DiT: {"hidden_size": 16, "depth": 2, "num_heads": 2},
 }
+
+both = pytest.mark.parametrize("kind", [UNet, DiT])
 
 
 def small(kind: Any, **changes: Any) -> Any:

@@ -15,21 +15,14 @@ from tests.networks.conftest import images, small, trained
 
 
 @pytest.mark.parametrize(
-    ("hidden_size", "depth", "num_heads", "millions"),
-    [(384, 12, 6, 33), (768, 12, 12, 130), (1024, 24, 16, 458), (1152, 28, 16, 675)],
+    ("sizes", "millions"),
+    [((384, 12, 6), 33), ((768, 12, 12), 130), ((1024, 24, 16), 458), ((1152, 28, 16), 675)],
     ids=["S", "B", "L", "XL"],
 )
-def test_the_sizes_of_the_paper(hidden_size: int, depth: int, num_heads: int, millions: int) -> None:
+def test_the_sizes_of_the_paper(sizes: tuple[int, int, int], millions: int) -> None:
+    options: dict[str, Any] = dict(zip(("hidden_size", "depth", "num_heads"), sizes, strict=True))
     with torch.device("meta"):
-        model = DiT(
-            in_channels=4,
-            image_size=32,
-            patch_size=2,
-            hidden_size=hidden_size,
-            depth=depth,
-            num_heads=num_heads,
-            num_classes=1000,
-        )
+        model = DiT(in_channels=4, image_size=32, num_classes=1000, **options)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert round(count / 1e6) == millions
     if millions == 675:
@@ -146,14 +139,8 @@ def test_a_block_matches_the_paper() -> None:
     block = DiTBlock(12, 3, 24, text_dim=0, dropout=0.0, gradient_checkpointing=False)
     nn.init.normal_(block.modulation.weight, std=0.3)
     attention = nn.MultiheadAttention(12, 3, batch_first=True)
-    attention.load_state_dict(
-        {
-            "in_proj_weight": block.qkv.weight,
-            "in_proj_bias": block.qkv.bias,
-            "out_proj.weight": block.proj.weight,
-            "out_proj.bias": block.proj.bias,
-        }
-    )
+    attention.in_proj_weight, attention.in_proj_bias = block.qkv.weight, block.qkv.bias
+    attention.out_proj.load_state_dict(block.proj.state_dict())
     mlp = nn.Sequential(block.mlp_in, nn.GELU("tanh"), block.mlp_out)
     norm = nn.LayerNorm(12, eps=1e-6, elementwise_affine=False)
     h, condition = images(2, 5, 12), images(2, 12)

@@ -15,10 +15,8 @@ from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.models import Form, layers_called, use_attention
 from hookdiff_networks import DiT, UNet
 from hookdiff_networks.layers import CrossAttention
-from tests.conftest import refused
-from tests.networks.conftest import grad_of, images, small, text_for, trained
-
-both = pytest.mark.parametrize("kind", [UNet, DiT])
+from tests.conftest import ran, refused
+from tests.networks.conftest import both, grad_of, images, small, text_for, trained
 
 X, T, LABELS = images(4, 1, 8, 8), torch.tensor([0, 5, 50, 999]), torch.tensor([0, -1, 2, 2])
 
@@ -97,21 +95,11 @@ def test_the_layer_matches_torch() -> None:
     torch.manual_seed(0)
     ours, theirs = CrossAttention(12, 3, 5), nn.MultiheadAttention(12, 3, kdim=5, vdim=5, batch_first=True)
     key, value = ours.key_value.weight.chunk(2)
-    theirs.load_state_dict(
-        {
-            "q_proj_weight": ours.query.weight,
-            "k_proj_weight": key,
-            "v_proj_weight": value,
-            "in_proj_bias": F.pad(ours.query.bias, (0, 24)),
-            "out_proj.weight": ours.proj.weight,
-            "out_proj.bias": torch.zeros(12),
-        }
-    )
-    tokens, text, mask = (
-        images(2, 7, 12),
-        images(2, 4, 5),
-        torch.tensor([[True, False, True, True], [False] * 3 + [True]]),
-    )
+    state = {"q_proj_weight": ours.query.weight, "k_proj_weight": key, "v_proj_weight": value}
+    state |= {"out_proj.weight": ours.proj.weight, "out_proj.bias": torch.zeros(12)}
+    theirs.load_state_dict({**state, "in_proj_bias": F.pad(ours.query.bias, (0, 24))})
+    tokens, text = images(2, 7, 12), images(2, 4, 5)
+    mask = torch.tensor([[True, False, True, True], [False] * 3 + [True]])
     expected = theirs(F.layer_norm(tokens, (12,)), text, text, key_padding_mask=~mask)[0]
     torch.testing.assert_close(ours(tokens, text, mask[:, None, None]), expected, atol=1e-5, rtol=1e-4)
 
@@ -177,15 +165,10 @@ def test_a_text_decides_the_colour() -> None:
         torch.manual_seed(0)
         names = tuple(texts) if text_dim else ()
         model = DiT(in_channels=3, patch_size=4, hidden_size=32, depth=2, num_heads=2, text_dim=text_dim)
-        loop = Loop(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=3e-3),
-            Diffusion(conditions=names),
-            InMemory(pictures, conditions={name: column[which] for name, column in texts.items()}),
-            LoopConfig(steps=200, batch_size=32),
-            sampler=Sampling(steps=8),
-        )
-        loop.run()
+        adamw, objective = torch.optim.AdamW(model.parameters(), lr=3e-3), Diffusion(conditions=names)
+        data = InMemory(pictures, conditions={name: column[which] for name, column in texts.items()})
+        config = LoopConfig(steps=200, batch_size=32)
+        loop = ran(Loop(model, adamw, objective, data, config, sampler=Sampling(steps=8)))
         asked = {name: texts[name][which] for name in names}
         means = loop.sample(SampleRequest(64, conditions=asked)).images.mean(dim=(2, 3))
         right[text_dim] = (torch.cdist(means, colours).argmin(1) == which).sum().item()

@@ -43,7 +43,7 @@ def test_output_has_the_shape_of_the_input(case: tuple[dict[str, Any], tuple[int
 
 
 @pytest.mark.parametrize(
-    "options",
+    "changes",
     [
         {"channel_mults": (1, 2)},
         {"channel_mults": (2,), "attention_resolutions": (8,), "in_channels": 1},
@@ -51,8 +51,8 @@ def test_output_has_the_shape_of_the_input(case: tuple[dict[str, Any], tuple[int
         {"channel_mults": (1, 2), "text_dim": 3},
     ],
 )
-def test_channels_last_stays_and_changes_nothing(options: dict[str, Any]) -> None:
-    model = trained(UNet, **{"in_channels": 3, **options})
+def test_channels_last_stays_and_changes_nothing(changes: dict[str, Any]) -> None:
+    model = trained(UNet, **{"in_channels": 3, **changes})
     x, t = images(4, model.in_channels, 8, 8), torch.tensor([1, 10, 100, 1000])
     last = copy.deepcopy(model).to(memory_format=torch.channels_last)
     seen: list[Tensor] = []
@@ -70,11 +70,8 @@ def test_channels_last_stays_and_changes_nothing(options: dict[str, Any]) -> Non
     out.square().sum().backward()
     expected.square().sum().backward()
     for (name, ours), theirs in zip(last.named_parameters(), model.parameters(), strict=True):
-        scale = grad_of(theirs).abs().max().item()
-        message = f"the gradient of {name} differs"
-        torch.testing.assert_close(
-            grad_of(ours), grad_of(theirs), atol=1e-4 * scale, rtol=1e-3, msg=message, check_stride=False
-        )
+        options: dict[str, Any] = {"atol": 1e-4 * grad_of(theirs).abs().max().item(), "rtol": 1e-3, "msg": name}
+        torch.testing.assert_close(grad_of(ours), grad_of(theirs), check_stride=False, **options)
 
 
 def test_a_mirrored_image_gives_a_mirrored_output() -> None:
@@ -123,20 +120,15 @@ def test_blocks_are_listed_in_the_order_they_run() -> None:
 
 def test_blocks_on_the_way_up_get_their_skips_in_reverse_order() -> None:
     model = trained(UNet, num_res_blocks=2)
-    shown: dict[str, Tensor] = {}
-    made: dict[str, Tensor] = {}
+    seen: dict[str, tuple[Tensor, Tensor]] = {}  # input and output of each block
     for name, module in model.named_modules():
         if isinstance(module, ResBlock):
-
-            def keep(module: nn.Module, args: tuple[Tensor, ...], out: Tensor, name: str = name) -> None:
-                shown[name], made[name] = args[0], out
-
-            module.register_forward_hook(keep)
+            module.register_forward_hook(lambda module, args, out, name=name: seen.update({name: (args[0], out)}))
     model(images(1, 1, 8, 8), torch.tensor([1]))
     for level in (0, 1):
         for i in (0, 1):
-            skip = made[f"down.{level}.{1 - i}"]
-            assert torch.equal(shown[f"up.{level}.{i}"][:, -skip.shape[1] :], skip)
+            _, skip = seen[f"down.{level}.{1 - i}"]
+            assert torch.equal(seen[f"up.{level}.{i}"][0][:, -skip.shape[1] :], skip)
 
 
 def test_a_block_is_scaled_and_shifted_by_the_time() -> None:
@@ -152,14 +144,9 @@ def test_a_block_is_scaled_and_shifted_by_the_time() -> None:
 def test_attention_matches_torch() -> None:
     torch.manual_seed(0)
     ours, theirs = Attention(12, 3), nn.MultiheadAttention(12, 3, batch_first=True)
-    theirs.load_state_dict(
-        {
-            "in_proj_weight": ours.qkv.weight,
-            "in_proj_bias": torch.zeros(36),
-            "out_proj.weight": ours.proj.weight,
-            "out_proj.bias": ours.proj.bias,
-        }
-    )
+    theirs.in_proj_weight = ours.qkv.weight
+    nn.init.zeros_(theirs.in_proj_bias)
+    theirs.out_proj.load_state_dict(ours.proj.state_dict())
     x = images(2, 12, 4, 2)
     tokens = F.group_norm(x, 3).reshape(2, 12, 8).permute(0, 2, 1)
     expected = x + theirs(tokens, tokens, tokens)[0].permute(0, 2, 1).reshape(x.shape)

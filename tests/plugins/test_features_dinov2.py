@@ -76,8 +76,8 @@ def test_positions_are_resampled_as_the_official_code_does() -> None:
     r, c = torch.meshgrid(torch.arange(37.0), torch.arange(37.0), indexing="ij")
     grid = torch.stack((torch.sin(0.7 * r + 0.2 * c), torch.cos(0.3 * r * c)), dim=-1).reshape(1, -1, 2)
     positions = torch.cat((torch.tensor([[[5.0, 6.0]]]), grid), dim=1)
-    found = resampled(positions)
-    assert found.shape == (1, 257, 2)
+    small = resampled(positions)
+    assert small.shape == (1, 257, 2)
     expected = {
         0: (5.0, 6.0),
         1: (0.489700, 0.995295),
@@ -87,7 +87,7 @@ def test_positions_are_resampled_as_the_official_code_does() -> None:
         256: (0.226415, -0.867347),
     }
     for place, numbers in expected.items():
-        assert found[0, place].tolist() == pytest.approx(numbers, abs=1e-5)
+        assert small[0, place].tolist() == pytest.approx(numbers, abs=1e-5)
 
 
 def test_features_are_those_of_the_official_network(opened: Callable[..., Space]) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,17 +55,17 @@ def uniform() -> Tensor:
 
 def features_of(network: inception.Inception3, images: Tensor) -> tuple[Tensor, Tensor]:
     """Return features and logits of torchvision's network."""
-    kept: list[Tensor] = []
-    hook = network.avgpool.register_forward_hook(lambda _, __, output: kept.append(output.flatten(1)))
+    features: list[Tensor] = []
+    hook = network.avgpool.register_forward_hook(lambda _, __, output: features.append(output.flatten(1)))
     logits: Any = network(images)
     hook.remove()
-    return kept[0], logits
+    return features[0], logits
 
 
 def test_the_network_is_that_of_torchvision(network: inception.Inception3) -> None:
     expected = features_of(network, uniform())
-    found = InceptionV3(network.state_dict(), as_in_fid=False)(uniform())
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    output = InceptionV3(network.state_dict(), as_in_fid=False)(uniform())
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_network_of_fid_pools_in_another_way(
@@ -138,8 +139,8 @@ def test_recipes_resize_and_scale_as_their_formulas_say(recipe: str, sides: tupl
 
 def test_recipes_differ_where_they_should() -> None:
     large, equal = pictures(2, 3, 512, 512), pictures(2, 3, 299, 299)
-    made = [recipe(large) for recipe in RECIPES.values()]
-    distances = [float((a - b).abs().max()) for i, a in enumerate(made) for b in made[:i]]
+    inputs = [recipe(large) for recipe in RECIPES.values()]
+    distances = [float((a - b).abs().max()) for i, a in enumerate(inputs) for b in inputs[:i]]
     assert min(distances) > 0.02
     at_size = [recipe(equal) for recipe in RECIPES.values()]
     assert all(float((image - at_size[0]).abs().max()) < 0.01 for image in at_size)  # 127.5 or 128 is grey
@@ -166,14 +167,14 @@ def test_features_of_any_size_and_of_grey_images(weights: Path, sha256: str) -> 
 
 
 def test_the_name_tells_space_recipe_and_weights(weights: Path, sha256: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = opened(weights, sha256, recipe="clean-fid")
-    assert own.distance == f"fd/inception-{sha256[:8]}/clean-fid"  # other weights give no FID
+    unpublished = opened(weights, sha256, recipe="clean-fid")
+    assert unpublished.distance == f"fd/inception-{sha256[:8]}/clean-fid"  # other weights give no FID
     monkeypatch.setattr(spaces, "FID_WEIGHTS", evolve(spaces.FID_WEIGHTS, sha256=sha256))
     published = Inception(weights=str(weights)).open(CPU)
     assert published.distance == "fid/inception/torch-fidelity"
     half = Inception(weights=str(weights), precision="bf16").open(CPU)
     assert half.distance == "fid/inception/torch-fidelity/bf16"
-    assert len({own.key, published.key, half.key}) == 3
+    assert len({unpublished.key, published.key, half.key}) == 3
     images = pictures(2, 3, 64, 64)
     exact, rounded = published(images)[0], half(images)[0]
     assert 0 < float((exact - rounded).norm() / exact.norm()) < 0.02
@@ -196,9 +197,9 @@ def test_opening_draws_no_random_numbers(weights: Path, sha256: str) -> None:
 
 
 def test_other_weights_than_the_published_ones_are_refused(weights: Path, sha256: str) -> None:
-    for given in (None, "0" * 64):
-        with refused(UserError, weights, sha256, given or spaces.FID_WEIGHTS.sha256):
-            Inception(weights=str(weights), sha256=given).open(CPU)
+    for digest in (None, "0" * 64):
+        with refused(UserError, weights, sha256, digest or spaces.FID_WEIGHTS.sha256):
+            Inception(weights=str(weights), sha256=digest).open(CPU)
     with refused(UserError, "random.pth"):
         Inception(weights=str(weights.with_name("rando.pth"))).open(CPU)
 
@@ -207,16 +208,14 @@ def test_published_weights_are_fetched_once(
     weights: Path, sha256: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    source = tmp_path / "elsewhere" / weights.name
-    source.parent.mkdir()
-    source.write_bytes(weights.read_bytes())
-    kept = tmp_path / "hub" / "checkpoints" / weights.name
+    source = Path(shutil.copy(weights, tmp_path))
+    cached = tmp_path / "hub" / "checkpoints" / weights.name
     monkeypatch.setattr(spaces, "FID_WEIGHTS", evolve(spaces.FID_WEIGHTS, url=source.as_uri(), sha256=sha256))
     first = Inception().open(CPU)
-    assert kept.exists()
+    assert cached.exists()
     source.unlink()
     assert Inception().open(CPU).key == first.key
-    kept.rename(kept.with_name(spaces.FID_WEIGHTS.names[0]))  # as another package keeps it
+    cached.rename(cached.with_name(spaces.FID_WEIGHTS.names[0]))  # as another package keeps it
     assert Inception().open(CPU).key == first.key
 
 
@@ -252,9 +251,8 @@ def test_what_is_no_file_of_weights_is_refused_and_runs_nothing(
     Path("text.safetensors").write_text("text")
     torch.save([torch.zeros(2)], "list.pth")
     torch.save({"fc.weight": torch.zeros(2)}, "other.pth")
-    for name, fact in [(each, each) for each in ("bomb.pth", "pickle.pth", "text.safetensors", "list.pth")] + [
-        ("other.pth", "Conv2d_1a_3x3_weight")
-    ]:
+    facts = {name: name for name in ("bomb.pth", "pickle.pth", "text.safetensors", "list.pth")}
+    for name, fact in {**facts, "other.pth": "Conv2d_1a_3x3_weight"}.items():
         digest = hashlib.sha256(Path(name).read_bytes()).hexdigest()
         with refused(UserError, fact):
             Inception(weights=name, sha256=digest).open(CPU)

@@ -105,8 +105,8 @@ def test_the_distance_of_two_folders_is_that_of_pytorch_fid(
             save_image(image, tmp_path / name / f"{number}.png")
     folders = [str(tmp_path / name) for name in sets]
     theirs = package.calculate_fid_given_paths(folders, 10, torch.device("cpu"), 2048, 0)
-    found = [Collected.of(space("pytorch-fid"), torch.split(images, 10)).moments for images in sets.values()]
-    assert frechet_distance(*found) == pytest.approx(float(theirs), rel=1e-3)
+    moments = [Collected.of(space("pytorch-fid"), torch.split(images, 10)).moments for images in sets.values()]
+    assert frechet_distance(*moments) == pytest.approx(float(theirs), rel=1e-3)
 
 
 def test_the_other_metrics_are_those_of_torch_fidelity() -> None:
@@ -118,8 +118,8 @@ def test_the_other_metrics_are_those_of_torch_fidelity() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(500, 64, generator=generator) * 0.4 + shift for shift in (0, 0.05))
     precision, recall = calculate_precision_recall_full(a.double(), b.double())
-    found = neighbourhoods(a, b)
-    assert (found["precision"], found["recall"]) == pytest.approx((precision, recall), abs=1e-6)
+    shares = neighbourhoods(a, b)
+    assert (shares["precision"], shares["recall"]) == pytest.approx((precision, recall), abs=1e-6)
     kernel = {"kid_kernel": "poly", "kid_kernel_poly_degree": 3, "kid_kernel_poly_gamma": None, "rng_seed": 0}
     kid = kid_features_to_metric(
         a, b, kid_subsets=200, kid_subset_size=250, kid_kernel_poly_coef0=1, verbose=False, **kernel

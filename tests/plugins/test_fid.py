@@ -11,9 +11,11 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from attrs import define
 from torch import Generator, Tensor, nn
+from torch.utils.data import TensorDataset
 
-from hookdiff import Batch, Feed, InMemory, Loop, LoopConfig, SampleRequest, UserError, hookimpl
+from hookdiff import Feed, InMemory, Loop, LoopConfig, SampleRequest, UserError, hookimpl
 from hookdiff.data import digits
 from hookdiff.features import Collected, Gaussian, Moments, frechet_distance
 from hookdiff.log.pixels import to_uint8
@@ -38,11 +40,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "hookdiff" / "features"
 
 
+@define
 class Painter(ToySampler):
     """Makes images from the noise of the net and the generators, or of the value `fill` if it is given."""
 
-    def __init__(self, fill: float | None = None) -> None:
-        self.fill = fill
+    fill: float | None = None
 
     def sample(self, *arguments: Any, **wanted: Any) -> Tensor:
         images = super().sample(*arguments, **wanted)
@@ -55,37 +57,20 @@ class Recorder(Logged):
         return self.of("fd/digits")
 
 
-class Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.inside = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 64))
-
-    def forward(self, images: Tensor) -> Tensor:
-        inside: Tensor = self.inside(images)
-        return inside.view_as(images)
+def tiny() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 64)
+    return nn.Sequential(nn.Flatten(), *layers, nn.Unflatten(1, (1, 8, 8)))
 
 
-def reconstruct(model: nn.Module, batch: Batch) -> Tensor:
-    return F.mse_loss(model(batch.inputs), batch.inputs)
-
-
-def make_loop(
-    *plugins: object, data: Any = None, sampler: Any = None, batch_size: int = 32, **config: Any
-) -> tuple[Loop, Recorder]:
-    model, recorder = Tiny(), Recorder()
+def make_loop(*plugins: object, data: Any = None, sampler: Any = None, **config: Any) -> tuple[Loop, Recorder]:
+    model, recorder = tiny(), Recorder()
     named = {"recorder": recorder, **{f"p{i}": plugin for i, plugin in enumerate(plugins)}}
-    loop = Loop(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-3),
-        reconstruct,
-        digits() if data is None else data,
-        LoopConfig(batch_size=batch_size, log_every=7, **config),
-        named,
-        sampler=sampler or Painter(),
-    )
-    return loop, recorder
+    loss = lambda net, batch: F.mse_loss(net(batch.inputs), batch.inputs)  # noqa: E731
+    adamw, limits = torch.optim.AdamW(model.parameters()), LoopConfig(**{"batch_size": 32, "log_every": 7, **config})
+    data = digits() if data is None else data
+    return Loop(model, adamw, loss, data, limits, named, sampler=sampler or Painter()), recorder
 
 
 def trained(*plugins: object, **options: Any) -> tuple[Loop, Recorder]:
@@ -145,12 +130,12 @@ def test_all_metrics_of_the_space_are_logged_beside_it() -> None:
     names = {"kid/digits", "kid/digits/error", "precision/digits", "recall/digits", "density/digits", "coverage/digits"}
     names |= {"is/digits", "is/digits/deviation", "fd/digits", "fd/digits/num", "fd/digits/floor"}
     assert names <= set(values)
-    made, data = drawn(loop, 300), real()
-    a, b = made.rows.double(), data.rows.double()
-    own, other, across = ((x @ y.T / 64 + 1) ** 3 for x, y in ((a, a), (b, b), (a, b)))
-    kid = (own.sum() - own.trace()) / (300 * 299) + (other.sum() - other.trace()) / (1797 * 1796)
+    samples, data = drawn(loop, 300), real()
+    a, b = samples.rows.double(), data.rows.double()
+    within, other, across = ((x @ y.T / 64 + 1) ** 3 for x, y in ((a, a), (b, b), (a, b)))
+    kid = (within.sum() - within.trace()) / (300 * 299) + (other.sum() - other.trace()) / (1797 * 1796)
     assert values["kid/digits"] == pytest.approx(float(kid - 2 * across.mean()), rel=1e-4)
-    probabilities = made.logits.double().softmax(1) if made.logits is not None else torch.empty(0)
+    probabilities = samples.logits.double().softmax(1) if samples.logits is not None else torch.empty(0)
     scores = []
     for part in torch.split(probabilities[numpy.random.RandomState(2020).permutation(300)], 30):
         scores.append((part * (part / part.mean(0)).log()).sum(1).mean().exp())
@@ -165,33 +150,25 @@ def test_all_metrics_of_the_space_are_logged_beside_it() -> None:
 def test_the_floor_is_what_a_perfect_model_would_have() -> None:
     draw = Generator().manual_seed(0)
     data = torch.randn(1797, 32, generator=draw)
-    target = Collected()
-    target.add(data)
+    target = Collected.of(lambda rows: (rows, None), [data])
     for num in (100, 300, 1000, 1797, 5000):
         perfect = [Moments.of(torch.randn(num, 32, generator=draw)) for _ in range(9)]
         expected = sum(frechet_distance(moments, target.moments) for moments in perfect) / 9
         assert floor_of(target, num) == pytest.approx(expected, rel=0.1)
-    few = Collected()
-    few.add(data[:3])
-    assert floor_of(few, 100) is None
+    assert floor_of(Collected.of(lambda rows: (rows, None), [data[:3]]), 100) is None
 
     loop, recorder = trained(FID(every=0, num_samples=300), steps=1)
     assert recorder.of("fd/digits/floor") == {1: pytest.approx(floor_of(loop.plugins["p0"].target, 300))}
 
 
 def test_measuring_again_gives_the_same_number_for_any_part_of_the_images() -> None:
-    class Sized(Painter):
-        def __init__(self, batch_size: int) -> None:
-            super().__init__()
-            self.batch_size = batch_size
-
-    found = []
-    for size in (256, 100, 1000):
+    distances, sampler = [], Painter()
+    for sampler.batch_size in (256, 100, 1000):
         fid = FID(every=0, num_samples=300, metrics=())
-        loop, _ = trained(fid, sampler=Sized(size), steps=3)
+        loop, _ = trained(fid, sampler=sampler, steps=3)
         assert fid.measure(loop) == fid.measure(loop)
-        found.append(fid.measure(loop)["fd/digits"])
-    assert found == pytest.approx([found[0]] * 3, rel=1e-4)
+        distances.append(fid.measure(loop)["fd/digits"])
+    assert distances == pytest.approx([distances[0]] * 3, rel=1e-4)
 
 
 def test_the_default_generator_is_left_alone() -> None:
@@ -204,23 +181,9 @@ def test_the_default_generator_is_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class Pairs:
-    """A map-style data set of the digits."""
-
-    def __init__(self, of: InMemory) -> None:
-        self.of = of
-
-    def __len__(self) -> int:
-        return len(self.of)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        assert self.of.labels is not None
-        return self.of.images[index], int(self.of.labels[index])
-
-
 def test_the_training_images_are_the_reference() -> None:
     references = []
-    for data in (digits(), Pairs(digits())):
+    for data in (digits(), TensorDataset(digits().images, digits().labels)):
         fid = FID(every=0, num_samples=40)
         trained(fid, data=data, steps=1)  # drops the last 5 of 1797 in training
         assert isinstance(fid.target, Collected)
@@ -278,11 +241,11 @@ def test_data_that_is_not_finite_and_weights_that_no_plugin_offers_are_errors() 
 
 
 def test_images_are_clipped_as_when_saved() -> None:
-    found = []
+    distances = []
     for fill in (1.0, 50.0):
         _, recorder = trained(FID(every=0, num_samples=4), sampler=Painter(fill), steps=1)
-        found.append(recorder.distances[1])
-    assert found[0] == found[1]
+        distances.append(recorder.distances[1])
+    assert distances[0] == distances[1]
 
 
 @pytest.mark.parametrize(
@@ -316,9 +279,10 @@ def test_an_average_of_the_weights_makes_the_images_if_there_is_one(caplog: pyte
 class Slow(Painter):
     """Takes ten seconds for an image, by the clock that it replaces."""
 
+    now = 0.0
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.now = 0.0
         monkeypatch.setattr("time.monotonic", lambda: self.now)
 
     def sample(self, *arguments: Any, **wanted: Any) -> Tensor:
@@ -456,14 +420,14 @@ result = ({name: value for name, value in logged.items() if "digits" in name}, f
 
 def test_ranks_share_the_images_and_agree_on_all_values(tmp_path: Path) -> None:
     ranks = two_ranks(RANKS, tmp_path)
-    one, other = (found[0] for found in ranks)
-    assert one.keys() > {"fd/digits", "fd/digits/floor", "kid/digits", "recall/digits", "is/digits"}
+    first, other = (result[0] for result in ranks)
+    assert first.keys() > {"fd/digits", "fd/digits/floor", "kid/digits", "recall/digits", "is/digits"}
     assert other == {}  # the first rank has the log
-    assert [found[1:3] for found in ranks] == [(301, 1797)] * 2
-    assert [found[3] for found in ranks] == [2, 0]  # lines of the log: the main rank has them
+    assert [result[1:3] for result in ranks] == [(301, 1797)] * 2
+    assert [result[3] for result in ranks] == [2, 0]  # lines of the log: the main rank has them
     single: dict[str, Any] = {}
     exec(RANKS, single)
-    assert one == pytest.approx(single["result"][0], rel=1e-4, abs=1e-6)
+    assert first == pytest.approx(single["result"][0], rel=1e-4, abs=1e-6)
 
 
 BAD = """
@@ -500,7 +464,7 @@ def test_a_bad_image_of_one_rank_ends_all_that_share_a_model(tmp_path: Path) -> 
 
 
 def test_the_best_checkpoint_is_that_with_the_lowest_distance(
-    write_config: Callable[..., Path], tmp_path: Path, hookdiff: Callable[..., tuple[int, str, str]]
+    write_config: Callable[..., Path], tmp_path: Path, succeed: Callable[..., str]
 ) -> None:
     plugins = {"checkpoint": {"every": 2, "keep_last": 1, "keep_best": "fd/digits"}, "fid": {"every": 2}}
     plugins["fid"] |= {"num_samples": 60, "metrics": []}
@@ -509,20 +473,17 @@ def test_the_best_checkpoint_is_that_with_the_lowest_distance(
     tables = {"diffusion": original, "optimizer": {"use": "adamw", "lr": 1.0}}
     tables |= {"sampling": {"steps": 2, "sampler": "ddim"}}
     config = write_config(plugins=plugins, **tables)
-    code, _, err = hookdiff("run", config, "--plugins", "checkpoint,fid,ema", "--out", tmp_path / "run")
-    assert code == 0, err
+    succeed("run", config, "--plugins", "checkpoint,fid,ema", "--out", tmp_path / "run")
     distances = {line["step"]: line["fd/digits"] for line in records(tmp_path / "run") if "fd/digits" in line}
     best = min(distances, key=lambda step: distances[step])
     assert best < 6
-    kept = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()}
-    assert kept == {f"step-{best:08d}", "step-00000006"}
+    folders = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()}
+    assert folders == {f"step-{best:08d}", "step-00000006"}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not FASHION.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
-def test_the_distance_falls_while_the_example_trains(
-    tmp_path: Path, hookdiff: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_the_distance_falls_while_the_example_trains(tmp_path: Path, succeed: Callable[..., str]) -> None:
     raw = tmp_path / "data" / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for path in FASHION.glob("*.gz"):
@@ -531,8 +492,7 @@ def test_the_distance_falls_while_the_example_trains(
     settings |= {"plugins.fid.every": 50, "plugins.fid.num_samples": 200}
     words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     config = Path(__file__).parents[2] / "examples" / "fashion-unet.toml"
-    code, _, err = hookdiff("run", config, "--plugins", "ema,fid", "--out", tmp_path / "run", *words)
-    assert code == 0, err
+    succeed("run", config, "--plugins", "ema,fid", "--out", tmp_path / "run", *words)
     lines = [line for line in records(tmp_path / "run") if "fd/fashion-mnist" in line]
     first, second, third = (line["fd/fashion-mnist"] for line in lines)
     assert first > second > third > lines[0]["fd/fashion-mnist/floor"]

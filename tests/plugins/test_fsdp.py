@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from hookdiff import UserError
-from hookdiff.testing import assert_same, toy_loop, weights
+from hookdiff.testing import assert_same, weights
 from hookdiff_ddp import DDP
 from hookdiff_fsdp import FSDP
 from hookdiff_fsdp.blocks import blocks_of, check_shared
 from hookdiff_networks import DiT, UNet
-from tests.conftest import check_facts, refused, two_ranks
+from tests.conftest import check_facts, refused, toy_run, two_ranks
 
 
 def layers(num: int) -> list[nn.Module]:
@@ -62,12 +62,10 @@ def test_weights_that_blocks_share_are_refused() -> None:
 
 @pytest.mark.parametrize("make", [DDP, FSDP])
 def test_on_one_process_it_changes_nothing(make: Any) -> None:
-    runs = [toy_loop(plugins, micro_batch=3) for plugins in ({}, {"ranks": make()})]
-    for loop in runs:
-        loop.run()
-    assert_same(weights(runs[0]), weights(runs[1]))
-    assert runs[1].net is runs[1].model
-    assert not any(isinstance(value, torch.distributed.tensor.DTensor) for value in runs[1].model.parameters())
+    plain, loop = (toy_run(plugins, micro_batch=3) for plugins in ({}, {"ranks": make()}))
+    assert_same(weights(plain), weights(loop))
+    assert loop.net is loop.model
+    assert not any(isinstance(value, torch.distributed.tensor.DTensor) for value in loop.model.parameters())
 
 
 FULL = """
@@ -135,7 +133,7 @@ for name in ("rprop", "adafactor"):
 
 
 def test_optimizers_train_in_pieces_as_in_copies_or_are_refused(tmp_path: Path) -> None:
-    for found in two_ranks(OPTIMIZERS, tmp_path):
-        assert all(found[name] < 1e-6 for name in ("sgd", "adagrad", "rmsprop"))
+    for results in two_ranks(OPTIMIZERS, tmp_path):
+        assert all(results[name] < 1e-6 for name in ("sgd", "adagrad", "rmsprop"))
         for name in ("rprop", "adafactor"):
-            check_facts(found[name].lower(), "optimizer", name, "adamw")
+            check_facts(results[name].lower(), "optimizer", name, "adamw")

@@ -13,7 +13,7 @@ from attrs import evolve
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from hookdiff import Batch, Loop, LossOutput, NonFinite, build_loop, hookimpl, load_config
+from hookdiff import Batch, Loop, LossOutput, build_loop, hookimpl, load_config
 from hookdiff.builtin.logged import Metrics
 from hookdiff.log.distribution import Distribution
 from hookdiff.loop.saved import restore_state
@@ -23,7 +23,7 @@ from hookdiff_debug import Debug
 from hookdiff_gradients import GradientMonitor, Numbers, diagnose_gradients, diagnose_nan
 from hookdiff_gradients.diagnosis import conclude
 from hookdiff_nan import NaN
-from tests.conftest import Logged, Push, added_transfers, still, two_ranks, warnings
+from tests.conftest import Batches, Logged, Push, acting, added_transfers, still, two_ranks, warnings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "basic.toml"
 LIMITS = GradientMonitor().limits
@@ -54,8 +54,8 @@ class Look(Logged):
         self.weights.append(torch.cat([p.detach().flatten() for p in loop.model.parameters()]))
 
     def norms(self, name: str | None = None) -> list[float]:
-        kept = [[g for key, g in step.items() if name in (None, key)] for step in self.gradients]
-        return [math.sqrt(sum(g.double().square().sum().item() for g in step)) for step in kept]
+        chosen = [[g for key, g in step.items() if name in (None, key)] for step in self.gradients]
+        return [math.sqrt(sum(g.double().square().sum().item() for g in step)) for step in chosen]
 
 
 def watch(monitor: GradientMonitor | None = None, *others: object, **config: Any) -> tuple[Look, Loop]:
@@ -142,11 +142,7 @@ class TestNumbers:
 
     def test_weights_without_an_optimizer_are_not_measured(self) -> None:
         monitor = GradientMonitor()
-        model = toy_model()
-        loop = toy_loop(
-            {"gradients": monitor}, model=model, optimizers=lambda _: torch.optim.SGD([model[3].bias], lr=1e-5)
-        )
-        loop.run()
+        watch(monitor, optimizers=lambda model: torch.optim.SGD([model[3].bias], lr=1e-5))
         assert list(monitor.history()) == ["3.bias", "grad_norm"]
         assert monitor.findings == {}
 
@@ -160,17 +156,11 @@ class TestNumbers:
         assert look.values[20]["gradients/max"] > 0
 
     def test_the_history_begins_anew_when_a_parameter_is_thawed(self) -> None:
-        class Thaws:
-            @hookimpl
-            def prepare_model(self, loop: Loop) -> None:
-                loop.model[3].bias.requires_grad_(False)  # type: ignore[index]
-
-            @hookimpl
-            def before_step(self, loop: Loop) -> None:
-                loop.model[3].bias.requires_grad_(loop.progress.step >= 4)  # type: ignore[index]
+        def thaw(loop: Loop) -> None:
+            loop.model[3].bias.requires_grad_(loop.progress.step >= 4)  # type: ignore[index]
 
         monitor = GradientMonitor()
-        watch(monitor, Thaws(), steps=10)
+        watch(monitor, acting(prepare_model=thaw, before_step=thaw), steps=10)
         history = monitor.history()
         assert list(history)[-2:] == ["3.bias", "grad_norm"]
         assert len(history["3.bias"]) == 6
@@ -178,10 +168,7 @@ class TestNumbers:
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     def test_other_precisions(self, dtype: torch.dtype) -> None:
-        def objective(net: nn.Module, batch: Batch) -> Tensor:
-            loss: Tensor = net(batch.inputs.to(dtype)).float().square().mean(1)
-            return loss
-
+        objective = lambda net, batch: net(batch.inputs.to(dtype)).float().square().mean(1)  # noqa: E731
         monitor = GradientMonitor(per_tensor=True)
         look, _ = watch(monitor, model=toy_model().to(dtype), objective=objective, steps=5)
         assert monitor.history()["grad_norm"].dtype == (np.float64 if dtype == torch.float64 else np.float32)
@@ -189,25 +176,19 @@ class TestNumbers:
         assert all(math.isfinite(value) for value in look.values[5].values())
 
     def test_histograms_are_those_of_unclipped_gradients_and_new_weights(self) -> None:
-        logged: list[tuple[int, Mapping[str, Distribution]]] = []
+        logged: dict[int, Mapping[str, Distribution]] = {}
+        expected: dict[int, Mapping[str, Distribution]] = {}
 
-        class Hears:
-            @hookimpl
-            def on_distributions(self, step: int, distributions: Mapping[str, Distribution]) -> None:
-                logged.append((step, distributions))
-                weights.append({name: p.detach().clone() for name, p in loop.model.named_parameters()})
+        def hear(loop: Loop, step: int, distributions: Mapping[str, Distribution]) -> None:
+            logged[step] = distributions
+            tensors = {f"gradients/{name}": gradient for name, gradient in look.gradients[step - 1].items()}
+            tensors |= {f"weights/{name}": weight.detach() for name, weight in loop.model.named_parameters()}
+            expected[step] = {name: Distribution.of(tensor) for name, tensor in tensors.items()}
 
-        weights: list[dict[str, Tensor]] = []
-        plugins = {"gradients": GradientMonitor(histograms=2), "clip": Clip(Norm(1e-3)), "hears": Hears()}
-        loop = toy_loop({**plugins, "look": (look := Look())}, steps=5)
-        loop.run()
-        assert [step for step, _ in logged] == [2, 4]
-        for (step, found), values in zip(logged, weights, strict=True):
-            gradients = look.gradients[step - 1]
-            expected = {f"gradients/{n}": g for n, g in gradients.items()} | {
-                f"weights/{n}": w for n, w in values.items()
-            }
-            assert found == {name: Distribution.of(tensor) for name, tensor in expected.items()}
+        plugins = {"gradients": GradientMonitor(histograms=2), "clip": Clip(Norm(1e-3)), "look": (look := Look())}
+        toy_loop({**plugins, "hears": acting(on_distributions=hear)}, steps=5).run()
+        assert list(logged) == [2, 4]
+        assert logged == expected
 
     def test_it_adds_no_transfer(self) -> None:
         added = added_transfers({"gradients": GradientMonitor(per_tensor=True)}, steps=25, micro_batch=4, log_every=5)
@@ -233,29 +214,18 @@ class TestNoiseScale:
     """For loss_i = w x_i the gradient of a sample is x_i itself, so all values are known."""
 
     def run(self, data: Tensor, *others: object, **options: Any) -> Look:
-        model = nn.Linear(data.shape[1], 1, bias=False)
-
-        def objective(net: nn.Module, batch: Batch) -> Tensor:
-            loss: Tensor = net(batch.inputs)[:, 0]
-            return loss
-
+        options |= {"model": nn.Linear(data.shape[1], 1, bias=False), "objective": lambda net, batch: net(batch.inputs)}
         monitor = GradientMonitor(noise_decay=options.pop("noise_decay", 0.9))
-        look, _ = watch(monitor, *others, model=model, objective=objective, data=data, optimizers=still, **options)
+        look, _ = watch(monitor, *others, data=data, optimizers=still, **options)
         return look
 
     @pytest.mark.parametrize("others", [(), (Scaled(),)], ids=["plain", "under a loss scale"])
     def test_known_answer(self, others: tuple[object, ...]) -> None:
         # The gradients are (2, 1) of a part of 2 samples and (1, 1) of all 6, in some order of the samples.
         data = torch.tensor([[2.0, 1.0]] * 2 + [[0.5, 1.0]] * 4)
-        seen: list[Tensor] = []
-
-        class Order:
-            @hookimpl
-            def before_step(self, batch: Batch) -> None:
-                seen.append(batch.inputs)
-
-        look = self.run(data, Order(), *others, steps=1, batch_size=6, micro_batch=2, log_every=1)
-        part, whole = seen[0][:2].mean(0).square().sum(), seen[0].mean(0).square().sum()
+        look = self.run(data, batches := Batches(), *others, steps=1, batch_size=6, micro_batch=2, log_every=1)
+        (batch,) = batches.seen
+        part, whole = batch.inputs[:2].mean(0).square().sum(), batch.inputs.mean(0).square().sum()
         signal, noise = (6 * whole - 2 * part) / 4, (part - whole) / (1 / 2 - 1 / 6)
         expected = (noise / signal).item() if min(noise, signal) > 0 else 0
         assert look.values[1]["gradients/noise_scale"] == pytest.approx(expected, rel=1e-4)
@@ -281,20 +251,14 @@ class TestNoiseScale:
 
 RANK = """
 import torch
-from torch.nn.parallel import DistributedDataParallel
-from hookdiff import hookimpl
+from hookdiff.testing.examples import Distributed
 from tests.plugins.test_gradients import TestNoiseScale
-
-class Ranks:
-    @hookimpl
-    def wrap_net(self, net):
-        return DistributedDataParallel(net)
 
 torch.manual_seed(0)
 data = torch.randn(4000, 20) * 0.5 + 0.25
 options = {"steps": 400, "batch_size": 16 if micro_batch else 17, "micro_batch": micro_batch}
 options |= {"log_every": 1, "noise_decay": 0.995}
-look = TestNoiseScale().run(data, Ranks(), **options)
+look = TestNoiseScale().run(data, Distributed(), **options)
 result = look.values.get(400, {}).get("gradients/noise_scale")
 """
 
@@ -303,9 +267,9 @@ result = look.values.get(400, {}).get("gradients/noise_scale")
 @pytest.mark.parametrize("micro_batch", [None, 5])
 def test_ranks_are_parts_of_the_batch(micro_batch: int | None, tmp_path: Path) -> None:
     # Without no_sync the gradients of the first micro-batch, too, are averaged over ranks after the backward pass.
-    one, other = two_ranks(f"micro_batch = {micro_batch}\n{RANK}", tmp_path)
+    scale, other = two_ranks(f"micro_batch = {micro_batch}\n{RANK}", tmp_path)
     assert other is None  # the first rank has the log
-    assert one == pytest.approx(4, rel=0.12)  # |G|^2 = 20 / 16, S = 20 / 4
+    assert scale == pytest.approx(4, rel=0.12)  # |G|^2 = 20 / 16, S = 20 / 4
 
 
 class TestDiagnosis:
@@ -416,13 +380,8 @@ class TestRuns:
     def test_layers_before_one_that_starts_at_zero_are_not_dead(self, caplog: pytest.LogCaptureFixture) -> None:
         model = toy_model()
         nn.init.zeros_(model[3].weight)  # type: ignore[index, arg-type]
-        look, _ = watch(
-            GradientMonitor(window=20),
-            model=model,
-            optimizers=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True),
-            steps=25,
-            log_every=1,
-        )
+        adamw = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # noqa: E731
+        look, _ = watch(GradientMonitor(window=20), model=model, optimizers=adamw, steps=25, log_every=1)
         assert look.values[1]["gradients/zero_share"] == 0.5
         assert look.values[3]["gradients/zero_share"] == 0
         assert warnings(caplog) == []
@@ -466,18 +425,12 @@ class TestRuns:
         assert steps == ["step 20", "step 100"]
 
     def test_a_nan(self, caplog: pytest.LogCaptureFixture) -> None:
-        class Break:
-            @hookimpl
-            def unscale(self, loop: Loop) -> bool:
-                if loop.progress.position in (10, 12):
-                    loop.gradients.named()["0.bias"][1] = math.nan
-                return True
+        def spoil(loop: Loop) -> bool:
+            if loop.progress.position in (10, 12):
+                loop.gradients.named()["0.bias"][1] = math.nan
+            return True
 
-            @hookimpl
-            def on_nan(self, report: NonFinite) -> str:
-                return "skip"
-
-        look, _ = watch(None, Break(), steps=15)
+        look, _ = watch(None, acting(unscale=spoil, on_nan=lambda: "skip"), steps=15)
         reports = [r.getMessage() for r in caplog.records if "NaN" in r.getMessage()]
         assert len(reports) == 2
         for report in reports:  # a part of the report of the loop, and no message of its own
@@ -516,10 +469,9 @@ class TestRuns:
         assert [line for line in logged if line.startswith("gradients: ")] == expected
 
     def test_the_summary_counts_steps_that_are_not_finite(self) -> None:
+        causes = {"dead": 2, "rate": 1}
         assert conclude(3, {}, 1) == "healthy at 3 of 3 logged steps; not finite at 1 step"
-        assert (
-            conclude(9, {"dead": 2, "rate": 1}, 0) == "learning rate too high at 1, dead layers at 2 of 9 logged steps"
-        )
+        assert conclude(9, causes, 0) == "learning rate too high at 1, dead layers at 2 of 9 logged steps"
         assert conclude(0, {}, 2) == "not finite at 2 steps"
 
 
@@ -530,8 +482,8 @@ class TestState:
         watch(monitor, steps=30)
         with toy_loop({"gradients": other}):
             restore_state(other, monitor.state_dict())
-        kept = min(window, 25)
-        assert other.history()["3.bias"].tolist() == monitor.history()["3.bias"][-kept:].tolist()
+        num = min(window, 25)
+        assert other.history()["3.bias"].tolist() == monitor.history()["3.bias"][-num:].tolist()
 
     def test_parameters_that_are_trained_may_change(self) -> None:
         monitor = GradientMonitor()
@@ -545,9 +497,8 @@ class TestState:
     def test_a_resumed_run_does_not_repeat_a_finding(self, caplog: pytest.LogCaptureFixture) -> None:
         norms, states = [1.0] * 18 + [100.0] * 12, []
         for steps in (20, 30):
-            monitor = GradientMonitor(window=20)
-            loop = toy_loop({"gradients": monitor, "push": Push(norms)}, optimizers=still, steps=steps, log_every=10)
-            with loop:
+            plugins = {"gradients": (monitor := GradientMonitor(window=20)), "push": Push(norms)}
+            with toy_loop(plugins, optimizers=still, steps=steps, log_every=10) as loop:
                 if states:
                     restore_state(monitor, states[0])
                     loop.progress.step = loop.progress.position = 20

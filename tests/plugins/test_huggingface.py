@@ -144,17 +144,17 @@ def test_missing_sets_are_refused(tmp_path: Path, made: Any) -> None:
 
 def test_every_store_gives_the_same_batch(tmp_path: Path, made: Any) -> None:
     made.save_to_disk(str(tmp_path / "saved"))
-    found = []
+    batches = []
     store: Any
     for store, workers in (("memory", 0), ("disk", 0), ("none", 2)):
-        kept = Store(store=store, cache_dir=str(tmp_path / "cache"))
+        settings = Store(store=store, cache_dir=str(tmp_path / "cache"))
         transforms = Transforms(image_size=6, flip=True)
-        feed = feed_of(HuggingFace(str(tmp_path / "saved")), transforms=transforms, store=kept, workers=workers)
+        feed = feed_of(HuggingFace(str(tmp_path / "saved")), transforms=transforms, store=settings, workers=workers)
         (batch,) = feed.bind(9).batches(0)
-        found.append((batch.inputs, batch.labels))
-    for inputs, labels in found[1:]:
-        assert torch.equal(inputs, found[0][0])
-        assert torch.equal(labels, found[0][1])
+        batches.append((batch.inputs, batch.labels))
+    for inputs, labels in batches[1:]:
+        assert torch.equal(inputs, batches[0][0])
+        assert torch.equal(labels, batches[0][1])
 
 
 def test_missing_images_are_refused(tmp_path: Path, alone: Any) -> None:

@@ -18,6 +18,7 @@ from hookdiff.log import panel_layouts, read_info
 from tests.conftest import check_facts, check_refused, pixels
 
 Say = Callable[..., tuple[int, str, str]]
+Succeed = Callable[..., str]
 
 
 @pytest.fixture(autouse=True)
@@ -89,11 +90,10 @@ FOLDERS: dict[str, tuple[Callable[..., object], dict[str, Any], tuple[int, ...],
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_the_config_fits_the_folder(hookdiff: Say, kind: str) -> None:
+def test_the_config_fits_the_folder(hookdiff: Say, succeed: Succeed, kind: str) -> None:
     images, data, shape, num_classes = FOLDERS[kind]
     images()
-    code, out, err = hookdiff("init", "mine")
-    assert code == 0, err
+    out = succeed("init", "mine")
     check_facts(out, "mine.toml", "hookdiff run mine.toml", "hookdiff sample runs/mine")
     text = Path("mine.toml").read_text("utf-8")
     assert len(text.splitlines()) <= 45
@@ -109,9 +109,9 @@ def test_the_config_fits_the_folder(hookdiff: Say, kind: str) -> None:
     feed.bind(config.run.batch_size)  # raises if there are too few images
 
 
-def test_larger_images_become_squares_of_a_power_of_two(hookdiff: Say) -> None:
+def test_larger_images_become_squares_of_a_power_of_two(succeed: Succeed) -> None:
     save("0.png", size=(61, 40))
-    assert hookdiff("init", "mine", "-o", "other.toml", "--minutes", "0.1", "--schema")[0] == 0
+    succeed("init", "mine", "-o", "other.toml", "--minutes", "0.1", "--schema")
     assert Path("other.toml").read_text().startswith("#:schema ./hookdiff.schema.json\n")
     assert Path("hookdiff.schema.json").exists()
     table = tomli.loads(Path("other.toml").read_text())
@@ -129,15 +129,15 @@ def test_squares_keep_their_size_if_a_network_takes_it(hookdiff: Say, side: int,
 
 
 @pytest.mark.parametrize("side", [8, 20, 40])
-def test_the_image_size_can_be_given(hookdiff: Say, side: int) -> None:
+def test_the_image_size_can_be_given(succeed: Succeed, side: int) -> None:
     save("0.png", size=(30, 26))
-    assert hookdiff("init", "mine", "--image-size", side, "--minutes", "0.02")[0] == 0
+    succeed("init", "mine", "--image-size", side, "--minutes", "0.02")
     table = tomli.loads(Path("mine.toml").read_text())
     assert (table["data"]["image_size"], table["data"].get("upscale", False)) == (side, side > 26)
     assert side % 2 ** (len(table["model"]["channel_mults"]) - 1) == 0
     config = load_config(Path("mine.toml"))
     assert build_feed(config).shape == (3, side, side)
-    assert hookdiff("init", "--image-size", side, "--minutes", "0.02")[0] == 0
+    succeed("init", "--image-size", side, "--minutes", "0.02")
     assert build_feed(load_config(Path("digits.toml"))).shape == (1, side, side)
 
 
@@ -160,49 +160,45 @@ def test_the_config_says_which_network_diffusers_loads_and_how_long_it_trains(ho
 
 
 @pytest.mark.parametrize("images", [classes, partial(several, 6, "{k}.png", mode="L")], ids=["classes", "grey"])
-def test_a_network_of_diffusers_is_exported_to_it(hookdiff: Say, images: Callable[[], None]) -> None:
+def test_a_network_of_diffusers_is_exported_to_it(succeed: Succeed, images: Callable[[], None]) -> None:
     diffusers = pytest.importorskip("diffusers")
     images()
-    code, out, err = hookdiff("init", "mine", "--model", "diffusers", "--minutes", "0.02")
-    assert code == 0, err
+    out = succeed("init", "mine", "--model", "diffusers", "--minutes", "0.02")
     check_facts(out, "hookdiff export runs/mine mine --to diffusers")
     few = ("--set", "run.steps=2", "--set", "sampling.steps=2", "--plugins", "no:samples")
-    code, _, err = hookdiff("run", "mine.toml", *few)
-    assert code == 0, err
-    code, _, err = hookdiff("export", "runs/mine", "there", "--to", "diffusers")
-    assert code == 0, err
+    succeed("run", "mine.toml", *few)
+    succeed("export", "runs/mine", "there", "--to", "diffusers")
     model = diffusers.UNet2DModel.from_pretrained("there", subfolder="unet")
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained("there", subfolder="scheduler")
     assert (model.config.num_class_embeds, model.config.in_channels) == ((3, 3) if images is classes else (None, 1))
     assert scheduler.config.shift == 3
 
 
-def test_three_commands_make_samples_of_each_class(hookdiff: Say) -> None:
+def test_three_commands_make_samples_of_each_class(hookdiff: Say, succeed: Succeed) -> None:
     classes()
-    assert hookdiff("init", "mine", "--minutes", "0.02")[0] == 0
+    succeed("init", "mine", "--minutes", "0.02")
     code, _, err = hookdiff("run", "mine.toml", "--set", "run.steps=4", "--set", "sampling.steps=2")
     assert (code, "classes" in err) == (0, False), err
-    kept = load_config(Path("runs/mine/config.toml"))
-    assert kept.model.arguments["num_classes"] == 2
-    code, _, err = hookdiff("sample", "runs/mine", "--steps", 2, "--num", 4)
-    assert code == 0, err
+    config = load_config(Path("runs/mine/config.toml"))
+    assert config.model.arguments["num_classes"] == 2
+    succeed("sample", "runs/mine", "--steps", 2, "--num", 4)
     assert Path("runs/mine/samples/seed-0.png").is_file()
 
 
-def test_without_a_folder_the_digits_are_trained(hookdiff: Say) -> None:
-    assert hookdiff("init")[0] == 0
+def test_without_a_folder_the_digits_are_trained(succeed: Succeed) -> None:
+    succeed("init")
     assert tomli.loads(Path("digits.toml").read_text())["data"] == {"source": "digits"}
-    assert hookdiff("check", "digits.toml")[0] == 0
+    succeed("check", "digits.toml")
 
 
-def test_a_file_is_replaced_only_when_asked(hookdiff: Say) -> None:
+def test_a_file_is_replaced_only_when_asked(hookdiff: Say, succeed: Succeed) -> None:
     save("0.png", size=(12, 12))
     Path("mine.toml").write_text("precious")
     code, _, err = hookdiff("init", "mine")
     assert (code, Path("mine.toml").read_text()) == (2, "precious")
     check_facts(err, "mine.toml", "--overwrite")
-    assert hookdiff("init", "mine", "--overwrite")[0] == 0
-    assert hookdiff("check", "mine.toml")[0] == 0
+    succeed("init", "mine", "--overwrite")
+    succeed("check", "mine.toml")
 
 
 def no_images() -> None:
@@ -230,12 +226,11 @@ def captions(num: int) -> None:
         Path(f"mine/{k}.txt").write_text("a disc")
 
 
-def test_captions_are_seen(hookdiff: Say) -> None:
+def test_captions_are_seen(succeed: Succeed) -> None:
     several(7, "{k}.png")
     for num, is_seen in ((3, False), (4, True)):
         captions(num)
-        code, out, err = hookdiff("init", "mine", "--minutes", "0.02", "--overwrite")
-        assert code == 0, err
+        out = succeed("init", "mine", "--minutes", "0.02", "--overwrite")
         assert ("--text-encoder DIR" in out) == is_seen
         assert "captions" not in tomli.loads(Path("mine.toml").read_text())["data"]
 
@@ -262,7 +257,7 @@ def test_captions_that_cannot_be_trained_on_are_refused(
 
 
 @pytest.mark.slow
-def test_the_samples_of_each_class_are_recognised(hookdiff: Say) -> None:
+def test_the_samples_of_each_class_are_recognised(succeed: Succeed) -> None:
     for k in range(60):
         rows, columns = numpy.mgrid[:24, :30] - numpy.array([12, 15])[:, None, None]
         disc = rows**2 + columns**2 < (6 + k % 4) ** 2
@@ -270,14 +265,13 @@ def test_the_samples_of_each_class_are_recognised(hookdiff: Say) -> None:
             path = Path("mine") / name / f"{k}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(picture.astype(numpy.uint8) * 255).save(path)
-    assert hookdiff("init", "mine")[0] == 0
+    succeed("init", "mine")
     assert tomli.loads(Path("mine.toml").read_text())["data"]["image_size"] == 16
-    code, _, err = hookdiff("run", "mine.toml", "--set", "run.steps=150", "--set", "plugins.samples.every=0")
-    assert code == 0, err
-    assert hookdiff("sample", "runs/mine", "--num", 8, "--out", "made.png")[0] == 0
+    succeed("run", "mine.toml", "--set", "run.steps=150", "--set", "plugins.samples.every=0")
+    succeed("sample", "runs/mine", "--num", 8, "--out", "made.png")
     with Image.open("made.png") as image:
         (place,) = panel_layouts(read_info(image))
-        made = torch.stack([torch.from_numpy(numpy.array(image.crop(place.box(k)))).float() for k in range(8)])
-    middle, corner = made[:, 24:40, 24:40].mean((1, 2)), made[:, :8, :8].mean((1, 2))
+        samples = torch.stack([torch.from_numpy(numpy.array(image.crop(place.box(k)))).float() for k in range(8)])
+    middle, corner = samples[:, 24:40, 24:40].mean((1, 2)), samples[:, :8, :8].mean((1, 2))
     assert ((corner - middle)[:4] > 100).sum() >= 3  # black discs on white, in the rows of the first class
     assert ((middle - corner)[4:] > 100).sum() >= 3

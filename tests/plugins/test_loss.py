@@ -1,8 +1,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +10,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hookdiff import Batch, Feed, Finding, InMemory, Loop, LossOutput, UnknownWeights, hookimpl
 from hookdiff.data import digits
@@ -24,7 +23,7 @@ from hookdiff_ema import EMA
 from hookdiff_loss import LossMonitor
 from hookdiff_loss.held_out import Overfitting, some_of
 from hookdiff_loss.levels import MOST, NoiseLevels, bin_edges
-from tests.conftest import Logged, Restores, Still, saved, two_ranks, warnings
+from tests.conftest import Logged, Restores, Still, acting, finish, saved, two_ranks, warnings
 
 
 class Net(nn.Module):
@@ -102,12 +101,12 @@ def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lr", ["1e-3", "1.0"])
-def test_the_example_is_silent_and_diverges_at_1000_times_its_rate(lr: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from hookdiff.cli import main; main()", "run", "examples/basic.toml"]
-    command += ["--plugins", "loss,no:samples,no:checkpoint", "--set", "data.held_out=0.1", "--lr", lr]
-    command += ["--set", f"run.steps={400 if lr == '1e-3' else 150}", "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
-    said = [line for line in done.stderr.splitlines() if re.match(r"step \d+: ", line)]
+def test_the_example_is_silent_and_diverges_at_1000_times_its_rate(lr: str, tmp_path: Path, start: Any) -> None:
+    words = ["--plugins", "loss,no:samples,no:checkpoint", "--set", "data.held_out=0.1", "--lr", lr]
+    words += ["--set", f"run.steps={400 if lr == '1e-3' else 150}", "--out", tmp_path / "run"]
+    code, _, err = finish(start(Path(__file__).parents[2], "run", "examples/basic.toml", *words))
+    assert code == 0, err
+    said = [line for line in err.splitlines() if re.match(r"step \d+: ", line)]
     if lr == "1e-3":
         assert said == []
     else:
@@ -115,15 +114,11 @@ def test_the_example_is_silent_and_diverges_at_1000_times_its_rate(lr: str, tmp_
 
 
 def test_a_loss_that_ran_away_is_reported_with_the_nan(caplog: pytest.LogCaptureFixture) -> None:
-    class Explode:
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
-            if loop.progress.step >= 150:
-                with torch.no_grad():
-                    for parameter in loop.model.parameters():
-                        parameter.mul_(1e3 if loop.progress.step < 152 else math.nan)
+    def explode(loop: Loop) -> None:
+        for parameter in loop.model.parameters() if loop.progress.step >= 150 else ():
+            parameter.data.mul_(1e3 if loop.progress.step < 152 else math.nan)
 
-    loop, _ = make(LossMonitor(), before={"explode": Explode()}, steps=200)
+    loop, _ = make(LossMonitor(), before={"explodes": acting(before_step=explode)}, steps=200)
     assert loop.run() == "on_nan"
     assert warnings(caplog)[0].startswith("step 153: learning rate probably too high")
     assert " of step 150, " in warnings(caplog)[0]
@@ -210,41 +205,36 @@ def test_pure_noise_is_in_the_first_bin() -> None:
 
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_sums_of_each_rank_are_saved_as_they_are(num: int) -> None:
-    def levels() -> NoiseLevels:
-        return NoiseLevels(Diffusion(VP()), [-1.0, 1.0], torch.device("cpu"), 100)
-
-    def add(to: NoiseLevels, seed: int, length: int) -> None:
+    def add(levels: NoiseLevels, seed: int, length: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         log_snr, error, picture = (torch.randn(length, generator=generator) for _ in range(3))
-        to.measure(picture.view(-1, 1, 1, 1), 1 / num_ranks())
-        to.add(log_snr, error, (error.abs() * 100).long())
+        levels.measure(picture.view(-1, 1, 1, 1), 1 / num_ranks())
+        levels.add(log_snr, error, (error.abs() * 100).long())
 
     def begun(rank: int) -> NoiseLevels:
-        made = levels()
+        levels = NoiseLevels(Diffusion(VP()), [-1.0, 1.0], torch.device("cpu"), 100)
         for length in (5, 3 if rank else MOST):  # so many that the first rank sums them at once; others wait
-            add(made, rank, length)
-        return made
+            add(levels, rank, length)
+        return levels
 
-    def ended(one: NoiseLevels, rank: int) -> list[float]:
-        add(one, 9, 1 + rank)
-        return [
-            float(value) for pair in one.close(1).values() for value in (pair if isinstance(pair, tuple) else [pair])
-        ]
+    def ended(levels: NoiseLevels, rank: int) -> list[float]:
+        add(levels, 9, 1 + rank)
+        return list(map(float, tree_leaves(levels.close(1))))
 
     def whole(rank: int) -> tuple[list[float], Any]:
-        one = begun(rank)
-        state = deepcopy(state_of(one))
-        return ended(one, rank), state
+        levels = begun(rank)
+        state = deepcopy(state_of(levels))
+        return ended(levels, rank), state
 
     def resumed(rank: int, state: Any) -> list[float]:
-        other = begun(rank)  # as a rollback finds it
-        restore_state(other, state)
-        return ended(other, rank)
+        levels = begun(rank)  # as a rollback finds it
+        restore_state(levels, state)
+        return ended(levels, rank)
 
     (expected, state), *_ = on_ranks(num, whole)
     assert on_ranks(num, lambda rank: ended(begun(rank), rank))[0] == expected  # a state was not asked for
     assert on_ranks(num, lambda rank: resumed(rank, state))[0] == expected
-    counts = [sum(on_ranks(own, lambda rank: resumed(rank, state))[0][1:6:2]) for own in (1, 2, 3)]
+    counts = [sum(on_ranks(count, lambda rank: resumed(rank, state))[0][1:6:2]) for count in (1, 2, 3)]
     assert [count - counts[0] for count in counts] == [0, 2, 5]  # new samples; none of the saved ones is lost
 
 
@@ -301,17 +291,12 @@ def test_a_loss_other_than_the_squared_error_has_no_floor() -> None:
 
 
 def test_a_batch_that_is_skipped_does_not_spoil_the_floor() -> None:
-    class Spoil:
-        @hookimpl
-        def before_step(self, loop: Loop, batch: Batch) -> None:
-            if loop.progress.position == 2:
-                batch.inputs[0] = math.nan
+    def spoil(loop: Loop, batch: Batch) -> None:
+        if loop.progress.position == 2:
+            batch.inputs[0] = math.nan
 
-        @hookimpl
-        def on_nan(self) -> str:
-            return "skip"
-
-    loop, heard = trained(LossMonitor(), before={"spoil": Spoil()}, steps=10)
+    spoils = acting(before_step=spoil, on_nan=lambda: "skip")
+    loop, heard = trained(LossMonitor(), before={"spoils": spoils}, steps=10)
     assert loop.progress.position == 11
     assert heard.values[10]["loss/unexplained"] > 0
     assert all(math.isfinite(value) for value in heard.values[10].values())
@@ -327,7 +312,7 @@ def test_it_adds_no_transfer_between_logs() -> None:
     counts = []
     for plugin in (None, LossMonitor()):
         with CountTransfers() as transfers:
-            make(plugin, steps=30)[0].run()
+            trained(plugin, steps=30)
         counts.append(transfers.count)
     assert counts[1] - counts[0] == 1 + 3  # the edges of the bins at the start, and a log every 10 steps
 
@@ -394,23 +379,23 @@ def test_samples_are_spread_evenly() -> None:
 
 
 def overfit(pairs: list[tuple[float, float]]) -> list[Finding | None]:
-    watch, found = Overfitting(), []
+    watch, findings = Overfitting(), []
     for step, (held, trained) in enumerate(pairs):
-        again = Overfitting()
-        restore_state(again, json.loads(json.dumps(state_of(watch))))  # resumed between any two
-        restore_state(again.alarms, json.loads(json.dumps(state_of(watch.alarms))))
-        watch = again
-        found.append(watch.observe(step, held, trained))
-    return found
+        states = [json.loads(json.dumps(state_of(keeper))) for keeper in (watch, watch.alarms)]
+        watch = Overfitting()  # resumed between any two
+        for keeper, state in zip((watch, watch.alarms), states, strict=True):
+            restore_state(keeper, state)
+        findings.append(watch.observe(step, held, trained))
+    return findings
 
 
 def test_overfitting_is_found_when_held_out_rises_while_train_falls() -> None:
     curve = [(1.0, 1.0), (0.5, 0.5), (0.52, 0.45), (0.53, 0.4), (0.54, 0.35), (0.55, 0.3), (0.7, 0.1), (0.75, 0.1)]
-    found = {step: finding for step, finding in enumerate(overfit(curve)) if finding}
-    assert list(found) == [4, 6]
-    assert found[4].severity == "warning"
-    assert "step 1" in found[4].what
-    assert re.findall(r"[\d.]+\d", found[4].why) == ["0.5", "0.54", "0.5", "0.35"]
+    findings = {step: finding for step, finding in enumerate(overfit(curve)) if finding}
+    assert list(findings) == [4, 6]
+    assert findings[4].severity == "warning"
+    assert "step 1" in findings[4].what
+    assert re.findall(r"[\d.]+\d", findings[4].why) == ["0.5", "0.54", "0.5", "0.35"]
 
 
 def test_other_curves_are_not_overfitting() -> None:
@@ -431,25 +416,16 @@ def test_a_net_that_memorises_its_samples_is_reported(caplog: pytest.LogCaptureF
 
 
 def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
-    assert_resumes(
-        lambda: LossMonitor(every=5, window=20, plateau=0),
-        at=(3, 10, 14),
-        model=Net(),
-        objective=Diffusion(VP(schedule="cosine")),
-        data=Feed(InMemory(digits().images[:400]), held_out=50),
-        steps=24,
-        batch_size=32,
-        log_every=10,
-    )
+    data, objective = Feed(InMemory(digits().images[:400]), held_out=50), Diffusion(VP(schedule="cosine"))
+    options: dict[str, Any] = {"model": Net(), "objective": objective, "data": data, "batch_size": 32, "log_every": 10}
+    assert_resumes(lambda: LossMonitor(every=5, window=20, plateau=0), at=(3, 10, 14), steps=24, **options)
 
 
 def test_a_run_that_was_done_logs_its_held_out_loss_once() -> None:
-    def start(state: Any) -> tuple[Loop, Heard]:
-        return trained(LossMonitor(every=5), 50, before={"restores": Restores(state)}, steps=10)
-
-    loop, heard = start(None)
+    loop, heard = trained(LossMonitor(every=5), 50, steps=10)
     assert [step for step, values in heard.values.items() if "val/loss" in values] == [5, 10]
-    assert start(saved(loop))[1].values == {}
+    _, heard = trained(LossMonitor(every=5), 50, before={"restores": Restores(saved(loop))}, steps=10)
+    assert heard.values == {}
 
 
 def test_the_number_of_bins_may_change_on_resume() -> None:

@@ -34,9 +34,9 @@ def noisy(levels: Iterable[float], seed: int = 0, noise: str = "normal 10 %") ->
 
 def findings(losses: Iterable[float], diagnosis: LossTrends | None = None) -> list[tuple[int, Kind, Finding]]:
     """Return the findings, each with its update and its kind."""
-    diagnosis = diagnosis or LossTrends()
-    seen = ((step, diagnosis.observe(step, loss)) for step, loss in enumerate(losses, 1))
-    return [(step, kind, finding) for step, found in seen for kind, finding in found.items()]
+    observe = (diagnosis or LossTrends()).observe
+    steps = enumerate(losses, 1)
+    return [(step, kind, finding) for step, loss in steps for kind, finding in observe(step, loss).items()]
 
 
 def kinds(losses: Iterable[float], diagnosis: LossTrends | None = None) -> list[str]:
@@ -64,9 +64,9 @@ def test_the_rate_of_false_alarms_is_below_one_in_a_hundred_thousand(noise: str)
 def test_heavy_tails_are_reported_less_and_less() -> None:
     generator = random.Random(0)
     curve = [math.exp(0.1 * (generator.expovariate(1) - generator.expovariate(1))) for _ in range(50_000)]  # Laplace
-    found = kinds(curve, LossTrends(plateau=0))
-    assert set(found) <= {"spike"}
-    assert len(found) <= 3  # of 50,000 updates that are each beyond 10 deviations with 17 chances in a million
+    seen = kinds(curve, LossTrends(plateau=0))
+    assert set(seen) <= {"spike"}
+    assert len(seen) <= 3  # of 50,000 updates that are each beyond 10 deviations with 17 chances in a million
 
 
 @given(
@@ -114,9 +114,9 @@ def test_of_many_spikes_fewer_and_fewer_are_reported() -> None:
     for k in range(40):
         curve[200 + 140 * k] = 10.0  # the window has forgotten the one before
     diagnosis = LossTrends(plateau=0)
-    found = findings(curve, diagnosis)
-    assert [began(finding) for *_, finding in found] == [201 + 140 * k for k in (0, 1, 3, 7, 15, 31)]
-    assert "spike 32 " in found[-1][2].why
+    reported = findings(curve, diagnosis)
+    assert [began(finding) for *_, finding in reported] == [201 + 140 * k for k in (0, 1, 3, 7, 15, 31)]
+    assert "spike 32 " in reported[-1][2].why
     assert diagnosis.num_spikes == 40
 
 
@@ -139,10 +139,10 @@ def test_a_drop_that_stays_is_reported_and_the_new_level_is_usual() -> None:
 @given(st.integers(0, 10**6), st.floats(1.01, 1.2))
 def test_a_loss_that_grows_diverges(seed: int, growth: float) -> None:
     levels = [1.0] * 600 + [min(1e6, growth**k) for k in range(600)]
-    found = findings(noisy(levels, seed), LossTrends(plateau=0))
-    (step, _, first) = found[0]
+    reported = findings(noisy(levels, seed), LossTrends(plateau=0))
+    (step, _, first) = reported[0]
     assert began(first) <= 600
-    assert {kind for _, kind, _ in found} == {"divergence"}
+    assert {kind for _, kind, _ in reported} == {"divergence"}
     # It is reported before it has grown by much, or three levels of ten updates after it.
     assert growth ** (step - 600) < 5 or step <= 640
 
@@ -157,8 +157,8 @@ def test_a_loss_that_jumps_and_stays_diverges(seed: int, factor: float) -> None:
 
 def test_a_slow_rise_under_much_noise_is_found_by_the_long_levels() -> None:
     levels = [1.0] * 2000 + [2.5] * 2000
-    found = findings(noisy(levels, noise="normal 60 %"), LossTrends(plateau=0))
-    assert [step for step, *_ in found] == [2300]
+    reported = findings(noisy(levels, noise="normal 60 %"), LossTrends(plateau=0))
+    assert [step for step, *_ in reported] == [2300]
 
 
 @given(st.integers(0, 10**6), st.floats(5, 1e6))
@@ -172,32 +172,33 @@ def test_a_smaller_ruin_is_found_if_a_constant_prediction_would_be_better() -> N
     curve = list(noisy([1.0] + [1.6] * 100))
     for nothing, expected in ((False, []), (True, [(30, "divergence")])):
         diagnosis = LossTrends()
-        found = [(step, kind) for step, loss in enumerate(curve, 1) for kind in diagnosis.observe(step, loss, nothing)]
-        assert found == expected
+        reported = [
+            (step, kind) for step, loss in enumerate(curve, 1) for kind in diagnosis.observe(step, loss, nothing)
+        ]
+        assert reported == expected
 
 
 def test_a_ruin_is_found_though_the_loss_is_back_before_the_log_that_shows_it() -> None:
-    diagnosis, found = LossTrends(), list[tuple[int, str, int]]()
+    diagnosis, reported = LossTrends(), list[tuple[int, str, int]]()
     for step, loss in enumerate(noisy([1.0, 0.9] + [30.0] * 40 + [1.0] * 100), 1):
         for kind, finding in diagnosis.observe(step, loss, worse_than_nothing=50 < step <= 100).items():
-            found.append((step, kind, int(re.findall(r"at step (\d+)", finding.why)[0])))
-    assert found == [(60, "divergence", 40), (70, "recovery", 70)]  # once
+            reported.append((step, kind, int(re.findall(r"at step (\d+)", finding.why)[0])))
+    assert reported == [(60, "divergence", 40), (70, "recovery", 70)]  # once
 
 
 def test_a_poor_start_is_not_a_divergence() -> None:
     for levels in ([1.0] * 100, [1.0 * math.exp(-k / 50) for k in range(200)]):
-        diagnosis, found = LossTrends(), list[str]()
+        diagnosis = LossTrends()
         for step, loss in enumerate(noisy(levels, noise="normal 2 %"), 1):
-            found += diagnosis.observe(step, loss, worse_than_nothing=True)
-        assert found == []
+            assert diagnosis.observe(step, loss, worse_than_nothing=True) == {}
 
 
 def test_it_is_reported_again_only_when_it_has_become_much_worse() -> None:
     levels = [1.0] * 300 + [3.0] * 500 + [30.0] * 500 + [1.0] * 500 + [3.0] * 300
-    found = findings(noisy(levels), LossTrends(plateau=0))
-    assert [kind for _, kind, _ in found] == ["divergence"] * 2 + ["recovery", "divergence"]
-    assert [step // 100 for step, *_ in found] == [3, 8, 13, 18]
-    assert [finding.severity for *_, finding in found] == ["warning"] * 2 + ["info", "warning"]
+    reported = findings(noisy(levels), LossTrends(plateau=0))
+    assert [kind for _, kind, _ in reported] == ["divergence"] * 2 + ["recovery", "divergence"]
+    assert [step // 100 for step, *_ in reported] == [3, 8, 13, 18]
+    assert [finding.severity for *_, finding in reported] == ["warning"] * 2 + ["info", "warning"]
 
 
 def test_a_divergence_under_way_is_found_at_the_end() -> None:
@@ -224,11 +225,11 @@ def test_a_plateau_is_reported_once_and_again_after_the_loss_has_fallen() -> Non
     levels = [math.exp(-k / 500) for k in range(1500)]
     levels += [levels[-1]] * 4000 + [levels[-1] * math.exp(-k / 500) for k in range(700)]
     levels += [levels[-1]] * 4000
-    found = findings(noisy(levels))
-    assert [(kind, finding.severity) for _, kind, finding in found] == [("plateau", "info")] * 2
-    assert 3500 <= found[0][0] <= 3900
-    assert 8200 <= found[1][0] <= 8700
-    assert [step - began(finding) for step, _, finding in found] == [2000] * 2
+    reported = findings(noisy(levels))
+    assert [(kind, finding.severity) for _, kind, finding in reported] == [("plateau", "info")] * 2
+    assert 3500 <= reported[0][0] <= 3900
+    assert 8200 <= reported[1][0] <= 8700
+    assert [step - began(finding) for step, _, finding in reported] == [2000] * 2
 
 
 @given(st.integers(0, 10**6))
@@ -263,10 +264,10 @@ def test_a_swing_is_reported_once_with_its_period_and_size(seed: int, updates: i
 def test_the_scale_of_the_loss_has_no_effect(seed: int, exponent: float) -> None:
     levels = [math.exp(-k / 100) + 0.1 for k in range(600)] + [2.0] * 6 + [0.1] * 300 + [0.5] * 200 + [0.1] * 300
     curve = list(noisy(levels, seed))
-    one = [(step, kind, began(found)) for step, kind, found in findings(curve)]
-    other = [(step, kind, began(found)) for step, kind, found in findings(loss * 10**exponent for loss in curve)]
-    assert one == other
-    assert {kind for _, kind, _ in one} == {"spike", "divergence", "recovery"}
+    plain = [(step, kind, began(finding)) for step, kind, finding in findings(curve)]
+    scaled = [(step, kind, began(finding)) for step, kind, finding in findings(loss * 10**exponent for loss in curve)]
+    assert plain == scaled
+    assert {kind for _, kind, _ in plain} == {"spike", "divergence", "recovery"}
 
 
 @given(st.integers(0, 10**6), st.integers(1, 1500))

@@ -12,7 +12,7 @@ from PIL import Image
 from hookdiff import UserError, build_loop, load_config
 from hookdiff.testing.toy import toy_loop
 from hookdiff_lr.find import find, growing
-from tests.conftest import acting, check_facts, check_refused, contents, output, refused
+from tests.conftest import acting, check_facts, check_refused, contents, output, records, refused
 
 RATES = growing(1e-5, 10, 200)
 CURVATURES = torch.tensor([4.0, 0.5, 0.05])
@@ -102,9 +102,7 @@ def test_what_would_spoil_the_test_is_refused():
     def fixed(loop):
         loop.optimizers[0].param_groups[0]["lr"] = 0.5
 
-    def nothing(net, batch):
-        return net(batch.inputs).mean() * math.nan
-
+    nothing = lambda net, batch: net(batch.inputs).mean() * math.nan  # noqa: E731
     for options, facts in (
         ({"plugins": {"other": acting(before_step=fixed)}}, ("another plugin", "0.5", "1e-05")),
         ({"objective": nothing}, ("nan at the rate 1e-05", "hookdiff doctor")),
@@ -148,8 +146,8 @@ def test_a_run_is_tried_from_its_weights_and_stays_as_it_is(write_config, tmp_pa
     assert after.pop(Path(fresh["picture"])).startswith(b"\x89PNG")
     assert (after, trained["picture"], trained["suggested"]) == (before, "small-lr-find.png", None)
     assert [len(trained[name]) for name in ("rates", "losses", "smooth")] == [40] * 3
-    last = [json.loads(line).get("loss") for line in (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()]
-    assert statistics.median(trained["losses"]) == pytest.approx([loss for loss in last if loss][-1], rel=0.3)
+    *_, last = (line["loss"] for line in records(tmp_path / "runs/small") if "loss" in line)
+    assert statistics.median(trained["losses"]) == pytest.approx(last, rel=0.3)
     assert statistics.median(trained["losses"]) < 0.8 * statistics.median(fresh["losses"])
 
 
@@ -174,10 +172,8 @@ RUN = {"batch_size": 64, "plugins": ["clip"]}
 @pytest.mark.parametrize("optimizer", [{"use": "muon"}, {"use": "adamw"}, {"use": "torch.optim:SGD", "momentum": 0.9}])
 def test_the_suggestion_is_as_good_as_the_best_of_a_sweep(optimizer, write_config, tmp_path, succeed):
     """Of five rates a factor of 10 apart; the losses are means over steps 200 to 300 of digits."""
-    config = write_config(
-        diffusion={}, optimizer={**optimizer, "lr": 1e-3}, run={"batch_size": 64, "plugins": ["clip"]}
-    )
-    found = json.loads(succeed("lr", config, "--find", "--json", "-o", tmp_path / "find.png"))
+    config = write_config(diffusion={}, optimizer={**optimizer, "lr": 1e-3}, run=RUN)
+    suggested = json.loads(succeed("lr", config, "--find", "--json", "-o", tmp_path / "find.png"))["suggested"]
 
     def final(rate):
         changes = [f"optimizer.lr={rate}", "run.steps=300"]
@@ -185,4 +181,4 @@ def test_the_suggestion_is_as_good_as_the_best_of_a_sweep(optimizer, write_confi
             return statistics.fmean([step.loss for step in loop.steps()][200:])
 
     sweep = {rate: final(rate) for rate in (1e-4, 1e-3, 1e-2, 1e-1, 1.0)}
-    assert final(found["suggested"]["lr"]) < 1.05 * min(sweep.values()), (found["suggested"], sweep)
+    assert final(suggested["lr"]) < 1.05 * min(sweep.values()), (suggested, sweep)

@@ -11,10 +11,10 @@ import torch
 from hookdiff import PASS, hookimpl
 from hookdiff.machine.fitting import free_memory, memory_in_use
 from hookdiff.terminal import byte_size
-from hookdiff.testing import CountTransfers, toy_loop
+from hookdiff.testing import toy_loop
 from hookdiff_memory import Memory
 from hookdiff_memory.plugin import MIB
-from tests.conftest import Logged
+from tests.conftest import Logged, acting, added_transfers
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -53,16 +53,7 @@ def test_it_logs_what_the_process_takes_in_mib():
 
 
 def test_nobody_waits_for_the_device():
-    counts = []
-    for plugins in ({}, {"memory": Memory(empty_cache_every=1)}):
-        loop = toy_loop(plugins, log_every=1)
-        with loop:
-            steps = iter(loop.steps())
-            next(steps)
-            with CountTransfers() as transfers:
-                loop.run_step(next(loop.feed.batches(0)))
-            counts.append(transfers.count)
-    assert counts[0] == counts[1] > 0
+    assert added_transfers({"memory": Memory(empty_cache_every=1)}, log_every=1) == 0
 
 
 def test_short_memory_is_reported_once(caplog):
@@ -81,23 +72,6 @@ def test_enough_memory_is_not_worth_a_word(caplog):
     assert caplog.records == []
 
 
-class Litter:
-    """Leaves a tensor in a reference cycle at each step, and makes void those at the positions `void`."""
-
-    def __init__(self, void):
-        self.void, self.left = void, []
-
-    @hookimpl
-    def before_step(self, batch):
-        cycle = [torch.ones(2)]
-        cycle.append(cycle)
-        self.left.append(weakref.ref(cycle[0]))
-
-    @hookimpl
-    def unscale(self, loop):
-        return False if loop.progress.position in self.void else PASS
-
-
 @pytest.mark.parametrize("micro_batch", [None, 3])
 @pytest.mark.parametrize(
     ("every", "void", "steps"),
@@ -109,24 +83,25 @@ class Litter:
     ],
 )
 def test_what_hangs_in_cycles_is_freed_when_it_is_due(every, void, steps, micro_batch):
-    litter, freed = Litter(void), []
+    left, freed = [], []
+
+    def litter():
+        cycle = [torch.ones(2)]
+        cycle.append(cycle)
+        left.append(weakref.ref(cycle[0]))
+
+    skips = acting(before_step=litter, unscale=lambda loop: False if loop.progress.position in void else PASS)
     gc.collect()
     gc.disable()  # nobody else frees a cycle
     try:
-        plugins = {"memory": Memory(empty_cache_every=every), "litter": litter}
+        plugins = {"memory": Memory(empty_cache_every=every), "skips": skips}
         with toy_loop(plugins, steps=14, micro_batch=micro_batch) as loop:
             for step in loop.steps():
-                freed += [step.step] * any(one() is None for one in litter.left)
-                litter.left = [one for one in litter.left if one() is not None]
+                freed += [step.step] * any(tensor() is None for tensor in left)
+                left[:] = [tensor for tensor in left if tensor() is not None]
     finally:
         gc.enable()
     assert freed == steps
-
-
-@pytest.mark.parametrize("share", [0.0, 1.1])
-def test_a_share_is_between_0_and_1(share):
-    with pytest.raises(ValueError, match="warn_above"):
-        Memory(warn_above=share)
 
 
 @pytest.mark.cuda

@@ -10,7 +10,7 @@ from hookdiff import ConfigError, UserError, build_loop
 from hookdiff.disk.tree import flatten
 from hookdiff.loop.saved import keeps_state, state_of
 from hookdiff_memory.estimate import estimate_memory
-from tests.conftest import check_facts, refused
+from tests.conftest import check_facts, output, refused
 
 MODELS = {
     "unet": {"use": "unet", "channels": 8, "channel_mults": [1], "num_res_blocks": 1, "head_dim": 8},
@@ -97,16 +97,16 @@ def saved_bytes(loop, size):
     batch = loop.objective.draw(batch, loop.random.generator("noise", 0, loop.device))
     held += [batch.inputs, *batch.draws.values(), *([] if batch.labels is None else [batch.labels])]
     addresses = {tensor.untyped_storage().data_ptr() for tensor in held}
-    kept = []  # alive, so that no address comes twice
+    held_tensors = []  # alive, so that no address comes twice
 
     def keep(tensor):
         if tensor.untyped_storage().data_ptr() not in addresses:
-            kept.append(tensor)
+            held_tensors.append(tensor)
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         loop.hook.micro_step(loop=loop, batch=batch[:size], index=0, count=1)
-    return num_bytes(kept)
+    return num_bytes(held_tensors)
 
 
 CASES = [
@@ -120,11 +120,10 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "settings", "plugins"), CASES)
 def test_the_estimate_is_the_memory_of_a_real_run(config, tmp_path, model, settings, plugins):
-    given = config(model, *settings, plugins=plugins)
-    estimate = estimate_memory(given)
+    loaded = config(model, *settings, plugins=plugins)
+    estimate = estimate_memory(loaded)
     assert list(tmp_path.glob("run*")) == []
-    loop = build_loop(given, tmp_path / "run")
-    with loop:
+    with build_loop(loaded, tmp_path / "run") as loop:
         assert estimate.activations == saved_bytes(loop, estimate.micro_batch)
         next(iter(loop.steps()))
         parameters = list(loop.model.parameters())
@@ -135,8 +134,10 @@ def test_the_estimate_is_the_memory_of_a_real_run(config, tmp_path, model, setti
         assert estimate.optimizer == num_bytes(value for values in states for value in values)
         kept = {n: flatten(state_of(p))[0] for n, p in loop.plugins.items() if keeps_state(p)}
         live = {id(t.untyped_storage()) for t in (*parameters, *loop.model.buffers())}
-        own = {name: [t for t in state.values() if id(t.untyped_storage()) not in live] for name, state in kept.items()}
-        assert estimate.plugins == {name: num_bytes(tensors) for name, tensors in own.items() if tensors}
+        tensors_of = {
+            name: [t for t in state.values() if id(t.untyped_storage()) not in live] for name, state in kept.items()
+        }
+        assert estimate.plugins == {name: num_bytes(tensors) for name, tensors in tensors_of.items() if tensors}
     assert estimate.notes == ()
 
 
@@ -155,10 +156,9 @@ def test_the_estimate_of_an_mlp_is_its_formula(config):
 
 
 def test_the_peak_is_that_of_the_allocator(config, tmp_path):
-    given = config("unet", "model.channels=32", "run.batch_size=32", "run.micro_batch=16")
-    estimate = estimate_memory(given)
-    loop = build_loop(given, tmp_path / "run")
-    with loop:
+    loaded = config("unet", "model.channels=32", "run.batch_size=32", "run.micro_batch=16")
+    estimate = estimate_memory(loaded)
+    with build_loop(loaded, tmp_path / "run") as loop:
         steps = iter(loop.steps())
         next(steps)
         with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
@@ -175,9 +175,9 @@ def test_the_peak_is_that_of_the_allocator(config, tmp_path):
 
 @pytest.mark.parametrize("plugins", [[], ["hd_sizes:TensorRate"]])
 def test_nothing_is_allocated_for_the_weights(config, plugins):
-    given = config("MLP", "model.hidden=20000", "optimizer.use=adamw", plugins=plugins)
+    loaded = config("MLP", "model.hidden=20000", "optimizer.use=adamw", plugins=plugins)
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
-        estimate = estimate_memory(given)
+        estimate = estimate_memory(loaded)
     assert estimate.notes == ()
     sizes = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert max(sizes) < estimate.parameters / 4
@@ -251,8 +251,7 @@ def count(hookdiff, user_module, write_config):
 
 
 def test_memory_is_printed_as_a_table_in_mib(count):
-    code, out, _ = count("--set", "model.hidden=8192", "--set", "optimizer.use=adamw", "--plugins", "ema")
-    assert code == 0
+    out = output(count("--set", "model.hidden=8192", "--set", "optimizer.use=adamw", "--plugins", "ema"))
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in out.splitlines()[1:]}
     expected = {"parameters": 4.03, "gradients": 4.03, "optimizer": 8.06, "plugins.ema": 4.03, "activations": 0.19}
     assert {name: float(rows[name][0]) for name in expected} == expected
@@ -262,14 +261,13 @@ def test_memory_is_printed_as_a_table_in_mib(count):
 @pytest.mark.parametrize(("hidden", "batch_size", "above"), [(8192, 6, False), (2048, 1024, True)])
 def test_the_remark_about_the_peak_fits_the_number(count, hidden, batch_size, above):
     words = ("--set", f"model.hidden={hidden}", "--set", "optimizer.use=sgd", "--set", f"run.batch_size={batch_size}")
-    found = json.loads(count(*words, "--json")[1])
-    assert (found["peak"] > found["total"]) == above, found
+    sizes = json.loads(count(*words, "--json")[1])
+    assert (sizes["peak"] > sizes["total"]) == above, sizes
     (line,) = [line for line in count(*words)[1].splitlines() if line.startswith("peak")]
     assert ("temporary" in line) == above
 
 
 def test_memory_is_printed_as_json_in_bytes(count, config):
-    code, out, _ = count("--json")
-    found = json.loads(out)
-    assert (code, found["parameters"], found["plugins"]) == (0, 4 * (2 * 6400 + 164), {})
-    assert found["total"] == estimate_memory(config("MLP")).total
+    sizes = json.loads(output(count("--json")))
+    assert (sizes["parameters"], sizes["plugins"]) == (4 * (2 * 6400 + 164), {})
+    assert sizes["total"] == estimate_memory(config("MLP")).total

@@ -6,16 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from hookdiff import Loop, Sink, TrackedRun, builtin_plugins, hookimpl
+from hookdiff import Loop, Sink, TrackedRun, builtin_plugins
 from hookdiff.testing.toy import toy_loop
 from hookdiff_aim import Aim
 from hookdiff_tensorboard import TensorBoard
 from hookdiff_wandb import WandB
-from tests.conftest import Restores, check_facts, warnings
+from tests.conftest import Restores, acting, check_facts, check_refused, warnings
 from tests.plugins import test_aim, test_tensorboard, test_wandb
 
 no_account = test_wandb.no_account
 Command = Callable[..., tuple[int, str, str]]
+Succeed = Callable[..., str]
 RECORDER = """
 import json
 from attrs import define, field
@@ -47,21 +48,19 @@ class Recorder(Sink):
 """
 
 
-class Extras:
-    """Logs something of each kind at even steps."""
-
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
-        step = loop.progress.step
-        if step % 2 == 0:
-            loop.log.images({"samples": torch.full((1, 1, 4, 6), step / 10), "samples/colour": torch.ones(1, 3, 2, 2)})
-            loop.log.texts({"prompt": f"cat {step}"})
-            loop.log.distributions({"weights": torch.tensor([0.0, 0.0, 0.5, 1.0])})
+def log_each_kind(loop: Loop) -> None:
+    """Log something of each kind at even steps."""
+    step = loop.progress.step
+    if step % 2 == 0:
+        loop.log.images({"samples": torch.full((1, 1, 4, 6), step / 10), "samples/colour": torch.ones(1, 3, 2, 2)})
+        loop.log.texts({"prompt": f"cat {step}"})
+        loop.log.distributions({"weights": torch.tensor([0.0, 0.0, 0.5, 1.0])})
 
 
 def make_loop(run_dir: Path, steps: int = 4, plugins: Any = None, tables: Any = None, resume: bool = False) -> Loop:
     hparams = {"run": {"steps": steps}, **(tables or {})}
-    everything = {**builtin_plugins(signals=False), "extras": Extras(), **(plugins or {})}
+    extras = acting(after_optimizer_step=log_each_kind)
+    everything = {**builtin_plugins(signals=False), "extras": extras, **(plugins or {})}
     return toy_loop(everything, run_dir=run_dir, steps=steps, log_every=1, hparams=hparams, resume=resume)
 
 
@@ -92,18 +91,17 @@ def test_golden_message_for_tensorboard(run: Path, hookdiff: Command) -> None:
             "",
         )
     assert len(list(place.iterdir())) == 1
-    found = test_tensorboard.read(place)
-    assert list(test_tensorboard.values(found, "loss")) == [1, 2, 3, 4]
-    assert [image.step for image in found.Images("samples/colour")] == [2, 4]
-    assert test_tensorboard.texts(found, "prompt") == {2: "    cat 2", 4: "    cat 4"}
-    assert [one.histogram_value.num for one in found.Histograms("weights")] == [4, 4]
-    assert list(test_tensorboard.texts(found, "events/stop")) == [4]
+    events = test_tensorboard.read(place)
+    assert list(test_tensorboard.values(events, "loss")) == [1, 2, 3, 4]
+    assert [image.step for image in events.Images("samples/colour")] == [2, 4]
+    assert test_tensorboard.texts(events, "prompt") == {2: "    cat 2", 4: "    cat 4"}
+    assert [histogram.histogram_value.num for histogram in events.Histograms("weights")] == [4, 4]
+    assert list(test_tensorboard.texts(events, "events/stop")) == [4]
 
 
-def test_wandb_gets_a_new_run(run: Path, hookdiff: Command) -> None:
+def test_wandb_gets_a_new_run(run: Path, succeed: Succeed) -> None:
     for _ in range(2):
-        code, out, _ = hookdiff("mirror", run, "--to", "wandb", "--set", "project=tests", "--set", "timeout=300")
-        assert code == 0
+        out = succeed("mirror", run, "--to", "wandb", "--set", "project=tests", "--set", "timeout=300")
         check_facts(out, "runs/x", "5 steps", "4 pictures", "the new W&B run", "wandb sync")
     _, second = test_wandb.runs(run)
     assert (second["name"], second["project"], second["config"]["run"]) == ("x", "tests", {"steps": 4})
@@ -114,21 +112,20 @@ def test_wandb_gets_a_new_run(run: Path, hookdiff: Command) -> None:
 
 
 @test_aim.needs_aim
-def test_the_aim_run_is_replaced(run: Path, hookdiff: Command) -> None:
+def test_the_aim_run_is_replaced(run: Path, succeed: Succeed) -> None:
     make_loop(Path("runs/other")).run()
     for name in (run, run, "runs/other"):
-        code, out, _ = hookdiff("mirror", name, "--to", "aim", "--set", "experiment=rebuilt")
-        assert code == 0
+        out = succeed("mirror", name, "--to", "aim", "--set", "experiment=rebuilt")
         check_facts(out, name, "5 steps", "4 pictures", "aim up --repo")
-    one, _ = test_aim.only(Path("runs"), "x"), test_aim.only(Path("runs"), "other")
-    assert one["run_dir"] == str(run.resolve())
-    assert one["experiment"] == "rebuilt"
-    assert one["hparams"] == {"run": {"steps": 4}}
-    assert list(one["metrics"]["loss"]) == [1, 2, 3, 4]
-    assert list(one["images"]["samples"]) == [2, 4]
-    assert one["texts"]["prompt"] == {2: "cat 2", 4: "cat 4"}
-    assert one["events"]["stop"] == {4: "done"}
-    assert one["closed"]
+    mirrored, _ = test_aim.only(Path("runs"), "x"), test_aim.only(Path("runs"), "other")
+    assert mirrored["run_dir"] == str(run.resolve())
+    assert mirrored["experiment"] == "rebuilt"
+    assert mirrored["hparams"] == {"run": {"steps": 4}}
+    assert list(mirrored["metrics"]["loss"]) == [1, 2, 3, 4]
+    assert list(mirrored["images"]["samples"]) == [2, 4]
+    assert mirrored["texts"]["prompt"] == {2: "cat 2", 4: "cat 4"}
+    assert mirrored["events"]["stop"] == {4: "done"}
+    assert mirrored["closed"]
 
 
 def calls(path: Path) -> list[list[Any]]:
@@ -136,35 +133,35 @@ def calls(path: Path) -> list[list[Any]]:
 
 
 @pytest.mark.usefixtures("recorder")
-def test_the_sink_of_another_package_gets_all_in_order(run: Path, hookdiff: Command) -> None:
-    code, out, _ = hookdiff("mirror", run, "--to", "recorder", "--set", "path=mine.txt")
-    assert (code, out) == (0, "runs/x: 5 steps up to 4, 4 pictures -> the file mine.txt\n")
-    made = calls(Path("mine.txt"))
-    assert made[0] == ["open", 4, 0]
-    assert made[-1] == ["close"]
-    steps = [call[1] for call in made[1:-1]]
+def test_the_sink_of_another_package_gets_all_in_order(run: Path, succeed: Succeed) -> None:
+    out = succeed("mirror", run, "--to", "recorder", "--set", "path=mine.txt")
+    assert out == "runs/x: 5 steps up to 4, 4 pictures -> the file mine.txt\n"
+    lines = calls(Path("mine.txt"))
+    assert lines[0] == ["open", 4, 0]
+    assert lines[-1] == ["close"]
+    steps = [call[1] for call in lines[1:-1]]
     assert steps == sorted(steps)
-    assert {call[0] for call in made if call[1:2] == [2]} == {"scalars", "images", "texts", "distributions"}
-    shapes = {name: len(shape) for call in made if call[0] == "images" for name, shape in call[2].items()}
+    assert {call[0] for call in lines if call[1:2] == [2]} == {"scalars", "images", "texts", "distributions"}
+    shapes = {name: len(shape) for call in lines if call[0] == "images" for name, shape in call[2].items()}
     assert shapes == {"samples": 2, "samples/colour": 3}  # grey stays grey
-    assert [call[2] for call in made if call[0] == "event"] == ["start", "stop"]
+    assert [call[2] for call in lines if call[0] == "event"] == ["start", "stop"]
 
 
 @pytest.mark.usefixtures("recorder")
-def test_options_come_from_the_config_of_the_run(hookdiff: Command) -> None:
+def test_options_come_from_the_config_of_the_run(succeed: Succeed) -> None:
     make_loop(Path("run"), tables={"plugins": {"recorder": {"path": "configured.txt"}}}).run()
-    assert hookdiff("mirror", "run", "--to", "recorder")[0] == 0
+    succeed("mirror", "run", "--to", "recorder")
     assert calls(Path("configured.txt"))
-    assert hookdiff("mirror", "run", "--to", "recorder", "--set", "path=other.txt")[0] == 0
+    succeed("mirror", "run", "--to", "recorder", "--set", "path=other.txt")
     assert calls(Path("other.txt")) == calls(Path("configured.txt"))
 
 
 @pytest.mark.usefixtures("recorder")
-def test_a_run_under_way_and_a_damaged_line(run: Path, hookdiff: Command, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_under_way_and_a_damaged_line(run: Path, succeed: Succeed, caplog: pytest.LogCaptureFixture) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "ti\n')
     (run / "samples" / "step-00000004.png").write_bytes(b"\x89PNG broken")
-    assert hookdiff("mirror", run, "--to", "recorder")[0] == 0
+    succeed("mirror", run, "--to", "recorder")
     (warning,) = warnings(caplog)
     check_facts(warning, "metrics.jsonl", "line 5")
     assert [call[1] for call in calls(Path("calls.txt")) if call[0] == "scalars"] == [1, 2, 3, 4]
@@ -173,23 +170,21 @@ def test_a_run_under_way_and_a_damaged_line(run: Path, hookdiff: Command, caplog
     with loop:
         for step in loop.steps():
             if step.step == 2:
-                assert hookdiff("mirror", "runs/live", "--to", "recorder")[0] == 0
+                succeed("mirror", "runs/live", "--to", "recorder")
     # The log of step 2 is not over.
     assert [call[1] for call in calls(Path("calls.txt")) if call[0] == "scalars"] == [1]
 
 
-def test_a_run_that_writes_to_the_tracker_itself_is_left_alone(hookdiff: Command) -> None:
+def test_a_run_that_writes_to_the_tracker_itself_is_left_alone(hookdiff: Command, succeed: Succeed) -> None:
     loop = make_loop(Path("live"), steps=3)
     loop.hparams["run"]["plugins"] = ["tensorboard"]
     with loop:
         for _ in loop.steps():
             pass
-        code, _, err = hookdiff("mirror", "live", "--to", "tensorboard")
-        assert code == 2
-        check_facts(err, "live", "under way", "tensorboard")
+        check_refused(hookdiff("mirror", "live", "--to", "tensorboard"), "live", "under way", "tensorboard")
         assert hookdiff("mirror", "live", "--to", "tensorboard", "--set", "timeout=300")[0] == 2
-        assert hookdiff("mirror", "live", "--to", "tensorboard", "--set", "dir=elsewhere")[0] == 0
-    assert hookdiff("mirror", "live", "--to", "tensorboard")[0] == 0
+        succeed("mirror", "live", "--to", "tensorboard", "--set", "dir=elsewhere")
+    succeed("mirror", "live", "--to", "tensorboard")
 
 
 def test_the_places_of_the_sinks(tmp_path: Path) -> None:
@@ -201,20 +196,12 @@ def test_the_places_of_the_sinks(tmp_path: Path) -> None:
     assert Sink().place(run) == Sink(timeout=300).place(run)
 
 
-def test_the_outcome_of_a_run_is_its_last_end_though_an_earlier_one_had_more_steps(hookdiff: Command) -> None:
-    class Fails:
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
-            if loop.progress.step == 5:
-                raise ZeroDivisionError
-
-    state = Restores(at=2)
+def test_the_outcome_of_a_run_is_its_last_end_though_an_earlier_one_had_more_steps(succeed: Succeed) -> None:
+    fails, state = acting(before_step=lambda loop: 1 / (5 - loop.progress.step)), Restores(at=2)
     with pytest.raises(ZeroDivisionError):
-        make_loop(Path("run"), steps=6, plugins={"fails": Fails(), "state": state}).run()
+        make_loop(Path("run"), steps=6, plugins={"fails": fails, "state": state}).run()
     make_loop(Path("run"), steps=3, plugins={"state": Restores(state.state)}, resume=True).run()
-    code, out, _ = hookdiff("mirror", "run", "--to", "wandb", "--set", "timeout=300")
-    assert code == 0
-    check_facts(out, "4 steps", "up to 3")
+    check_facts(succeed("mirror", "run", "--to", "wandb", "--set", "timeout=300"), "4 steps", "up to 3")
     (found,) = test_wandb.runs(Path("run"))
     assert found["exit"] == 0
 
@@ -222,10 +209,9 @@ def test_the_outcome_of_a_run_is_its_last_end_though_an_earlier_one_had_more_ste
 @pytest.mark.usefixtures("recorder")
 @pytest.mark.parametrize("failing", ["open", "event", "close"])
 def test_a_tracker_that_fails_gives_one_message(failing: str, run: Path, hookdiff: Command) -> None:
-    code, out, err = hookdiff("mirror", run, "--to", "recorder", "--set", f"failing={failing}")
-    assert (code, out) == (2, "")
-    check_facts(err, "recorder", "ConnectionError", "the tracker is gone")
-    assert len(err.splitlines()) == 1
+    done = hookdiff("mirror", run, "--to", "recorder", "--set", f"failing={failing}")
+    check_refused(done, "recorder", "ConnectionError", "the tracker is gone")
+    assert len(done[2].splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -242,6 +228,4 @@ def test_a_tracker_that_fails_gives_one_message(failing: str, run: Path, hookdif
 )
 def test_wrong_input(words: tuple[str, ...], facts: tuple[str, ...], run: Path, hookdiff: Command) -> None:
     Path("file").write_text("")
-    code, out, err = hookdiff("mirror", *words)
-    assert (code, out) == (2, "")
-    check_facts(err, *facts)
+    check_refused(hookdiff("mirror", *words), *facts)

@@ -114,12 +114,12 @@ def test_the_result_is_nearly_orthogonal_for_any_shape_and_size(
     """Jordan et al. (2024): singular values end between 0.68 and 1.14, unless they are small beside the norm."""
     matrix = drawn(rows, columns, seed=seed).double()
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    kept = s > 0.003 * s.norm()
+    large = s > 0.003 * s.norm()
     for steps, scaled in ((5, matrix), (5, matrix.float() * size)):
-        made = orthogonalized([scaled], steps)[0].double()
-        found = torch.diagonal(u.mT @ made @ v.mT)
-        assert ((found > 0.67) & (found < 1.21))[kept].all()
-        torch.testing.assert_close((u * found) @ v, made, rtol=0, atol=1e-3)
+        result = orthogonalized([scaled], steps)[0].double()
+        sizes = torch.diagonal(u.mT @ result @ v.mT)
+        assert ((sizes > 0.67) & (sizes < 1.21))[large].all()
+        torch.testing.assert_close((u * sizes) @ v, result, rtol=0, atol=1e-3)
 
 
 def test_small_singular_values_survive_float32() -> None:
@@ -141,7 +141,7 @@ def reduced() -> Iterator[None]:
 @pytest.mark.usefixtures("reduced")
 def test_where_products_of_float32_are_reduced_the_iteration_is_in_bf16() -> None:
     """So it is on a GPU."""
-    assert {one.dtype for one in orthogonalized([drawn(36, 8, seed=2)], 5)} == {torch.bfloat16}
+    assert {result.dtype for result in orthogonalized([drawn(36, 8, seed=2)], 5)} == {torch.bfloat16}
     check_up_to_bf16("cpu", (8, 4, 3, 3), (36, 8))
 
 

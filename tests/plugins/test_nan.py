@@ -14,7 +14,7 @@ from hookdiff.testing.rank_checks import Averaging
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_nan import NaN
-from tests.conftest import check_facts, two_ranks
+from tests.conftest import acting, check_facts, outcomes, toy_run, two_ranks
 from tests.sam import SAM, Uncertainty
 
 BAD = 3  # the batch with the NaN
@@ -88,9 +88,7 @@ class Odd(nn.Module):
         return self.function(x) if self.broken else x
 
 
-class Breaks(Plant):
-    def __init__(self):
-        super().__init__(lambda loop, batch: setattr(loop.model[1], "broken", True))
+BREAKS = Plant(lambda loop, batch: setattr(loop.model[1], "broken", True))
 
 
 def model_with(function):
@@ -126,15 +124,15 @@ def data():
     return torch.linspace(-1, 1, 160).reshape(40, 4).clone()
 
 
-HALF = {"plant": Breaks(), "amp": AMP("fp16", init_scale=1)}
+HALF = {"plant": BREAKS, "amp": AMP("fp16", init_scale=1)}
 CASES = {  # the cause, plugins, options, facts
     "weight": ("weight", {"plant": Plant(spoil_weight)}, {}, ["3.weight"]),
     "data": ("data", {"plant": Plant(spoil_data)}, {}, ["inputs", "sample"]),
     "draw": ("draw", {"plant": Plant(spoil_draw)}, {}, ["noise"]),
     "loss": ("loss", {}, {"objective": Spoilt}, ["loss"]),
     "objective": ("loss", {}, {"objective": GivesNaN}, ["objective"]),
-    "forward": ("forward", {"plant": Breaks()}, {"function": made_nan}, ["1 (Odd)", "NaN"]),
-    "backward": ("backward", {"plant": Breaks()}, {"function": derived_nan}, ["1 (Odd)"]),
+    "forward": ("forward", {"plant": BREAKS}, {"function": made_nan}, ["1 (Odd)", "NaN"]),
+    "backward": ("backward", {"plant": BREAKS}, {"function": derived_nan}, ["1 (Odd)"]),
     "parameter": ("backward", {}, {"objective": SpoiltGradient}, ["0.weight"]),
     "overflow": ("overflow", HALF, {"function": too_large}, ["float16", "1 (Odd)", "autocast"]),
     "overflow backwards": ("overflow", HALF, {"function": TooSteep.apply}, ["float16", "backward", "autocast"]),
@@ -149,7 +147,6 @@ def test_each_cause_is_found(case, micro_batch, tmp_path, caplog):
     options = dict(options)
     if function := options.pop("function", None):
         options["model"] = model_with(function)
-        options["model"][1].broken = False
     if objective := options.pop("objective", None):
         options["objective"] = objective()
     nan = NaN()
@@ -214,20 +211,13 @@ def test_only_the_bad_samples_are_named_even_where_they_spoil_the_others(spoil, 
 
 
 def test_golden_lines_of_the_report(tmp_path, caplog):
-    class Steps:
-        losses: list[str] = []  # noqa: RUF012
-
-        @hookimpl
-        def after_optimizer_step(self, loop):
-            self.losses.append(f"{loop.gradients.loss:.4g}")
-
-    torch.manual_seed(0)
-    model = model_with(made_nan)
-    toy_loop({"nan": NaN(), "plant": Breaks(), "steps": Steps()}, model=model, run_dir=tmp_path).run()
+    losses = []
+    steps = acting(after_optimizer_step=lambda loop: losses.append(f"{loop.gradients.loss:.4g}"))
+    toy_loop({"nan": NaN(), "plant": BREAKS, "steps": steps}, model=model_with(made_nan), run_dir=tmp_path).run()
     for line in (
         "learning rate: 0.01",
         f"epoch: 0, {8 * BAD} samples into it",
-        f"updates 1 to {BAD}: losses {' '.join(Steps.losses)}",
+        f"updates 1 to {BAD}: losses {' '.join(losses)}",
         "first output not finite: 1 (Odd), in float32",
         "output float32 8 x 8: 64 NaN",
         "outputs of the network: float32 8 x 4: 32 NaN",
@@ -311,12 +301,12 @@ class Before:
 
 @pytest.mark.parametrize("precision", ["fp16", "off"])
 def test_a_diagnosis_leaves_no_trace(precision, tmp_path):
-    plugins = {"around": Around(), "nan": NaN(), "amp": AMP(precision), "before": Before()}
+    plugins = {"around": (around := Around()), "nan": NaN(), "amp": AMP(precision), "before": (before := Before())}
     with toy_loop(plugins, model=Net(), objective=Spoilt(), run_dir=tmp_path, micro_batch=3) as loop:
         torch.manual_seed(11)
         assert [step.outcome for step in loop.steps()][-1] == "stopped"
-    (grads, values, rng, rest, amp), after = plugins["before"].before, plugins["around"].after
-    assert all(one is other for one, other in zip(grads, after[0], strict=True))
+    (grads, values, rng, rest, amp), after = before.before, around.after
+    assert all(before_it is other for before_it, other in zip(grads, after[0], strict=True))
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(values, after[1], strict=True))
     assert torch.equal(rng, after[2])
     assert (rest, amp) == after[3:]
@@ -332,36 +322,24 @@ def test_a_diagnosis_keeps_no_graph(micro_batch, graphs, tmp_path):
     assert graphs.num_alive == 0
 
 
-class SeesBuffers:
-    def __init__(self):
-        self.seen = []
-
-    @hookimpl
-    def before_step(self, loop):
-        self.seen.append({name: value.clone() for name, value in loop.model.named_buffers()})
-
-
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_buffers_are_those_from_before_the_step(policy, tmp_path):
-    plugins = {"nan": NaN(policy), "sees": (sees := SeesBuffers()), "plant": Plant(spoil_data)}
-    loop = toy_loop(plugins, model=Net(), data=data(), steps=BAD + 1, run_dir=tmp_path)
-    loop.run()
-    now = dict(loop.model.named_buffers()) if policy == "stop" else sees.seen[BAD + 1]
-    assert_same(now, sees.seen[BAD])
+    seen = []
+    sees = acting(before_step=lambda loop: seen.append({n: value.clone() for n, value in loop.model.named_buffers()}))
+    plugins, options = {"plant": Plant(spoil_data)}, {"data": data(), "steps": BAD + 1, "run_dir": tmp_path}
+    loop = toy_run({"nan": NaN(policy), "sees": sees, **plugins}, model=Net(), **options)
+    now = dict(loop.model.named_buffers()) if policy == "stop" else seen[BAD + 1]
+    assert_same(now, seen[BAD])
     assert now["calls"] == BAD
-
-    # Without the plugin too.
-    control = toy_loop({"plant": Plant(spoil_data)}, model=Net(), data=data(), steps=BAD + 1)
-    control.run()
-    assert_same(dict(control.model.named_buffers()), sees.seen[BAD])
+    control = toy_run(plugins, model=Net(), **options)  # without the plugin too
+    assert_same(dict(control.model.named_buffers()), seen[BAD])
 
 
 def test_a_clean_run_is_the_same_run_with_no_more_transfers():
-    plain, watched = toy_loop(model=Net(), micro_batch=3), toy_loop({"nan": NaN()}, model=Net(), micro_batch=3)
     with CountTransfers() as without:
-        plain.run()
+        plain = toy_run(model=Net(), micro_batch=3)
     with CountTransfers() as seen:
-        watched.run()
+        watched = toy_run({"nan": NaN()}, model=Net(), micro_batch=3)
     assert seen.count == without.count
     assert_same(weights(plain), weights(watched))
 
@@ -409,21 +387,14 @@ def test_a_rollback_continues_with_the_next_batches(tmp_path):
 
 
 def test_a_resumed_run_can_roll_back_at_once_and_has_the_state_that_was_saved(tmp_path):
-    class Sees:
-        @hookimpl
-        def before_step(self, loop):
-            self.seen = loop.plugins["nan"].state_dict()
-
-    saved, sees = NaN("rollback"), Sees()
+    saved, seen = NaN("rollback"), []
     toy_loop({"nan": saved, "checkpoint": Checkpoint(every=3)}, run_dir=tmp_path, steps=3).run()
+    sees = acting(before_step=lambda loop: seen.append(loop.plugins["nan"].state_dict()))
     plugins = {"sees": sees, "nan": NaN("rollback"), "checkpoint": Checkpoint(every=3)}
     loop = toy_loop(plugins, objective=NaNAt(0), run_dir=tmp_path, steps=5, resume=True)
-    with loop:
-        steps = loop.steps()
-        assert next(steps).outcome == "skipped"
-        assert {**sees.seen, "last": saved.state_dict()["last"]} == saved.state_dict()
-        assert [values[0] for values in sees.seen["last"]] == [1.0, 2.0, 3.0]
-        assert [step.outcome for step in steps] == ["updated", "updated"]
+    assert outcomes(loop) == ["skipped", "updated", "updated"]
+    assert {**seen[0], "last": saved.state_dict()["last"]} == saved.state_dict()
+    assert [values[0] for values in seen[0]["last"]] == [1.0, 2.0, 3.0]
     assert loop.end.reason == "done"
 
 
@@ -462,10 +433,10 @@ def test_the_state_of_plugins_is_kept_from_before_the_step(tmp_path):
     amp = AMP("fp16", init_scale=8.0)
     toy_loop({"amp": amp, "nan": NaN()}, objective=NaNAt(2), run_dir=tmp_path, model=toy_model(dropout=0.1)).run()
     (folder,) = (tmp_path / "nan").iterdir()
-    kept = json.loads((folder / "step.json").read_text())["values"]["plugins"]
-    assert kept["amp"]["scaler"]["scale"] == 8.0
+    states = json.loads((folder / "step.json").read_text())["values"]["plugins"]
+    assert states["amp"]["scaler"]["scale"] == 8.0
     assert amp.scaler.get_scale() == 4.0
-    assert [values[0] for values in kept["nan"]["last"]] == [1.0, 2.0]
+    assert [values[0] for values in states["nan"]["last"]] == [1.0, 2.0]
 
 
 class Fragile(nn.Module):
@@ -517,15 +488,9 @@ def test_a_nan_of_the_second_pass_is_found_in_its_module(micro_batch, amp, tmp_p
 
 @pytest.mark.parametrize("micro_batch", [None, 3])
 def test_a_bad_weight_of_a_plugin_is_named(micro_batch, tmp_path):
-    class Spoils:
-        @hookimpl
-        def before_step(self, loop):
-            if loop.progress.position == BAD:
-                with torch.no_grad():
-                    loop.plugins["weight"].net.weight.fill_(math.nan)
-
+    plant = Plant(lambda loop, batch: loop.plugins["weight"].net.weight.data.fill_(math.nan))
     nan = NaN()
-    toy_loop({"nan": nan, "weight": Uncertainty(), "spoils": Spoils()}, run_dir=tmp_path, micro_batch=micro_batch).run()
+    toy_loop({"nan": nan, "weight": Uncertainty(), "plant": plant}, run_dir=tmp_path, micro_batch=micro_batch).run()
     assert (nan.diagnosis.cause, nan.diagnosis.parameter) == ("weight", "weight: weight")
 
 
@@ -536,22 +501,12 @@ def test_a_run_that_cannot_be_saved_is_diagnosed_too(tmp_path, caplog):
     class Scaled(ToyObjective):
         def __call__(self, net, batch):
             output = super().__call__(net, batch)
-            return LossOutput(output.loss * other.mean().log() if self.bad else output.loss + other.square().sum())
-
-    objective = Scaled()
-    objective.bad = False
-
-    class Spoils:
-        @hookimpl
-        def before_step(self, loop):
-            if loop.progress.position == BAD:
-                objective.bad = True
-                other.data.fill_(-1.0)
+            return LossOutput(output.loss * (2 + other.mean()).log())
 
     nan = NaN()
-    plugins = {"nan": nan, "spoils": Spoils()}
+    plugins = {"nan": nan, "plant": Plant(lambda loop, batch: other.data.fill_(-3.0))}
     optimizers = lambda net: torch.optim.AdamW([*net.parameters(), other], 0.01)  # noqa: E731
-    assert toy_loop(plugins, objective=objective, optimizers=optimizers, run_dir=tmp_path).run() == "on_nan"
+    assert toy_loop(plugins, objective=Scaled(), optimizers=optimizers, run_dir=tmp_path).run() == "on_nan"
     assert nan.diagnosis.cause == "loss"
     assert list(tmp_path.glob("nan/*")) == []
     check_facts(caplog.messages[-1], "not kept", "AdamW")

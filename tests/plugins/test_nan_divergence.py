@@ -13,7 +13,7 @@ from torch import nn
 from hookdiff import Batch, Loop, build_loop, hookimpl, load_config
 from hookdiff.testing.toy import toy_loop
 from hookdiff_nan import NaN
-from tests.conftest import check_facts, write_small
+from tests.conftest import acting, check_facts, write_small
 
 
 def trained(folder: Path, *names: str, inject: object = None, resume: Path | None = None, **tables: Any) -> Loop:
@@ -57,13 +57,13 @@ def test_a_rate_that_is_too_high_is_named_with_a_lower_one(case: str, tmp_path: 
     names, tables = DIVERGING[case]
     loop = trained(tmp_path, *names, **tables)
     assert loop.end.reason == "on_nan"
-    found = diagnosis(loop)
-    assert found.cause == "divergence", found
+    diagnosed = diagnosis(loop)
+    assert diagnosed.cause == "divergence", diagnosed
     (folder,) = (tmp_path / "run" / "nan").iterdir()
     assert json.loads((folder / "report.json").read_text())["cause"] == "divergence"
     rate = tables["optimizer"]["lr"]
     if case != "warm-up":  # it does not reach that rate
-        check_facts(found.text, f"{rate:g}", 0.005 if rate == 0.5 else 0.01)
+        check_facts(diagnosed.text, f"{rate:g}", 0.005 if rate == 0.5 else 0.01)
 
 
 def test_the_step_with_weights_to_go_on_from_is_named_also_after_a_resume(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_healthy_run_with_a_nan_keeps_its_own_cause(kind: str, at: int, tmp_pa
     assert (loop.end.reason, loop.progress.position) == ("on_nan", at)
     assert diagnosis(loop).cause == kind
     if at == 14:
-        losses = [one[1] for one in loop.plugins["nan"].state_dict()["last"]]  # type: ignore[attr-defined]
+        losses = [update[1] for update in loop.plugins["nan"].state_dict()["last"]]  # type: ignore[attr-defined]
         assert max(losses) > 100 * min(losses)
 
 
@@ -142,14 +142,12 @@ def test_a_large_loss_that_falls_is_no_divergence() -> None:
     with torch.no_grad():
         model[1].weight.mul_(1e3)
 
-    class Breaks:
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
-            if loop.progress.position == 12:
-                loop.model[1].register_forward_hook(lambda *args: args[-1] * torch.nan)
+    def spoil(loop: Loop) -> None:
+        if loop.progress.position == 12:
+            loop.model[1].register_forward_hook(lambda *args: args[-1] * torch.nan)
 
     nan = NaN()
-    toy_loop({"nan": nan, "breaks": Breaks()}, model=model).run()
+    toy_loop({"nan": nan, "spoils": acting(before_step=spoil)}, model=model).run()
     assert nan.diagnosis is not None
     assert nan.diagnosis.cause == "forward"
 
@@ -181,9 +179,8 @@ def test_a_replay_names_the_divergence_again_and_the_lower_rate_helps(
     tmp_path: Path, hookdiff: Callable[..., tuple[int, str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    path = write_small(
-        tmp_path / "config.toml", run={"plugins": ["nan", "checkpoint"]}, optimizer={"use": "sgd", "lr": 9.9}
-    )
+    tables = {"run": {"plugins": ["nan", "checkpoint"]}, "optimizer": {"use": "sgd", "lr": 9.9}}
+    path = write_small(tmp_path / "config.toml", **tables)
     assert hookdiff("run", path, "--out", tmp_path / "run")[0] == 3
     (step,) = (tmp_path / "run" / "nan").iterdir()
     code, out, _ = hookdiff("replay", step)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 import venv
 from collections.abc import Callable, Iterator
@@ -20,20 +19,11 @@ from hookdiff.options.help import markdown
 from hookdiff_lr import LRSchedule
 from hookdiff_new_plugin.kinds import KINDS, write
 from hookdiff_new_plugin.names import check_name
-from tests.conftest import PATIENCE, check_facts, check_refused, contents, output, records, refused
-from tests.forked import python
+from tests.conftest import check_facts, check_refused, contents, output, records, refused
+from tests.forked import python, run_python
 
 ROOT = Path(__file__).parents[2]
 OLD = ("example_plugin", "example-plugin", "ExamplePlugin")
-
-
-def call(*words: object, folder: Path, paths: tuple[Path, ...] = ()) -> str:
-    """Run Python, with `paths` first among those that it imports from; it must succeed. Return its stdout."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_the_docs_list_the_kinds() -> None:
@@ -46,7 +36,7 @@ def test_the_docs_list_the_kinds() -> None:
 def test_the_tests_of_the_templates_pass_as_they_are() -> None:
     files = [file for template in KINDS.values() for file in template.glob("tests/test_*.py")]
     assert len(files) == len(KINDS)
-    call("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, folder=Path(), paths=tuple(KINDS.values()))
+    run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, folder=Path(), paths=tuple(KINDS.values()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,9 +103,9 @@ print("torch" in sys.modules)
 
 
 def all_kinds(kind: type[Choice] = Choice) -> Iterator[type[Choice]]:
-    for one in kind.__subclasses__():
-        yield one
-        yield from all_kinds(one)
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from all_kinds(subclass)
 
 
 def test_the_name_of_any_part_is_taken() -> None:
@@ -158,12 +148,12 @@ def test_a_new_package_is_installed_listed_tested_and_acts_in_its_run(
     assert {Path(".github/workflows/test.yml"), Path("hookdiff_path_length/py.typed")} < files.keys()
 
     options = "--quiet", "--no-deps", "--no-build-isolation", "--target", site
-    call("-m", "pip", "install", *options, project, folder=tmp_path)
+    run_python("-m", "pip", "install", *options, project, folder=tmp_path)
     monkeypatch.syspath_prepend(site)
     rows = {line.split()[0]: line for line in succeed("plugins").splitlines()}
     check_facts(rows["path_length"], "hookdiff-path-length 0.1.0")
     assert succeed("plugins", "path_length", "--markdown") in files[Path("README.md")].decode()
-    call("-m", "pytest", "-q", "-p", "no:cacheprovider", folder=project, paths=(site,))
+    run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", folder=project, paths=(site,))
     succeed("run", project / "example.toml", "--out", tmp_path / "run")
     assert all("path_length" in line for line in records(tmp_path / "run"))
 
@@ -172,24 +162,21 @@ def test_a_new_package_is_installed_listed_tested_and_acts_in_its_run(
 def test_packages_of_all_kinds_work_in_one_fresh_environment(tmp_path: Path) -> None:
     projects = {kind: tmp_path / f"hookdiff-{kind.replace('_', '-')}-of-mine" for kind in KINDS}
     for kind, project in projects.items():
-        call("-m", "hookdiff", "new-plugin", f"{kind}_of_mine", project, "--kind", kind, folder=tmp_path)
+        run_python("-m", "hookdiff", "new-plugin", f"{kind}_of_mine", project, "--kind", kind, folder=tmp_path)
     wheels = tmp_path / "wheels"
-    call("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, *projects.values(), folder=tmp_path)
+    run_python(
+        "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, *projects.values(), folder=tmp_path
+    )
     venv.create(tmp_path / "env", with_pip=False)
     fresh = tmp_path / "env" / ("Scripts" if os.name == "nt" else "bin") / "python"
     (site,) = (tmp_path / "env").rglob("site-packages")
     (site / "others.pth").write_text("\n".join(path for path in sys.path if path))
-    call("-m", "pip", "--python", fresh, "install", "--no-deps", *wheels.iterdir(), folder=tmp_path)
-
-    def fresh_call(*words: object, folder: Path = tmp_path) -> str:
-        done = subprocess.run(
-            [fresh, *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=2 * PATIENCE
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    run_python("-m", "pip", "--python", fresh, "install", "--no-deps", *wheels.iterdir(), folder=tmp_path)
 
     sources = [path for project in projects.values() for path in (project / "tests", *project.glob("hookdiff_*"))]
-    fresh_call("-m", "mypy", "--strict", *sources)
-    fresh_call("-m", "pytest", "-q", *(project / "tests" for project in projects.values()))
+    tests = [project / "tests" for project in projects.values()]
+    run_python("-m", "mypy", "--strict", *sources, folder=tmp_path, interpreter=fresh)
+    run_python("-m", "pytest", "-q", *tests, folder=tmp_path, interpreter=fresh)
+    resume = ("-m", "hookdiff", "selftest", "resume", "example.toml", "--steps", 20)
     for project in projects.values():
-        fresh_call("-m", "hookdiff", "selftest", "resume", "example.toml", "--steps", 20, folder=project)
+        run_python(*resume, folder=project, interpreter=fresh)

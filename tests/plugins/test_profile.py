@@ -91,8 +91,8 @@ def test_the_time_of_a_plugin_stands_at_its_hook(
     user_module("hd_profile_user", SLEEPS)
     before = set(tmp_path.iterdir())
     config = small("hd_profile_user:Sleeps", "ema", "clip", "checkpoint", "samples", "progress")
-    found = json.loads(output(hookdiff("profile", config, "--steps", 4, "--no-try", "--json")))
-    parts, seconds = found["parts"], found["seconds"]
+    profile = json.loads(output(hookdiff("profile", config, "--steps", 4, "--no-try", "--json")))
+    parts, seconds = profile["parts"], profile["seconds"]
     assert 0.05 <= parts["sleeps: after_backward"] < 0.1
     assert seconds >= 0.05
     assert 0.7 * seconds < sum(parts.values()) < 3 * seconds
@@ -100,7 +100,7 @@ def test_the_time_of_a_plugin_stands_at_its_hook(
     assert core <= parts.keys()
     assert {"ema: after_optimizer_step", "clip: after_backward"} <= parts.keys()
     assert list(parts.values()) == sorted(parts.values(), reverse=True)
-    assert (found["device"], found["images"], found["busy"], found["changes"]) == ("cpu", 16, None, [])
+    assert (profile["device"], profile["images"], profile["busy"], profile["changes"]) == ("cpu", 16, None, [])
     assert set(tmp_path.iterdir()) - before <= {config, tmp_path / "hd_profile_user.py", tmp_path / "__pycache__"}
 
 
@@ -152,19 +152,19 @@ def test_changes_are_measured_beside_the_config(small: Callable[..., Path], hook
     config = small("compile", plugins={"compile": {"backend": "eager"}})
     sizes = ("--set", "data.held_out=1700", "--set", "run.batch_size=50")
     listed = json.loads(output(hookdiff("profile", config, "--steps", 2, "--json", *sizes)))["changes"]
-    found = {" ".join(each["plugins"] + each["settings"]): each for each in listed}
-    assert set(found) == {"amp", "run.channels_last=false", "run.batch_size=100", "run.batch_size=25"}
-    assert "97" in found.pop("run.batch_size=100")["why"]
-    assert all(0.05 < each["ratio"] < 20 for each in found.values())
+    changes_by_text = {" ".join(each["plugins"] + each["settings"]): each for each in listed}
+    assert set(changes_by_text) == {"amp", "run.channels_last=false", "run.batch_size=100", "run.batch_size=25"}
+    assert "97" in changes_by_text.pop("run.batch_size=100")["why"]
+    assert all(0.05 < each["ratio"] < 20 for each in changes_by_text.values())
 
 
 def test_a_change_leaves_nothing_in_memory(small: Callable[..., Path], user_module: Callable[[str, str], None]) -> None:
     user_module("hd_profile_alive", ALIVE)
     config = small("hd_profile_alive:Alive", "compile", plugins={"compile": {"backend": "eager"}})
     alive = importlib.import_module("hd_profile_alive").alive
-    found = [(outcome.ratio, len(alive)) for outcome in tried(config, (), (), 1)]
-    assert all(ratio for ratio, _ in found)
-    assert [num for _, num in found] == [1] * 4  # that of the config itself
+    ratios = [(outcome.ratio, len(alive)) for outcome in tried(config, (), (), 1)]
+    assert all(ratio for ratio, _ in ratios)
+    assert [num for _, num in ratios] == [1] * 4  # that of the config itself
 
 
 def test_the_changes_follow_from_the_config(small: Callable[..., Path], load_small: Any) -> None:

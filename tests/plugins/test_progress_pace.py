@@ -41,9 +41,9 @@ class Run:
 def test_a_constant_speed(monkeypatch: pytest.MonkeyPatch, each: float, first: int) -> None:
     run = Run(monkeypatch, lambda _: each, first)
     assert run.pace.left(first + 1000) is None
-    for made in (1, 2, 10, 500):
-        run.train(first + made)
-        assert run.left(first + 1000) == pytest.approx(each * (1000 - made))
+    for done in (1, 2, 10, 500):
+        run.train(first + done)
+        assert run.left(first + 1000) == pytest.approx(each * (1000 - done))
         assert run.pace.images_per_second(64) == pytest.approx(64 / each)
 
 
@@ -79,17 +79,17 @@ def test_long_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, lambda step: 0.05 + (30 if step and step % 100 == 0 else 0))
     run.train(101)
     assert run.left(1000) == pytest.approx(899 * 0.05)  # a single pause may not come again
-    for made in (202, 250, 299, 350, 800, 999):
-        run.train(made)
-        coming = 9 - (made - 1) // 100
-        assert run.left(1000) == pytest.approx((1000 - made) * 0.05 + 30 * coming, abs=31), made
+    for done in (202, 250, 299, 350, 800, 999):
+        run.train(done)
+        coming = 9 - (done - 1) // 100
+        assert run.left(1000) == pytest.approx((1000 - done) * 0.05 + 30 * coming, abs=31), done
         assert run.pace.images_per_second(2) == pytest.approx(40)
 
 
 def test_two_pauses_that_are_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, lambda step: 3.1 if step in (10, 14) else 0.1)
-    for made, most in ((1000, 10_300), (50_000, 5_010), (99_000, 105)):
-        run.train(made)
+    for done, most in ((1000, 10_300), (50_000, 5_010), (99_000, 105)):
+        run.train(done)
         assert run.left(100_000) <= most
 
 

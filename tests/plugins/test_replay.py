@@ -396,10 +396,6 @@ def test_a_compiled_step_comes_back_compiled(tmp_path: Path, start: Any) -> None
     check_facts(out.removeprefix(report), 1, 16, 6)  # loss, losses of the samples, gradients
 
 
-def test_help_lists_the_options_and_the_exit_codes(hookdiff: Command) -> None:
-    check_facts(output(hookdiff("replay", "--help")), 0, 1, 2, "--anomaly", "--lr", "--plugins", "--set")
-
-
 def test_a_missing_folder_is_refused_with_the_nearest(folder: Path, hookdiff: Command) -> None:
     (folder / "step-00000003-position-00000003").mkdir()
     (folder / "file").touch()
