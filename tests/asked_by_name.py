@@ -246,9 +246,6 @@ UNTYPED: dict[str, dict[str, set[str]]] = {
         "hookdiff/data/source.py": {"source: Any"},
         "hookdiff/images/source_reader.py": {"source: Any"},
     },
-    "the output of an encoder of the user, at its adapter": {
-        "hookdiff/encoding/encoder_output.py": {"output: Any", "output: object"}
-    },
     "the arguments of a Loop, as keywords": {
         "hookdiff/testing/contract.py": {"loop: Any"},
         "hookdiff/testing/rank_checks.py": {"loop: Any"},

@@ -71,9 +71,9 @@ def _state_of(loop: Loop, name: str) -> dict[str, Any]:
 def checked_optimizers(optimizers: Optimizers, model: nn.Module) -> tuple[Optimizer, ...]:
     """Return the optimizers of `model` as a tuple. Raises UserError for weights or an `eps` that cannot train."""
     check_parameters(model)
-    checked = as_tuple(optimizers)
-    _check_eps(checked)
-    return checked
+    optimizers = as_tuple(optimizers)
+    _check_eps(optimizers)
+    return optimizers
 
 
 def _check_eps(optimizers: Iterable[Optimizer]) -> None:
