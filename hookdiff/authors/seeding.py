@@ -14,7 +14,7 @@ from hookdiff.machine.randomness import default_generators_kept
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the global generators of Python, numpy and torch during the `with`; then restore them.
 
-    A module made in the `with`, such as `nn.Linear(2, 1)`, gets weights of this seed; the training does not change.
+    A module made in the `with`, such as `nn.Linear(2, 1)`, gets weights of this seed, and the training does not change.
     """
     with default_generators_kept(device):
         torch.default_generator.manual_seed(seed)

@@ -15,7 +15,7 @@ logger = logging.getLogger("hookdiff")
 class SkipBatches:
     """Skips the next batches of a run before any other plugin starts, as `on_nan` skips a batch.
 
-    The batches that follow are the same as after a training on the skipped batches. An epoch that ends meanwhile is
+    The batches that follow are the same as if the skipped batches had been trained on. An epoch that ends meanwhile is
     counted, but `on_epoch_end` is not called.
     """
 

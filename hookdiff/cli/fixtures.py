@@ -36,7 +36,7 @@ def hookdiff_command(
 
     def call(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hookdiff", *map(str, words)])
-        monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as the command does; pytest restores it
+        monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as the command sets it; pytest restores the old value
         if path := os.environ.get("PYTHONPATH"):
             monkeypatch.setenv("PYTHONPATH", path)
         with pytest.raises(SystemExit) as caught:

@@ -30,7 +30,7 @@ class Choice:
 
     @classmethod
     def of(cls, value: Self | str | Mapping[str, Any]) -> Self:
-        """Return `value`, or the part that a name, or a mapping of `use` and options, stands for.
+        """Return `value` if it is a part, or the part made from a name, or from a dict of `use` and options.
 
         Raises:
             PluginError: for an unknown name.
