@@ -120,8 +120,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 def open_own(path: Path, mode: str) -> FileIO:
     """Open a file to change it, unbuffered, in a binary mode that may create it.
 
-    A file that has a second name (a hard link, as in a copy by `cp -al`) is first replaced by a copy, so that nobody
-    sees the changes under the other name.
+    A file that has another hard link, as in a copy by `cp -al`, is first replaced by a copy, so that the file under the
+    other name does not change.
 
     Raises:
         OSError: for a link out of a run directory, a pipe, a socket or a device.
@@ -134,7 +134,7 @@ def open_own(path: Path, mode: str) -> FileIO:
 
 
 def own_files(folder: Path) -> None:
-    """Replace the files below a folder of a run that have a second name by copies, before a library writes to them."""
+    """Replace files with several hard links in a folder of a run by copies, before a library writes to them."""
     if is_in_run(folder):
         for place, _, names in os.walk(folder):
             for path in (Path(place, name) for name in names):
@@ -143,7 +143,7 @@ def own_files(folder: Path) -> None:
 
 
 def has_other_name(file: FileIO) -> bool:
-    """Return whether an open file has got a second name (a hard link), so that it must not be written any more."""
+    """Return whether an open file has got another hard link, so that it must not be changed any more."""
     return os.fstat(file.fileno()).st_nlink > 1
 
 

@@ -103,7 +103,7 @@ def is_below(instance: object, option: Attribute[Any], value: str) -> None:
     """Check that `value` is a relative path without "..", as an attrs validator."""
     path = Path(value)
     if not path.name or path.is_absolute() or path.drive or ".." in path.parts:
-        raise ValueError(f"'{option.name}' must be a relative path of a folder, without "..": {value!r}")
+        raise ValueError(f"'{option.name}' must be a relative path of a folder, without ..: {value!r}")
 
 
 def is_interval(instance: object, option: Attribute[Any], value: tuple[float, float]) -> None:

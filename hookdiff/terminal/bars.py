@@ -163,9 +163,9 @@ class Cell:
 
 @contextmanager
 def shown_works() -> Iterator[None]:
-    """Show bars of the work of this thread on a terminal or in a notebook, until its end; see `hookdiff.terminal.pace`.
+    """Show bars of the long work of this thread in a terminal or a notebook; see `hookdiff.terminal.pace`.
 
-    Where something else shows them, or there is only a pipe, it does nothing.
+    Do nothing if another function shows the work, or if there is only a pipe.
     """
     if is_shown() or not ((_is_terminal(sys.stderr) and _moves_its_cursor()) or _is_notebook()):
         yield
