@@ -44,7 +44,7 @@ class Evaluation(Periodic):
 
     @abstractmethod
     def evaluate(self, loop: Loop) -> Mapping[str, Value | Mean]:
-        """Return the measured values by name, as `loop.log` takes them; scalar tensors may stay on their device.
+        """Return the measured values by name: what `loop.log` accepts, such as scalar tensors on their device.
 
         The network is in eval mode, without gradients, and holds the weights of the option `weights`. To sample with
         these weights, name them: `SampleRequest(16, weights=loop.weights.name)`. The global generators of torch, numpy

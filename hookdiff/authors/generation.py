@@ -100,7 +100,7 @@ class Generated:
         return min(gathered(self._maker.size)) * self.loop.num_ranks
 
     def used(self) -> str:
-        """Return the name of the weights that sample now, such as "ema"; if a plugin guides them, "ema with NAME"."""
+        """Return the name of the weights that sample now, such as "ema"; with guidance by a plugin, "ema with NAME"."""
         samples = self.loop.sample(SampleRequest(0, weights=self.weights))
         usual, used = (each.guidance if each else None for each in (self.loop.sampler, samples.sampler))
         return samples.weights if used is None or used is usual else f"{samples.weights} with {used.use}"
@@ -157,7 +157,7 @@ class ImageMetric(Periodic):
     weights: str | None = field(
         default=None,
         kw_only=True,
-        metadata=about('weights to sample: "model", or the name of an average; default: an average if there is one'),
+        metadata=about('weights that sample: "model", or the name of an average; default: an average if there is one'),
     )
     space: Space = field(init=False)
     generated: Generated = field(init=False)
@@ -175,7 +175,7 @@ class ImageMetric(Periodic):
 
     @abstractmethod
     def prepare(self, loop: Loop) -> None:
-        """Prepare before the run starts; raise UserError, without the plugin's name, if the run cannot be measured."""
+        """Prepare before the run starts; raise UserError if it cannot be measured (the plugin's name is added)."""
 
     @abstractmethod
     def measure(self, loop: Loop) -> dict[str, float]:

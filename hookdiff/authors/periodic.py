@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Periodic(ABC):
     """The base of plugins that act every n steps, epochs or minutes, and once more when the run is done.
 
-    A subclass is a plugin like any other (`@define(eq=False)`) and implements `act`. It may implement any hook; the
-    hooks of this class are still called.
+    A subclass is a plugin like any other (`@define(eq=False)`) and implements `act`. A subclass may implement any
+    hook; the hooks of this class are still called.
     """
 
     every: Every = field(

@@ -19,7 +19,7 @@ _PARTS = ("sampler", "spacing", "clipping", "guidance")
 
 
 def sampler_info(loop: Loop, weights: str) -> dict[str, Any]:
-    """Return the current settings for sampling with `weights`, as JSON values for the metadata of a picture.
+    """Return the settings with which `loop` samples with `weights` now, as JSON values for the metadata of a picture.
 
     The keys are sampler, spacing, clipping, guidance, steps, guidance_scale (of classifier-free guidance), precision
     (unless float32), and options (the other options of each of these parts). Changes by plugins, such as

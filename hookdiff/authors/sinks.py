@@ -63,7 +63,7 @@ class Sink:
     transient error is repeated three times, after growing pauses. If a call fails or takes longer than `timeout`, the
     sink is switched off with one warning and the run continues. KeyboardInterrupt and SystemExit end the run.
 
-    Everything that a sink gets is also in the run directory, and `hookdiff mirror RUN --to NAME` sends it to a tracker
+    All values that a sink gets are also in the run directory: `hookdiff mirror RUN --to NAME` sends them to a tracker
     again. `time` is the time of the log call, in seconds since 1970.
     """
 
@@ -102,8 +102,8 @@ class Sink:
         """Open the tracker: before the first step, once the state of a resumed run is loaded, and after a rollback.
 
         The run continues at `run.step`, so remove later steps from the tracker. If the tracker lacks earlier steps,
-        return `hookdiff.authors.earlier(run, self)`: calls that send these steps from the run directory. They are made
-        before any other call, while the training continues.
+        return `hookdiff.authors.earlier(run, self)`: calls that send these steps from the run directory. These calls
+        are made before any other call, while the training continues.
         """
         return None
 
@@ -153,7 +153,7 @@ class Sink:
     @hookimpl(trylast=True)  # after their files are written
     def on_images(self, loop: Loop, step: int, images: Mapping[str, Picture]) -> None:
         worker = self._open(loop)
-        if worker and worker.is_filling and loop.run_dir:  # paths, because the queue may become long
+        if worker and worker.is_filling and loop.run_dir:  # the queue may be long: it gets paths, not pixels
             for name in images:
                 worker.send("images", send_picture, self, step, name, picture_path(loop.run_dir, name, step))
         else:

@@ -22,14 +22,14 @@ from hookdiff.models.weights import Buffers
 def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
     """Yield a function that makes all forward and backward passes of a step, with the hook `accumulate`.
 
-    It takes a batch from the hook `draw`, and returns the loss, detached. Until its next call, `loop.gradients` holds
-    the gradients, times the loss scale. `loop.set_micro_batch` has effect until the end of the `with`.
+    The function takes a batch from the hook `draw`, and returns the detached loss. Until its next call, the gradients,
+    times the loss scale, are in `loop.gradients`. `loop.set_micro_batch` has effect until the end of the `with`.
 
     At the end of the `with`, even after an error, these are restored: the weights, buffers and gradients of the model
     and of adopted modules, the states of plugins, the generators of torch, and the micro-batch. Logged values are
     dropped. The weights are copied to the CPU, so that a trial needs no more GPU memory than a step. All ranks must
     make the same passes, because a sharded model exchanges its weights. If each rank has a copy of the model, no
-    gradients are exchanged: each rank has those of its own samples.
+    gradients are exchanged: each rank has the gradients of its own samples.
     """
     optimizers = loop.all_optimizers
     held = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])

@@ -43,7 +43,7 @@ class Metrics(_KeepsLines):
 
     A run that is done between two logs gets a last line, with the means of the steps since the last log. The line is
     written after the last checkpoint. So a resume that makes the run longer removes the line, and the file is the same
-    as that of one long run.
+    as after one long run.
     """
 
     file_name = METRICS

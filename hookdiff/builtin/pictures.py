@@ -21,7 +21,7 @@ logger = logging.getLogger("hookdiff")
 class Pictures:
     """Writes each logged picture to `NAME/step-00001000.png` in the run directory, with its metadata in a text chunk.
 
-    A run that is resumed or rolled back removes the pictures of later steps, and makes them again. A run that starts
+    A run that is resumed or rolled back removes the pictures of later steps, and makes new ones. A run that starts
     anew removes the pictures of an earlier run in its directory. A run that continues another in a new directory (a
     branch) begins with copies of the other's pictures.
     """

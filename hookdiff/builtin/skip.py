@@ -1,4 +1,4 @@
-"""The plugin that skips batches at the start of a run, such as one with a NaN."""
+"""The plugin that skips batches at the start of a run, such as a batch with a NaN."""
 
 import logging
 

@@ -4,7 +4,7 @@ import ast
 import importlib.util
 from pathlib import Path
 
-_MOST = 8  # most modules that are read, from one import to the next
+_MOST = 8  # most modules that are followed through imports
 
 
 def file_of(module: str) -> Path | None:

@@ -30,7 +30,7 @@ def prepare_completion(asked: str) -> None:
 
 
 def write_table(anew: bool = False) -> None:
-    """Write the table, if the cache is writable, unless there is one of the packages that are installed now."""
+    """Write the table, unless the cache is not writable or already has a table of the installed packages."""
     if _table() and not anew:
         return
     with suppress(Exception):  # a broken plugin stops no command; `hookdiff schema` reports its error

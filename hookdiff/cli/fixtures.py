@@ -30,7 +30,7 @@ def hookdiff_command(
 ) -> Callable[..., tuple[int, str, str]]:
     """Return a function that runs the command line in this process and returns its exit code, stdout and stderr.
 
-    It fails if stderr has a traceback, which no user should see.
+    The function fails if stderr has a traceback, which no user should see.
     """
     from hookdiff.cli.command_line import main
 

@@ -56,6 +56,6 @@ def command(
         train_from_config(source / CONFIG, out or run, resume=run, settings=settings, trust=trust, **options)
     except NoCheckpoint as error:
         if source != run:
-            raise UserError(f"{error}: it has no manifest; use the newest one: hookdiff resume {source}") from None
+            raise UserError(f"{error}: no manifest is in it; use the newest: hookdiff resume {source}") from None
         again = f"hookdiff run {source / CONFIG} --out {run} --resume" + " --trust" * trust
         raise UserError(f"{error}; to start anew: {again}") from None

@@ -28,7 +28,7 @@ logger = logging.getLogger("hookdiff")
 @config_argument
 @training_options
 @out_option("Run directory.  [default: runs/ and the name of the run]", metavar="DIR")
-@click.option("--resume", is_flag=True, help="Continue from the newest checkpoint; start anew if there is none.")
+@click.option("--resume", is_flag=True, help="Continue from the newest checkpoint, or else start a new run.")
 @overwrite_option
 def command(config: Path, out: Path | None, resume: bool, overwrite: bool, **options: Any) -> None:
     """Train a model from CONFIG, a TOML file."""
@@ -77,7 +77,7 @@ def train_from_config(
         if is_again and code is None:
             try:
                 code = _train(config, run_dir, resume=run_dir, overwrite=False, usr1=usr1, **options)
-            except NoCheckpoint:  # start as the first attempt did: anew, or as a branch
+            except NoCheckpoint:  # start as the first attempt did: a new run, or a branch
                 overwrite = resume is not True
         if code is None:
             code = _train(config, run_dir, resume=resume, overwrite=overwrite, usr1=usr1, **options)

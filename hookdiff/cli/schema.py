@@ -28,8 +28,8 @@ _LINE = f"#:schema ./{FILE}\n"
 def command(file: Path | None, into: Path | None, overwrite: bool) -> None:
     """Write the JSON Schema (draft-07) of a config to FILE, or print it.
 
-    The schema has all installed plugins and parts, with the help and the limits of their keys. Write it again after
-    you install a package with plugins. An editor checks a config with the schema, without running code.
+    The schema has all installed plugins and parts, with the help and the limits of their keys. Write the schema
+    again after you install a package with plugins. An editor checks a config with the schema, without running code.
     """
     if file and into:
         raise UserError("give FILE or --into, not both")

@@ -55,7 +55,7 @@ def write_parts(path: Path, parts: Iterator[memoryview]) -> Written:
 def cannot_write(path: Path, error: OSError) -> UserError:
     """Return the error to raise for an OSError at `path`.
 
-    It is a StorageError if the disk is full or fails, or if the run directory was removed after it was checked.
+    The error is a StorageError if the disk is full or fails, or if the run directory was removed after it was checked.
     """
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         try:
@@ -96,7 +96,7 @@ def new_file(path: Path) -> Iterator[Path]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a new, empty folder; it is renamed to `path` when the `with` ends without an error.
 
-    It replaces an earlier folder. For an instant no folder has the name: the earlier folder is called
+    An earlier folder is replaced. For an instant no folder has the name: the earlier folder is called
     `.NAME.replaced`, and the new folder `.NAME.partial`.
     """
     partial, replaced = partial_of(path), path.with_name(f".{path.name}.replaced")
@@ -134,7 +134,7 @@ def open_own(path: Path, mode: str) -> FileIO:
 
 
 def own_files(folder: Path) -> None:
-    """Replace files with several hard links in a folder of a run by copies, before a library writes to them."""
+    """Replace files that have several hard links by copies in a folder of a run, before a library writes there."""
     if is_in_run(folder):
         for place, _, names in os.walk(folder):
             for path in (Path(place, name) for name in names):

@@ -42,7 +42,7 @@ class _Held:
         _check_inside(path, self.path)
 
 
-_held: dict[Path, _Held] = {}  # by real path; the system would grant one process the same lock twice
+_held: dict[Path, _Held] = {}  # by real path; the system would grant a process the same lock twice
 _confined: dict[Path, None] = {}  # run directories of `confine`, as given and as real paths
 
 

@@ -24,7 +24,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Tensor, bins: int = BINS) -> Distribution:
-        """Return the distribution of `values`, a tensor of any shape on any device. It waits for the device."""
+        """Return the distribution of `values`, a tensor of any shape on any device; wait for the device."""
         import torch  # here, so that a file of distributions can be read without torch
 
         # In float64, because a range may exceed the largest float32; on the CPU, because histc varies on a GPU.

@@ -158,7 +158,7 @@ class Log:
         self._send("on_texts", self._step, texts=as_json(texts))
 
     def distributions(self, tensors: Mapping[str, Tensor | Distribution]) -> None:
-        """Log the distribution of the values of each tensor, of any shape, by name. It waits for the device."""
+        """Log the distribution of the values of each tensor, of any shape, by name; wait for the device."""
         self._claim("distribution", tensors)
         if not self._is_main:
             return
@@ -253,7 +253,7 @@ class Log:
         self._sums = {name: (float(total), int(count)) for name, (total, count) in state.items()}
 
     def _sum_window(self) -> None:
-        # Added one by one from the left in float64, so that a checkpoint in between does not change the sum.
+        # Add the numbers in order, in float64, so that a checkpoint in between does not change the sum.
         numbers = iter(_to_host(value for values in self._window.values() for value in values))
         for name, values in self._window.items():
             total, count = self._sums.get(name, (0.0, 0))

@@ -77,7 +77,7 @@ def show(
         images: n c h w, one image c h w or h w, or a sequence of images of one size; uint8 or floats in [-1, 1]. Or the
             result of `Loop.sample`.
         columns: None makes the grid as square as possible.
-        scale: factor by which the images are enlarged; None enlarges small ones.
+        scale: factor by which the images are enlarged; None enlarges small images.
         captions: below each image, in order.
 
     Raises:

@@ -16,7 +16,7 @@ _SUFFIXES = {"steps": "", "epochs": " epochs", "seconds": " s"}
 
 @define(frozen=True)
 class Every:
-    """An interval in steps, epochs or seconds; an amount of 0 means never. `parse_every` reads it from a config."""
+    """An interval in steps, epochs or seconds; an amount of 0 means never. `parse_every` reads an interval."""
 
     amount: float
     unit: str = "steps"  # steps, epochs or seconds

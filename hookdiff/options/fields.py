@@ -15,7 +15,7 @@ from hookdiff.errors import nearest
 def about(help: str, unit: str = "") -> dict[str, str]:
     """Return the metadata of an option: `field(default=1000, metadata=about("how often", "steps"))`.
 
-    docs/reference/config.md and `hookdiff plugins NAME` print it beside the name and the default.
+    docs/reference/config.md and `hookdiff plugins NAME` print the metadata.
     """
     return {"help": help, "unit": unit} if unit else {"help": help}
 

@@ -1,7 +1,7 @@
 """Imports the objects that a config names as `module:Name`.
 
-The config of a run directory may be a stranger's. Unless the user trusts it, it imports only torch, torchvision,
-diffusers, hookdiff, and what installed packages publish as entry points.
+The config of a run directory may be a stranger's. Unless the user trusts the config, it imports only torch,
+torchvision, diffusers, hookdiff, and objects that installed packages publish as entry points.
 """
 
 from __future__ import annotations

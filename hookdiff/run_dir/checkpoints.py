@@ -15,6 +15,6 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of the checkpoint `name`, or None if `name` is not that of a checkpoint."""
+    """Return the step of the checkpoint `name`, or None if `name` is not the name of a checkpoint."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None

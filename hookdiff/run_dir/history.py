@@ -45,7 +45,7 @@ class History:
         Args:
             path: of the run directory or the checkpoint.
             most_lines: if metrics.jsonl has more lines, only some of them are read, so that curves look the same;
-                `part` describes which. A million lines then take seconds instead of a minute.
+                `part` describes the lines that were read. A million lines then take seconds instead of a minute.
 
         Raises:
             UserError: if there is no run.
@@ -95,7 +95,7 @@ class History:
 
     @cached_property
     def series(self) -> dict[str, Series]:
-        """The logged values by name, in the order of their steps; of several values of a step, the last one."""
+        """The logged values by name, in the order of their steps; if a step has several values, the last."""
         curves: dict[str, dict[int, float]] = {}
         for line in self.metrics:
             for name, value in line.values.items():
@@ -146,7 +146,7 @@ def _in_order(values: Mapping[int, float]) -> Series:
 def total_steps(config: Mapping[str, Any], begin: LoggedEvent | None) -> int | None:
     """Return the number of steps of a whole run, or None if it is not known.
 
-    It is `run.steps` of the config. If the config gives epochs instead, the run has written the expected number of
+    This is `run.steps` of the config. If the config gives epochs instead, the run has written the expected number of
     steps into the event `begin`, its newest start or resume.
     """
     return asked_number(config, "steps") or (_number(begin.event.details.get("steps")) if begin else None)
@@ -165,7 +165,7 @@ def _number(value: object) -> int | None:
 def find_runs(folder: Path, depth: int = 3) -> list[History]:
     """Return the runs in `folder` and up to `depth` levels below it, sorted by path; links are not followed.
 
-    They include runs that have lost their config, and folders that cannot be read.
+    Runs that have lost their config are included, and so are folders that cannot be read.
     """
     try:
         names = sorted(entry.name for entry in os.scandir(folder))

@@ -172,7 +172,7 @@ class Lines:
         self._waiting = b""
 
     def _begin_branch(self, path: Path, lines: bytes, step: int) -> None:
-        """Write the `lines` of the run that is continued, without the lines of steps after `step`."""
+        """Write the `lines` of the continued run, without the lines of steps after `step`."""
         if not self.is_cut:  # otherwise `_cut` removes them
             lines = b"".join(line for line in lines.splitlines(keepends=True) if _step(line) <= step)
         with open_own(path, "wb") as file:
@@ -272,9 +272,9 @@ class Tail(Generic[Line]):
     _last: bytes = field(default=b"", init=False)  # the line that ends at `_place`
 
     def read(self) -> tuple[bool, list[Line]]:
-        """Return whether the lines begin anew, and the new lines that are whole and not damaged.
+        """Return whether to start over with the lines, and the new lines that are whole and not damaged.
 
-        They begin anew at the first call, and after the file was replaced, truncated or removed, such as by a resume.
+        The reader starts over at the first call, and after the file was replaced, cut or removed, such as by a resume.
         """
         from hookdiff.run_dir.thinned import read_part
 
@@ -282,7 +282,7 @@ class Tail(Generic[Line]):
             with open_file(self.path) as file:
                 inode = os.fstat(file.fileno()).st_ino
                 file.seek(self._place - len(self._last))
-                # A cut file may have grown beyond the place again, and a new file may get the inode of the old one.
+                # A cut file may have grown beyond `_place` again, and a new file may get the inode of the old one.
                 anew = inode != self._inode or file.read(len(self._last)) != self._last
                 self._place = file.seek(0 if anew else self._place)
                 part = read_part(file, self.most)

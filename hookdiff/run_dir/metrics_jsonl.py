@@ -19,7 +19,7 @@ DISTANCES = ("fd/", "fid/")  # beginnings of the names of FID values
 
 
 def is_distance(name: str) -> bool:
-    """Return whether `name` is that of a logged FID value, and not of its number of images or its floor."""
+    """Return whether `name` is the name of a logged FID value, not of the number of images or the floor of an FID."""
     return name.startswith(DISTANCES) and not name.endswith(("/", "/num", "/floor"))
 
 

@@ -39,7 +39,7 @@ class Display(Protocol):
         """Show the lines for the first time."""
 
     def tick(self) -> None:
-        """Draw the lines again if `PAUSE` is over. There is no thread, which would interrupt the training at random."""
+        """Draw the lines again after a `PAUSE`. A thread would do this, too, but interrupt the training at random."""
 
     def stop(self) -> None:
         """Leave the last lines in the output, or remove them."""
@@ -120,7 +120,7 @@ class Bottom:
             self._next = time.monotonic() + PAUSE
 
     def stop(self) -> None:
-        """Leave the last lines on the terminal or remove them, and give the handlers their streams back."""
+        """Leave the last lines on the terminal or remove them, and restore the streams of the log handlers."""
         for handler, stream in self._handlers:
             handler.stream = stream  # setStream would flush, which fails on a broken terminal
         self._handlers = []

@@ -1,4 +1,4 @@
-"""The progress of long work. It is shown as a bar; if there is no bar, it is written to the log."""
+"""The progress of long work. A bar shows the progress; if there is no bar, the log gets it."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Difference:
         return all(isinstance(value, str) and not is_digest(value) for value in (self.here, self.there))
 
     def describe(self, first: str, second: str) -> str:
-        """Return a sentence with the names of both runs; long values are cut to the part that differs."""
+        """Return a sentence with the names of both runs; long values are shortened to the part that differs."""
         if self.here is _ABSENT or self.there is _ABSENT:
             return f"{self.key} is only in {second if self.here is _ABSENT else first}"
         here, there = self._texts()
@@ -76,7 +76,7 @@ class Difference:
 
 
 def all_differences(here: Mapping[Any, Any], there: Mapping[Any, Any], tolerance: float = 0.0) -> list[Difference]:
-    """Return the values that differ between `here` and `there`; with a `tolerance`, by more than this share of them.
+    """Return the values that differ between `here` and `there`; with a `tolerance`, by more than that share.
 
     A NaN equals a NaN. Values with a `ValueKey` are in the order of their steps.
     """

@@ -31,7 +31,7 @@ from hookdiff.testing.record import PLUGIN, Record, Runs
 from hookdiff.testing.transfers import CountTransfers
 
 _OF_STEPS = {*hooks_of("batch", "passes", "scale", "update", "after")} - {"on_epoch_end"}
-_OF_THE_STEP = {gradients.__file__, ranks.__file__}  # the loop itself makes one transfer in each step, there
+_OF_THE_STEP = {gradients.__file__, ranks.__file__}  # files in which the loop makes the one transfer of a step
 _MUTABLE = (list, dict, set, deque)
 _BROKEN = "the plugin breaks the contract"
 _INSTEAD = {
@@ -46,7 +46,7 @@ def assert_keeps_contract(
     """Raise AssertionError, with the hook and the remedy, unless the plugin keeps the rules of the hooks.
 
     The plugin compares by identity, its options have types, and no two instances share a value that a run changes. It
-    changes weights and gradients only in hooks that may do so, and clears gradient norms that it makes wrong. Its hooks
+    changes weights and gradients only in hooks that may do so, and clears gradient norms after such a change. Its hooks
     in a step print nothing, and do not wait for the device in every unlogged step. No autograd graph outlives its step.
 
     Args:

@@ -97,4 +97,4 @@ def _wrong_samples(solver: Solver, diffusion: Diffusion) -> str | None:
     mean, std = float(x.mean()), float(x.std())
     if max(abs(mean - _MEAN), abs(std - _STD)) <= 0.02 * _STD:
         return None
-    return f"its samples have the mean {mean:.3f} and the deviation {std:.3f}, those of the data are {_MEAN} and {_STD}"
+    return f"its samples have the mean {mean:.3f} and the deviation {std:.3f}, but the data has {_MEAN} and {_STD}"

@@ -48,7 +48,7 @@ _COPIES: Mapping[str, Callable[[Any], Any]] = {"model": copy.deepcopy, "objectiv
 class Record:
     """Records a run, also over several processes: it saves and stops the run after an update, and restores it.
 
-    It is the last plugin of the list, so that all others have run before it.
+    This plugin is the last of the list, so that all other plugins have run before it.
     """
 
     name: str  # in messages

@@ -37,7 +37,7 @@ def assert_resumes(
         if resumed.saved is None:
             steps = max((key.step for key in whole.steps), default=0)
             raise ValueError(f"the run ended after {steps} steps, before a save at {cuts}: give smaller steps in `at`")
-        problem = f"a run that was saved and resumed after the steps {cuts} differs from a whole one"
+        problem = f"a run that was saved and resumed after the steps {cuts} differs from an uninterrupted run"
         _compare(problem + _lost_fields(whole, resumed), whole, resumed, texts)
 
 

@@ -33,7 +33,7 @@ _CHECKPOINT, _KILL, _END = 2, 5, 6  # steps: resumed from, first after the kill,
 _ROUNDING = 1e-6  # trackers keep numbers in float32
 _LIMITS = (0.1, 1.0)  # seconds to wait for a hanging call; the longer limit is for a busy machine
 _CALLS = ("open", "filled", "scalars", "images", "texts", "distributions", "event", "close")
-_EARLIER = "begin the tracker anew in open, and return earlier(run, self)"
+_EARLIER = "begin a new record in open, and return earlier(run, self)"
 _REMEDIES = {
     "a run": "scalars has to write each of the values, NaN included, and close has to flush them",
     "a kill and a resume": f"the tracker keeps the values up to run.step, and none of later steps: {_EARLIER}",
@@ -52,13 +52,13 @@ _FAULTS: Final[Mapping[str, Exception | None]] = {
 def assert_tracks(make: Callable[[Path], Sink], read: Callable[[Path], Mapping[tuple[int, str], float]]) -> None:
     """Raise AssertionError, with the sink, the call and the remedy, unless the tracker has the values of each run.
 
-    It holds the values of metrics.jsonl after a run, a kill and a resume, a rollback, a branch, and `hookdiff mirror`.
-    To imitate a kill, the files of the run directory and of the tracker are copied in the middle of a run. The run is
-    resumed from these copies and an older state, with the tracker at a new path. Numbers may be rounded to float32.
-    Values that JSON lacks, such as infinity, are NaN.
+    The tracker must hold the values of metrics.jsonl after a run, after a kill and a resume, after a rollback, in a
+    run that continues another in a new directory (a branch), and after `hookdiff mirror`. To imitate a kill, the files
+    of the run directory and of the tracker are copied during a run. The run is resumed from these copies and an older
+    state, with the tracker at a new path. Numbers may be rounded to float32. Values that JSON lacks are NaN.
 
     If a call of the sink fails, is locked or hangs, a resumed run is the same to the last bit as without the sink, and
-    logs one warning, that the sink is switched off.
+    logs one warning: the sink is switched off.
 
     Args:
         make: returns a new sink that writes to the tracker at a path, an existing folder. A branch has a different path
@@ -261,7 +261,7 @@ class _Tests:
             try:
                 record = self.train_with(killed, sink)
             except Exception as raised:
-                remedy = "the methods of Sink are called on its own thread: implement them, and no hooks"
+                remedy = "the methods of Sink are called on its own thread: implement these methods, and no hooks"
                 raise AssertionError(f"{problem}: {raised!r} ends the run; {remedy}") from raised
         if not is_called:
             return  # such as `filled`, if `open` returns no calls

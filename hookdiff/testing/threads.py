@@ -1,6 +1,6 @@
 """Ranks as threads of one process, which take turns: a test of a plugin needs no other processes, and no network.
 
-A thread runs until it waits for an exchange with the others. Then the next thread runs, so that nothing happens at
+A thread runs until it waits for an exchange with other threads. Then the next thread runs, so that nothing happens at
 random. If the ranks wait for different exchanges, or if a rank ends while another waits, the error names the place of
 each rank: real processes would hang there.
 """
