@@ -28,7 +28,7 @@ def sheet(
     """Return a picture of all panels, with `abreast` panels in a row (None: all panels).
 
     `scale` enlarges both sides of the images with smooth interpolation; None enlarges small images to a width of about
-    64 pixels. The key "panels" of the picture's info (its metadata) gets the places of the images: `panel_layouts`.
+    64 pixels. The metadata of the picture has the places of the images; `panel_layouts` reads them.
     """
     drawn = [Drawn.of(panel, scale) for panel in panels]
     abreast = abreast or len(drawn)

@@ -45,7 +45,7 @@ class RunDir:
     def prepare_model(self, loop: Loop) -> None:
         """Lock an existing directory.
 
-        Raises UserError if it holds an earlier run that is neither resumed nor overwritten, or another process has it.
+        Raises UserError if another process has locked it, or if its run is neither resumed nor overwritten.
         """
         path = loop.run_dir if loop.is_main else None
         self._is_ready = False

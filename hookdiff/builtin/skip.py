@@ -13,7 +13,7 @@ logger = logging.getLogger("hookdiff")
 
 @define(eq=False)
 class SkipBatches:
-    """Skips the next batches of a run before any other plugin starts, as `on_nan` skips a batch.
+    """Skips the next batches of a run before any other plugin starts, in the same way as `on_nan`.
 
     The batches that follow are the same as if the skipped batches had been trained on. An epoch that ends meanwhile is
     counted, but `on_epoch_end` is not called.

@@ -16,7 +16,7 @@ from hookdiff.options.fields import about
 
 def _check_partial(start: Start, _: Any, partial: bool) -> None:
     if partial and not start.start_from:
-        raise ValueError("needs start_from; set start_from, too")
+        raise ValueError("needs start_from; set model.start_from, too")
 
 
 @define(eq=False)

@@ -42,7 +42,7 @@ def read_file(path: Path) -> bytes:
     """Return the content of a file.
 
     Raises:
-        OSError: also for a pipe, a socket or a device.
+        OSError: if the file cannot be read, and for a pipe, a socket or a device.
     """
     with open_file(path) as file:
         return file.readall()

@@ -39,7 +39,7 @@ class Alarms:
     """Remembers the findings that were reported, by keys that the plugin chooses, so that each is reported once.
 
     A finding is news when it appears, when its severity changes, and when it comes back after it was over.
-    `loop.log.report(alarms.news(step, key, finding))` reports it.
+    `loop.log.report(alarms.news(step, key, finding))` reports a finding if it is news.
     """
 
     _raised: Raised = field(factory=dict, init=False)  # severity, last step and size, by key

@@ -96,7 +96,7 @@ class Log:
         """Log `values`, numbers or scalar tensors, of the current step.
 
         A pair (sum, count) is logged as their ratio, and left out if the count is 0. A `detail` goes to metrics.jsonl
-        and the other sinks, but not into lines for people. Raises ValueError for the names "step" and "time", for
+        and the other sinks, but is not printed. Raises ValueError for the names "step" and "time", for
         the name of a picture, text or distribution, and for a value that is no number.
         """
         for name, value in values.items():
@@ -113,7 +113,7 @@ class Log:
     def average(self, values: Mapping[str, Value], *, detail: bool = False) -> None:
         """Log the mean of `values`, numbers or scalar tensors, over all steps since the last log, when the next is due.
 
-        For `detail` see `__call__`. Raises ValueError as a call of the log does, and for a pair.
+        For `detail` see `__call__`. Raises ValueError as `__call__` does, and for a pair.
         """
         for name, value in values.items():
             _check_number(name, value, "a number or a scalar tensor")

@@ -90,7 +90,7 @@ def parts(kind: type[Chosen]) -> dict[str, type[Chosen]]:
 def path_of(kind: str, known: Iterable[str], use: object, key: str = "use") -> str:
     """Return the path `module:Name` of `use`, the value of `key`: the name of an entry point "kind.name", or a path.
 
-    Raises PluginError if it is neither, with the `known` names, or if several entry points claim the name.
+    Raises PluginError, with the `known` names, if `use` is neither, or if several entry points claim the name.
     """
     name, offered = str(use), published(kind)
     if name not in offered and ":" not in name:

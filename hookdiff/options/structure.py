@@ -433,7 +433,7 @@ def _attrs_class(value: Any, kind: Any) -> Any:
 
 
 def _choice(value: Any, kind: type[Choice]) -> Choice:
-    """Read a name, or a table of `use`, which is a name, and the options of the class with this name."""
+    """Read the name of a class, or a table with this name as `use` and the options of the class."""
     if isinstance(value, kind):
         return value
     if not isinstance(value, (str, dict)):

@@ -1,6 +1,6 @@
 """Reads every k-th line of a long metrics.jsonl, so that its curves look as if all were read.
 
-Reading a long file takes most of its time in JSON. So only every k-th line of the usual names, such as the loss, is
+A long file takes long to read because its JSON is parsed. So only every k-th line of the usual names, such as the loss, is
 parsed. Lines with a rare name, such as an FID value, are all parsed.
 """
 

@@ -56,7 +56,7 @@ Show = Callable[[Sequence[Work]], None]
 
 
 class _Here(threading.local):
-    """The works of one thread, outermost first, and the functions that show them; only the last function is called."""
+    """The `Work` objects of a thread, outermost first, and the functions that show these; only the last is called."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
@@ -68,7 +68,7 @@ _here = _Here()
 
 @contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """Call `show` with the works of this thread, outermost first, after each part; the log then gets no messages."""
+    """Call `show` with the `Work` objects of this thread, outermost first, after each part, instead of logging."""
     _here.shows.append(show)
     try:
         yield
@@ -77,7 +77,7 @@ def shown_by(show: Show) -> Iterator[None]:
 
 
 def is_shown() -> bool:
-    """Return whether a function shows the works of this thread."""
+    """Return whether a function shows the progress of work in this thread."""
     return bool(_here.shows)
 
 

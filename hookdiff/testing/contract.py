@@ -45,7 +45,7 @@ def assert_keeps_contract(
 ) -> None:
     """Raise AssertionError, with the hook and the remedy, unless the plugin keeps the rules of the hooks.
 
-    The plugin compares by identity, its options have types, and no two instances share a value that a run changes. It
+    The plugin is compared by identity, its options have types, and no two instances share a value that changes. It
     changes weights and gradients only in hooks that may do so, and clears gradient norms after such a change. Its hooks
     in a step print nothing, and do not wait for the device in every unlogged step. No autograd graph outlives its step.
 
@@ -66,7 +66,7 @@ def assert_keeps_contract(
             except ValueError as error:
                 notes = "\n".join(getattr(error, "__notes__", []))
                 if not isinstance(error, UserError) and f"'on_start' of the plugin {PLUGIN!r}" in notes:
-                    remedy = "for a mistake of the user raise UserError, and begin with plugins.NAME.KEY"
+                    remedy = "for a mistake of the user raise UserError, with a text that begins with plugins.NAME.KEY"
                     raise AssertionError(f"{error!r} in on_start: {remedy}") from error
                 raise
         after = _of_all_instances(kind)

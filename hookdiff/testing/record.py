@@ -212,7 +212,7 @@ class Runs:
 
 
 def _unsaved(plugin: object) -> dict[str, Any]:
-    """Return digests of the plain fields of a plugin, by name, without those made by `saved`."""
+    """Return digests of the plain fields of a plugin, by name, except for fields made by `saved`."""
     saved = {each.name for each in saved_fields(plugin).values()}
     fields = {name: value for name, value in _fields(plugin).items() if name not in saved}
     digests: dict[str, Any] = {}

@@ -77,7 +77,7 @@ def assert_tracks(make: Callable[[Path], Sink], read: Callable[[Path], Mapping[t
 
 @define(eq=False)
 class _Everything:
-    """Logs values of each kind, some in few steps; without `has_odd` it does not log "test/odd"."""
+    """Logs values of each kind, some of them only in a few steps; `has_odd`: also "test/odd"."""
 
     has_odd: bool = True
 
@@ -129,7 +129,7 @@ class _Restores:
 
 @define(eq=False)
 class _Copies:
-    """Copies folders as a kill of the process would leave them, after the calls of the sink so far."""
+    """Copies folders in the state that a kill of the process would leave, after the calls of the sink so far."""
 
     sink: Sink
     copies: Mapping[Path, Path]
@@ -209,7 +209,7 @@ class _Tests:
         return _Killed(run_dir, path, memory.state, copies)
 
     def check_resumes(self, killed: _Killed) -> None:
-        """Check the resumed run, a branch of it, and a mirror of it."""
+        """Check a resumed run, a branch of this run, and `hookdiff mirror`."""
         killed.put_back()
         tracker = killed.copy_tracker(self.new_folder())
         self.resume(killed, killed.run_dir, {_SINK: self.new_sink(tracker)}, resume=True)
