@@ -23,7 +23,7 @@ def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
     """Yield a function that makes all forward and backward passes of a step, with the hook `accumulate`.
 
     The function takes a batch from the hook `draw`, and returns the detached loss. `loop.gradients` then holds
-    the gradients, times the loss scale, until the next call. `loop.set_micro_batch` has effect until the end of the `with`.
+    the gradients, times the loss scale, until the next call. `loop.set_micro_batch` is undone at the end of the `with`.
 
     At the end of the `with`, even after an error, these are restored: the weights, buffers and gradients of the model
     and of adopted modules, the states of plugins, the generators of torch, and the micro-batch. Logged values are

@@ -38,7 +38,7 @@ def parse_every(value: int | str | Every) -> Every:
     """Read `500`, `"500"`, `"2 epochs"` or `"15 min"`; units: step(s), epoch(s), s, sec, min, h.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for any other value.
     """
     if isinstance(value, Every):
         return value

@@ -105,7 +105,7 @@ def _elsewhere(target: Callable[..., Any], key: str) -> str:
 
 
 def _known(target: object) -> Mapping[str, type]:
-    """Return the choices of the kind of `target` by name, if it is a choice."""
+    """Return the classes of the kind of `target` by name, if it is a `Choice`."""
     return target.known if inspect.isclass(target) and issubclass(target, Choice) else {}
 
 
