@@ -1,4 +1,4 @@
-"""Sends a recorded run to a sink, which passes it on to a tracker, from the files of the run directory."""
+"""Sends a run from the files of its run directory to a sink, which passes it on to a tracker."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Sink:
         """Write the `values` logged at `step`; they may be nan or infinite."""
 
     def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
-        """Write pictures, which have uint8 pixels."""
+        """Write pictures with uint8 pixels."""
 
     def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
         """Write texts."""

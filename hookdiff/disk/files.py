@@ -155,7 +155,7 @@ def copy_file(path: Path, copy: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file, a link, or a folder with its content, as far as possible; raises no error."""
+    """Remove a file, a link, or a folder with its content; errors are ignored."""
     with suppress(OSError, StorageError):
         check_place(path.parent)
         if path.is_dir() and not path.is_symlink():  # rmtree would open a pipe, and wait for ever

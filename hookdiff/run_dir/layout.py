@@ -53,5 +53,5 @@ def run_of(path: Path) -> Path:
         confine(above)
         return above
     if path.exists():
-        raise UserError(f"{path} is no run directory: it has no {CONFIG}")
+        raise UserError(f"{path} is no run directory: it has no {CONFIG}; name a run or its checkpoint")
     raise no_such_folder(path)

@@ -35,7 +35,7 @@ def write_picture(run_dir: Path, name: str, step: int, picture: Picture) -> None
 
 
 def remove_pictures(run_dir: Path, after: int) -> None:
-    """Remove the pictures of steps later than `after`, as far as possible."""
+    """Remove the pictures of steps later than `after`; errors are ignored."""
     for pictures in find_pictures(run_dir, after).values():
         for path in pictures.values():
             discard(path)

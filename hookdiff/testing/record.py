@@ -46,7 +46,7 @@ _COPIES: Mapping[str, Callable[[Any], Any]] = {"model": copy.deepcopy, "objectiv
 
 @define(eq=False)
 class Record:
-    """Records a run, also over several processes: it saves and stops the run after an update, and restores it.
+    """Records a run, even one of several processes: it saves and stops the run after an update, and restores it.
 
     This plugin is the last of the list, so that all other plugins have run before it.
     """
