@@ -28,7 +28,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("diffusion.process", "diffusion.prediction", "diffusion.conditional", "diffusion.conditions"),
         *("diffusion.data_mean", "diffusion.data_std"),
     ),
-    "the saved state does not fit another optimizer": ("optimizer.use",),
+    "the saved state of the optimizer would not fit": ("optimizer.use",),
 }
 FIXED = {key: reason for reason, keys in _REASONS.items() for key in keys}
 # Options of a fixed part that can still change, because they only decide which times are drawn.
@@ -102,7 +102,7 @@ def changes(
     before, after, usual = (dict(flat(plain(config))) for config in (old, new, defaults))
     for key in dict.fromkeys((*after, *before)):
         was, now = before.get(key), after.get(key)
-        # "auto" is replaced by its value later. A key that the old config lacks did not change from its default.
+        # "auto" is replaced by its value later. A key that the old config lacks had its default.
         if now == AUTO or (was is None and usual.get(key) in (now, AUTO)):
             continue
         table, _, name = key.partition(".")

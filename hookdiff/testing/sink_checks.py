@@ -29,7 +29,7 @@ from hookdiff.testing.record import Record, quiet, round_trip
 from hookdiff.testing.toy import toy_loop
 
 _SINK = "sink"  # the name of the tested sink in its runs
-_CHECKPOINT, _KILL, _END = 2, 5, 6  # steps: resumed from, first after the kill, last
+_CHECKPOINT, _KILL, _END = 2, 5, 6  # steps: of the saved state, of the kill, and of the end
 _ROUNDING = 1e-6  # trackers keep numbers in float32
 _LIMITS = (0.1, 1.0)  # seconds to wait for a hanging call; the longer limit is for a busy machine
 _CALLS = ("open", "filled", "scalars", "images", "texts", "distributions", "event", "close")
@@ -37,7 +37,7 @@ _EARLIER = "begin a new record in open, and return earlier(run, self)"
 _REMEDIES = {
     "a run": "scalars has to write each of the values, NaN included, and close has to flush them",
     "a kill and a resume": f"the tracker keeps the values up to run.step, and none of later steps: {_EARLIER}",
-    "a rollback": f"it closes the sink and opens it again, without the values after run.step: {_EARLIER}",
+    "a rollback": f"a rollback closes the sink and opens it again, without values after run.step: {_EARLIER}",
     "a branch": f"the new tracker begins with the earlier values of the continued run: {_EARLIER}",
     "hookdiff mirror": "clear has to remove the run from the tracker, and open has to prepare it for scalars",
 }
