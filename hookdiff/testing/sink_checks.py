@@ -271,7 +271,7 @@ class _Tests:
             (each.describe("the run without it", "the run with it") for each in differences),
         )
         if len(self.warnings) != 1 or not all(name in self.warnings[0] for name in (self.name, call)):
-            remedy = "do not catch the error, because Sink logs that it is switched off; log no other warning"
+            remedy = "do not catch the error, because Sink logs that it is switched off; log no warning of your own"
             raise AssertionError(
                 "\n  ".join([f"{problem}: expected one warning that names both; {remedy}:", *self.warnings])
             )
