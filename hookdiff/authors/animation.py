@@ -21,8 +21,8 @@ def save_animation(frames: Sequence[Image], path: Path, *, frame: int = 120, las
     Args:
         frames: pictures of one size.
         path: the file.
-        frame: milliseconds that each frame is shown.
-        last: milliseconds that the last frame is shown.
+        frame: time for which each frame is shown, in milliseconds.
+        last: time for which the last frame is shown, in milliseconds.
 
     Raises:
         OSError, RuntimeError or ValueError: if the file cannot be written.

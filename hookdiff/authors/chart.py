@@ -13,7 +13,7 @@ from hookdiff.disk.files import new_file
 from hookdiff.disk.paths import check_writable
 from hookdiff.errors import UserError
 
-WIDTH, HEIGHT = 900, 300  # of a panel, in pixels
+WIDTH, HEIGHT = 900, 300  # of a chart, in pixels
 _LEFT, _RIGHT, _TOP, _BOTTOM = 90, 24, 44, 44  # margins
 _SCALE = 4  # the picture is drawn larger and then shrunk, so that lines are smooth
 _INK, _FAINT, _DOT, _PAPER = "#222222", "#dddddd", "#9db8d6", "white"
@@ -24,18 +24,18 @@ Points = Sequence[tuple[float, float]]
 
 @frozen(kw_only=True)
 class Chart:
-    """A curve on its axes, with a title, and with a legend of all that has a name."""
+    """A curve on axes, with a title. The legend lists the curve, the dots and the marks that have names."""
 
     title: str
     x_label: str
-    curve: Points  # x rises
+    curve: Points  # in rising order of x
     name: str = ""  # of the curve, in the legend
-    dots: Points = ()  # behind the curve, between its ends
+    dots: Points = ()  # points behind the curve, with x between its ends
     dots_name: str = ""
     marks: Mapping[str, float] = {}  # x of up to 3 vertical lines, by name
-    highest: float = math.inf  # larger y are drawn at the upper end
-    log_x: bool = False  # x is above 0
-    log_y: bool = False  # y is above 0
+    highest: float = math.inf  # the axis ends here, or at the next round number; larger y are drawn at its end
+    log_x: bool = False  # whether the x axis is logarithmic; then all x are above 0
+    log_y: bool = False  # whether the y axis is logarithmic; then all y are above 0
     height: int = HEIGHT
 
 
@@ -47,7 +47,7 @@ def draw_charts(charts: Sequence[Chart], path: Path) -> None:
         path: file to write; its suffix gives the format.
 
     Raises:
-        UserError: if the file cannot be written, or its name ends in no known format.
+        UserError: if the file cannot be written, or if its suffix is of no known picture format.
     """
     check_picture(path)
     height, top = sum(chart.height for chart in charts), 0
@@ -64,17 +64,17 @@ def draw_charts(charts: Sequence[Chart], path: Path) -> None:
 
 
 def draw_curves(curves: Mapping[str, Callable[[int], float]], last: int, path: Path) -> None:
-    """Write a picture of functions of the step, at least 0 each, from step 0 to `last` >= 1, in a chart each.
+    """Write a picture with a chart for each function of the step, such as a learning rate, from step 0 to `last`.
 
     Args:
-        curves: the functions, by the title of their chart.
-        last: the last step.
+        curves: the functions, by the title of their chart; their values are at least 0.
+        last: the last step, at least 1.
         path: file to write; its suffix gives the format.
 
     Raises:
         UserError: see `draw_charts`.
     """
-    # Every step, or four steps for each pixel.
+    # Draw every step, or four steps for each pixel if there are more.
     shown = sorted({round(k * last / (4 * WIDTH)) for k in range(4 * WIDTH + 1)})
     values = {title: [(step, curve(step)) for step in shown] for title, curve in curves.items()}
     draw_charts([Chart(title=title, x_label="step", curve=curve) for title, curve in values.items()], path)
@@ -84,7 +84,7 @@ def check_picture(path: Path) -> None:
     """Check that a picture can be written at `path`; the check writes nothing.
 
     Raises:
-        UserError: if not.
+        UserError: if no picture can be written there.
     """
     check_writable(path)
     if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
@@ -93,19 +93,19 @@ def check_picture(path: Path) -> None:
 
 @frozen
 class Axis:
-    """The range of an axis of a chart, from `low` to `high`, which is larger."""
+    """The range of an axis of a chart, from `low` to a larger `high`."""
 
     low: float
     high: float
     is_log: bool
 
     def share(self, value: float) -> float:
-        """Return the place of a number: 0 is the low end, 1 the high end."""
+        """Return the position of a value on the axis: 0 at the low end, 1 at the high end."""
         low, high, at = map(math.log if self.is_log else float, (self.low, self.high, value))
         return (at - low) / (high - low)
 
     def marks(self, most: int) -> list[float]:
-        """Return round numbers on the axis: two or more, and at most `most` + 1 on a linear axis."""
+        """Return round numbers in the range of the axis: at least two, and at most `most` + 1 if it is linear."""
         marks = self._inside(_log_ticks(self.low, self.high)) if self.is_log else []
         return marks if len(marks) > 1 else self._inside(ticks(self.low, self.high, most))
 
@@ -117,14 +117,14 @@ def _vertical(chart: Chart) -> Axis:
     heights = [min(y, chart.highest) for _, y in (*chart.curve, *chart.dots)]
     low, high = min(heights), max(heights)
     if chart.log_y:
-        return Axis(low / 1.03, high * 1.03, is_log=True)  # some room, even if all values are equal
+        return Axis(low / 1.03, high * 1.03, is_log=True)  # leaves room above and below, even if all values are equal
     low = min(0.0, low)
     ends = ticks(low, high if high > low else low + 1)
     return Axis(ends[0], ends[-1], is_log=False)
 
 
 def _draw(chart: Chart, canvas: ImageDraw.ImageDraw, top: int) -> None:
-    """Draw a chart on `canvas`, which is _SCALE times as large as the picture, from the row `top` of the picture on."""
+    """Draw a chart with its upper edge at the row `top` of the picture. `canvas` is the picture, enlarged by _SCALE."""
     font = ImageFont.load_default(13 * _SCALE)
     across = Axis(chart.curve[0][0], chart.curve[-1][0], chart.log_x)
     up = _vertical(chart)
@@ -168,20 +168,20 @@ def _draw(chart: Chart, canvas: ImageDraw.ImageDraw, top: int) -> None:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Return round numbers at equal distances from `low`, or just below, to `high`, or just above.
+    """Return equally spaced round numbers that cover the range from `low` to a larger `high`.
 
-    There are at most `most` + 1 of them if `low` is 0, else at most `most` + 2; `high` is above `low`.
+    There are at most `most` + 1 numbers if `low` is 0, else at most `most` + 2.
     """
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
-    # 20 is for a quotient that is rounded to just above 10.
+    # The factor 20 is needed if rounding makes rough / power slightly larger than 10.
     apart = next(nice * power for nice in (1, 2, 2.5, 5, 10, 20) if nice * power >= rough * (1 - 1e-9))
     first, last = math.floor(low / apart + 1e-9), math.ceil(high / apart - 1e-9)
     return [float(f"{k * apart:.12g}") for k in range(first, last + 1)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Return powers of ten around `low` > 0 and `high`, with round multiples of them if there are few."""
+    """Return powers of ten that cover the range from `low` > 0 to `high`, and, if they are few, round multiples."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 1.5, 2, 3, 5, 7) if high < 20 * low else (1, 2, 5) if len(powers) <= 4 else (1,)
     return [float(f"{factor}e{power}") for power in powers[:: len(powers) // 14 + 1] for factor in factors]

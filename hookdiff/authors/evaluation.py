@@ -26,31 +26,31 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class Evaluation(Periodic):
-    """The base of plugins that measure the network: a subclass implements `evaluate`, and `val/NAME` is logged.
+    """The base of plugins that measure the network: the values that `evaluate` returns are logged as `val/NAME`.
 
-    A measurement does not change the training, to the bit. The step of the newest measurement is saved, so that a
-    resumed run measures at the same steps as a run that was never stopped. A subclass saves more state in fields made
-    by `saved`.
+    A subclass implements `evaluate`. A measurement does not change the training by a single bit. The step of the newest
+    measurement is saved, so that a resumed run measures at the same steps as an uninterrupted run. A subclass can save
+    more state in fields made by `saved`.
     """
 
     weights: str | None = field(
         default=None,
         kw_only=True,
-        metadata=about('"model", or the name of an average to measure; default: an average if any'),
+        metadata=about('weights to measure: "model", or the name of an average; default: an average if there is one'),
     )
 
-    # Not by `saved`: type checkers would take it for an argument, after which none without a default may follow.
+    # Not `saved`: type checkers would take the field for an argument with a default, and no other may follow it.
     _acted_at: int | None = field(default=None, init=False, metadata=as_saved("measured_at", COUNT))
 
     @abstractmethod
     def evaluate(self, loop: Loop) -> Mapping[str, Value | Mean]:
-        """Return the values by name, as for `loop.log`: scalar tensors stay on their device.
+        """Return the measured values by name: what `loop.log` accepts, such as scalar tensors on their device.
 
-        The network holds the weights of the option `weights`, named `loop.weights.name`, and is in eval mode; gradients
-        are off. To sample with these weights, name them: `SampleRequest(16, weights=loop.weights.name)`. The global
-        generators of torch, numpy and Python have the same seed in each measurement, and a different seed on each rank.
-        It is called on all ranks, and must return the same names there. The mean of their values is logged; for pairs
-        (sum, count) it is the ratio of the sums.
+        The network is in eval mode, without gradients, and holds the weights of the option `weights`. To sample with
+        these weights, name them: `SampleRequest(16, weights=loop.weights.name)`. The global generators of torch, numpy
+        and Python have the same seed in each measurement, and a different seed on each rank. All ranks call this
+        method, and it must return the same names on each. The mean over the ranks is logged; for pairs (sum, count),
+        the total sum divided by the total count.
         """
 
     @hookimpl(specname="on_start")
@@ -62,7 +62,7 @@ class Evaluation(Periodic):
         """Measure, and log the values.
 
         Raises:
-            HookError: for a result of another type.
+            HookError: if `evaluate` returns another type.
         """
         seed = derive_seed(loop.config.seed, "evaluate", -1, loop.rank)  # no batch has this position
         with loop.weights(self.weights), evaluating(loop.model), seeded(seed, loop.device):

@@ -27,10 +27,10 @@ def gaussian_prediction(x: Any, alpha: Any, sigma: Any, mean: Any, std: Any) -> 
 
 
 def gaussian_flow(x: Tensor, start: tuple[float, float], end: tuple[float, float], mean: float, std: float) -> Tensor:
-    """Return the end of the probability flow of pixels from N(mean, std²) that begins with `x`.
+    """Return the end point of the probability flow that starts at `x`, for pixels from N(mean, std²).
 
-    `start` and `end` are pairs (alpha, sigma). Along the flow (x_t - alpha mean) / sqrt(alpha² std² + sigma²) stays the
-    same (Karras et al. 2022, arXiv 2206.00364, eq. 4, for a Gaussian).
+    `start` and `end` are pairs (alpha, sigma). Along the flow, (x_t - alpha mean) / sqrt(alpha² std² + sigma²) is
+    constant (Karras et al. 2022, arXiv 2206.00364, eq. 4, for a Gaussian).
     """
     (a, s), (a_end, s_end) = start, end
     grown = ((a_end**2 * std**2 + s_end**2) / (a**2 * std**2 + s**2)) ** 0.5
@@ -39,7 +39,7 @@ def gaussian_flow(x: Tensor, start: tuple[float, float], end: tuple[float, float
 
 
 def normal_quantiles(num: int) -> Tensor:
-    """Return `num` equally likely values of N(0, 1), in rising order, float64."""
+    """Return the quantiles of N(0, 1) at (k + 1/2) / `num`, for k from 0 to `num` - 1, in rising order, float64."""
     middles = (torch.arange(num, dtype=torch.float64) + 0.5) / num
     quantiles: Tensor = torch.special.ndtri(middles)
     return quantiles

@@ -1,4 +1,4 @@
-"""Makes many images with a Loop, and their features, with as many images at a time as fit in memory."""
+"""Samples many images with a Loop, and computes their features, in batches that fit in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hookdiff.options.imports import TRUST
 from hookdiff.options.structure import COUNT
 from hookdiff.terminal.pace import paced
 
-# Limits of the images that a CPU makes at a time: more take memory, and no less time. See benchmarks/README.md.
+# Limits of a batch on a CPU: a larger batch takes more memory, and no less time. See benchmarks/README.md.
 _VALUES_ON_CPU = 1 << 16
 _FEWEST_ON_CPU = 16
 
@@ -43,7 +43,7 @@ _USUAL = ", ".join(f'"{name}" for {" x ".join(map(str, shape))}' for shape, name
 
 @define(eq=False)
 class ImageMaker:
-    """Makes images in parts of the sampler's `batch_size`, which is halved whenever a part does not fit in memory."""
+    """Samples images in batches of the sampler's `batch_size`; a size that does not fit in memory is halved."""
 
     loop: Loop
     _fitting: Fitting = field(init=False)
@@ -56,31 +56,31 @@ class ImageMaker:
 
     @property
     def size(self) -> int:
-        """The number of images in a part."""
+        """The number of images in a batch."""
         return self._fitting.size
 
     def make(self, numbers: range, request: Callable[[range], SampleRequest]) -> Iterator[Tensor]:
-        """Yield the images `numbers` in parts: n c h w, float32, on the CPU. `request(part)` returns their request.
+        """Yield the images with these `numbers` in batches: n c h w, float32, on the CPU. `request` asks for a batch.
 
         Raises:
-            UserError: if not even one image fits, or if a part does not fit and the ranks share the model.
+            UserError: if not even one image fits, or if a batch does not fit and the model is sharded.
         """
         return self._fitting.parts(numbers, lambda part: self.loop.sample(request(part)).images.cpu())
 
 
 @define(eq=False)
 class Generated:
-    """Images of the current weights, and their features. The number of an image determines its noise and its class.
+    """Images sampled with the current weights, and their features. The number of an image sets its noise and class.
 
     Raises:
-        UserError: for unknown weights, and for features that do not take the images.
+        UserError: for unknown weights, and for features that do not accept images of this shape.
     """
 
     loop: Loop
-    choice: Features | None  # None: the usual features of such images
+    choice: Features | None  # None: the default for the shape of the images
     seed: int
     weights: str | None  # "model" or the name of an average; None: an average if there is one
-    is_strangers: bool = False  # whether the config is not trusted, so that features are opened without connections
+    is_strangers: bool = False  # whether the config is untrusted; features then open without the network
     space: Space = field(init=False)
     _maker: ImageMaker = field(init=False)
 
@@ -96,17 +96,17 @@ class Generated:
 
     @property
     def at_a_time(self) -> int:
-        """The number of images that all ranks together make at a time; all ranks must read it together."""
+        """The number of images that all ranks together sample at a time; all ranks must read this property together."""
         return min(gathered(self._maker.size)) * self.loop.num_ranks
 
     def used(self) -> str:
-        """Return the name of the weights that make the images now; with a plugin's guidance, "ema with NAME"."""
+        """Return the name of the weights that sample now, such as "ema"; with guidance by a plugin, "ema with NAME"."""
         samples = self.loop.sample(SampleRequest(0, weights=self.weights))
         usual, used = (each.guidance if each else None for each in (self.loop.sampler, samples.sampler))
         return samples.weights if used is None or used is usual else f"{samples.weights} with {used.use}"
 
     def images(self, numbers: range) -> Iterator[Tensor]:
-        """Yield the images `numbers` in parts, n c h w, float32; all ranks must call this."""
+        """Yield the images with these `numbers` in batches, n c h w, float32; all ranks must call this."""
 
         def request(part: range) -> SampleRequest:
             return SampleRequest(len(part), self.seed, part.start, stream="evaluate", weights=self.weights)
@@ -114,15 +114,15 @@ class Generated:
         return self._maker.make(numbers, request)
 
     def features(self, num: int, what: str) -> Collected:
-        """Return the features of the first `num` images, rounded to 8 bits as in a file; each rank makes a share.
+        """Return the features of the first `num` images, rounded to 8 bits as in a file; each rank samples a share.
 
         `what` names the images in messages, such as "fid: images".
 
         Raises:
-            ValueError: on all ranks for an image that is not finite.
+            ValueError: on all ranks, if an image is not finite.
         """
         start, end = shares(num)[self.loop.rank]
-        # As many images on all ranks, because ranks that share one model must call it equally often.
+        # The same number on all ranks, because ranks with a sharded model must call it equally often.
         most = max(last - first for first, last in shares(num))
         features, problems = Collected(), list[Exception]()
         with closing(paced(self.images(range(start, start + most)), most, what)) as parts:
@@ -130,7 +130,7 @@ class Generated:
                 try:
                     if not problems:
                         features.add(*self.space(_pixels(part, what)))
-                except Exception as error:  # raised below, since ranks that share a model must all go on
+                except Exception as error:  # raised below: all ranks of a sharded model must continue
                     problems.append(error)
 
         def share() -> Collected:
@@ -151,18 +151,18 @@ class ImageMetric(Periodic):
         default=None,
         kw_only=True,
         converter=converters.optional(chosen[Features]),
-        metadata=about(f'space of the features; default: {_USUAL}, else "{FEATURES_OF_OTHERS}"'),
+        metadata=about(f'features to compare; default: {_USUAL}, else "{FEATURES_OF_OTHERS}"'),
     )
     seed: int = field(default=0, kw_only=True, validator=ge(0), metadata=about("seed of the noise"))
     weights: str | None = field(
         default=None,
         kw_only=True,
-        metadata=about('"model", or the name of an average to sample with; default: an average if any'),
+        metadata=about('weights that sample: "model", or the name of an average; default: an average if there is one'),
     )
     space: Space = field(init=False)
     generated: Generated = field(init=False)
     _acted_at: int | None = saved(None, key="measured_at", validator=COUNT)
-    _is_strangers: bool = field(init=False, factory=is_closed)  # whether the plugin was made without connections
+    _is_strangers: bool = field(init=False, factory=is_closed)  # whether the config is untrusted
 
     @hookimpl(specname="on_start")
     def _open(self, loop: Loop) -> None:
@@ -175,14 +175,14 @@ class ImageMetric(Periodic):
 
     @abstractmethod
     def prepare(self, loop: Loop) -> None:
-        """Raise UserError for a run that cannot be measured, before it starts; the name of the plugin is added."""
+        """Prepare before the run starts; raise UserError if it cannot be measured (the plugin's name is added)."""
 
     @abstractmethod
     def measure(self, loop: Loop) -> dict[str, float]:
         """Generate images with the current weights, log their metrics, and return these by name.
 
         Raises:
-            ValueError: for an image that is not finite.
+            ValueError: if an image is not finite.
         """
 
     def act(self, loop: Loop) -> None:
@@ -190,7 +190,7 @@ class ImageMetric(Periodic):
 
 
 def _first(parts: Iterable[Tensor], num: int) -> Iterator[Tensor]:
-    """Yield the first `num` images of `parts`, and let all parts be made."""
+    """Yield the first `num` images of `parts`; all parts are sampled, even those that are not needed."""
     for part in parts:
         yield part[: max(0, num)]
         num -= len(part)

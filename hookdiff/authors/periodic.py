@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Periodic(ABC):
     """The base of plugins that act every n steps, epochs or minutes, and once more when the run is done.
 
-    A subclass is a plugin like any other (`@define(eq=False)`) and implements `act`. It may have hooks of its own; the
-    hooks of this class are called, too.
+    A subclass is a plugin like any other (`@define(eq=False)`) and implements `act`. A subclass may implement any
+    hook; the hooks of this class are still called.
     """
 
     every: Every = field(
@@ -32,9 +32,9 @@ class Periodic(ABC):
 
     @abstractmethod
     def act(self, loop: Loop) -> None:
-        """Act after an update, or at the end of an epoch. It is called on all ranks at the same step.
+        """Act after an update, or at the end of an epoch. All ranks call this method at the same step.
 
-        A run that ends before it is done, such as by a signal, has no last call.
+        If a run ends early, such as by a signal, there is no last call.
         """
 
     # These methods are not named like their hooks, so that a subclass can have the hooks without super().

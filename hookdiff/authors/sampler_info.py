@@ -1,4 +1,4 @@
-"""Facts about the sampler of a Loop."""
+"""The settings of the sampler of a Loop."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PARTS = ("sampler", "spacing", "clipping", "guidance")
 
 
 def sampler_info(loop: Loop, weights: str) -> dict[str, Any]:
-    """Return the settings with which `loop` samples with `weights` now, as JSON values, for the info of a picture.
+    """Return the settings with which `loop` samples with `weights` now, as JSON values for the metadata of a picture.
 
     The keys are sampler, spacing, clipping, guidance, steps, guidance_scale (of classifier-free guidance), precision
-    (unless float32), and options, with those of each part. Changes by plugins are included, such as those of
-    `autoguidance`. The result is empty if the sampler is not hookdiff's.
+    (unless float32), and options (the other options of each of these parts). Changes by plugins, such as
+    `autoguidance`, are included. The result is empty if the sampler is not hookdiff's.
     """
     sampler, objective = loop.sample(SampleRequest(0, weights=weights)).sampler or loop.sampler, loop.objective
     if not (isinstance(sampler, Sampling) and isinstance(objective, Diffusion)):

@@ -1,4 +1,4 @@
-"""Seeds the global generators for a while, such as to make a module."""
+"""Seeds the global random generators temporarily, such as to initialize a module."""
 
 import random
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from hookdiff.machine.randomness import default_generators_kept
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the global generators of Python, numpy and torch during the `with`; then restore them.
 
-    A module that is made there, such as `nn.Linear(2, 1)`, gets weights of this seed; the training draws as before.
+    A module made in the `with`, such as `nn.Linear(2, 1)`, gets weights of this seed, and the training does not change.
     """
     with default_generators_kept(device):
         torch.default_generator.manual_seed(seed)

@@ -25,10 +25,10 @@ def sheet(
     abreast: int | None = None,
     info: Mapping[str, Any] | None = None,
 ) -> Picture:
-    """Return a picture of all panels, `abreast` in a row; None puts all of them in one row.
+    """Return a picture of all panels, with `abreast` panels in a row (None: all panels).
 
     `scale` enlarges both sides of the images with smooth interpolation; None enlarges small images to a width of about
-    64 pixels. The info of the picture gets "panels", from which `panel_layouts` reads where the images are.
+    64 pixels. The metadata of the picture has the places of the images; `panel_layouts` reads them.
     """
     drawn = [Drawn.of(panel, scale) for panel in panels]
     abreast = abreast or len(drawn)
@@ -50,16 +50,16 @@ def sheet(
 def by_class(images: Tensor, labels: Sequence[int], names: Sequence[str], columns: int | None = None) -> Panel:
     """Return a panel in which the images of each class have rows of their own, with the name of the class beside them.
 
-    `labels` belong to the images, `names` to the classes; a label of -1 stands for no class. The classes are in the
-    order of their first images. By default (`columns=None`) the panel is as square as possible. The last row of a class
-    is filled up with white.
+    `labels` are the classes of the images, and `names` the names of the classes; the label -1 means no class. The
+    classes are in the order of their first images. By default (`columns=None`) the panel is as square as possible. The
+    last row of a class is padded with white.
     """
     pixels = as_pictures(images if images.dtype == torch.uint8 else to_uint8(images))
     labels = [label for label in labels for _ in range(len(pixels) // len(images))]  # an image may be several pictures
     groups = {label: [k for k, other in enumerate(labels) if other == label] for label in dict.fromkeys(labels)}
     largest = max(map(len, groups.values()))
     columns = min(columns or math.ceil(math.sqrt(len(labels))), largest)
-    columns = math.ceil(largest / math.ceil(largest / columns))  # the same number of rows, but fuller
+    columns = math.ceil(largest / math.ceil(largest / columns))  # as few as give the same number of rows
     white = torch.full_like(pixels[:1], 255)
     rows, beside = [], []
     for label, numbers in groups.items():

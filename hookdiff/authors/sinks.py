@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hookdiff")
 
-_WAITING = 64  # calls that may wait; pictures are large
+_WAITING = 64  # most calls in the queue, because pictures are large
 
 
 @frozen
@@ -43,28 +43,28 @@ class TrackedRun:
 
     run_dir: Path | None
     hparams: Mapping[str, Any]  # the whole config, as in config.toml
-    is_branch: bool  # whether it continues the run of another directory
+    is_branch: bool  # whether the run continues a run of another directory
     step: int  # updates so far; above 0 in a resumed run, and after a rollback
 
     @property
     def has_earlier_steps(self) -> bool:
-        """Whether the run directory has earlier steps of the run, with which a tracker can be filled."""
+        """Whether the run directory holds earlier steps of the run, which can be sent to a tracker."""
         return self.step > 0 and self.run_dir is not None and has_logged(self.run_dir)
 
 
 @define(eq=False)
 class Sink:
-    """The base of Aim and of every other tracker: a sink never ends a run, and never delays one for long.
+    """The base of all sinks, such as Aim: a sink sends a run to a tracker, and neither ends it nor delays it for long.
 
     A subclass is a plugin like any other (`@define(eq=False)`) and implements the methods below that it needs, but no
-    hooks. They are called on the main rank only. The training calls `check`. A thread of the sink calls the other
-    methods in their order, with copies and never with the loop. The training waits only for `open`, for `close`, and
-    while 64 calls are queued. A rollback closes the sink and opens it again. A call that raises a transient error is
-    repeated three times, after growing pauses. If a call fails or takes longer than `timeout`, the sink is switched off
-    with one warning and the run continues. KeyboardInterrupt and SystemExit end the run.
+    hooks. The methods are called on the main rank only. The training calls `check`. A thread of the sink calls the
+    other methods in order, with copies of the values and without the loop. The training waits only for `open`, for
+    `close`, and while 64 calls are queued. A rollback closes the sink and opens it again. A call that raises a
+    transient error is repeated three times, after growing pauses. If a call fails or takes longer than `timeout`, the
+    sink is switched off with one warning and the run continues. KeyboardInterrupt and SystemExit end the run.
 
-    The tracker is a mirror: the run directory holds everything that a sink gets, and `hookdiff mirror RUN --to NAME`
-    repeats these calls from its files. `time` is the time of the log call, in seconds since 1970.
+    All values that a sink gets are also in the run directory: `hookdiff mirror RUN --to NAME` sends them to a tracker
+    again. `time` is the time of the log call, in seconds since 1970.
     """
 
     _pauses: ClassVar[Sequence[float]] = (0.1, 0.5, 2.5)  # seconds before each repetition of a call
@@ -72,38 +72,38 @@ class Sink:
         default=30.0,
         validator=gt(0),
         kw_only=True,
-        metadata=about("limit of one call; after it, the tracker is switched off and the run goes on", "seconds"),
+        metadata=about("longest time of a call; after that, the tracker is off and the run continues", "seconds"),
     )
     _worker: _Worker | None = field(init=False, default=None)  # None unless the sink is open
     _is_closed: bool = field(init=False, default=False)  # whether a run has closed the sink, until the next run
 
     @property
     def where(self) -> str:
-        """Where the tracker keeps the run, for people, such as "the folder runs/x/tensorboard"; known once open."""
+        """A text on where the tracker keeps the run, such as "the folder runs/x/tensorboard"; known once it is open."""
         return type(self).__name__
 
     def place(self, run: TrackedRun) -> object:
-        """Return the place to which the tracker would write the run; two sinks with equal places replace each other.
+        """Return the place to which the tracker would write the run; sinks with equal places overwrite each other.
 
-        By default, a sink has one place, whatever its options are.
+        By default, all sinks of a class have the same place.
         """
         return type(self)
 
     def check(self, loop: Loop) -> None:
         """Raise UserError for a mistake of the user, such as a missing package; the run then ends before it starts.
 
-        The states of plugins are not loaded yet. Copy the facts from `loop` that the other methods need.
+        The states of plugins are not loaded yet. Copy the values from `loop` that the other methods need.
         """
 
     def clear(self, run: TrackedRun) -> None:
         """Remove this run from the tracker; `hookdiff mirror` calls it before `open`."""
 
     def open(self, run: TrackedRun) -> Sequence[Call] | None:
-        """Open the tracker: before the first step, when the state of a resumed run is loaded, and after a rollback.
+        """Open the tracker: before the first step, once the state of a resumed run is loaded, and after a rollback.
 
-        The run begins at `run.step`: the tracker must keep nothing of later steps. If it lacks the earlier steps, too,
-        return `hookdiff.authors.earlier(run, self)`. These calls are made from the run directory while the training
-        goes on, and before any other call.
+        The run continues at `run.step`, so remove later steps from the tracker. If the tracker lacks earlier steps,
+        return `hookdiff.authors.earlier(run, self)`: calls that send these steps from the run directory. These calls
+        are made before any other call, while the training continues.
         """
         return None
 
@@ -114,7 +114,7 @@ class Sink:
         """Write the `values` logged at `step`; they may be nan or infinite."""
 
     def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
-        """Write finished pictures, uint8."""
+        """Write pictures with uint8 pixels."""
 
     def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
         """Write texts."""
@@ -126,13 +126,13 @@ class Sink:
         """Write an event, such as a finding."""
 
     def close(self) -> None:
-        """Flush and close, at the end of every run; also after a call that raised, `open` included.
+        """Flush and close the tracker at the end of every run, even if a call such as `open` has failed.
 
-        The waiting calls and `close` have `timeout` seconds together; no call begins after that.
+        The queued calls and `close` share a limit of `timeout` seconds; no call begins after that.
         """
 
     def is_transient(self, error: Exception) -> bool:
-        """Return whether a call that raised `error` is repeated. Default: an OSError, as of disks and networks, is."""
+        """Return whether to repeat a call that raised `error`. Default: for an OSError, as of disks and networks."""
         return isinstance(error, OSError)
 
     @hookimpl
@@ -153,7 +153,7 @@ class Sink:
     @hookimpl(trylast=True)  # after their files are written
     def on_images(self, loop: Loop, step: int, images: Mapping[str, Picture]) -> None:
         worker = self._open(loop)
-        if worker and worker.is_filling and loop.run_dir:  # many calls may wait for the end of the fill
+        if worker and worker.is_filling and loop.run_dir:  # the queue may be long: it gets paths, not pixels
             for name in images:
                 worker.send("images", send_picture, self, step, name, picture_path(loop.run_dir, name, step))
         else:
@@ -170,7 +170,7 @@ class Sink:
     @hookimpl(wrapper=True)
     def on_event(self, loop: Loop, step: int, event: Event) -> Generator[None, Any, Any]:
         if event.kind == "rollback" and self._worker:
-            # Before events.jsonl has the rollback, which would otherwise be sent a second time.
+            # Open before events.jsonl holds the rollback, because the rollback would otherwise be sent twice.
             self._worker.open(_facts(loop, step, is_branch=False), again=True)
         result = yield
         self._send(loop, "event", self.event, step, event)
@@ -208,7 +208,7 @@ class Call:
 
 
 def send_picture(sink: Sink, step: int, name: str, path: Path) -> None:
-    """Send the picture in a file of the run directory to `sink`; a file that is missing or damaged is left out."""
+    """Send the picture in a file of the run directory to `sink`; a missing or damaged file is skipped."""
     try:
         written = path.stat().st_mtime
     except OSError:
@@ -226,9 +226,9 @@ class _Worker:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._calls: Queue[Call | None] = Queue(_WAITING)
-        self._earlier: deque[Call] = deque()  # for the earlier steps, to fill the tracker
+        self._earlier: deque[Call] = deque()  # they send the earlier steps to the tracker
         self.is_filling = False
-        self._current: tuple[str, float] | None = None  # name of the call under way, and the time of its begin
+        self._current: tuple[str, float] | None = None  # name and start time of the current call
         self._is_off = False  # after a call that failed, only "close" is made
         self._is_left = threading.Event()  # set after a call that took too long: no call follows it
         self._interrupt: BaseException | None = None
@@ -237,13 +237,13 @@ class _Worker:
             threading.Thread(target=self._run, args=(begin,), name=type(sink).__name__, daemon=True).start()
 
     def open(self, run: TrackedRun, again: bool = False) -> None:
-        """Open the sink, and wait for it; a sink that is open is closed first (`again`)."""
-        if self.is_filling:  # `open` returns the earlier calls anew, with the waiting ones
+        """Open the sink, and wait until it is open; `again` closes it first."""
+        if self.is_filling:  # `open` returns these calls again, with the queued calls
             self._drop()
         self.send("open", self._open, run, again, wait=True)
 
     def send(self, name: str, method: Callable[..., object], *arguments: Any, wait: bool = False) -> None:
-        """Queue a call, and `wait` for its end or not; raise the interrupt of an earlier call."""
+        """Queue a call, and `wait` for its end if asked; raise KeyboardInterrupt or SystemExit of an earlier call."""
         if not self._is_left.is_set() and (name == "close" or not self._is_off):
             call, deadline = Call(name, partial(method, *arguments)), monotonic() + self._sink.timeout
             in_time = not self._is_late() and self._put(call)
@@ -269,10 +269,10 @@ class _Worker:
         self._is_left.set()
         reason = f"no answer within {self._sink.timeout:g} s"
         if self.is_filling:
-            reason += ", and it lacks a part of the run; fill it with `hookdiff mirror`"
+            reason += ", and it lacks earlier steps of the run; send them with `hookdiff mirror`"
         self._switch_off(current[0] if current else name, TimeoutError(reason))
         self._drop()
-        self._calls.put(None)  # the thread may have become idle meanwhile
+        self._calls.put(None)  # wakes the thread, in case it is idle
 
     def _drop(self) -> None:
         self._earlier.clear()
@@ -289,7 +289,7 @@ class _Worker:
             logger.debug("where %s failed:", sink, exc_info=error)
 
     def _run(self, begin: Callable[[], None]) -> None:
-        """Run on the thread."""
+        """Make the queued calls, on the thread."""
         begin()
         while (call := self._calls.get()) and not self._is_left.is_set():
             if call.name == "close" or not self._is_off:
@@ -308,8 +308,8 @@ class _Worker:
             self.is_filling, self._calls.maxsize = True, sys.maxsize
 
     def _fill(self) -> None:
-        """Make the calls for the earlier steps. The training does not wait: any number of its calls are queued."""
-        with suppress(IndexError):  # there are no more
+        """Make the calls for the earlier steps. The training does not wait: its queue has no limit meanwhile."""
+        with suppress(IndexError):  # no calls are left
             while not (self._is_off or self._is_left.is_set()):
                 self._make(self._earlier.popleft())
         self.is_filling = False

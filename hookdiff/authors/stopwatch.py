@@ -15,24 +15,24 @@ def is_recording(device: torch.device) -> bool:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until `device` has done its work, for a clock; do nothing while it is recording."""
+    """Wait until `device` has finished its work, before a clock is read; do nothing while it records a CUDA graph."""
     if device.type == "cuda" and not is_recording(device):
         torch.cuda.synchronize(device)
 
 
 @define(frozen=True)
 class Span:
-    """A time between the beginnings and ends of hooks that follow each other."""
+    """The time between two successive events; an event is the beginning or the end of a hook."""
 
     seconds: float
-    running: tuple[str, str] | None  # the innermost plugin and hook
-    after: str  # the hook that began or ended before it
-    before: str  # the hook that begins or ends after it
+    running: tuple[str, str] | None  # the innermost plugin and hook at this time, if any
+    after: str  # the hook that begins or ends at the start of the span
+    before: str  # the hook that begins or ends at the end of the span
 
 
 @define(eq=False)
 class Stopwatch:
-    """Times the hooks of plugins, as an argument of `Plugins.instrument`."""
+    """Measures the time of each hook of each plugin; an argument of `Plugins.instrument`."""
 
     device: torch.device
     _marks: list[tuple[float, tuple[str, str] | None, str]] = field(factory=list, init=False)
@@ -40,7 +40,7 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, plugin: str, hook: str) -> Iterator[None]:
-        """Count the time of the `with` for `hook` of `plugin`, without the hooks that are called inside."""
+        """Count the time of the `with` for `hook` of `plugin`, without the time of the hooks that are called inside."""
         self._open.append((plugin, hook))
         self._mark(hook)
         try:
@@ -50,7 +50,7 @@ class Stopwatch:
             self._mark(hook)
 
     def _mark(self, hook: str) -> None:
-        wait_for(self.device)  # work counts for the hook that starts it, not for a hook that waits
+        wait_for(self.device)  # work of the GPU counts for the hook that starts it
         self._marks.append((time.perf_counter(), self._open[-1] if self._open else None, hook))
 
     def clear(self) -> None:

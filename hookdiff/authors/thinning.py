@@ -1,4 +1,4 @@
-"""Thins curves for drawing, so that no spike is lost."""
+"""Reduces the number of points of a curve, without losing a spike."""
 
 import numpy
 from numpy.typing import NDArray
@@ -9,11 +9,11 @@ Array = NDArray[numpy.float64]
 def thin_curve(x: Array, y: Array, most: int) -> tuple[Array, Array]:
     """Return at most `most` points of a curve: the lowest and the highest in each of its equally long parts.
 
-    The first and the last point are kept. A part without a finite value keeps one point, which draws a gap.
+    The first and the last point are kept. A part without a finite value keeps one point, so that the curve has a gap.
 
     Args:
-        x: places of the points.
-        y: heights of as many points.
+        x: the x of each point.
+        y: the y of each point.
         most: number of points to keep, at least 4.
     """
     if len(x) <= most:

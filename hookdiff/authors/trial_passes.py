@@ -1,4 +1,4 @@
-"""Runs the passes of a step on trial, restores the run as it was before, and keeps trials out of the log."""
+"""Tries the forward and backward passes of a step, restores the state of the run, and keeps trials out of the log."""
 
 import copy
 import logging
@@ -20,16 +20,16 @@ from hookdiff.models.weights import Buffers
 
 @contextmanager
 def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
-    """Yield a function that makes all passes of a step, by the hook `accumulate`, with a batch and its draws.
+    """Yield a function that makes all forward and backward passes of a step, with the hook `accumulate`.
 
-    The function returns the loss, detached. Until its next call, `loop.gradients` are those of its passes, and carry
-    the loss scale. `loop.set_micro_batch` holds until the end of the `with`.
+    The function takes a batch from the hook `draw`, and returns the detached loss. `loop.gradients` then holds
+    the gradients, times the loss scale, until the next call. `loop.set_micro_batch` is undone at the end of the `with`.
 
-    The end of the `with` restores weights, buffers and gradients, also those of adopted modules, the states of plugins,
-    the generators of torch and the micro-batch, also after an error. Logged values are dropped. The weights are kept on
-    the CPU, so that a GPU needs no more memory for a trial than for a step. With several ranks all of them must make
-    the same passes, because a sharded model exchanges its weights. If each rank has a copy of the model, no gradients
-    are exchanged: they belong to the samples of this rank.
+    At the end of the `with`, even after an error, these are restored: the weights, buffers and gradients of the model
+    and of adopted modules, the states of plugins, the generators of torch, and the micro-batch. Logged values are
+    dropped. The weights are copied to the CPU, so that a trial needs no more GPU memory than a step. All ranks must
+    make the same passes, because a sharded model exchanges its weights. If each rank has a copy of the model, no
+    gradients are exchanged: each rank has the gradients of its own samples.
     """
     optimizers = loop.all_optimizers
     held = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
@@ -71,7 +71,7 @@ def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
 
 @contextmanager
 def without_log(level: int = logging.NOTSET) -> Iterator[None]:
-    """Drop the records of hookdiff's log from `level` on."""
+    """Drop the log records of hookdiff that have at least this `level`. Default: all records."""
     log = logging.getLogger("hookdiff")
 
     def is_below(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""The plugins of every configured run, which a script adds with one call."""
+"""The plugins of every run from a config; a script adds them with one call."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,7 +28,7 @@ def builtin_plugins(
 ) -> dict[str, object]:
     """Return the plugins of every run by name, in the order in which they are called.
 
-    A script begins its own plugins with them: `Loop(..., plugins={**builtin_plugins(), "ema": EMA()})`.
+    A script puts these plugins before its own: `Loop(..., plugins={**builtin_plugins(), "ema": EMA()})`.
 
     Args:
         overwrite: delete an earlier run in the run directory
@@ -38,14 +38,14 @@ def builtin_plugins(
         start_partial: load only the tensors of `start_from` that fit
         skip_batches: number of batches to skip at the start
         defaults: defaults of the config; if given, a resumed run logs the keys that have changed since its checkpoint
-        fixed: reasons, by key, for keys of this run that must not change, beside those that are fixed in every run
+        fixed: more keys that must not change on resume, with the reasons; some keys are fixed in every run
         written: called with the path and the bytes of config.toml once the run has written it
     """
     plugins: dict[str, object] = {"signals": Signals()} if signals else {}
     if fit_micro_batch:
         from hookdiff.builtin.micro_batch import FitMicroBatch
 
-        plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes the size
+        plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes this size to the config
     plugins |= {
         "run_dir": RunDir(overwrite, written),
         "metrics": Metrics(),

@@ -15,10 +15,10 @@ from hookdiff.run_dir.config_toml import flat
 
 logger = logging.getLogger("hookdiff")
 
-# The keys that cannot change on resume, by reason, beside those that a part marks as `Fixed`. All other keys can,
+# The keys that cannot change on resume, by reason; a part can mark more keys as `Fixed`. All other keys can change,
 # unless a plugin refuses its saved state.
 _REASONS: Mapping[str, tuple[str, ...]] = {
-    "all randomness follows from it": ("run.seed",),
+    "all random numbers depend on it": ("run.seed",),
     "training samples would become held-out samples, or held-out samples training samples": ("data.held_out",),
     "it would change the order of the current epoch": ("data.balanced",),
     "the weights belong to the network as it was": (
@@ -28,7 +28,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("diffusion.process", "diffusion.prediction", "diffusion.conditional", "diffusion.conditions"),
         *("diffusion.data_mean", "diffusion.data_std"),
     ),
-    "the state of the optimizer is of another kind": ("optimizer.use",),
+    "the saved state of the optimizer would not fit": ("optimizer.use",),
 }
 FIXED = {key: reason for reason, keys in _REASONS.items() for key in keys}
 # Options of a fixed part that can still change, because they only decide which times are drawn.
@@ -45,7 +45,7 @@ class Changes:
     """
 
     defaults: Mapping[str, Any]  # the default config, for keys that the checkpoint does not have
-    fixed: Mapping[str, str] = field(factory=dict)  # keys that the parts of the run mark as fixed, with the reasons
+    fixed: Mapping[str, str] = field(factory=dict)  # keys that parts of the run mark as `Fixed`, with the reasons
     _done: bool = field(init=False, default=False)
 
     @hookimpl(wrapper=True)
@@ -71,7 +71,7 @@ class Changes:
 def check_parts(settings: Iterable[str], config: Mapping[str, Any]) -> None:
     """Raise UserError for a setting that chooses another model, optimizer or process than the `config` of the run.
 
-    Later, the other class would refuse each key of the config that it does not have.
+    Without this check, the new class would refuse each key of the config that it does not have.
     """
     for setting in settings:
         key, _, value = (part.strip() for part in setting.partition("="))
@@ -96,13 +96,13 @@ def changes(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the keys in which two configs differ, as "table.key", with both values; None for a key that is not set.
 
-    A key that only `new` has is no difference if it has its default. For a plugin that only one config has, only
-    run.plugins is yielded.
+    A key that only `new` has is no difference if its value is the default. If only one config has a plugin, only
+    run.plugins is yielded, and no key of the plugin.
     """
     before, after, usual = (dict(flat(plain(config))) for config in (old, new, defaults))
     for key in dict.fromkeys((*after, *before)):
         was, now = before.get(key), after.get(key)
-        # The value of "auto" is logged once it is known, and a value that was not recorded did not change.
+        # "auto" is replaced by its value later. A key that the old config lacks had its default.
         if now == AUTO or (was is None and usual.get(key) in (now, AUTO)):
             continue
         table, _, name = key.partition(".")

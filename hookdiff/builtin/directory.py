@@ -1,4 +1,4 @@
-"""The plugin that makes the run directory, locks it early, and writes to it after everything that can fail."""
+"""The plugin that makes the run directory, locks it first, and writes to it last, after everything that can fail."""
 
 import errno
 import logging
@@ -29,23 +29,23 @@ logger = logging.getLogger("hookdiff")
 class RunDir:
     """Makes and locks the run directory, and writes the config into it: `hparams`, and [run] with the `LoopConfig`.
 
-    An existing directory is checked and locked first of all, so that no other run changes it. `on_ready` begins with
-    the deletion of a run that is overwritten, and ends with the files of this run, after plugins that check and
-    measure. So a run that cannot start leaves an empty folder at most, and changes no earlier run.
+    An existing directory is checked and locked first, so that no other run changes it. `on_ready` first deletes a run
+    that is overwritten. The files of this run are written at its end, after plugins that check and measure. So a run
+    that cannot start leaves an empty folder at most, and changes no earlier run.
     """
 
     overwrite: bool = False  # delete an earlier run in the directory
-    written: Callable[[Path, bytes], object] | None = None  # called with the config when it is written
+    written: Callable[[Path, bytes], object] | None = None  # called with the path and bytes of the config
     _existed: bool = field(init=False, default=False)
     _config: bytes = field(init=False, default=b"")
     _failures: Failures = field(init=False, factory=Failures)
-    _is_ready: bool = field(init=False, default=False)  # the directory is written
+    _is_ready: bool = field(init=False, default=False)  # whether the config is written
 
     @hookimpl(tryfirst=True)
     def prepare_model(self, loop: Loop) -> None:
         """Lock an existing directory.
 
-        Raises UserError if it holds an earlier run that is neither resumed nor overwritten, or another process has it.
+        Raises UserError if another process has locked it, or if its run is neither resumed nor overwritten.
         """
         path = loop.run_dir if loop.is_main else None
         self._is_ready = False
@@ -98,7 +98,7 @@ class RunDir:
         if path is None or not loop.is_main:
             return
         with writing(path):
-            discard(path / OUTCOME)  # of an earlier process
+            discard(path / OUTCOME)  # the outcome of an earlier process
             write_job(path, job_name())
             with new_file(path / CONFIG) as partial:
                 write_file(partial, self._config)
@@ -113,7 +113,7 @@ class RunDir:
 
     @hookimpl(wrapper=True, tryfirst=True)
     def on_stop(self, loop: Loop) -> Generator[None, Any, Any]:
-        """Record why and where the run has ended, after all other plugins; warn if the disk fails."""
+        """Record why and at which step the run has ended, after all other plugins; warn if the disk fails."""
         reason = "error"
         try:
             result = yield
@@ -149,7 +149,7 @@ def _earlier_run_error(path: Path) -> UserError:
 def _lacks_outcome(loop: Loop, path: Path, reason: str) -> bool:
     """Return whether the run in `path` was done when it was resumed, and has no outcome.json.
 
-    Such a run was killed between its last checkpoint and this file.
+    Such a run was killed after its last checkpoint, before it wrote this file.
     """
     is_resumed = loop.is_main and loop.resume is not None and not loop.is_branch
     return is_resumed and reason == "done" and not (path / OUTCOME).exists()

@@ -22,7 +22,7 @@ from hookdiff.run_dir.lines import Lines
 
 _WHY = {
     "void": "the loss scale was too high",
-    "skipped": "it was left out",
+    "skipped": "the batch was skipped",
     "held": "a plugin held the update back (optimizer_step)",
 }
 _SEVERITY: Mapping[Reason, Severity] = {"on_nan": "error", "error": "error", "time": "warning", "signal": "warning"}
@@ -30,7 +30,7 @@ _SEVERITY: Mapping[Reason, Severity] = {"on_nan": "error", "error": "error", "ti
 
 @define(eq=False)
 class Events:
-    """Appends each event to `events.jsonl` in the run directory, which a resumed run never cuts.
+    """Appends each event to `events.jsonl` in the run directory; a resumed run keeps all earlier events.
 
     It reports the start, resume and end of the run, files left out of the data, steps without an update, checkpoints,
     steps that are not finite and rollbacks. Other plugins report events by `loop.log.event` and `loop.log.report`.
@@ -48,7 +48,7 @@ class Events:
         steps = loop.config.expected_steps(loop.progress, loop.feed.num_batches)
         details = {**environment(loop), "steps": steps}
         loop.log.event(Event("resume" if resumed else "start", text, details=details))
-        for left_out in loop.feed.reader.left_out:  # the log has the warning already
+        for left_out in loop.feed.reader.left_out:  # the warning is already in the log
             loop.log.event(Event.of(Finding("warning", f"data: {left_out}")))
 
     @hookimpl
@@ -97,7 +97,7 @@ class Events:
 
 
 def environment(loop: Loop) -> dict[str, Any]:
-    """Return the versions of the software, and the machine."""
+    """Return the versions of the software, and facts about the machine."""
     device = torch.cuda.get_device_name(loop.device) if loop.device.type == "cuda" else platform.processor()
     return {
         "versions": versions(loop.plugins),

@@ -20,8 +20,8 @@ from hookdiff.run_dir.texts_jsonl import TEXTS, texts_line
 class _KeepsLines:
     """The base of plugins that keep logged values in a file.
 
-    A checkpoint holds the length of the file. A resumed run cuts the file to this length, so that no step appears
-    twice. A branch begins with the lines of the run that it continues.
+    A checkpoint holds the length of the file. A resumed run truncates the file to this length, so that no step appears
+    twice. A run that continues another in a new directory (a branch) begins with the lines of that run.
     """
 
     file_name: ClassVar[str]
@@ -32,7 +32,7 @@ class _KeepsLines:
 
     @hookimpl(trylast=True)
     def on_ready(self, loop: Loop, resumed: bool) -> None:
-        """Cut the lines that an earlier process wrote after the checkpoint."""
+        """Remove the lines that an earlier process wrote after the checkpoint."""
         if resumed:
             self._lines.resume(loop)
 
@@ -42,8 +42,8 @@ class Metrics(_KeepsLines):
     """Writes logged values to `metrics.jsonl`; NaN and infinities, which JSON lacks, become null.
 
     A run that is done between two logs gets a last line, with the means of the steps since the last log. The line is
-    written after the last checkpoint. So a resume that makes the run longer cuts it off, and the file ends as in one
-    long run.
+    written after the last checkpoint. So a resume that makes the run longer removes the line, and the file is the same
+    as after one long run.
     """
 
     file_name = METRICS
@@ -60,19 +60,19 @@ class Metrics(_KeepsLines):
         if is_last and (means := loop.log.open_means()):
             length = self._lines.length
             self._lines.add(loop, metrics_line(loop.progress.step, means))
-            self._lines.length = length  # a state that is saved now does not count the line either
+            self._lines.length = length  # a checkpoint that is saved now does not include the line
         return result
 
 
 @define(eq=False)
 class Texts(_KeepsLines):
-    """Writes logged texts to `texts.jsonl`, first the structure of the network."""
+    """Writes logged texts to `texts.jsonl`; the first text is the structure of the network."""
 
     file_name = TEXTS
 
     @hookimpl(trylast=True)
     def on_ready(self, loop: Loop, resumed: bool) -> None:
-        """Cut the file of a resumed run, or begin with the network."""
+        """Truncate the file of a resumed run, or begin a new file with the structure of the network."""
         if resumed:
             self._lines.resume(loop)
         else:

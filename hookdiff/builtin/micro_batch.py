@@ -22,9 +22,9 @@ logger = logging.getLogger("hookdiff")
 
 @define(eq=False)
 class FitMicroBatch:
-    """Sets `micro_batch` to the whole batch, or to the first of its half, quarter, ... that fits in memory.
+    """Sets `micro_batch` to the largest size that fits in memory: the whole batch, half of it, a quarter, ...
 
-    Each size is tried with all passes of a real step, while memory for the state of the optimizers is reserved. The
+    Each size is tried with all passes of a step, while memory for the state of the optimizers is reserved. The
     trials change nothing (see `rehearsing`). With several ranks, the smallest size found is used. On a CPU, the system
     may kill the process before torch runs out of memory.
     """
@@ -34,8 +34,8 @@ class FitMicroBatch:
         """Set the micro-batch; raise UserError if not even one sample fits."""
         if any(map(is_sharded, loop.model.parameters())):
             raise UserError(
-                "run.micro_batch = 'auto': ranks that share one model cannot try different sizes; give a number, as "
-                "the samples that one rank has of a batch, or half of them"
+                "run.micro_batch = 'auto': the ranks of a sharded model cannot try sizes; give a number, such as "
+                "run.batch_size divided by the number of ranks, or half of that"
             )
         rows = loop.feed.training[: -(-loop.config.batch_size // loop.num_ranks)]
         (batch,) = loop.feed.unaugmented(rows, len(rows))
@@ -60,7 +60,7 @@ def _largest(loop: Loop, batch: Batch, passes: Callable[[Batch], LossOutput]) ->
     size = len(batch)
     while size:
         loop.set_micro_batch(size)
-        if _fits(batch[: 2 * size], passes, reserve, loop.device):  # the gradients of the first part stay
+        if _fits(batch[: 2 * size], passes, reserve, loop.device):  # two passes: the gradients of the first stay
             break
         # Not inside `_fits`: there, the error and its frames still hold the tensors.
         loop.gradients.reset()

@@ -19,11 +19,11 @@ logger = logging.getLogger("hookdiff")
 
 @define(eq=False)
 class Pictures:
-    """Writes each logged picture to `NAME/step-00001000.png` in the run directory, with its info in a text chunk.
+    """Writes each logged picture to `NAME/step-00001000.png` in the run directory, with its metadata in a text chunk.
 
-    A run that is resumed or rolled back removes the pictures of later steps, and makes them again. A run that starts
-    anew removes the pictures of an earlier run in its directory. A branch begins with copies of the pictures of the run
-    that it continues.
+    A run that is resumed or rolled back removes the pictures of later steps, and makes new ones. A run that starts
+    anew removes the pictures of an earlier run in its directory. A run that continues another in a new directory (a
+    branch) begins with copies of the other's pictures.
     """
 
     @hookimpl(trylast=True)

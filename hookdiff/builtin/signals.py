@@ -50,17 +50,17 @@ class Signals:
                 logger.warning("the time is nearly up: stopping after this step")
 
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if self.usr1 and hasattr(signal, "SIGUSR1"):  # Windows has none
+        if self.usr1 and hasattr(signal, "SIGUSR1"):  # Windows has no SIGUSR1
             numbers.append(signal.SIGUSR1)
         for number in numbers:
             before[number] = signal.signal(number, handler)
 
     def _stop(self, loop: Loop, number: int) -> None:
         # SIG_DFL ends the process at once. Python's own handler waits for the current call, and can miss a signal.
-        # torchrun repeats a signal that all processes have got already, and ends processes that take too long itself.
+        # torchrun repeats a signal that all processes have already got, and itself ends processes that take too long.
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN if job_name() else signal.SIG_DFL)
-        with suppress(OSError, ValueError):  # of a terminal that is broken or closed
+        with suppress(OSError, ValueError):  # the terminal is broken or closed
             if sys.__stderr__ and sys.__stderr__.isatty():
                 sys.__stderr__.write("\x1b[?25h")  # show the cursor, which a progress bar hides
         action = "stopping after this step" if loop.end.reason is None else "the run is already ending"

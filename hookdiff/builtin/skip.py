@@ -1,4 +1,4 @@
-"""The plugin that skips batches at the start of a run, such as one with a NaN."""
+"""The plugin that skips batches at the start of a run, such as a batch with a NaN."""
 
 import logging
 
@@ -13,9 +13,9 @@ logger = logging.getLogger("hookdiff")
 
 @define(eq=False)
 class SkipBatches:
-    """Skips the next batches of a run before any other plugin starts, as `on_nan` skips a batch.
+    """Skips the next batches of a run before any other plugin starts, in the same way as `on_nan`.
 
-    The batches that follow are the same as after a training on the skipped batches. An epoch that ends meanwhile is
+    The batches that follow are the same as if the skipped batches had been trained on. An epoch that ends meanwhile is
     counted, but `on_epoch_end` is not called.
     """
 

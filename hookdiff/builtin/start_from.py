@@ -16,7 +16,7 @@ from hookdiff.options.fields import about
 
 def _check_partial(start: Start, _: Any, partial: bool) -> None:
     if partial and not start.start_from:
-        raise ValueError("needs start_from: set it, too")
+        raise ValueError("needs start_from; set model.start_from, too")
 
 
 @define(eq=False)
@@ -30,15 +30,15 @@ class Start:
         default=None,
         validator=optional(min_len(1)),
         metadata=about(
-            "safetensors file with the weights that a new run starts from, or the index of several files, or its "
-            "folder; a resumed run has its own weights"
+            "first weights of a new run: a safetensors file, the index of several files, or the folder of the index; "
+            "a resumed run keeps its own weights"
         ),
     )
     start_partial: bool = field(
         default=False,
         validator=_check_partial,
         metadata=about(
-            "load only the tensors of `start_from` that fit by name and shape, and log the others; else all must fit"
+            "load only the tensors of `start_from` that fit by name and shape, and log the others; false: all must fit"
         ),
     )
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class WrongPath(click.ClickException):
-    """A path that a command cannot use. Under torchrun only the first process shows it, as for other arguments."""
+    """A path that a command cannot use. Under torchrun, only the first process prints the error."""
 
     exit_code = 2
 
@@ -67,7 +67,7 @@ def path_argument(
 ) -> Callable[[Any], Any]:
     """Return the decorator of a path argument that refuses the paths that `check` refuses with a UserError.
 
-    The answer comes at once if neither `check`, nor the module of the command, nor its package imports torch.
+    The error comes without delay if `check`, the module of the command and its package do not import torch.
     """
     kind = click.Path(path_type=Path)
     return click.argument(name, type=kind, metavar=metavar, required=required, callback=checked_by(check))
@@ -122,15 +122,15 @@ override_options = _all(
 )
 # For commands that train.
 training_options = _all(
-    click.option("--usr1", is_flag=True, help="End the run at SIGUSR1 as out of time, with exit code 75."),
+    click.option("--usr1", is_flag=True, help="When SIGUSR1 comes, end the run with exit code 75 (out of time)."),
     click.option("--fresh", multiple=True, metavar="NAME", help="Ignore a plugin's saved state; may be repeated."),
     click.option("--skip-batches", default=0, type=click.IntRange(0), metavar="N", help="Skip the next N batches."),
-    click.option("--lr", metavar="X", help="Set the learning rate: short for --set optimizer.lr=X."),
+    click.option("--lr", metavar="X", help="Set the learning rate, as --set optimizer.lr=X does."),
     override_options,
 )
 # For commands that use the weights of a run.
 weights_option = click.option(
-    "--weights", metavar="NAME|FILE", help="An average, model, or a safetensors file.  [default: average]"
+    "--weights", metavar="NAME|FILE", help="An average (ema), model, or a safetensors file.  [default: an average]"
 )
 # For commands that sample: the arguments of `Run.sampling`.
 solver_options = _all(
@@ -145,7 +145,7 @@ solver_options = _all(
 guidance_option = click.option("--guidance-scale", type=float, metavar="X", help="Scale of classifier-free guidance.")
 seed_option = click.option("--seed", default=0, metavar="N", help="Seed of the noise.")
 device_option = click.option(
-    "--device", metavar="NAME", help="cpu, cuda, cuda:1 or mps.  [default: that of the run, or a GPU if there is one]"
+    "--device", metavar="NAME", help="cpu, cuda, cuda:1 or mps.  [default: the run's own, or a GPU if there is one]"
 )
 # For commands that write files.
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace a file, folder or run that exists.")
@@ -174,7 +174,7 @@ def check_output(path: Path, overwrite: bool) -> None:
 
 @contextmanager
 def chosen_weights(run: Run, name: str | None) -> Iterator[str]:
-    """Let `run` hold the weights that `--weights` names during the `with`; see `Run.weights`.
+    """Give `run` the weights that `--weights` names, until the end of the `with`; see `Run.weights`.
 
     Raises:
         UserError: for an unknown name; the message lists the known names.

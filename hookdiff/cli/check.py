@@ -16,10 +16,10 @@ from hookdiff.cli.arguments import config_argument, json_option, override_option
 def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool, as_json: bool) -> None:
     """Check CONFIG, and print it with every default.
 
-    Only the names of the files in a folder are read, so the arguments of the model that the data gives are left out.
-    With encoders, all captions and the headers of the pictures are read, the first sample is encoded, and all plugins
-    start on trial. A comment shows how the model is called. No file of a run is written. With --json: an object with
-    the config, the keys that the data gives, the call of the model, and warnings; NaN and infinity are null.
+    Of a folder of pictures, only the file names are read, so model arguments that depend on the data are left out. If
+    the config has encoders, all captions and the headers of the pictures are read, the first sample is encoded, and all
+    plugins start on trial. A comment shows how the model is called. No file of a run is written. With --json: an object
+    with the config, the keys that depend on the data, the call of the model, and warnings; NaN and infinity are null.
     """
     import tomli_w
 

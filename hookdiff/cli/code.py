@@ -1,10 +1,10 @@
-"""Reads the source of modules without importing them, which would take long."""
+"""Reads the source code of modules without importing them, because an import takes long."""
 
 import ast
 import importlib.util
 from pathlib import Path
 
-_MOST = 8  # modules that are followed from import to import
+_MOST = 8  # most modules that are followed through imports
 
 
 def file_of(module: str) -> Path | None:
@@ -22,7 +22,7 @@ def file_of(module: str) -> Path | None:
 
 
 def definition_at(path: str) -> ast.ClassDef | ast.FunctionDef | None:
-    """Return the class or function `module:Name` from the source, also if the module imports it from another module.
+    """Return the syntax tree of the class or function `module:Name`, even if the module imports it from another.
 
     The stub of a package (`__init__.pyi`), which lazy_loader reads, counts as its source. Returns None if no source
     defines the name, such as for a name that is assigned. Raises SyntaxError for a broken file.

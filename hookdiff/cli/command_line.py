@@ -1,4 +1,4 @@
-"""The command line. Each command is a module that is imported when it is called, so that `--help` stays fast."""
+"""The command line. Each command is a module that is imported only for its call, so that `--help` stays fast."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ from hookdiff.terminal.bars import shown_works
 
 COMMANDS = ("run", "resume", "check", "plugins", "hooks", "schema")  # packages of plugins add more commands
 GROUP = "hookdiff.commands"
-VARIABLE = "_HOOKDIFF_COMPLETE"  # which a shell sets to ask click for completions
+VARIABLE = "_HOOKDIFF_COMPLETE"  # a shell sets this variable to ask click for completions
 _MOMENT = 3.0  # seconds
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -40,7 +40,7 @@ class _Lazy(click.Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> "list[CompletionItem[str]]":
-        """Complete commands; click would import all of them."""
+        """Complete the names of commands, without importing all commands as click does."""
         entries = [entry for entry in _entries() if entry.name.startswith(incomplete)]
         options = click.Command.shell_complete(self, ctx, incomplete)
         return [*(CompletionItem(entry.name, help=_summary(entry)) for entry in entries), *options]
@@ -51,7 +51,7 @@ class _Lazy(click.Group):
 
 
 def _summary(entry: EntryPoint) -> str:
-    """Return the first line of the module's docstring after "`hookdiff NAME`: ", or else the distribution.
+    """Return the summary of a command from the docstring of its module, or else the name of the distribution.
 
     The file is read and not imported, because the import would take long.
     """
@@ -95,7 +95,7 @@ def main() -> None:
         sys.exit(130)
     except Exception as error:
         message = str(error)
-        if isinstance(error, OSError) and error.errno in _DISK:  # from a plugin that does not handle its own files
+        if isinstance(error, OSError) and error.errno in _DISK:  # from a plugin that does not handle errors of files
             message = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
         elif isinstance(error, HookError | PluginError):  # their tracebacks show only the core
             notes = (note.removeprefix("hookdiff: ") for note in getattr(error, "__notes__", ()))

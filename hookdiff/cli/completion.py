@@ -1,6 +1,6 @@
 """Completion in a shell: plugins, keys of a config and names of parts, from a table in the user's cache.
 
-A TAB imports neither torch nor a plugin. The table is written by commands that import all plugins anyway.
+A completion imports neither torch nor a plugin. The table is written by commands that import all plugins anyway.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hookdiff.options.imports import PARTS, PLUGINS, entries_of, installed
 
 
 def prepare_completion(asked: str) -> None:
-    """Prepare for a request of a shell; if it asks for the script ("bash_source"), write the table, too."""
+    """Prepare to answer a shell; if it asks for the completion script ("bash_source"), write the table, too."""
     add_completion_class(_Bash)
     if asked.endswith("_source"):
         write_table()
 
 
 def write_table(anew: bool = False) -> None:
-    """Write the table if the cache can be written, unless there is a table of the packages installed now."""
+    """Write the table, unless the cache is not writable or already has a table of the installed packages."""
     if _table() and not anew:
         return
     with suppress(Exception):  # a broken plugin stops no command; `hookdiff schema` reports its error
@@ -67,7 +67,7 @@ def complete_settings(ctx: click.Context, parameter: click.Parameter, typed: str
 
 
 def complete_values(key: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """Return a function that completes the names that the `key` of a config may have."""
+    """Return a function that completes the values of the `key` of a config, if they are names."""
     return lambda ctx, parameter, typed: [v for v in _table().get("keys", {}).get(key, ()) if v.startswith(typed)]
 
 

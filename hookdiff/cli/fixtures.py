@@ -30,13 +30,13 @@ def hookdiff_command(
 ) -> Callable[..., tuple[int, str, str]]:
     """Return a function that runs the command line in this process and returns its exit code, stdout and stderr.
 
-    It fails if stderr has a traceback, which no user should see.
+    The function fails if stderr has a traceback, which no user should see.
     """
     from hookdiff.cli.command_line import main
 
     def call(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hookdiff", *map(str, words)])
-        monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as the command does; pytest restores it
+        monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as the command sets it; pytest restores the old value
         if path := os.environ.get("PYTHONPATH"):
             monkeypatch.setenv("PYTHONPATH", path)
         with pytest.raises(SystemExit) as caught:

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector away from imported modules: hundreds of thousands of objects that stay."""
+"""Keeps Python's garbage collector from checking the hundreds of thousands of objects of imported modules."""
 
 import gc
 from functools import cache
@@ -18,8 +18,8 @@ def collect_rarely() -> None:
 def freeze_modules() -> None:
     """Collect garbage as usual from now on, but never again among the objects that exist now.
 
-    Otherwise a step takes 0.2 s longer every now and then.
+    Otherwise some steps take 0.2 s longer.
     """
-    import_module("torch._dynamo")  # half of all modules, which the first optimizer would import later
+    import_module("torch._dynamo")  # imports half of all modules; the first optimizer needs them
     gc.freeze()
     gc.set_threshold(*_USUAL)

@@ -1,4 +1,4 @@
-"""Output of the commands. Names are escaped, and a stream that is closed, full or broken ends no run."""
+"""Output of the commands. Unprintable characters are escaped. A closed, full or broken stream does not end a run."""
 
 import logging
 import os
@@ -26,17 +26,17 @@ class _Handler(logging.StreamHandler[TextIO]):
         return _printable(super().format(record))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop the record: there is no place to report it."""
+        """Drop the record, because the error cannot be shown anywhere."""
 
 
 def log_to_stderr() -> None:
-    """Print log messages, and the progress of long work, unless this process has handlers already."""
+    """Print log messages, and the progress of long work, unless this process has log handlers already."""
     logging.basicConfig(handlers=[_Handler()], format="%(message)s")
     logging.getLogger("hookdiff.terminal.pace").setLevel(logging.INFO)
 
 
 def open_streams() -> None:
-    """Open the null device in place of closed standard streams; the next file opened would take their numbers."""
+    """Open the null device in place of closed standard streams, so that no file gets their file descriptors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 it stays open
@@ -46,7 +46,7 @@ def open_streams() -> None:
 
 
 def drop_unwritten() -> None:
-    """Drop output that cannot be written: Python would try again at its end, and replace the exit code by 120."""
+    """Drop output that cannot be written: Python would try again when it exits, and change the exit code to 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     metavar="CONFIG",
     callback=checked_by(read_toml),
-    help="Print the call order of each hook.",
+    help="Print the plugins of CONFIG that each hook calls, in order.",
 )
 @click.option("--markdown", is_flag=True, help="Print only the keys of NAME, a plugin or part, as tables in Markdown.")
 @json_option
@@ -43,9 +43,9 @@ def command(
 ) -> None:
     """List the installed plugins, and the parts that packages publish.
 
-    NAME is a plugin, a kind of part, such as sampler, or one part, such as sampler.ddim or only ddim. For a kind, list
-    all parts, also those of the core. For a plugin or part, print a description, the import for a script, and the keys
-    of its table. With --order: print the plugins of CONFIG that each hook calls, in call order.
+    NAME is a plugin (ema), a kind of part (sampler), or a part (sampler.ddim, or only ddim). For a kind, list all of
+    its parts, including hookdiff's own. For a plugin or part, print a description, the import for a script, and the
+    keys of its table. With --order: print the plugins of CONFIG that each hook calls, in call order.
     """
     if order is not None:
         calls = _order(order, plugins, settings, trust)
@@ -111,7 +111,7 @@ def _summary(name: str, entries: list[EntryPoint]) -> str:
         return named(name)[0].summary
     keywords = [each for call in definition.decorator_list if isinstance(call, ast.Call) for each in call.keywords]
     for needs in (each.value for each in keywords if each.arg == "needs"):
-        with suppress(ValueError):  # no literal
+        with suppress(ValueError):  # `needs` is not a literal
             check_needs(name, ast.literal_eval(needs))
     return docstring.partition("\n")[0]
 
@@ -138,5 +138,5 @@ def _print_markdown(names: tuple[str, ...]) -> None:
     if not names:
         raise click.UsageError("--markdown needs the NAME of a plugin or part")
     for member in (member for name in names for member in named(name)):
-        left_out = frozenset({"params"}) if member.kind == "optimizer" else frozenset()  # hookdiff gives it
+        left_out = frozenset({"params"}) if member.kind == "optimizer" else frozenset()  # hookdiff sets it
         click.echo(markdown(member.target, left_out), nl=False)

@@ -26,7 +26,7 @@ def command(
 ) -> None:
     """Continue RUN, a run directory, from its newest checkpoint and with its own config.
 
-    RUN may also be one checkpoint in a run directory; this needs --out. If the run is already done, the command prints
+    RUN may also be a checkpoint in a run directory; then add --out. If the run is already done, the command prints
     a message and exits with 0.
     """
     from hookdiff.builtin.config_changes import check_parts
@@ -56,6 +56,6 @@ def command(
         train_from_config(source / CONFIG, out or run, resume=run, settings=settings, trust=trust, **options)
     except NoCheckpoint as error:
         if source != run:
-            raise UserError(f"{error}: it has no manifest; use the newest: hookdiff resume {source}") from None
+            raise UserError(f"{error}: no manifest is in it; use the newest: hookdiff resume {source}") from None
         again = f"hookdiff run {source / CONFIG} --out {run} --resume" + " --trust" * trust
         raise UserError(f"{error}; to start anew: {again}") from None

@@ -27,8 +27,8 @@ logger = logging.getLogger("hookdiff")
 @click.command()
 @config_argument
 @training_options
-@out_option("Run directory.  [default: runs/ and the name]", metavar="DIR")
-@click.option("--resume", is_flag=True, help="Continue from the newest checkpoint; start anew if there is none.")
+@out_option("Run directory.  [default: runs/ and the name of the run]", metavar="DIR")
+@click.option("--resume", is_flag=True, help="Continue from the newest checkpoint, or else start a new run.")
 @overwrite_option
 def command(config: Path, out: Path | None, resume: bool, overwrite: bool, **options: Any) -> None:
     """Train a model from CONFIG, a TOML file."""
@@ -77,20 +77,20 @@ def train_from_config(
         if is_again and code is None:
             try:
                 code = _train(config, run_dir, resume=run_dir, overwrite=False, usr1=usr1, **options)
-            except NoCheckpoint:  # start as the first attempt did: anew, or as a branch
+            except NoCheckpoint:  # start as the first attempt did: a new run, or a branch
                 overwrite = resume is not True
         if code is None:
             code = _train(config, run_dir, resume=resume, overwrite=overwrite, usr1=usr1, **options)
-        code = first_rank_says(code)  # all wait for the first: torchrun kills the others soon after one has ended
+        code = first_rank_says(code)  # all wait for the first rank: torchrun kills the others once one has ended
     if num_launched() > 1:
         leave(code)
     sys.exit(code)
 
 
 def _earlier_attempt(run_dir: Path) -> tuple[bool, int | None]:
-    """Return whether torchrun starts the run of `run_dir` again, and the exit code of the attempt that has ended it.
+    """Return whether torchrun has restarted the run of `run_dir`, and the exit code of the attempt that ended the run.
 
-    torchrun does so after every exit code but 0. The code is None if the run has crashed, or was killed.
+    torchrun restarts after every exit code but 0. The code is None if the run has crashed, or was killed.
     """
     from hookdiff.machine.joining import job_name, num_restarts
     from hookdiff.run_dir.outcome_json import read_outcome

@@ -1,4 +1,4 @@
-"""`hookdiff schema`: write the JSON Schema of a config, with which editors complete and check it."""
+"""`hookdiff schema`: write the JSON Schema of a config, with which editors complete and check the config."""
 
 import json
 from pathlib import Path
@@ -22,14 +22,14 @@ _LINE = f"#:schema ./{FILE}\n"
     type=click.Path(path_type=Path),
     metavar="CONFIG",
     callback=checked_by(read_toml),
-    help=f"Write {FILE} beside CONFIG, or replace it, and add a line to CONFIG that names it.",
+    help=f"Write or replace {FILE} beside CONFIG, and add a line to CONFIG that names this file.",
 )
 @overwrite_option
 def command(file: Path | None, into: Path | None, overwrite: bool) -> None:
     """Write the JSON Schema (draft-07) of a config to FILE, or print it.
 
-    It has all installed plugins and parts, with the help and the limits of their keys. Write it again after an
-    installation. The editor checks a config with it, and runs nothing.
+    The schema has all installed plugins and parts, with the help and the limits of their keys. Write the schema
+    again after you install a package with plugins. An editor checks a config with the schema, without running code.
     """
     if file and into:
         raise UserError("give FILE or --into, not both")
@@ -45,7 +45,7 @@ def command(file: Path | None, into: Path | None, overwrite: bool) -> None:
 
 
 def add_schema(config: Path) -> None:
-    """Write the schema beside `config`, and the line that names it at the top of `config`, unless it has one."""
+    """Write the schema beside `config`, and add a first line to `config` that names the schema, if it has none."""
     _write(config.with_name(FILE), _text())
     text = config.read_text("utf-8")
     if not any(line.startswith("#:schema") for line in text.splitlines()):

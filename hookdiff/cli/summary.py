@@ -23,7 +23,7 @@ def run_summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
         end = f"{end} ({loop.end.message})"
     step, epoch = loop.progress.step, loop.progress.epoch
     done = f"{end} after {step:,} step{'s' * (step != 1)}, {epoch:,} epoch{'s' * (epoch != 1)}, in {duration(seconds)}"
-    files = [path for path in sorted(loop.run_dir.glob(_VISIBLE)) if path.name != OUTCOME]  # `done` says the same
+    files = [path for path in sorted(loop.run_dir.glob(_VISIBLE)) if path.name != OUTCOME]  # `done` has the same facts
     rows = [(shown(path), _describe(path, loop.log.details)) for path in files]
     width = max((len(path) for path, _ in rows), default=0)
     return "\n".join([f"{name}: {done}", *(f"  {path:<{width}}  {text}" for path, text in rows)])

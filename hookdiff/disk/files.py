@@ -55,7 +55,7 @@ def write_parts(path: Path, parts: Iterator[memoryview]) -> Written:
 def cannot_write(path: Path, error: OSError) -> UserError:
     """Return the error to raise for an OSError at `path`.
 
-    It is a StorageError if the disk is full or fails, or if the run directory was removed after it was checked.
+    The error is a StorageError if the disk is full or fails, or if the run directory was removed after it was checked.
     """
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         try:
@@ -96,7 +96,7 @@ def new_file(path: Path) -> Iterator[Path]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a new, empty folder; it is renamed to `path` when the `with` ends without an error.
 
-    It replaces an earlier folder. For an instant no folder has the name: the earlier folder is called
+    An earlier folder is replaced. For an instant no folder has the name: the earlier folder is called
     `.NAME.replaced`, and the new folder `.NAME.partial`.
     """
     partial, replaced = partial_of(path), path.with_name(f".{path.name}.replaced")
@@ -120,8 +120,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 def open_own(path: Path, mode: str) -> FileIO:
     """Open a file to change it, unbuffered, in a binary mode that may create it.
 
-    A file that has a second name (a hard link, as in a copy by `cp -al`) is first replaced by a copy, so that nobody
-    sees the changes under the other name.
+    A file that has another hard link, as in a copy by `cp -al`, is first replaced by a copy, so that the file under the
+    other name does not change.
 
     Raises:
         OSError: for a link out of a run directory, a pipe, a socket or a device.
@@ -134,7 +134,7 @@ def open_own(path: Path, mode: str) -> FileIO:
 
 
 def own_files(folder: Path) -> None:
-    """Replace the files below a folder of a run that have a second name by copies, before a library writes to them."""
+    """Replace files that have several hard links by copies in a folder of a run, before a library writes there."""
     if is_in_run(folder):
         for place, _, names in os.walk(folder):
             for path in (Path(place, name) for name in names):
@@ -143,7 +143,7 @@ def own_files(folder: Path) -> None:
 
 
 def has_other_name(file: FileIO) -> bool:
-    """Return whether an open file has got a second name (a hard link), so that it must not be written any more."""
+    """Return whether an open file has got another hard link, so that it must not be changed any more."""
     return os.fstat(file.fileno()).st_nlink > 1
 
 
@@ -155,7 +155,7 @@ def copy_file(path: Path, copy: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file, a link, or a folder with its content, as far as possible; raises no error."""
+    """Remove a file, a link, or a folder with its content; errors are ignored."""
     with suppress(OSError, StorageError):
         check_place(path.parent)
         if path.is_dir() and not path.is_symlink():  # rmtree would open a pipe, and wait for ever

@@ -1,4 +1,4 @@
-"""The lock of a run directory: one process at a time writes to it, and through no link to other folders."""
+"""The lock of a run directory: one process at a time writes to it, and never through a link to another folder."""
 
 import errno
 import logging
@@ -42,17 +42,17 @@ class _Held:
         _check_inside(path, self.path)
 
 
-_held: dict[Path, _Held] = {}  # by real path; the system would grant one process the same lock twice
+_held: dict[Path, _Held] = {}  # by real path; the system would grant a process the same lock twice
 _confined: dict[Path, None] = {}  # run directories of `confine`, as given and as real paths
 
 
 def confine(run_dir: Path) -> None:
-    """Let `check_place` refuse links that lead out of a run directory, which may be a stranger's, from now on."""
+    """From now on, let `check_place` refuse links that lead out of this run directory, which may be untrusted."""
     _confined.update(dict.fromkeys((Path(os.path.abspath(run_dir)), Path(os.path.realpath(run_dir)))))
 
 
 def check_place(path: Path) -> None:
-    """Check a file or folder before it is written, if it is in a run directory that is locked or confined here.
+    """Check a file or folder before it is written, if this process has locked or confined its run directory.
 
     Raises:
         StorageError: if a locked directory or its lock has been moved or removed since.
@@ -67,7 +67,7 @@ def check_place(path: Path) -> None:
 
 
 def is_in_run(path: Path) -> bool:
-    """Return whether `path` is in a run directory, or is one, that is locked or confined here."""
+    """Return whether `path` is, or is in, a run directory that this process has locked or confined."""
     place = Path(os.path.abspath(path))
     return any(held.has(path) for held in list(_held.values())) or any(
         folder in _confined for folder in (place, *place.parents)

@@ -18,7 +18,7 @@ def partial_of(path: Path) -> Path:
 
 
 def is_empty(path: Path) -> bool:
-    """Return whether the folder `path` is empty but for a lock, and the partial files of a process that was killed."""
+    """Return whether the folder `path` is empty, except for a lock and the partial files of a killed process."""
     return all(entry.name == LOCK or (entry.name[0] == "." and entry.suffix == ".partial") for entry in path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""Opens files for reading, and never a pipe, a socket or a device that has the name of a file."""
+"""Opens files for reading, but never a pipe, a socket or a device in place of a file."""
 
 import errno
 import os
@@ -42,7 +42,7 @@ def read_file(path: Path) -> bytes:
     """Return the content of a file.
 
     Raises:
-        OSError: also for a pipe, a socket or a device.
+        OSError: if the file cannot be read, and for a pipe, a socket or a device.
     """
     with open_file(path) as file:
         return file.readall()
@@ -52,8 +52,8 @@ def read_file(path: Path) -> bytes:
 def only_files(no_loops: bool = False) -> Iterator[None]:
     """Check the files that Python code of this thread, such as a library, opens in the `with`.
 
-    With `no_loops`, check the folders that it lists, too: a library that follows links would follow one to a folder
-    around it for ever.
+    With `no_loops`, check the folders that it lists, too: a library would follow a link to a folder that contains the
+    link for ever.
 
     Raises:
         OSError: in that code, before it opens a pipe, a socket or a device other than the null device, or lists a link
@@ -85,4 +85,4 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
     elif event != "open" and any(guards) and os.path.islink(path):
         inside = Path(os.path.realpath(os.path.dirname(path)))
         if inside.is_relative_to(os.path.realpath(path)):
-            raise OSError(errno.ELOOP, "A link to a folder around it, which would be read for ever", path)
+            raise OSError(errno.ELOOP, "A link to a folder that contains it, which would be read for ever", path)

@@ -43,14 +43,14 @@ class Weights:
 
 
 def read_weights(path: Path, asked_by: str) -> Weights:
-    """Read the names and shapes of weights from the headers of their files alone.
+    """Read the names and shapes of weights, from nothing but the headers of their files.
 
-    `path` is a safetensors file, an index, or a folder with one index and its files alone. `asked_by` is the key or the
-    option that names it.
+    `path` is a safetensors file, an index, or a folder with only an index and its files. `asked_by` is the key or the
+    option that names `path`.
 
     Raises:
-        ConfigError: for a file that is missing, cut short, or of another format; for an index that names a file outside
-            of its folder, or that its files contradict.
+        ConfigError: for a file that is missing, truncated, or of another format; for an index that names a file outside
+            of its folder, or that does not match its files.
     """
     if os.path.isdir(path):  # False for a name that is too long, too
         indices, inside = sorted(path.glob(f"*{INDEX}")), sorted(path.glob("*.safetensors"))

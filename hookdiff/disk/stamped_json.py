@@ -16,6 +16,6 @@ def stamped(values: Mapping[str, Any]) -> bytes:
 
 
 def is_intact(data: bytes) -> bool | None:
-    """Return whether the SHA-256 of stamped JSON is right; None if it has none."""
+    """Return whether the SHA-256 of stamped JSON is right; None if there is no SHA-256."""
     stamp = _STAMP.match(data)
     return hashlib.sha256(data[stamp.end() :]).hexdigest().encode() == stamp[1] if stamp else None

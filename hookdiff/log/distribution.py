@@ -24,16 +24,16 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Tensor, bins: int = BINS) -> Distribution:
-        """Return the distribution of `values`, a tensor of any shape on any device. It waits for the device."""
-        import torch  # here, so that a file of distributions is read without torch
+        """Return the distribution of `values`, a tensor of any shape on any device; wait for the device."""
+        import torch  # here, so that a file of distributions can be read without torch
 
-        # In float64, because a range may be wider than float32 has numbers; on a GPU, histc is not deterministic.
+        # In float64, because a range may exceed the largest float32; on the CPU, because histc varies on a GPU.
         flat = values.detach().flatten().cpu().double()
         finite = flat[flat.isfinite()]
         if not len(finite):
             return cls(0.0, 0.0, (0,) * bins, len(flat))
         low, high = torch.stack(torch.aminmax(finite)).tolist()
-        # histc widens a range without width by 1 on both sides; so do we, to know the edges.
+        # histc widens an empty range by 1 on both sides. We do so before, to know the edges.
         low, high = (low - 1, high + 1) if low == high else (low, high)
         counts: list[float] = torch.histc(finite, bins, low, high).tolist()
         return cls(low, high, tuple(int(count) for count in counts), len(flat) - len(finite))

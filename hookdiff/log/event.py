@@ -17,7 +17,7 @@ class Finding:
 
     severity: Severity  # ok: normal; info: a fact; warning: unusual, maybe intended; error: training cannot succeed
     what: str  # one line
-    why: str = ""  # the numbers that show it, or its cause
+    why: str = ""  # the numbers behind `what`, or its cause
     remedy: str = ""  # continues the word "try"
 
     def __str__(self) -> str:
@@ -30,9 +30,9 @@ def _escaped(text: str) -> str:
 
 
 def as_json(value: Any, text: Callable[[str], str] = _escaped) -> Any:
-    """Return `value` as strict JSON has it: NaN and infinities become null, and lone surrogates are escaped.
+    """Return `value` for strict JSON: NaN and infinities become None, and lone surrogates are escaped.
 
-    `text` replaces each string by its result.
+    Each string is replaced by the result of `text`.
     """
     if isinstance(value, str):
         return text(value)
@@ -55,5 +55,5 @@ class Event:
 
     @classmethod
     def of(cls, finding: Finding) -> "Event":
-        """Return the event that `finding` was found."""
+        """Return the event of a finding."""
         return cls("finding", str(finding), finding.severity)

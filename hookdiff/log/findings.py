@@ -25,7 +25,7 @@ def warning_if(holds: object, what: str, remedy: str = "", why: str = "") -> Rul
 def judge(numbers: str, *rules: Rule) -> Finding:
     """Return the finding of the first rule with a true condition. Default: "ok".
 
-    `numbers`, a text with the measured numbers, becomes the text of "ok", and the `why` of a finding without one.
+    `numbers`, a text with the measured numbers, is the text of "ok", or the `why` of a finding without a `why`.
     """
     finding = next((finding for holds, finding in rules if holds), Finding("ok", numbers))
     return finding if finding.why or finding.severity == "ok" else evolve(finding, why=numbers)
@@ -39,7 +39,7 @@ class Alarms:
     """Remembers the findings that were reported, by keys that the plugin chooses, so that each is reported once.
 
     A finding is news when it appears, when its severity changes, and when it comes back after it was over.
-    `loop.log.report(alarms.news(step, key, finding))` reports it.
+    `loop.log.report(alarms.news(step, key, finding))` reports a finding if it is news.
     """
 
     _raised: Raised = field(factory=dict, init=False)  # severity, last step and size, by key
@@ -65,8 +65,8 @@ class Alarms:
             key: the subject of the finding; each key has one alarm.
             finding: the finding.
             over: whether an earlier finding is over, for a plugin with hysteresis. Default: if there is no finding now.
-            quiet: an earlier finding is also over after more than this many steps without it.
-            size: a measure of the finding.
+            quiet: an earlier finding is also over if it was absent for more than this many steps.
+            size: the strength of the finding.
             growth: a finding is also news when its size is this many times the reported size.
         """
         holds = finding is not None and finding.severity != "ok"

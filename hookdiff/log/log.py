@@ -30,12 +30,12 @@ MACHINE = ("memory/", "time/")  # prefixes of values that depend on the machine,
 class Log:
     """Collects values: `loop.log({...})` logs values of this step, which the sinks get when the step is over.
 
-    From `make_batch` to `optimizer_step`, this step is the update that the batch is to make. Values logged there wait
-    for it, and are dropped if there is none. Other values, and all events and findings, are sent at once. Before the
-    first step everything waits until the run is ready.
+    From `make_batch` to `optimizer_step`, this step is the update that the batch will make. Values logged there wait
+    for the update, and are dropped if it is not made. Other values, and all events and findings, are sent at once.
+    Before the first step everything waits until the run is ready.
 
-    With several ranks, only the first rank logs, and only its plugins get the values. Each rank gives measurements of
-    its own samples to `loop.reduce` before.
+    With several ranks, only the first rank logs, and only its plugins get the values. Use `loop.reduce`
+    before, to combine the measurements of all ranks.
 
     step: returns the number of updates so far. every: steps between two logs. call: calls the hook "on_log",
     "on_event", "on_images", "on_texts" or "on_distributions" with `step` and the logged values.
@@ -52,8 +52,8 @@ class Log:
         self._batch: list[Callable[[], object]] | None = None  # calls that wait for the update; None: no batch
         self._closed = 0  # the step of the last means, which a void step after it must not log again
         self._kinds: dict[str, str] = {}  # "number", "picture" ..., by name
-        self._early: list[Callable[[], object]] | None = []  # calls that wait until the run is ready; None: it is
-        self.details: set[str] = set()  # names of the values that lines for people leave out
+        self._early: list[Callable[[], object]] | None = []  # calls that wait until the run is ready; then None
+        self.details: set[str] = set()  # names of values that are not shown to people
 
     @property
     def _step(self) -> int:
@@ -65,20 +65,20 @@ class Log:
         return self._step % self._every == 0
 
     def begin_batch(self) -> None:
-        """Let `due` and logged values be of the update that a batch is to make, from now on."""
+        """From now on, `due` and logged values belong to the update that a batch will make."""
         self._batch = []
 
     def end_batch(self, has_updated: bool) -> None:
-        """Log the waiting values if the update was made, which is counted by now; else drop them."""
+        """Log the waiting values if the update was made and counted; else drop them."""
         waiting, self._batch = self._batch, None
         for call in waiting or () if has_updated else ():
             call()
 
     @contextmanager
     def ending(self, error: BaseException | None) -> Iterator[None]:
-        """Drop a batch that has raised the error, and send the last values after the `with`, also if a plugin fails.
+        """Drop the values of a failed batch, and send the last values after the `with`, even if a plugin fails.
 
-        A run that was refused before it was ready sends none: it must write nothing.
+        A run that was refused before it was ready sends none, because it must write nothing.
         """
         self._batch = None
         try:
@@ -96,7 +96,7 @@ class Log:
         """Log `values`, numbers or scalar tensors, of the current step.
 
         A pair (sum, count) is logged as their ratio, and left out if the count is 0. A `detail` goes to metrics.jsonl
-        and the other sinks, but not into lines for people. Raises ValueError for the names "step" and "time", for
+        and the other sinks, but is not printed. Raises ValueError for the names "step" and "time", for
         the name of a picture, text or distribution, and for a value that is no number.
         """
         for name, value in values.items():
@@ -113,7 +113,7 @@ class Log:
     def average(self, values: Mapping[str, Value], *, detail: bool = False) -> None:
         """Log the mean of `values`, numbers or scalar tensors, over all steps since the last log, when the next is due.
 
-        For `detail` see `__call__`. Raises ValueError as a call of the log does, and for a pair.
+        For `detail` see `__call__`. Raises ValueError as `__call__` does, and for a pair.
         """
         for name, value in values.items():
             _check_number(name, value, "a number or a scalar tensor")
@@ -133,7 +133,7 @@ class Log:
             self._batch.append(call)
 
     def images(self, images: Mapping[str, Tensor | Picture]) -> None:
-        """Log pictures by name, such as "samples": finished ones, or images (n c h w in [-1, 1]), which become a grid.
+        """Log pictures by name, such as "samples": a `Picture`, or images (n c h w in [-1, 1]), which become a grid.
 
         A folder of this name in the run directory keeps the PNG file of each step. Raises ValueError for a name that is
         no relative path of plain names.
@@ -158,7 +158,7 @@ class Log:
         self._send("on_texts", self._step, texts=as_json(texts))
 
     def distributions(self, tensors: Mapping[str, Tensor | Distribution]) -> None:
-        """Log the distribution of the values of each tensor, of any shape, by name. It waits for the device."""
+        """Log the distribution of the values of each tensor, of any shape, by name; wait for the device."""
         self._claim("distribution", tensors)
         if not self._is_main:
             return
@@ -172,7 +172,7 @@ class Log:
         self._send("on_event", self._step if step is None else step, event=event)
 
     def report(self, finding: Finding | None, step: int | None = None) -> None:
-        """Log `finding`, if any, as an event, and for people: an error as a warning too, because the run goes on."""
+        """Log `finding`, if any, as an event and a message; an error is a warning here, because the run goes on."""
         if finding is None or self._call is _drop:
             return
         step = self._step if step is None else step
@@ -213,7 +213,7 @@ class Log:
         if not self._is_main:
             self._records, self._window = {}, {}
             return
-        is_due = self._updates() % self._every == 0  # of the step that is counted, whether a batch has begun or not
+        is_due = self._updates() % self._every == 0  # not `due`, which may be that of a new batch
         if is_due and self._closed != self._updates() and (self._window or self._sums):
             self(self.open_means())
             self._sums, self._closed = {}, self._updates()
@@ -224,7 +224,7 @@ class Log:
             _to_host(part for values in records.values() for value in values.values() for part in _parts(value))
         )
         for step, values in records.items():
-            if ready := dict(_ratios(values, numbers)):  # pairs without a count are left out
+            if ready := dict(_ratios(values, numbers)):  # pairs with a count of 0 are left out
                 self._call("on_log", step=step, values=ready)
 
     def open_means(self) -> dict[str, float]:
@@ -234,7 +234,7 @@ class Log:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Drop all logged values during the `with`, in which a step is tried."""
+        """Drop all logged values during the `with`, for a trial step."""
         state = self._records, self._window, self._sums, self._batch, self._closed, self.details, self._call
         self._records, self._window, self._sums, self._batch, self.details, self._call = {}, {}, {}, [], set(), _drop
         try:
@@ -253,7 +253,7 @@ class Log:
         self._sums = {name: (float(total), int(count)) for name, (total, count) in state.items()}
 
     def _sum_window(self) -> None:
-        # Added one by one from the left in float64, so that a checkpoint in between does not change the sum.
+        # Add the numbers in order, in float64, so that a checkpoint in between does not change the sum.
         numbers = iter(_to_host(value for values in self._window.values() for value in values))
         for name, values in self._window.items():
             total, count = self._sums.get(name, (0.0, 0))
@@ -268,7 +268,7 @@ def _drop(hook: str, **what: object) -> None:
 
 
 def _check_number(name: str, value: Any, expected: str) -> None:
-    """Raise ValueError unless `value` is a number: here, so that the traceback leads to the plugin."""
+    """Raise ValueError unless `value` is a number, so early that the traceback shows the plugin."""
     if not _is_number(value):
         is_array = hasattr(value, "shape") and hasattr(value, "dtype")
         got = f"an array of shape {tuple(value.shape)}, {value.dtype}" if is_array else shortened(value)

@@ -46,7 +46,7 @@ class Panel:
 
 
 def grid(images: Tensor, columns: int | None = None, scale: int | None = None, captions: Sequence[str] = ()) -> Picture:
-    """Return images (n c h w, uint8 or floats in [-1, 1]) as one grid; `scale` is that of `sheet`."""
+    """Return images (n c h w, uint8 or floats in [-1, 1]) as one grid; see `sheet` for `scale`."""
     drawn = Drawn.of(Panel(images, columns, captions=captions), scale)
     canvas = Image.new(drawn.mode, (drawn.width, drawn.height), "white")
     place = drawn.draw_on(canvas, 0, 0)
@@ -77,7 +77,7 @@ def show(
         images: n c h w, one image c h w or h w, or a sequence of images of one size; uint8 or floats in [-1, 1]. Or the
             result of `Loop.sample`.
         columns: None makes the grid as square as possible.
-        scale: factor by which the images are enlarged; None enlarges small ones.
+        scale: factor by which the images are enlarged; None enlarges small images.
         captions: below each image, in order.
 
     Raises:
@@ -101,7 +101,7 @@ def _as_images(images: Tensor) -> Tensor:
 
 @define(frozen=True, eq=False)
 class Drawn:
-    """A panel, and the measures of its picture in pixels."""
+    """A panel, and the sizes in its picture, in pixels."""
 
     panel: Panel
     images: Sequence[Image.Image]
@@ -166,7 +166,7 @@ def _width(text: str) -> int:
 
 
 def _write(picture: Image.Image, text: str, left: int, top: int, width: int) -> None:
-    """Write `text` into the middle of a line of this width; cut its middle if it is too long."""
+    """Write `text` centered in a line of this width; if it is too long, "..." replaces its middle."""
     font = _font()
     for length in range(min(len(text), width), 0, -1):  # characters
         half = length // 2

@@ -1,4 +1,4 @@
-"""A finished picture, such as a grid of samples, and its PNG file with the settings that made it."""
+"""A picture, such as a grid of samples, and its PNG file, with the sampling settings as metadata."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHUNK = "hookdiff"  # keyword of the text chunk, https://www.w3.org/TR/png-3/#11
 
 @define(frozen=True, eq=False)
 class Picture:
-    """A picture, and `info` about it in values of JSON, such as the sampler and the seed. A notebook shows it."""
+    """A picture, and its metadata `info`: JSON values such as the sampler and seed. A notebook shows the picture."""
 
     pixels: NDArray[numpy.uint8] = field(repr=lambda pixels: "x".join(map(str, pixels.shape)))  # h w, grey, or h w 3
     info: Mapping[str, Any] = field(factory=dict)
@@ -62,7 +62,7 @@ class Picture:
 
 
 def read_info(image: Image) -> dict[str, Any]:
-    """Return the info of a PNG file that `Picture.save` has written, and that Pillow has opened; else {}."""
+    """Return the `info` of a PNG file that Pillow has opened; {} if `Picture.save` has not written the file."""
     try:
         info = json.loads(image.info.get(CHUNK, ""))
     except (ValueError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""The place of each image in a picture of many."""
+"""The place of each image in a picture of many images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PanelLayout:
     """The place of the images of a panel in its picture, in pixels.
 
     Raises:
-        TypeError or ValueError: for values that are no places, as a damaged file may have.
+        TypeError or ValueError: for values that are not valid, such as those of a damaged file.
     """
 
     title: str = field(validator=instance_of(str))
@@ -57,7 +57,7 @@ class PanelLayout:
 
 
 def panel_layouts(info: Mapping[str, Any]) -> Iterator[PanelLayout]:
-    """Yield the layouts of the panels in the info of a picture of `sheet`; other pictures have none."""
+    """Yield the layouts of the panels in the info of a picture made by `sheet`; other pictures have none."""
     panels = info.get("panels")
     for panel in panels if isinstance(panels, list) else ():
         try:

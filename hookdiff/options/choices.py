@@ -30,7 +30,7 @@ class Choice:
 
     @classmethod
     def of(cls, value: Self | str | Mapping[str, Any]) -> Self:
-        """Return `value`, or the part that a name, or a mapping of `use` and options, stands for.
+        """Return `value` if it is a part, or the part made from a name, or from a dict of `use` and options.
 
         Raises:
             PluginError: for an unknown name.
@@ -90,7 +90,7 @@ def parts(kind: type[Chosen]) -> dict[str, type[Chosen]]:
 def path_of(kind: str, known: Iterable[str], use: object, key: str = "use") -> str:
     """Return the path `module:Name` of `use`, the value of `key`: the name of an entry point "kind.name", or a path.
 
-    Raises PluginError if it is neither, with the `known` names, or if several entry points claim the name.
+    Raises PluginError, with the `known` names, if `use` is neither, or if several entry points claim the name.
     """
     name, offered = str(use), published(kind)
     if name not in offered and ":" not in name:

@@ -1,4 +1,4 @@
-"""Intervals in steps, epochs or seconds, at which something is due."""
+"""Intervals in steps, epochs or seconds, at which a plugin acts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SUFFIXES = {"steps": "", "epochs": " epochs", "seconds": " s"}
 
 @define(frozen=True)
 class Every:
-    """An interval in steps, epochs or seconds; an amount of 0 means never. `parse_every` reads it from a config."""
+    """An interval in steps, epochs or seconds; an amount of 0 means never. `parse_every` reads an interval."""
 
     amount: float
     unit: str = "steps"  # steps, epochs or seconds
@@ -26,11 +26,11 @@ class Every:
         return f"{amount}{_SUFFIXES[self.unit]}"
 
     def after_step(self, step: int) -> bool:
-        """Return whether it is due after update number `step` (1 is the first)."""
+        """Return whether to act after update number `step` (1 is the first)."""
         return self.unit == "steps" and self.amount > 0 and step % int(self.amount) == 0
 
     def after_epoch(self, epoch: int) -> bool:
-        """Return whether it is due when `epoch` epochs are complete."""
+        """Return whether to act when `epoch` epochs are complete."""
         return self.unit == "epochs" and self.amount > 0 and epoch % int(self.amount) == 0
 
 
@@ -38,7 +38,7 @@ def parse_every(value: int | str | Every) -> Every:
     """Read `500`, `"500"`, `"2 epochs"` or `"15 min"`; units: step(s), epoch(s), s, sec, min, h.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for any other value.
     """
     if isinstance(value, Every):
         return value
@@ -61,9 +61,9 @@ class Due:
     _since: float = field(factory=time.monotonic)
 
     def after_step(self, step: int) -> bool:
-        """Return whether it is due after update number `step`; if it is, the clock starts over.
+        """Return whether to act after update number `step`; if True, the clock starts over.
 
-        All ranks must call this: with an interval in seconds they wait for the answer of the first.
+        All ranks must call this: with an interval in seconds they wait for the first rank.
         """
         if self.every.unit != "seconds" or not self.every.amount:
             return self.every.after_step(step)
@@ -73,7 +73,7 @@ class Due:
         return True
 
     def after_epoch(self, epoch: int) -> bool:
-        """Return whether it is due when `epoch` epochs are complete."""
+        """Return whether to act when `epoch` epochs are complete."""
         return self.every.after_epoch(epoch)
 
 

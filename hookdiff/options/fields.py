@@ -15,17 +15,17 @@ from hookdiff.errors import nearest
 def about(help: str, unit: str = "") -> dict[str, str]:
     """Return the metadata of an option: `field(default=1000, metadata=about("how often", "steps"))`.
 
-    docs/reference/config.md and `hookdiff plugins NAME` print it beside the name and the default.
+    docs/reference/config.md and `hookdiff plugins NAME` print the metadata.
     """
     return {"help": help, "unit": unit} if unit else {"help": help}
 
 
-SERVICES = ("file", "http", "https", "s3", "gs", "az", "hf")  # of URLs that a stranger's config may name
+SERVICES = ("file", "http", "https", "s3", "gs", "az", "hf")  # protocols that an untrusted config may use
 _SERVED = re.compile(rf"({'|'.join(SERVICES)})://")
 
 
 def is_served(url: str) -> bool:
-    """Return whether `url` is of one of the `SERVICES`, and no chain of fsspec (with "::"), which opens another URL."""
+    """Return whether `url` has a protocol of `SERVICES`, and no "::", with which fsspec opens another URL."""
     return "::" not in url and _SERVED.match(url) is not None
 
 
@@ -33,10 +33,10 @@ def is_served(url: str) -> bool:
 class Writes:
     """Marks an option that names a file or a folder to write: `dir: Annotated[str | None, Writes()] = None`.
 
-    The config of a run that is not trusted may name only paths in the run directory.
+    The config of an untrusted run may name only paths in the run directory.
     """
 
-    when: str = ""  # the option that must be true, such as "download"; empty: always
+    when: str = ""  # the option that turns writing on, such as "download"; empty: always
     in_run_dir: bool = False  # whether a relative path starts at the run directory, not at the working directory
 
 
@@ -49,7 +49,7 @@ class Fixed:
 
 @define(frozen=True)
 class Handed:
-    """Marks a table of options that a library gets unchanged; only a trusted config of a run may set them."""
+    """Marks a table of options that are passed to a library; only a trusted config of a run may set them."""
 
 
 @define(frozen=True)
@@ -65,10 +65,10 @@ class between:
         numbers = () if value is None else value if isinstance(value, (tuple, list)) else (value,)
         for number in numbers:
             inside = self.low < number < self.high if self.open_ends else self.low <= number <= self.high
-            if not inside:  # as is a NaN
+            if not inside:  # or NaN
                 brackets = "()" if self.open_ends else "[]"
                 limits = f"{brackets[0]}{self.low:g}, {self.high:g}{brackets[1]}"
-                shown = f"{number:g}" if isinstance(number, float) else number  # an integer may be beyond all floats
+                shown = f"{number:g}" if isinstance(number, float) else number  # an integer may exceed all floats
                 raise ValueError(f"'{option.name}' must be in {limits}: {shown}")
 
 
@@ -76,7 +76,7 @@ IS_FINITE = between(-math.inf, math.inf, open_ends=True)  # validator
 
 
 def limits_of(validator: Any) -> list[tuple[str, float]]:
-    """Return the limits that an attrs validator sets to a number, or to each number of a list, as `(">=", 0)`."""
+    """Return the limits of an attrs validator for a number, or each number of a list, such as `(">=", 0)`."""
     if isinstance(validator, between):
         below, above = (">", "<") if validator.open_ends else (">=", "<=")
         return [(below, validator.low), (above, validator.high)]
@@ -100,14 +100,14 @@ class one_of:
 
 
 def is_below(instance: object, option: Attribute[Any], value: str) -> None:
-    """Check that `value` is a path that stays below the folder that it is in, as an attrs validator."""
+    """Check that `value` is a relative path without "..", as an attrs validator."""
     path = Path(value)
     if not path.name or path.is_absolute() or path.drive or ".." in path.parts:
-        raise ValueError(f"'{option.name}' must be the name of a folder, without / before it and without ..: {value!r}")
+        raise ValueError(f"'{option.name}' must be a relative path of a folder, without ..: {value!r}")
 
 
 def is_interval(instance: object, option: Attribute[Any], value: tuple[float, float]) -> None:
-    """Check that `value` is a low and a high number, from 0 to infinity, as an attrs validator."""
+    """Check that `value` is [low, high] with 0 <= low <= high, as an attrs validator."""
     between(0, math.inf)(instance, option, value)
     if value[0] > value[1]:
-        raise ValueError(f"'{option.name}' must be [low, high]: [{value[0]:g}, {value[1]:g}]")
+        raise ValueError(f"'{option.name}' must be [low, high] with low <= high: [{value[0]:g}, {value[1]:g}]")

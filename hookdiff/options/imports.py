@@ -1,7 +1,7 @@
 """Imports the objects that a config names as `module:Name`.
 
-The config of a run directory may be a stranger's. Unless the user trusts it, it imports only torch, torchvision,
-diffusers, hookdiff, and what installed packages publish as entry points.
+The config of a run directory may be a stranger's. Unless the user trusts the config, it imports only torch,
+torchvision, diffusers, hookdiff, and objects that installed packages publish as entry points.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _current: ContextVar[Imports | None] = ContextVar("imports", default=None)
 
 @contextmanager
 def importing(only_installed: bool) -> Iterator[Imports]:
-    """Collect the imports in the `with`. `only_installed` refuses objects that no installed package publishes."""
+    """Record the imports in the `with`. `only_installed` refuses objects that no installed package publishes."""
     imports = Imports(only_installed)
     token = _current.set(imports)
     try:
@@ -99,7 +99,7 @@ def _way_to_install(module: str) -> str:
 
 
 def is_installed(path: str) -> bool:
-    """Return whether `path` is of one of `LIBRARIES`, or an entry point of an installed package."""
+    """Return whether `path` is in one of `LIBRARIES`, or an entry point of an installed package."""
     package, *inner = path.partition(":")[0].split(".")
     # Modules with an underscore are private; some, such as `__main__`, act when they are imported.
     if package in LIBRARIES and not any(part.startswith("_") for part in inner):
@@ -108,7 +108,7 @@ def is_installed(path: str) -> bool:
 
 
 def entries_of(group: str) -> tuple[EntryPoint, ...]:
-    """Return the entry points of `group`; packages are read anew only after a change of a folder that holds them."""
+    """Return the entry points of `group`; they are cached until a folder of `sys.path` changes."""
     return _entries_of(group, tuple((folder, _modified(folder)) for folder in sys.path))
 
 

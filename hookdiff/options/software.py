@@ -21,7 +21,7 @@ def versions(plugins: Iterable[object]) -> dict[str, str]:
 
 
 def distributions(classes: Iterable[type]) -> list[Distribution]:
-    """Return the distributions that have the `classes` of plugins; classes of scripts and local modules have none."""
+    """Return the distributions that contain the `classes` of plugins; scripts and local modules are in none."""
     owners = {entry.module.partition(".")[0]: entry.dist for entry in entries_of(PLUGINS)}
     owners["hookdiff"] = distribution("hookdiff")
     modules = sorted({kind.__module__ for kind in classes})
@@ -34,11 +34,11 @@ def _owner(module: str) -> Distribution | None:
     file = getattr(sys.modules.get(module), "__file__", None)
     for name in _installed().get(module.partition(".")[0], ()) if file else ():
         owner = distribution(name)
-        if file in {str(owner.locate_file(path)) for path in owner.files or ()}:  # there are other packages "tests"
+        if file in {str(owner.locate_file(path)) for path in owner.files or ()}:  # other packages "tests" may exist
             return owner
     return None
 
 
 def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return "torch 2.11 -> 2.15" for each package in both whose version differs."""
+    """Return a text such as "torch 2.11 -> 2.15" for each package of which both versions are known and differ."""
     return [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]

@@ -52,7 +52,7 @@ class Problems(ValueError):
         return "; ".join(line.lstrip(".: ") for line in self.found)
 
     def add(self, where: str, problem: str | BaseException) -> None:
-        """Note the problem, or all problems of an error, of the value at `where`, such as "run.steps"."""
+        """Add a problem, or all problems of an error, of the value at `where`, such as "run.steps"."""
         if isinstance(problem, Problems):
             self.found += [where + line for line in problem.found]
         elif isinstance(problem, BaseValidationError):
@@ -99,13 +99,13 @@ def arguments(
 
 
 def _elsewhere(target: Callable[..., Any], key: str) -> str:
-    """Return a text with the other parts of the same kind that have `key`, if `target` is a part of a kind."""
+    """Return a text that names the parts of the same kind that have `key`; "" if there are none."""
     names = [f"use = {name!r}" for name, other in _known(target).items() if key in parameters(other)]
     return f"; it is a key with {' or '.join(names)}" if names else ""
 
 
 def _known(target: object) -> Mapping[str, type]:
-    """Return the choices of the kind of `target` by name, if it is a choice."""
+    """Return the classes of the kind of `target` by name, if it is a `Choice`."""
     return target.known if inspect.isclass(target) and issubclass(target, Choice) else {}
 
 
@@ -192,7 +192,7 @@ def missing(target: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
 def resolved(target: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given` and the defaults of `target` as TOML values.
 
-    None, which TOML does not have, is left out, and so is a default that would be read as another value.
+    None, which TOML does not have, is left out, as is a default that would be read as another value.
     """
     table, hints = {}, hints_of(target)
     for name, parameter in parameters(target).items():
@@ -231,7 +231,7 @@ def as_toml(value: Any) -> Any:
 
 
 def options_of(value: Any) -> dict[str, Any]:
-    """Return the arguments of `value`, which has an attribute for each."""
+    """Return the arguments of `value`, from its attributes."""
     fields = fields_of(type(value))
     return {name: getattr(value, fields[name].name if name in fields else name) for name in parameters(type(value))}
 
@@ -340,11 +340,11 @@ def _scalar(value: Any, kind: Any) -> Any:
         raise ValueError(f"expected {_NAMES[kind]}, got {_shown(value)}")
     if kind is int and abs(value) >= 2**64:
         raise ValueError(f"expected an integer of at most 64 bits, got {_shown(value)}")
-    if kind is str and "\0" in value:  # no name of a file has one
+    if kind is str and "\0" in value:  # no file name has one
         raise ValueError(f"expected a string without zero bytes, got {_shown(value)}")
     try:
         return kind(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer too large for a float
         raise ValueError(f"expected a number below 1.8e308, got {_shown(value)}") from None
 
 
@@ -433,7 +433,7 @@ def _attrs_class(value: Any, kind: Any) -> Any:
 
 
 def _choice(value: Any, kind: type[Choice]) -> Choice:
-    """Read a name, or a table of `use`, which is a name, and the options of the class with this name."""
+    """Read the name of a class, or a table with this name as `use` and the options of the class."""
     if isinstance(value, kind):
         return value
     if not isinstance(value, (str, dict)):

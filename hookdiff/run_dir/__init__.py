@@ -1,4 +1,4 @@
-"""The files of a run directory; each has a module that writes and reads it."""
+"""The files of a run directory: each file has a module here, which writes and reads it."""
 
 import lazy_loader
 

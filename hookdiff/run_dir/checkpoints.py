@@ -1,4 +1,4 @@
-"""checkpoints/: the names of the checkpoints in it, such as step-00001000; each is a folder.
+"""checkpoints/: a folder for each checkpoint, with a name such as step-00001000.
 
 The plugin that writes these folders decides on the files in them.
 """
@@ -15,6 +15,6 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of the checkpoint `name`, or None if it is no name of a checkpoint."""
+    """Return the step of the checkpoint `name`, or None if `name` is not the name of a checkpoint."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None

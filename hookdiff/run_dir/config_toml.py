@@ -37,8 +37,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested tables by their keys, such as "run.steps"."""
-    waiting = [*config.items()][::-1]  # no recursion: a damaged file may nest tables without end
+    """Yield the keys of nested tables, such as "run.steps", with their values."""
+    waiting = [*config.items()][::-1]  # no recursion: a damaged file may nest tables very deeply
     while waiting:
         key, value = waiting.pop()
         if isinstance(value, dict) or isinstance(value, Mapping):  # noqa: SIM101 the test for a dict is fast

@@ -51,7 +51,7 @@ def follow_events(run_dir: Path) -> Tail[LoggedEvent]:
 
 
 def skim_events(run_dir: Path) -> Skim[LoggedEvent]:
-    """Return a reader of a few lines.
+    """Return a `Skim`, which reads only a few lines of the file.
 
     Raises:
         OSError: if the file cannot be read.

@@ -36,7 +36,7 @@ class History:
     """
 
     run_dir: Path
-    most_lines: int | None = None  # a longer metrics.jsonl is read in part, see `read_part`; None: read whole
+    most_lines: int | None = None  # of more lines in metrics.jsonl, only some are read; None: all are read
 
     @classmethod
     def of(cls, path: str | Path, most_lines: int | None = None) -> History:
@@ -44,8 +44,8 @@ class History:
 
         Args:
             path: of the run directory or the checkpoint.
-            most_lines: if metrics.jsonl has more lines, only a part of them is read, with which curves look the same;
-                `part` describes it. A million lines then take seconds instead of a minute.
+            most_lines: if metrics.jsonl has more lines, only some of them are read, so that curves look the same;
+                `part` describes the lines that were read. A million lines then take seconds instead of a minute.
 
         Raises:
             UserError: if there is no run.
@@ -57,7 +57,7 @@ class History:
         """The whole config, as in config.toml.
 
         Raises:
-            UserError: if it cannot be read.
+            UserError: if the file cannot be read.
         """
         return read_config(self.run_dir)
 
@@ -76,7 +76,7 @@ class History:
 
     @property
     def outcome(self) -> RunOutcome:
-        """Why and where the run has ended; its reason is None while that is not known."""
+        """Why and at which step the run has ended; the reason is None while it is unknown."""
         return read_outcome(self.run_dir)
 
     @cached_property
@@ -95,7 +95,7 @@ class History:
 
     @cached_property
     def series(self) -> dict[str, Series]:
-        """The logged values by name, in the order of their steps; the last value of a step counts."""
+        """The logged values by name, in the order of their steps; if a step has several values, the last."""
         curves: dict[str, dict[int, float]] = {}
         for line in self.metrics:
             for name, value in line.values.items():
@@ -113,7 +113,7 @@ class History:
 
     @property
     def step(self) -> int:
-        """The last step that is known."""
+        """The last step in metrics.jsonl or outcome.json."""
         logged = self.metrics[-1].step if self.metrics else 0
         return max(logged, self.outcome.step)
 
@@ -146,7 +146,7 @@ def _in_order(values: Mapping[int, float]) -> Series:
 def total_steps(config: Mapping[str, Any], begin: LoggedEvent | None) -> int | None:
     """Return the number of steps of a whole run, or None if it is not known.
 
-    It is `run.steps` of the config. If the config gives epochs instead, the run has written the expected number of
+    This is `run.steps` of the config. If the config gives epochs instead, the run has written the expected number of
     steps into the event `begin`, its newest start or resume.
     """
     return asked_number(config, "steps") or (_number(begin.event.details.get("steps")) if begin else None)
@@ -163,9 +163,9 @@ def _number(value: object) -> int | None:
 
 
 def find_runs(folder: Path, depth: int = 3) -> list[History]:
-    """Return the runs in `folder` and at most `depth` folders below it, by path; links are not followed.
+    """Return the runs in `folder` and up to `depth` levels below it, sorted by path; links are not followed.
 
-    They include runs that have lost their config, and folders that cannot be read.
+    Runs that have lost their config are included, and so are folders that cannot be read.
     """
     try:
         names = sorted(entry.name for entry in os.scandir(folder))
@@ -178,5 +178,5 @@ def find_runs(folder: Path, depth: int = 3) -> list[History]:
     except OSError:
         return [History(folder)]
     runs = [run for path in folders for run in find_runs(path, depth - 1)]
-    # A folder with a config alone may hold a project, with runs below it, or a run that was copied in part.
+    # A folder with a config alone may hold a project, with runs below it, or an incomplete copy of a run.
     return runs or ([History(folder)] if CONFIG in names else [])

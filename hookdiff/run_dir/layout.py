@@ -16,7 +16,7 @@ MARKS = {METRICS, EVENTS, OUTCOME, LOCK}  # one of these files makes a folder a 
 
 
 def is_run_dir(folder: Path) -> bool:
-    """Return whether the folder holds files that a run writes beside its config."""
+    """Return whether the folder holds files that a run writes, other than its config."""
     return any(os.path.lexists(folder / name) for name in (*MARKS, CHECKPOINTS))
 
 
@@ -53,5 +53,5 @@ def run_of(path: Path) -> Path:
         confine(above)
         return above
     if path.exists():
-        raise UserError(f"{path} is no run directory: it has no {CONFIG}")
+        raise UserError(f"{path} is no run directory: it has no {CONFIG}; name a run or its checkpoint")
     raise no_such_folder(path)

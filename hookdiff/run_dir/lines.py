@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hookdiff")
 
-MOST_STEPS = 10**15  # which no run reaches
+MOST_STEPS = 10**15  # no run reaches this step
 _TIME = re.compile(rb'"time": [\d.]+, ')
 
 Value = TypeVar("Value")
@@ -48,12 +48,12 @@ class Logged(Generic[Value]):
     values: dict[str, Value]
 
     def as_row(self) -> dict[str, Any]:
-        """Return step, time and values in one dict, such as a row of a table."""
+        """Return step, time and values in one dict, as a row of a table."""
         return {STEP: self.step, TIME: self.time, **self.values}
 
 
 def at_step(step: int) -> dict[str, Any]:
-    """Return the beginning of a line that is written now."""
+    """Return the first values of a line: the step, and the current time."""
     return {STEP: step, TIME: round(time.time(), 3)}
 
 
@@ -63,7 +63,7 @@ def step_and_time(line: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def step_number(value: object) -> int:
-    """Return `value` as a number of steps; raise TypeError if it is no number, and ValueError if no run has as many."""
+    """Return `value` as a number of steps; raise TypeError if it is no number, and ValueError if it is out of range."""
     step = int(number(value))
     if not 0 <= step < MOST_STEPS:
         raise ValueError(f"no number of steps: {value!r}")
@@ -84,15 +84,15 @@ def without_times(data: bytes) -> bytes:
 
 @define(eq=False)
 class Lines:
-    """A file of JSON lines in the run directory of a Loop, to which its main rank appends whole lines.
+    """A file of JSON lines in the run directory of a Loop; the main rank appends whole lines.
 
-    Lines are not synced: a crash of the machine may lose lines that a checkpoint counts. A warning reports the lost
-    lines, and the file continues after its last whole line. If the disk is full, new lines are kept in memory until
+    Lines are not synced to disk: a crash of the machine may lose lines from before a checkpoint. A warning reports the
+    loss, and the file continues after its last whole line. If the disk is full, new lines are kept in memory until
     there is space.
     """
 
     name: str
-    is_cut: bool  # whether a resume cuts the file to the length in the checkpoint; else earlier lines stay
+    is_cut: bool  # whether a resume truncates the file to the length in the checkpoint; else all lines stay
     length: int = field(default=0, init=False)  # bytes of the file that belong to this run
     _file: FileIO | None = field(default=None, init=False)
     _waiting: bytes = field(default=b"", init=False)  # lines that wait for space on a full disk
@@ -104,7 +104,7 @@ class Lines:
             self._open(path, loop)
 
     def _open(self, path: Path, loop: Loop) -> FileIO:
-        """Open the file and cut it. A branch begins with the lines of the run that it continues."""
+        """Open and truncate the file. If the run continues another in a new directory, begin with the other's lines."""
         loop.resources.callback(self.close)
         step, source = loop.progress.step, loop.resume
         with writing(path):
@@ -127,7 +127,7 @@ class Lines:
             text = f"{lost:,} bytes shorter than at the checkpoint: it ends at step {last:,}, the run at step {step:,}"
             logger.warning("%s is %s", path, text)
         elif source and lost and self.is_cut and not loop.is_branch:
-            logger.warning("%s is missing; a new one begins after step %s", path, f"{step:,}")
+            logger.warning("%s is missing; a new file begins after step %s", path, f"{step:,}")
         return self._file
 
     def add(self, loop: Loop, line: Mapping[str, Any]) -> None:
@@ -150,14 +150,14 @@ class Lines:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise failure from None
             if not was_full:
-                logger.warning("%s; new lines wait until there is space", failure)
+                logger.warning("%s; new lines stay in memory until there is space", failure)
 
     def state_dict(self) -> int:
         """Return the length of the file."""
         return self.length
 
     def load_state_dict(self, length: int) -> None:
-        """Take the `length` of a saved state, and cut the file to it if the run is rolled back."""
+        """Set the `length` of a saved state; in a rollback, truncate the file to it."""
         self.length, self._waiting = length, b""
         if self._file and not self._file.closed:
             with writing(Path(str(self._file.name))):
@@ -172,15 +172,15 @@ class Lines:
         self._waiting = b""
 
     def _begin_branch(self, path: Path, lines: bytes, step: int) -> None:
-        """Write the `lines` of the run that is continued, without the lines of steps after `step`."""
-        if not self.is_cut:  # else `_cut` follows
+        """Write the `lines` of the continued run, without the lines of steps after `step`."""
+        if not self.is_cut:  # otherwise `_cut` removes them
             lines = b"".join(line for line in lines.splitlines(keepends=True) if _step(line) <= step)
         with open_own(path, "wb") as file:
             while lines:
                 lines = lines[file.write(lines) :]
 
     def _own(self, file: FileIO) -> FileIO:
-        """Return the open file; replace it by a copy if it has a second name, such as in a snapshot of the run."""
+        """Return the open file; replace it by a copy if it has another hard link, such as in a snapshot of the run."""
         if not has_other_name(file):
             return file
         path, place = Path(str(file.name)), file.tell()
@@ -191,7 +191,7 @@ class Lines:
         return self._file
 
     def _cut(self, file: FileIO) -> tuple[bytes, bytes]:
-        """Cut `file` after the last whole line within `length`; return its content before and after the cut."""
+        """Truncate `file` after the last whole line within `length`; return its content before and after that."""
         check_place(Path(str(file.name)))
         file.seek(0)
         content = file.readall()
@@ -219,8 +219,8 @@ def _step(line: bytes) -> int:
 def read_lines(path: Path, parse: Parse[Line]) -> list[Line]:
     """Return the lines of the file at `path`; a missing file has none.
 
-    Lines that a failing disk or an editor has damaged are skipped with a warning. A last line that is not written to
-    its end yet is skipped silently. Raises OSError if the file cannot be read.
+    Lines that a failing disk or an editor has damaged are skipped with a warning. An incomplete last line, which is
+    still being written, is skipped silently. Raises OSError if the file cannot be read.
     """
     if not path.exists():
         return []
@@ -232,14 +232,14 @@ def read_lines(path: Path, parse: Parse[Line]) -> list[Line]:
 
 
 def read_thinned(path: Path, parse: Parse[Line], most: int | None) -> tuple[list[Line], ReadPart]:
-    """Return lines as `read_lines` does, a part if there are more than `most`, and a description of the part."""
+    """Return lines as `read_lines` does, only some if there are more than `most`, and a description of these lines."""
     from hookdiff.run_dir.thinned import ReadPart, read_part
 
     if most is None or not path.exists():
         return read_lines(path, parse), ReadPart()
     with open_file(path) as file:
         part = read_part(file, most)
-    if part.every == 1:  # with the last line, even if it has no end
+    if part.every == 1:  # includes a last line without a line break
         return read_lines(path, parse), part
     records = {place: _parsed(line, parse) for place, line in zip(part.places, part.lines, strict=True)}
     return _undamaged(path, records), part
@@ -266,15 +266,15 @@ class Tail(Generic[Line]):
 
     path: Path
     parse: Parse[Line]
-    most: int | None = None  # lines that are parsed at a time; more are read in part, see `read_part`
+    most: int | None = None  # of more new lines, only some are parsed, see `read_part`
     _place: int = field(default=0, init=False)
     _inode: int = field(default=0, init=False)
-    _last: bytes = field(default=b"", init=False)  # the line before the place
+    _last: bytes = field(default=b"", init=False)  # the line that ends at `_place`
 
     def read(self) -> tuple[bool, list[Line]]:
-        """Return whether the file begins anew, and its new whole lines that are not damaged.
+        """Return whether to start over with the lines, and the new lines that are whole and not damaged.
 
-        It begins anew at the first call, and after it was replaced, cut or removed, as a resumed run does.
+        The reader starts over at the first call, and after the file was replaced, cut or removed, such as by a resume.
         """
         from hookdiff.run_dir.thinned import read_part
 
@@ -282,7 +282,7 @@ class Tail(Generic[Line]):
             with open_file(self.path) as file:
                 inode = os.fstat(file.fileno()).st_ino
                 file.seek(self._place - len(self._last))
-                # A cut file may have grown beyond the place again, and a new file may get the inode of the old one.
+                # A cut file may have grown beyond `_place` again, and a new file may get the inode of the old one.
                 anew = inode != self._inode or file.read(len(self._last)) != self._last
                 self._place = file.seek(0 if anew else self._place)
                 part = read_part(file, self.most)

@@ -1,4 +1,4 @@
-"""metrics.jsonl: the logged numbers, in a line for each step that has logged any.
+"""metrics.jsonl: the logged numbers, one line for each step with logged numbers.
 
     {"step": 50, "time": 1764236235.125, "loss": 0.25, "lr": 0.001}
 
@@ -14,17 +14,17 @@ from hookdiff.log.event import STEP, TIME
 from hookdiff.run_dir.lines import Logged, Skim, Tail, at_step, number, read_lines, step_number
 
 METRICS = "metrics.jsonl"
-SMOOTHED = 10  # losses in the mean that is shown as "smoothed" where no plugin logs a smoothed loss
+SMOOTHED = 10  # number of losses in the mean that is shown as "smoothed" if no plugin logs one
 DISTANCES = ("fd/", "fid/")  # beginnings of the names of FID values
 
 
 def is_distance(name: str) -> bool:
-    """Return whether a logged name is that of an FID value, and not of its number of images or its floor."""
+    """Return whether `name` is the name of a logged FID value, not of the number of images or the floor of an FID."""
     return name.startswith(DISTANCES) and not name.endswith(("/", "/num", "/floor"))
 
 
 def metrics_line(step: int, values: Mapping[str, float]) -> dict[str, Any]:
-    """Return the line with the `values` of `step`; it is written with null for values that are not finite."""
+    """Return the line with the `values` of `step`; values that are not finite are written as null."""
     return {**at_step(step), **values}
 
 
@@ -40,12 +40,12 @@ def read_metrics(path: Path) -> list[Logged[float]]:
 
 
 def follow_metrics(run_dir: Path, most: int | None = None) -> Tail[Logged[float]]:
-    """Return a reader of the lines that a run appends to its file; more than `most` at a time are read in part."""
+    """Return a reader of the lines that a run appends to its file; of more than `most` new lines, some are read."""
     return Tail(run_dir / METRICS, parse_metrics, most)
 
 
 def skim_metrics(run_dir: Path) -> Skim[Logged[float]]:
-    """Return a reader of a few lines.
+    """Return a `Skim`, which reads only a few lines of the file.
 
     Raises:
         OSError: if the file cannot be read.

@@ -1,4 +1,4 @@
-"""outcome.json: why and where a run has ended.
+"""outcome.json: why, and at which step, a run has ended.
 
 {"reason": "done", "message": "", "step": 1000, "epoch": 3}
 """
@@ -17,7 +17,7 @@ OUTCOME = "outcome.json"
 
 @frozen
 class RunOutcome:
-    """Why and where a run has ended; its reason is None if it has not ended, or if that is not known."""
+    """Why and at which step a run has ended; the reason is None before the end, or if it is unknown."""
 
     reason: str | None = None  # one of Reason
     message: str = ""  # for people

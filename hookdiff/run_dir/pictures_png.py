@@ -20,7 +20,7 @@ from hookdiff.run_dir.metrics_jsonl import METRICS
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_MOST_PIXELS = 1 << 26  # in a picture that is read
+_MOST_PIXELS = 1 << 26  # of a picture; larger pictures are not read
 _FILE = re.compile(r"step-(\d{8,18})\.png")
 
 
@@ -30,12 +30,12 @@ def picture_path(run_dir: Path, name: str, step: int) -> Path:
 
 
 def write_picture(run_dir: Path, name: str, step: int, picture: Picture) -> None:
-    """Write the picture `name` of `step`, with name and step in its info; raise OSError if that fails."""
+    """Write the picture `name` of `step`, with name and step in its metadata; raise OSError if that fails."""
     picture.with_info(name=name, step=step).save(picture_path(run_dir, name, step))
 
 
 def remove_pictures(run_dir: Path, after: int) -> None:
-    """Remove the pictures of later steps than `after`, as far as possible."""
+    """Remove the pictures of steps later than `after`; errors are ignored."""
     for pictures in find_pictures(run_dir, after).values():
         for path in pictures.values():
             discard(path)
@@ -51,12 +51,12 @@ def copy_pictures(source: Path, run_dir: Path, until: int) -> None:
 
 
 def find_pictures(run_dir: Path, after: int = -1) -> dict[str, dict[int, Path]]:
-    """Return the files of the pictures that a run has logged after a step, in their order: by name, then by step.
+    """Return the files of the logged pictures of steps later than `after`, sorted by name, then by step.
 
     Pictures of runs inside this run directory are left out, and so are copies under other names.
     """
     pictures: dict[str, dict[int, Path]] = {}
-    for root, folders, files in os.walk(run_dir):  # which skips a folder that is removed meanwhile
+    for root, folders, files in os.walk(run_dir):  # it skips a folder that is removed meanwhile
         folder = Path(root)
         is_top = folder == run_dir
         if not is_top and not {CONFIG, METRICS}.isdisjoint(files):  # another run
@@ -83,7 +83,7 @@ def picture_files(run_dir: Path, name: str) -> dict[int, Path]:
 def newest_picture(run_dir: Path, name: str) -> Path | None:
     """Return the file of the newest picture called `name` that a run has logged, or None.
 
-    The files are opened from the newest on, until one is a logged picture.
+    The files are opened, the newest first, until one is a logged picture.
     """
     files = picture_files(run_dir, name)
     return next((path for path in reversed(files.values()) if _is(path, name)), None)
@@ -92,7 +92,7 @@ def newest_picture(run_dir: Path, name: str) -> Path | None:
 def read_picture(path: Path, pixels: bool = True) -> Image | None:
     """Return the picture in a PNG file, or None if it is damaged, too large, of another kind, or gone.
 
-    `pixels=False` reads only its size and its info.
+    `pixels=False` reads only its size and metadata.
     """
     from PIL import Image
 
@@ -115,6 +115,6 @@ def _by_step(folder: Path, files: Iterable[str]) -> dict[int, Path]:
 
 
 def _is(path: Path, name: str) -> bool:
-    """Return whether the info of the file has the `name`; a user may keep other pictures beside it."""
+    """Return whether the metadata of the file has the `name`; a user may keep other pictures in the folder."""
     picture = read_picture(path, pixels=False)
     return picture is not None and read_info(picture).get("name") == name

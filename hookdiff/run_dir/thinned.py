@@ -1,7 +1,7 @@
 """Reads every k-th line of a long metrics.jsonl, so that its curves look as if all were read.
 
-Reading a long file takes most of its time in JSON. So only every k-th line of the usual names, such as the loss, is
-parsed. Lines with a rare name, such as an FID value, are all parsed.
+A long file takes long to read because its JSON is parsed. So lines of the usual names, such as the loss, are parsed
+only every k-th time. Lines with a rare name, such as an FID value, are all parsed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from io import FileIO
 
 from attrs import frozen
 
-MOST_LINES = 50_000  # that a command parses to show curves
-_RARE = 4  # a name is rare if it is on fewer lines than the most / this
+MOST_LINES = 50_000  # most lines that a command parses to show curves
+_RARE = 4  # a name is rare if fewer than `most` / _RARE lines have it
 _NEWEST = 100  # the newest lines are all read, because they show the speed
 _CHUNK = 4 << 20  # bytes
 
@@ -27,16 +27,16 @@ class ReadPart:
     lines: Sequence[bytes] = ()
     places: Sequence[int] = ()  # the numbers of these lines among all whole lines, from 1
     every: int = 1  # the k of "every k-th line" of the usual lines; 1: all lines were read
-    counts: Mapping[str, int] = {}  # of the lines with a name, by name; empty unless lines were left out
-    num: int = 0  # of all whole lines
-    size: int = 0  # bytes of them
+    counts: Mapping[str, int] = {}  # number of lines with each name; empty if all lines were read
+    num: int = 0  # number of all whole lines
+    size: int = 0  # bytes of all whole lines
 
 
 def read_part(file: FileIO, most: int | None) -> ReadPart:
-    """Read the whole lines from the place of the file on; read more than `most` lines in part, in little memory.
+    """Read the whole lines from the current position of the file, or only some if there are more than `most`.
 
-    Lines with the same names are of one kind. The first, the last and every k-th line of each kind are read, with k =
-    the number of all lines / `most`, rounded up. All lines with a rare name are read, and so are the newest lines.
+    Lines with the same names are of one kind. The first, the last and every k-th line of each kind are read; k is the
+    number of all lines / `most`, rounded up. All lines with a rare name are read, and so are the newest lines.
     """
     begin = file.tell()
     num = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK), b"")) if most else 0

@@ -1,4 +1,4 @@
-""".torchrun: the name of torchrun's job, by which the next attempt of the job knows its run."""
+""".torchrun: the name of a torchrun job. When torchrun restarts the job, it recognizes its run by this name."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ _JOB = ".torchrun"
 
 
 def write_job(run_dir: Path, name: str) -> None:
-    """Write the `name` of the job of this process in place of an earlier name; for "" there is no file."""
+    """Write the `name` of the torchrun job of this process; for "", remove the file."""
     discard(run_dir / _JOB)
     if name:
         with new_file(run_dir / _JOB) as partial:

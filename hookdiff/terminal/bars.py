@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-PAUSE = 0.25  # seconds between two pictures
-_SHORT = 0.5  # seconds of work that needs no bar
+PAUSE = 0.25  # seconds between two drawings
+_SHORT = 0.5  # seconds; shorter work needs no bar
 _WIDTH = 100  # columns in a notebook
 _GAP = 2  # columns between two parts of a line
 _BAR = 5, 60  # columns of the smallest and of the largest bar
@@ -39,14 +39,14 @@ class Display(Protocol):
         """Show the lines for the first time."""
 
     def tick(self) -> None:
-        """Show the lines again if they are older than `PAUSE`. A thread would interrupt the training at random."""
+        """Draw the lines again after a `PAUSE`. A thread would do this, too, but interrupt the training at random."""
 
     def stop(self) -> None:
-        """Leave the last lines where they are, or remove them."""
+        """Leave the last lines in the output, or remove them."""
 
 
 def find_display(draw: Draw, is_kept: bool = True) -> Display | None:
-    """Return a display in a terminal or a notebook, None for a pipe. `is_kept` leaves its lines there after `stop`.
+    """Return a display in a terminal or a notebook; None for a pipe. `is_kept`: its lines stay after `stop`.
 
     Raises:
         ValueError: if stderr is closed.
@@ -60,7 +60,7 @@ def find_display(draw: Draw, is_kept: bool = True) -> Display | None:
     else:
         return None
     generator = random.getstate()
-    importlib.import_module("rich.style")  # which draws from Python's generator
+    importlib.import_module("rich.style")  # the import draws from Python's generator
     random.setstate(generator)
     return kind(draw, is_kept)
 
@@ -70,7 +70,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def _moves_its_cursor() -> bool:
-    # Not by rich, which takes a pipe for a terminal if FORCE_COLOR is set.
+    # rich is not asked: it takes a pipe for a terminal if FORCE_COLOR is set.
     return os.environ.get("TERM") not in ("dumb", "unknown") and os.environ.get("TTY_COMPATIBLE") != "0"
 
 
@@ -80,7 +80,7 @@ def _is_notebook() -> bool:
 
 
 class Bottom:
-    """Keeps lines at the bottom of a terminal, below all that is printed and logged."""
+    """Keeps lines at the bottom of a terminal, below all printed and logged text."""
 
     def __init__(self, draw: Draw, is_kept: bool) -> None:
         from rich.console import Console, Group
@@ -98,10 +98,10 @@ class Bottom:
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def start(self) -> None:
-        """Show the lines. From now on, all that is printed or logged to the terminal appears above them."""
+        """Show the lines. From now on, text that is printed or logged to the terminal appears above them."""
         before = (sys.stderr, sys.stdout)
         self._live.start(refresh=True)
-        if self._live.transient:  # of a command, which a signal may end at once
+        if self._live.transient:  # a signal may end a command at once
             self._live.console.show_cursor()
         # A log handler keeps the stream that it was made with, and would write into the lines.
         logger: logging.Logger | None = logging.getLogger("hookdiff")
@@ -120,9 +120,9 @@ class Bottom:
             self._next = time.monotonic() + PAUSE
 
     def stop(self) -> None:
-        """Leave the last lines on the terminal or remove them, and give the handlers their streams back."""
+        """Leave the last lines on the terminal or remove them, and restore the streams of the log handlers."""
         for handler, stream in self._handlers:
-            handler.stream = stream  # without a flush, which fails on a broken terminal
+            handler.stream = stream  # setStream would flush, which fails on a broken terminal
         self._handlers = []
         self._live.stop()
 
@@ -163,9 +163,9 @@ class Cell:
 
 @contextmanager
 def shown_works() -> Iterator[None]:
-    """Show bars of the work of this thread on a terminal or in a notebook, until its end; see `hookdiff.terminal.pace`.
+    """Show bars of the long work of this thread in a terminal or a notebook; see `hookdiff.terminal.pace`.
 
-    Where something else shows them, or there is only a pipe, it does nothing.
+    Do nothing if another function shows the work, or if there is only a pipe.
     """
     if is_shown() or not ((_is_terminal(sys.stderr) and _moves_its_cursor()) or _is_notebook()):
         yield
@@ -179,7 +179,7 @@ def shown_works() -> Iterator[None]:
 
 
 class _Bars:
-    """Bars that are there only while some work takes long."""
+    """Bars that are shown only while there is long work."""
 
     def __init__(self) -> None:
         self._works: Sequence[Work] = ()
@@ -200,7 +200,7 @@ class _Bars:
                 self._display = find_display(lambda width, _: work_lines(self._works, width), is_kept=False)
                 if self._display is not None:
                     self._display.start()
-        except (OSError, ValueError):  # stderr is broken or closed, which is no reason to end the command
+        except (OSError, ValueError):  # stderr is broken or closed; the command goes on
             self._is_broken = True
             with suppress(OSError, ValueError):
                 if self._display is not None:
@@ -224,7 +224,7 @@ def work_lines(works: Sequence[Work], width: int) -> list[Table]:
 
 
 def bar_line(parts: Sequence[str], place: int, done: int, total: int, width: int) -> Table:
-    """Return a line of the parts that fit, with a bar after the first `place`; the last parts are left out first."""
+    """Return a line with a bar after the first `place` parts; if the parts do not fit, the last are left out."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""Lines that people should see, also in a script that sets up no logging."""
+"""Messages that users should see, even in a script that sets up no logging."""
 
 import logging
 
@@ -6,7 +6,7 @@ logger = logging.getLogger("hookdiff")
 
 
 def notice(text: str) -> None:
-    """Log `text` at the level INFO; a process without any handler of logs, such as a script, prints it to stderr."""
+    """Log `text` at the level INFO; a process without log handlers, such as a script, prints it to stderr."""
     if logger.hasHandlers() or logging.lastResort is None:
         logger.info("%s", text)
     else:

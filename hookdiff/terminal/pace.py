@@ -1,4 +1,4 @@
-"""The progress of work that takes long, shown by a bar or, where none is drawn, written to the log."""
+"""The progress of long work. A bar shows the progress; if there is no bar, the log gets it."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from attrs import define, field
 
 from hookdiff.terminal.words import in_words
 
-logger = logging.getLogger("hookdiff.terminal.pace")  # its own name, since every command shows its messages
+logger = logging.getLogger("hookdiff.terminal.pace")  # a name of its own, because each command shows these messages
 
-_LONG = 20.0  # seconds that are worth a message
+_LONG = 20.0  # seconds of work; shorter work gets no message
 _BETWEEN = 30.0  # seconds between two messages
-_START = 1.0  # seconds before the first message: until then processes may only be starting
+_START = 1.0  # seconds before the first message, because processes may still be starting
 
 Part = TypeVar("Part")
 
 
 @define(eq=False)
 class Work:
-    """Work that is under way: `done` of `total` units."""
+    """Work in progress: `done` of `total` units."""
 
     what: str  # such as "fid: images"
     total: int
     unit: str
     done: int = 0
-    began: float = field(init=False, factory=lambda: time.monotonic())  # looked up late, for a clock of tests
+    began: float = field(init=False, factory=lambda: time.monotonic())  # a lambda, so that tests can replace the clock
     _first: tuple[int, float] | None = field(init=False, default=None)  # units of the first part, and when it was done
     _last: float = field(init=False, default=0.0)  # when the last part was done
 
     def add(self, units: int) -> None:
-        """Count `units`, which are one part, as done."""
+        """Count the `units` of a part as done."""
         self.done, self._last = self.done + units, time.monotonic()
         self._first = self._first or (self.done, self._last)
 
@@ -45,7 +45,7 @@ class Work:
         return self._first is not None and self.done > self._first[0]
 
     def left(self) -> float | None:
-        """Return the seconds that the rest takes at the pace since the first part; None while nothing is done."""
+        """Return the seconds that the rest takes at the speed since the first part; None while nothing is done."""
         if not self.done or self._first is None:
             return None
         done, since = self._first if self.has_pace else (0, self.began)
@@ -56,7 +56,7 @@ Show = Callable[[Sequence[Work]], None]
 
 
 class _Here(threading.local):
-    """The works of one thread, outermost first, and the functions that show them; only the last is called."""
+    """The `Work` objects of a thread, outermost first, and the functions that show these; only the last is called."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
@@ -68,7 +68,7 @@ _here = _Here()
 
 @contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """Call `show` with the works of this thread, outermost first, after each part; the log then gets no messages."""
+    """Call `show` with the `Work` objects of this thread, outermost first, after each part, instead of logging."""
     _here.shows.append(show)
     try:
         yield
@@ -77,19 +77,19 @@ def shown_by(show: Show) -> Iterator[None]:
 
 
 def is_shown() -> bool:
-    """Return whether a function shows the works of this thread."""
+    """Return whether a function shows the progress of work in this thread."""
     return bool(_here.shows)
 
 
 def paced(
     parts: Iterable[Part], total: int, what: str, unit: str = "images", size: Callable[[Any], int] = len
 ) -> Generator[Part, None, None]:
-    """Yield `parts`, each of `size(part)` units of `total`, and show how far they are.
+    """Yield `parts` of `size(part)` units each, and show how many of the `total` units are done.
 
-    A function given to `shown_by` shows it. Otherwise the log gets a line if the work takes longer than 20 seconds, and
-    a line every 30 seconds. If works are nested, it gets the outermost one with a finished part. Only the first rank
-    shows and logs anything. Close the generator if you keep it in a variable: after an error the work would seem to be
-    under way.
+    A function given to `shown_by` shows the progress. Otherwise, if the work takes longer than 20 seconds, the log gets
+    a line, and then one every 30 seconds. If works are nested, only the outermost work with a finished part is logged.
+    Only the first rank shows and logs the progress. Close the generator if you keep it in a variable: otherwise, after
+    an error, the work would still count as unfinished.
     """
     # Imported late: it needs torch, and a terminal view of a run does not.
     from hookdiff.machine.ranks import rank

@@ -1,9 +1,9 @@
-"""Times, speeds and sizes as people read them: one spelling for commands, logs, bars, reports and notebooks."""
+"""Times, speeds and sizes as texts: one spelling for commands, logs, bars, reports and notebooks."""
 
 
 def duration(seconds: float) -> str:
     """Return a time: "12 s", "5:24" for minutes and seconds, "1:05:24" from an hour on, "12 d" from 100 hours on."""
-    if not 0 <= seconds < 1e12:  # of a file that somebody else has written
+    if not 0 <= seconds < 1e12:  # a damaged file may hold such a time
         return "unknown"
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)

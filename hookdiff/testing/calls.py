@@ -1,4 +1,4 @@
-"""Watches the hooks of plugins for draws from a global generator, and for the names that they log."""
+"""Records which plugins draw from a global random generator, and which names they log."""
 
 import random
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ class _Call:
     """A running call of a plugin's hook."""
 
     plugin: str
-    states: dict[str, Any]  # of the global generators, at the last look
+    states: dict[str, Any]  # of the global generators, at the last check
     drew: set[str] = field(factory=set)  # names of generators
     has_passes: bool = False
 
 
 @define(eq=False)
 class Calls:
-    """Watches the plugins of `loop`, as an argument of `Plugins.instrument`; the innermost of nested calls counts."""
+    """Watches the plugins of `loop`, as an argument of `Plugins.instrument`. Of nested calls, the innermost counts."""
 
     loop: Loop
     drew: dict[str, dict[str, set[str]]] = field(factory=dict, init=False)  # generators by plugin and hook
@@ -54,7 +54,7 @@ class Calls:
                 self._running[-1].has_passes |= call.has_passes
 
     def _look(self) -> dict[str, Any]:
-        """Note what the innermost call has logged and drawn since the last look; return the generators' states."""
+        """Note what the innermost call has logged and drawn since the last check; return the generators' states."""
         call, states = self._running[-1] if self._running else None, _states(self.loop.device)
         for name in self.loop.log.names:
             self.owners.setdefault(name, call.plugin if call else "")

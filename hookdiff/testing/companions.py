@@ -33,7 +33,7 @@ class Average:
 
     @hookimpl
     def on_epoch_end(self, loop: Loop) -> None:
-        if isinstance(loop.objective, ToyObjective):  # the toy's sampler fits no other
+        if isinstance(loop.objective, ToyObjective):  # the toy sampler fits no other objective
             loop.log({"companion/sample": loop.sample(SampleRequest(2, weights=_NAME)).images.mean()})
 
     @hookimpl

@@ -15,7 +15,7 @@ from hookdiff.loop.loop import Loop
 
 _ABSENT: Any = object()  # in place of a value that only the other run has
 _DIGEST = "tensor "  # the start of a text that stands for a tensor
-_SHOWN = 5  # facts in a message
+_SHOWN = 5  # most facts in a message
 _WIDTH = 100  # characters of a value that are shown
 _BEFORE = 20  # characters that are shown before the first difference
 
@@ -47,11 +47,11 @@ class Difference:
 
     @property
     def is_text(self) -> bool:
-        """Whether both are texts, which may be names or times."""
+        """Whether both values are texts, such as names or times."""
         return all(isinstance(value, str) and not is_digest(value) for value in (self.here, self.there))
 
     def describe(self, first: str, second: str) -> str:
-        """Return a sentence with the names of both runs; long values are cut to the part that differs."""
+        """Return a sentence with the names of both runs; long values are shortened to the part that differs."""
         if self.here is _ABSENT or self.there is _ABSENT:
             return f"{self.key} is only in {second if self.here is _ABSENT else first}"
         here, there = self._texts()
@@ -76,7 +76,7 @@ class Difference:
 
 
 def all_differences(here: Mapping[Any, Any], there: Mapping[Any, Any], tolerance: float = 0.0) -> list[Difference]:
-    """Return the values that are not the same `here` and `there`, or further apart than `tolerance` of their size.
+    """Return the values that differ between `here` and `there`; with a `tolerance`, by more than that share.
 
     A NaN equals a NaN. Values with a `ValueKey` are in the order of their steps.
     """
@@ -111,7 +111,7 @@ def fail(problem: str, facts: Iterable[str]) -> None:
 
 
 def weights(loop: Loop) -> dict[str, Tensor]:
-    """Return a copy of the model's state."""
+    """Return a copy of the model's state dict."""
     return {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
 
 

@@ -1,4 +1,4 @@
-"""Checks that a plugin keeps the rules of its hooks, also where breaking one changes no value of a run."""
+"""Checks that a plugin keeps the rules of its hooks, even rules that do not affect the values of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hookdiff.testing.record import PLUGIN, Record, Runs
 from hookdiff.testing.transfers import CountTransfers
 
 _OF_STEPS = {*hooks_of("batch", "passes", "scale", "update", "after")} - {"on_epoch_end"}
-_OF_THE_STEP = {gradients.__file__, ranks.__file__}  # the transfer of each step, which the loop makes
+_OF_THE_STEP = {gradients.__file__, ranks.__file__}  # files in which the loop makes the one transfer of a step
 _MUTABLE = (list, dict, set, deque)
 _BROKEN = "the plugin breaks the contract"
 _INSTEAD = {
@@ -45,9 +45,9 @@ def assert_keeps_contract(
 ) -> None:
     """Raise AssertionError, with the hook and the remedy, unless the plugin keeps the rules of the hooks.
 
-    It compares by identity, its options have types, and no two instances share a value that a run changes. It changes
-    weights and gradients only in hooks that may change them, and keeps the known norms of gradients true. In the hooks
-    of a step it prints nothing, and does not wait for the device in every unlogged step. No graph outlives its step.
+    The plugin is compared by identity, its options have types, and no two instances share a value that changes. It
+    changes weights and gradients only in hooks that may do so, and clears gradient norms after such a change. Its hooks
+    in a step print nothing, and do not wait for the device in every unlogged step. No autograd graph outlives its step.
 
     Args:
         make_plugin: returns a new plugin.
@@ -66,7 +66,7 @@ def assert_keeps_contract(
             except ValueError as error:
                 notes = "\n".join(getattr(error, "__notes__", []))
                 if not isinstance(error, UserError) and f"'on_start' of the plugin {PLUGIN!r}" in notes:
-                    remedy = "for a mistake of the user raise UserError, and begin with plugins.NAME.KEY"
+                    remedy = "for a mistake of the user raise UserError, with a text that begins with plugins.NAME.KEY"
                     raise AssertionError(f"{error!r} in on_start: {remedy}") from error
                 raise
         after = _of_all_instances(kind)
@@ -80,7 +80,7 @@ def assert_keeps_contract(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect no garbage during the `with`, because a collection may end a graph that a plugin keeps in a cycle."""
+    """Collect no garbage during the `with`: a collection may free a graph that a plugin keeps in a reference cycle."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -102,7 +102,7 @@ def _of_class(kind: Any) -> Iterator[str]:
 
 
 def _of_all_instances(kind: type) -> dict[str, tuple[str, str]]:
-    """Return type and text of the plain values in the bodies of a class and its bases, by name."""
+    """Return the type and the text of each plain class attribute of `kind` and its bases, by name."""
     bodies = [vars(base) for base in kind.__mro__[:-1]]
     plain = (*_MUTABLE, bool, int, float, str, NoneType, Tensor)
     values = {name: value for body in reversed(bodies) for name, value in body.items() if not name.startswith("__")}
@@ -116,7 +116,7 @@ def _field_of(kind: str, text: str) -> str:
 
 
 class _Transfers(CountTransfers):
-    """Counts the transfers that the plugin makes; the norms of a step, which all plugins share, do not count."""
+    """Counts the transfers that the plugin makes, except for the gradient norms of a step, which all plugins share."""
 
     is_own = False  # whether a hook of the plugin runs
 
@@ -225,6 +225,6 @@ class _Watch:
         self._facts[fact] = None
 
     def facts(self) -> list[str]:
-        remedy = "give loop.log tensors, and read values on the host, or rehearse, only in some steps"
+        remedy = "pass tensors to loop.log, and read values on the host, or rehearse, only in some steps"
         waits = [f"it waits for the device in every step, in {hook}: {remedy}" for hook in self._reading]
         return [*self._facts, *(waits if self._quiet and not any(self._quiet) else ())]

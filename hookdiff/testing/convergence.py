@@ -1,4 +1,4 @@
-"""Checks that a sampler's samples are right, and that its error falls with more steps as its order says."""
+"""Checks that the samples of a sampler are right, and that its error falls with its order of convergence."""
 
 import math
 from itertools import pairwise
@@ -19,7 +19,7 @@ _MEAN, _STD = 0.3, 0.5  # of the pixels
 _PROCESSES = ("flow", "vp", "edm")
 _NOISIEST, _CLEAREST = 10.0, 0.1  # sigma / alpha between which the order is measured
 _FEW, _MANY = 16, 128  # steps
-_NUM, _SHAPE, _STEPS = 4096, (1, 2, 2), 1000  # of samples
+_NUM, _SHAPE, _STEPS = 4096, (1, 2, 2), 1000  # number, shape and steps of the samples
 
 
 class _Exact(Chain):
@@ -36,18 +36,18 @@ def assert_converges(solver: Solver, order: float | None = None, *, tolerance: f
     """Raise AssertionError unless the error of a sampler falls with the number of steps to the power of `order`.
 
     The network is the best one for pixels from N(0.3, 0.5²), in float64, for the processes "flow", "vp" and "edm". The
-    error is the distance to the exact probability flow, from sigma / alpha = 10 to 0.1 in steps of equal ratio. Its
-    slope between 16 and 128 steps, in logarithms, must be `order` within `tolerance`.
+    error is the distance to the exact probability flow, from sigma / alpha = 10 to 0.1 in steps of equal ratio. From 16
+    to 128 steps, the error must fall as steps^-p, and p may differ from `order` by `tolerance`.
 
-    A method of several steps may begin with steps of a lower order, as long as their error is small at the start.
+    A multistep method may begin with steps of a lower order, as long as their error is small at the start.
 
     Mean and standard deviation of 4,096 samples of 1,000 steps, from pure noise to the image, must be those of the
-    pixels, within 2 % of the deviation. A sampler that adds noise has only this check.
+    pixels, within 2 % of the deviation. For a sampler that adds noise, only this is checked.
 
     Args:
         solver: the sampler, such as `Heun()`.
         order: such as 2; None for a sampler that adds noise.
-        tolerance: largest difference of the slope from `order`.
+        tolerance: largest difference of p from `order`.
     """
     if not isinstance(solver, Solver):
         raise TypeError(f"expected a sampler, such as Heun(), not {solver!r}")
@@ -97,4 +97,4 @@ def _wrong_samples(solver: Solver, diffusion: Diffusion) -> str | None:
     mean, std = float(x.mean()), float(x.std())
     if max(abs(mean - _MEAN), abs(std - _STD)) <= 0.02 * _STD:
         return None
-    return f"its samples have the mean {mean:.3f} and the deviation {std:.3f}, those of the data are {_MEAN} and {_STD}"
+    return f"its samples have the mean {mean:.3f} and the deviation {std:.3f}, but the data has {_MEAN} and {_STD}"

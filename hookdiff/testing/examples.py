@@ -53,13 +53,13 @@ class Distributed:
 
 @define(eq=False)
 class StartFrom:
-    """Begins where another Loop was: StartFrom(deepcopy(other.state_dict()))."""
+    """Begins with the state of another Loop: StartFrom(deepcopy(other.state_dict()))."""
 
     state: dict[str, Any]
 
     @hookimpl
     def restore(self, loop: Loop) -> dict[str, Any]:
-        return PASS if loop.progress.step else self.state  # a rollback is for the plugin that saves
+        return PASS if loop.progress.step else self.state  # a rollback is left to the plugin that saves
 
 
 @define(eq=False)
@@ -83,7 +83,7 @@ class Anomalies:
 
 
 class FirstNorm:
-    """Logs the gradient norm of the first weight, which is ready when a recorded step has been replayed."""
+    """Logs the gradient norm of the first weight, which a replayed CUDA graph computes, too."""
 
     @hookimpl
     def on_device(self) -> list[DevicePart]:
@@ -95,7 +95,7 @@ class FirstNorm:
 
 
 class MustResume:
-    """Stops a job that was to continue a run and found no checkpoint."""
+    """Stops a job that should continue a run, but has found no checkpoint."""
 
     @hookimpl
     def on_ready(self, loop: Loop, resumed: bool) -> None:
@@ -145,7 +145,7 @@ class LessDecay:
 
 
 class LargestGradient:
-    """Logs the largest gradient, before any clipping; the steps that log nothing may be replayed."""
+    """Logs the largest gradient, before any clipping; a CUDA graph may replay the steps that log nothing."""
 
     @hookimpl
     def needs_host(self, loop: Loop) -> bool:
@@ -212,16 +212,16 @@ class MarkBackward:
 
 
 class SkipSpikes:
-    """Makes steps void if their gradient norm is over 100."""
+    """Makes a step void, without an update, if its gradient norm is over 100."""
 
     @hookimpl(wrapper=True)
     def unscale(self, loop: Loop) -> Generator[None, bool, bool]:
         is_scaled = yield
-        return is_scaled and not 100 < loop.gradients.total_norm < math.inf  # on_nan is for the others
+        return is_scaled and not 100 < loop.gradients.total_norm < math.inf  # on_nan handles other norms
 
 
 class SkipBadSamples:
-    """Skips a batch if some of its samples are at fault, and stops if all of them are."""
+    """Skips a batch if only some of its samples cause the NaN, and stops the run if all of them do."""
 
     @hookimpl
     def on_nan(self, report: NonFinite) -> Verdict:
@@ -230,7 +230,7 @@ class SkipBadSamples:
 
 
 class Centralize:
-    """Subtracts from the gradient of each output its mean (Yong et al. 2020)."""
+    """Subtracts the mean from the gradient of each output (Yong et al. 2020)."""
 
     @hookimpl(trylast=True)
     def after_backward(self, loop: Loop) -> None:
@@ -396,7 +396,7 @@ class ErrorFile:
 
     @hookimpl
     def on_exception(self, loop: Loop, error: BaseException) -> None:
-        if loop.run_dir and loop.run_dir.is_dir():  # the run may have failed before it was made
+        if loop.run_dir and loop.run_dir.is_dir():  # the run may have failed before it made the directory
             text = "".join(traceback.format_exception(error))
             with new_file(loop.run_dir / f"error-{loop.rank}.txt") as partial:
                 write_file(partial, f"step {loop.progress.step}\n{text}".encode())

@@ -1,7 +1,7 @@
-"""Counts the autograd graphs of a model that are alive, since none may outlive its step.
+"""Counts the autograd graphs of a model that are alive, because none may outlive its step.
 
-A graph holds memory. Its node at a parameter remembers the stream of its pass: while it lives, no later step can be
-recorded as a CUDA graph.
+A graph holds memory. Its node at a parameter remembers the CUDA stream of its pass: while the node is alive, no later
+step can be recorded as a CUDA graph.
 """
 
 import weakref
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class _Held:
-    """An object that lives as long as the node of a graph that holds it."""
+    """An object that is alive as long as the node of a graph that holds it."""
 
 
 class _Noting(torch.autograd.Function):

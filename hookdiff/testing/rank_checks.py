@@ -25,7 +25,7 @@ _TOLERANCE = 1e-4  # float32 sums in another order differ by less over some step
 
 
 class _Replica(nn.Module):
-    """Calls `net`. A trial of passes calls the model instead, so that `Averaging` leaves its gradients alone."""
+    """Calls `net`. Trial passes call the model instead, so that `Averaging` does not change their gradients."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def assert_trains_on_ranks(
         tolerance: largest difference, relative to the size of a value.
         except_for: patterns of logged names that may differ, such as measurements on some samples of the first rank.
         loop: further arguments of `toy_loop`; a model with dropout cannot be the same on two ranks. By default each
-            epoch ends with a batch of one sample, the second rank gets a filler for it, and such a step is logged.
+            epoch ends with a batch of one sample, of which the second rank gets a filler; such a step is logged.
     """
     patterns = list(except_for)
     odd = Feed(torch.linspace(-1, 1, 4 * _NUM).reshape(_NUM, 4), drop_last=False)

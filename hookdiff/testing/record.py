@@ -46,9 +46,9 @@ _COPIES: Mapping[str, Callable[[Any], Any]] = {"model": copy.deepcopy, "objectiv
 
 @define(eq=False)
 class Record:
-    """Records a run, also over several processes: it saves and stops the run after an update, and restores it.
+    """Records a run, even one of several processes: it saves and stops the run after an update, and restores it.
 
-    It is the last plugin of the list, so that all others have run before it.
+    This plugin is the last of the list, so that all other plugins have run before it.
     """
 
     name: str  # in messages
@@ -122,7 +122,7 @@ def _plain(value: Any, path: str, depth: int = -1) -> Iterator[tuple[str, Any]]:
 
 
 def round_trip(state: State) -> dict[str, Any]:
-    """Return a copy of `state` that went through files, and so shares nothing with the run.
+    """Return a copy of `state` that was written to files and read, so that it shares no memory with the run.
 
     Raises TypeError, with the place, for a value that a checkpoint cannot hold.
     """
@@ -135,7 +135,7 @@ def round_trip(state: State) -> dict[str, Any]:
 
 @contextmanager
 def quiet() -> Iterator[list[str]]:
-    """Show no log messages of hookdiff during the `with`, as a check reports only its own facts; yield the warnings."""
+    """Hide the log messages of hookdiff during the `with`; yield a list that gets the warnings."""
     messages: list[str] = []
     handler, logger = logging.Handler(logging.WARNING), logging.getLogger("hookdiff")
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -185,7 +185,7 @@ class Runs:
     ) -> Calls:
         """Train a loop from the start, or from the state in `record`; return its calls, if it `is_watched`.
 
-        place: of the plugin among the others; None leaves it out. process: the seed of the global generators. fresh:
+        place: position of the plugin among the others; None: no plugin. process: seed of the global generators. fresh:
         the plugin ignores its saved state.
         """
         copies = {key: copying(self.options[key]) for key, copying in _COPIES.items() if key in self.options}
@@ -212,7 +212,7 @@ class Runs:
 
 
 def _unsaved(plugin: object) -> dict[str, Any]:
-    """Return digests of the plain fields of a plugin, by name, without those made by `saved`."""
+    """Return digests of the plain fields of a plugin, by name, except for fields made by `saved`."""
     saved = {each.name for each in saved_fields(plugin).values()}
     fields = {name: value for name, value in _fields(plugin).items() if name not in saved}
     digests: dict[str, Any] = {}

@@ -14,11 +14,11 @@ Make = Callable[[], object]
 def assert_resumes(
     make_plugin: Make, *, at: Iterable[int] = (1, 5, 12), others: Mapping[str, Make] = COMPANIONS, **loop: Any
 ) -> None:
-    """Raise AssertionError unless a run that is saved and resumed after each step of `at` equals one without a stop.
+    """Raise AssertionError unless a run that is saved and resumed after the steps `at` equals an uninterrupted run.
 
     Weights, logged values and pictures are compared at every step, optimizers and the states of all plugins at the end,
     to the last bit. Each part of the resumed run has new plugins, a new model and other states of the global
-    generators, and its state went through files. The message names the first difference.
+    generators, and reads its state from files. The message names the first difference.
 
     Args:
         make_plugin: returns a new plugin, such as `lambda: EMA(decay=0.9)`.
@@ -36,8 +36,8 @@ def assert_resumes(
                 break  # the plugin has ended the run
         if resumed.saved is None:
             steps = max((key.step for key in whole.steps), default=0)
-            raise ValueError(f"the run ended after {steps} steps, and was never saved: at={cuts}")
-        problem = f"a run that was saved and resumed after the steps {cuts} differs from a whole one"
+            raise ValueError(f"the run ended after {steps} steps, before a save at {cuts}: give smaller steps in `at`")
+        problem = f"a run that was saved and resumed after the steps {cuts} differs from an uninterrupted run"
         _compare(problem + _lost_fields(whole, resumed), whole, resumed, texts)
 
 
@@ -46,14 +46,14 @@ def _lost_fields(whole: Record, resumed: Record) -> str:
     names = [name for name in whole.fields if whole.fields[name] != resumed.fields.get(name)]
     if not names:
         return ""
-    return f"; its fields {', '.join(names)} differ at the end, and are not saved: make the needed ones by saved(...)"
+    return f"; its fields {', '.join(names)} differ at the end, but are not saved: make those that matter by saved(...)"
 
 
 def assert_any_order(make_plugin: Make, *, others: Mapping[str, Make] = COMPANIONS, **loop: Any) -> None:
     """Raise AssertionError unless the run is the same, to the last bit, wherever the plugin stands among the `others`.
 
-    Two plugins that change gradients give equal runs in both orders only up to rounding: test such a plugin without the
-    companion "limit". The arguments are those of `assert_resumes`.
+    If two plugins change gradients, the runs in both orders are equal only up to rounding: test such a plugin without
+    the companion "limit". The arguments are those of `assert_resumes`.
     """
     with Runs(make_plugin, others, loop) as runs:
         first, texts = _whole_run(runs)
@@ -73,8 +73,8 @@ def assert_removable(
 ) -> None:
     """Raise AssertionError unless the run works without the plugin, also when it is resumed.
 
-    A checkpoint of step `at` with the plugin resumes without it, and a checkpoint without it resumes with it, by
-    `fresh=`. The plugin draws from no global generator, and leaves no trace in a later run of the process.
+    A run saved with the plugin at step `at` can be resumed without it, and a run saved without it can be resumed with
+    it, by `fresh=`. The plugin draws from no global generator, and does not change a later run of the process.
 
     Args:
         make_plugin: returns a new plugin.
@@ -103,7 +103,7 @@ def assert_removable(
             record, run_dir = Record(what, until=at), runs.new_folder()
             runs.train(record, place=first, run_dir=run_dir)
             if record.saved is None:
-                raise ValueError(f"{what}, ended before it could be saved at step {at:,}")
+                raise ValueError(f"{what}, ended before it was saved at step {at:,}: give a smaller `at`")
             try:
                 runs.train(record, place=then, run_dir=run_dir, process=1, fresh=True)
             except UserError as error:
@@ -131,7 +131,7 @@ def _whole_run(runs: Runs) -> tuple[Record, set[ValueKey]]:
 
 def _compare_training(alone: Record, other: Record) -> None:
     """Compare the values at each step that both runs have."""
-    problem = "the plugin changes the training; if it should, say changes='training'"
+    problem = "the plugin changes the training; if it should, pass changes='training'"
     both = alone.steps.keys() & other.steps.keys()
     _compare(problem, alone, other, (alone.values.keys() | other.values.keys()) - both)
 

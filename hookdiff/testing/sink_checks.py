@@ -1,4 +1,4 @@
-"""Checks of a sink: its tracker has the values of the run directory, and no failure of it changes a run."""
+"""Checks of a sink: its tracker has the values of the run directory, and no failure of the sink changes a run."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from hookdiff.testing.record import Record, quiet, round_trip
 from hookdiff.testing.toy import toy_loop
 
 _SINK = "sink"  # the name of the tested sink in its runs
-_CHECKPOINT, _KILL, _END = 2, 5, 6  # steps: of the state that is resumed, before which the run is killed, of the end
+_CHECKPOINT, _KILL, _END = 2, 5, 6  # steps: of the saved state, of the kill, and of the end
 _ROUNDING = 1e-6  # trackers keep numbers in float32
 _LIMITS = (0.1, 1.0)  # seconds to wait for a hanging call; the longer limit is for a busy machine
 _CALLS = ("open", "filled", "scalars", "images", "texts", "distributions", "event", "close")
-_EARLIER = "begin the tracker anew in open, and return earlier(run, self)"
+_EARLIER = "begin a new record in open, and return earlier(run, self)"
 _REMEDIES = {
     "a run": "scalars has to write each of the values, NaN included, and close has to flush them",
     "a kill and a resume": f"the tracker keeps the values up to run.step, and none of later steps: {_EARLIER}",
-    "a rollback": f"which closes the sink and opens it again, without the values after run.step: {_EARLIER}",
-    "a branch": f"its tracker begins with the earlier values of the run that it continues: {_EARLIER}",
+    "a rollback": f"a rollback closes the sink and opens it again, without values after run.step: {_EARLIER}",
+    "a branch": f"the new tracker begins with the earlier values of the continued run: {_EARLIER}",
     "hookdiff mirror": "clear has to remove the run from the tracker, and open has to prepare it for scalars",
 }
 _FAULTS: Final[Mapping[str, Exception | None]] = {
@@ -50,15 +50,15 @@ _FAULTS: Final[Mapping[str, Exception | None]] = {
 
 
 def assert_tracks(make: Callable[[Path], Sink], read: Callable[[Path], Mapping[tuple[int, str], float]]) -> None:
-    """Raise AssertionError, with the sink, the call and the remedy, unless the tracker is a mirror of each run.
+    """Raise AssertionError, with the sink, the call and the remedy, unless the tracker has the values of each run.
 
-    It holds the values of metrics.jsonl after a run, a kill and a resume, a rollback, a branch, and `hookdiff mirror`.
-    To imitate a kill, the files of the run directory and of the tracker are copied in the middle of a run. The run is
-    resumed from these copies and an older state, with the tracker at a new path. Numbers may be rounded to float32.
-    Values that JSON lacks, such as infinity, are NaN.
+    The tracker must hold the values of metrics.jsonl after a run, after a kill and a resume, after a rollback, in a
+    run that continues another in a new directory (a branch), and after `hookdiff mirror`. To imitate a kill, the files
+    of the run directory and of the tracker are copied during a run. The run is resumed from these copies and an older
+    state, with the tracker at a new path. Numbers may be rounded to float32. Values that JSON lacks are NaN.
 
     If a call of the sink fails, is locked or hangs, a resumed run is the same to the last bit as without the sink, and
-    logs one warning, that the sink is switched off.
+    logs one warning: the sink is switched off.
 
     Args:
         make: returns a new sink that writes to the tracker at a path, an existing folder. A branch has a different path
@@ -77,7 +77,7 @@ def assert_tracks(make: Callable[[Path], Sink], read: Callable[[Path], Mapping[t
 
 @define(eq=False)
 class _Everything:
-    """Logs values of each kind, some in few steps; without `has_odd` it does not log "test/odd"."""
+    """Logs values of each kind, some of them only in a few steps; `has_odd`: also "test/odd"."""
 
     has_odd: bool = True
 
@@ -129,7 +129,7 @@ class _Restores:
 
 @define(eq=False)
 class _Copies:
-    """Copies folders as a kill of the process would leave them, after the calls of the sink so far."""
+    """Copies folders in the state that a kill of the process would leave, after the calls of the sink so far."""
 
     sink: Sink
     copies: Mapping[Path, Path]
@@ -209,7 +209,7 @@ class _Tests:
         return _Killed(run_dir, path, memory.state, copies)
 
     def check_resumes(self, killed: _Killed) -> None:
-        """Check the resumed run, a branch of it, and a mirror of it."""
+        """Check a resumed run, a branch of this run, and `hookdiff mirror`."""
         killed.put_back()
         tracker = killed.copy_tracker(self.new_folder())
         self.resume(killed, killed.run_dir, {_SINK: self.new_sink(tracker)}, resume=True)
@@ -239,7 +239,7 @@ class _Tests:
         fail(problem, (each.describe("metrics.jsonl", "the tracker") for each in differences))
 
     def check_faults(self, killed: _Killed) -> None:
-        """Check resumed runs with a new tracker, as these make all calls of a sink."""
+        """Check resumed runs with a new tracker, because these make all calls of a sink."""
         alone = self.train_with(killed, None)
         defined = [
             call for call in _CALLS if getattr(type(self.make(self.new_folder())), call) is not getattr(Sink, call)
@@ -261,17 +261,17 @@ class _Tests:
             try:
                 record = self.train_with(killed, sink)
             except Exception as raised:
-                remedy = "the methods of Sink are called on its own thread: implement them, and no hooks"
+                remedy = "the methods of Sink are called on its own thread: implement these methods, and no hooks"
                 raise AssertionError(f"{problem}: {raised!r} ends the run; {remedy}") from raised
         if not is_called:
-            return  # as `filled` is not, for a sink without earlier calls
+            return  # such as `filled`, if `open` returns no calls
         differences = all_differences(alone.steps, record.steps)
         fail(
-            f"{problem}: the run differs from one without the sink; it may read the loop, in check, and change nothing",
+            f"{problem}: the run differs from one without the sink; read the loop only in check, and change nothing",
             (each.describe("the run without it", "the run with it") for each in differences),
         )
         if len(self.warnings) != 1 or not all(name in self.warnings[0] for name in (self.name, call)):
-            remedy = "let the error out, and Sink logs that it is switched off; log no warning of your own"
+            remedy = "do not catch the error, because Sink logs that it is switched off; log no warning of your own"
             raise AssertionError(
                 "\n  ".join([f"{problem}: expected one warning that names both; {remedy}:", *self.warnings])
             )
@@ -292,7 +292,7 @@ def _keyed(numbers: Mapping[tuple[int, str], float]) -> dict[ValueKey, float]:
 def _failing(sink: Sink, call: str, fault: Exception | float) -> Iterator[list[str]]:
     """Let a call of `sink` raise `fault`, or hang during the `with`; yield a list of the calls so far.
 
-    A number is the timeout for a hanging call. The other calls after `open` then do nothing: they could take longer.
+    A number is the timeout of a hanging call. The other calls after `open` then do nothing, so that none is late.
     """
     kind, trainer, is_called = type(sink), threading.get_ident(), list[str]()
     released, is_over = threading.Event(), threading.Event()
@@ -302,7 +302,7 @@ def _failing(sink: Sink, call: str, fault: Exception | float) -> Iterator[list[s
         if isinstance(fault, Exception):
             raise fault
         if threading.get_ident() == trainer:
-            raise RuntimeError("the training waits for ever")
+            raise RuntimeError("the call runs on the thread of the training, which therefore waits for ever")
         released.wait()
         with suppress(Exception):
             kind.close(self)  # on the thread that has opened it

@@ -1,6 +1,6 @@
 """Ranks as threads of one process, which take turns: a test of a plugin needs no other processes, and no network.
 
-A thread runs until it waits for an exchange with the others. Then the next thread runs, so that nothing happens at
+A thread runs until it waits for an exchange with other threads. Then the next thread runs, so that nothing happens at
 random. If the ranks wait for different exchanges, or if a rank ends while another waits, the error names the place of
 each rank: real processes would hang there.
 """
@@ -30,7 +30,7 @@ class OutOfStep(AssertionError):
 def on_ranks(num: int, work: Callable[[int], Result]) -> list[Result]:
     """Return the results of `work(rank)` on each of `num` ranks.
 
-    The global generators begin alike on all ranks. The error of a rank is raised here.
+    The global generators begin with the same states on all ranks. The error of a rank is raised here.
 
     Raises:
         OutOfStep: if the ranks wait for different exchanges.
@@ -96,7 +96,7 @@ class _Together:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the turn to a rank that can go on; answer first if all ranks wait."""
+        """Give the turn to a rank that does not wait; if all ranks wait, answer them first."""
         if not self._running - self._asked.keys():
             self._answer()
         self._turn = min(self._running - self._asked.keys(), default=-1)

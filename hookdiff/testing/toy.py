@@ -17,7 +17,7 @@ from hookdiff.models.sampler import Sampler
 class ToyObjective(Objective):
     """Learns to predict the noise in samples of any shape: a small diffusion.
 
-    The noise has the standard deviation (timestep + 1) / 10; its output has the loss, the timestep and the log-SNR of
+    The noise has the standard deviation (timestep + 1) / 10. The output has the loss, the timestep and the log-SNR of
     each sample.
     """
 
@@ -36,7 +36,7 @@ class ToyObjective(Objective):
 
 
 class ToySampler(Sampler):
-    """Returns the output of the net for noise."""
+    """Returns the output of the network for pure noise."""
 
     def sample(
         self, net: nn.Module, objective: LossFunction, shape: Any, generators: Any, *_: Any, **__: Any
@@ -47,7 +47,7 @@ class ToySampler(Sampler):
 
 
 def toy_model(seed: int = 0, dropout: float = 0.0) -> nn.Module:
-    """Return a net of two layers on four numbers; `seed` determines the weights."""
+    """Return a network of two layers, with four inputs and outputs; `seed` determines the weights."""
     before = torch.get_rng_state()
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Dropout(dropout), nn.Linear(8, 4))
