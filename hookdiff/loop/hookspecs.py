@@ -302,7 +302,7 @@ class Hooks(Protocol):
     def on_epoch_end(self, loop: Loop) -> None:
         """Moment: the data is exhausted, and `loop.progress.epoch` already includes the epoch.
 
-        It is not called when the run ends within an epoch.
+        The hook is not called when the run ends within an epoch.
         May change: own state, files.
         """
 
@@ -310,17 +310,17 @@ class Hooks(Protocol):
     def between_steps(self, loop: Loop, step: Step | None) -> None:
         """Moment: after each batch, also a void or skipped one, and after each `on_epoch_end`.
 
-        `step` is the outcome of the batch; None after `on_epoch_end`. After a `run_step` of a script it is called once,
-        before the next step or at the end of the `with`: all plugins and the script have seen the step, and the log is
-        flushed, so the whole run can be saved here, and resumes exactly.
+        `step` is the outcome of the batch; None after `on_epoch_end`. If a script calls `run_step`, this hook is called
+        before the next step, or at the end of the `with`. All plugins and the script have seen the step, and the log is
+        flushed, so a run that is saved here resumes exactly.
         May change: files; no state.
         """
 
     @seam("images")
     def amend(self, loop: Loop, request: SampleRequest) -> SampleRequest:
-        """Seam: `loop.sample(request)` calls it once, before `sample`. Return the request to answer.
+        """Seam: `loop.sample(request)` calls this once, before `sample`. Return the request to answer.
 
-        Wrap it, so that several plugins may amend a request.
+        Wrap the hook, so that several plugins may amend a request.
         May change: nothing.
         """
 
