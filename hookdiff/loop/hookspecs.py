@@ -122,7 +122,7 @@ class Hooks(Protocol):
 
     @moment("start", like="setup on_fit_start on_init_end")
     def on_start(self, loop: Loop) -> None:
-        """Moment: once, after weights and optimizers are loaded, and before the states of plugins.
+        """Moment: once, after weights and optimizers are loaded, but before the states of plugins are loaded.
 
         Allocate state here, and raise `UserError` for mistakes of the user. `on_start` is also called in a loop that
         only samples or exports, which has no data: check the data in `on_ready`. Before data is encoded, it is called
@@ -332,7 +332,7 @@ class Hooks(Protocol):
         pictures, and `loop.sample` clamps these to [-1, 1]. Neither is done if `request.raw`.
 
         `with loop.weights(request.weights) as name` lends the weights; it raises `UnknownWeights` if no plugin offers
-        them. A request for 0 images only checks whether such a request can be met; a plugin that samples makes it in
+        them. A request for 0 images only checks whether images can be made; a plugin that samples checks this in
         `on_start`.
         May change: nothing that lasts.
         """
