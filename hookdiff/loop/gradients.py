@@ -42,7 +42,7 @@ class Gradients:
     A step may have several passes (see the hook `accumulate`). Norms and names belong to the last pass, but the step
     is finite only if all passes are. The gradients of `adopted` modules must be finite too; no norm includes them.
 
-    With several ranks, loss and norms belong to the whole step, also of sharded gradients. The ranks sum them once in
+    With several ranks, loss and norms belong to the whole step, also of sharded gradients. The ranks sum both once in
     a step, by `exchange`. All ranks must ask for norms at the same places.
 
     After the replay of a recorded step `is_applied` is true: the device has changed the gradients and updated the

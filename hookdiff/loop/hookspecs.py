@@ -275,7 +275,7 @@ class Hooks(Protocol):
     def after_backward(self, loop: Loop) -> None:
         """Moment: once a step; the gradients are complete, at true scale, and finite.
 
-        Plugins that read gradients are plain, plugins that change them `trylast`.
+        Hooks that only read gradients are plain; mark hooks that change gradients `trylast`.
         May change: the gradients in place.
         """
 
@@ -329,7 +329,7 @@ class Hooks(Protocol):
         """Seam: a plugin or a script calls `loop.sample(request)`. Return the images, and the name of their weights.
 
         The images are pictures, also if the network makes latents: `loop.decode` turns the output of the sampler into
-        pictures, and `loop.sample` clamps these to [-1, 1]. Neither is done if `request.raw`.
+        pictures, and `loop.sample` clamps these to [-1, 1]. Both are left out if `request.raw`.
 
         `with loop.weights(request.weights) as name` lends the weights; it raises `UnknownWeights` if no plugin offers
         them. A request for 0 images only checks whether images can be made; a plugin that samples checks this in
@@ -358,8 +358,8 @@ class Hooks(Protocol):
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
         """Moment: the `values` of `step`, given to `loop.log` and `loop.log.average`, as numbers on the host.
 
-        It may be called several times for a step, and after a rollback the steps go back. With several ranks it is
-        called on the first one alone, as are the four hooks below. `loop.stop` works here. Send any other decision to
+        It may be called several times for a step, and `step` is lower after a rollback. With several ranks it is called
+        on the first one alone, as are the four hooks below. `loop.stop` works here. Send any other decision to
         the other ranks by `hookdiff.machine.first_rank_says`: in `between_steps`, or in `before_step` if it changes
         their state. The state of the first rank is saved.
         May change: own state, files.
