@@ -35,14 +35,14 @@ class Gradients:
     factor calls `scale_`, which keeps the norms right. A plugin that changes gradients in another way calls `clear`
     afterwards.
 
-    Only the gradients of parameters that an optimizer holds are read. `names` and `parameters` list these, the model's
-    first, in its order. A frozen parameter has no gradient; it takes part from the step in which it is thawed. `dtype`
-    is the dtype of the norms: float32, or float64 if a weight is float64.
+    Only the gradients of parameters that an optimizer holds are read. `names` and `parameters` list these parameters:
+    first those of the model, in its order. A frozen parameter has no gradient until the step in which it is thawed.
+    `dtype` is the dtype of the norms: float32, or float64 if a weight is float64.
 
     A step may have several passes (see the hook `accumulate`). Norms and names belong to the last pass, but the step
     is finite only if all passes are. The gradients of `adopted` modules must be finite too; no norm includes them.
 
-    With several ranks, loss and norms belong to the whole step, also of sharded gradients. The ranks sum them once in
+    With several ranks, loss and norms belong to the whole step, also of sharded gradients. The ranks sum both once in
     a step, by `exchange`. All ranks must ask for norms at the same places.
 
     After the replay of a recorded step `is_applied` is true: the device has changed the gradients and updated the
@@ -82,7 +82,7 @@ class Gradients:
         return names
 
     def _forget(self) -> None:
-        self._earlier: list[Pass[Tensor]] = []  # all but the last
+        self._earlier: list[Pass[Tensor]] = []  # passes before the last
         self._pass_loss: Tensor | None = None  # of the last pass
         self._loss = self._no_loss  # of the step
         self._host_loss: float | None = None
@@ -93,7 +93,7 @@ class Gradients:
         self.clear()
 
     def reset(self, weight: float = 1.0) -> None:
-        """Begin a step without gradients; forget the passes of the step before.
+        """Begin a step: drop the gradients, and forget the passes of the step before.
 
         `weight` is the share of this rank in the samples of the step.
         """
@@ -120,7 +120,7 @@ class Gradients:
                     parameter.grad = None
 
     def begin(self, loss: Tensor) -> None:
-        """Begin a pass with this `loss`, after its backward."""
+        """Record a new pass with this `loss`, after its backward."""
         if self._pass_loss is not None:  # the gradients of that pass were not cleared: they are now sums over both
             self._earlier.append(Pass(self._pass_loss, torch.zeros_like(self._pass_loss)))
         self._loss = self._pass_loss = loss
@@ -128,7 +128,7 @@ class Gradients:
         self.clear()
 
     def take(self, loss: Tensor, gradients: Sequence[Tensor | None], measured: Tensor) -> None:
-        """Begin a pass with a known `loss`, the `gradients` of `parameters`, and their norms, `measured`."""
+        """Record a new pass with its `loss`, the `gradients` of `parameters`, and their norms, `measured`."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         self.begin(loss)
@@ -136,7 +136,7 @@ class Gradients:
         self._norms = measured
 
     def zero(self) -> None:
-        """Set all gradients to None between two passes; loss and norm of the first are kept for `finite`."""
+        """Drop all gradients between two passes; `finite` still knows loss and norm of the first pass."""
         if self._pass_loss is not None:
             self._earlier.append(Pass(self._pass_loss, torch.linalg.vector_norm(self.norms)))
             self._pass_loss = None
@@ -144,7 +144,7 @@ class Gradients:
         self.clear()
 
     def conclude(self, loss: Tensor) -> None:
-        """Let `loss` be the loss of the step, which need not be the loss of the last pass."""
+        """Make `loss` the loss of the step, even if it is not the loss of the last pass."""
         if loss is not self._loss:
             self.begin(loss)
 
@@ -179,13 +179,13 @@ class Gradients:
 
     @property
     def known_norms(self) -> Tensor | None:
-        """`norms`, if they have been asked for since the gradients changed; else None."""
+        """`norms`, if they were computed since the gradients changed; else None."""
         return self._norms
 
     def measure(self) -> Tensor:
         """Return the current norms, also between two micro-batches, without keeping them.
 
-        With several ranks they may be of this rank's samples only, until the last micro-batch.
+        With several ranks, until the last micro-batch, they may be those of this rank's samples only.
         """
         return norms(self.tensors(), self.dtype)
 
@@ -225,7 +225,7 @@ class Gradients:
 
     @property
     def overflowed(self) -> bool:
-        """Whether the first pass that is not finite has a finite loss; the adopted modules count as a pass."""
+        """Whether the first pass that is not finite has a finite loss; adopted modules count as one pass."""
         return next((math.isfinite(each.loss) for each in self._on_host() if not _is_finite(each)), False)
 
     def _on_host(self) -> list[Pass[float]]:

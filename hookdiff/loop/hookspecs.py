@@ -81,8 +81,8 @@ class Hooks(Protocol):
     def choose(self, device: torch.device) -> Mapping[str, Any]:
         """Question: once to each plugin of a config, before the loop is made.
 
-        Return values for options that are "auto", as `{"precision": "bf16"}`, and for keys of [run], as "run.KEY". A
-        rule chooses them, and not timing. They are written to config.toml, so that a resumed run keeps them.
+        Return values for options that are "auto", as `{"precision": "bf16"}`, and for keys of [run], as "run.KEY".
+        Choose them by a rule, not by timing. They are written to config.toml, so that a resumed run keeps them.
         May change: nothing.
         """
 
@@ -97,7 +97,7 @@ class Hooks(Protocol):
     def wrap_net(self, loop: Loop, net: nn.Module) -> nn.Module:
         """Seam: once, after `prepare_model`. Return the module that training calls: `net`, or a wrapper of it.
 
-        It becomes `loop.net`. `loop.model` stays the bare network, for state, averages and samples.
+        This module becomes `loop.net`. `loop.model` stays the bare network, for state, averages and samples.
         May change: nothing.
         """
 
@@ -105,9 +105,9 @@ class Hooks(Protocol):
     def restore(self, loop: Loop) -> Mapping[str, Any]:
         """Seam: once, with the optimizers made and before `on_start`; also when `on_nan` decides on a rollback.
 
-        Return a state that `loop.state_dict()` made, or an empty one to start anew. The loop loads it: weights and
-        optimizers at once, plugins right after `on_start`. Learning rates and other hyper-parameters stay as the config
-        sets them.
+        Return a state that `loop.state_dict()` made, or an empty dict to start anew. The loop loads this state: weights
+        and optimizers at once, plugins right after `on_start`. Learning rates and other hyper-parameters stay as the
+        config sets them.
         May change: nothing.
         """
 
@@ -115,18 +115,18 @@ class Hooks(Protocol):
     def check_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Question: does the saved `state` fit this plugin and the model? Asked before anything is loaded.
 
-        Raise ValueError if it does not, such as for an average of other weights. Types are checked before, against the
+        Raise ValueError if it does not fit, such as an average of other weights. Types are checked before, against the
         types of the fields made by `saved`, or the annotation of the argument of `load_state_dict`.
         May change: nothing.
         """
 
     @moment("start", like="setup on_fit_start on_init_end")
     def on_start(self, loop: Loop) -> None:
-        """Moment: once, after weights and optimizers are loaded, and before the states of plugins are.
+        """Moment: once, after weights and optimizers are loaded, but before the states of plugins are loaded.
 
-        Allocate state here, and raise `UserError` for mistakes of the user. It is also called in a loop that only
-        samples or exports, which has no data: check the data in `on_ready`. Before data is encoded, it is called for a
-        trial, on other objects of the same plugins.
+        Allocate state here, and raise `UserError` for mistakes of the user. `on_start` is also called in a loop that
+        only samples or exports, which has no data: check the data in `on_ready`. Before data is encoded, it is called
+        for a trial, on other objects of the same plugins.
         May change: own state; `loop.resources` takes clean-up.
         """
 
@@ -134,12 +134,12 @@ class Hooks(Protocol):
     def on_device(self, loop: Loop) -> list[DevicePart] | None:
         """Question: once, after `on_start`, for a step that is recorded once and replayed, such as a CUDA graph.
 
-        Return the work on the device of the hooks between the first forward and the update, often none: `[]`. None, or
-        no such method, means that these hooks need the host in each step.
+        Return the device work of this plugin's hooks between the first forward and the update; `[]` if there is none.
+        None, or no such method, means that these hooks need the host in each step.
 
-        The hooks are still called. Those of the passes are called while a step is recorded, and not in a replay.
-        `after_backward` and all later hooks are called after each replay: the device has updated the weights by then,
-        and `loop.gradients.is_applied` is true.
+        The hooks of the passes are called while a step is recorded, and not in a replay. `after_backward` and all later
+        hooks are called after each replay: the device has updated the weights by then, and `loop.gradients.is_applied`
+        is true.
         May change: nothing.
         """
 
@@ -171,19 +171,19 @@ class Hooks(Protocol):
         The batch may have another number of samples; the loss is the mean over them. A batch without samples
         (`batch[:0]`) is skipped: it is consumed, and no other hook of the step is called. Draw random numbers from
         `loop.random`.
-        May change: nothing. Wrap it to change the batch that other plugins return.
+        May change: nothing. Wrap this hook to change the batch that other plugins return.
         """
 
     @seam("batch", work="draw of noise and times")
     def draw(self, loop: Loop, batch: Batch) -> Batch:
         """Seam: each step, after `make_batch`. Return `batch` with the randomness of the step in its `draws`.
 
-        The objective draws noise and times, with a generator of `loop.random` that is the same on all ranks. Draw for
-        all `batch.total` samples of the step, too; `batch.own` returns this rank's share. Save the state that decides
-        a draw, such as earlier losses, and keep it equal on all ranks. A repeated step calls this hook again: after a
-        step that was not finite, for `micro_batch = "auto"` and to estimate memory. An evaluation calls
-        `loop.objective.draw` in its place.
-        May change: nothing. Wrap it to replace some draws: `drawn.with_draws({"timesteps": times})`.
+        The objective draws noise and times, with a generator of `loop.random` that is the same on all ranks. A plugin,
+        too, draws for all `batch.total` samples of the step; `batch.own` returns this rank's share. If a draw depends
+        on state, such as earlier losses, save this state, and keep it equal on all ranks. The hook is called again when
+        a step is repeated: after a step that was not finite, for `micro_batch = "auto"` and to estimate memory. An
+        evaluation calls `loop.objective.draw` instead.
+        May change: nothing. Wrap this hook to replace some draws: `drawn.with_draws({"timesteps": times})`.
         """
 
     @moment("batch", like="on_train_batch_start on_train_batch_begin on_step_begin batch_start before_batch")
@@ -197,7 +197,7 @@ class Hooks(Protocol):
     def needs_host(self, loop: Loop) -> bool:
         """Question: must the hooks of this step run in their usual places? Asked after `before_step`.
 
-        True for a step, such as a logged one, that must not be replayed. Default: False.
+        Return True for a step that must not be replayed, such as a logged step. Default: False.
         May change: nothing.
         """
 
@@ -219,15 +219,15 @@ class Hooks(Protocol):
     def micro_step(self, loop: Loop, batch: Batch, index: int, count: int) -> LossOutput:
         """Seam: inside `run_pass`. Forward and backward of micro-batch `index` of `count`. Return its loss, detached.
 
-        May change: adds to the gradients. Wrap it for DDP's `no_sync`.
+        May change: adds to the gradients. Wrap this hook for DDP's `no_sync`.
         """
 
     @seam("passes", work="forward and loss", like="training_step before_forward after_forward after_pred")
     def compute_loss(self, loop: Loop, batch: Batch) -> LossOutput:
         """Seam: inside `micro_step`. Return the loss with its graph.
 
-        Wrap it for autocast, or to weigh the samples by changing `loss` and `weights` of the output, which several
-        wrappers can do together. A plugin that replaces `reduce_loss` decides alone.
+        Wrap this hook for autocast, or to weigh the samples by changing `loss` and `weights` of the output. Several
+        wrappers can do this together, but only one plugin can replace `reduce_loss`.
         May change: nothing.
         """
 
@@ -237,8 +237,8 @@ class Hooks(Protocol):
 
         `output.per_sample` (n, float32, with its graph) holds the loss of each sample, `output.weights` (n, or None)
         the weights of the objective, `output.loss` the objective's mean of both. The result must be a mean of terms
-        that depend on one sample each, so that any `micro_batch` gives the same step: weights that are normalised over
-        a batch are made in `make_batch`, or drawn by the objective. Not called for an objective without `per_sample`.
+        that depend on one sample each, so that any `micro_batch` gives the same step. Make weights that are normalised
+        over a batch in `make_batch` or `draw`. This hook is not called for an objective without `per_sample`.
         May change: nothing.
         """
 
@@ -275,7 +275,7 @@ class Hooks(Protocol):
     def after_backward(self, loop: Loop) -> None:
         """Moment: once a step; the gradients are complete, at true scale, and finite.
 
-        Plugins that read gradients are plain, plugins that change them `trylast`.
+        Hooks that only read gradients are plain; mark hooks that change gradients `trylast`.
         May change: the gradients in place.
         """
 
@@ -302,7 +302,7 @@ class Hooks(Protocol):
     def on_epoch_end(self, loop: Loop) -> None:
         """Moment: the data is exhausted, and `loop.progress.epoch` already includes the epoch.
 
-        It is not called when the run ends within an epoch.
+        The hook is not called when the run ends within an epoch.
         May change: own state, files.
         """
 
@@ -310,17 +310,17 @@ class Hooks(Protocol):
     def between_steps(self, loop: Loop, step: Step | None) -> None:
         """Moment: after each batch, also a void or skipped one, and after each `on_epoch_end`.
 
-        `step` is the outcome of the batch; None after `on_epoch_end`. After a `run_step` of a script it is called once,
-        before the next step or at the end of the `with`: all plugins and the script have seen the step, and the log is
-        flushed, so the whole run can be saved here, and resumes exactly.
+        `step` is the outcome of the batch; None after `on_epoch_end`. If a script calls `run_step`, this hook is called
+        before the next step, or at the end of the `with`. All plugins and the script have seen the step, and the log is
+        flushed, so a run that is saved here resumes exactly.
         May change: files; no state.
         """
 
     @seam("images")
     def amend(self, loop: Loop, request: SampleRequest) -> SampleRequest:
-        """Seam: `loop.sample(request)` calls it once, before `sample`. Return the request to answer.
+        """Seam: `loop.sample(request)` calls this once, before `sample`. Return the request to answer.
 
-        Wrap it, so that several plugins may amend a request.
+        Wrap the hook, so that several plugins may amend a request.
         May change: nothing.
         """
 
@@ -329,10 +329,10 @@ class Hooks(Protocol):
         """Seam: a plugin or a script calls `loop.sample(request)`. Return the images, and the name of their weights.
 
         The images are pictures, also if the network makes latents: `loop.decode` turns the output of the sampler into
-        pictures, and `loop.sample` clamps these to [-1, 1]. Neither is done if `request.raw`.
+        pictures, and `loop.sample` clamps these to [-1, 1]. Both are left out if `request.raw`.
 
         `with loop.weights(request.weights) as name` lends the weights; it raises `UnknownWeights` if no plugin offers
-        them. A request for 0 images only checks whether it can be met; a plugin that samples makes one in
+        them. A request for 0 images only checks whether images can be made; a plugin that samples checks this in
         `on_start`.
         May change: nothing that lasts.
         """
@@ -358,16 +358,16 @@ class Hooks(Protocol):
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
         """Moment: the `values` of `step`, given to `loop.log` and `loop.log.average`, as numbers on the host.
 
-        It may be called several times for a step, and after a rollback the steps go back. With several ranks it is
-        called on the first one alone, as are the four hooks below. `loop.stop` works there. Any other decision has to
-        reach the other ranks by `hookdiff.machine.first_rank_says`: in `between_steps`, or in `before_step` if it
-        changes their state. The state of the first rank is saved.
+        It may be called several times for a step, and `step` is lower after a rollback. With several ranks it is called
+        on the first one alone, as are the four hooks below. `loop.stop` works here. Send any other decision to
+        the other ranks by `hookdiff.machine.first_rank_says`: in `between_steps`, or in `before_step` if it changes
+        their state. The state of the first rank is saved.
         May change: own state, files.
         """
 
     @moment("log")
     def on_images(self, loop: Loop, step: int, images: Mapping[str, Picture]) -> None:
-        """Moment: the pictures given to `loop.log.images`: finished, as uint8 on the host, each with its info.
+        """Moment: the pictures given to `loop.log.images`: finished, as uint8 on the host, each with its metadata.
 
         May change: files; no state.
         """
@@ -428,9 +428,9 @@ class Hooks(Protocol):
     def on_stop(self, loop: Loop, reason: Reason) -> None:
         """Moment: once at the end of every run; `reason` is done, time, signal, plugin, on_nan or error.
 
-        It is called in all plugins that have finished `on_start` or have none. `loop.end.message` is the text given to
+        It is called in all plugins that have finished `on_start` or do not define it. `loop.end.message` is the text of
         `loop.stop(reason, message)`. After an error in a plugin it is still called in the others; the first error is
-        raised at the end, unless the run has ended in an error already.
+        raised at the end, unless another error has ended the run already.
         May change: files; no state.
         """
 
@@ -445,7 +445,7 @@ def hooks_of(*phases: Phase) -> tuple[str, ...]:
 
 @define(frozen=True, kw_only=True)
 class Declaration:
-    """The facts about a class of plugins that the core must know."""
+    """The properties of a plugin class that the core must know."""
 
     requires: tuple[str, ...] = field(
         default=(), metadata=about("names of plugins that the run must have; a part may require some, too")
@@ -454,7 +454,7 @@ class Declaration:
     needs: Mapping[str, str] = field(
         factory=dict,
         metadata=about(
-            'modules that the plugin imports when it is used, as `{"pandas": "pandas>=2"}`: if one is missing, the '
+            'modules that the plugin imports when it is used, as `{"pandas": "pandas>=2"}`; if one is missing, the '
             "message says what to install"
         ),
     )
@@ -474,10 +474,10 @@ def _takes(kind: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P
 
 @_takes(Declaration)
 def plugin(**declared: Any) -> Callable[[K], K]:
-    """Declare facts about a class of plugins: `@plugin(requires=("ema",))`.
+    """Declare properties of a plugin class: `@plugin(requires=("ema",))`.
 
     The keywords are the fields of `Declaration`; a class that declares nothing has their defaults. A subclass inherits
-    the declaration of its base, and may replace some of it.
+    the declaration of its base, and may replace parts of it.
 
     Raises:
         TypeError: for a keyword that does not exist.

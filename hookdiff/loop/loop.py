@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 class Loop(ReadOnly):
     """Trains `model` on `data` until the config, a plugin or the script ends the run.
 
-    All attributes are read-only; `using`, `weights` and the `set_...` change them: docs/reference/loop.md has each.
+    All attributes are read-only; only `using`, `weights` and `set_...` change them: see docs/reference/loop.md.
 
     Args:
         model: the bare network, used for state, averages and samples. Training calls `net`, which may wrap it.
         optimizers: one, several, or a function that makes them from the prepared model.
         objective: draws the randomness of a step and returns the loss; or a function (net, batch) -> loss.
-        data: a tensor n c h w, an `InMemory` set, anything with a length and `[i]`, or a `Feed` of one of them.
+        data: a tensor n c h w, an `InMemory` set, anything with a length and `[i]`, or a `Feed` of such data.
         config: length of the run, batch size, seed and the like.
-        plugins: by name, called in this order.
-        sampler: makes images from the model; an object with `sample` will do. Default: the run samples none.
+        plugins: plugins by name, called in this order.
+        sampler: makes images from the model; any object with `sample` is accepted. Default: no images are made.
         hparams: the whole config as plain values, for plugins that record it.
         run_dir: the folder for files. Default: nothing is written.
         resume: True continues the run in `run_dir`, if it has a checkpoint; a path continues that run or checkpoint.
@@ -164,7 +164,7 @@ class Loop(ReadOnly):
         return (*self.optimizers, *self.adopted.optimizers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state of the run, which the seam `restore` returns later. The tensors are not copied."""
+        """Return the whole state of the run, which the hook `restore` returns later. The tensors are not copied."""
         assert self.weights.name == "model", "the state of a run was asked for while the model held other weights"
         return run_state(self)
 
@@ -286,7 +286,7 @@ class Loop(ReadOnly):
     def _refused(self, batch: Batch) -> Outcome | None:
         """Return the outcome of a step that must not change the weights, or None."""
         is_void = not self.hook.unscale(loop=self)
-        is_finite = self.gradients.finite  # with the norms come the votes of the ranks
+        is_finite = self.gradients.finite  # the norms and the votes of the ranks come together
         if outcome := self.end.count(is_void, self._exchange.votes):
             self.buffers.put_back()
             return outcome
