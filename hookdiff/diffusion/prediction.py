@@ -2,7 +2,7 @@
 
 Everything here is written in the two rates of x_t = alpha * x0 + sigma * noise. For a variance-preserving
 process alpha is sqrt(alphas_cumprod) and sigma is sqrt(1 - alphas_cumprod); it is not DDPM's alpha, 1 - beta.
-Both are passed, because 1 - alphas_cumprod loses its digits in float32 where alphas_cumprod is near 1. A rate is a
+Both rates are passed, because 1 - alphas_cumprod loses its digits in float32 where alphas_cumprod is near 1. A rate is a
 float, or a tensor that broadcasts against the images (n 1 1 1) in their dtype; results have that dtype.
 """
 
@@ -35,7 +35,7 @@ class Prediction(Choice, ABC):
     kind = "prediction"
     needs_alpha = False  # x0 cannot be derived from the output at alpha = 0 (pure noise)
     needs_sigma = False  # the noise cannot be derived from the output at sigma = 0 (no noise)
-    sigma_data: float | None = None  # standard deviation of the images that it assumes; None: any
+    sigma_data: float | None = None  # standard deviation of images that the prediction assumes; None: any
 
     def network_input(self, x_t: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
         """Return the input of the network: x_t itself, unless the prediction scales it."""
@@ -53,11 +53,11 @@ class Prediction(Choice, ABC):
     def error_ratio(self, alpha: Rate, sigma: Rate) -> Rate:
         """Return sigma² r, where r is the squared error of the output over the squared error of its x0.
 
-        A loss on the output weighs the squared error of x0 by r. The factor sigma² keeps it finite at sigma = 0.
+        A loss on the output weighs the squared error of x0 by r. The factor sigma² keeps the result finite at sigma = 0.
         """
 
     def check(self, process: Any) -> None:
-        """Raise ValueError, naming `prediction`, if it cannot be used with the process (`Process`)."""
+        """Raise ValueError, naming `prediction`, if the prediction cannot be used with the process (`Process`)."""
         if self.needs_alpha and process.ends_in_noise:
             raise ValueError(
                 f"'prediction' cannot be {self.use!r}: this process ends in pure noise, where the image does not "
@@ -141,7 +141,7 @@ class EDMPrediction(Prediction):
     """The network's input and output have unit variance (EDM): Karras et al. 2022 (arXiv 2206.00364), section 5.
 
     The image is x0 = c_skip x_t / alpha + c_out F, with the output F for the input c_in x_t / alpha; table 1 has the
-    factors for alpha = 1. For another alpha they apply to x_t / alpha, which has the noise level sigma / alpha. The
+    factors for alpha = 1. For another alpha, apply the factors to x_t / alpha, which has the noise level sigma / alpha. The
     formulas here hold for alpha = 0 too.
     """
 

@@ -46,7 +46,7 @@ class Linear(Schedule):
 class ScaledLinear(Schedule):
     """Betas with square roots that grow linearly, as in Stable Diffusion: Rombach et al. 2022 (arXiv 2112.10752).
 
-    The default ends are those of the released models.
+    The default betas are those of the released models.
     """
 
     beta_start: float = field(default=0.00085, validator=_BETA, metadata=_FIRST)

@@ -24,7 +24,7 @@ def _normal(fraction: Tensor, mean: float, std: float) -> Tensor:
 class Times(Choice, ABC):
     """Draws the times of a batch.
 
-    `stratified` draws one time from each of n equally likely parts, in random order. It makes the loss less noisy, and
+    `stratified` draws one time from each of n equally likely parts, in random order. This makes the loss less noisy, and
     does not change the distribution of a single time. Kingma et al. 2021 (arXiv 2107.00630) use one random offset for
     all parts.
     """
@@ -63,7 +63,7 @@ class LogitNormal(Times):
     """More times in the middle of the way: Esser et al. 2024 (arXiv 2403.03206), section 3.1.
 
     The logit of the time is N(mean, std²). In a flow it is ln(sigma / alpha). Esser et al. have a mean of 0, for the
-    latents of an autoencoder. Pixels vary less, and learn more from little noise: Karras et al. 2022 have -1.2 for
+    latents of an autoencoder. Pixels vary less, and need more times at little noise: Karras et al. 2022 have -1.2 for
     ln(sigma / alpha), and benchmarks/quality.py is best between -1 and 0.
     """
 
