@@ -2,7 +2,7 @@
 
 Everything here is written in the two rates of x_t = alpha * x0 + sigma * noise. For a variance-preserving
 process alpha is sqrt(alphas_cumprod) and sigma is sqrt(1 - alphas_cumprod); it is not DDPM's alpha, 1 - beta.
-Both rates are passed, because 1 - alphas_cumprod loses its digits in float32 where alphas_cumprod is near 1. A rate is a
+Both are passed, because 1 - alphas_cumprod loses its digits in float32 where alphas_cumprod is near 1. A rate is a
 float, or a tensor that broadcasts against the images (n 1 1 1) in their dtype; results have that dtype.
 """
 
@@ -53,7 +53,7 @@ class Prediction(Choice, ABC):
     def error_ratio(self, alpha: Rate, sigma: Rate) -> Rate:
         """Return sigma² r, where r is the squared error of the output over the squared error of its x0.
 
-        A loss on the output weighs the squared error of x0 by r. The factor sigma² keeps the result finite at sigma = 0.
+        A loss on the output weighs the squared error of x0 by r. The factor sigma² keeps results finite at sigma = 0.
         """
 
     def check(self, process: Any) -> None:
@@ -141,7 +141,7 @@ class EDMPrediction(Prediction):
     """The network's input and output have unit variance (EDM): Karras et al. 2022 (arXiv 2206.00364), section 5.
 
     The image is x0 = c_skip x_t / alpha + c_out F, with the output F for the input c_in x_t / alpha; table 1 has the
-    factors for alpha = 1. For another alpha, apply the factors to x_t / alpha, which has the noise level sigma / alpha. The
+    factors for alpha = 1. For another alpha they apply to x_t / alpha, which has the noise level sigma / alpha. The
     formulas here hold for alpha = 0 too.
     """
 

@@ -78,7 +78,7 @@ class Sampling(Sampler):
     )
     compile: bool = field(
         default=False,
-        metadata=about("compile the network at its first call: this takes a minute or more, and pays off for many images"),
+        metadata=about("compile the network at its first call: a minute or more, which pays off for many images"),
     )
     weights: str | None = field(
         default=None,

@@ -36,8 +36,8 @@ class Trailing(Spacing):
 class Leading(Spacing):
     """Timesteps floor(i T / N) of process "vp", so that the last timestep is 0.
 
-    The first timestep is up to T / N before the noisiest. The network expects traces of an image there, but pure noise has none
-    (Lin et al. 2023, arXiv 2305.08891, section 3.3).
+    The first timestep is up to T / N before the noisiest. The network expects traces of an image there, but pure
+    noise has none (Lin et al. 2023, arXiv 2305.08891, section 3.3).
     """
 
     def points(self, process: Process, steps: int) -> list[Point]:

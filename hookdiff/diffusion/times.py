@@ -24,7 +24,7 @@ def _normal(fraction: Tensor, mean: float, std: float) -> Tensor:
 class Times(Choice, ABC):
     """Draws the times of a batch.
 
-    `stratified` draws one time from each of n equally likely parts, in random order. This makes the loss less noisy, and
+    `stratified` draws one time from each of n equally likely parts, in random order. It makes the loss less noisy, and
     does not change the distribution of a single time. Kingma et al. 2021 (arXiv 2107.00630) use one random offset for
     all parts.
     """

@@ -33,13 +33,13 @@ class Member:
     kind: str
     name: str
     path: str  # module:Name
-    distributions: tuple[str, ...]  # those that claim the name, with their versions
+    distributions: tuple[str, ...]  # distributions that claim the name, with their versions
     target: Any = None  # the class or function; None if there is an error
     error: str = ""
 
     @property
     def summary(self) -> str:
-        """The first line of its documentation, or the reason why it cannot be used."""
+        """The first line of the member's documentation, or the reason why the member cannot be used."""
         return f"cannot be used: {self.error}" if self.error else (inspect.getdoc(self.target) or "").partition("\n")[0]
 
     def facts(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def choices_of(target: Callable[..., Any]) -> Iterator[type[Choice]]:
 def named(name: str) -> list[Member]:
     """Return the members called `name`: a kind, a member as `kind.name`, a plugin as `module:Class`, or a bare name.
 
-    A kind gives all its members, and a bare name the member of this name of each kind.
+    A kind gives all its members, and a bare name gives the members of this name of all kinds.
 
     Raises:
         PluginError: for an unknown name, and for a single member that cannot be used.

@@ -1,4 +1,4 @@
-"""The requirements for a class or function that a config names; it is checked, and not called."""
+"""The requirements for a class or function that a config names. The object is checked, but not called."""
 
 from __future__ import annotations
 

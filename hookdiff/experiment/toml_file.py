@@ -11,7 +11,7 @@ from hookdiff.experiment import windows_paths
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse the file at `path`; raises ConfigError that names the line that is not TOML."""
+    """Parse the file at `path`. Raises ConfigError, with the line that is not TOML."""
     return read_with_bytes(path)[0]
 
 

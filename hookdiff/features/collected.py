@@ -27,7 +27,7 @@ class Collected:
 
     @classmethod
     def of(cls, space: Space, images: Iterable[Tensor], most: int = ROWS, *, logits: bool = True) -> Collected:
-        """Return the features of all parts of `images`, each n c h w, uint8; `logits` keeps logits, if there are any."""
+        """Return the features of all parts of `images`, each n c h w, uint8; `logits` keeps logits, too, if any."""
         collected = cls(most=most)
         for part in images:
             features, classes = space(part)
