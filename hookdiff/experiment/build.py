@@ -82,7 +82,7 @@ def build_loop(
     Args:
         config: the checked config.
         run_dir: the run directory.
-        resume: continue the run in `run_dir`, or start it without a checkpoint; a path (see Loop) must have a checkpoint.
+        resume: continue the run in `run_dir`, or start it without checkpoint; a path (see Loop) must have one.
             Changes of fixed keys since the checkpoint are refused (see `Changes`).
         overwrite: remove an earlier run in `run_dir`.
         fresh: names of plugins that start without their saved state (see Loop).
@@ -329,7 +329,7 @@ def check_conditions_used(config: Config) -> None:
             continue
         gets = ", ".join(map(repr, conditions.condition_names)) or "none"
         way_out = f"add {name!r} to diffusion.conditions, for a network with an argument for it, or remove the encoder"
-        text = f"data.encode.{name}: the network gets none of its conditions, but {gets}: {way_out}"
+        text = f"data.encode.{name}: the network gets none of its conditions (it gets {gets}): {way_out}"
         if isinstance(encoder, TextEncoder):
             raise ConfigError(text)
         logger.warning("%s", text)
