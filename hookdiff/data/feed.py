@@ -102,7 +102,7 @@ class Feed:
     ) -> Feed:
         """Make batches of `batch_size` samples, over all ranks, in the order that `seed` gives. Returns self.
 
-        Unless given, rank and number of ranks are those of this process.
+        Default of `rank` and `num_ranks`: those of this process.
 
         Raises:
             UserError: if there are fewer samples than a batch needs, if a batch is smaller than the number of ranks, if
@@ -210,7 +210,7 @@ class Feed:
 
     @property
     def num_classes(self) -> int | None:
-        """The number of class names, or without names the highest label plus one; None without labels."""
+        """The number of class names, or the highest label plus one if there are none; None without labels."""
         if self.labels is None:
             return None
         return max(self.labels.tolist(), default=-1) + 1 if self.classes is None else len(self.classes)
@@ -270,7 +270,7 @@ class Feed:
         return weights / weights.max()  # so that the sum is finite
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the facts about the data, the epoch, and its weights if there are any."""
+        """Return the facts about the data, the epoch, and the weights of its samples, if any."""
         weights = {} if self.weights is None else {"weights": self.weights}
         return {"facts": self.facts.state_dict(), "epoch": self.epoch, **weights}
 

@@ -75,7 +75,7 @@ class TextEncoders(Protocol):
         """The conditions that stand for no caption, by name; None: the condition stays as it is."""
 
     def embed(self, texts: Mapping[str, Sequence[str]], are_prompts: bool = True) -> dict[str, Tensor]:
-        """Return the conditions, n rows each, by name, of `texts` (n of each kind)."""
+        """Return the conditions of `texts` (n of each kind), by name, with n rows each."""
 
     def of_prompts(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
         """Return the conditions of the prompts `texts`, and the conditions for the sizes of their pictures."""

@@ -21,8 +21,8 @@ class Images(Protocol):
     """Pictures as they are stored; the transforms of [data] turn them into samples. `images/folder.py` is an example.
 
     `load(i)` returns a Pillow image, or uint8 pixels, c h w or h w. A Pillow image may still be lazy: before training
-    only its header is read. `load` may raise any error for a picture that cannot be read. StorageError, if the disk or
-    a server fails, ends the run. Several processes call `load`: they are forked, or get the source as a pickle.
+    only its header is read. `load` may raise any error for an unreadable picture, but StorageError, which ends the
+    run, if the disk or a server fails. Several processes call `load`: they are forked, or get the source as a pickle.
 
     `SourceOptions` lists the optional members.
     """
@@ -110,7 +110,7 @@ class _Option(Generic[Value]):
 
 @define(eq=False, slots=False)
 class AnySource:
-    """Gives the source `origin` of a user every member of a source. Workers get it as a pickle."""
+    """Wraps the source `origin` of a user, and has every member of a source. Workers get it as a pickle."""
 
     origin: Any  # `InMemory`, `Images` or `Source`, perhaps with some of `SourceOptions`
     kind: str = field(init=False)  # the name of its class

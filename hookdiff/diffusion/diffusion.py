@@ -191,7 +191,7 @@ class Diffusion(Objective):
 
     @cached_property
     def keywords(self) -> dict[str, str]:
-        """The names of the conditions by keyword of the network. The keyword "a.b" is the key "b" of a dict "a"."""
+        """The names of conditions, by the network's keyword for each. Keyword "a.b" is the key "b" of a dict "a"."""
         return dict(self.conditions) if isinstance(self.conditions, dict) else {name: name for name in self.conditions}
 
     @cached_property
@@ -201,7 +201,7 @@ class Diffusion(Objective):
 
     @property
     def drops(self) -> bool:
-        """Whether the label, and each condition, is left out in some samples of the training."""
+        """Whether training drops the label, and each condition, in some samples."""
         shares, names = self._dropout, (*[_LABELS] * bool(self.conditional), *self.condition_names)
         return bool(shares.get(_ALL)) or all(shares.get(_share_key(name, shares)) for name in names)
 
@@ -210,7 +210,7 @@ class Diffusion(Objective):
         return self.label_dropout if isinstance(self.label_dropout, dict) else {_ALL: self.label_dropout}
 
     def remarks(self) -> list[str]:
-        """Return a warning if the weighting leaves the noise level at which sampling starts untrained."""
+        """Return a warning if the noise level at which sampling starts has the weight 0, so that it is not trained."""
         of_noise = self.weighting.weights(self.prediction, torch.zeros(1), torch.ones(1))
         if not self.process.ends_in_noise or of_noise.any():
             return []
@@ -223,8 +223,8 @@ class Diffusion(Objective):
         """Return `batch` with the random draws of this step in `draws`, on the device of the inputs.
 
         `noise` is standard normal, float32, of the shape of the inputs. `timesteps` (n) are times of the process: int64
-        in 0..T-1, or float32. `labels`, if the objective is conditional, and the conditions by name come from
-        the batch, but in some samples from `without`. Numbers are drawn on the generator's device, so a CPU generator
+        in 0..T-1, or float32. `labels` (if the objective is conditional) and the conditions come from the
+        batch; in some samples, `without` replaces them. Numbers are drawn on the generator's device, so a CPU generator
         gives the same numbers for every device. They are drawn for all samples of the step, also on other
         ranks, so that a sample gets the same numbers on any number of ranks.
 

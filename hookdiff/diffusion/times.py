@@ -47,7 +47,7 @@ class Times(Choice, ABC):
         return self.at(process, fraction)
 
     def check(self, process: Process) -> None:
-        """Raise ValueError, naming `times`, if they cannot be drawn for the process."""
+        """Raise ValueError, naming `times`, if such times cannot be drawn for the process."""
 
 
 @define(frozen=True)

@@ -31,7 +31,7 @@ logger = logging.getLogger("hookdiff")
 class CaptionedReader(ReaderAround):
     """Reads the samples of `inner`, and adds the conditions that `encoders` make of their captions.
 
-    Unless it `encodes`, it only has the captions. While captions are `pending`, a caption is encoded when it is read.
+    If `encodes` is false, it only has the captions. While captions are `pending`, a caption is encoded when it is read.
     `encode` encodes all captions.
     """
 
@@ -75,7 +75,7 @@ class CaptionedReader(ReaderAround):
             rows.want(self.captions[rows.encoder.texts].every())
 
     def trial(self) -> CaptionedReader:
-        """Return a copy for a trial, with the shapes that follow `encode`; see `LatentReader.trial`."""
+        """Return a copy to try a run before `encode`, with the same shapes as after it; see `LatentReader.trial`."""
         reader = copy(self)
         reader.inner = reader.inner.trial() if isinstance(reader.inner, LatentReader) else reader.inner
         reader.texts = TextConditions(self.texts.rows, self.texts.shape)

@@ -1,4 +1,4 @@
-"""Finds why the `path` of an encoder is no folder of its model, and a folder nearby that is one."""
+"""Explains why the `path` of an encoder is no folder of its model, and suggests a folder nearby."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class LatentReader(OfSource):
                 first_rank_does(maker.look)
 
     def trial(self) -> LatentReader:
-        """Return a copy for a trial, with the shapes that follow `encode`. Only the first sample is encoded."""
+        """Return a copy to try a run before `encode`, with the same shapes as after it. It encodes only one sample."""
         reader = copy(self)
         if reader.labels is None and reader.first.labels is not None:
             reader.labels = torch.zeros(len(self), dtype=torch.int64)  # they are read with the pictures
@@ -185,7 +185,7 @@ class LatentReader(OfSource):
             Soundness.of(values[MEAN], values.get(STD), differ).report(name, self.encoders[name])
 
     def open_pictures(self) -> Feed:
-        """Return the Feed of the pictures, which reads their headers when it is made.
+        """Return the Feed of the pictures. Making the Feed reads the headers of all pictures.
 
         Raises:
             UserError: for samples that hold no pictures.
@@ -272,7 +272,7 @@ class LatentReader(OfSource):
         return None if None in keys else repr(keys)
 
     def sizes(self) -> Tensor | None:
-        """Return height and width of the pictures, before they are resized; None if only their latents are here.
+        """Return height and width of the pictures, before they are resized; None if there are only latents.
 
         See `hookdiff.images.sizes.sizes_of`.
         """
@@ -379,7 +379,7 @@ class LatentReader(OfSource):
     def scale(self, indices: Tensor) -> tuple[Sequence[float], Sequence[float]]:
         """Return mean and deviation of each channel of the latents that are drawn from the samples `indices`.
 
-        If the encoder does not give the two, they are measured.
+        Both are measured, unless the encoder gives them.
 
         Raises:
             UserError: for a channel that is constant over these samples.

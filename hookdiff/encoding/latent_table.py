@@ -42,7 +42,7 @@ _LABELS, _OF_SOURCE = "labels", "of source: "  # columns that the samples have b
 
 @define(eq=False)
 class PictureTable:
-    """The latents of all samples by an encoder, with their labels and conditions in the source."""
+    """The latents of all samples from one encoder, with the labels and conditions of the source."""
 
     columns: Mapping[str, Tensor]  # "mean" and maybe "std": n, sides (2: with mirror image), shape of a latent; float16
     survey: Survey  # of the pictures

@@ -216,7 +216,7 @@ def _link(file: Path, name: Path) -> None:
 def refused_as(what: str, other_names: Mapping[str, str] | None = None) -> Iterator[None]:
     """Turn any error of a library in the `with` into a UserError that begins with `what`.
 
-    Panics of a library in Rust are included. `other_names` replace paths in its message.
+    Panics of a library in Rust are included. `other_names` replace paths in the message.
     """
     try:
         yield

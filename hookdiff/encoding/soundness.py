@@ -34,7 +34,7 @@ def few_of(samples: Tensor) -> Tensor:
 
 
 def constant_channels(where: str, encoder: Encoder, channels: Sequence[int], of: str) -> UserError:
-    """Return the error about `channels` that are constant; `of` says on which samples."""
+    """Return the error about `channels` that are constant; `of` names the samples."""
     return UserError(
         f"{where}: {_channels(channels)} of {encoder.origin} {'is' if len(channels) == 1 else 'are'} "
         f"constant in float16 on {of}, so no network can learn from {'it' if len(channels) == 1 else 'them'}; choose "
@@ -62,7 +62,7 @@ class Soundness:
 
     @classmethod
     def of(cls, mean: Tensor, std: Tensor | None, differ: bool) -> Soundness:
-        """Return the result for means and deviations (n, channels, ...) of pictures. `differ`: not all are the same."""
+        """Return the result for means and deviations (n, channels, ...) of pictures. `differ`: the pictures differ."""
         over, posterior, constants, lost = list[float](), list[float](), (list[int](), list[int]()), [0, 0]
         for channel, values in enumerate(_by_channel(mean)):
             values = values.double()

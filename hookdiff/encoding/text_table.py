@@ -322,7 +322,7 @@ class TextConditions:
         return {name: rows.returned.digest() for name, rows in self.rows.items()}
 
     def embed(self, texts: Mapping[str, Sequence[str]], are_prompts: bool = True) -> dict[str, Tensor]:
-        """Return the conditions, n rows each, by name, of `texts` (n of each kind).
+        """Return the conditions of `texts` (n of each kind), by name, with n rows each.
 
         If the texts `are_prompts`, a warning names texts that an encoder truncates.
 

@@ -56,7 +56,7 @@ class Member:
 
 @define(frozen=True, eq=False)
 class PartKind:
-    """The plugins, or a kind of part."""
+    """All plugins, or all parts of one kind."""
 
     name: str  # as entry points write it before the dot
     find: Callable[[str], Any]  # imports a member by its name, or raises PluginError
@@ -85,7 +85,7 @@ class PartKind:
 
 
 def kinds() -> dict[str, PartKind]:
-    """Return the plugins and all kinds of parts by name; kinds are declared by the keys that choose them."""
+    """Return the plugins and all kinds of parts by name. A kind is known from the keys that choose it."""
     catalog = {_OF_PLUGINS: PartKind(_OF_PLUGINS, plugin_class)}
     catalog |= {section.kind: PartKind(section.kind, section.target, section.known) for section in SECTIONS}
     targets: list[Any] = [Diffusion, Sampling, *(kind for section in SECTIONS for kind in section.shared)]

@@ -68,7 +68,7 @@ def _unless_auto(validator: Callable[[Any, Attribute[Any], Any], Any]) -> Callab
 
 @define(frozen=True, kw_only=True)
 class RunConfig(LoopConfig):
-    """The table [run]: the keys of the Loop, and the keys of the run around it."""
+    """The table [run]: the keys of the Loop, and further keys of a run."""
 
     # A Loop needs a number; a plugin finds it for "auto" when the run starts.
     micro_batch: int | Literal["auto"] | None = field(  # type: ignore[assignment]

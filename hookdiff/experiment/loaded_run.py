@@ -234,11 +234,11 @@ class Run:
 
     @staticmethod
     def in_loop(weights: str) -> str:
-        """Return the loop's name for the name that `weights` yields: the weights of a file are "model" there."""
+        """Return the loop's name of the weights that `weights` yields: "model" for the weights of a file."""
         return "model" if weights.endswith(_SUFFIX) else weights
 
     def info(self, weights: str, seed: int) -> dict[str, Any]:
-        """Return how the run makes images now, for the info of a picture: `sampler_info`, step, weights and seed.
+        """Return how the run makes images now, for the metadata of a picture: `sampler_info`, step, weights and seed.
 
         The argument `weights` is the name that the method `weights` yields.
         """

@@ -17,7 +17,7 @@ _PENDING = 8192  # rows that wait before they are added to the scatter: small ch
 class Gaussian:
     """A mean and a covariance. The covariance is a matrix, or x^T x for the centred rows x of a few samples.
 
-    `num` is the number of samples that it was fitted to; None if that is unknown, as for published statistics.
+    `num` is the number of samples that were fitted; None if that is unknown, as for published statistics.
 
     Raises:
         ValueError: for shapes that do not fit, numbers that are not finite, and a matrix that is no covariance.
@@ -89,7 +89,7 @@ class Moments:
         return self._pending[0].shape[1] if self._pending else None if self._mean is None else len(self._mean)
 
     def add(self, features: Tensor) -> None:
-        """Add `features`, n d, of any float type and device; n may be 0. They are not changed.
+        """Add `features`, n d, of any float type and device; n may be 0. `features` stay unchanged.
 
         Raises:
             ValueError: for another shape or dimension, for values that are no floats, and for rows that are not

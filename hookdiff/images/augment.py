@@ -21,7 +21,7 @@ _TOP, _LEFT, FLIP, _FACTORS, _ORDER = 0, 1, 2, slice(3, 7), slice(7, 11)
 
 
 def augment(samples: Batch, transforms: Transforms, seed: int, epoch: int) -> Batch:
-    """Augment `samples` of the first stage, which have indices. Images of uint8 become float32 in [-1, 1]."""
+    """Augment resized `samples`, which have indices. Images of uint8 become float32 in [-1, 1]."""
     if not transforms.random:
         return in_unit_range(samples)
     images, indices = samples.inputs, samples.indices
@@ -49,7 +49,7 @@ def augment(samples: Batch, transforms: Transforms, seed: int, epoch: int) -> Ba
 
 
 def center_crop(samples: Batch, transforms: Transforms) -> Batch:
-    """Crop the centre of `samples` of the first stage. Images of uint8 become float32 in [-1, 1]."""
+    """Crop the centre of resized `samples`. Images of uint8 become float32 in [-1, 1]."""
     return in_unit_range(samples) if transforms.image_size is None else _moved(samples, transforms.centre)
 
 

@@ -1,6 +1,6 @@
 """Decoded samples on disk, in one folder per source: about.json, and the pixels, which are memory-mapped.
 
-The name of the folder is a hash of the data and of the first stage, so a change of either makes a new cache.
+The name of the folder is a hash of the data and of the options of the resize, so a change makes a new cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Facts:
 
 
 def key_of(source: AnySource, transforms: Transforms) -> tuple[Any, ...] | None:
-    """Return the values that decide the first-stage pixels of `source`; None for a source without a fingerprint."""
+    """Return the values that decide the resized pixels of `source`; None for a source without a fingerprint."""
     if (fingerprint := source.fingerprint()) is None:
         return None
     return FORMAT, source.kind, fingerprint, *transforms.first_stage

@@ -37,7 +37,7 @@ class ItemKeys:
     )
 
     def split(self, item: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the picture, the label, and the other values in `item`; raises ValueError if it has no such keys."""
+        """Return the picture, the label, and the other values in `item`. Raises ValueError if such keys are missing."""
         image_key = self.image_key or ("image" if "image" in item else "inputs")
         label_key = self.label_key or "label"
         if image_key not in item:

@@ -185,7 +185,7 @@ def read_batch(read: Callable[[int, int], LoadedSample], address: tuple[int, Any
 def read_image(
     source: AnySource, fit: Callable[[Any], Tensor], successors: Any, epoch: int, index: int
 ) -> LoadedSample:
-    """Return a picture after the first stage. Its first readable successor replaces an unreadable picture.
+    """Return a picture, decoded and resized. Its first readable successor replaces an unreadable picture.
 
     `successors` has the next sample for each sample. Raises Unreadable if it is None, or if no sample can be read.
     """

@@ -80,7 +80,7 @@ class Store:
 
 @define(eq=False)
 class Prepared:
-    """Samples after the first stage, or a source that reads each sample when it is needed."""
+    """Decoded and resized samples, or a source that reads each sample when it is needed."""
 
     samples: InMemory | Images | Source
     place: str = "none"  # of the samples: "memory", "disk" or "none"

@@ -47,7 +47,7 @@ class Kind:
 class Survey:
     """The facts about the pictures of a source."""
 
-    shape: tuple[int, ...] = ()  # of a sample after the first stage; empty until a sample is read
+    shape: tuple[int, ...] = ()  # of a resized sample; empty until a sample is read
     kinds: list[Kind] = Factory(list)
     unreadable: dict[int, str] = Factory(dict)  # by sample, the reason why the header cannot be read
     undecodable: dict[int, str] = Factory(dict)  # by sample, the reason why the pixels cannot be decoded

@@ -16,7 +16,7 @@ from hookdiff.machine.ranks import gathered, rank, summed
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether each rank holds a part of `tensor` only (a DTensor)."""
+    """Return whether each rank holds only a part of `tensor` (a DTensor)."""
     return hasattr(tensor, "to_local")
 
 

@@ -1,4 +1,4 @@
-"""Refuses connections while a config of a stranger is built, or anything else that has no reason to connect."""
+"""Refuses connections while a stranger's config, or anything else without a reason to connect, is built."""
 
 from __future__ import annotations
 
