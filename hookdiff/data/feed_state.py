@@ -18,7 +18,7 @@ from hookdiff.options.structure import Problems, shaped, structured
 if TYPE_CHECKING:
     from hookdiff.data.feed import Feed
 
-# No run comes near these numbers, and memory has room for them.
+# Limits far above those of any run, but small enough for memory.
 MOST_VALUES, MOST_SAMPLES, MOST_CLASSES = 1 << 31, 10**10, 10**7
 MOST, LIMIT = 16, 1 << 22  # examples, and bytes of all examples together; one example is always kept
 
@@ -58,7 +58,7 @@ class Facts:
     """
 
     shape: tuple[int, ...] = field(validator=_is_shape)  # of one sample, c h w
-    num_samples: int = field(validator=[ge(0), le(MOST_SAMPLES)])  # to train on
+    num_samples: int = field(validator=[ge(0), le(MOST_SAMPLES)])  # samples to train on
     drop_last: bool  # an epoch leaves out its last, smaller batch
     # Of a picture that the codec decodes; None without a codec.
     picture_shape: tuple[int, ...] | None = field(default=None, validator=_is_shape)

@@ -93,6 +93,6 @@ def check_finite(where: str, columns: Mapping[str, Tensor], batch: Batch, descri
     """Raise UserError if `columns` (n rows each, float16), the latents of `batch`, are not all finite."""
     for name, values in columns.items():
         if bad := (~values.flatten(1).isfinite().all(1)).nonzero().flatten().tolist():
-            index = 0 if batch.indices is None else int(batch.indices[bad[0]])  # a batch without them is the first
+            index = 0 if batch.indices is None else int(batch.indices[bad[0]])  # a batch without indices is sample 0
             text = f"{describe(index)} becomes a {name} that is not finite in float16"
             raise UserError(f"{where}: {text}; use an encoder with smaller latents")

@@ -77,7 +77,7 @@ class LatentReader(OfSource):
     _survey: Survey = field(init=False)
     _picture_shape: tuple[int, ...] = field(init=False)
     _tables: dict[str, PictureTable] = field(init=False, factory=dict)  # the latents of all samples, by encoder
-    _makers: dict[str, PictureTableBuilder | SourceLatents] = field(init=False, factory=dict)  # where there is no table
+    _makers: dict[str, PictureTableBuilder | SourceLatents] = field(init=False, factory=dict)  # without a table
     pending: dict[str, PictureTableBuilder] = field(init=False, factory=dict)  # the makers of missing tables
 
     def __attrs_post_init__(self) -> None:

@@ -180,7 +180,7 @@ class PictureTableBuilder:
         pictures = self.open_pictures()
         of, origin = f"encoding by {self.where}", f"{type(pictures.samples).__name__} {pictures.describe(0)}"
         make_in_chunks(path, columns, self._chunks, of, origin, self._encoded, self._facts)
-        self.network = None  # its memory is for the training
+        self.network = None  # frees its memory for the training
 
     def _sizes(self) -> dict[str, Column]:
         """Return the columns of the table."""
@@ -205,7 +205,7 @@ class PictureTableBuilder:
                 for number, values, missing in filter(None, gathered_or_raised(lambda: next(encoded, None))):
                     fill_rows(columns, self._chunks[number], values, self.num)
                     broken.append(missing)
-        self.network = None  # its memory is for the training
+        self.network = None  # frees its memory for the training
         return self._rows_of(columns, self._facts(broken))
 
     @cached_property
@@ -252,7 +252,7 @@ class PictureTableBuilder:
             try:
                 latents = self.returned.of_pictures(self.network.encode(blank), 1)[MEAN]
                 back = self.network.decode(latents).shape[1:] if self.name == INPUTS else shape
-            except RuntimeError as error:  # of a layer
+            except RuntimeError as error:  # raised by a layer
                 reason = str(error).partition("\n")[0]
                 raise UserError(f"{self.where}: it cannot encode pictures of {size_text(shape)}: {reason}") from None
         if tuple(back) != tuple(shape):
@@ -351,6 +351,6 @@ def decoded_shape(encoder: PictureEncoder, shape: tuple[int, ...], device: torch
     try:
         with torch.no_grad():
             return tuple(encoder.open(device).decode(torch.zeros(1, *shape, device=device)).shape[1:])
-    except RuntimeError as error:  # of a layer
+    except RuntimeError as error:  # raised by a layer
         reason = str(error).partition("\n")[0]
         raise UserError(f"encode.{INPUTS}: the encoder cannot decode latents of {size_text(shape)}: {reason}") from None

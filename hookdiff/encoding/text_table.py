@@ -54,8 +54,8 @@ class TextTable:
     _tried: _Rows | None = field(default=None, init=False)  # the rows of the first texts
     _parts: list[_Rows] = field(factory=list, init=False)
     _places: dict[str, tuple[int, int]] = field(factory=dict, init=False)  # part and row, by the digest of a text
-    _soundness: list[tuple[TextSoundness, Sequence[str]]] = field(factory=list, init=False)  # and digests of its texts
-    _facts: list[_Facts] = field(factory=list, init=False)  # of each of the parts
+    _soundness: list[tuple[TextSoundness, Sequence[str]]] = field(factory=list, init=False)  # and digests of the texts
+    _facts: list[_Facts] = field(factory=list, init=False)  # facts of each part
     _reported: set[str] = field(factory=set, init=False)  # the prompts that have been looked at
 
     def __attrs_post_init__(self) -> None:
@@ -82,10 +82,10 @@ class TextTable:
             UserError: if the disk has no room for the rows.
         """
         wanted = sorted({"", *texts})
-        self._reported = set()  # on trial, nothing is shown
+        self._reported = set()  # a trial reports nothing
         if self.is_kept:
             self._keep(wanted)
-            self.network, self.holds_network = None, False  # its memory is for the training
+            self.network, self.holds_network = None, False  # frees its memory for the training
         else:
             self._soundness = []
             first_rank_does(lambda: self._look(wanted))
@@ -202,7 +202,7 @@ class TextTable:
             return cattrs.unstructure(self._facts_of(texts, soundness))
 
         make_in_chunks(path, columns, chunks, f"encoding by {self.where}", max(texts), make, facts)
-        self.network = None  # its memory is for the training
+        self.network = None  # frees its memory for the training
 
     def _look(self, texts: Sequence[str]) -> TextSoundness:
         """Return the facts about the encoder that a few of `texts` show."""

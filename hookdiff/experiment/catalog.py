@@ -60,7 +60,7 @@ class PartKind:
 
     name: str  # as entry points write it before the dot
     find: Callable[[str], Any]  # imports a member by its name, or raises PluginError
-    known: Mapping[str, str] = field(factory=dict)  # paths of those built in, by name
+    known: Mapping[str, str] = field(factory=dict)  # paths of built-in members, by name
     choice: type[Choice] | None = None  # the class of the kind, if a key of another table chooses it
 
     def names(self) -> list[str]:

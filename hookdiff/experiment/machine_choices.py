@@ -49,7 +49,7 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
     """
     on_cpu = device.type == "cpu"
     earlier = _fitting(RunConfig, before.get("run"))
-    same_kind = isinstance(earlier.get("threads"), int) == on_cpu  # only a CPU has settled threads
+    same_kind = isinstance(earlier.get("threads"), int) == on_cpu  # threads are settled only on a CPU
     run: dict[str, Any] = {}
     plugins = dict(config.plugins)
     for name, part in config.plugins.items():

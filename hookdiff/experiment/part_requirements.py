@@ -15,7 +15,7 @@ from hookdiff.errors import PluginError
 from hookdiff.images.wrong_sources import may_be_data
 from hookdiff.options.structure import result_of
 
-_BUILD_BY_CLASSES = ("torch", "diffusers")  # some of their functions make a module of a text of Python
+_BUILD_BY_CLASSES = ("torch", "diffusers")  # some of their functions turn Python source into a module
 
 
 @define(frozen=True)

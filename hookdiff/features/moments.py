@@ -122,7 +122,7 @@ class Moments:
             if part._scatter is not None:
                 assert part._mean is not None
                 both._join(part._settled, part._mean, part._scatter)
-            both._pending += [rows.clone() for rows in part._pending]  # `_settle` changes its own in place
+            both._pending += [rows.clone() for rows in part._pending]  # `_settle` changes pending rows in place
         both.num = self.num + other.num
         both._settle_many()
         return both

@@ -146,7 +146,7 @@ class _Reader(Dataset[Any]):
             if get_worker_info():
                 _share(result)
         except UserError as error:
-            return error  # torch would add a traceback to the message of one that is raised in a worker
+            return error  # torch would add a traceback to the message of an error in a worker
         return result
 
 

@@ -105,7 +105,7 @@ class UnfinishedTable:
                 self._files[name].truncate(column.num_bytes)
             for line in lines[1:] if lines[:1] == [head] else ():
                 self._take(line)
-            discard(self.folder / _JOURNAL)  # its last line may be torn
+            discard(self.folder / _JOURNAL)  # its last line may be incomplete
             known = (json.dumps([number, *entry]) for number, entry in self._there.items())
             write_file(self.folder / _JOURNAL, "".join(f"{line}\n" for line in (head, *known)).encode())
             self._files[_JOURNAL] = open_file(self.folder / _JOURNAL, "ab")
@@ -173,7 +173,7 @@ class UnfinishedTable:
                 for start, size in self._places(name, number):
                     self._files[name].seek(start)
                     written = zlib.crc32(self._files[name].read(size), written)
-        except (ValueError, TypeError, LookupError):  # a torn line
+        except (ValueError, TypeError, LookupError):  # an incomplete line
             return
         if written == checksum:
             self._there[number] = checksum, facts
@@ -192,7 +192,7 @@ class UnfinishedTable:
             if folder == self.folder or not (lines := _lines(folder)) or not lines[0].startswith(begins):
                 continue
             table = folder.with_name(folder.name.removeprefix(".").removesuffix(".rest"))
-            locks = {table, table.parent} - {self.path.parent}  # this process holds its own
+            locks = {table, table.parent} - {self.path.parent}  # this process holds its own lock
             if not any(map(is_in_use, locks)):
                 logger.info("data: %s: removes %s, which was begun with other data or another encoder", self.of, folder)
                 discard(folder)

@@ -25,7 +25,7 @@ from hookdiff.machine import ranks
 from hookdiff.machine.ranks import forget_groups, is_of_ranks, is_set_up, num_ranks, rank
 
 TIMEOUT = timedelta(minutes=10)  # how long a rank waits for the others in a step
-_MOMENT = 3.0  # seconds after which a rank that has not failed too is taken to hang
+_MOMENT = 3.0  # seconds after which a rank that has not failed is assumed to hang
 _GONE = re.compile("closed|reset|refused|broken pipe|abort", re.IGNORECASE)  # gloo's and NCCL's words for a lost rank
 _REFUSED = "hookdiff/refused"  # in the store: the exit code of a rank that has ended with an error of the user
 _joins = count()  # how often this process has joined the others

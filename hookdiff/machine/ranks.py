@@ -19,7 +19,7 @@ from hookdiff.errors import OnAnotherRank, UserError
 
 Value = TypeVar("Value")
 
-PATIENCE = timedelta(hours=4)  # of a rank that waits between steps while another computes
+PATIENCE = timedelta(hours=4)  # of a rank that waits between steps for another
 # The group with this patience, by the default group; if it outlived that group, its threads would abort Python.
 _patient: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 

@@ -16,7 +16,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # options of mallopt, from glibc's mall
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of this container, on Linux
 
 
-@cache  # of the number at the start of the process
+@cache  # keeps the number at the start of the process
 def usual_threads() -> int:
     """Return the number of threads that torch uses, within the CPUs of this process."""
     return min(torch.get_num_threads(), num_cpus())
