@@ -92,9 +92,7 @@ class Diffusion(Objective):
     weighting: Weighting = field(
         default=Factory(lambda self: self.process.default_weighting, takes_self=True),
         converter=chosen[Weighting],
-        metadata=about(
-            'weight of each noise level in the loss; default: "min_snr" with process "vp", else "uniform"'
-        ),
+        metadata=about('weight of each noise level in the loss; default: "min_snr" with process "vp", else "uniform"'),
     )
     times: Times = field(
         default=Factory(lambda self: self.process.default_times, takes_self=True),

@@ -74,9 +74,7 @@ class RunConfig(LoopConfig):
     micro_batch: int | Literal["auto"] | None = field(  # type: ignore[assignment]
         default=None,
         validator=_unless_auto(ge(1)),
-        metadata=about(
-            'samples that go through the network at a time; default: all; "auto": as many as fit in memory'
-        ),
+        metadata=about('samples that go through the network at a time; default: all; "auto": as many as fit in memory'),
     )
     name: str = field(
         validator=is_below,
