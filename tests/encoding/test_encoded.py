@@ -608,7 +608,7 @@ class Latents:
 def test_means_of_another_program_are_trained_on_and_decoded(write: Any, store: str) -> None:
     path = source(write(), "Latents")
     settings = ["data.encoded=true", f"data.store={store}"]
-    with refused(ConfigError, "data: flip", "one side"):
+    with refused(ConfigError, "data: flip", "mirror images"):
         build_feed(load_config(path, settings=settings))
     feed = build_feed(load_config(path, settings=[*settings, "data.flip=false"])).bind(6, 0)
     batch = next(feed.batches(0))
