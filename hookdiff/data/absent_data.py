@@ -69,14 +69,14 @@ def absent() -> UserError:
 
 @define(eq=False)
 class FeedWithoutData(Feed):
-    """The facts about the data of a run, in place of the data.
+    """A feed that knows the facts about the data of a run, and has no samples.
 
     Raises:
         UserError: if a sample of the data is needed.
     """
 
-    names: Mapping[int, str] = field(factory=dict, kw_only=True)  # of samples, by their positions in the data
-    remembered: Codec | None = field(default=None, kw_only=True)  # of the samples
+    names: Mapping[int, str] = field(factory=dict, kw_only=True)  # names of samples, by their positions in the data
+    remembered: Codec | None = field(default=None, kw_only=True)  # the codec of the samples
     texts: TextEncoders | None = field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
@@ -88,7 +88,7 @@ class FeedWithoutData(Feed):
     def bind(
         self, batch_size: int, seed: int = 0, device: torch.device = _CPU, rank: int | None = None, num_ranks: int = 0
     ) -> Feed:
-        """Note the device and the numbers of the run. Returns self."""
+        """Keep the device, batch size, seed and ranks of the run. Returns self."""
         self.batch_size, self.seed, self.device = batch_size, seed, device
         self.rank, self.num_ranks = rank or 0, num_ranks or 1
         return self
@@ -103,7 +103,7 @@ class FeedWithoutData(Feed):
         return self.facts.num_classes
 
     def examples(self, choose: Callable[[int], Sequence[int]]) -> Batch:
-        """Return the kept examples that `choose` picks by their number, with zeros for their images."""
+        """Return the examples that `choose` picks, given their number. Their images are zeros."""
         known = self.facts
         if not (known.conditions or known.texts):
             raise absent()
@@ -117,7 +117,7 @@ class FeedWithoutData(Feed):
         return Batch(torch.zeros(len(rows), *self.shape, device=self.device), labels, conditions=chosen)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless `state` is one of a Feed. Its weights are not checked: they are of absent samples."""
+        """Raise ValueError unless `state` is the state of a Feed. The weights of the samples are not checked."""
         structured(FeedState, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

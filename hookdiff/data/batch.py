@@ -12,9 +12,9 @@ from hookdiff.machine.ranks import gathered, rank
 
 @define(eq=False, frozen=True)
 class Batch:
-    """The samples of one step; a slice of it is a micro-batch with everything that belongs to its samples.
+    """The samples of one step; a slice of a batch is a micro-batch, with the labels and conditions of its samples.
 
-    With several ranks it holds this rank's share of the step: `rows` of its `total` samples.
+    With several ranks, a batch is this rank's share of the step: `rows` of `total` samples.
     """
 
     inputs: Tensor  # n c h w, float32 in [-1, 1]; or samples of another shape
@@ -29,7 +29,7 @@ class Batch:
     rows: range = Factory(lambda batch: range(len(batch.inputs)), takes_self=True)
     # The largest number of samples on a rank.
     most: int = Factory(lambda batch: len(batch.inputs), takes_self=True)
-    # A filler repeats a sample, so that all ranks make equally many passes. It counts nowhere, `loop.output` included.
+    # A filler repeats a sample, so that all ranks make equally many passes. Neither the loss nor `loop.output` has it.
     is_filler: bool = False
     # The batch as the data gave it, if the hook `make_batch` may have replaced it.
     replaced: Batch | None = None
@@ -43,7 +43,7 @@ class Batch:
         return 0.0 if self.is_filler else self.inputs.shape[0] / self.total
 
     def __getitem__(self, rows: slice) -> Batch:
-        """Return the micro-batch of `rows`, with the same `total`, which gives its share of the step."""
+        """Return the micro-batch of `rows`. Its `total` stays the number of samples of the step."""
         return Batch(
             self.inputs[rows],
             None if self.labels is None else self.labels[rows],
@@ -73,10 +73,10 @@ class Batch:
         )
 
     def own(self, drawn: Tensor) -> Tensor:
-        """Return the rows of these samples out of `drawn`, which has one for each of the `total` samples of the step.
+        """Return the rows of `drawn` for these samples. `drawn` has a row for each of the `total` samples of the step.
 
-        Random numbers are drawn like this, with a generator that is the same on all ranks: each sample of a step then
-        has the same ones on any number of ranks.
+        Draw random numbers for the whole step, with the same generator on all ranks, and take these rows: each sample
+        then has the same numbers on any number of ranks.
         """
         if len(self.rows) == self.total:
             return drawn
@@ -99,7 +99,7 @@ class Batch:
         return evolve(new, total=total, rows=range(start, start + len(new)), most=max(counts))
 
     def split(self, size: int | None) -> list[Batch]:
-        """Return micro-batches of at most `size` samples, equally many on all ranks; None: one with all samples."""
+        """Return micro-batches of at most `size` samples, equally many on all ranks; None: one micro-batch."""
         if size is None or size >= self.most:
             return [self]
         parts = [self[start : start + size] for start in range(0, len(self), size)]

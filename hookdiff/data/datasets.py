@@ -14,8 +14,8 @@ from hookdiff.options.fields import Writes
 def digits() -> InMemory:
     """1,797 handwritten digits, 1 x 8 x 8, labels 0 to 9 (Alpaydin & Kaynak 1998, UCI optdigits, the test half).
 
-    scikit-learn stores counts of dark pixels from 0 to 16; they become uint8 from 0 to 255. Only its file is read: to
-    import scikit-learn would take as long as to import torch.
+    scikit-learn stores counts of dark pixels from 0 to 16; they become uint8 from 0 to 255. Only this file is read,
+    because importing scikit-learn takes as long as importing torch.
     """
     package = find_spec("sklearn")
     assert package is not None  # hookdiff requires it

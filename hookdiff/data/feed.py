@@ -1,7 +1,7 @@
 """The batches of a run: their samples, in their order, for each rank.
 
-They are a pure function of (seed, epoch, samples consumed): a run resumes at any sample, and the number of workers
-changes nothing. Batches that workers loaded ahead and that were not consumed are loaded again.
+The batches are a pure function of (seed, epoch, samples consumed), so a run resumes at any sample, and the number of
+workers does not matter. Batches that workers loaded ahead and that were not consumed are loaded again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _check_held_out(_: Any, __: Any, held_out: int | float) -> None:
 
 @define(eq=False, on_setattr=setters.NO_OP)  # validated when made; each step sets `waited`
 class Feed:
-    """The epochs of the data in batches, and this rank's share of each batch.
+    """Divides each epoch of the data into batches, and yields this rank's share of each batch.
 
     `data` is a tensor n c h w, an `InMemory` set, or a `Reader`. `hookdiff.images.feed_of` makes a Feed of pictures and
     of any other source. The other options are keys of the config table [data].
@@ -59,7 +59,7 @@ class Feed:
         default=0,
         validator=_check_held_out,
         metadata=about(
-            "count or share of the samples to hold out from training: the same in every run, in proportion by class"
+            "count or share of the samples to hold out from training, in proportion by class; the same in every run"
         ),
     )
     balanced: bool = field(
@@ -75,9 +75,9 @@ class Feed:
     usable: Tensor = field(init=False)  # n, int64, sorted: positions of the samples that can be read
     training: Tensor = field(init=False)  # the usable samples to train on
     held_out_indices: Tensor = field(init=False)  # the usable samples held out
-    epoch: int | None = field(init=False, default=None)  # that `begin` began last
+    epoch: int | None = field(init=False, default=None)  # the epoch that `begin` began last
     weights: Tensor | None = field(init=False, default=None)  # given to `weigh` in this epoch
-    waited: float = field(init=False, default=0.0)  # seconds of this process, for batches to train on
+    waited: float = field(init=False, default=0.0)  # seconds that this process has waited for batches
 
     def __attrs_post_init__(self) -> None:
         self.reader = _reader_of(self.data)
@@ -102,7 +102,7 @@ class Feed:
     ) -> Feed:
         """Make batches of `batch_size` samples, over all ranks, in the order that `seed` gives. Returns self.
 
-        Unless given, rank and number of ranks are those of this process.
+        Default of `rank` and `num_ranks`: those of this process.
 
         Raises:
             UserError: if there are fewer samples than a batch needs, if a batch is smaller than the number of ranks, if
@@ -139,7 +139,7 @@ class Feed:
 
     @property
     def samples(self) -> InMemory | Images | Source:
-        """The `InMemory` set that holds all samples, on the device if there is room; or their source."""
+        """All samples: an `InMemory` set (on the device if there is room), or the source that loads them."""
         return self.reader.samples
 
     @property
@@ -154,20 +154,20 @@ class Feed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one sample, c h w; the first sample is loaded if nothing else gives it."""
+        """The shape of one sample, c h w. If the source does not give it, the first sample is loaded."""
         return self.reader.shape
 
     @property
     def are_pictures(self) -> bool:
-        """Whether the samples are pictures, with values in [-1, 1]: no vectors or latents.
+        """Whether the samples are pictures with values in [-1, 1], not vectors or latents.
 
-        A tensor in memory is checked whole. Of samples that are read one by one, the first few are checked.
+        All values of a tensor in memory are checked, but only the first few of samples that are read one by one.
         """
         return self.reader.are_pictures
 
     @property
     def codec(self) -> Codec | None:
-        """Encodes pictures to samples, such as an autoencoder; None if samples are not encoded."""
+        """The codec, such as an autoencoder, that encodes pictures to samples; None if samples are not encoded."""
         return self.reader.codec
 
     @property
@@ -200,17 +200,17 @@ class Feed:
 
     @property
     def nothing(self) -> Mapping[str, Tensor | None]:
-        """The value of a missing condition of one sample, by name; None: it stays. Default: zeros."""
+        """The values that replace missing conditions, by name; None: the condition stays. Default: zeros."""
         return self.reader.nothing
 
     def examples(self, choose: Callable[[int], Sequence[int]]) -> Batch:
-        """Return the training samples that `choose` picks by their number, such as `SampleRequest.rows`."""
+        """Return the training samples that `choose` picks, such as `SampleRequest.rows`, given their number."""
         rows = list(choose(len(self.training)))
         return next(self.unaugmented(self.training[rows], len(rows)))
 
     @property
     def num_classes(self) -> int | None:
-        """The number of class names, or without names the highest label plus one; None without labels."""
+        """The number of class names, or the highest label plus one if there are none; None without labels."""
         if self.labels is None:
             return None
         return max(self.labels.tolist(), default=-1) + 1 if self.classes is None else len(self.classes)
@@ -243,7 +243,7 @@ class Feed:
         return len(self.training) - start < self._smallest
 
     def begin(self, epoch: int) -> bool:
-        """Forget the weights of another epoch. Return False if `epoch` has begun, perhaps before a resume."""
+        """Begin `epoch`, without weights of samples. Return False if it had begun, such as before a resume."""
         if self.epoch == epoch:
             return False
         self.epoch, self.weights = epoch, None
@@ -252,7 +252,7 @@ class Feed:
     def weigh(self, weights: Tensor | None) -> None:
         """Draw sample k of the whole set in proportion to `weights[k]` >= 0 (n), until the end of the epoch.
 
-        It counts from the next call of `batches`; None draws each training sample once. Call it in `before_epoch`.
+        Call this in `before_epoch`: the next call of `batches` uses the weights. None: draw each training sample once.
 
         Raises:
             ValueError: for a wrong number of weights, negative or not finite ones, or 0 for all training samples.
@@ -270,12 +270,12 @@ class Feed:
         return weights / weights.max()  # so that the sum is finite
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the facts about the data, the epoch, and its weights if there are any."""
+        """Return the facts about the data, the epoch, and the weights of its samples, if any."""
         weights = {} if self.weights is None else {"weights": self.weights}
         return {"facts": self.facts.state_dict(), "epoch": self.epoch, **weights}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless `state` is one that `load_state_dict` takes."""
+        """Raise ValueError unless `load_state_dict` takes `state`."""
         from hookdiff.data.feed_state import FeedState
         from hookdiff.options.structure import structured
 
@@ -317,7 +317,7 @@ class Feed:
     def unaugmented(self, indices: Tensor, batch_size: int = 256) -> Iterator[Batch]:
         """Yield the samples `indices` (n, int64), such as those held out, in this order and without augmentation.
 
-        Samples that are cropped at random are cropped at the centre. A `Source` draws its own augmentation of epoch 0.
+        Random crops are replaced by centre crops. A `Source` that augments its samples itself does so as in epoch 0.
         """
         yield from self._make(None, torch.split(indices, batch_size), 0, 1)
 
@@ -339,7 +339,7 @@ class Feed:
             )
 
     def close(self) -> None:
-        """End the workers that wait for the next epoch; it will start new ones."""
+        """End the workers that wait for the next epoch, which will start new workers."""
         self.reader.close()
 
 

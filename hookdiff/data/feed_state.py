@@ -1,4 +1,4 @@
-"""The facts about the data in a checkpoint, from which its run makes images without the data."""
+"""The facts about the data that a checkpoint keeps, so that its run can make images without the data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hookdiff.options.structure import Problems, shaped, structured
 if TYPE_CHECKING:
     from hookdiff.data.feed import Feed
 
-# No run comes near these numbers, and memory has room for them.
+# Limits far above those of any run, but small enough for memory.
 MOST_VALUES, MOST_SAMPLES, MOST_CLASSES = 1 << 31, 10**10, 10**7
 MOST, LIMIT = 16, 1 << 22  # examples, and bytes of all examples together; one example is always kept
 
@@ -40,14 +40,14 @@ def _is_shape(instance: Any, attribute: Attribute[Any], shape: tuple[int, ...] |
     deep_iterable(ge(1))(instance, attribute, shape)
     if math.prod(shape) > MOST_VALUES:
         raise ValueError(
-            f"{attribute.name}: no sample has more than {MOST_VALUES:,} values, got {' x '.join(map(str, shape))}"
+            f"{attribute.name}: expected at most {MOST_VALUES:,} values a sample, got {' x '.join(map(str, shape))}"
         )
 
 
 def another_encoder(name: str, digest: str, expected: str | None) -> str:
     """Return the text of the error that the training used another encoder."""
-    way_out = f"set its options and files as they were; its digest is {digest}, expected {expected}"
-    return f"data.encode.{name}: this is another encoder than that of the training: {way_out}"
+    way_out = f"restore its options and files; its digest is {digest}, expected {expected}"
+    return f"data.encode.{name}: the training used another encoder: {way_out}"
 
 
 @define(frozen=True, eq=False, kw_only=True)
@@ -58,17 +58,17 @@ class Facts:
     """
 
     shape: tuple[int, ...] = field(validator=_is_shape)  # of one sample, c h w
-    num_samples: int = field(validator=[ge(0), le(MOST_SAMPLES)])  # to train on
+    num_samples: int = field(validator=[ge(0), le(MOST_SAMPLES)])  # samples to train on
     drop_last: bool  # an epoch leaves out its last, smaller batch
-    # Of one sample as the codec decodes it; None without a codec.
+    # Of a picture that the codec decodes; None without a codec.
     picture_shape: tuple[int, ...] | None = field(default=None, validator=_is_shape)
-    codec: str | None = None  # its digest
+    codec: str | None = None  # the digest of the codec
     are_pictures: bool = False  # with values in [-1, 1], to which samples of the model are clamped
     num_classes: int | None = field(default=None, validator=optional([ge(0), le(MOST_CLASSES)]))  # None: no labels
-    classes: tuple[str, ...] | None = None  # their names
+    classes: tuple[str, ...] | None = None  # the names of the classes
     labels: Tensor | None = field(default=None, validator=shaped(None, dtype=torch.int64))  # of the examples: n, int64
     conditions: dict[str, Tensor] = field(default=Factory(dict), validator=_are_rows)  # of the examples: n rows each
-    # Of the examples, by kind: n each. Encoders make conditions of them.
+    # The captions of the examples, n of each kind, by kind. Encoders turn them into conditions.
     texts: dict[str, tuple[str, ...]] = field(default=Factory(dict), validator=_are_rows)
     encoders: dict[str, str] = Factory(dict)  # digests of all encoders, by name
     marks: dict[str, Mark] = Factory(dict)  # of the parts of the data, by name
@@ -114,7 +114,7 @@ class Facts:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the facts as a part of a state, without those that are None."""
+        """Return the facts as a part of a state, without facts that are None."""
         known = asdict(self, recurse=False, filter=lambda _, value: value is not None)
         return {**known, "marks": {name: asdict(mark) for name, mark in self.marks.items()}}
 

@@ -23,7 +23,7 @@ _AT_ONCE = 1024  # rows
 
 @define(frozen=True)
 class Mark:
-    """Hashes of one part of the data, such as its labels. The order of the rows changes one of them."""
+    """Hashes of one part of the data, such as its labels. The order of the rows changes only `ordered`."""
 
     num: int  # rows
     ordered: str
@@ -31,7 +31,7 @@ class Mark:
     files: str = ""  # fingerprint of the source, if the rows are only names
 
     def change(self, before: Mark) -> str:
-        """Return in words how the part has changed since `before`; "" if it has not."""
+        """Return in words how the part has changed since `before`; "" if it is the same."""
         if self.num != before.num:
             return f"{before.num:,} -> {self.num:,}"
         if self.members != before.members:
@@ -42,7 +42,7 @@ class Mark:
 
 
 def marks_of_data(feed: Feed) -> dict[str, Mark]:
-    """Return the marks of the parts of the data of a `Feed`, by the names of the parts in a message.
+    """Return the marks of the parts of the data of a `Feed`, by the names of the parts in messages.
 
     Pictures have a mark if they are in memory, or if their source has a `fingerprint`.
     """

@@ -28,7 +28,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_unit_range(images: Tensor) -> Tensor:
-    """Scale uint8 images from [0, 255] to float32 in [-1, 1]; floats become float32, integers stay as they are."""
+    """Scale uint8 images from [0, 255] to float32 in [-1, 1]; floats become float32, other integers stay the same."""
     if images.dtype == torch.uint8:
         return images.float().div_(127.5).sub_(1)
     return images.float() if images.is_floating_point() else images
@@ -70,7 +70,7 @@ class InMemory:
         return len(self.images)
 
     def to(self, device: torch.device) -> InMemory:
-        """Return a copy on the GPU `device` if the set takes at most a quarter of its free memory; else self."""
+        """Return a copy on the GPU `device` if at most a quarter of its free memory is needed; else self."""
         size = self.images.nbytes + sum(column.nbytes for column in self.conditions.values())
         if device.type != "cuda" or size > torch.cuda.mem_get_info(device)[0] // 4:
             return self
@@ -81,7 +81,7 @@ class InMemory:
     def rows(
         self, indices: Tensor, device: torch.device | None = None
     ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """Return images, as they are stored, labels and conditions of `indices` (n, int64, CPU) on `device`."""
+        """Return the stored images, the labels and the conditions at `indices` (n, int64, CPU) on `device`."""
         rows, device = to_device(indices, self.images.device), device or self.images.device
         # Not [rows]: on a CPU, index_select copies whole rows and is up to 20 times as fast.
         labels = None if self.labels is None else to_device(self.labels.index_select(0, rows), device)

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 _AT_ONCE = 1 << 20  # pixel values that are fetched from memory in one go: 4 MiB in float32
 
-# Takes samples as they are stored, and the epoch; None: no augmentation.
+# Takes stored samples and the epoch; None: no augmentation.
 Finish = Callable[[Batch, int | None], Batch]
 
 
 def checked_labels(labels: Any, classes: Sequence[str] | None, num: int) -> tuple[Tensor | None, Sequence[str] | None]:
-    """Return the labels of `num` samples, and the names of the classes, escaped; None unless there are n labels.
+    """Return the labels of `num` samples, and the names of the classes, escaped; None without `num` labels.
 
     Raises UserError for numbers that are no labels.
     """
@@ -42,7 +42,7 @@ def checked_labels(labels: Any, classes: Sequence[str] | None, num: int) -> tupl
         except ValueError as error:
             raise UserError(f"labels: {error}") from None
         if classes is not None and high >= len(classes):
-            raise UserError(f"labels: {high} has no class; there are {len(classes)}, from 0")
+            raise UserError(f"labels: {high} has no class: give labels below {len(classes)}")
     return labels.cpu(), None if classes is None else tuple(map(shown, classes))
 
 
@@ -63,7 +63,7 @@ def in_unit_range(samples: Batch, epoch: int | None = None) -> Batch:
 
 
 def hash_of(images: Tensor) -> str:
-    """Return a hash of the dtype, the shape and the values of `images`."""
+    """Return a hash of the dtype, shape and values of `images`."""
     digest = hashlib.sha256()
     for part in torch.split(images, 1024):
         digest.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
@@ -88,17 +88,17 @@ class PlainReader:
         return {}
 
     def check(self) -> None:
-        """Take any samples."""
+        """Accept any samples."""
 
     def close(self) -> None:
-        """Have no workers to end."""
+        """Do nothing: there are no workers."""
 
 
 @define(eq=False, slots=False)
 class MemoryReader(PlainReader):
     """Reads the rows of a set in memory.
 
-    finish: turns stored samples into samples for the objective.
+    finish: turns stored samples into inputs of the objective.
     rows: the row of `samples` to read for each position in the set; None: the same row.
     """
 

@@ -19,7 +19,7 @@ def split(usable: Tensor, labels: Tensor | None, held_out: int | float) -> tuple
         return usable, usable[:0]
     count = held_out if isinstance(held_out, int) else round(held_out * len(usable))
     if not 0 < count < len(usable):
-        raise UserError(f"held_out = {held_out} of {len(usable):,} samples is {count}: hold out some, not all")
+        raise UserError(f"held_out = {held_out} of {len(usable):,} samples is {count}: hold out some, not all of them")
     generator = Generator().manual_seed(derive_seed(_SPLIT_SEED, "data"))
     shuffled = usable[torch.randperm(len(usable), generator=generator)]
     names = torch.zeros_like(shuffled) if labels is None else labels[shuffled]

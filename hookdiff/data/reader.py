@@ -15,8 +15,8 @@ from hookdiff.data.source import AnySource, Images, Source
 if TYPE_CHECKING:
     from hookdiff.data.feed import Feed
 
-# The samples of a batch, a row each: inputs for the objective, labels (int64), positions (int64, CPU), and conditions
-# by name.
+# The samples of a batch, one per row: inputs for the objective, labels (int64), positions (int64, CPU), and
+# conditions by name.
 Stack = tuple[Tensor, Tensor | None, Tensor, Mapping[str, Tensor]]
 Parts = Sequence[Tensor]  # the samples to train on and those held out: n, int64, positions in the whole set
 Kind = TypeVar("Kind")
@@ -26,7 +26,7 @@ class InputEncoder(Protocol):
     """The part of the config that opens the network of a codec: see `hookdiff.encoding.PictureEncoder`."""
 
     def moments(self) -> tuple[Sequence[float], Sequence[float]] | None:
-        """Return mean and deviation of each channel of the latents; None: they are measured."""
+        """Return mean and deviation of each channel of the latents; None: the run measures them."""
 
     def to_diffusers(self, mean: Sequence[float], std: Sequence[float]) -> Any:
         """Return the network as a model of diffusers, with the scale of the run in it."""
@@ -36,7 +36,7 @@ class Codec(Protocol):
     """Encodes pictures to latents, which a run trains on, and decodes latents to pictures."""
 
     shape: tuple[int, ...]  # of a picture, c h w
-    digest: str  # changes with the latents
+    digest: str  # a hash that changes with the latents
 
     @property
     def encoder(self) -> InputEncoder: ...
@@ -46,7 +46,7 @@ class Codec(Protocol):
         """The Feed of the pictures, which is opened at the first use."""
 
     def encode(self, pictures: Tensor) -> Tensor:
-        """Return the latents (n c h w) of `pictures` (n c h w in [-1, 1]), always the same, on the same device."""
+        """Return the latents (n c h w) of `pictures` (n c h w in [-1, 1]) on the same device, without randomness."""
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return the pictures (n c h w, float32, about in [-1, 1]) of `latents` (n c h w), on the same device."""
@@ -56,11 +56,11 @@ class CaptionEncoder(Protocol):
     """The part of the config that opens an encoder of texts: see `hookdiff.encoding.TextEncoder`."""
 
     def to_diffusers(self, name: str, folder: str) -> Any:
-        """Return the parts of the encoder `name`, and the code that finds them in `folder`."""
+        """Return the models of the encoder `name`, and the code that loads them from `folder`."""
 
 
 class TextEncoders(Protocol):
-    """The encoders of texts of a run: they make conditions of captions and prompts."""
+    """The text encoders of a run, which turn captions and prompts into conditions."""
 
     @property
     def encoders(self) -> Mapping[str, CaptionEncoder]:
@@ -68,17 +68,17 @@ class TextEncoders(Protocol):
 
     @property
     def kinds(self) -> Sequence[str]:
-        """The names of the captions that the encoders take, such as "text"."""
+        """The kinds of captions that the encoders take, such as "text"."""
 
     @property
     def nothing(self) -> Mapping[str, Tensor | None]:
         """The conditions that stand for no caption, by name; None: the condition stays as it is."""
 
     def embed(self, texts: Mapping[str, Sequence[str]], are_prompts: bool = True) -> dict[str, Tensor]:
-        """Return the conditions of `texts`, n of each kind, by name: n rows each."""
+        """Return the conditions of `texts` (n of each kind), by name, with n rows each."""
 
     def of_prompts(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-        """Return the conditions of the prompts `texts`, and those of the sizes of their pictures."""
+        """Return the conditions of the prompts `texts`, and the conditions for the sizes of their pictures."""
 
 
 class Captions(Protocol):
@@ -90,14 +90,14 @@ class Captions(Protocol):
         """Yield the captions of all usable samples."""
 
     def drawn(self, indices: Tensor, seed: int, epoch: int | None) -> list[str]:
-        """Return a caption of each of the samples `indices`: a random one in an `epoch`, the first one with None."""
+        """Return a caption of each of the samples `indices`: a random caption; if `epoch` is None, the first one."""
 
 
 class Reader(Protocol):
-    """Reads, decodes and augments the samples of a Feed, which keeps their order and makes batches of them.
+    """Reads, decodes and augments the samples of a Feed. The Feed keeps their order and makes the batches.
 
-    `MemoryReader` has them in memory; `hookdiff.images` has the reader of pictures and of any other source. The members
-    of `PlainReader` are optional: a reader that derives from it has their defaults.
+    `MemoryReader` reads samples in memory; `hookdiff.images` has the reader of pictures and of any other source. The
+    members of `PlainReader` are optional: a reader that derives from this class has their defaults.
     """
 
     @property
@@ -126,15 +126,15 @@ class Reader(Protocol):
 
     @property
     def inner(self) -> Reader | None:
-        """The reader that this one wraps; optional, default: None."""
+        """The reader that this reader wraps; optional, default: None."""
 
     @property
     def source(self) -> AnySource | None:
-        """The source, if it is not `samples` itself; optional, default: None."""
+        """The source, if `samples` is not the source; optional, default: None."""
 
     @property
     def cache_dir(self) -> str | None:
-        """Folder for files about the samples; optional, default: the cache of the user."""
+        """Folder for files about the samples; optional, default: the user's cache folder."""
 
     @property
     def captions(self) -> Mapping[str, Captions]:
@@ -157,15 +157,15 @@ class Reader(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one sample, c h w; the first sample is read if nothing else gives it."""
+        """The shape of one sample, c h w. If the source does not give it, the first sample is read."""
 
     @property
     def first(self) -> Batch:
-        """A batch of the first sample; of pictures, which have no conditions, its pixels may be zeros."""
+        """A batch of the first sample. If samples are pictures without conditions, its pixels may be zeros."""
 
     @property
     def are_pictures(self) -> bool:
-        """Whether the samples are pictures, with values in [-1, 1]: no vectors or latents."""
+        """Whether the samples are pictures with values in [-1, 1], not vectors or latents."""
 
     def bound(self, seed: int, device: torch.device, parts: Parts) -> Reader:
         """Return a copy that reads for a run with this seed, on this device."""
@@ -186,11 +186,11 @@ class Reader(Protocol):
         """Return a hash that changes with the samples without augmentation; None if there is none."""
 
     def close(self) -> None:
-        """End the workers that wait for the next epoch; it will start new ones."""
+        """End the workers that wait for the next epoch, which will start new workers."""
 
 
 class ReaderAround:
-    """A reader with the members of `inner`: a subclass changes some of them."""
+    """A reader that has all members of the reader `inner`; subclasses change some members."""
 
     inner: Reader
 
@@ -248,7 +248,7 @@ class ReaderAround:
 
 
 def find_reader(feed: Feed, kind: type[Kind]) -> Kind | None:
-    """Return the reader of `feed`, or the one inside it, that is of this kind; None if there is none."""
+    """Return the reader of `feed`, or a reader that it wraps, of the class `kind`; None if there is none."""
     reader: Reader | None = feed.reader
     while reader is not None and not isinstance(reader, kind):
         reader = reader.inner

@@ -12,17 +12,17 @@ from torch import Tensor
 from hookdiff.data.memory import InMemory
 from hookdiff.errors import shown
 
-NamedCaptions = Mapping[str, Sequence[Sequence[str]]]  # by the name of a kind of captions, those of each sample
+NamedCaptions = Mapping[str, Sequence[Sequence[str]]]  # the captions of each sample, by the name of their kind
 Value = TypeVar("Value")
 
 
 @runtime_checkable
 class Images(Protocol):
-    """Pictures as they are stored; the transforms of [data] turn them into samples. `folder.py` is an example.
+    """Pictures as they are stored; the transforms of [data] turn them into samples. `images/folder.py` is an example.
 
     `load(i)` returns a Pillow image, or uint8 pixels, c h w or h w. A Pillow image may still be lazy: before training
-    only its header is read. `load` may raise any error for a picture that cannot be read, and StorageError if the disk
-    or a server fails, which ends the run. It is called from several processes, which were forked or got a pickle.
+    only its header is read. `load` may raise any error for an unreadable picture, but StorageError, which ends the
+    run, if the disk or a server fails. Several processes call `load`: they are forked, or get the source as a pickle.
 
     `SourceOptions` lists the optional members.
     """
@@ -41,7 +41,7 @@ class Images(Protocol):
 
 @runtime_checkable
 class Source(Protocol):
-    """A map-style data set: `source[i]` is a picture, or a tuple or dict with a picture and more.
+    """A map-style data set: `source[i]` is a picture, or a tuple or dict with a picture and other values.
 
     * A picture is a tensor c h w, uint8 or floats in [-1, 1], or a Pillow image. A tensor of another shape, such as a
       vector or tokens, is taken as it is.
@@ -52,12 +52,12 @@ class Source(Protocol):
 
     Conditions are tensors, arrays, numbers or lists of numbers, of one shape and dtype in all samples, or Pillow
     images. An image of the height and width of the picture (h w or c h w) is resized, cropped and flipped with it, and
-    becomes float32 in [-1, 1] if it is uint8. All others are passed on as they are. A text or a list of texts, in all
-    samples, are captions: in a config with encoders of texts they are `texts`, by their names.
+    becomes float32 in [-1, 1] if it is uint8. All other conditions stay the same. A value that is a text or a list of
+    texts in all samples holds captions: a config with text encoders uses them as `texts`, under the same name.
 
     `source[i]` may augment with numbers from `random`, `numpy.random` and torch's default generator: all three are
-    seeded for the sample. The attributes `labels`, `classes` and `describe` are optional, and the same as in `Images`;
-    `SourceOptions` lists the others.
+    seeded for the sample. The attributes `labels`, `classes` and `describe` are optional, as in `Images`.
+    `SourceOptions` lists other optional members.
     """
 
     def __len__(self) -> int: ...
@@ -67,31 +67,31 @@ class Source(Protocol):
 class SourceOptions(Protocol):
     """The optional members of `Images`, with their defaults; a `Source` may have those that apply to it."""
 
-    shape: tuple[int, ...] | None  # c h w, if all samples have the same: then no header is read; default: None
+    shape: tuple[int, ...] | None  # c h w, if all samples have the same shape: no header is read; default: None
     one_at_a_time: bool  # one process alone must read all pictures before training; default: False
-    # Faults, such as those of labels. They are reported together with those of the pictures, and no run starts;
-    # default: none.
+    # Faults, such as wrong labels. They are reported together with faulty pictures, and no run starts.
+    # Default: none.
     problems: Sequence[str]
-    # Other files among the pictures, which are logged: by kind, their number and the name of the first. Default: none.
+    # Files that are no pictures, for the log: the number and the first name of each kind. Default: none.
     passed_over: Mapping[str, tuple[int, str]]
-    encoded: Mapping[str, Any] | None  # the table encoded.json, of samples that are encoded already; default: None
+    encoded: Mapping[str, Any] | None  # the content of encoded.json, if samples are already encoded; default: None
 
     @property
     def texts(self) -> NamedCaptions | None:
-        """The captions: for each sample one or more in order, empty for a sample without any; default: None.
+        """The captions of each sample in order, by kind; empty for a sample without captions. Default: None.
 
-        It may read them at its first use, and may raise UserError then: a run that encodes no text does not ask for it.
-        A source of one kind of captions calls it `text`.
+        The property may read the captions at its first use, and may raise UserError. A run without text encoders does
+        not use it. A source with one kind of captions names it `text`.
         """
 
     def fingerprint(self) -> str | None:
         """Return a string that changes with the data, for the store "disk"; default: None."""
 
     def known_kinds(self) -> tuple[Sequence[Any], Sequence[int]]:
-        """Return each `Kind` with a known header, and the positions of all other pictures. Default: all are others."""
+        """Return the `Kind`s of the known headers, and the positions of pictures without. Default: none is known."""
 
     def known_sizes(self) -> Tensor:
-        """Return height and width of each picture with a known header (n 2, int64), else zeros; default: zeros."""
+        """Return height and width of each picture (n 2, int64); 0 for an unknown header. Default: all are 0."""
 
 
 class _Option(Generic[Value]):
@@ -110,11 +110,11 @@ class _Option(Generic[Value]):
 
 @define(eq=False, slots=False)
 class AnySource:
-    """The source `origin` of a user with every member of a source; it goes to workers as a pickle."""
+    """Wraps the source `origin` of a user, and has every member of a source. Workers get it as a pickle."""
 
     origin: Any  # `InMemory`, `Images` or `Source`, perhaps with some of `SourceOptions`
     kind: str = field(init=False)  # the name of its class
-    memory: InMemory | None = field(init=False)  # the set itself, if it is one in memory
+    memory: InMemory | None = field(init=False)  # `origin`, if it is in memory
     is_images: bool = field(init=False)
 
     labels = _Option[Any](None)
@@ -133,7 +133,7 @@ class AnySource:
 
     @classmethod
     def of(cls, source: Any) -> AnySource:
-        """Return `source` with every member of a source."""
+        """Return `source` as an AnySource, which has every member of a source."""
         return source if isinstance(source, AnySource) else cls(source)
 
     @property

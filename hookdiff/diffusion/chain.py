@@ -63,5 +63,5 @@ class Chain:
         return x0, noise_from_x0(x, x0, at.alpha, at.sigma)
 
     def noised(self, mean: Tensor, std: float) -> Tensor:
-        """Return `mean` plus fresh noise. A `std` of 0 draws none: a deterministic chain depends only on x_T."""
+        """Return `mean` plus fresh noise. A `std` of 0 draws no noise: a deterministic chain depends only on x_T."""
         return mean + std * standard_normal(mean.shape[1:], self.generators, mean.device) if std else mean

@@ -23,7 +23,7 @@ class Clipping(Choice, ABC):
 
 @define(frozen=True)
 class NoClipping(Clipping):
-    """Leave predicted images as they are; a step is then an affine map of x_t and the output."""
+    """Leave predicted images unchanged; a step is then an affine map of x_t and the output."""
 
     clips = False
 

@@ -76,7 +76,7 @@ class Diffusion(Objective):
     `conditional` is False by default.
 
     Raises:
-        ValueError: naming the argument that is out of its range, or does not fit another.
+        ValueError: for an argument that is out of its range, or does not fit another; the message names it.
     """
 
     process: Process = field(default=Flow(), converter=chosen[Process], metadata=about("process that adds noise"))
@@ -85,32 +85,30 @@ class Diffusion(Objective):
         converter=chosen[Prediction],
         validator=_fits_process,
         metadata=about(
-            'meaning of the network\'s output; unless given, "flow_prediction" with process "flow", "v_prediction" '
+            'meaning of the network\'s output; default: "flow_prediction" with process "flow", "v_prediction" '
             'with "vp", "epsilon" with "ddpm", "edm" with "edm"'
         ),
     )
     weighting: Weighting = field(
         default=Factory(lambda self: self.process.default_weighting, takes_self=True),
         converter=chosen[Weighting],
-        metadata=about(
-            'weight of each noise level in the loss; unless given, "min_snr" with process "vp", else "uniform"'
-        ),
+        metadata=about('weight of each noise level in the loss; default: "min_snr" with process "vp", else "uniform"'),
     )
     times: Times = field(
         default=Factory(lambda self: self.process.default_times, takes_self=True),
         converter=chosen[Times],
         validator=_fits_process,
         metadata=about(
-            'noise levels drawn in training; unless given, "logit_normal" with process "flow", "log_normal" with '
-            '"edm", else "uniform", and stratified but with "ddpm"'
+            'noise levels drawn in training; default: "logit_normal" with process "flow", "log_normal" with '
+            '"edm", else "uniform"; each is stratified, except with "ddpm"'
         ),
     )
     loss: Loss = field(default=MSE(), converter=chosen[Loss], metadata=about("error of each pixel"))
     conditional: bool | None = field(
         default=None,
         metadata=about(
-            "give the network the labels; unless given, true if the model has classes; in a config, true also sets "
-            "`model.num_classes`, unless given, from the data"
+            "give the network the labels; default: true if the model has classes; in a config, true also sets a "
+            "missing `model.num_classes` from the data"
         ),
     )
     conditions: tuple[str, ...] | dict[str, str] = field(
@@ -127,9 +125,9 @@ class Diffusion(Objective):
         converter=_shares,
         validator=[between(0, 1), _keys_are_conditions],
         metadata=about(
-            "share of samples without their label and conditions in training, for guidance; or a table of shares, each "
-            "drawn on its own: for `labels`, for each condition (the share of `size` is also for `size_mask` and other "
-            "names that begin with `size_`, unless they have a share), and for `all` of them together"
+            "share of training samples without their label and conditions, for guidance; or a table of independent "
+            "shares: for `labels`, for each condition (the share of `size` is also for `size_mask` and other names "
+            "that begin with `size_`, unless they have a share), and for `all` of these together"
         ),
     )
     data_mean: float | tuple[float, ...] = field(
@@ -142,7 +140,7 @@ class Diffusion(Objective):
         default=1.0,
         converter=_numbers,
         validator=between(0, 1e6, open_ends=True),
-        metadata=about("standard deviation of the images, as `data_mean`; sampling maps images back to [-1, 1]"),
+        metadata=about("standard deviation of the images, like `data_mean`; sampling maps images back to [-1, 1]"),
     )
     _constants: dict[tuple[str, torch.device, torch.dtype], Tensor] = field(init=False, factory=dict, repr=False)
     _nothing: Mapping[str, Tensor | None] = field(init=False, factory=dict, repr=False)
@@ -161,8 +159,8 @@ class Diffusion(Objective):
     def bind(self, nothing: Mapping[str, Tensor | None]) -> Diffusion:
         """Return a copy with other null conditions, the values of the conditions in an unconditional sample.
 
-        `nothing` has them by name, for one sample. The loop gives the feed's, such as the embedding of an empty
-        text. A condition with the value None stays as it is. Default: zeros.
+        `nothing` has these values by name, for one sample. The loop passes those of the feed, such as the embedding of
+        an empty text. A condition with the value None stays unchanged. Default: zeros.
 
         Raises:
             ValueError: if `label_dropout` names a condition with the value None.
@@ -191,7 +189,7 @@ class Diffusion(Objective):
 
     @cached_property
     def keywords(self) -> dict[str, str]:
-        """The names of the conditions by keyword of the network. The keyword "a.b" is the key "b" of a dict "a"."""
+        """The names of conditions, by the network's keyword for each. Keyword "a.b" is the key "b" of a dict "a"."""
         return dict(self.conditions) if isinstance(self.conditions, dict) else {name: name for name in self.conditions}
 
     @cached_property
@@ -201,7 +199,7 @@ class Diffusion(Objective):
 
     @property
     def drops(self) -> bool:
-        """Whether the label, and each condition, is left out in some samples of the training."""
+        """Whether training drops the label, and each condition, in some samples."""
         shares, names = self._dropout, (*[_LABELS] * bool(self.conditional), *self.condition_names)
         return bool(shares.get(_ALL)) or all(shares.get(_share_key(name, shares)) for name in names)
 
@@ -210,7 +208,7 @@ class Diffusion(Objective):
         return self.label_dropout if isinstance(self.label_dropout, dict) else {_ALL: self.label_dropout}
 
     def remarks(self) -> list[str]:
-        """Return a warning if the weighting leaves the noise level at which sampling starts untrained."""
+        """Return a warning if the noise level at which sampling starts has the weight 0, so that it is not trained."""
         of_noise = self.weighting.weights(self.prediction, torch.zeros(1), torch.ones(1))
         if not self.process.ends_in_noise or of_noise.any():
             return []
@@ -223,8 +221,8 @@ class Diffusion(Objective):
         """Return `batch` with the random draws of this step in `draws`, on the device of the inputs.
 
         `noise` is standard normal, float32, of the shape of the inputs. `timesteps` (n) are times of the process: int64
-        in 0..T-1, or float32. `labels`, if the objective is conditional, and the conditions by name come from
-        the batch, but in some samples from `without`. Numbers are drawn on the generator's device, so a CPU generator
+        in 0..T-1, or float32. `labels` (if the objective is conditional) and the conditions come from the
+        batch; in some samples, `without` replaces them. Numbers are drawn on the generator's device, so a CPU generator
         gives the same numbers for every device. They are drawn for all samples of the step, also on other
         ranks, so that a sample gets the same numbers on any number of ranks.
 
@@ -309,7 +307,7 @@ class Diffusion(Objective):
         `timesteps` are times of the process (n); `variance`, above 0, is the variance of normalized pixels. The result
         (n, float32) is the mean over c h w of the squared error of the output, without the weights. No network does
         better on white Gaussian images. Real images have structure, and a network that has learnt some of it has a
-        lower error. A network with a higher error has not even learnt their brightness and contrast.
+        lower error. A network with a higher error has not even learnt brightness and contrast.
 
         The target is u = a x0 + b noise, and x_t = alpha x0 + sigma noise. For Gaussian images of variance v the error
         is Var(u | x_t) = Var(u) - Cov(u, x_t)² / Var(x_t), with Var(u) = a² v + b², Cov(u, x_t) = a alpha v + b sigma:
@@ -382,6 +380,6 @@ def _replaced(column: Tensor, rows: Tensor, nothing: Tensor) -> Tensor:
 
 
 def as_diffusion(objective: LossFunction, *members: str) -> Diffusion | None:
-    """Return an objective that is a Diffusion, or has these `members` of one, as a class around it has; else None."""
+    """Return the objective, without an adapter around it, if it has these `members` of a Diffusion; else None."""
     given = objective.origin if isinstance(objective, AnyObjective) else objective
     return cast(Diffusion, given) if all(hasattr(given, name) for name in members) else None

@@ -19,7 +19,7 @@ class Ask(Protocol):
     """Calls the network of a chain, or another network that was trained with the same objective."""
 
     def __call__(self, x: Tensor, given: Given, /, net: Net | None = None) -> Tensor:
-        """Return the output for x_t and the labels and conditions `given`. Default: of the chain's network."""
+        """Return the output of `net` (default: the chain's network) for x_t and the labels and conditions `given`."""
 
     def without(self, given: Given) -> dict[str, Tensor]:
         """Return the labels and conditions of unconditional samples, of the same shapes as `given`."""
@@ -40,7 +40,7 @@ class Guidance(Choice, ABC):
         """
 
     def check(self, diffusion: Diffusion) -> None:
-        """Raise ValueError, naming `guidance`, if it does not fit the objective (`Diffusion`)."""
+        """Raise ValueError, naming `guidance`, if the guidance does not fit the objective (`Diffusion`)."""
 
 
 @define(frozen=True)

@@ -35,7 +35,7 @@ class Prediction(Choice, ABC):
     kind = "prediction"
     needs_alpha = False  # x0 cannot be derived from the output at alpha = 0 (pure noise)
     needs_sigma = False  # the noise cannot be derived from the output at sigma = 0 (no noise)
-    sigma_data: float | None = None  # standard deviation of the images that it assumes; None: any
+    sigma_data: float | None = None  # standard deviation of images that the prediction assumes; None: any
 
     def network_input(self, x_t: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
         """Return the input of the network: x_t itself, unless the prediction scales it."""
@@ -53,11 +53,11 @@ class Prediction(Choice, ABC):
     def error_ratio(self, alpha: Rate, sigma: Rate) -> Rate:
         """Return sigma² r, where r is the squared error of the output over the squared error of its x0.
 
-        A loss on the output weighs the squared error of x0 by r. The factor sigma² keeps it finite at sigma = 0.
+        A loss on the output weighs the squared error of x0 by r. The factor sigma² keeps results finite at sigma = 0.
         """
 
     def check(self, process: Any) -> None:
-        """Raise ValueError, naming `prediction`, if it cannot be used with the process (`Process`)."""
+        """Raise ValueError, naming `prediction`, if the prediction cannot be used with the process (`Process`)."""
         if self.needs_alpha and process.ends_in_noise:
             raise ValueError(
                 f"'prediction' cannot be {self.use!r}: this process ends in pure noise, where the image does not "

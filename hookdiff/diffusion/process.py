@@ -55,8 +55,8 @@ class Process(Choice, ABC):
     kind = "process"
     default = "flow"
 
-    # The default parts with this process, as a config writes them. Those of "flow" made the best images of
-    # benchmarks/quality.py, then those of "vp".
+    # The default parts with this process, as in a config. In benchmarks/quality.py, the parts of "flow" made the best
+    # images, and the parts of "vp" the second best.
     default_prediction: ClassVar[str] = "v_prediction"
     default_times: ClassVar[str | Mapping[str, Any]] = MappingProxyType({"use": "uniform", "stratified": True})
     default_sampler: ClassVar[str] = "dpmpp_2m"
@@ -184,7 +184,7 @@ class VP(Process):
         """Return the points of `timesteps`.
 
         Raises:
-            ValueError: naming `steps`, if there are more of them than the process has.
+            ValueError: naming `steps`, if there are more than the process has.
         """
         if len(timesteps) > self.timesteps:
             raise ValueError(
@@ -215,7 +215,7 @@ class VP(Process):
 class DDPMProcess(VP):
     """The process of Ho et al. 2020 (arXiv 2006.11239), with the parts of that paper.
 
-    They are linear betas, the prediction "epsilon", independent timesteps, uniform weights and ancestral sampling.
+    The parts are linear betas, the prediction "epsilon", independent timesteps, uniform weights and ancestral sampling.
     """
 
     schedule: Schedule = field(

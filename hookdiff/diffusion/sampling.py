@@ -34,21 +34,21 @@ from hookdiff.terminal.pace import paced
 class Sampling(Sampler):
     """Makes images from noise, or from other images; its arguments are the keys of the config table [sampling].
 
-    The process has defaults for sampler, spacing and clipping, and the sampler one for steps.
+    The process decides the defaults of sampler, spacing and clipping; the sampler decides the default of steps.
     """
 
     sampler: Solver | None = field(
         default=None,
         converter=converters.optional(chosen[Solver]),
         metadata=about(
-            'method; unless given, "dpmpp_2m" with process "flow" or "vp", "ddpm" with "ddpm", "heun" with "edm"'
+            'method; default: "dpmpp_2m" with process "flow" or "vp", "ddpm" with "ddpm", "heun" with "edm"'
         ),
     )
     steps: int | None = field(
         default=None,
         validator=validators.optional([ge(1), le(1_000_000)]),
         metadata=about(
-            "number of steps; at most the timesteps of the process, if it has some; unless given, 25 with the samplers "
+            "number of steps; at most the timesteps of the process, if it has some; default: 25 with the samplers "
             'of second order, "dpmpp_2m" and "heun", else 50'
         ),
     )
@@ -56,14 +56,14 @@ class Sampling(Sampler):
         default=None,
         converter=converters.optional(chosen[Spacing]),
         metadata=about(
-            'noise levels of the steps; unless given, "shifted" with process "flow", three times as far as '
-            'in training, "karras" with "edm", else "trailing"'
+            'noise levels of the steps; default: "shifted" by three times the shift of the training with process '
+            '"flow", "karras" with "edm", else "trailing"'
         ),
     )
     clipping: Clipping | None = field(
         default=None,
         converter=converters.optional(chosen[Clipping]),
-        metadata=about('clipping of predicted images; unless given, "clamp" with process "vp" or "ddpm", else "none"'),
+        metadata=about('clipping of predicted images; default: "clamp" with process "vp" or "ddpm", else "none"'),
     )
     guidance: Guidance = field(
         default=ClassifierFree(),
@@ -78,17 +78,17 @@ class Sampling(Sampler):
     )
     compile: bool = field(
         default=False,
-        metadata=about("compile the network before its first call: a minute or more, which pays for many images"),
+        metadata=about("compile the network at its first call: a minute or more, which pays off for many images"),
     )
     weights: str | None = field(
         default=None,
         metadata=about(
-            'weights to sample, export and measure with, where neither a command nor a plugin names others: "model", '
-            "or the name of an average; unless given, the first average, if there is one"
+            'weights for samples, exports and metrics, unless a command or a plugin names others: "model", or the '
+            "name of an average; default: the first average, if there is one"
         ),
     )
     batch_size: int = field(
-        default=256, validator=ge(1), metadata=about("images in one call of the network, at most; a CPU makes fewer")
+        default=256, validator=ge(1), metadata=about("the most images in one call of the network; a CPU makes fewer")
     )
 
     def fit(self, diffusion: Diffusion) -> Sampling:
@@ -123,7 +123,7 @@ class Sampling(Sampler):
         number, up to rounding in the network: matrix products and convolutions choose their algorithm by batch size.
         The caller sets eval mode.
 
-        With a `mask`, the rest of `images` stays as it is, as in RePaint, Lugmayr et al. 2022 (arXiv 2201.09865), eq.
+        With a `mask`, the rest of `images` is kept, as in RePaint, Lugmayr et al. 2022 (arXiv 2201.09865), eq.
         8, without its resampling. After each step of any sampler, with m = 1 where the image is known,
 
             x_t = m (alpha_t x0 + sigma_t noise) + (1 - m) x_t of the step

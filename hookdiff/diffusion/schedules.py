@@ -32,7 +32,7 @@ class Schedule(Choice, ABC):
 class Linear(Schedule):
     """Betas that grow linearly: Ho et al. 2020 (arXiv 2006.11239), section 4.
 
-    The ends are the same for every number of timesteps, as in diffusers; guided-diffusion scales them by 1000 / T.
+    Both ends are the same for every number of timesteps, as in diffusers; guided-diffusion scales them by 1000 / T.
     """
 
     beta_start: float = field(default=1e-4, validator=_BETA, metadata=_FIRST)
@@ -46,7 +46,7 @@ class Linear(Schedule):
 class ScaledLinear(Schedule):
     """Betas with square roots that grow linearly, as in Stable Diffusion: Rombach et al. 2022 (arXiv 2112.10752).
 
-    The default ends are those of the released models.
+    The default betas are those of the released models.
     """
 
     beta_start: float = field(default=0.00085, validator=_BETA, metadata=_FIRST)
@@ -110,7 +110,7 @@ class NoiseSchedule:
     """The tables of a discrete diffusion process, derived from its betas.
 
     Every table is float64 on the CPU, of shape T, and indexed by the timestep: 0 is the least noisy, T - 1 the most.
-    The names are those of the field: alpha_t = 1 - beta_t, and x_t = sqrt_alphas_cumprod[t] * x_0 +
+    The names are the usual ones: alpha_t = 1 - beta_t, and x_t = sqrt_alphas_cumprod[t] * x_0 +
     sqrt_one_minus_alphas_cumprod[t] * noise (Ho et al. 2020, arXiv 2006.11239, eq. 4).
 
     `betas` (T) are the variances of the added noise, between 0 and 1, both excluded. The last may be 1: then the image

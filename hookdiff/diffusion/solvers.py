@@ -1,7 +1,7 @@
 """Solvers, which take x from one point of the process to the next, less noisy point.
 
 Their formulas are written in the two rates of x_t = alpha * x0 + sigma * noise. For a variance-preserving process they
-are those of the papers, and they hold for other processes too.
+equal the formulas of the papers, and they hold for other processes too.
 """
 
 import math
@@ -58,14 +58,14 @@ class DDIM(Solver):
 class DDPM(Solver):
     """Ancestral sampling: Ho et al. 2020 (arXiv 2006.11239), algorithm 2.
 
-    The mean is that of eq. 7. If timesteps are skipped, beta is that of the process that has only the visited timesteps
+    The mean is from eq. 7. If timesteps are skipped, beta is that of a process with only the visited timesteps
     (Nichol & Dhariwal 2021, arXiv 2102.09672, section 4).
     """
 
     variance: Literal["fixed_small", "fixed_large"] = field(
         default="fixed_small",
         validator=in_(("fixed_small", "fixed_large")),
-        metadata=about('variance of the added noise: the posterior\'s, "fixed_small", or beta, "fixed_large"'),
+        metadata=about('variance of the added noise: "fixed_small" is the posterior\'s, "fixed_large" is beta'),
     )
 
     def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
@@ -137,8 +137,8 @@ class Heun(Churning):
 class DPMSolver2M(Solver):
     """DPM-Solver++(2M), of second order: Lu et al. 2022 (arXiv 2211.01095), algorithm 2.
 
-    The first step, a step after one from pure noise, and the last step are DDIM steps, because the half log-SNR lambda
-    is infinite at both ends.
+    The first and the last step are DDIM steps, and so is the second after a first step from pure noise, because the
+    half log-SNR lambda is infinite at both ends.
     """
 
     usual_steps: ClassVar[int] = 25

@@ -20,7 +20,7 @@ class Spacing(Choice, ABC):
         """Return the `steps` points, noisiest first, without the clean image.
 
         Raises:
-            ValueError: naming `spacing`, if it cannot be used with the process.
+            ValueError: naming `spacing`, if the spacing cannot be used with the process.
         """
 
 
@@ -34,10 +34,10 @@ class Trailing(Spacing):
 
 @define(frozen=True)
 class Leading(Spacing):
-    """Timesteps floor(i T / N) of process "vp", so that the last one visited is 0.
+    """Timesteps floor(i T / N) of process "vp", so that the last timestep is 0.
 
-    The first is up to T / N before the noisiest. The network expects traces of an image there, but pure noise has none
-    (Lin et al. 2023, arXiv 2305.08891, section 3.3).
+    The first timestep is up to T / N before the noisiest. The network expects traces of an image there, but pure
+    noise has none (Lin et al. 2023, arXiv 2305.08891, section 3.3).
     """
 
     def points(self, process: Process, steps: int) -> list[Point]:
@@ -74,7 +74,7 @@ class Shifted(Spacing):
 
 
 def karras_sigmas(steps: int, sigma_min: float, sigma_max: float, rho: float = 7.0) -> list[float]:
-    """Return `steps` noise levels from `sigma_max` to `sigma_min`; a single one is `sigma_max`."""
+    """Return `steps` noise levels from `sigma_max` to `sigma_min`; a single level is `sigma_max`."""
     if steps == 1:
         return [sigma_max]
     high, low = sigma_max ** (1 / rho), sigma_min ** (1 / rho)

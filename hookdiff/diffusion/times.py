@@ -47,7 +47,7 @@ class Times(Choice, ABC):
         return self.at(process, fraction)
 
     def check(self, process: Process) -> None:
-        """Raise ValueError, naming `times`, if they cannot be drawn for the process."""
+        """Raise ValueError, naming `times`, if such times cannot be drawn for the process."""
 
 
 @define(frozen=True)
@@ -63,7 +63,7 @@ class LogitNormal(Times):
     """More times in the middle of the way: Esser et al. 2024 (arXiv 2403.03206), section 3.1.
 
     The logit of the time is N(mean, std²). In a flow it is ln(sigma / alpha). Esser et al. have a mean of 0, for the
-    latents of an autoencoder. Pixels vary less, and learn more from little noise: Karras et al. 2022 have -1.2 for
+    latents of an autoencoder. Pixels vary less, and need more times at little noise: Karras et al. 2022 have -1.2 for
     ln(sigma / alpha), and benchmarks/quality.py is best between -1 and 0.
     """
 

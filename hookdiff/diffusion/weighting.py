@@ -25,7 +25,7 @@ class Weighting(Choice, ABC):
 
     kind = "weighting"
     default = "uniform"
-    sigma_data: float | None = None  # standard deviation of the images that it assumes; None: any
+    sigma_data: float | None = None  # standard deviation of images that the weighting assumes; None: any
 
     @abstractmethod
     def weights(self, prediction: Prediction, alpha: Tensor, sigma: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class EDMWeighting(X0Weighting):
     sigma_data: float | None = field(
         default=None,
         validator=optional(gt(0)),
-        metadata=about('standard deviation of the images; unless given, that of prediction "edm", or 0.5'),
+        metadata=about('standard deviation of the images; default: that of prediction "edm", or 0.5'),
     )
 
     def on_x0(self, alpha: Tensor, sigma: Tensor) -> Tensor:

@@ -29,10 +29,10 @@ logger = logging.getLogger("hookdiff")
 
 @define(eq=False, slots=False)
 class CaptionedReader(ReaderAround):
-    """Reads the samples of `inner`, with the conditions that `encoders` make of their captions.
+    """Reads the samples of `inner`, and adds the conditions that `encoders` make of their captions.
 
-    If it does not encode, it only has the captions. While captions are `pending`, each is encoded when it is read;
-    `encode` encodes all of them.
+    If `encodes` is false, it only has the captions. While captions are `pending`, a caption is encoded when it is read.
+    `encode` encodes all captions.
     """
 
     inner: SourceReader | LatentReader
@@ -75,7 +75,7 @@ class CaptionedReader(ReaderAround):
             rows.want(self.captions[rows.encoder.texts].every())
 
     def trial(self) -> CaptionedReader:
-        """Return a reader with the shapes after `encode`; see `LatentReader.trial`."""
+        """Return a copy to try a run before `encode`, with the same shapes as after it; see `LatentReader.trial`."""
         reader = copy(self)
         reader.inner = reader.inner.trial() if isinstance(reader.inner, LatentReader) else reader.inner
         reader.texts = TextConditions(self.texts.rows, self.texts.shape)
@@ -95,7 +95,7 @@ class CaptionedReader(ReaderAround):
         shape = self.inner.codec.shape if self.inner.codec else self.inner.shape
         if len(shape) != 3:
             raise UserError(
-                f"encode.{asking[0]}: it asks for the sizes of pictures, and samples of {size_text(shape)} have none"
+                f"encode.{asking[0]}: the encoder needs sizes of pictures, but samples of {size_text(shape)} have none"
             )
         texts = TextConditions(rows_of, shape)
         if (sizes := self.inner.sizes()) is None:

@@ -1,4 +1,4 @@
-"""The captions of samples: the choice of one for each epoch, and the texts around it."""
+"""The captions of samples: the random choice in each epoch, and the prefix and suffix."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CaptionKeys:
     """The keys of [data] about captions."""
 
     caption: str | None = field(
-        default=None, validator=_is_text, metadata=about("caption of the samples that have none of their own")
+        default=None, validator=_is_text, metadata=about("caption of samples without a caption")
     )
     prefix: str = field(default="", validator=_is_text, metadata=about("text before each caption"))
     suffix: str = field(default="", validator=_is_text, metadata=about("text after each caption"))
@@ -46,14 +46,14 @@ class CaptionKeys:
         default=None,
         validator=optional(ge(0)),
         metadata=about(
-            "shuffle the tags of a caption, its parts between commas, anew in each step, except this number of tags at "
-            'its beginning; this needs encoders with `store = "none"`'
+            "shuffle the tags (parts between commas) of each caption in each step, but keep this number of tags at "
+            'its beginning; needs encoders with `store = "none"`'
         ),
     )
     missing: Literal["stop", "empty"] = field(
         default="stop",
         validator=in_(("stop", "empty")),
-        metadata=about('what to do if samples have no caption: "stop", or take an "empty" one'),
+        metadata=about('what to do if samples have no caption: "stop", or use an "empty" caption'),
     )
 
 
@@ -91,7 +91,7 @@ class CaptionsOf:
             raise UserError(f"{self.describe(index)}: {self.name}: {error}") from None
 
     def whole(self, caption: str) -> str:
-        """Return a caption with prefix and suffix; an empty one stays empty."""
+        """Return a caption with prefix and suffix; an empty caption stays empty."""
         return f"{self.keys.prefix}{caption}{self.keys.suffix}" if caption else ""
 
     def every(self) -> Iterable[str]:
@@ -100,7 +100,7 @@ class CaptionsOf:
             yield from map(self.whole, self.of(index))
 
     def drawn(self, indices: Tensor, seed: int, epoch: int | None) -> list[str]:
-        """Return a caption of each of the samples `indices`: in an epoch one at random, by (seed, epoch, sample)."""
+        """Return a caption of each of the samples `indices`, at random by (seed, epoch, sample); None: the first."""
         if epoch is None:
             return [self.whole(self.of(index)[0]) for index in indices.tolist()]
         chances = uniforms(seed, f"caption {self.name}", epoch, indices, 1)[:, 0]
@@ -127,10 +127,10 @@ class CaptionsOf:
 def captions_for(
     texts: NamedCaptions | None, encoders: Mapping[str, TextEncoder]
 ) -> dict[str, Sequence[Sequence[str]]]:
-    """Return `texts`, the captions of a source, by their names; they must be those that `encoders` take.
+    """Return the captions `texts` of a source by name, after a check that `encoders` take exactly these.
 
     Raises:
-        UserError: for captions of an encoder that the source lacks, and for those that no encoder takes.
+        UserError: if the source lacks captions that an encoder takes, or has captions that no encoder takes.
     """
     texts = texts or {}
     wanted = {encoder.texts: name for name, encoder in encoders.items()}

@@ -18,9 +18,9 @@ _AT_ONCE = 32  # pictures
 
 @define(eq=False, slots=False)
 class PictureCodec:
-    """The encoder of the latents; its network is loaded at the first use.
+    """Encodes pictures to latents and decodes latents. The network is loaded at the first use.
 
-    `make_pictures` opens the Feed of the pictures; it may raise UserError where the data is not.
+    `make_pictures` opens the Feed of the pictures. It may raise UserError if the data is missing.
     """
 
     encoder: PictureEncoder
@@ -45,7 +45,7 @@ class PictureCodec:
         return self._mapped(lambda part: self.network.decode(part.to(self.device)), latents)
 
     def _mapped(self, call: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-        """Return `call` of all parts of `values`, as many at a time as fit."""
+        """Return `call` of all parts of `values`, as many at a time as fit in memory."""
         fitting = Fitting(_AT_ONCE, self.device)
         with torch.no_grad():
             parts = [

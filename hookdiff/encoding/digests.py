@@ -1,4 +1,4 @@
-"""Hashes of weight files, kept by path, size and times: large files are not read in each start."""
+"""Hashes of weight files, cached by path, size and times, so that large files are not read at each start."""
 
 import hashlib
 import json

@@ -14,25 +14,25 @@ from hookdiff.encoding.encoder import INPUTS, STORED, PictureEncoder
 from hookdiff.errors import UserError, nearest
 from hookdiff.options.structure import structured
 
-MEAN, STD = "mean", "std"  # columns of the latents of an encoder: n, sides, and the shape of a latent
-ENCODED = "encoded.json"  # facts about the samples in a folder, as `EncodedSamples` has them
+MEAN, STD = "mean", "std"  # columns: n, sides (the picture, its mirror image), and the shape of a latent
+ENCODED = "encoded.json"  # the file with the metadata of the samples in a folder: `EncodedSamples`
 
 
 @define(frozen=True)
 class EncodedSamples:
-    """Facts about encoded samples: the attribute `encoded` of a source, as a table."""
+    """The metadata of encoded samples, which a source gives as the table `encoded`."""
 
     shape: tuple[int, ...]  # of a picture, c h w
-    sides: int = field(validator=in_((1, 2)))
+    sides: int = field(validator=in_((1, 2)))  # 2: with the mirror image of each picture
     digests: dict[str, str]  # of the encoders, by name
     columns: tuple[str, ...]  # such as "image.mean"
 
     @classmethod
     def of(cls, source: AnySource) -> EncodedSamples | None:
-        """Return the facts about the samples of `source`; None if it has none.
+        """Return the metadata of the samples of `source`; None if they are not encoded.
 
         Raises:
-            UserError: for facts of another kind.
+            UserError: for metadata that is not valid.
         """
         if (about := source.encoded) is None:
             return None
@@ -42,22 +42,22 @@ class EncodedSamples:
             raise UserError(f"encoded: {ENCODED} of the source: {error}") from None
 
     def check(self, encoders: Mapping[str, PictureEncoder]) -> None:
-        """Raise UserError unless `encoders` are those of the samples."""
+        """Raise UserError unless `encoders` have encoded the samples."""
         for name, encoder in encoders.items():
             if name not in self.digests:
                 raise UserError(f"encode.{name}: the samples lack latents of this encoder{nearest(name, self.digests)}")
             if (digest := encoder.digest()) != self.digests[name]:
                 raise UserError(
-                    f"encode.{name}: this is another encoder than that of the samples; set its options and files as "
-                    f"they were: its digest is {digest}, expected {self.digests[name]}"
+                    f"encode.{name}: another encoder has encoded the samples; restore its options and files: its "
+                    f"digest is {digest}, expected {self.digests[name]}"
                 )
 
 
 @define(frozen=True)
 class SourceLatents:
-    """The latents of an encoder in batches of a source: in inputs, or in conditions `NAME.mean` and `NAME.std`.
+    """The latents of an encoder in the batches of a source: inputs, or conditions `NAME.mean` and `NAME.std`.
 
-    Without `facts` about the samples, the inputs are the means of one side.
+    Without `facts`, the inputs are the means of the pictures, without mirror images.
     """
 
     name: str
@@ -65,17 +65,17 @@ class SourceLatents:
     describe: Callable[[int], str]  # names a sample
 
     def sides_of(self, batch: Batch) -> dict[str, Tensor]:
-        """Return mean and perhaps deviation of the samples of `batch`: n, sides, and the shape of a latent, float16.
+        """Return mean and, if any, deviation of the latents of `batch`, float16: n, sides, and the shape of a latent.
 
         Raises:
-            UserError: if the batch lacks them, or they are not finite.
+            UserError: if the batch lacks latents, or has latents that are not finite.
         """
         columns = {column: values.to(STORED) for column, values in self.values_of(batch).items()}
         check_finite(f"data.encode.{self.name}", columns, batch, self.describe)
         return columns
 
     def values_of(self, batch: Batch) -> dict[str, Tensor]:
-        """Return mean and perhaps deviation in the dtype of the source."""
+        """Return mean and, if any, deviation in the dtype of the source."""
         if self.facts is None:
             return {MEAN: batch.inputs[:, None]}
         values = {f"{INPUTS}.{MEAN}": batch.inputs, **batch.conditions}
@@ -93,6 +93,6 @@ def check_finite(where: str, columns: Mapping[str, Tensor], batch: Batch, descri
     """Raise UserError if `columns` (n rows each, float16), the latents of `batch`, are not all finite."""
     for name, values in columns.items():
         if bad := (~values.flatten(1).isfinite().all(1)).nonzero().flatten().tolist():
-            index = 0 if batch.indices is None else int(batch.indices[bad[0]])  # a batch without them is the first
+            index = 0 if batch.indices is None else int(batch.indices[bad[0]])  # a batch without indices is sample 0
             text = f"{describe(index)} becomes a {name} that is not finite in float16"
             raise UserError(f"{where}: {text}; use an encoder with smaller latents")

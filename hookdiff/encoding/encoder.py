@@ -1,4 +1,4 @@
-"""The kind of part `encode`: a frozen network that turns pictures or texts into inputs or conditions of another."""
+"""The kind of part `encode`: a frozen network that turns pictures or texts into inputs or conditions of the model."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Encoded(Protocol):
             pictures: n c h w, float32 in [-1, 1], on the device.
 
         Returns:
-            Both n and the shape of a latent, on the device; None as the deviation: the mean is taken.
+            Both have n rows of the shape of a latent, on the device. None as the deviation: the latent is the mean.
         """
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return the pictures (n c h w, about in [-1, 1]) of `latents` (n and their shape); only for inputs."""
+        """Return the pictures (n c h w, about in [-1, 1]) of `latents` (n rows); needed only for inputs."""
 
 
 @define(frozen=True)
@@ -50,13 +50,13 @@ class Encoder(Choice, ABC):
         kw_only=True,
         validator=in_(("data", "auto", "memory", "disk", "none")),
         metadata=about(
-            'where its output is kept: "data" (as `store` of [data]); "memory" or "disk", both from a file that is '
+            'where the output is kept: "data" (as `store` of [data]); "memory" or "disk", both from a file that is '
             'made once; "auto" ("memory" up to `memory_limit`, else "disk"); "none" (encoded anew in each epoch)'
         ),
     )
 
     def stored(self, store: Store) -> Store:
-        """Return where its output is kept, in a run with this `store` of [data]."""
+        """Return where the output of the encoder is kept, in a run with this `store` of [data]."""
         return store if self.store == "data" else evolve(store, store=self.store)
 
     @property
@@ -66,10 +66,10 @@ class Encoder(Choice, ABC):
 
     @abstractmethod
     def digest(self) -> str:
-        """Return a text, such as a hash, of the weights and options on which its values depend.
+        """Return a text, such as a hash, that changes with the weights and options of the encoder.
 
         Raises:
-            UserError: if the weights are not here, or are no network of this kind.
+            UserError: if the weights are missing, or are no network of this kind.
         """
 
     def _not_exported(self, name: str) -> UserError:
@@ -84,7 +84,7 @@ class PictureEncoder(Encoder):
 
     @property
     def draws(self) -> bool:
-        """Whether latents are drawn anew in each epoch, if the network returns a deviation; else the mean is taken."""
+        """Whether latents are sampled from mean and deviation in each epoch; if not, the latent is the mean."""
         return True
 
     @abstractmethod
@@ -92,9 +92,9 @@ class PictureEncoder(Encoder):
         """Load the network."""
 
     def moments(self) -> tuple[Sequence[float], Sequence[float]] | None:
-        """Return mean and deviation of each channel of the latents; None: they are measured.
+        """Return mean and deviation of each channel of the latents; None: the run measures them.
 
-        They become `diffusion.data_mean` and `data_std`.
+        The run uses them as `diffusion.data_mean` and `data_std`.
         """
         return None
 
@@ -103,10 +103,10 @@ class PictureEncoder(Encoder):
 
         The run trains on z = (latents - mean) / std. `mean` and `std` have one number, or one for each channel. The
         model has this scale in its weights, or in its config: its `decode` takes z / scaling_factor * latents_std +
-        latents_mean; without latents_std that is 1, and without latents_mean it is shift_factor, or else 0.
+        latents_mean. The default of latents_std is 1. The default of latents_mean is shift_factor, or 0.
 
         Raises:
-            UserError: if it cannot be exported, as by default.
+            UserError: if the network cannot be exported, which is the default.
         """
         raise self._not_exported(INPUTS)
 
@@ -137,9 +137,9 @@ class EncodedTexts(Protocol):
     def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
         """Return the conditions of `texts`, n rows each, on any device, float, bool or int64.
 
-        The name of a condition is that of the encoder and a key: "" for the tokens (n tokens features), or one that
-        begins with "_", as "_mask" for their mask (n tokens, bool). In all calls, whatever the texts,
-        names, shapes and dtypes of rows are the same.
+        The name of a condition is the name of the encoder and a key: "" for the tokens (n tokens features), or a key
+        that begins with "_", such as "_mask" for their mask (n tokens, bool). Names, and shapes and dtypes of rows,
+        must be the same for all texts.
         """
 
 
@@ -147,18 +147,18 @@ class TokenCounts(Protocol):
     """The optional members of `EncodedTexts`."""
 
     def lengths(self, texts: Sequence[str]) -> Sequence[int]:
-        """Return the number of tokens of each text before it is cut. An encoder with a `limit` needs it."""
+        """Return the number of tokens of each text before truncation. An encoder with a `limit` needs this."""
 
     def tokens(self, texts: Sequence[str]) -> Sequence[Sequence[int | None]]:
-        """Return the tokens of each text as they are encoded: cut and not filled, None for an unknown word.
+        """Return the tokens of each text after truncation and without padding; None stands for an unknown word.
 
-        Default: no warning of texts that have the same tokens, or no known ones.
+        Default: no warning about texts that have the same tokens, or no known words.
         """
 
 
 @define(frozen=True)
 class TextNetwork:
-    """The network of an encoder of texts with every member; None for a member that it lacks."""
+    """A network of a text encoder with all members; None stands for a missing member."""
 
     encode: Callable[[Sequence[str]], Mapping[str, Tensor]]
     lengths: Callable[[Sequence[str]], Sequence[int]] | None
@@ -166,7 +166,7 @@ class TextNetwork:
 
     @classmethod
     def of(cls, network: EncodedTexts | TextNetwork) -> TextNetwork:
-        """Return `network` with every member of a TextNetwork."""
+        """Return `network` as a TextNetwork."""
         if isinstance(network, TextNetwork):
             return network
         return cls(network.encode, getattr(network, "lengths", None), getattr(network, "tokens", None))
@@ -174,49 +174,49 @@ class TextNetwork:
 
 @define(frozen=True)
 class ExportedTexts:
-    """An encoder of texts for diffusers, which `hookdiff export` writes, and the code that encodes with it."""
+    """A text encoder for diffusers, which `hookdiff export` writes, and the code that encodes prompts with it."""
 
     parts: Mapping[str, Any]  # networks of transformers and tokenizers, by their names in a pipeline
-    code: str  # opens them in their folder, and encodes the list `prompts`
-    conditions: Mapping[str, tuple[str, str]]  # by name, expressions after that code: of the prompts, and of no prompts
-    pipeline: str = ""  # class that encodes a prompt in the same way, with its parts of these names; "": none
+    code: str  # loads the parts from their folder, and encodes the list `prompts`
+    conditions: Mapping[str, tuple[str, str]]  # by name: expressions, after `code`, for prompts and for no prompts
+    pipeline: str = ""  # class that encodes prompts in the same way, with parts of these names; "": none
 
 
 @define(frozen=True)
 class TextEncoder(Encoder):
-    """Turns the captions of a source into conditions. Those of an empty text stand for no caption."""
+    """Turns the captions of a source into conditions. The conditions of an empty text stand for no caption."""
 
     texts: str = field(
         default=CAPTIONS,
         alias="of",
         kw_only=True,
         validator=min_len(1),
-        metadata=about("name of the captions of the source that it encodes"),
+        metadata=about("name of the source's captions that are encoded"),
     )
 
     @property
     def limit(self) -> int | None:
-        """The number of tokens at which a text is cut; None: texts are not cut."""
+        """The number of tokens to which texts are truncated; None: no truncation."""
         return None
 
     @property
     def time_ids(self) -> bool:
-        """Whether its network also gets sizes and crop of each picture, as the condition NAME_time_ids: see TimeIds."""
+        """Whether the model also gets size and crop of each picture, as the condition NAME_time_ids; see TimeIds."""
         return False
 
     @abstractmethod
     def open(self, device: torch.device) -> EncodedTexts:
-        """Load the network, which may have `TokenCounts` too."""
+        """Load the network, which may also have the members of `TokenCounts`."""
 
     def opened(self, device: torch.device) -> TextNetwork:
-        """Return the network of `open` with every member."""
+        """Return the network of `open` as a TextNetwork."""
         return TextNetwork.of(self.open(device))
 
     def to_diffusers(self, name: str, folder: str) -> ExportedTexts:
-        """Return the parts of the encoder `name`, and code that finds them in `folder`, where they will be written.
+        """Return the models of the encoder `name`, and code that loads them from `folder`, where they will be written.
 
         Raises:
-            UserError: if it cannot be exported, as by default.
+            UserError: if the encoder cannot be exported, which is the default.
         """
         raise self._not_exported(name)
 
@@ -228,15 +228,15 @@ class EncoderKeys:
     encode: Mapping[str, Encoder] | None = field(
         default=None,
         metadata=about(
-            "encoders of the samples, by name: `image` for the inputs of the network; any other name is that of a "
-            "condition"
+            "encoders of the samples, by name: `image` for the inputs of the network; any other name is the name "
+            "of a condition"
         ),
     )
     encoded: bool = field(
         default=False,
         metadata=about(
-            "the samples hold latents of the encoders, as shards of `hookdiff data --to-shards` do, or an array of "
-            "means: they are drawn, scaled and decoded, and not encoded"
+            "the samples are latents of the encoders already, such as shards of `hookdiff data --to-shards`, or an "
+            "array of means: they are sampled, scaled and decoded, but not encoded"
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Finds why the `path` of an encoder is no folder of its kind, and the nearest folder that is one."""
+"""Explains why the `path` of an encoder is no folder of its model, and suggests a folder nearby."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hookdiff.disk.reading import read_file
 from hookdiff.errors import why_missing
 
 _INDEX = "model_index.json"  # of a pipeline of diffusers
-# The address of the hub, the owner, the model and a place in it; a path may have lost a slash of the first.
+# The address of the hub, the owner, the model and a path inside it. The address may have lost a slash in a path.
 _ADDRESS = r"(https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/+)?"
 _HUB = re.compile(rf"{_ADDRESS}([a-z0-9][\w.-]*)(?:/([\w.-]+))?(/.*)?", re.IGNORECASE)
 _OF_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
@@ -20,13 +20,13 @@ _MOST = 1_000  # entries of a folder that are looked at
 
 
 def why_no_folder(value: str, name: str, what: str, fits: Callable[[Mapping[str, Any]], bool]) -> str:
-    """Return why `value` is no folder with the JSON file `name`, and the way out; "" if it is one.
+    """Return why `value` is no folder with the JSON file `name`, and a remedy; "" if it is such a folder.
 
     Args:
-        value: the option `path` of an encoder. A name of the Hugging Face hub is answered by how to download it.
-        name: the file that makes a folder the encoder's, such as "config.json".
+        value: the option `path` of an encoder. For a name of the Hugging Face hub, the remedy is a download.
+        name: the file that such a folder has, such as "config.json".
         what: what such a folder holds, in words.
-        fits: whether the table in such a file names a known class. The way out names folders nearby with such a table.
+        fits: whether the table in such a file names a known class. The remedy names folders nearby with such a table.
     """
     path = Path(value).expanduser()
     if path.is_dir():

@@ -20,7 +20,7 @@ class EncoderOutput:
 
     where: str
     encoder: Encoder
-    # Shape and dtype of its earlier rows, as they are stored.
+    # Shape and dtype in which earlier rows are stored, by column.
     forms: Mapping[str, tuple[tuple[int, ...], str]] = field(factory=dict, init=False)
 
     def digest(self) -> str:
@@ -34,7 +34,7 @@ class EncoderOutput:
         return digest
 
     def of_texts(self, values: object, num: int) -> Mapping[str, Tensor]:
-        """Return the conditions of `num` texts by the ends of their names: n rows each, float, bool or int64."""
+        """Return the conditions of `num` texts, by the ends of their names: n rows each, float, bool or int64."""
         named = isinstance(values, Mapping) and all(isinstance(name, str) and name[:1] in ("", "_") for name in values)
         if not named or not values:
             got = f"the names {[*values]}" if isinstance(values, Mapping) else f"a {type(values).__name__}"
@@ -42,7 +42,7 @@ class EncoderOutput:
         return self._checked(values, f"{self.where.rpartition('.')[2]}%s", num, ("bool", "int64"))
 
     def of_pictures(self, values: Any, num: int) -> Mapping[str, Tensor]:
-        """Return mean and perhaps deviation of `num` pictures: n rows each, float."""
+        """Return mean and, unless it is None, deviation of `num` pictures: n rows each, float."""
         if not isinstance(values, tuple | list) or len(values) != 2:
             raise self.wrong(f"encode() returns a {type(values).__name__}", "a pair of mean and deviation, or None")
         named = {MEAN: values[0]} | ({} if values[1] is None else {STD: values[1]})

@@ -50,21 +50,21 @@ _AT_ONCE = 1024  # samples of a part
 
 @define(eq=False)
 class LatentPart:
-    """Some samples with their latents."""
+    """Some samples with the latents of both sides: the pictures, and their mirror images if they are encoded."""
 
     indices: Tensor  # n, int64
-    sides: Mapping[str, Mapping[str, Tensor]]  # by encoder, "mean" and perhaps "std": n, sides, ..., float16
+    sides: Mapping[str, Mapping[str, Tensor]]  # by encoder, "mean" and perhaps "std": n, 1 or 2 sides, ..., float16
     labels: Tensor | None
     conditions: Mapping[str, Tensor]  # of the source
 
 
 @define(eq=False, slots=False)
 class LatentReader(OfSource):
-    """Reads the latents of the samples of `source`. The samples hold them if `is_encoded`; else `encoders` make them.
+    """Reads latents. If `is_encoded`, the samples of `source` hold the latents; if not, `encoders` make them.
 
-    Encoders without a table are `pending` at first: until `encode` has made it, a sample is encoded when it is read.
+    Encoders without a table are `pending`: until `encode` has made the table, a sample is encoded when it is read.
 
-    `make_samples` opens the Feed of the source: of pictures, or of latents.
+    `make_samples` opens the Feed of the source, which has pictures or latents.
     """
 
     encoders: Mapping[str, PictureEncoder]
@@ -77,7 +77,7 @@ class LatentReader(OfSource):
     _survey: Survey = field(init=False)
     _picture_shape: tuple[int, ...] = field(init=False)
     _tables: dict[str, PictureTable] = field(init=False, factory=dict)  # the latents of all samples, by encoder
-    _makers: dict[str, PictureTableBuilder | SourceLatents] = field(init=False, factory=dict)  # where there is no table
+    _makers: dict[str, PictureTableBuilder | SourceLatents] = field(init=False, factory=dict)  # without a table
     pending: dict[str, PictureTableBuilder] = field(init=False, factory=dict)  # the makers of missing tables
 
     def __attrs_post_init__(self) -> None:
@@ -89,7 +89,7 @@ class LatentReader(OfSource):
         self._set(self._take() if self.is_encoded else self._find())
 
     def encode(self) -> None:
-        """Make the tables that are missing. All ranks must call this."""
+        """Make the missing tables. All ranks must call this."""
         if self.pending:
             for name, builder in self.pending.items():
                 del self._makers[name]
@@ -101,7 +101,7 @@ class LatentReader(OfSource):
                 first_rank_does(maker.look)
 
     def trial(self) -> LatentReader:
-        """Return a reader with the shapes after `encode`, for which only the first sample is encoded."""
+        """Return a copy to try a run before `encode`, with the same shapes as after it. It encodes only one sample."""
         reader = copy(self)
         if reader.labels is None and reader.first.labels is not None:
             reader.labels = torch.zeros(len(self), dtype=torch.int64)  # they are read with the pictures
@@ -158,7 +158,7 @@ class LatentReader(OfSource):
                 f"they are {size_text(samples.shape)}"
             )
         if self.transforms.flip and (facts is None or facts.sides == 1):
-            raise UserError("flip: the samples hold one side of each picture; leave flip out")
+            raise UserError("flip: the samples hold no mirror images; leave flip out")
         latents_of = {name: SourceLatents(name, facts, samples.describe) for name in self.encoders}
         first_rank_does(lambda: self._look(samples, latents_of))
         sides = {name: maker.sides_of(samples.reader.first) for name, maker in latents_of.items()}
@@ -185,7 +185,7 @@ class LatentReader(OfSource):
             Soundness.of(values[MEAN], values.get(STD), differ).report(name, self.encoders[name])
 
     def open_pictures(self) -> Feed:
-        """Return the Feed of the pictures, which reads their headers when it is made.
+        """Return the Feed of the pictures. Making the Feed reads the headers of all pictures.
 
         Raises:
             UserError: for samples that hold no pictures.
@@ -248,7 +248,7 @@ class LatentReader(OfSource):
 
     @cached_property
     def first(self) -> Batch:
-        """The first sample, without its augmentation."""
+        """The first sample, without augmentation."""
         batch = self._open().reader.first if self._reads_samples else None
         inputs, labels, _, conditions = self._stack(torch.zeros(1, dtype=torch.int64), batch, None)
         return Batch(inputs, labels, conditions=conditions)
@@ -272,7 +272,7 @@ class LatentReader(OfSource):
         return None if None in keys else repr(keys)
 
     def sizes(self) -> Tensor | None:
-        """Return height and width of the pictures, before they are resized; None if only their latents are here.
+        """Return height and width of the pictures, before they are resized; None if there are only latents.
 
         See `hookdiff.images.sizes.sizes_of`.
         """
@@ -364,25 +364,25 @@ class LatentReader(OfSource):
         return conditions_beside(batch, [m for m in self._makers.values() if isinstance(m, SourceLatents)])
 
     def parts(self, indices: Tensor) -> Iterator[LatentPart]:
-        """Yield parts of the samples `indices`, in order, with the latents of both sides."""
+        """Yield parts of the samples `indices`, in order, with their latents."""
         for share, batch in self._read(torch.split(indices, _AT_ONCE)):
             sides = {name: self._sides_of(name, share, batch) for name in self.encoders}
             yield LatentPart(share, sides, self._labels_of(share, batch), self._conditions_of(share, batch))
 
     def made(self, part: LatentPart) -> EncodedSamples:
-        """Return the facts about encoded samples in parts such as `part`."""
+        """Return the metadata of encoded samples in parts such as `part`."""
         columns = [f"{name}.{column}" for name, sides in part.sides.items() for column in sides]
         return EncodedSamples(
             self._picture_shape, next(iter(part.sides.values()))[MEAN].shape[1], self.digests, tuple(columns)
         )
 
     def scale(self, indices: Tensor) -> tuple[Sequence[float], Sequence[float]]:
-        """Return mean and deviation of each channel of the latents, as they are drawn from the samples `indices`.
+        """Return mean and deviation of each channel of the latents that are drawn from the samples `indices`.
 
-        The encoder gives them, or else they are measured.
+        Both are measured, unless the encoder gives them.
 
         Raises:
-            UserError: for a channel that is constant on them.
+            UserError: for a channel that is constant over these samples.
         """
         encoder = self.encoders[INPUTS]
         if moments := encoder.moments():

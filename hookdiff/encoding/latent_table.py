@@ -42,9 +42,9 @@ _LABELS, _OF_SOURCE = "labels", "of source: "  # columns that the samples have b
 
 @define(eq=False)
 class PictureTable:
-    """The latents of all samples by an encoder, with their labels and conditions in the source."""
+    """The latents of all samples from one encoder, with the labels and conditions of the source."""
 
-    columns: Mapping[str, Tensor]  # "mean" and maybe "std": n, sides, and the shape of a latent, float16
+    columns: Mapping[str, Tensor]  # "mean" and maybe "std": n, sides (2: with mirror image), shape of a latent; float16
     survey: Survey  # of the pictures
     soundness: Soundness | None = None  # of the encoder; None: not known
 
@@ -55,7 +55,7 @@ class PictureTable:
 
     @property
     def labels(self) -> Tensor | None:
-        """The labels in the items of the source: n, int64; None if it has none there."""
+        """The labels in the items of the source: n, int64; None if the items have no labels."""
         return self.columns.get(_LABELS)
 
     @property
@@ -73,7 +73,7 @@ class _Facts:
 
 @define(eq=False, slots=False)
 class PictureTableBuilder:
-    """Encodes the pictures of a Feed, both sides of each if they are to be flipped."""
+    """Encodes the pictures of a Feed and, if `flips`, their mirror images, into a PictureTable."""
 
     name: str  # of the encoder
     encoder: PictureEncoder
@@ -110,7 +110,7 @@ class PictureTableBuilder:
     def table(self, path: Path | None) -> PictureTable:
         """Return the table `path`, which is made if it is missing or damaged. All ranks must call this.
 
-        With None as `path` it is made in memory.
+        With None as `path`, the table is made in memory.
 
         Raises:
             UserError: for pictures that cannot be encoded, and for a table that cannot be written, or that a rank
@@ -180,7 +180,7 @@ class PictureTableBuilder:
         pictures = self.open_pictures()
         of, origin = f"encoding by {self.where}", f"{type(pictures.samples).__name__} {pictures.describe(0)}"
         make_in_chunks(path, columns, self._chunks, of, origin, self._encoded, self._facts)
-        self.network = None  # its memory is for the training
+        self.network = None  # frees its memory for the training
 
     def _sizes(self) -> dict[str, Column]:
         """Return the columns of the table."""
@@ -205,7 +205,7 @@ class PictureTableBuilder:
                 for number, values, missing in filter(None, gathered_or_raised(lambda: next(encoded, None))):
                     fill_rows(columns, self._chunks[number], values, self.num)
                     broken.append(missing)
-        self.network = None  # its memory is for the training
+        self.network = None  # frees its memory for the training
         return self._rows_of(columns, self._facts(broken))
 
     @cached_property
@@ -252,7 +252,7 @@ class PictureTableBuilder:
             try:
                 latents = self.returned.of_pictures(self.network.encode(blank), 1)[MEAN]
                 back = self.network.decode(latents).shape[1:] if self.name == INPUTS else shape
-            except RuntimeError as error:  # of a layer
+            except RuntimeError as error:  # raised by a layer
                 reason = str(error).partition("\n")[0]
                 raise UserError(f"{self.where}: it cannot encode pictures of {size_text(shape)}: {reason}") from None
         if tuple(back) != tuple(shape):
@@ -343,14 +343,14 @@ def _beside(samples: Feed, batch: Batch) -> dict[str, Tensor]:
 
 
 def decoded_shape(encoder: PictureEncoder, shape: tuple[int, ...], device: torch.device) -> tuple[int, ...]:
-    """Return the shape of the picture that latents of `shape` become.
+    """Return the shape of the picture that `encoder` decodes from latents of `shape`.
 
     Raises:
-        UserError: if the encoder does not take them.
+        UserError: if the encoder does not take such latents.
     """
     try:
         with torch.no_grad():
             return tuple(encoder.open(device).decode(torch.zeros(1, *shape, device=device)).shape[1:])
-    except RuntimeError as error:  # of a layer
+    except RuntimeError as error:  # raised by a layer
         reason = str(error).partition("\n")[0]
-        raise UserError(f"encode.{INPUTS}: it cannot decode latents of {size_text(shape)}: {reason}") from None
+        raise UserError(f"encode.{INPUTS}: the encoder cannot decode latents of {size_text(shape)}: {reason}") from None

@@ -1,4 +1,4 @@
-"""Folders of diffusers and transformers. Their libraries see only the files that are hashed."""
+"""Model folders of diffusers and transformers. The libraries see only the files that are part of the digest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ASKED_BY = "data.encode"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index*.json")
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 _ADAPTER = "adapter_config.json"  # names base weights elsewhere, to which those of the folder would be added
-_CODE = {  # keys of a config, at any depth, and the reason against each
+_CODE = {  # keys of a config, at any depth, and why they are refused
     "auto_map": "names code of its own",
     "quantization_config": "is of quantized weights",
 }
@@ -65,7 +65,7 @@ def file_in(folder: Path, name: str) -> Path | None:
 
 
 def files_in(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Return the files with these names that are there, by name.
+    """Return the files that exist among `names`, by name.
 
     Raises:
         UserError: if something else has such a name, as for `file_in`.
@@ -76,7 +76,7 @@ def files_in(folder: Path, names: Iterable[str]) -> dict[str, Path]:
 def table_in(
     folder: Path, name: str, what: str, fits: Callable[[Mapping[str, Any]], bool] = lambda _: True
 ) -> dict[str, Any]:
-    """Read the JSON file `name` of `folder`, which holds `what`, in words. An error names folders with tables that fit.
+    """Read the JSON file `name` of `folder`, which holds `what`, in words. Errors name folders nearby that fit.
 
     Raises:
         UserError: if the file is missing or holds no table, or if it asks for code or quantized weights.
@@ -116,9 +116,9 @@ def without_places(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weights_in(folder: Path, usual: Sequence[str]) -> Weights:
-    """Find the weights in a folder: the first of the files `usual` for a library that is there, or else the only one.
+    """Find the weights in a folder: the first file of `usual` that exists, or else the only file of weights.
 
-    An index stands for the files that it names.
+    An index counts as one file: it stands for the files that it names.
 
     Raises:
         UserError: for weights that are not in safetensors, damaged, missing, or ambiguous.
@@ -147,7 +147,7 @@ def weights_in(folder: Path, usual: Sequence[str]) -> Weights:
 
 
 def digest_seen(weights: Iterable[Weights], others: Iterable[Path], *texts: str) -> str:
-    """Return a hash of the files of weights, with their indices, of `others`, and of `texts`, as `digest_of`.
+    """Return a hash, as `digest_of` does, of the files of weights with their indices, of `others` and of `texts`.
 
     Raises:
         UserError: for a file that cannot be read.
@@ -167,7 +167,7 @@ def load_network(
     `usual` is the name of a file of weights that the class opens.
 
     Raises:
-        UserError: if it cannot be loaded, or if weights are missing, which the libraries would draw at random.
+        UserError: if the network cannot be loaded, or if weights are missing, which a library would draw at random.
     """
     seen: dict[str, Path | Mapping[str, Any]] = {"config.json": without_places(config)}
     if weights.path in weights.files:
@@ -192,7 +192,7 @@ def load_seen(kind: Any, folder: Path, seen: Seen, **options: Any) -> Any:
     """Return the result of `kind.from_pretrained` for a folder with only the files and tables `seen`.
 
     Raises:
-        UserError: if it cannot be loaded; the message names `folder`.
+        UserError: if loading fails; the message names `folder`.
     """
     what, reason = f"{folder} cannot be loaded", f"{folder} has all that is read"
     with refused_as(what), TemporaryDirectory(prefix="hookdiff-") as place, refused_as(what, {place: str(folder)}):
@@ -208,7 +208,7 @@ def load_seen(kind: Any, folder: Path, seen: Seen, **options: Any) -> Any:
 def _link(file: Path, name: Path) -> None:
     try:
         name.symlink_to(file.resolve())
-    except OSError:  # Windows asks for a privilege
+    except OSError:  # on Windows a symbolic link needs a privilege, so copy the file
         shutil.copyfile(file, name)
 
 
@@ -216,7 +216,7 @@ def _link(file: Path, name: Path) -> None:
 def refused_as(what: str, other_names: Mapping[str, str] | None = None) -> Iterator[None]:
     """Turn any error of a library in the `with` into a UserError that begins with `what`.
 
-    Panics of a library in Rust are included. `other_names` replace paths in its message.
+    Panics of a library in Rust are included. `other_names` replace paths in the message.
     """
     try:
         yield

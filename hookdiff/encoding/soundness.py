@@ -1,6 +1,6 @@
-"""Faults of an encoder that a few samples in float32 show: values that ignore the samples, and losses in float16.
+"""Tests an encoder on a few samples in float32: values may ignore the samples, or lose digits in float16.
 
-An encoder is tested before it encodes all samples. The facts are kept beside its table, so each start reports them.
+An encoder is tested before it encodes all samples. The result is kept beside its table, so each start reports it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hookdiff.machine.ranks import rank
 logger = logging.getLogger("hookdiff")
 
 FEW = 64  # samples of the test
-AT_ONCE = 16  # of them are encoded together
-_LEAST = 0.01  # the deviation of the means over pictures, in units of that of the posterior
+AT_ONCE = 16  # samples that are encoded together
+_LEAST = 0.01  # the deviation of the means over pictures, in units of the posterior's deviation
 _MOST = 0.01  # share of the values that float16 may change
-_CHANGE = 0.1  # of their deviation, above which values count as changed
+_CHANGE = 0.1  # share of the deviation, above which values count as changed
 _LISTED, _SHOWN = 8, 60  # channels, and characters of a text, in a message
 
 
@@ -34,7 +34,7 @@ def few_of(samples: Tensor) -> Tensor:
 
 
 def constant_channels(where: str, encoder: Encoder, channels: Sequence[int], of: str) -> UserError:
-    """Return the error about `channels` that are constant; `of` says on which samples."""
+    """Return the error about `channels` that are constant; `of` names the samples."""
     return UserError(
         f"{where}: {_channels(channels)} of {encoder.origin} {'is' if len(channels) == 1 else 'are'} "
         f"constant in float16 on {of}, so no network can learn from {'it' if len(channels) == 1 else 'them'}; choose "
@@ -44,7 +44,7 @@ def constant_channels(where: str, encoder: Encoder, channels: Sequence[int], of:
 
 @define(frozen=True)
 class Rounding:
-    """The losses of latents in float16."""
+    """How float16 changes latents."""
 
     constant: list[int]  # channels in which all values are the same
     changed: float  # share of the values that change by more than a tenth of the deviation of their channel
@@ -52,17 +52,17 @@ class Rounding:
 
 @define(frozen=True)
 class Soundness:
-    """Facts about an encoder, from a few pictures."""
+    """The result of the test of an encoder on a few pictures."""
 
     num: int  # pictures
     over_pictures: list[float]  # by channel, the deviation of the means over pictures; empty if these are all the same
-    posterior: list[float]  # by channel, the root mean square of its deviations; empty if it has none
-    means: Rounding  # if the means are trained on
-    draws: Rounding  # if samples of the posterior are
+    posterior: list[float]  # by channel, the root mean square of the deviations; empty without deviations
+    means: Rounding  # if the run trains on the means
+    draws: Rounding  # if the run trains on samples of the posterior
 
     @classmethod
     def of(cls, mean: Tensor, std: Tensor | None, differ: bool) -> Soundness:
-        """Return the facts in means and deviations (n, channels, ...) of pictures, which may all be the same."""
+        """Return the result for means and deviations (n, channels, ...) of pictures. `differ`: the pictures differ."""
         over, posterior, constants, lost = list[float](), list[float](), (list[int](), list[int]()), [0, 0]
         for channel, values in enumerate(_by_channel(mean)):
             values = values.double()
@@ -108,18 +108,18 @@ class Soundness:
 
 @define(frozen=True)
 class TextSoundness:
-    """Facts about an encoder, from a few texts."""
+    """The result of the test of an encoder on a few texts."""
 
     num: int  # texts
-    changed: float  # share of the values that float16 changes by more than a tenth of the deviation of all
-    alike: list[list[int]]  # texts, by their row, that have become the same
+    changed: float  # share of the values that float16 changes by more than a tenth of their deviation
+    alike: list[list[int]]  # groups of texts, by row, with the same conditions
 
     @classmethod
     def of(cls, texts: Mapping[int, str], facts: TokenFacts, conditions: Mapping[str, Tensor]) -> TextSoundness:
-        """Return the facts in the `conditions` of `texts`, which are by row: n rows each, in float32, bool or int64.
+        """Return the result for the `conditions` (n rows each, float32, bool or int64) of `texts` (by row).
 
-        Texts that are cut or have the same tokens may have the same conditions. If the tokens are not known, so may
-        texts that differ in capitals and spaces alone.
+        Truncated texts and texts with the same tokens may have the same conditions. If the tokens are not known, so
+        may texts that differ only in capitals and spaces.
         """
         shares, mask = [0.0], conditions.get("_mask")
         for values in conditions.values():
@@ -144,9 +144,9 @@ def report_texts(where: str, encoder: Encoder, parts: Sequence[tuple[TextSoundne
     """Warn of faults of the encoder with the key `where`.
 
     Args:
-        where: its key.
+        where: the key of the encoder.
         encoder: the encoder.
-        parts: the facts about it, each with the tested texts of the run by their row.
+        parts: the results of its tests, each with the tested texts of the run by row.
     """
     if (share := max((seen.changed for seen, _ in parts), default=0.0)) > _MOST:
         _warn(f"{where}: {_lost(encoder, share, 'deviation of all')}")

@@ -42,7 +42,7 @@ _Rows = Mapping[str, Tensor]  # by the name of a condition, a row for each text
 
 @define(eq=False)
 class TextTable:
-    """The rows of an encoder. A text is encoded at its first use, and its row stays in a file."""
+    """The rows of a text encoder, one for each text. A text is encoded at its first use, and its row kept in a file."""
 
     name: str  # of the encoder
     encoder: TextEncoder
@@ -54,8 +54,8 @@ class TextTable:
     _tried: _Rows | None = field(default=None, init=False)  # the rows of the first texts
     _parts: list[_Rows] = field(factory=list, init=False)
     _places: dict[str, tuple[int, int]] = field(factory=dict, init=False)  # part and row, by the digest of a text
-    _soundness: list[tuple[TextSoundness, Sequence[str]]] = field(factory=list, init=False)  # and digests of its texts
-    _facts: list[_Facts] = field(factory=list, init=False)  # of each of the parts
+    _soundness: list[tuple[TextSoundness, Sequence[str]]] = field(factory=list, init=False)  # and digests of the texts
+    _facts: list[_Facts] = field(factory=list, init=False)  # facts of each part
     _reported: set[str] = field(factory=set, init=False)  # the prompts that have been looked at
 
     def __attrs_post_init__(self) -> None:
@@ -72,20 +72,20 @@ class TextTable:
         return self.encoder.stored(self.store).store != "none"
 
     def known(self, texts: Iterable[str]) -> bool:
-        """Return whether all `texts`, and the empty one, have rows, or need none. All ranks must call this."""
+        """Return whether all `texts`, and the empty text, have rows or need no rows. All ranks must call this."""
         return not (self.is_kept and agree(bool(self._lacking(self._folder, sorted({"", *texts})))))
 
     def want(self, texts: Iterable[str]) -> None:
         """Encode `texts`, and the empty text, unless they have rows, in sorted order. All ranks must call this.
 
         Raises:
-            UserError: if the disk has no room for them.
+            UserError: if the disk has no room for the rows.
         """
         wanted = sorted({"", *texts})
-        self._reported = set()  # on trial, nothing is shown
+        self._reported = set()  # a trial reports nothing
         if self.is_kept:
             self._keep(wanted)
-            self.network, self.holds_network = None, False  # its memory is for the training
+            self.network, self.holds_network = None, False  # frees its memory for the training
         else:
             self._soundness = []
             first_rank_does(lambda: self._look(wanted))
@@ -138,7 +138,7 @@ class TextTable:
         return self._ready(conditions)
 
     def report_prompts(self, texts: Iterable[str]) -> None:
-        """Warn once of each of `texts`, which `rows` has encoded, that is cut or unknown to the tokenizer."""
+        """Warn once about each of the encoded `texts` that is truncated, or unknown to the tokenizer."""
         new = sorted(set(texts) - self._reported)
         self._reported.update(new)
         if new and rank() == 0:
@@ -202,7 +202,7 @@ class TextTable:
             return cattrs.unstructure(self._facts_of(texts, soundness))
 
         make_in_chunks(path, columns, chunks, f"encoding by {self.where}", max(texts), make, facts)
-        self.network = None  # its memory is for the training
+        self.network = None  # frees its memory for the training
 
     def _look(self, texts: Sequence[str]) -> TextSoundness:
         """Return the facts about the encoder that a few of `texts` show."""
@@ -269,7 +269,7 @@ class TextTable:
 
 
 class Nothing(Mapping[str, Tensor | None]):
-    """The conditions of an empty text by the encoders of `rows`, by name, made at the first use.
+    """The conditions of an empty text, by name. The encoders of `rows` make them at the first use.
 
     The value is None for conditions that `stay` as they are.
     """
@@ -294,7 +294,7 @@ class Nothing(Mapping[str, Tensor | None]):
 
 @define(eq=False)
 class TextConditions:
-    """The conditions of texts: of captions and prompts, and those that stand for no text."""
+    """The conditions of captions and prompts, and the conditions that stand for no text."""
 
     rows: Mapping[str, TextTable]  # by the names of the encoders
     shape: Sequence[int]  # of a picture, c h w
@@ -322,9 +322,9 @@ class TextConditions:
         return {name: rows.returned.digest() for name, rows in self.rows.items()}
 
     def embed(self, texts: Mapping[str, Sequence[str]], are_prompts: bool = True) -> dict[str, Tensor]:
-        """Return the conditions of `texts`, n of each kind, by name: n rows each.
+        """Return the conditions of `texts` (n of each kind), by name, with n rows each.
 
-        For texts that `are_prompts`, a warning lists those that an encoder cuts.
+        If the texts `are_prompts`, a warning names texts that an encoder truncates.
 
         Raises:
             UserError: for a kind of texts that no encoder takes, for a missing kind, and for prompts that are no texts.
@@ -348,7 +348,7 @@ class TextConditions:
         return conditions
 
     def of_prompts(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-        """Return the conditions of `texts`, as `embed`, and those of the sizes of their pictures."""
+        """Return the conditions of `texts`, as `embed` does, and the conditions for the sizes of their pictures."""
         conditions, num = self.embed(texts), max(map(len, texts.values()), default=0)
         return {**conditions, **{name: numbers.expand(num, -1) for name, numbers in self.time_ids.items()}}
 
@@ -356,7 +356,7 @@ class TextConditions:
 @define(frozen=True)
 class _Facts:
     digests: list[str]  # of the texts, in the order of their rows
-    cut: list[int]  # rows of texts that the encoder cuts
+    cut: list[int]  # rows of texts that the encoder truncates
     unknown: list[int] = field(factory=list)  # rows of texts with hardly a word that it knows
     tokens: list[str] = field(factory=list)  # a hash of the tokens of each text, if they are known
     soundness: TextSoundness | None = None  # of texts that were encoded for a table

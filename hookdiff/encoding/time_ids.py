@@ -18,8 +18,8 @@ TIME_IDS = "_time_ids"  # appended to the name of an encoder
 class TimeIds:
     """Six numbers of a sample, as SDXL takes them: Podell et al. 2023 (arXiv 2307.01952), section 2.2.
 
-    They are height and width of its picture before it is resized, top and left of its crop in the resized picture, and
-    height and width of the sample, all in pixels. A flip changes none of them.
+    The numbers are height and width of the picture before its resize, top and left of the crop in the resized picture,
+    and height and width of the sample, all in pixels. A flip does not change them.
     """
 
     sizes: Tensor  # of all pictures, height and width: n 2, int64
@@ -27,7 +27,7 @@ class TimeIds:
     target: tuple[int, ...]  # height and width of a sample
 
     def of(self, indices: Tensor, seed: int, epoch: int | None) -> Tensor:
-        """Return the numbers (n 6, float32) of the samples `indices`, in an epoch or without augmentation."""
+        """Return the numbers (n 6, float32) of the samples `indices` in `epoch`; None: without augmentation."""
         sizes = self.sizes[indices]
         cut = torch.tensor([self.transforms.corner(*size) for size in sizes.tolist()]).view(-1, 2)
         places = cut + corners(self.transforms, indices, seed, epoch)
@@ -35,5 +35,5 @@ class TimeIds:
 
 
 def of_prompt(target: Sequence[int]) -> Tensor:
-    """Return the six numbers (float32) of a picture that is sampled, which is neither resized nor cropped."""
+    """Return the six numbers (float32) of a generated picture, which is neither resized nor cropped."""
     return torch.tensor([*target, 0, 0, *target], dtype=torch.float32)

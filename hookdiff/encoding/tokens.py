@@ -1,4 +1,4 @@
-"""Facts about the tokens of texts: texts that are cut, unknown, or the same as another text."""
+"""Facts about the tokens of texts: texts that are truncated, unknown, or the same as another text."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _UNKNOWN = 0.9  # share of unknown words, from which a text counts as unknown
 
 @define
 class TokenFacts:
-    """Facts about some texts, in their order. For an encoder without `tokens`, the last two are empty."""
+    """Facts about some texts, by row. For an encoder without `tokens`, `unknown` and `tokens` are empty."""
 
-    cut: list[int] = field(factory=list)  # rows of texts that are cut
+    cut: list[int] = field(factory=list)  # rows of texts that are truncated
     unknown: list[int] = field(factory=list)  # rows of texts with hardly a word that the tokenizer knows
-    tokens: list[str] = field(factory=list)  # a hash of the tokens of each
+    tokens: list[str] = field(factory=list)  # a hash of the tokens of each text
 
     @classmethod
     def of(cls, network: EncodedTexts | TextNetwork, texts: Sequence[str], limit: int | None) -> TokenFacts:
@@ -41,7 +41,7 @@ class TokenFacts:
 
 
 def of_same_tokens(texts: Sequence[str], tokens: Sequence[str]) -> list[tuple[str, str]]:
-    """Return pairs of different texts with the same `tokens`, the earlier text last. Case and blanks do not count."""
+    """Return pairs of texts with the same `tokens` that differ in more than case and blanks, the earlier text last."""
     plain = [" ".join(unicodedata.normalize("NFKC", text).casefold().split()) for text in texts]
     first: dict[str, int] = {}
     pairs = [(row, first.setdefault(token, row)) for row, token in enumerate(tokens)]

@@ -82,14 +82,14 @@ def build_loop(
     Args:
         config: the checked config.
         run_dir: the run directory.
-        resume: continue the run in `run_dir`, or start it if it has no checkpoint; a path (see Loop) must have one.
+        resume: continue the run in `run_dir`, or start it without checkpoint; a path (see Loop) must have one.
             Changes of fixed keys since the checkpoint are refused (see `Changes`).
         overwrite: remove an earlier run in `run_dir`.
         fresh: names of plugins that start without their saved state (see Loop).
         skip_batches: number of batches to skip at the start.
         plugins: plugins that are called before the plugins of the config.
-        hooks: leave out the plugins that implement none of these hooks, such as for a loop that only samples. Its run
-            directory is not written.
+        hooks: leave out the plugins that implement none of these hooks, such as for a loop that only samples. The
+            run directory is then not written.
         keep: names of plugins that are kept even if they implement none of `hooks`.
         make: function that makes the model. Default: `make_model`, which uses the run's seed.
         feed: the data. Default: the data of the config.
@@ -192,9 +192,9 @@ def build_feed(
     Args:
         config: the checked config.
         decode: False reads only shapes and labels.
-        encode: False gives the Feed of the pictures, also of a config with encoders. "pictures" encodes these, and no
-            captions. "trial" encodes only the first sample: the Feed has the right shapes. `reader.captions` has the
-            captions in any case.
+        encode: False gives the Feed of the pictures, even if the config has encoders. "pictures" encodes pictures, but
+            no captions. "trial" encodes only the first sample, so that the Feed has the right shapes. The captions are
+            always in `reader.captions`.
         check: is called with the Feed of a trial before anything is encoded.
 
     Raises:
@@ -251,7 +251,7 @@ def build_feed(
 
 
 def try_run(config: Config, feed: Feed, *, trains: bool = True, starts: bool = True, with_plugins: bool = True) -> None:
-    """Raise UserError unless batches and network fit the shapes of `feed`, a trial of `build_feed`.
+    """Raise UserError unless batches and network fit the shapes of `feed`, a trial Feed of `build_feed`.
 
     If the run `starts`, the weights of `model.start_from` must fit the network too. `with_plugins` also calls
     `on_start` of all plugins, which may refuse the run.
@@ -316,7 +316,7 @@ def _sizes_in_errors(feed: Feed) -> Iterator[None]:
 def check_conditions_used(config: Config) -> None:
     """Raise ConfigError for an encoder of texts if the network gets none of its conditions.
 
-    An encoder of pictures gives a warning, as a plugin may read its conditions.
+    An encoder of pictures only causes a warning, since a plugin may read its conditions.
     """
     encoders = config.data.of(EncoderKeys).encode or {}
     conditions: Diffusion = config.diffusion.build()
@@ -329,7 +329,7 @@ def check_conditions_used(config: Config) -> None:
             continue
         gets = ", ".join(map(repr, conditions.condition_names)) or "none"
         way_out = f"add {name!r} to diffusion.conditions, for a network with an argument for it, or remove the encoder"
-        text = f"data.encode.{name}: the network gets none of its conditions; those that it gets are {gets}: {way_out}"
+        text = f"data.encode.{name}: the network gets none of its conditions (it gets {gets}): {way_out}"
         if isinstance(encoder, TextEncoder):
             raise ConfigError(text)
         logger.warning("%s", text)
@@ -351,7 +351,7 @@ def _report_scale(objective: Diffusion, feed: Feed) -> None:
 
 
 def fit_to_data(config: Config, feed: Feed) -> Config:
-    """Fill in the arguments of the model that the config does not set from the data.
+    """Fill in, from the data, the arguments of the model that the config does not set.
 
     The number of classes is filled in only if the model or `diffusion.conditional = true` requires it; otherwise the
     config decides about labels.
@@ -389,7 +389,7 @@ def _check_labels(config: Config, feed: Feed) -> None:
 
 
 def unused_classes(config: Config, num_classes: int | None) -> str | None:
-    """Return a warning if the data has classes that the model does not get, and the config does not decide it."""
+    """Return a warning if the data has classes that the model does not get, unless the config sets `conditional`."""
     model, decided = config.model, "conditional" in config.diffusion.arguments
     if not num_classes or decided or not model.accepts("num_classes"):
         return None
@@ -422,7 +422,7 @@ def make_model(config: Config, device: torch.device) -> nn.Module:
 
 
 def build_model(part: Part) -> nn.Module:
-    """Make the model; a model of another library is adapted to our contract."""
+    """Make the model; a model of another library is adapted to the contract of models."""
     model = part.build()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.use: {part.use} made a {type(model).__name__}, expected a torch.nn.Module")

@@ -33,13 +33,13 @@ class Member:
     kind: str
     name: str
     path: str  # module:Name
-    distributions: tuple[str, ...]  # those that claim the name, with their versions
+    distributions: tuple[str, ...]  # distributions that claim the name, with their versions
     target: Any = None  # the class or function; None if there is an error
     error: str = ""
 
     @property
     def summary(self) -> str:
-        """The first line of its documentation, or the reason why it cannot be used."""
+        """The first line of the member's documentation, or the reason why the member cannot be used."""
         return f"cannot be used: {self.error}" if self.error else (inspect.getdoc(self.target) or "").partition("\n")[0]
 
     def facts(self) -> dict[str, Any]:
@@ -56,11 +56,11 @@ class Member:
 
 @define(frozen=True, eq=False)
 class PartKind:
-    """The plugins, or a kind of part."""
+    """All plugins, or all parts of one kind."""
 
     name: str  # as entry points write it before the dot
     find: Callable[[str], Any]  # imports a member by its name, or raises PluginError
-    known: Mapping[str, str] = field(factory=dict)  # paths of those built in, by name
+    known: Mapping[str, str] = field(factory=dict)  # paths of built-in members, by name
     choice: type[Choice] | None = None  # the class of the kind, if a key of another table chooses it
 
     def names(self) -> list[str]:
@@ -85,7 +85,7 @@ class PartKind:
 
 
 def kinds() -> dict[str, PartKind]:
-    """Return the plugins and all kinds of parts by name; kinds are declared by the keys that choose them."""
+    """Return the plugins and all kinds of parts by name. A kind is known from the keys that choose it."""
     catalog = {_OF_PLUGINS: PartKind(_OF_PLUGINS, plugin_class)}
     catalog |= {section.kind: PartKind(section.kind, section.target, section.known) for section in SECTIONS}
     targets: list[Any] = [Diffusion, Sampling, *(kind for section in SECTIONS for kind in section.shared)]
@@ -111,7 +111,7 @@ def choices_of(target: Callable[..., Any]) -> Iterator[type[Choice]]:
 def named(name: str) -> list[Member]:
     """Return the members called `name`: a kind, a member as `kind.name`, a plugin as `module:Class`, or a bare name.
 
-    A kind gives all its members, and a bare name the member of this name of each kind.
+    A kind gives all its members, and a bare name gives the members of this name of all kinds.
 
     Raises:
         PluginError: for an unknown name, and for a single member that cannot be used.

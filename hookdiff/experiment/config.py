@@ -68,19 +68,17 @@ def _unless_auto(validator: Callable[[Any, Attribute[Any], Any], Any]) -> Callab
 
 @define(frozen=True, kw_only=True)
 class RunConfig(LoopConfig):
-    """The table [run]: the keys of the Loop, and the keys of the run around it."""
+    """The table [run]: the keys of the Loop, and further keys of a run."""
 
     # A Loop needs a number; a plugin finds it for "auto" when the run starts.
     micro_batch: int | Literal["auto"] | None = field(  # type: ignore[assignment]
         default=None,
         validator=_unless_auto(ge(1)),
-        metadata=about(
-            'samples that go through the network at a time; unless given, all; "auto": as many as fit in memory'
-        ),
+        metadata=about('samples that go through the network at a time; default: all; "auto": as many as fit in memory'),
     )
     name: str = field(
         validator=is_below,
-        metadata=about("name of the run directory `runs/NAME`; unless given, the name of the config file"),
+        metadata=about("name of the run directory `runs/NAME`; default: the name of the config file"),
     )
     device: str = field(
         default="auto",
@@ -96,8 +94,8 @@ class RunConfig(LoopConfig):
     attention: Form = field(
         default="by_layer",
         metadata=about(
-            'form of attention: "kernel" of torch, "product" of matrices, or "by_layer": the faster one for its '
-            "tokens, channels and precision"
+            'form of attention: "kernel" of torch, "product" of matrices, or "by_layer": in each layer the '
+            "faster form for its tokens, channels and precision"
         ),
     )
     threads: int | Literal["auto"] | None = field(
@@ -115,8 +113,8 @@ class RunConfig(LoopConfig):
     import_from: str | None = field(
         default=None,
         metadata=about(
-            "additional folder to import `module:Name` from; unless given, the folder of the config. A run directory "
-            "needs --trust for it"
+            "additional folder to import `module:Name` from; default: the folder of the config. A run directory "
+            "needs --trust for this"
         ),
     )
 
@@ -125,7 +123,7 @@ class RunConfig(LoopConfig):
 class Section:
     """A table that names a target (a class or function), and holds its arguments and keys that all targets share.
 
-    A key of both belongs to the target.
+    A key that is both belongs to the target.
     """
 
     table: str
@@ -210,8 +208,8 @@ class Config:
     sampling: Part
     plugins: Mapping[str, Part]  # the plugins of the run, in order
     trust: bool = False  # whether the user trusts the code and the values of the config
-    is_own: bool = False  # whether the user wrote the config, or has trusted the run that it is of
-    needs_trust: tuple[str, ...] = ()  # code that is not installed and keys, for which its run needs trust
+    is_own: bool = False  # whether the user wrote the config, or trusts its run
+    needs_trust: tuple[str, ...] = ()  # code that is not installed, and keys, that need the user's trust
 
     def resolved(self) -> dict[str, Any]:
         """Return the config with every default written out, so that it gives the same run again."""
@@ -306,7 +304,7 @@ def make_plugin(
 
     Raises:
         PluginError: if there is no such plugin.
-        ConfigError: for options that do not fit it.
+        ConfigError: for options that do not fit the plugin.
     """
     name, problems = plugin_name(given), Problems()
     where, kind = f"plugins.{name}", plugin_class(given)

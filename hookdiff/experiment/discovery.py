@@ -39,7 +39,7 @@ def trains_on_ranks(plugin: object) -> bool:
 
 
 def installed_that(fits: Callable[[type], bool], among: Collection[str] | None = None) -> list[str]:
-    """Return the names of the installed plugins, or of those `among` them, with a class that `fits`, for advice.
+    """Return the names of the installed plugins, or of those `among` them, with a class that `fits`, for messages.
 
     The plugins are imported. A plugin that cannot be used is left out, with a warning.
     """
@@ -56,7 +56,7 @@ def installed_that(fits: Callable[[type], bool], among: Collection[str] | None =
 def plugin_class(path: str, hooks: Collection[str] | None = None) -> type:
     """Import the class of the plugin `path`: a name from the entry points, or `module:Class`.
 
-    With `hooks`, packages are required only of a plugin that a loop with these hooks needs.
+    With `hooks`, packages may be missing, except for a plugin that a loop with these hooks needs.
 
     Raises PluginError if no plugin or several have that name, if it cannot be imported, if it is no class, if a package
     that it `needs` (a mapping of modules to requirements of pip) is missing, or if it does not fit the hooks or

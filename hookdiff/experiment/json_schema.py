@@ -99,7 +99,7 @@ def _choice_table(
     rules: list[Schema] = []
     for name, table in tables.items():
         is_it: Schema = {"type": "object", "properties": {key: {"const": name}}}
-        if name != default:  # a table without the key is of the default
+        if name != default:  # a table without the key has the default
             is_it["required"] = [key]
         properties = {**shared, **table.get("properties", {}), key: {}}
         needed = table.get("required", []) if checks_needed else []

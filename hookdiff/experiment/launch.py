@@ -1,4 +1,4 @@
-"""Joins the processes that torchrun has started to one run."""
+"""Joins the processes that torchrun has started into one run."""
 
 import logging
 from collections.abc import Iterator

@@ -66,7 +66,7 @@ def run_config(
 
 @define(eq=False)
 class Saved:
-    """Restores a state that was read already."""
+    """A plugin that restores a state that was read before."""
 
     state: Mapping[str, Any]
 
@@ -99,7 +99,7 @@ def load_run(path: str | Path, settings: Iterable[str] = (), *, device: str | No
 class Run:
     """A run, to look at, to sample from and to take weights from; `load_run` opens it.
 
-    As the last value of a cell, a notebook shows its state, its newest picture and its curves; no weights are loaded.
+    A notebook shows a Run that ends a cell: its state, newest picture and curves, without loading weights.
     Memory of the device is free again after `close`, or the end of a `with`.
     """
 
@@ -107,7 +107,7 @@ class Run:
     settings: tuple[str, ...] = ()
     device: str | None = None
     trust: bool = False
-    _held: str | None = field(default=None, init=False)  # the weights of a `with` under way
+    _held: str | None = field(default=None, init=False)  # the weights of an open `with`
 
     @property
     def run_dir(self) -> Path:
@@ -201,7 +201,7 @@ class Run:
 
     @property
     def classes(self) -> list[str]:
-        """The names of the classes, by their numbers; without names the numbers; empty if the model takes no class."""
+        """The names of the classes in the order of their numbers, or the numbers; empty if the model takes none."""
         if not self.loop.objective.conditional:
             return []
         known, names = self.loop.feed.num_classes or 0, self.loop.feed.classes
@@ -229,18 +229,18 @@ class Run:
                 self._held = None
 
     def origin(self, weights: str) -> str:
-        """Return the weights that a `with` yields in words: "ema weights of step 1500"."""
+        """Return the name that `weights` yields in words, such as "ema weights of step 1500"."""
         return f"weights in {weights}" if weights.endswith(_SUFFIX) else f"{weights} weights of step {self.step:,}"
 
     @staticmethod
     def in_loop(weights: str) -> str:
-        """Return the name in the loop of the weights that a `with` yields: a file's are in the model itself."""
+        """Return the loop's name of the weights that `weights` yields: "model" for the weights of a file."""
         return "model" if weights.endswith(_SUFFIX) else weights
 
     def info(self, weights: str, seed: int) -> dict[str, Any]:
-        """Return how the run makes images now, for the info of a picture: `sampler_info`, step, weights and seed.
+        """Return how the run makes images now, for the metadata of a picture: `sampler_info`, step, weights and seed.
 
-        `weights` are those that a `with` yields.
+        The argument `weights` is the name that the method `weights` yields.
         """
         return {**sampler_info(self.loop, self.in_loop(weights)), "step": self.step, "weights": weights, "seed": seed}
 
@@ -303,7 +303,7 @@ class Run:
         return tuple(islice(cycle(numbers), num)) if numbers else None
 
     def sample(self, num: int = 16, **options: Any) -> Tensor:
-        """Return `num` images: n c h w, float32, on the CPU; pictures are in [-1, 1]. Options: `batches`."""
+        """Return `num` images: n c h w, float32, on the CPU; pictures are in [-1, 1]. `batches` has the options."""
         with shown_works(), closing(paced(self.batches(num, **options), num, "images")) as parts:
             images = list(parts)
         shape = self.loop.feed.shape if options.get("raw") else self.loop.feed.picture_shape
@@ -331,32 +331,32 @@ class Run:
         stream: str = "sample",
         raw: bool = False,
     ) -> Iterator[Tensor]:
-        """Yield `num` images in parts, as many at a time as fit: n c h w, float32, on the CPU.
+        """Yield `num` images in parts, as many at a time as fit in memory: n c h w, float32, on the CPU.
 
-        Those of a model of pictures are in [-1, 1]. Image k of a seed is the same in any part, up to rounding.
+        Pictures are in [-1, 1]. Image k of a seed is the same in any part, up to rounding.
 
         Args:
             num: number of images.
             labels: classes by name or number, used in turn; -1 is no class. Default: all classes in turn.
-            guidance_scale: scale of classifier-free guidance. This and the next four replace values of the config.
+            guidance_scale: scale of classifier-free guidance. This and the next four replace the values of the config.
             steps: steps of the sampler.
-            sampler: name of the sampler, such as "ddim". One with options is a setting of `load_run`, such as
+            sampler: name of the sampler, such as "ddim". A sampler with options is a setting of `load_run`:
                 `'sampling.sampler={ use = "ddim", eta = 0.5 }'`.
             precision: of the network, "float32" or "bf16".
-            compile: compile the network before its first call, which pays for many images.
+            compile: compile the network at its first call, which pays off for many images.
             seed: seed of the noise.
             weights: see `Run.weights`.
             noise: standard normal noise to start from, n c h w, one for each image. Samplers that add noise in their
                 steps still draw it from the seed.
             images: pictures to start from, in turn: n c h w in [-1, 1].
-            mask: region of `images` to make anew, in turn: n 1 h w, bool; the rest stays as it is.
+            mask: region of `images` to make anew, in turn: n 1 h w, bool; the rest is kept.
             strength: with `images`, the share of the steps to run, in (0, 1]. Default: 0.8, or 1 with a mask.
             conditions: the conditions by name, one row for each image. Default: the conditions of the examples that the
                 checkpoint keeps, in turn.
-            prompts: texts to draw, in turn, for a model that was trained on captions; by name if of several kinds.
+            prompts: texts to draw, in turn, for a model that was trained on captions; by kind if it takes several.
             negative: text that guidance leads away from. Default: an empty text.
             stream: "sample", or "evaluate" for the noise of the images that plugins measure.
-            raw: leave values outside [-1, 1], which are clamped otherwise.
+            raw: keep values outside of [-1, 1]. Default: clamp them.
 
         Raises:
             UserError: for options that do not fit the run, and if not even one image fits in memory.

@@ -49,7 +49,7 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
     """
     on_cpu = device.type == "cpu"
     earlier = _fitting(RunConfig, before.get("run"))
-    same_kind = isinstance(earlier.get("threads"), int) == on_cpu  # only a CPU has settled threads
+    same_kind = isinstance(earlier.get("threads"), int) == on_cpu  # threads are settled only on a CPU
     run: dict[str, Any] = {}
     plugins = dict(config.plugins)
     for name, part in config.plugins.items():
@@ -77,7 +77,7 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
 
 
 def filled_in(config: Config, settled: Config, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that `settle` has filled in, by key, unless the resumed run, `before`, has them."""
+    """Return the values that `settle` has filled in, by key, except those that the resumed run, `before`, had."""
     asked, chosen = asdict(config.run, recurse=False), asdict(settled.run, recurse=False)
     values = {f"run.{key}": chosen[key] for key in ("channels_last", "threads") if asked[key] == AUTO}
     known = {f"run.{key}": value for key, value in before.get("run", {}).items()}

@@ -42,7 +42,7 @@ class Groups:
         default=(AUTO_PATTERN,),
         metadata=about(
             'patterns of names of weights without weight decay, such as `"*.pos_embed"`; "auto": biases, norms, '
-            "embeddings, and all others of one dimension; `[]`: none"
+            "embeddings, and all other weights of one dimension; `[]`: none"
         ),
     )
 
@@ -59,7 +59,7 @@ class Weight:
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
-    """Return each parameter of `model` once, in the model's order, also frozen ones, which a plugin may thaw later."""
+    """Return each parameter of `model` once, in the model's order, also if frozen, since a plugin may thaw it later."""
     owners: dict[Tensor, list[nn.Module]] = {}
     for module in model.modules():
         lists = getattr(module, "parametrizations", {}).values()
@@ -151,7 +151,7 @@ def patterns_of(part: Part) -> dict[str, tuple[str, ...]]:
 
 
 def groups(weights: Sequence[Weight], name: str = "") -> list[dict[str, Any]]:
-    """Return the parameter groups with and without weight decay, as torch takes them; empty ones are left out."""
+    """Return the parameter groups with and without weight decay, as torch takes them; empty groups are left out."""
     decayed = {"name": name or "decay", "params": [w.parameter for w in weights if w.decays]}
     others = [w.parameter for w in weights if not w.decays]
     without = {"name": name or "no_decay", "params": others, "weight_decay": 0.0}

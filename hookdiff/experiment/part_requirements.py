@@ -1,4 +1,4 @@
-"""The requirements for a class or function that a config names; it is checked, and not called."""
+"""The requirements for a class or function that a config names. The object is checked, but not called."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hookdiff.errors import PluginError
 from hookdiff.images.wrong_sources import may_be_data
 from hookdiff.options.structure import result_of
 
-_BUILD_BY_CLASSES = ("torch", "diffusers")  # some of their functions make a module of a text of Python
+_BUILD_BY_CLASSES = ("torch", "diffusers")  # some of their functions turn Python source into a module
 
 
 @define(frozen=True)

@@ -41,13 +41,13 @@ def try_config(config: Config, *, resume: bool = False) -> str | None:
     """Find the problems that only building shows, without the data and without a loop.
 
     Returns how the model will be called, if the config decides it, such as "forward(x = images 32 x 32, timesteps =
-    times int64, context = text)"; None if it cannot be made yet.
+    times int64, context = text)"; None if the model cannot be made yet.
 
-    The model is made on the meta device, which takes no memory, or on the CPU if this fails; the optimizer for a few
-    small layers. With `resume`, the file that the model started from may be missing.
+    The model is made on the meta device, which takes no memory, or on the CPU if this fails; the optimizer is made for
+    a few small layers. With `resume`, the file that the model started from may be missing.
 
     Raises:
-        ConfigError: that lists every problem.
+        ConfigError: with a list of all problems.
     """
     problems = Problems()
 

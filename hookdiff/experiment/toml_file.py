@@ -11,7 +11,7 @@ from hookdiff.experiment import windows_paths
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse the file at `path`; raises ConfigError that names the line that is not TOML."""
+    """Parse the file at `path`. Raises ConfigError, with the line that is not TOML."""
     return read_with_bytes(path)[0]
 
 
@@ -20,7 +20,7 @@ def read_with_bytes(path: Path) -> tuple[dict[str, Any], bytes]:
     text = ""
     try:
         data = read_file(path)
-        table = tomli.loads(text := data.decode("utf-8-sig"))  # editors of Windows begin a file with a mark
+        table = tomli.loads(text := data.decode("utf-8-sig"))  # Windows editors add a byte order mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except RecursionError as error:

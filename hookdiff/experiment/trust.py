@@ -1,7 +1,7 @@
 """The dangers in the config of a run, which needs the user's trust, since a stranger may have written it.
 
-It imports only what is installed (see `hookdiff.options.imports`), opens no URL and makes no other connection, hands no
-options to a library, and writes files in the run directory alone. Values from the command line are the user's own.
+Without trust, it imports only installed code (see `hookdiff.options.imports`), opens no URL and no other connection,
+hands no options to a library, and writes only in the run directory. Values from the command line are the user's own.
 """
 
 import os
@@ -33,7 +33,7 @@ def is_of_run(path: Path) -> bool:
 def dangers(
     target: Callable[..., Any], arguments: Mapping[str, Any], table: object, where: str, run_dir: Path | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the place and the reason of each value that a config needs trust for.
+    """Yield the place of each value that needs the user's trust, and the reason.
 
     Args:
         target: the class or function that takes the arguments.

@@ -10,7 +10,7 @@ _ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", "\x
 
 
 def spelling_remedy(text: str, error: ValueError) -> str:
-    """Return how to write the path at which `text` is no TOML, or "" for another `error`."""
+    """Return how to write the path at which TOML cannot parse `text`, or "" for another `error`."""
     place = re.search(r"at line (\d+), column (\d+)", str(error))
     if not place:
         return ""
@@ -21,7 +21,7 @@ def spelling_remedy(text: str, error: ValueError) -> str:
 
 
 def misread(table: Mapping[str, Any]) -> list[str]:
-    """Return how to write the paths in `table` whose first backslash was read as an escape."""
+    """Return how to write the paths in `table` in which TOML has read the first backslash as an escape."""
     values = (value for value in _texts(table) if re.match(r"[A-Za-z]:[\b\t\n\f\r\x1b]", value))
     return [_spelled("".join(_ESCAPES.get(letter, letter) for letter in value)) for value in values]
 

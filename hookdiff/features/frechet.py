@@ -18,8 +18,8 @@ def frechet_distance(a: Moments | Gaussian, b: Moments | Gaussian) -> float:
     """Return `|m_a - m_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2))`, in the units of the features squared.
 
     It is the squared Wasserstein-2 distance of two Gaussians with these moments (Dowson & Landau 1982), which FID uses
-    (Heusel et al. 2017, arXiv 1706.08500, eq. 6). It is at least 0, and 0 for equal moments. Its bias falls as 1/n:
-    compare only values of equal n.
+    (Heusel et al. 2017, arXiv 1706.08500, eq. 6). It is at least 0, and 0 for equal moments. The bias falls as 1/n,
+    so compare only values of equal n.
 
     Raises:
         ValueError: for fewer than 2 samples in either set, sets that differ in dimension, and a distance beyond the
@@ -48,7 +48,7 @@ def frechet_distance(a: Moments | Gaussian, b: Moments | Gaussian) -> float:
 
 
 def few_images(num: int) -> str:
-    """Return a warning about the distance of `num` images; "" if they are many."""
+    """Return a warning about the distance of `num` images; "" if `num` is large."""
     if num >= _MANY:
         return ""
     larger = "the Fréchet distance is larger than with many"

@@ -15,9 +15,9 @@ _PENDING = 8192  # rows that wait before they are added to the scatter: small ch
 
 @define(frozen=True, eq=False)
 class Gaussian:
-    """A mean and a covariance. The covariance is a matrix, or x^T x for rows x, which are kept if they are few.
+    """A mean and a covariance. The covariance is a matrix, or x^T x for the centred rows x of a few samples.
 
-    `num` is the number of samples that it was fitted to; None if that is unknown, as for published statistics.
+    `num` is the number of samples that were fitted; None if that is unknown, as for published statistics.
 
     Raises:
         ValueError: for shapes that do not fit, numbers that are not finite, and a matrix that is no covariance.
@@ -60,7 +60,7 @@ class Moments:
     sample variances", 1979), so that neither their order nor their sizes matter. A running sum of products would lose
     every digit when the mean is far larger than the spread.
 
-    All tensors are float64 on the CPU: the square root of small eigenvalues turns an error of 1e-7 into one of 3e-4,
+    All tensors are float64 on the CPU: the square root of small eigenvalues turns an error of 1e-7 into 3e-4,
     some accelerators have no float64, and decompositions of such small matrices are no faster there.
     """
 
@@ -89,11 +89,11 @@ class Moments:
         return self._pending[0].shape[1] if self._pending else None if self._mean is None else len(self._mean)
 
     def add(self, features: Tensor) -> None:
-        """Add `features`, n d, of any float type and device; n may be 0. They are not changed.
+        """Add `features`, n d, of any float type and device; n may be 0. `features` stay unchanged.
 
         Raises:
-            ValueError: for another shape or dimension, for numbers that are no floats, and for rows that are not
-                finite, with their number.
+            ValueError: for another shape or dimension, for values that are no floats, and for rows that are not
+                finite; the message has the number of such rows.
         """
         if features.dim() != 2 or not features.shape[1] or not features.is_floating_point():
             raise ValueError(f"expected float features n d, got {tuple(features.shape)} of {features.dtype}")
@@ -113,7 +113,7 @@ class Moments:
         """Return the moments of both sets together.
 
         Raises:
-            ValueError: if they differ in dimension.
+            ValueError: if the two sets differ in dimension.
         """
         if None not in (self.dim, other.dim) and self.dim != other.dim:
             raise ValueError(f"features of {self.dim} and of {other.dim} dimensions differ; use one space")
@@ -122,7 +122,7 @@ class Moments:
             if part._scatter is not None:
                 assert part._mean is not None
                 both._join(part._settled, part._mean, part._scatter)
-            both._pending += [rows.clone() for rows in part._pending]  # `_settle` changes its own in place
+            both._pending += [rows.clone() for rows in part._pending]  # `_settle` changes pending rows in place
         both.num = self.num + other.num
         both._settle_many()
         return both
@@ -147,7 +147,7 @@ class Moments:
         return Gaussian(self._mean, self._scatter / (self.num - 1), num=self.num)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the moments by name, for a file: few samples as they are, else mean and scatter."""
+        """Return the moments by name, for a file: the samples if they are few, otherwise mean and scatter."""
         if self._scatter is None and self.num <= (self.dim or 0):
             return {"few": torch.cat(self._pending)}
         self._settle()

@@ -9,9 +9,9 @@ _PAIRS = 1 << 24  # distances in memory at a time
 
 
 def distances(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of the rows `a` (n d), each with its Euclidean distances to all rows `b` (m d): k m.
+    """Yield slices of k rows of `a` (n d), each with the Euclidean distances (k m) to all rows of `b` (m d).
 
-    They are computed in float64 by `|x|^2 + |y|^2 - 2 x y` around the mean of `b`, so that an offset costs no digits.
+    Distances are computed in float64 by `|x|^2 + |y|^2 - 2 x y` around the mean of `b`, so an offset costs no digits.
     """
     centre = b.double().mean(dim=0)
     right = b.double() - centre
@@ -25,7 +25,7 @@ def distances(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def nearest_neighbours(a: Tensor, b: Tensor, k: int = 1, *, within: bool = False) -> tuple[Tensor, Tensor]:
-    """Return distances (n k, float64) and numbers (n k) of the `k` nearest of `b` (m d) to each row of `a` (n d).
+    """Return distances (n k, float64) and positions (n k) of the `k` rows of `b` (m d) nearest to each of `a` (n d).
 
     `within`: `b` begins with the rows of `a`, and no row is its own neighbour.
 

@@ -33,9 +33,9 @@ _BATCH = 256  # images
 def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: int = ROWS) -> Collected:
     """Return the features of the pictures `indices` (n, int64) of the data, without augmentation, in a random order.
 
-    The rows of `most` pictures are kept, and no logits. They are read from the file of an earlier run with the same
-    samples and the same space. If there is none, each rank computes a share, and the first rank writes the file. All
-    ranks return the features of all pictures. `what` names these in messages, such as "fid: the training images".
+    The rows of `most` pictures are kept, and no logits. Features are read from the file of an earlier run with the same
+    samples and space. If there is no file, each rank computes a share, and the first rank writes the file. All ranks
+    return the features of all pictures. `what` names the pictures in messages, such as "fid: the training images".
 
     Raises:
         UserError: for images that the space does not take.
@@ -62,7 +62,7 @@ def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: in
 
 
 def shares(num: int) -> list[tuple[int, int]]:
-    """Return the first and the last (exclusive) of `num` images of each rank, in equal parts up to one image."""
+    """Return the first and the last (exclusive) image of each rank. The parts of `num` images differ by at most one."""
     ends = [num * part // num_ranks() for part in range(num_ranks() + 1)]
     return list(itertools.pairwise(ends))
 

@@ -33,7 +33,7 @@ class Space:
     key: str | None  # changes with the network, its weights and the recipe; None: features are not kept on disk
     embed: Callable[[Tensor], Embedding]  # takes images n c h w, uint8, on `device`
     channels: Sequence[int] = (1, 3)  # that `embed` takes
-    size: tuple[int, int] | None = None  # height and width that it takes; None: any, and images may differ
+    size: tuple[int, int] | None = None  # height and width that `embed` takes; None: any, also different ones
     device: torch.device = field(factory=lambda: torch.device("cpu"))
     metric: str = "fd"  # the name of the Fréchet distance in this space
 
@@ -50,7 +50,7 @@ class Space:
     def __call__(self, images: Tensor) -> Embedding:
         """Return features and logits of `images` (n c h w, uint8): float32, on the CPU.
 
-        They are computed in float32 without TF32 and outside of autocast, so that machines agree.
+        Both are computed in float32 without TF32 and outside of autocast, so that different machines agree.
 
         Raises:
             UserError: for images that the space does not take.
@@ -86,7 +86,7 @@ def _check(name: str, shape: Sequence[int], channels: Sequence[int] | None, size
 
 @define(frozen=True)
 class Features(Choice, ABC):
-    """The base of features, chosen by name; `open` loads their network."""
+    """The base class of features, which are chosen by name; `open` loads the network."""
 
     kind = "features"
     channels: ClassVar[Sequence[int] | None] = None  # of images for the space, if known before it is opened
@@ -100,14 +100,14 @@ class Features(Choice, ABC):
         """Return the space with its network on `device`.
 
         Raises:
-            UserError: if its weights are not here.
+            UserError: if the weights are missing.
         """
 
     @classmethod
     def adapted(cls, target: object, use: str) -> type[Features] | None:
-        """Return features of the function or module `target`.
+        """Return features that the function or module `target` computes.
 
-        It takes images n c h w, float32 in [-1, 1], and returns float features, n d.
+        `target` takes images n c h w, float32 in [-1, 1], and returns float features, n d.
         """
         if isinstance(target, type) or not callable(target):
             return None

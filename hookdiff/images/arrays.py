@@ -28,7 +28,7 @@ _LARGEST = 1 << 30  # bytes of one image
 
 
 def names_in(path: Path) -> list[str]:
-    """Return the names of the arrays in an .npz; an .npy has one, with an empty name."""
+    """Return the names of the arrays in an .npz; an .npy has one array, with an empty name."""
     with _opened(path) as file:
         if path.suffix.lower() == ".npy":
             return [""]
@@ -37,7 +37,7 @@ def names_in(path: Path) -> list[str]:
 
 
 def open_array(path: Path, name: str, whole: bool = False) -> Any:
-    """Return an array of an .npy or .npz, in memory. An .npy in the order of C becomes `Rows`, unless `whole`.
+    """Return an array of an .npy or .npz: as `Rows` for an .npy in C order, unless `whole`; otherwise in memory.
 
     Raises:
         ValueError: for a name that the file does not have, and for a file that cannot be read.
@@ -60,7 +60,7 @@ def open_array(path: Path, name: str, whole: bool = False) -> Any:
 
 
 def array_in(content: bytes) -> Any:
-    """Return the array in the bytes of an .npy; raises any error of numpy for broken ones, and for Python objects."""
+    """Return the array in the bytes of an .npy. Broken bytes and Python objects raise the errors of numpy."""
     return npy.read_array(io.BytesIO(content), allow_pickle=False)
 
 
@@ -82,7 +82,7 @@ def _opened(path: Path, name: str = "") -> Iterator[FileIO]:
 def _header(file: FileIO, size: int) -> tuple[tuple[int, ...], bool, Any]:
     """Read the shape, whether it has the order of Fortran, and the dtype of an array in a file of `size` bytes."""
     readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-    if (version := npy.read_magic(file)) not in readers:  # a later one is only for arrays of structures
+    if (version := npy.read_magic(file)) not in readers:  # later versions are only for arrays of structures
         raise ValueError(f"version {version} of the format is not for numbers")
     shape, fortran_order, dtype = readers[version](file)
     if dtype.hasobject:
@@ -101,13 +101,13 @@ def _whole(file: IO[bytes], size: int) -> Any:
 
 
 class Rows:
-    """The images in an .npy, each read when it is needed. Threads and forked processes may share them."""
+    """The images in an .npy. Each image is read when it is needed. Threads and forked processes may share them."""
 
     def __init__(self, path: Path, file: FileIO, shape: tuple[int, ...], dtype: Any) -> None:
         self.path, self.shape, self.dtype, self._start = path, shape, dtype, file.tell()
         if (size := math.prod(self.shape[1:]) * self.dtype.itemsize) > _LARGEST:
             raise ValueError(f"one image has {size} bytes, expected at most {_LARGEST}")
-        self._file = os.dup(file.fileno())  # stays the same file if a new file gets its name
+        self._file = os.dup(file.fileno())  # stays open on this file if a new file gets its name
         finalize(self, os.close, self._file)
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ _TOP, _LEFT, FLIP, _FACTORS, _ORDER = 0, 1, 2, slice(3, 7), slice(7, 11)
 
 
 def augment(samples: Batch, transforms: Transforms, seed: int, epoch: int) -> Batch:
-    """Return first-stage `samples`, which have indices, with images of uint8 as float32 in [-1, 1]."""
+    """Augment resized `samples`, which have indices. Images of uint8 become float32 in [-1, 1]."""
     if not transforms.random:
         return in_unit_range(samples)
     images, indices = samples.inputs, samples.indices
@@ -49,12 +49,12 @@ def augment(samples: Batch, transforms: Transforms, seed: int, epoch: int) -> Ba
 
 
 def center_crop(samples: Batch, transforms: Transforms) -> Batch:
-    """Return the centre of first-stage `samples`, with images of uint8 as float32 in [-1, 1]."""
+    """Crop the centre of resized `samples`. Images of uint8 become float32 in [-1, 1]."""
     return in_unit_range(samples) if transforms.image_size is None else _moved(samples, transforms.centre)
 
 
 def corners(transforms: Transforms, indices: Tensor, seed: int, epoch: int | None) -> Tensor:
-    """Return top and left (n 2, int64) of the random crops of the samples `indices` in `epoch`; None: of the centre."""
+    """Return top and left (n 2, int64) of the random crops of the samples `indices` in `epoch`; None: centre crops."""
     slack = (transforms.side or 0) - (transforms.image_size or 0)
     if epoch is None:
         return torch.full((len(indices), 2), centre_start(slack))

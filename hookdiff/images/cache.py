@@ -1,6 +1,6 @@
 """Decoded samples on disk, in one folder per source: about.json, and the pixels, which are memory-mapped.
 
-The name of the folder is a hash of the data and of the first stage, so a change of either makes a new cache.
+The name of the folder is a hash of the data and of the options of the resize, so a change makes a new cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Facts:
 
 
 def key_of(source: AnySource, transforms: Transforms) -> tuple[Any, ...] | None:
-    """Return the facts on which first-stage pixels of `source` depend; None for a source without a fingerprint."""
+    """Return the values that decide the resized pixels of `source`; None for a source without a fingerprint."""
     if (fingerprint := source.fingerprint()) is None:
         return None
     return FORMAT, source.kind, fingerprint, *transforms.first_stage
@@ -52,7 +52,7 @@ def load_or_decode(
 ) -> tuple[Survey, Tensor]:
     """Return the survey and the pixels (n c h w, uint8, memory-mapped) in the cache `path`.
 
-    A cache that is missing is made; one that is damaged is reported and made again. Raises UserError as `survey` does,
+    A missing cache is made; a damaged cache is reported and made again. Raises UserError as `survey` does,
     and if the cache cannot be written.
     """
 
@@ -82,7 +82,7 @@ def facts_of(seen: Survey) -> Any:
 
 
 def survey_of(facts: Any, shape: tuple[int, ...], num: int) -> Survey:
-    """Return the survey of `num` samples of `shape` that `facts_of` wrote; raises ValueError for another value."""
+    """Return the survey that `facts_of` wrote, of `num` samples of `shape`. Raises ValueError for other values."""
     about = structured(_Facts, facts)
     seen = Survey(shape, about.kinds, dict(about.unreadable), dict(about.undecodable))
     if not all(0 <= index < num for index in (*seen.unreadable, *seen.undecodable)):

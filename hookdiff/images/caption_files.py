@@ -14,14 +14,14 @@ from hookdiff.images.texts import LARGEST_CAPTIONS, lines_of
 from hookdiff.terminal.pace import paced
 
 _AT_ONCE = 256  # files that a thread takes at a time
-_THREADS = 16  # that wait for a disk or a server
+_THREADS = 16  # threads that wait for a disk or a server
 
 
 def read_captions(root: Path, names: Sequence[str | None]) -> list[tuple[str, ...]]:
     """Return the captions in each of the files `names` below `root`. None as a name: no captions.
 
     Raises:
-        UserError: that lists the files that cannot be read.
+        UserError: for files that cannot be read; the message lists them.
     """
     parts = [names[start : start + _AT_ONCE] for start in range(0, len(names), _AT_ONCE)]
     texts: list[tuple[str, ...]] = []

@@ -30,8 +30,8 @@ def upright_size(image: Any) -> tuple[int, int]:
 def decode(image: Any, channels: int | None, background: str) -> Any:
     """Return the first frame of a Pillow image, upright, in mode L or RGB, in front of the colour `background`.
 
-    `channels` is 1, 3, or None, which keeps grey pictures grey. More than 8 bits are scaled to 8; see `load` for the
-    errors.
+    `channels` is 1, 3, or None, which keeps grey pictures grey. Values of more than 8 bits are scaled to 8 bits.
+    `load` lists the errors.
     """
     from PIL import Image
 

@@ -17,16 +17,16 @@ from hookdiff.images.survey import PassedOver, kinds_text
 
 _CAPTIONS = ".txt"
 _NOT_COUNTED = (_CAPTIONS, ".caption", ".json")  # captions beside a picture of the same name
-_OF_SYSTEMS = ("thumbs.db", "desktop.ini")  # of Windows; those of the Macintosh are hidden files
+_OF_SYSTEMS = ("thumbs.db", "desktop.ini")  # of Windows; the Macintosh hides such files
 
 
 class Folder:
     """Image files at any depth below a folder, in the order of their names.
 
-    A file is an image by its suffix, or by its first bytes if it has none; `formats.py` has the list. `passed_over`
+    The suffix of a file decides whether it is an image; without a suffix, its first bytes do. `passed_over`
     counts other files by kind, but not hidden files, captions beside their images, and the file of labels.
 
-    Where images and labels do not match, `problems` has the reasons: they are reported together with those of the
+    If images and labels do not match, `problems` lists the reasons. They are reported together with faulty
     images.
 
     Args:
@@ -34,12 +34,12 @@ class Folder:
         labels: "folder": the class of an image is the first folder below `path`, if there are two such folders or more;
             "none": no classes; or a .csv or .jsonl file, in `path` or the working directory, with a `file` (below
             `path`) and a `label` for each image: a name, or an integer from 0 (-1: unknown)
-        captions: "txt": the lines of the .txt beside an image, of the same name, are its captions; or the name of a
-            column of the file that `labels` names, which then needs no labels: a text, in a .jsonl also a list of
-            texts. All other images have no captions
+        captions: "txt": the lines of the .txt of the same name beside an image are its captions; or the name of a
+            column of the file that `labels` names, with a text (in a .jsonl also a list of texts) for each image. The
+            file then needs no labels. Images without a text have no captions
 
     Raises:
-        ValueError: if there is no image, or `captions` names captions that are not there.
+        ValueError: if there is no image, or the captions that `captions` names are missing.
     """
 
     def __init__(self, path: str, labels: str = "folder", captions: str | None = None) -> None:
@@ -92,7 +92,7 @@ class Folder:
         """The captions of each image as `text`; None without the key `captions`. Files are read at the first use.
 
         Raises:
-            UserError: for files that cannot be read, with a list of them.
+            UserError: for files that cannot be read; the message lists them.
         """
         if self._beside is None:
             return None if self._column is None else {"text": self._column}

@@ -11,8 +11,8 @@ HEAD = 32  # bytes at the beginning of a file, by which its format is known
 class Format:
     """A format of picture files."""
 
-    names: tuple[str, ...]  # in Pillow; the first one is that of the reader
-    suffixes: tuple[str, ...]  # the first one is the usual one
+    names: tuple[str, ...]  # in Pillow; the first name is that of the reader
+    suffixes: tuple[str, ...]  # the first suffix is the usual one
     begins: bytes  # pattern of the first bytes
     is_extra: bool = field(default=False, kw_only=True)  # Pillow has no reader; an extra package may have one
 
@@ -51,7 +51,7 @@ def suffixes() -> frozenset[str]:
 
 
 def is_picture(head: bytes) -> bool:
-    """Return whether a file that begins with `head`, its first `HEAD` bytes, is of a format that can be read here."""
+    """Return whether a file whose first `HEAD` bytes are `head` has a format that can be read here."""
     return any(re.match(kind.begins, head, re.DOTALL) for kind in known())
 
 

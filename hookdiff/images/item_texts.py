@@ -23,10 +23,10 @@ _Captions = tuple[str, ...]  # of one sample
 
 
 def with_texts(source: AnySource, keys: ItemKeys, workers: Workers) -> AnySource:
-    """Return a source whose `texts` are the captions in the items of `source`, by their keys; its items lack them.
+    """Return a copy of `source` in which the captions, by their keys, are in `texts` and not in the items.
 
     Only a map-style data set with a text, or a list of texts, in its first item is changed. All items are read once,
-    when the captions of one key are first used, which raises UserError for an item without captions.
+    when captions are first used. An item without captions then raises UserError.
     """
     if not len(source) or source.memory or source.is_images or source.texts:
         return source
@@ -72,7 +72,7 @@ class _Captioned(AnySource):
 
 @define(eq=False, slots=False)
 class _ItemTexts(Mapping[str, Sequence[_Captions]]):
-    """The captions of all samples, by `names`. All are read when those of one name are first used."""
+    """The captions of all samples, by `names`. The first use of any caption reads all of them."""
 
     names: Sequence[str]
     read: Callable[[], dict[str, Sequence[_Captions]]]

@@ -30,14 +30,14 @@ class ItemKeys:
     """The keys of the picture and of the label in items that are dicts."""
 
     image_key: str | None = field(
-        default=None, metadata=about('key of the image in items that are dicts; unless given, "image" or "inputs"')
+        default=None, metadata=about('key of the image in items that are dicts; default: "image" or "inputs"')
     )
     label_key: str | None = field(
-        default=None, metadata=about('key of the label in items that are dicts; unless given, "label", if it is there')
+        default=None, metadata=about('key of the label in items that are dicts; default: "label", if present')
     )
 
     def split(self, item: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the picture, the label, and the other values in `item`; raises ValueError if it has no such keys."""
+        """Return the picture, the label, and the other values in `item`. Raises ValueError if such keys are missing."""
         image_key = self.image_key or ("image" if "image" in item else "inputs")
         label_key = self.label_key or "label"
         if image_key not in item:
@@ -87,7 +87,7 @@ def read_item(
 def picture_in(
     source: AnySource, keys: ItemKeys, seed: int, epoch: int, index: int
 ) -> tuple[Any, int | None, dict[str, Any]]:
-    """Return the picture, the label and the other values of an item of a map-style data set, seeded as `read_item`.
+    """Return the picture, the label and the other values of an item of a map-style data set, seeded as in `read_item`.
 
     Raises UserError for an item without a picture.
     """
@@ -143,12 +143,12 @@ def _is_integer(value: Any) -> bool:
 
 
 def sides_of(image: Any) -> tuple[int, ...]:
-    """Return height and width of pixels ... h w, or of a Pillow image, whose header alone is read."""
+    """Return height and width of pixels ... h w, or of a Pillow image; only its header is read."""
     return tuple(image.shape[-2:]) if hasattr(image, "shape") else upright_size(image)[::-1]
 
 
 def _condition(value: Any, picture: Sequence[int], transforms: Transforms) -> Tensor:
-    """Return `value` as a tensor: the first stage of an image of the size of `picture` (c h w), others as they are.
+    """Return `value` as a tensor. An image of the size of `picture` (c h w) goes through the first stage.
 
     Raises ValueError for an image that does not fit, and for a value of another type.
     """

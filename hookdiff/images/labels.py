@@ -117,7 +117,7 @@ def read_labels(
 
 def _csv(file: TextIO) -> Iterator[tuple[int, Any]]:
     """Yield the line and the dict of each row below the header, or a ValueError in place of the dict."""
-    rows = csv.reader(file, strict=True)  # else an open quote would take all that follows
+    rows = csv.reader(file, strict=True)  # else an open quote would swallow the rest of the file
     header: list[str] = []
     try:
         for row in filter(None, rows):
@@ -158,7 +158,7 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value in a JSON text.
 
     Raises:
-        ValueError: for a text that is no JSON, and for a key that is there twice. `json` would take the last one.
+        ValueError: for a text that is no JSON, and for a key that occurs twice. `json` would take its last value.
     """
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -36,13 +36,13 @@ class Workers:
     workers: int = field(
         default=0,
         validator=between(0, 1024),
-        metadata=about("processes that load samples, if these are not in memory or on disk"),
+        metadata=about("processes that load samples, unless the samples are in memory or on disk"),
     )
     prefetch: int = field(default=2, validator=between(1, 1024), metadata=about("batches that each worker loads ahead"))
 
 
 class Loader:
-    """Calls `read` for addresses, here or in workers. One `load` must be exhausted before the next begins.
+    """Calls `read` for addresses, in this process or in workers. Exhaust one `load` before the next begins.
 
     Addresses and results go to workers and back as pickles. The pickle of a tensor takes a file descriptor.
     """
@@ -146,7 +146,7 @@ class _Reader(Dataset[Any]):
             if get_worker_info():
                 _share(result)
         except UserError as error:
-            return error  # torch would add a traceback to the message of one that is raised in a worker
+            return error  # torch would add a traceback to the message of an error in a worker
         return result
 
 
@@ -177,7 +177,7 @@ def _shared_memory() -> Iterator[None]:
 
 
 def read_batch(read: Callable[[int, int], LoadedSample], address: tuple[int, Any]) -> Stack:
-    """Return the samples at an address: an epoch, and indices (n, int64, numpy)."""
+    """Return the samples at `address`: an epoch, and indices (n, int64, numpy)."""
     epoch, indices = address
     return collate([read(epoch, index) for index in indices.tolist()])
 
@@ -185,9 +185,9 @@ def read_batch(read: Callable[[int, int], LoadedSample], address: tuple[int, Any
 def read_image(
     source: AnySource, fit: Callable[[Any], Tensor], successors: Any, epoch: int, index: int
 ) -> LoadedSample:
-    """Return the first stage of a picture, or of its first readable successor if it is unreadable.
+    """Return a picture, decoded and resized. Its first readable successor replaces an unreadable picture.
 
-    `successors` holds the next sample for each sample. Raises Unreadable if it is None, or no sample can be read.
+    `successors` has the next sample for each sample. Raises Unreadable if it is None, or if no sample can be read.
     """
     first = index
     while True:

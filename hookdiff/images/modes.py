@@ -1,6 +1,6 @@
 """Loads the pixels of a picture file with the meaning that its format gives them.
 
-Pillow alone reads some variants otherwise, such as white as black. A variant without a known meaning is refused.
+Pillow alone reads some variants wrongly, such as white as black. A variant without a known meaning is refused.
 """
 
 import io
@@ -12,22 +12,22 @@ import numpy
 # Tags of TIFF.
 _BITS, _PHOTOMETRIC, _PLANES, _COLOURS, _SAMPLE_FORMAT, _SUBSAMPLING = 258, 262, 284, 320, 339, 530
 _SIGNED = 2  # a sample format
-# Raw modes that Pillow reads alike, whether black or white is 0.
+# Raw modes in which Pillow ignores whether 0 is black or white.
 _INVERTIBLE = ("I;16", "I;16N", "F;32F", "F;32BF", "F;32NF")
 _SIZE = b"\xff\x4f\xff\x51"  # how the code of JPEG 2000 begins
 
-Loaded = tuple[Any, float | None, float | None]  # an image, and its values of black and white; None: the usual ones
+Loaded = tuple[Any, float | None, float | None]  # an image, and its values of black and white; None: usual
 
 
 def load(image: Any) -> Any:
     """Load a Pillow image, and return it upright in a mode of 8 bits.
 
-    Integers of 16 bits or more must lie in the range of 16 bits, floats in [0, 1]. Raises ValueError for values
-    outside, and for a variant of a format without a known meaning; and any error of Pillow.
+    Integers of 16 bits or more must lie in the range of 16 bits, floats in [0, 1]. Raises ValueError for other
+    values, and for a variant of a format without a known meaning; and any error of Pillow.
     """
     from PIL import Image, ImageOps
 
-    # Else Pillow maps some files: one that shrinks kills the process, and a TIFF to be rotated has swapped sides.
+    # Else Pillow memory-maps some files: a file that shrinks kills the process, and a rotated TIFF has swapped sides.
     image.filename = ""
     image = _of_icon(image) if image.format == "ICO" else image
     is_lazy = bool(getattr(image, "tile", None))
@@ -115,14 +115,14 @@ def _jpeg(image: Any) -> Loaded:
     from PIL import ImageChops
 
     image.load()
-    # Adobe stores CMYK inverted, which Pillow takes for granted.
+    # Adobe stores CMYK inverted, and Pillow assumes this of all files.
     is_inverted = image.mode == "CMYK" and "adobe" not in image.info
     return ImageChops.invert(image) if is_inverted else image, None, None
 
 
 def _tga(image: Any) -> Loaded:
     alpha_bits, palette = _content(image, 18)[17] & 15, image.palette
-    # With the Z, a bit of alpha would be inverted.
+    # A raw mode with Z would invert the alpha bit.
     _set_raw_mode(image, lambda raw: raw.replace("BGRA;15Z", "BGRA;15"))
     in_palette = palette is not None and palette.rawmode == "BGRA;15Z"
     if in_palette:

@@ -16,7 +16,7 @@ from hookdiff.terminal.pace import paced
 
 _CHUNK = 64  # pictures that a worker takes at a time
 _PREFETCH = 2  # chunks of each worker that may wait
-# Seconds of reading that are worth the start of workers: a fork is quick, another way imports torch.
+# Workers start if reading takes more seconds: a fork is quick, any other start of a process imports torch.
 _WORTH = 1.0 if multiprocessing.get_all_start_methods()[0] == "fork" else 20.0
 
 Result = TypeVar("Result")

@@ -19,8 +19,8 @@ def open_picture(file: str | BinaryIO) -> Any:
     """Return the lazy Pillow image in a file: only the header is read.
 
     Raises:
-        OSError: and any error of Pillow; OSError for a pipe, a socket or a device, and for other formats than those in
-            `formats.py`: for PostScript, Pillow would run Ghostscript, whatever the name of the file.
+        OSError: for a pipe, a socket or a device, and for formats that `formats.py` does not list: for PostScript,
+            Pillow would run Ghostscript, whatever the name of the file. Pillow may raise other errors.
     """
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""Tables that are filled in chunks. One that is stopped goes on where it stood, and ends as the same files."""
+"""Tables that are filled in chunks. An interrupted table is continued later, and its files end the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hookdiff.terminal.pace import paced
 
 logger = logging.getLogger("hookdiff")
 
-_JOURNAL = "chunks.jsonl"  # the work, and then the number, checksum and facts of each chunk that is there
+_JOURNAL = "chunks.jsonl"  # the work, and then the number, checksum and facts of each written chunk
 
 # Takes numbers of chunks. Yields each number, the rows of its chunk by column, and facts about it, as values for JSON.
 MakeChunks = Callable[[Sequence[int]], Iterator[tuple[int, Mapping[str, Tensor], Any]]]
@@ -39,22 +39,22 @@ def make_in_chunks(
     make: MakeChunks,
     facts: Callable[[list[Any]], Any],
 ) -> None:
-    """Write the table `path`, which all ranks make together: they must all call this.
+    """Write the table `path`. All ranks make it together, so all must call this.
 
     Chunks that an interrupted process has left are checked and kept, whatever its number of ranks.
 
     Args:
-        path: the table; its lock is held.
+        path: the table; the caller holds its lock.
         columns: its columns.
         chunks: the rows of each chunk: n, int64, ascending. All other rows are zeros.
-        of: the work, in words.
-        origin: the source of the work, in words. Unfinished tables of the same work and origin, but of other data or
-            by another encoder, are removed.
+        of: the work, in words for messages.
+        origin: the source of the work, in words. Unfinished tables of the same work and origin for other data or
+            another encoder are removed.
         make: makes chunks.
-        facts: returns the facts of the table, given those of its chunks in order; the first rank calls it.
+        facts: returns the facts of the table, given the facts of its chunks in order; the first rank calls it.
 
     Raises:
-        UserError: if the disk has no room for it, or fails.
+        UserError: if the disk fails, or has no room for the table.
     """
     table = UnfinishedTable(path, columns, chunks, of, origin)
     there = first_rank_does(table.begin)
@@ -70,7 +70,7 @@ def make_in_chunks(
 
 @define(eq=False)
 class UnfinishedTable:
-    """The unfinished table of `path`: files of the columns, and a journal of the chunks that are in them."""
+    """The unfinished table of `path`: files of the columns, and a journal of the written chunks."""
 
     path: Path
     columns: Mapping[str, Column]
@@ -86,10 +86,10 @@ class UnfinishedTable:
         return self.path.with_name(f".{self.path.name}.rest")
 
     def begin(self) -> set[int]:
-        """Open the files, and return the chunks that are in them already.
+        """Open the files, and return the numbers of the chunks that they already hold.
 
         Raises:
-            UserError: if the disk has no room for the others.
+            UserError: if the disk has no room for the other chunks.
         """
         with writing(self.folder):
             self._remove_stale()
@@ -105,7 +105,7 @@ class UnfinishedTable:
                 self._files[name].truncate(column.num_bytes)
             for line in lines[1:] if lines[:1] == [head] else ():
                 self._take(line)
-            discard(self.folder / _JOURNAL)  # its last line may be torn
+            discard(self.folder / _JOURNAL)  # its last line may be incomplete
             known = (json.dumps([number, *entry]) for number, entry in self._there.items())
             write_file(self.folder / _JOURNAL, "".join(f"{line}\n" for line in (head, *known)).encode())
             self._files[_JOURNAL] = open_file(self.folder / _JOURNAL, "ab")
@@ -115,7 +115,7 @@ class UnfinishedTable:
         return set(self._there)
 
     def add(self, group: Sequence[tuple[int, Mapping[str, Tensor], Any]]) -> None:
-        """Write the rows of a group of chunks, and note in the journal that they are there."""
+        """Write the rows of a group of chunks, and add the chunks to the journal."""
         with writing(self.folder):
             for number, values, facts in group:
                 checksum = 0
@@ -130,7 +130,7 @@ class UnfinishedTable:
                 _write(self._files[_JOURNAL], f"{json.dumps([number, checksum, facts])}\n".encode())
 
     def finish(self, facts: Callable[[list[Any]], Any]) -> None:
-        """Make a finished table of the files, which have all chunks."""
+        """Turn the files, which have all chunks, into the finished table."""
         with writing(self.folder):
             for file in self._files.values():
                 os.fsync(file.fileno())
@@ -173,7 +173,7 @@ class UnfinishedTable:
                 for start, size in self._places(name, number):
                     self._files[name].seek(start)
                     written = zlib.crc32(self._files[name].read(size), written)
-        except (ValueError, TypeError, LookupError):  # a torn line
+        except (ValueError, TypeError, LookupError):  # an incomplete line
             return
         if written == checksum:
             self._there[number] = checksum, facts
@@ -192,7 +192,7 @@ class UnfinishedTable:
             if folder == self.folder or not (lines := _lines(folder)) or not lines[0].startswith(begins):
                 continue
             table = folder.with_name(folder.name.removeprefix(".").removesuffix(".rest"))
-            locks = {table, table.parent} - {self.path.parent}  # this process holds its own
+            locks = {table, table.parent} - {self.path.parent}  # this process holds its own lock
             if not any(map(is_in_use, locks)):
                 logger.info("data: %s: removes %s, which was begun with other data or another encoder", self.of, folder)
                 discard(folder)

@@ -1,4 +1,4 @@
-"""The sizes of the pictures of a source: known ones, and others in one pass over the headers."""
+"""The sizes of the pictures of a source: known sizes, and the rest from one pass over the headers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hookdiff.terminal.pace import paced
 
 
 def common_size(seen: Survey, num: int) -> Tensor | None:
-    """Return height and width of `num` pictures (n 2, int64); None unless their survey shows that all have the same."""
+    """Return height and width of `num` pictures (n 2, int64); None unless the survey `seen` has one size for all."""
     sizes = {(kind.height, kind.width) for kind in seen.kinds}
     return torch.tensor([*sizes]).expand(num, 2) if len(sizes) == 1 else None
 
 
 def sizes_of(source: AnySource, seen: Survey, keys: ItemKeys) -> Tensor:
-    """Return height and width of the pictures of `source` as it has them: n 2, int64; zeros if they cannot be read.
+    """Return height and width of the original pictures of `source` (n 2, int64); zeros for unreadable pictures.
 
-    Sizes that neither their survey nor `source.known_sizes()` has are read now, from headers or items.
+    Sizes that are neither in the survey `seen` nor in `source.known_sizes()` are read from headers or items.
 
     Raises:
         UserError: for an item without a picture.

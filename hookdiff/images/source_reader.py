@@ -48,14 +48,14 @@ def feed_of(
     """Return a Feed of any source: a tensor, an `InMemory` set, `Images` such as a `Folder`, or a `Source`.
 
     Args:
-        source: a tensor n c h w, `InMemory`, `Images`, or any object with a length and `[i]`, such as a list. Of a
-            DataLoader its data set is taken.
+        source: a tensor n c h w, `InMemory`, `Images`, or any object with a length and `[i]`, such as a list. For
+            a DataLoader, its data set is used.
         transforms: how pictures become samples.
         store: where decoded pictures are kept.
-        workers: processes that load samples, if these are not in memory.
+        workers: processes that load samples, unless the samples are in memory.
         prefetch: batches that each worker loads ahead.
         image_key: key of the picture in items that are dicts; None: "image" or "inputs".
-        label_key: key of the label in them; None: "label", if it is there.
+        label_key: key of the label in such items; None: "label", if present.
         options: those of `Feed`, such as `held_out`.
 
     Raises:
@@ -243,7 +243,7 @@ def replacements(parts: Sequence[Tensor], unreadable: Tensor) -> Tensor:
 
 
 def reader_of_source(feed: Feed) -> SourceReader:
-    """Return the reader of the source of a `feed` that `feed_of` made, also inside a reader of captions."""
+    """Return the SourceReader of a `feed` that `feed_of` made. Other readers may wrap it."""
     reader = find_reader(feed, SourceReader)
     assert reader is not None
     return reader

@@ -55,7 +55,7 @@ class Store:
         default=4.0, validator=ge(0), metadata=about('limit of "auto" for the decoded pixels', "GiB")
     )
     cache_dir: Annotated[str | None, Writes()] = field(
-        default=None, metadata=about('folder of the files of "disk"; unless given, `hookdiff` in the user\'s cache')
+        default=None, metadata=about('folder for the files of "disk"; default: `hookdiff` in the user\'s cache folder')
     )
     unreadable: Literal["stop", "skip"] = field(
         default="stop",
@@ -80,7 +80,7 @@ class Store:
 
 @define(eq=False)
 class Prepared:
-    """Samples after the first stage, or a source that reads each sample when it is needed."""
+    """Decoded and resized samples, or a source that reads each sample when it is needed."""
 
     samples: InMemory | Images | Source
     place: str = "none"  # of the samples: "memory", "disk" or "none"

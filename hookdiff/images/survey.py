@@ -47,19 +47,19 @@ class Kind:
 class Survey:
     """The facts about the pictures of a source."""
 
-    shape: tuple[int, ...] = ()  # of a sample after the first stage; empty until a sample is read
+    shape: tuple[int, ...] = ()  # of a resized sample; empty until a sample is read
     kinds: list[Kind] = Factory(list)
     unreadable: dict[int, str] = Factory(dict)  # by sample, the reason why the header cannot be read
     undecodable: dict[int, str] = Factory(dict)  # by sample, the reason why the pixels cannot be decoded
-    # Height and width of each picture, as its header has them: n 2, int64, zeros if it was not read; None if none was.
+    # Height and width of each picture from its header (n 2, int64; zeros: not read). None: no header was read.
     sizes: Tensor | None = field(default=None, eq=False)
 
 
 def survey(source: AnySource, transforms: Transforms, skip: bool) -> Survey:
     """Read the header of every sample of `source` that is not known from its `shape` or `known_kinds()`.
 
-    Raises UserError that lists all problems: those of the source, pictures to which `transforms` cannot give one shape,
-    and, unless `skip` or none can be read, pictures that cannot be read.
+    Raises UserError that lists all problems: faults of the source, pictures to which `transforms` cannot give one
+    shape, and pictures that cannot be read; with `skip`, these count only if no picture can be read.
     """
     if shape := source.shape:
         kinds = [kind_of_shape(shape, len(source), source.name_of(0))]
@@ -147,7 +147,7 @@ def kinds_text(passed_over: Mapping[str, tuple[int, str]]) -> str:
 def first_stage_shape(kinds: list[Kind], transforms: Transforms) -> tuple[int, int, int]:
     """Return the shape (c, h, w) that `transforms` give pictures of all these kinds.
 
-    Raises UserError for grey among colour, for different sizes, and for sizes that are too small.
+    Raises UserError for a mix of grey and colour, for different sizes, and for sizes that are too small.
     """
     refuse(_misfits(kinds, transforms))
     channels = transforms.channels or kinds[0].channels

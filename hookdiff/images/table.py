@@ -1,4 +1,4 @@
-"""A folder with columns of rows and facts about them: written whole or not at all, and checked when it is read."""
+"""Tables: folders with columns and metadata (facts), written whole or not at all, and checked when they are read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Checked = TypeVar("Checked")
 
 @define(frozen=True)
 class Column:
-    """A column of a table: its dtype, and its shape, which begins with the number of rows."""
+    """The dtype and the shape of a column of a table. The shape begins with the number of rows."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Column:
 
     @classmethod
     def of(cls, rows: Tensor, num: int) -> Column:
-        """Return the column of `num` rows such as `rows`."""
+        """Return a column of `num` rows with the dtype and row shape of `rows`."""
         return cls(str(rows.dtype).removeprefix("torch."), (num, *rows.shape[1:]))
 
     @property
@@ -61,7 +61,7 @@ class Column:
 
 @define(frozen=True)
 class _About:
-    """The content of about.json. The checksums find damage, but no forgery."""
+    """The content of about.json. The checksums detect damage, but no forgery."""
 
     columns: dict[str, Column]
     facts: Any  # of the maker of the table
@@ -74,10 +74,10 @@ class _About:
 def load_or_make(path: Path, what: str, load: Callable[[Path], Checked], make: Callable[[Path], None]) -> Checked:
     """Return the result of `load` for the table `path`, which `make` writes if it is missing or damaged.
 
-    Several processes may ask for it at a time: one makes it. `what` names it in messages.
+    If several processes need the table at once, one makes it. `what` names the table in messages.
 
     Raises:
-        UserError: if it cannot be written.
+        UserError: if the table cannot be written.
     """
     try:
         make_folder(path.parent)
@@ -96,7 +96,7 @@ def load_or_make(path: Path, what: str, load: Callable[[Path], Checked], make: C
 
 
 def load_if_sound(path: Path, what: str, load: Callable[[Path], Checked], report: bool = False) -> Checked | None:
-    """Return the result of `load` for a table; None for a missing or damaged one. `report` logs the damage."""
+    """Return the result of `load` for a table; None if it is missing or damaged. `report` logs the damage."""
     if not os.path.lexists(path):
         return None
     try:
@@ -125,7 +125,7 @@ def locked(path: Path, shared: bool) -> Iterator[None]:
 
 
 def is_in_use(path: Path) -> bool:
-    """Return whether a process holds the lock of a table; True where there are no locks."""
+    """Return whether a process holds the lock of a table; True on Windows, which has no such locks."""
     if os.name == "nt":
         return True
     import fcntl
@@ -141,10 +141,10 @@ def is_in_use(path: Path) -> bool:
 
 
 def read_table(path: Path, num: int) -> tuple[Any, dict[str, Tensor]]:
-    """Return the facts and the columns (memory-mapped) of a table of `num` rows.
+    """Return the metadata and the columns (memory-mapped) of a table with `num` rows.
 
     Raises:
-        ValueError: if it is damaged, or of another number of rows.
+        ValueError: if the table is damaged, or has another number of rows.
     """
     if (size := os.path.getsize(path / _ABOUT)) > (1 + num) * _PER_ROW:
         raise ValueError(f"{_ABOUT} has {size} bytes")
@@ -165,11 +165,11 @@ def read_table(path: Path, num: int) -> tuple[Any, dict[str, Tensor]]:
 
 
 def save_table(path: Path, columns: Mapping[str, Column], fill: Callable[[_Rows], Any]) -> None:
-    """Write a table; `fill` writes the rows of all `columns`, which are zeros at first, and returns the facts.
+    """Write a table; `fill` writes the rows of all `columns`, which are zeros at first, and returns the metadata.
 
     Raises:
-        UserError: if the disk has no room for it.
-        OSError: if it cannot be written.
+        UserError: if the disk has no room for the table.
+        OSError: if the table cannot be written.
     """
     check_room(path, columns)
     with new_folder(path) as folder:
@@ -184,7 +184,7 @@ def save_table(path: Path, columns: Mapping[str, Column], fill: Callable[[_Rows]
 
 
 def finish_table(folder: Path, columns: Mapping[str, Column], facts: Any) -> None:
-    """Write about.json, with facts and checksums, beside the finished files of the columns."""
+    """Write about.json, with metadata and checksums, beside the finished files of the columns."""
     sums = {name: _checksums(folder / column_file(name)) for name in columns}
     written = {name: evolve(column, checksums=sums[name]) for name, column in columns.items()}
     about = _About(written, facts)

@@ -12,14 +12,14 @@ _UNSEEN = ("Cc", "Cf", "Zl", "Zp", "Zs")  # categories of characters without a s
 
 
 def is_text(value: object) -> bool:
-    """Return whether `value` is a text, or a list of one or more."""
+    """Return whether `value` is a text, or a list of one or more texts."""
     if isinstance(value, (list, tuple)):
         return len(value) > 0 and all(isinstance(text, str) for text in value)
     return isinstance(value, str)
 
 
 def captions_of(value: object) -> tuple[str, ...]:
-    """Return the captions in a text or a list of texts: each stripped, without blank ones. None: no captions.
+    """Return the captions in a text or a list of texts, stripped, without blank captions. None: no captions.
 
     Raises:
         ValueError: for another value, and for a text that `check_text` refuses.
@@ -33,9 +33,9 @@ def captions_of(value: object) -> tuple[str, ...]:
 
 
 def check_text(text: str) -> None:
-    """Raise ValueError for half a character, which JSON may hold, and for NUL bytes or many control characters.
+    """Raise ValueError for half a surrogate pair, which JSON may hold, and for NUL bytes or many control characters.
 
-    Text in UTF-16 without a mark has such characters when it is read as UTF-8.
+    Text in UTF-16 without a byte order mark has such characters when it is read as UTF-8.
     """
     text.encode()
     if "\0" in text or 4 * len(_CONTROLS.findall(text)) > len(text):
@@ -51,16 +51,16 @@ def lines_in(content: bytes) -> list[str]:
     """Return the lines of a text in UTF-8, which end at line feed, carriage return, or both, without these ends.
 
     Raises:
-        ValueError: unless it is UTF-8.
+        ValueError: unless `content` is UTF-8.
     """
     return [line.removesuffix("\n") for line in io.StringIO(content.decode("utf-8-sig"), newline=None)]
 
 
 def lines_of(content: bytes) -> tuple[str, ...]:
-    """Return the captions in a text file: its lines, stripped, without empty ones.
+    """Return the captions in a text file: its lines, stripped, without empty lines.
 
     Raises:
-        ValueError: unless it is a text in UTF-8, of at most `LARGEST_CAPTIONS` bytes.
+        ValueError: unless `content` is a text in UTF-8, of at most `LARGEST_CAPTIONS` bytes.
     """
     if len(content) > LARGEST_CAPTIONS:
         raise ValueError(f"is too large, expected captions of at most {LARGEST_CAPTIONS:,} bytes")

@@ -54,8 +54,8 @@ class Transforms:
         default=None,
         validator=between(2, 2**15),
         metadata=about(
-            "side of the samples: the shorter side is resized to it (bicubic, antialiased), the centre is cropped; "
-            "unless given, pictures keep their size, which must be the same for all",
+            "side of the samples: a picture's shorter side is resized to this (bicubic, antialiased), its centre is "
+            "cropped; default: pictures keep their size, which must be the same for all",
             "pixels",
         ),
     )
@@ -68,7 +68,7 @@ class Transforms:
     channels: Literal[1, 3] | None = field(
         default=None,
         validator=in_((None, 1, 3)),
-        metadata=about("1 (grey) or 3 (RGB); unless given, as in the files, which must all have the same"),
+        metadata=about("1 (grey) or 3 (RGB); default: as in the files, which must all have the same"),
     )
     background: str = field(
         default="white",
@@ -100,7 +100,7 @@ class Transforms:
         return self.side != self.image_size or bool(self.flip) or any(self.color_jitter)
 
     def corner(self, height: int, width: int) -> tuple[int, int]:
-        """Return top and left of the crop of the first stage in a picture of this size, after its resize."""
+        """Return top and left of the first-stage crop of a picture of this size, in pixels after its resize."""
         if self.side is None:
             return 0, 0
         *_, left, top = _resized_box(width, height, self.side)
@@ -119,12 +119,12 @@ class Transforms:
         return square and (self.channels is None or shape[0] == self.channels)
 
     def fit(self, image: Any, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return the first stage of a Pillow image, or of uint8 pixels c h w or h w: uint8, c h w.
+        """Apply the first stage (size, channels) to a Pillow image or uint8 pixels, c h w or h w. Return uint8, c h w.
 
         Pixels of the right shape, also floats, are returned unchanged.
 
         Raises:
-            ValueError: for an image that is too small or of another kind, or does not become `shape`, and any error of
+            ValueError: for an image that is too small, cannot be converted, or does not get `shape`, and any error of
                 Pillow for a broken file.
         """
         pixels = self._fit(image)
@@ -163,7 +163,7 @@ class Transforms:
     def fit_stack(self, images: Tensor) -> Tensor:
         """Return the first stage of `images` (n c h w, uint8, c 1 or 3) as one tensor.
 
-        It differs from `fit` of each image by rounding only, and is many times faster.
+        The result differs from `fit` of each image only by rounding, and is many times faster.
         """
         channels, height, width = images.shape[1:]
         if self.channels == 1 and channels == 3:
@@ -181,7 +181,7 @@ class Transforms:
 
 
 def centre_start(slack: int) -> int:
-    """Return where the centre begins in a side that is longer by `slack`."""
+    """Return where a centre crop begins in a side that is `slack` pixels longer."""
     return round(slack / 2)
 
 

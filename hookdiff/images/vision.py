@@ -23,7 +23,7 @@ _NOT_KEYS = ("transform", "target_transform", "transforms", "loader", "is_valid_
 
 
 def vision(name: str) -> Callable[..., Vision]:
-    """Return a function that makes the source of torchvision.datasets.NAME; its signature is that of the class.
+    """Return a function that makes the source of torchvision.datasets.NAME, with the signature of that class.
 
     Raises UserError if there is no such class.
     """
@@ -56,7 +56,7 @@ def vision(name: str) -> Callable[..., Vision]:
 class Vision:
     """A map-style data set of torchvision as a source; `name` is its class.
 
-    Raises ValueError unless its items are pairs of a picture and an integer, or None.
+    Raises ValueError unless each item is a picture with an integer or None.
     """
 
     one_at_a_time = True  # some sets read an open file, or draw from the default generator, in their __getitem__

@@ -16,7 +16,7 @@ logger = logging.getLogger("hookdiff")
 
 
 def adapted(data: Any) -> AnySource:
-    """Return any data as a source with every member. Raises UserError for an object that is no source."""
+    """Return any data as an AnySource. Raises UserError for an object that is no source."""
     if isinstance(data, AnySource):
         return data
     source = without_loader(data)
@@ -65,7 +65,7 @@ def remedy(data: object) -> str | None:
 def may_be_data(kind: type) -> bool:
     """Return whether objects of this class may be a data set: they have a length, and `[i]` or the methods of `Images`.
 
-    Neither mappings nor tables nor arrays are data sets, nor are the sets of torchvision that read a pickle.
+    Mappings, tables and arrays are no data sets, nor are the data sets of torchvision that read a pickle.
     """
     methods = {name for owner in kind.__mro__ for name in vars(owner)}
     is_source = "__len__" in methods and ("__getitem__" in methods or {"load", "describe"} <= methods)

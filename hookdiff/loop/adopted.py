@@ -1,4 +1,4 @@
-"""Modules that plugins bring with them: trained by an optimizer of their own, or only used."""
+"""Modules that plugins add to a run: trained by an optimizer of their own, or only used."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Adopted:
         ]
 
     def average_gradients(self) -> None:
-        """Average the gradients over the ranks, as the model's are."""
+        """Average the gradients over the ranks, as for the model."""
         gradients = [p.grad for trained in self for p in trained.module.parameters() if p.grad is not None]
         if not gradients or num_ranks() == 1:
             return

@@ -33,7 +33,7 @@ _COUNT = [ge(0), lt(2**63)]
 
 @define(on_setattr=setters.NO_OP)  # validated when made from a file; each step sets them
 class Progress:
-    """The counts of a run. All four are saved, so that a resumed run does not have to derive any."""
+    """The counts of a run. All four are saved, so a resumed run need not derive them."""
 
     step: int = field(validator=_COUNT)  # updates that changed the weights
     position: int = field(validator=_COUNT)  # batches consumed, void ones too; all randomness is keyed by it

@@ -26,7 +26,7 @@ logger = logging.getLogger("hookdiff")
 
 
 class Defaults:
-    """The plugin "defaults" of every Loop; a seam calls it last."""
+    """The plugin "defaults" of every Loop; a seam (a hook with one result) calls it last."""
 
     @hookimpl(trylast=True)
     def restore(self) -> Mapping[str, Any]:

@@ -1,8 +1,8 @@
 """Hooks and their calls: pluggy registers and checks the implementations, this file sorts and calls them.
 
 pluggy's own call costs 1 us and more, and it reverses `trylast` ties. Here the implementations of a hook are sorted and
-bound to their arguments once the plugins are registered, so a call is a loop over plain functions. The meaning of every
-marker is pluggy's, but an implementation of a seam leaves the answer to the next one by returning PASS and not None.
+bound to their arguments once the plugins are registered, so a call is a loop over plain functions. Markers
+mean the same as in pluggy, but an implementation of a seam returns PASS, not None, to leave the answer to the next.
 """
 
 import inspect
@@ -28,7 +28,7 @@ _ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 
 
 class _Pass:
-    """The result of a seam in a plugin that leaves it to the next plugin; it fits every return type."""
+    """The result with which a plugin leaves a seam to the next plugin; it fits every return type."""
 
     def __repr__(self) -> str:
         return "PASS"
@@ -68,9 +68,9 @@ class Hook:
     kind: HookKind
     phase: Phase
     result: str  # the type of the result, as the method names it; "None" for none
-    may_be_absent: bool  # None in place of a result
-    ends: bool = False  # it is called in every plugin that has started, also after an error of another
-    work: str = ""  # of the core's own implementation, for tables of time
+    may_be_absent: bool  # the result may be None
+    ends: bool = False  # called in every plugin that has started, also after an error of another plugin
+    work: str = ""  # the work of the core's own implementation, for tables of time
     like: tuple[str, ...] = ()  # names of the hook in other trainers: Lightning, Composer, transformers, Keras, fastai
     may_change: tuple[Changed, ...] = ()
 
@@ -140,8 +140,8 @@ def leave_out_core(error: BaseException) -> None:
 def compile_hook(hook: Hook, returns: type, calls: Sequence[HookCall]) -> Callable[..., Any]:
     """Return the function that calls the ordered `calls` of `hook` with keyword arguments.
 
-    A moment calls all of them and returns a list of the results. A seam, and a question to one plugin, calls them until
-    one returns a result other than PASS. An error of a plugin gets a note with the names of
+    A moment calls all of them and returns a list of results. A seam, or a question to one plugin, calls one after the
+    other until a result is not PASS. An error of a plugin gets a note with the names of
     plugin and hook. HookError, with both names, is raised for a result of another type than `returns`; where no result
     is expected, a warning is logged.
     """

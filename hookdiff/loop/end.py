@@ -18,7 +18,7 @@ class End(ReadOnly):
     """Whether and why the part of a run in this process is over, and when it began.
 
     With several ranks, `stop` on one of them is a request, which the ranks exchange with the norms of the next step. A
-    request made between two steps ends the run before the second one changes a weight, as it would on one rank.
+    request made between two steps ends the run before the second step changes a weight, as on one rank.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class End(ReadOnly):
         return self.reason is not None
 
     def votes(self) -> list[float]:
-        """Return this rank's requests (0 or 1), and those made before the step; the ranks add them up."""
+        """Return whether this rank has a request, and one made before the step (0 or 1), for a sum over the ranks."""
         return [] if num_ranks() == 1 else [float(self._asked is not None), float(self._is_early)]
 
     def count(self, is_void: bool, votes: Sequence[float]) -> Outcome | None:
@@ -91,7 +91,7 @@ class End(ReadOnly):
         return self.reason is not None
 
     def close(self, error: BaseException | None) -> Reason:
-        """Return the final reason. After an `error` it is "error", and the message is the text of the first one."""
+        """Return the final reason. After an `error` it is "error", and the message is the first error's text."""
         if error is not None and self.reason != "error":
             self._set(reason="error", message=f"{type(error).__name__}: {error}")
         reason = self.reason or "plugin"

@@ -34,7 +34,7 @@ class NonFinite:
     step: int  # updates made before it
     position: int  # the batch, counted from the start of the run
     loss: float
-    parameters: list[str]  # names of those with a gradient that is not finite, in the model's order
+    parameters: list[str]  # with a gradient that is not finite, by name, in the model's order
     samples: list[int]  # positions in `batch` with a loss that is not finite, if losses per sample are known
     batch: Batch  # with the draws of the step; this rank's share
     names: list[str] = field(factory=list)  # files of the `samples` of all ranks, if the data knows them
@@ -70,7 +70,7 @@ def examine(batch: Batch, output: LossOutput, gradients: Gradients, progress: Pr
 
 
 def apply_verdicts(report: NonFinite, verdicts: Any, roll_back: Callable[[], bool], end: End) -> Outcome:
-    """Carry out the `verdicts` of on_nan, and return the outcome; `roll_back` returns False if it cannot."""
+    """Carry out the `verdicts` of on_nan, and return the outcome; `roll_back` returns False without a checkpoint."""
     verdict = decide(report, verdicts)
     if verdict == "skip" or (verdict == "rollback" and roll_back()):
         return "skipped"

@@ -77,7 +77,7 @@ class Plugins(Mapping[str, object]):
         return getattr(self._calls, hook)(**arguments)
 
     def ask(self, plugin: str, question: str, **arguments: Any) -> Any:
-        """Return the answer of `plugin` to a hook that is a question; None if it has no such method."""
+        """Return the answer of `plugin` to a hook that is a question; None if the plugin has no such method."""
         answer = self._answers.get((plugin, question))
         return answer and answer(**arguments)
 
@@ -86,7 +86,7 @@ class Plugins(Mapping[str, object]):
         return any(not impl.wrapper and impl.plugin_name != "defaults" for impl in self.order(hook))
 
     def instrument(self, watch: Watch | None) -> None:
-        """Run each implementation of a hook inside of `watch(plugin, hook)` from now on; None ends it.
+        """Run each implementation of a hook inside of `watch(plugin, hook)` from now on; None stops that.
 
         `watch` returns a context manager, which is entered anew for each call. A wrapper runs inside of it before and
         after its `yield`, but not while others run. The core's implementations belong to the plugin "defaults". Hooks
@@ -109,7 +109,7 @@ class Plugins(Mapping[str, object]):
         return calls
 
     def begin(self) -> None:
-        """Call the hooks of the end only in plugins without `on_start`, and in those that finish it from now on."""
+        """From now on, call hooks of the end only in plugins without `on_start`, and in those that have finished it."""
         self._started = set(self) - {impl.plugin_name for impl in self.order("on_start")}
 
     def _noting(self, call: HookCall) -> Callable[..., Any]:

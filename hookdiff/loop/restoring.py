@@ -49,7 +49,7 @@ class Restoring:
     def loading(self, saved: State) -> Iterator[None]:
         """Load `saved`: weights and optimizers before the `with` block, and the states of plugins after it.
 
-        `saved` is empty if there is no checkpoint. The run then starts anew, unless its place must have one
+        `saved` is empty if there is no checkpoint. The run then starts anew, unless it requires a checkpoint
         (NoCheckpoint) or no plugin reads checkpoints (UserError). Raises UserError for a state that does not fit.
         """
         self._check_start(saved)
@@ -194,7 +194,7 @@ class Restoring:
     def roll_back(self) -> bool:
         """Go back to the newest checkpoint, but keep the position in the data, so that other batches follow.
 
-        Returns False if there is none. A checkpoint of this process has the state of all plugins, also of those
+        Returns False without a checkpoint. A checkpoint of this process has the state of all plugins, also of those
         in `fresh`.
         """
         if not (saved := self.loop.hook.restore(loop=self.loop)):

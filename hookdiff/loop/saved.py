@@ -29,7 +29,7 @@ def saved(default: Any = attrs.NOTHING, *, factory: Any = None, validator: Any =
     """Return a field of an attrs class that goes into checkpoints, and that no argument sets.
 
     `lowest: float = saved(math.inf)` is all that a plugin needs to be resumed. Before anything of a checkpoint is
-    loaded, the value is checked by the type of the field. It is set right after `on_start`: if the plugin has a tensor
+    loaded, the value is checked by the type of the field. It is set right after `on_start`. If the field has a tensor
     or a dict of tensors by then, these are filled in place and keep their device, dtype and place on the ranks. A field
     may hold an object with saved fields of its own, or with `state_dict` and `load_state_dict`.
 
@@ -96,7 +96,7 @@ def restore_state(owner: object, state: Any) -> None:
     """Restore a state of `owner`.
 
     Raises:
-        ValueError: if it does not fit.
+        ValueError: if the state does not fit.
     """
     _load(owner, checked(type(owner), state))
 

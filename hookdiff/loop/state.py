@@ -60,7 +60,7 @@ def _state_of(loop: Loop, name: str) -> dict[str, Any]:
     plugin = loop.plugins[name]
     state: dict[str, Any] = state_of(plugin)
     if saved_fields(plugin):
-        try:  # refused now, and not when the run is to be resumed
+        try:  # refused now, not when the run is resumed
             checked(type(plugin), state)
         except ValueError as error:
             raise PluginError(f"the plugin {name!r} would save a state that no run can load: {error}") from None

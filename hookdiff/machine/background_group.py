@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 class BackgroundGroup:
     """A group in which ranks communicate from a thread beside the training, such as one that writes checkpoints.
 
-    It keeps the collective operations of these threads apart from the training. All ranks must make and close the
+    The group keeps collective operations of these threads apart from the training. All ranks must make and close the
     group, and one thread of each rank may use it.
     """
 
@@ -31,7 +31,7 @@ class BackgroundGroup:
         self._group = None
 
     def gathered_or_raised(self, call: Callable[[], Value]) -> list[Value]:
-        """Return what `call` returns on each rank, in their order, on all of them.
+        """Return the results of `call` of all ranks, in the order of the ranks, on every rank.
 
         If `call` fails on a rank, all ranks raise the error of the lowest such rank, so that they all decide alike.
 

@@ -16,7 +16,7 @@ from hookdiff.machine.ranks import gathered, rank, summed
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether each rank holds a part of `tensor` only (a DTensor)."""
+    """Return whether each rank holds only a part of `tensor` (a DTensor)."""
     return hasattr(tensor, "to_local")
 
 
@@ -85,7 +85,7 @@ def layout(tensor: Tensor) -> object:
 
 @torch.no_grad()
 def fill_(tensor: Tensor, values: Tensor) -> None:
-    """Copy `values` into this rank's part of `tensor`; these are the whole tensor's, or sharded alike."""
+    """Copy `values` into this rank's part of `tensor`. `values` are whole, or sharded in the same way."""
     if is_sharded(tensor):
         tensor, values = local(tensor), local(values) if is_sharded(values) else values[place(tensor)]
     elif tensor.layout == torch.strided and not tensor.is_contiguous():
@@ -98,7 +98,7 @@ def fill_(tensor: Tensor, values: Tensor) -> None:
 def norms(tensors: Sequence[Tensor], dtype: torch.dtype, held: Sequence[Tensor] | None = None) -> Tensor:
     """Return the L2 norm of each of `tensors`, computed in `dtype`: (tensors,).
 
-    For sharded tensors it is the norm of the whole, and all ranks must call this. `held` replaces this rank's parts of
+    A sharded tensor has the norm of the whole, and all ranks must call this. `held` replaces this rank's parts of
     the tensors, such as by their differences to earlier weights.
     """
     # The set of types first, since a look at each of hundreds of gradients takes as long as a small kernel.

@@ -13,8 +13,8 @@ from torch import distributed
 from hookdiff.errors import OnAnotherRank
 from hookdiff.machine.ranks import is_of_ranks, is_set_up, num_ranks, rank
 
-_MOMENT = 3.0  # seconds in which the other ranks notice that one is lost
-_runs = count()  # of this process
+_MOMENT = 3.0  # seconds in which the other ranks notice a lost rank
+_runs = count()  # runs of this process
 
 
 def is_from_elsewhere(error: BaseException) -> bool:
@@ -39,7 +39,7 @@ class Failures:
         self._key = f"hookdiff/failed/{next(_runs)}"
 
     def add(self, error: BaseException) -> None:
-        """Record that `error` has ended the run on this rank; the first error with its cause on its own rank counts."""
+        """Record that `error` has ended the run on this rank; the first error that no other rank has caused counts."""
         if not is_set_up():
             return
         with suppress(RuntimeError):  # the store has ended

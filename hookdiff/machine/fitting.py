@@ -27,7 +27,7 @@ Value = TypeVar("Value")
 
 @define(eq=False)
 class Fitting:
-    """Calls functions on `size` images at a time, and on half as many whenever those do not fit in memory.
+    """Calls functions on `size` images at a time, and on half as many whenever the images do not fit in memory.
 
     `is_joint`: all ranks make each call together, so no rank can repeat a call alone.
     """
@@ -56,7 +56,7 @@ class Fitting:
                 )
             self.size = len(part) // 2
             if not self.size:
-                raise UserError(f"not even one image fits in the memory of {self.device}; free some of it")
+                raise UserError(f"not even one image fits in the memory of {self.device}; free some memory")
             logger.info("%d images at a time do not fit in the memory of %s; now %d", len(part), self.device, self.size)
             free_memory(self.device)  # not in `_done`: there, the error and its frames still hold the tensors
 
@@ -86,7 +86,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory(device: torch.device) -> None:
-    """Return unused memory to the device: the memory of lost cycles of objects, and torch's cache."""
+    """Return unused memory to the device: unreachable cycles of objects, and torch's cache."""
     gc.collect()
     if device.type in ("cuda", "mps"):
         getattr(torch, device.type).empty_cache()

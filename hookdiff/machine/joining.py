@@ -1,4 +1,4 @@
-"""Joins the processes that torchrun has started as the ranks of one run, and reports those that are lost."""
+"""Joins the processes that torchrun has started as the ranks of one run, and reports lost ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from hookdiff.errors import OnAnotherRank, RankLost, UserError
 from hookdiff.machine import ranks
 from hookdiff.machine.ranks import forget_groups, is_of_ranks, is_set_up, num_ranks, rank
 
-TIMEOUT = timedelta(minutes=10)  # for which a rank waits in a step for the others
-_MOMENT = 3.0  # seconds after which a rank that has not failed too is taken to hang
+TIMEOUT = timedelta(minutes=10)  # how long a rank waits for the others in a step
+_MOMENT = 3.0  # seconds after which a rank that has not failed is assumed to hang
 _GONE = re.compile("closed|reset|refused|broken pipe|abort", re.IGNORECASE)  # gloo's and NCCL's words for a lost rank
 _REFUSED = "hookdiff/refused"  # in the store: the exit code of a rank that has ended with an error of the user
 _joins = count()  # how often this process has joined the others
@@ -136,7 +136,7 @@ def shown_once() -> Iterator[None]:
 
 
 def is_first_report(text: str) -> bool:
-    """Return whether this rank is the first to report `text`; for a repeated text, the first to report it so often."""
+    """Return whether this rank is the first to report `text`; each repetition counts as a new text."""
     if not is_set_up():
         return True
     _reported[text] += 1

@@ -1,4 +1,4 @@
-"""Refuses connections while a config of a stranger is built, or anything else that has no reason to connect."""
+"""Refuses connections while a stranger's config, or anything else without a reason to connect, is built."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hookdiff.errors import UserError
 
 _CONNECTING = ("socket.getaddrinfo", "socket.gethostbyname", "socket.connect", "socket.sendto", "socket.sendmsg")
 _lock = Lock()
-_reasons: list[str] = []  # why no connection is made, of each `no_connections` that is open
-_needs: list[None] = []  # of each `connections` that is open
+_reasons: list[str] = []  # why no connection is made, for each open `no_connections`
+_needs: list[None] = []  # an entry for each open `connections`
 
 
 def is_closed() -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def is_overlapping(tensor: Tensor) -> bool:
-    """Return whether entries of `tensor` share a place in memory; only tensors of `as_strided` can go unnoticed."""
+    """Return whether entries of `tensor` share a place in memory; it can miss only tensors of `as_strided`."""
     if tensor.layout != torch.strided or not tensor.numel():
         return False
     is_expanded = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

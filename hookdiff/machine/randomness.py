@@ -1,4 +1,4 @@
-"""All randomness of a run: a pure function of (seed, stream, position), never stored; dropout depends on the rank too.
+"""All random numbers of a run are a pure function of (seed, stream, position); for dropout, also of the rank.
 
 A stream names the purpose of the numbers. `position` counts consumed and skipped batches. If it counted only
 updates, noise that causes a NaN would be drawn again for ever.
@@ -86,7 +86,7 @@ def _shifted(values: Tensor, bits: int) -> Tensor:
 
 
 class Randomness:
-    """The generators of a run, each kept and seeded anew for each use, which takes about 1 us."""
+    """The generators of a run. Each is kept, and seeded anew for each use, which takes about 1 us."""
 
     def __init__(self, seed: int, rank: int = 0) -> None:
         self.seed = seed

@@ -19,7 +19,7 @@ from hookdiff.errors import OnAnotherRank, UserError
 
 Value = TypeVar("Value")
 
-PATIENCE = timedelta(hours=4)  # of a rank that waits between steps while another computes
+PATIENCE = timedelta(hours=4)  # of a rank that waits between steps for another
 # The group with this patience, by the default group; if it outlived that group, its threads would abort Python.
 _patient: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -82,14 +82,14 @@ def _between_steps() -> Any:
 
 
 def forget_groups() -> None:
-    """Let go of the groups of the processes that this one leaves."""
+    """Drop the groups, because this process leaves them."""
     _patient.clear()
 
 
 def first_rank_says(value: Value) -> Value:
     """Return the `value` of the first rank; all ranks must call this, and wait for one another.
 
-    Decisions that depend on the clock need it. If two ranks disagree whether an evaluation is due, both wait for ever,
+    Decisions by the clock need this. If two ranks disagree whether an evaluation is due, both wait for ever,
     one in a collective of the evaluation, the other in a collective of the next step.
     """
     if num_ranks() == 1:
@@ -103,7 +103,7 @@ def first_rank_says(value: Value) -> Value:
 
 
 def gathered(value: Value) -> list[Value]:
-    """Return the `value` of each rank, in their order, on all of them; all ranks must call this."""
+    """Return the values of all ranks, in the order of the ranks; all ranks must call this."""
     if num_ranks() == 1:
         return [value]
     if _stand_in.world:
@@ -114,7 +114,7 @@ def gathered(value: Value) -> list[Value]:
 
 
 def gathered_or_raised(call: Callable[[], Value]) -> list[Value]:
-    """Return what `call` returns on each rank, as `gathered` does; an error on one rank is raised on all of them.
+    """Return the results of `call` of all ranks, as `gathered` does. An error on one rank is raised on all ranks.
 
     Otherwise the other ranks would wait for ever. They raise an OnAnotherRank, ValueError or RuntimeError with the same
     message.
@@ -137,7 +137,7 @@ def gathered_or_raised(call: Callable[[], Value]) -> list[Value]:
 
 
 def first_rank_does(call: Callable[[], Value]) -> Value:
-    """Return what `call` returns on the first rank, which alone calls it; an error there is raised on all ranks."""
+    """Call `call` on the first rank only, and return its result, or raise its error, on all ranks."""
     results: list[Any] = gathered_or_raised(lambda: call() if rank() == 0 else None)
     value: Value = results[0]
     return value
@@ -160,10 +160,10 @@ def summed(values: Tensor) -> Tensor:
 
 
 class Exchange:
-    """The numbers of a step that the ranks sum together, and that come to the host together.
+    """Sums the numbers of a step over the ranks, and copies them to the host, each in one call.
 
-    The same messages carry the numbers that `vote` returns on each rank. `votes` are the sums of these numbers; there
-    are none on one rank.
+    The same messages carry the numbers that `vote` returns on each rank. `votes` are the sums of these numbers; a
+    single rank has none.
     """
 
     def __init__(self, vote: Callable[[], list[float]] = list) -> None:
@@ -172,7 +172,7 @@ class Exchange:
         self.votes: list[float] = []
 
     def anew(self) -> Exchange:
-        """Return an Exchange with the same votes, for passes beside the step."""
+        """Return an Exchange with the same votes, for passes outside of the step."""
         return Exchange(self._vote)
 
     def summed(self, *parts: Tensor) -> Sequence[Tensor]:
@@ -192,8 +192,8 @@ class Exchange:
 def reduced(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mean of each of `values` over the ranks, and the sums of each pair (sum, count), as `loop.log` takes.
 
-    The values are numbers or scalar tensors, with the same names on all ranks, which must all call this. A single
-    process gets them as they are.
+    Values are numbers or scalar tensors, with the same names on all ranks. All ranks must call this. A single process
+    gets the values unchanged.
     """
     if num_ranks() == 1:
         return dict(values)

@@ -1,6 +1,6 @@
-"""Keeps Python processes that this one starts from importing from the working directory, which may be a stranger's.
+"""Keeps processes that this process starts from importing from the working directory, which may be a stranger's.
 
-Libraries start them as `python -c` or `python -m`, which would look there first, even for the standard library.
+Libraries start processes as `python -c` or `python -m`, which would look there first, even for the standard library.
 """
 
 import os
@@ -13,7 +13,7 @@ _SAFE, _PATH = "PYTHONSAFEPATH", "PYTHONPATH"
 def keep_safe_path() -> None:
     """Set the variables of the environment for all processes that start later.
 
-    An empty entry of PYTHONPATH, which is the working directory too, is left out.
+    An empty entry of PYTHONPATH, which also means the working directory, is left out.
     """
     os.environ[_SAFE] = "1"
     if path := os.environ.pop(_PATH, ""):

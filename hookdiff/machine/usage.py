@@ -16,7 +16,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # options of mallopt, from glibc's mall
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of this container, on Linux
 
 
-@cache  # of the number at the start of the process
+@cache  # keeps the number at the start of the process
 def usual_threads() -> int:
     """Return the number of threads that torch uses, within the CPUs of this process."""
     return min(torch.get_num_threads(), num_cpus())
@@ -34,7 +34,7 @@ def num_cpus() -> int:
 
 @contextmanager
 def thread_beside() -> Iterator[Callable[[], None]]:
-    """Yield a function for a new thread beside the training, which calls it first; at the end, wait for the call.
+    """Yield a function that a new thread beside the training must call first. The end of the `with` waits for the call.
 
     Operations of torch then use one thread there. With two, GNU's OpenMP would count more threads than CPUs, and the
     threads of the training would sleep between operations while the new thread lives, even if it is idle. A step of a
@@ -56,7 +56,7 @@ def thread_beside() -> Iterator[Callable[[], None]]:
 def keep_memory() -> None:
     """Let the C library keep memory that is freed; by default, each step maps its large tensors anew.
 
-    This works with glibc alone, and only if no variable such as `MALLOC_TRIM_THRESHOLD_` is set. The effect is in
+    This works only with glibc, and only if no variable such as `MALLOC_TRIM_THRESHOLD_` is set. The effect is in
     benchmarks/README.md.
     """
     is_tuned = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)

@@ -13,10 +13,10 @@ _LONG_STEP: Any = _TORCH_STEP if hasattr(_TORCH_STEP, "hooked") else Optimizer.p
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW of torch (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2), to the last bit.
+    """AdamW with the results of torch's class (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2), bit by bit.
 
-    A fused one (`fused=True`) spends less time outside of its kernel. Each step of torch's announces itself to the
-    profiler, looks for hooks, and sorts its tensors by device. This one calls the kernel at once, unless a hook or a
+    With `fused=True`, a step spends less time outside of its kernel. Each step of torch's class announces itself to the
+    profiler, looks for hooks, and sorts its tensors by device. This class calls the kernel at once, unless a hook or a
     profiler waits for the step, or an option needs torch's own step. Arguments, attributes and state are torch's.
     """
 

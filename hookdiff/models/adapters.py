@@ -1,8 +1,8 @@
 """The contract of models, and hooks that let models of other libraries follow it.
 
 A model is called as `model(x, timesteps)`, or as `model(x, timesteps, labels)` if its `num_classes` is above 0, where
-label -1 stands for "no class". A model with another second argument gets the time as `timestep`. It gets the
-objective's conditions by keyword. It returns a tensor. The hooks change neither its class nor the names of its
+label -1 stands for "no class". A model with another second argument gets the time as `timestep`. All get the
+objective's conditions by keyword, and return a tensor. Hooks change neither the class of a model nor the names of its
 parameters.
 """
 
@@ -26,7 +26,7 @@ _SMALL = 1 << 30  # weights times pixels: at most a second on a CPU
 
 
 def adapt(model: nn.Module) -> nn.Module:
-    """Return `model`, with hooks that make it follow the contract if it takes the time later, or is of diffusers.
+    """Return `model`, with hooks that make it follow the contract if it is of diffusers, or takes the time later.
 
     In a UNet2DModel the last of `num_class_embeds` embeddings stands for "no class", so it has one class less. A
     DiTTransformer2DModel has `num_embeds_ada_norm` classes and one more embedding for "no class". Its own label dropout
@@ -65,7 +65,7 @@ def _forward(model: nn.Module | type[nn.Module]) -> inspect.Signature | None:
 
 
 def takes_time_later(model: nn.Module | type[nn.Module]) -> bool:
-    """Return whether the model takes the time as its argument `timestep`, after its second one."""
+    """Return whether the model takes the time as an argument `timestep` after its second argument."""
     forward = _forward(model)
     return forward is not None and _TIME in list(forward.parameters)[2:]
 
@@ -119,7 +119,7 @@ def is_of_diffusers(kind: object) -> bool:
 def checkpointable(kind: Any) -> Any:
     """Return a function that makes a `kind`, a class of diffusers, and has an argument `gradient_checkpointing`.
 
-    A `kind` without a method `enable_gradient_checkpointing` is returned as it is.
+    A `kind` without a method `enable_gradient_checkpointing` is returned unchanged.
     """
     name = "gradient_checkpointing"
     has_method = inspect.isclass(kind) and hasattr(kind, "enable_gradient_checkpointing")
@@ -142,7 +142,7 @@ def checkpointable(kind: Any) -> Any:
 def no_weights(target: Any) -> dict[str, None]:
     """Return None for each argument with published weights as its default, such as `weights_backbone`.
 
-    torchvision would download them, although `weights` itself is None, to a network that a run trains from its seed.
+    torchvision would download these weights even if `weights` is None, but a run trains a network from its seed.
     """
     signature = inspect.signature(target).parameters if callable(target) else {}
     named = [name for name, parameter in signature.items() if isinstance(parameter.default, Enum)]
@@ -158,9 +158,9 @@ def check_forward(
     conditions: Mapping[str, Any] | None = None,
     trains: bool = False,
 ) -> None:
-    """Call `model` once with `times` of this dtype; if its output has a tensor `sample`, let the model return that.
+    """Call `model` once with `times` of this dtype; if its output has a tensor `sample`, let the model return it.
 
-    `conditions`, by name and with two rows each, or dicts of these, are given by keyword.
+    `conditions` are given by keyword: tensors of two rows by name, or dicts of such tensors.
 
     Raises ValueError unless the model maps images of `shape` (c h w) to the same shape, and NoGradient, a ValueError,
     if it `trains` and its output has no gradient. The message continues a sentence that begins with the model's name.
@@ -262,7 +262,7 @@ def _use_null_row(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def check_labels(labels: Tensor | None, num: int, num_classes: int) -> None:
-    """Raise ValueError unless there are labels if and only if there are classes, one per image and each in range.
+    """Raise ValueError unless a model with classes gets a valid label per image, and a model without gets no labels.
 
     The range is checked only on the CPU: on a GPU the host would wait for the answer in every step.
     """

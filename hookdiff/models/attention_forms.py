@@ -13,7 +13,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, form: Form = "by_layer", mask: Te
     """Return the attention of the queries to the keys: softmax(q kᵀ / sqrt(d)) v, of the shape of `q`.
 
     `q` is n heads tokens d; `k` and `v` are n heads keys d. `mask`, such as n 1 1 keys, is True for keys that count; a
-    query for which none counts gets zeros. `form` chooses how it is computed, and changes the result by rounding only:
+    query without such a key gets zeros. `form` chooses the computation, and changes the result only by rounding:
     "kernel" is torch's `scaled_dot_product_attention`, "product" keeps the weights of all pairs of tokens, and
     "by_layer" asks `product_is_faster`.
     """
@@ -56,9 +56,9 @@ def product_is_faster(tokens: int, head_dim: int, dtype: torch.dtype, device: st
 
 
 def use_attention(model: nn.Module, form: Form) -> None:
-    """Let the attention of `model` take this form.
+    """Set the form of the attention of `model`.
 
-    It is taken by modules with an attribute `attention_form`, as those of hookdiff have, and by attention of diffusers
+    This changes modules with an attribute `attention_form`, as in networks of hookdiff, and attention of diffusers
     that has the default processor.
     """
     module: Any

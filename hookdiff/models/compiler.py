@@ -1,4 +1,4 @@
-"""torch's compiler: its errors as one message, and networks that are compiled for a while."""
+"""torch.compile: its errors as one message, and compiled calls of networks that stay uncompiled."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +13,7 @@ from hookdiff.machine.safe_path import keep_safe_path
 
 @contextmanager
 def compiler_errors(what: str, remedy: str) -> Iterator[None]:
-    """Raise an error of the compiler as one UserError about `what`, which ends with the `remedy`."""
+    """Turn an error of the compiler in the `with` into one UserError about `what`, which ends with the `remedy`."""
     from torch._dynamo.exc import TorchDynamoException  # the import takes a second
 
     try:
@@ -31,7 +31,7 @@ def try_compiler(device: torch.device, **options: Any) -> None:
 
 
 def sampling_errors() -> AbstractContextManager[None]:
-    """Raise an error of the compiler as one UserError about `sampling.compile`."""
+    """Turn an error of the compiler in the `with` into one UserError about `sampling.compile`."""
     remedy = "sample without the compiler: sampling.compile = false, or hookdiff sample --no-compile"
     return compiler_errors("sampling.compile: the compiler", remedy)
 

@@ -46,7 +46,7 @@ def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 
 def storages(leaves: Iterable[object], device: torch.device | None = None) -> dict[int, int]:
-    """Return the bytes of the storages of tensors in `leaves`, by address; with a `device`, only those on its type."""
+    """Return the bytes of the storages of tensors in `leaves`, by address; with a `device`, only those of its type."""
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
     on_device = (tensor for tensor in tensors if device is None or tensor.device.type == device.type)
     return {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in on_device)}

@@ -37,14 +37,14 @@ class Initialisation:
     zero_output: bool = field(
         default=False,
         metadata=about(
-            "start the layer that is called last at zero, so that a new model predicts zero, as those of some classes "
-            "do anyway; the log names the layer"
+            "initialise the layer that is called last with zeros, so that a new model predicts zero, as new models of "
+            "some classes do; the log names the layer"
         ),
     )
 
     @torch.no_grad()
     def apply(self, model: nn.Module, output: str | None) -> None:
-        """Change `model` in place; `output` names its last layer. Raises ValueError if that is needed but None."""
+        """Change `model` in place; `output` names its last layer. Raises ValueError if `output` is needed but None."""
         for layer in model.modules() if self.init != "default" else ():
             if isinstance(layer, LAYERS) and is_zero(layer.weight) is False:
                 # On the CPU, in plain memory order: the same numbers whatever the device and the layout.

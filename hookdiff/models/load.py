@@ -23,14 +23,14 @@ logger = logging.getLogger("hookdiff")
 
 
 def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str = KEY) -> None:
-    """Copy the tensors of the weights at `path` (see `read_weights`) into those of `model` that have their names.
+    """Copy the tensors of the weights at `path` (see `read_weights`) into the tensors of `model` with these names.
 
     A parametrised weight also takes the tensor that has its plain name. `asked_by` is the key or the option that names
     the file.
 
     Raises:
-        ConfigError: and leaves the model as it was, if the file cannot be used, if it has other names or shapes (unless
-            `partial`), if nothing in it fits, and if a parameter would not be finite.
+        ConfigError: if the file cannot be used, has other names or shapes (unless `partial`), has nothing that fits, or
+            would make a parameter not finite. The model then stays unchanged.
     """
     weights = read_weights(path, asked_by)
     saved = weights.shapes
@@ -68,7 +68,7 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
 
 
 def load_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Load a saved state, which has the keys of `model.state_dict()`; of a sharded tensor, this rank takes its part."""
+    """Load the state `saved`, with the keys of `model.state_dict()`. This rank takes its part of a sharded tensor."""
     tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     # Torch copies no whole tensor into a sharded one, and nothing into an overlapping one.
     ours = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor) or is_overlapping(tensor)}
@@ -78,10 +78,10 @@ def load_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def check_file(path: Path) -> Shapes:
-    """Return the shapes of the tensors in the weights at `path` (see `read_weights`), from the headers alone.
+    """Return the shapes of the tensors in the weights at `path` (see `read_weights`). Only headers are read.
 
     Raises:
-        ConfigError: for a file that is missing, cut short, or of another format.
+        ConfigError: for a file that is missing, truncated, or of another format.
     """
     return read_weights(path, KEY).shapes
 

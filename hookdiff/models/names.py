@@ -28,7 +28,7 @@ def modules_named(model: nn.Module, patterns: Collection[str], key: str) -> dict
     A `*` stands for any letters between two dots: "blocks.*" matches the blocks, not their layers.
 
     Raises:
-        UserError: which names `key`, for a pattern that matches none.
+        UserError: for a pattern that matches no module; the message names `key`.
     """
     named = {name: module for name, module in model.named_modules() if name}
     for pattern in patterns:

@@ -30,7 +30,7 @@ class LossOutput:
     per_sample: Tensor | None = field(default=None, converter=_single)
     timesteps: Tensor | None = None  # n; t or sigma if the process has no timesteps
     log_snr: Tensor | None = None  # n, natural logarithm; minus infinity for pure noise
-    weights: Tensor | None = None  # n, by which `loss` weighs the samples; None if it does not
+    weights: Tensor | None = None  # n, the weights of the samples in `loss`; None: no weights
 
     def detach(self) -> LossOutput:
         """Return the same values without their graph."""
@@ -49,8 +49,8 @@ LossFunction = Callable[[nn.Module, Batch], LossOutput | Tensor]
 class Objective(Protocol):
     """Draws the randomness of a step once, and returns the loss of slices of its batch.
 
-    Only `__call__` is required. `as_objective` gives an object without one of the optional members its default. A class
-    that inherits from this one has all of them, and `loop.objective` is then the object itself.
+    Only `__call__` is required. `as_objective` gives an object the defaults of the members that it lacks. A class that
+    inherits from Objective has all members, and `loop.objective` is then the object itself.
     """
 
     conditional: bool | None = False  # whether the network gets the labels; optional
@@ -74,23 +74,23 @@ class Objective(Protocol):
         return {name: batch.conditions[name] for name in self.condition_names}
 
     def bind(self, nothing: Mapping[str, Tensor | None]) -> Objective:
-        """Return a copy with other null conditions, by name, for one sample. Optional; the default refuses them.
+        """Return a copy with other null conditions, by name, for one sample. Optional; default: an error.
 
         Raises:
             UserError: by default.
         """
-        raise UserError("negative texts need an objective with the method `bind`; this one has none")
+        raise UserError("negative texts need an objective with a method `bind`; add one to yours")
 
     def remarks(self) -> Sequence[str]:
         """Return warnings, which are logged when the Loop is made. Optional; default: none."""
         return ()
 
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput | Tensor:
-        """Return the loss of `batch`: a LossOutput, or a tensor, whose mean is taken."""
+        """Return the loss of `batch`: a LossOutput, or a tensor; its mean is the loss."""
 
 
 class OfOrigin:
-    """A member of an adapter: that of its `origin`, as it is now. Default: the member of the protocol."""
+    """A member of an adapter, which reads and sets that member of `origin`. Default: the member of the protocol."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -103,7 +103,7 @@ class OfOrigin:
 
 
 class AnyObjective(Objective):
-    """A function or an object of a user as an objective, with the default of each member that it lacks."""
+    """An objective made of a user's function or object, with defaults for members that it lacks."""
 
     conditional: Any = OfOrigin()
     condition_names: Any = OfOrigin()
@@ -128,7 +128,7 @@ def as_objective(origin: LossFunction) -> Objective:
 
 
 def join(outputs: Sequence[LossOutput], parts: Sequence[Batch]) -> LossOutput:
-    """Return the loss of a whole batch from those of its `parts`, weighted by their samples; a filler has no rows."""
+    """Return the loss of a batch from its `parts`, weighted by their numbers of samples. Fillers do not count."""
     if parts[0].is_filler:  # the parts of a rank without a sample
         return LossOutput(outputs[0].loss, *(None if rows is None else rows[:0] for rows in outputs[0].columns))
     if len(outputs) == 1:

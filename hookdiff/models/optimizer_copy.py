@@ -1,4 +1,4 @@
-"""A copy of an optimizer, for copies of the weights, on which a step can be tried."""
+"""Copies an optimizer, so that a step can be tried on copies of the weights."""
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable

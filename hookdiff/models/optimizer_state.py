@@ -33,7 +33,7 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return the state by names of weights; by position, it could be loaded for the wrong weights unnoticed."""
+    """Return the state by names of weights. State by position could be loaded for the wrong weights unnoticed."""
     names = _names(model)
     kind = type(optimizer).__name__
     if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
@@ -61,12 +61,12 @@ def _counted_in_groups(optimizer: Optimizer) -> list[str]:
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry, is_finite: bool = True) -> None:
-    """Raise ValueError unless `optimizer` can go on with the state `saved`.
+    """Raise ValueError unless `optimizer` can continue with the state `saved`.
 
-    A fused kernel does not check its tensors, and would write past the end of a smaller one. The right shapes and
-    dtypes are those after a step, which is rehearsed on copies. A weight that had no gradient yet has no state. The
-    values must be finite if `is_finite`. Of sharded state, each rank looks at the values of its part, after all
-    rehearsals, in which the ranks may work together.
+    A fused kernel does not check its tensors, and would write past the end of a tensor that is too small. The right
+    shapes and dtypes are those after a step, which is tried on copies. A weight that had no gradient yet has no state.
+    If `is_finite`, the values must be finite. Each rank checks its part of sharded values, after all tried steps, in
+    which the ranks may work together.
     """
     state, kind = structured(_Saved, saved), type(optimizer).__name__
     if state.kind != kind:
@@ -165,7 +165,7 @@ def _is_possible(key: str, value: Any) -> bool:
 
 
 def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry) -> None:
-    """Restore what `optimizer_state` has returned and `check_optimizer` has checked."""
+    """Restore the state that `optimizer_state` has returned and `check_optimizer` has checked."""
     parameters = {name: parameter for parameter, name in _names(model).items()}
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     first_state = _rehearsals(optimizer)

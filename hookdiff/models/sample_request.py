@@ -23,7 +23,7 @@ def _has_a_row_each(request: Any, option: Any, conditions: Mapping[str, Any] | N
 
 
 def with_all_members(sampler: MakesImages | None) -> Sampler | None:
-    """Return a sampler with the optional members that it lacks; None remains None."""
+    """Return `sampler` with defaults for the optional members that it lacks; None remains None."""
     if sampler is None:
         return None
     from hookdiff.models.sampler import as_sampler  # only to make images
@@ -33,28 +33,28 @@ def with_all_members(sampler: MakesImages | None) -> Sampler | None:
 
 @define(frozen=True)
 class SampleRequest:
-    """A request for `num` images, from number `start` on; `seed`, `stream` and its number determine an image."""
+    """A request for `num` images, numbered from `start`; `seed`, `stream` and the number determine an image."""
 
     num: int = field(validator=validators.ge(0))  # 0 only checks that the request can be met
     seed: int = 0
     start: int = 0
-    # "evaluate" for images that metrics are computed on; they differ from those to look at
+    # "evaluate" for the images of metrics, which differ from images to look at
     stream: str = "sample"
     weights: str | None = None  # "model", or the name of an average; None: an average if there is one
     labels: tuple[int, ...] | None = None  # one per image, -1 is no class; None: see `default_labels`
-    # n c h w, standard normal: to start from, in place of drawn noise
+    # n c h w, standard normal: the noise to start from; None: drawn
     noise: Tensor | None = field(default=None, eq=False)
-    # n c h w in [-1, 1]: to start from, in place of pure noise
+    # n c h w in [-1, 1]: images to start from; None: pure noise
     images: Tensor | None = field(default=None, eq=False)
     # n 1 h w, bool: the region of `images` to make anew
     mask: Tensor | None = field(default=None, eq=False)
     # with `images`: share of the sampler's steps to run, in (0, 1]; with a mask, 1 is usual
     strength: float = 0.8
-    # By name, one row per image; None: those of training samples, if the objective needs any (see `rows`).
+    # By name, one row per image; None: from training samples, if the objective needs any (see `rows`).
     conditions: Mapping[str, Tensor] | None = field(default=None, eq=False, validator=_has_a_row_each)
-    texts: Mapping[str, Sequence[str]] | None = field(default=None, validator=_has_a_row_each)  # beside conditions
+    texts: Mapping[str, Sequence[str]] | None = field(default=None, validator=_has_a_row_each)  # prompts by kind
     negative: Mapping[str, str] | None = None  # texts that guidance leads away from, by name; None: nothing
-    raw: bool = False  # return the images of the sampler and the plugins neither decoded nor clamped
+    raw: bool = False  # return the images without decoding and clamping
 
     def generators(self) -> list[Generator]:
         """Return one CPU generator for each image: image k is the same in any grid and batch, and on any device."""
@@ -72,7 +72,7 @@ class SampleRequest:
         return tuple(int(known[row]) for row in self.rows(len(known)))
 
     def rows(self, num_samples: int) -> list[int]:
-        """Return the sample, of `num_samples`, that gives each image its conditions: in turn, or random to evaluate."""
+        """Return the sample (of `num_samples`) that gives each image its conditions: in turn; random for metrics."""
         numbers = range(self.start, self.start + self.num)
         if self.stream != "evaluate":
             return [k % num_samples for k in numbers]
@@ -88,7 +88,7 @@ class SampleRequest:
 
 @define(frozen=True, eq=False)
 class Samples:
-    """Images and the weights they came from."""
+    """Images, and the weights and the sampler that made them."""
 
     images: Tensor  # n c h w, float32, on the model's device; see `Loop.sample` for their range
     weights: str  # "model" or the name of the average that was used

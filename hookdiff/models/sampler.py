@@ -1,4 +1,4 @@
-"""The protocol of samplers, which make images for a Loop, and the adapter for those of a user."""
+"""The protocol of samplers, which make images for a Loop, and the adapter for samplers of a user."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class MakesImages(Protocol):
 class Sampler(Protocol):
     """Makes images from a trained net; `hookdiff.diffusion.Sampling` is one.
 
-    Only `sample` is required. `as_sampler` gives an object without one of the optional members its default. A class
-    that inherits from this one has all of them, and `loop.sampler` is then the object itself.
+    Only `sample` is required. `as_sampler` gives an object the defaults of the members that it lacks. A class that
+    inherits from Sampler has all members, and `loop.sampler` is then the object itself.
     """
 
     weights: str | None = None  # default of requests that name no weights, as `[sampling] weights`; optional
-    batch_size: int = 256  # images that a plugin asks for at a time, at most; optional
-    guidance: Choice | None = None  # named in plots of images if it is not that of the run; optional
+    batch_size: int = 256  # the most images that a plugin asks for at a time; optional
+    guidance: Choice | None = None  # plots of images name it if the run has another; optional
 
     def sample(
         self,
@@ -54,7 +54,7 @@ class Sampler(Protocol):
 
 
 class AnySampler(Sampler):
-    """An object of a user as a sampler, with the default of each member that it lacks."""
+    """A sampler made of a user's object, with defaults for members that it lacks."""
 
     weights: Any = OfOrigin()
     batch_size: Any = OfOrigin()

@@ -18,7 +18,7 @@ from hookdiff.models.sample_request import SampleRequest
 
 
 def bound(objective: Objective, request: SampleRequest, feed: Feed) -> LossFunction:
-    """Return the objective as the Loop was given it, with the negative texts of the request as null conditions."""
+    """Return the objective that was given to the Loop, with the request's negative texts as null conditions."""
     if request.negative is not None:
         negative = _encoders(feed).embed({name: [text] for name, text in request.negative.items()})
         objective = objective.bind({**feed.nothing, **{name: rows[0] for name, rows in negative.items()}})

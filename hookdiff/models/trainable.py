@@ -7,9 +7,9 @@ from hookdiff.machine.overlap import is_overlapping
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:
-    """Raise UserError for a parameter that is complex, or that shows a place in memory several times.
+    """Raise UserError for a parameter that is complex, or has entries that share memory.
 
-    Norms and optimizers here take no complex ones. An update would change a number in a shared place several times.
+    Norms and optimizers here take no complex numbers. An update would change a shared number several times.
     """
     if parameter.is_complex():
         kind = str(parameter.dtype).removeprefix("torch.")
@@ -19,7 +19,7 @@ def check_parameter(name: str, parameter: Tensor) -> None:
         )
     if is_overlapping(parameter):
         raise UserError(
-            f"{name}, of shape {tuple(parameter.shape)}, shows a place in memory several times, as expand() does, and "
+            f"{name}, of shape {tuple(parameter.shape)}, has entries that share memory, as after expand(), and "
             "no optimizer can train that; call clone() after expand(), or keep the smaller tensor as the parameter and "
             "expand it in forward"
         )

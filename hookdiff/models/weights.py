@@ -17,7 +17,7 @@ def choose_weights(name: str | None, held: str, offers: Any) -> tuple[str, Tenso
     """Return the name of the requested weights, and a function that returns their values.
 
     `held` is the name of the weights that the model holds now; they need no values. `offers` are the results of the
-    hook `offer_weights`. Without a `name`, the first offer is chosen, or else the held weights.
+    hook `offer_weights`. If `name` is None, the first offer is chosen, or else the held weights.
 
     Raises:
         UnknownWeights: if nobody offers weights called `name`.
@@ -49,8 +49,8 @@ class HeldWeights:
     def __call__(self, name: str | None) -> Iterator[str]:
         """Let the model hold the weights called `name` during the `with`, which yields their name.
 
-        None stands for the weights that the sampler names (`[sampling] weights`). Default of these: the first average
-        that a plugin offers, or else the model's own. Inside of such a `with`, None stands for its weights.
+        None stands for the weights that the sampler names (`[sampling] weights`), by default the first average that a
+        plugin offers, or else the model's own. Inside of another such `with`, None keeps the weights.
 
         Raises:
             UnknownWeights: if nobody offers weights called `name`.
@@ -116,7 +116,7 @@ class Buffers:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Keep the present values; earlier ones are forgotten."""
+        """Keep a copy of the present values, and forget the earlier copy."""
         buffers = ((name, module._buffers.get(key)) for name, (module, key) in self._places.items())
         values = {name: buffer for name, buffer in buffers if buffer is not None}
         if {name: value.shape for name, value in values.items()} != {n: kept.shape for n, kept in self.kept.items()}:

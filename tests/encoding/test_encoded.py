@@ -489,7 +489,7 @@ def test_a_run_on_shards_of_latents_samples_pictures_and_asks_for_a_reference(
 
 
 BAD_ENCODED = [
-    (["data.encode.image.version=3"], ("data: encode.image", "another encoder than that of the samples")),
+    (["data.encode.image.version=3"], ("data: encode.image", "another encoder")),
     (["data.image_size=32"], ("data: image_size", "3 x 16 x 16")),
     (["data.encoded=false"], ("no pictures", "set encoded = true")),
     (["data.conditions={}"], ("conditions", 'add "image.std" = "image.std.npy"')),
@@ -608,7 +608,7 @@ class Latents:
 def test_means_of_another_program_are_trained_on_and_decoded(write: Any, store: str) -> None:
     path = source(write(), "Latents")
     settings = ["data.encoded=true", f"data.store={store}"]
-    with refused(ConfigError, "data: flip", "one side"):
+    with refused(ConfigError, "data: flip", "mirror images"):
         build_feed(load_config(path, settings=settings))
     feed = build_feed(load_config(path, settings=[*settings, "data.flip=false"])).bind(6, 0)
     batch = next(feed.batches(0))
