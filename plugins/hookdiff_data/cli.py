@@ -57,11 +57,11 @@ def command(
 
     With --to-shards there is no report: the samples are written in their order into tar files in the folder DIR. The
     pictures are not resized; if CONFIG has encoders, their outputs are written in place of the pictures. Captions are
-    written as they are. The table [data] that trains on the files is printed.
+    written unchanged. The command prints the table [data] that trains on the files.
 
-    With --reconstruction there is no report either: N samples, evenly spread, are encoded and decoded by the
-    autoencoder of CONFIG. The mean PSNR of the decoded pictures is printed, and their Fréchet distance to the pictures
-    of the data. They show how much quality the autoencoder alone loses.
+    With --reconstruction there is no report either: the autoencoder of CONFIG encodes and decodes N samples, evenly
+    spread. The command prints the mean PSNR of the decoded pictures, and their Fréchet distance to the pictures of the
+    data. Both numbers show how much quality the autoencoder alone loses.
     """
     from hookdiff import load_config
     from hookdiff.disk import writing
@@ -145,7 +145,7 @@ def _to_shards(config: Any, folder: Path, size: float, overwrite: bool) -> dict[
     from hookdiff_data.encoded import is_encoded
     from hookdiff_data.shards import check_place, write_shards
 
-    check_place(folder, overwrite)  # before the data is looked at
+    check_place(folder, overwrite)  # before the data is read
     feed = build_feed(config, decode=False, encode="pictures").bind(1, config.run.seed)
     written = write_shards(feed, folder, int(size * 2**20))
     shared = {name: value for keys in config.data.shared.values() for name, value in keys.items()}
