@@ -178,7 +178,7 @@ class Aim(Sink):
                 logger.warning("Aim has lost the run %s in %s; a new one begins", run_hash, folder)
             self._hash = run_hash = mirrors[-1] if mirrors else None
         if run_hash and run.has_earlier_steps and not _goes_on(repo, run_hash, run.step):
-            if run_hash in _mirrors(repo, run.run_dir):  # not in a copy of a run directory
+            if run_hash in _mirrors(repo, run.run_dir):  # false in a copy of a run directory
                 _delete(repo, run_hash)
             run_hash = None
         options = {

@@ -59,7 +59,7 @@ class Autoguidance:
     at: float = field(
         default=0.3,
         validator=between(0, 0.95, open_ends=True),  # a later guide would hardly differ from the average
-        metadata=about("share of the run at which the last guide is made; each earlier one at this share of the next"),
+        metadata=about("share of the run at which the last guide is set; each earlier guide at this share of the next"),
     )
     interval: tuple[float, float] = field(
         default=(0.0, 2.5),
@@ -67,7 +67,7 @@ class Autoguidance:
         validator=is_interval,
         metadata=about("lowest and highest sigma / alpha at which guidance is used"),
     )
-    _step: int = saved(0, validator=COUNT)  # updates before the guide was taken
+    _step: int = saved(0, validator=COUNT)  # updates before the guide was copied
     _weights: dict[str, Tensor] = saved(factory=dict)  # of the guide, by parameter name, in the host
     _end: int | None = field(default=None, init=False)  # last step of the run, if it has one
 

@@ -23,7 +23,7 @@ def choose(
 
     The `last` newest are kept, and the newest scheduled checkpoint, to which a rollback goes back. Every `every`-th
     save is kept (0: none), and the checkpoint with the best value of the name `best`: the lowest, unless `highest`. A
-    value counts only if it has as many samples as the newest value; `best`/num is the logged number of samples.
+    value counts only if it is of as many samples as the newest value; `best`/num is the logged number of samples.
     """
     scheduled = next((info for info in checkpoints if info.scheduled), None)
 
@@ -62,7 +62,7 @@ class Logged:
             self._elsewhere = step
 
     def at(self, step: int) -> dict[str, float]:
-        """Return the finite values of `step`, which is saved now."""
+        """Return the finite values of `step`, to store them in its checkpoint."""
         if step != self._step:
             return {}
         self.is_found |= self.best in self._values

@@ -76,7 +76,7 @@ def _is_changed(root: Path, git: Path, common: Path, commit: str) -> bool:
         (ours / "HEAD").write_text(commit)
         for file in (git / "index", *git.glob("sharedindex.*")):
             check_kind(file)
-            # Keep the time of the file: git compares the content of files that are as new as the index (in seconds).
+            # Keep the time: git compares the content of files that are as new as the index, in whole seconds.
             shutil.copy2(file, ours / file.name)
         until = time.monotonic() + _SECONDS
         # Drop git's variables of the caller: git sets some if one of its hooks starts a run.

@@ -26,7 +26,7 @@ class RunSaves:
     alarms: Alarms = field(factory=Alarms, init=False)
     due: Due = field(init=False)
     writer: Writer | None = field(default=None, init=False)  # None: the folder is not prepared
-    revision: dict[str, Any] | None = field(default=None, init=False)  # of the code, as the run began
+    revision: dict[str, Any] | None = field(default=None, init=False)  # revision of the code at the start of the run
     damaged: set[Path] = field(factory=set, init=False)  # checkpoints that were skipped
     source: Path | None = field(default=None, init=False)  # the checkpoint that was read last
     start: Place | None = field(default=None, init=False)  # of the checkpoint that the run began from

@@ -107,7 +107,7 @@ def _flow(objective: Diffusion, sampling: Any) -> Equivalent:
     scale, spacing = process.time_scale, sampling.spacing
     _check_free(objective, sampling, parts.FlowPrediction, (parts.Trailing, parts.Shifted))
     if scale != int(scale):
-        raise _refusal("diffusion.process.time_scale", scale, "the flow scheduler takes whole numbers", OTHERWISE)
+        raise _refusal("diffusion.process.time_scale", scale, "diffusers takes only whole numbers", OTHERWISE)
     shift = spacing.shift if type(spacing) is parts.Shifted else process.shift
     # The times of the scheduler would end at 1 / time_scale, and not at 1 / steps.
     times = f"sigmas=[1 - i / {sampling.steps} for i in range({sampling.steps})]"
@@ -133,7 +133,7 @@ def _edm(objective: Diffusion, sampling: Any) -> Equivalent:
 def _check_free(
     objective: Diffusion, sampling: Any, prediction: type[Choice], spacings: tuple[type[Choice], ...]
 ) -> None:
-    """Refuse every sampler but Euler's method for `prediction`, without noise and without clipping."""
+    """Refuse every sampler except Euler's method for `prediction`, without noise and without clipping."""
     _check("diffusion.prediction", objective.prediction, (prediction,))
     _check("sampling.sampler", sampling.sampler, (parts.Euler, parts.DDIM))
     _check_noise(sampling.sampler, "churn", "eta")

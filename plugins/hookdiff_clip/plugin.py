@@ -24,7 +24,7 @@ class Clip:
 
     rule: Rule = field(default=Norm(), converter=chosen[Rule], metadata=about("rule by which gradients are clipped"))
     adopted: tuple[str, ...] = field(
-        default=(), metadata=about("plugins that train modules of their own, to be clipped one by one")
+        default=(), metadata=about("plugins with trained modules, which are clipped, too, one by one")
     )
     _clipped: dict[str, tuple[Rule, Gradients]] = field(init=False)  # copies of the rule, by prefix of logged names
 

@@ -22,7 +22,7 @@ class Recorder:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Run the `with` block on the stream of the recordings, so that first calls prepare their work there."""
+        """Run the `with` block on the stream of the recordings, so that first calls set up their kernels there."""
         usual = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):

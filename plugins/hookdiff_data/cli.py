@@ -139,7 +139,7 @@ def _print_reconstruction(config: Any, num: int, features: str | None, as_json: 
 
 
 def _to_shards(config: Any, folder: Path, size: float, overwrite: bool) -> dict[str, Any]:
-    """Write the shards, and return the facts of `write_shards`, with all keys of [data] that the config sets."""
+    """Write the shards, and return the result of `write_shards`, with all keys of [data] that the config sets."""
     from hookdiff.experiment import build_feed
     from hookdiff.options import as_toml
     from hookdiff_data.encoded import is_encoded

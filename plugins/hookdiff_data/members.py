@@ -107,7 +107,7 @@ def _parts(feed: Feed) -> Iterator[tuple[int, Any]]:
         return
     if memory and memory.images.dtype == torch.uint8 and memory.images.shape[1] in (2, 4):
         channels = memory.images.shape[1]
-        raise UserError(f"images in memory with {channels} channels of uint8 would become transparent in a shard")
+        raise UserError(f"uint8 images in memory with {channels} channels would be transparent in a shard: use 1 or 3")
     for index in feed.usable.tolist():
         if memory:
             image, label = memory.images[index], None if memory.labels is None else int(memory.labels[index])

@@ -177,7 +177,7 @@ def check_times(levels: Sequence[Drawn], std: float) -> Finding:
         warning_if(
             missed,
             f"the training never draws {listed(missed, len(missed))}",
-            "diffusion.times = 'uniform', or options of it that spread the times",
+            "diffusion.times = 'uniform', or options that spread the times more",
         ),
     )
 
@@ -224,7 +224,7 @@ def check_learning(trial: Trial, trained: bool = False, resumed: bool = False) -
         (rate == 0 and change == 0, Finding("ok", "not judged, because the schedule has ended at a rate of 0")),
         (back or wild or lost or ruined, too_high),
         (peak > RUIN * first or change > LARGE_CHANGE, rate_too_high(numbers, rate)),
-        (flat and trial.is_warming_up, Finding("ok", f"it is still being warmed up; {numbers}")),
+        (flat and trial.is_warming_up, Finding("ok", f"the learning rate is still warming up; {numbers}")),
         warning_if(flat, "the loss does not fall", other),
     )
 
@@ -246,7 +246,7 @@ def check_gradients(
     return judge(
         f"in {len(sizes)} of {len(layers)} layers",
         (dead, dead_layers(f"{len(dead)} of {len(layers)}: {listed(dead, 3)}", "error")),
-        warning_if(unused, missing, "a call without detach(), or freeze them (requires_grad_(False)), or remove them"),
+        warning_if(unused, missing, "a call without detach(), or to freeze (requires_grad_(False)) or remove them"),
         warning_if(uneven, f"the gradients of {top} are {over:.0e} times the usual ones", "a normalisation before it"),
     )
 
@@ -296,7 +296,7 @@ def check_levels(levels: Sequence[Level], times: Sequence[Drawn], trained: bool)
     shown = "clean to noisy, relative to predicting the mean: " + " ".join(f"{ratio:.2f}" for ratio in ratios)
     return judge(
         shown + ("; the trial is too short to judge them" if new and not trained else ""),
-        error_if(not all(map(math.isfinite, ratios)), "errors not finite", "another schedule; see the output, too"),
+        error_if(not all(map(math.isfinite, ratios)), "errors not finite", "another schedule; see the check of the output"),
         error_if(
             trained and new, "the network predicts no better than the mean", "another learning rate; see the output"
         ),
@@ -328,7 +328,7 @@ def check_average(name: str, average: Sequence[Level], plain: Sequence[Level], t
     """Judge the averaged weights called `name` beside the model's own, by their errors."""
     averaged, unaveraged = (statistics.fmean(level.error for level in levels) for levels in (average, plain))
     over = averaged / (unaveraged or math.nan)
-    slow = "a lower decay, a warm-up of it, or a longer training"
+    slow = "a lower decay, a warm-up of the decay, or a longer training"
     return judge(
         f"{name} has {over:.2f} times the error of the model's own weights",
         warning_if(trained and over == 1, f"{name} has exactly the errors of the model's own weights: is it updated?"),
@@ -356,7 +356,7 @@ def check_trial(trial: Trial) -> Finding:
     if made > asked:
         more = f"{made - asked} more through the warm-up, in growing strides, and at the rate after it"
         return Finding("ok", f"{made} updates: {asked}, and {more}")
-    why = f"{tried - made} of {tried} steps made none" if tried > made else "half a minute was over"
+    why = f"{tried - made} of {tried} steps made none" if tried > made else "the time limit is half a minute"
     why = "a step that is not finite stopped it" if trial.outcome == "stopped" else why
     return Finding("ok", f"{made} updates" if made == asked else f"{made} of {asked} updates: {why}")
 

@@ -1,4 +1,4 @@
-"""Whether samples are copies of training images."""
+"""Finds samples that are copies of training images."""
 
 from __future__ import annotations
 

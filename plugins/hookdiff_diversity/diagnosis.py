@@ -16,8 +16,8 @@ COVERED = 0.7  # of the modes
 DOMINANT = 0.3  # share of the samples in their most frequent mode, minus the mode's share of the data
 COPIED = 0.1  # share of the samples; lower if only some training images are compared, but chance gives 1%
 FEWEST_COPIES = 0.04
-VARIANCE = 0.8  # of the data's
-DISTANCE = 0.9  # of the mean distance of two images of the data
+VARIANCE = 0.8  # ratio to the variance of the data
+DISTANCE = 0.9  # ratio to the mean distance of two images of the data
 
 Kind = Literal["healthy", "unlike the data", "collapsed to few modes", "copies of the training set", "too uniform"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -1,4 +1,4 @@
-"""Which modes of the data the samples cover. The modes are clusters of the data's features."""
+"""Counts the modes of the data that samples cover. The modes are clusters of the data's features."""
 
 from __future__ import annotations
 

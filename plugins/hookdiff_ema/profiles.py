@@ -53,7 +53,7 @@ class Warmup(Choice, ABC):
 
 @define(frozen=True)
 class Ratio(Warmup):
-    """At most (1 + n) / (10 + n) at update n."""
+    """The decay is at most (1 + n) / (10 + n) at update n."""
 
     def highest(self, num_updates: int) -> float:
         return (1 + num_updates) / (10 + num_updates)
@@ -61,7 +61,7 @@ class Ratio(Warmup):
 
 @define(frozen=True)
 class Power(Warmup):
-    """At most 1 - (1 + n / inv_gamma)^-power at update n; at n = 0 this is 0, so the average copies the weights."""
+    """The decay is at most 1 - (1 + n / inv_gamma)^-power at update n; at n = 0, the average copies the weights."""
 
     inv_gamma: float = field(default=1.0, validator=gt(0), metadata=about("unit of n in the formula", "updates"))
     power: float = field(

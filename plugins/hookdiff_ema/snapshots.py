@@ -23,8 +23,8 @@ from hookdiff_ema.profiles import MAX_STD, Fit, fit
 
 FOLDER = "ema"  # in the run directory
 _ABOUT = "ema"  # key in the metadata of a snapshot
-_TOLERANCE = 0.1  # largest error of a profile, relative, in L2
-_ROUNDING = 0.01  # largest error of the weights from the rounding of snapshots, relative
+_TOLERANCE = 0.1  # largest relative L2 error of a profile
+_ROUNDING = 0.01  # largest relative error of the weights by the rounding of snapshots
 _UNIT = {"float16": 2.0**-11, "float32": 2.0**-24}  # relative rounding error of a number
 _NAME = re.compile(r"step-(\d{8,})-std=(.+)\.safetensors")
 

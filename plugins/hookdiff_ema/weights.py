@@ -1,4 +1,4 @@
-"""The weights of a model as the averages need them: in float32, on the device of the averages."""
+"""Gives the averages the weights of the model, in float32 and on the device of the averages."""
 
 from collections.abc import Mapping
 
@@ -63,7 +63,7 @@ class Weights:
         return [name for name, value in self._parameters.items() if now.get(name) != local(value).data_ptr()]
 
     def in_model_keys(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return `values`, which are by parameter name, by all keys of the model, and add the current buffers.
+        """Return `values`, given by parameter name, under all keys of the model, together with the current buffers.
 
         A tied parameter has each of its names, as in `model.state_dict()`.
         """
@@ -72,7 +72,7 @@ class Weights:
 
 
 def _landed(value: Tensor, device: torch.device) -> Tensor:
-    """Return `value` itself if it is on `device`, else an empty copy there."""
+    """Return `value` if it is on `device`, otherwise an empty tensor like it on `device`."""
     if value.device == device:
         return value
     # A copy from a GPU is asynchronous only into pinned memory.
@@ -80,7 +80,7 @@ def _landed(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _widened(value: Tensor) -> Tensor:
-    """Return `value` itself if it has at least float32, else an empty copy in float32."""
+    """Return `value` if it has at least float32, otherwise an empty float32 tensor like it."""
     dtype = torch.promote_types(value.dtype, torch.float32)
     return value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
 

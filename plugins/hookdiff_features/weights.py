@@ -73,7 +73,7 @@ def read_weights(published: Published, path: str | None, sha256: str | None, who
     if not is_published and digest != sha256:
         expected = sha256 or published.sha256
         way_out = (
-            f"to use it all the same, set sha256 = {digest!r} (for hookdiff fid: --feature-sha256)"
+            f"to use this file all the same, set sha256 = {digest!r} (for hookdiff fid: --feature-sha256)"
             if path
             else "remove the file, so that it is downloaded again"
         )

@@ -37,7 +37,7 @@ def kernel_distance(a: Tensor, b: Tensor) -> tuple[float, float]:
 
 
 def _sums(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums of the kernel over `b` for each of `a`, n, and over `a` for each of `b`, m."""
+    """Return the sums of the kernel over `b` for each row of `a` (n), and over `a` for each row of `b` (m)."""
     rows, columns = [], b.new_zeros(len(b))
     for part in torch.split(a, max(1, _PAIRS // len(b))):
         kernel = _kernel(part @ b.T, a.shape[1])

@@ -32,7 +32,7 @@ def neighbourhoods(samples: Tensor, data: Tensor) -> dict[str, float]:
     reach_samples = nearest_neighbours(samples, samples, _PRECISION_K, within=True)[0][:, -1]
     near_data, wide_data = reach_data[:, _PRECISION_K - 1], reach_data[:, -1]
     precise = recalled = dense = 0.0
-    closest = torch.full((num,), torch.inf, dtype=torch.float64)  # of the samples, to each data point
+    closest = torch.full((num,), torch.inf, dtype=torch.float64)  # distance of the closest sample to each data point
     for _, part in distances(samples, data):
         precise += float((part <= near_data).any(dim=1).sum())
         dense += float((part <= wide_data).sum())

@@ -101,7 +101,7 @@ class FID(ImageMetric):
             logger.info("fid: %s samples in the space %s, %s, %s", count, self.space.name, cost, when)
             if before not in (None, self.num):
                 counts = f"{self.num:,} samples per measurement from now on, {before:,} before"
-                logger.warning("fid: %s: do not compare the values (a checkpoint is best among equal numbers)", counts)
+                logger.warning("fid: %s: do not compare the values (keep_best compares only equal numbers)", counts)
 
     def _seconds(self) -> float:
         """Return the seconds that a sample takes now, measured on a batch."""

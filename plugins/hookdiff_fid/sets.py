@@ -68,9 +68,9 @@ class ImageSet:
     shape: tuple[int, ...]  # of the first image, c h w
     _read: Callable[[Sequence[Space]], list[Collected]]
     unreadable: dict[int, str] = field(factory=dict)  # reasons by image; filled by `features`
-    passed_over: Sequence[str] = ()  # texts about files that are no pictures
+    passed_over: Sequence[str] = ()  # texts about files that are not pictures
     made: Mapping[str, Any] = field(factory=dict)  # how a run makes the images; empty for other sets
-    is_data: bool = False  # of a run
+    is_data: bool = False  # the training data of a run
     transforms: Transforms | None = None  # of a run: they give other pictures the size and channels of its samples
     changed: dict[int, Sequence[str]] = field(factory=dict)  # by image, the changes of its size
 
@@ -80,7 +80,7 @@ class ImageSet:
 
     @property
     def remarks(self) -> list[str]:
-        """Texts about images that are left out, resized or cropped, and about files that are no pictures."""
+        """Texts about images that are left out, resized or cropped, and about files that are not pictures."""
         reasons = [self.unreadable[image] for image in sorted(self.unreadable)]
         counts = Counter(change for changes in self.changed.values() for change in changes)
         how = " and ".join(f"{counts[change]:,} {change}" for change in (_RESIZED, _CROPPED) if counts[change])

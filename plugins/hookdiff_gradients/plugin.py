@@ -107,7 +107,7 @@ class GradientMonitor:
     _weights: list[Tensor] = field(init=False)
     _ring: Tensor = field(init=False)  # (window, tensors): norms, by step modulo window
     _count: int = field(default=0, init=False)  # rows written
-    _columns: tuple[list[str], Tensor] = field(init=False)  # of the norms, if some tensors have no gradient
+    _columns: tuple[list[str], Tensor] = field(init=False)  # of the norms that exist, if some tensors have no gradient
     _sizes: dict[str, Tensor] = field(factory=dict, init=False)  # sizes of the entries in the current step
     _histograms: dict[str, Distribution] = field(factory=dict, init=False)  # of the gradients of the current step
     _before: list[Tensor] = field(factory=list, init=False)  # weights before the current update, if its step is logged

@@ -18,7 +18,7 @@ _USUAL = 600.0  # default of the seconds of training
 _STEPS = 800
 _ENOUGH = 8  # beyond this multiple of the steps, more steps improve little
 _SIDE = 32  # fewer pixels are hard to recognise, so this side is not reduced to save time
-_TRIED = 4  # steps on trial; the fastest counts
+_TRIED = 4  # steps on trial; the fastest step counts
 _BATCH = 32
 
 

@@ -24,7 +24,7 @@ class Network:
 
     @property
     def divisor(self) -> int:
-        """The number by which sides of its images are divisible."""
+        """The number that must divide the sides of its images."""
         return int(2 ** (len(self.mults) - 1))
 
 
