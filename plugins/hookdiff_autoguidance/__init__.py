@@ -16,7 +16,7 @@ from hookdiff.models import Sampler, choose_weights, compiled
 from hookdiff.options import COUNT, about, between, is_interval
 
 logger = logging.getLogger("hookdiff")
-OWN = "model"  # the name of weights that are no average
+OWN = "model"  # the name of weights that are not an average
 
 
 @define(frozen=True)
@@ -59,7 +59,7 @@ class Autoguidance:
     at: float = field(
         default=0.3,
         validator=between(0, 0.95, open_ends=True),  # a later guide would hardly differ from the average
-        metadata=about("share of the run at which the last guide is set; each earlier guide at this share of the next"),
+        metadata=about("share of the run at which the last guide is made; each earlier one at this share of the next"),
     )
     interval: tuple[float, float] = field(
         default=(0.0, 2.5),

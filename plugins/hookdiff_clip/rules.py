@@ -149,7 +149,7 @@ class Following(Norm):
 class Adaptive(Following):
     """Like "norm", with a threshold that follows the running mean of the norms."""
 
-    factor: float = field(default=2.0, validator=gt(0), metadata=about("multiple of the mean; up to 1, it only falls"))
+    factor: float = field(default=2.0, validator=gt(0), metadata=about("threshold over mean; up to 1 it only falls"))
     decay: float = field(default=0.99, validator=[ge(0), lt(1)], metadata=about("decay of the mean per update"))
 
     def keep(self, past: list[float], norm: float) -> list[float]:

@@ -32,7 +32,7 @@ class Compile:
     )
     dynamic: bool | None = field(
         default=None,
-        metadata=about("true: compile once for all batch sizes; false: for each size; default: for all at the second"),
+        metadata=about("compile for all batch sizes (true) or for each (false); default: for all, at the second size"),
     )
     backend: str = field(default="inductor", validator=min_len(1), metadata=about('backend; "eager" compiles nothing'))
 

@@ -126,7 +126,7 @@ class CudaGraphs:
             reason = str(first).partition("\n")[0]
             raise UserError(
                 f"plugins.cuda_graphs: this step cannot be recorded: {reason}\n"
-                "  the network, the objective or a plugin needs the host: train without it, --plugins no:cuda_graphs"
+                "  the network, the objective or a plugin needs the host: train with --plugins no:cuda_graphs"
             ) from error
         what = "passes" if self._parts is None else "passes and update"
         logger.info(

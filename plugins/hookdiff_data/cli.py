@@ -207,7 +207,7 @@ def _captions(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for text, count in about["frequent"]:
             yield "", f"{count:,} x {shown(text if len(text) <= _SHOWN else f'{text[:_SHOWN]}...') or '(empty)'}"
         for encoder, tokens in about["tokens"].items():
-            cut = f"{tokens['cut']:,} cut at {tokens['limit']:,}" if tokens["limit"] else "none is cut"
+            cut = f"{tokens['cut']:,} truncated at {tokens['limit']:,}" if tokens["limit"] else "none is truncated"
             if tokens["unknown"]:
                 cut += f"; {tokens['unknown']:,} of the different ones have hardly a word that the tokenizer knows"
             if tokens["same"]:

@@ -296,7 +296,7 @@ def check_levels(levels: Sequence[Level], times: Sequence[Drawn], trained: bool)
     shown = "clean to noisy, relative to predicting the mean: " + " ".join(f"{ratio:.2f}" for ratio in ratios)
     return judge(
         shown + ("; the trial is too short to judge them" if new and not trained else ""),
-        error_if(not all(map(math.isfinite, ratios)), "errors not finite", "another schedule; see the check of the output"),
+        error_if(not all(map(math.isfinite, ratios)), "errors not finite", "another schedule; see the output, too"),
         error_if(
             trained and new, "the network predicts no better than the mean", "another learning rate; see the output"
         ),

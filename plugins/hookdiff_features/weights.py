@@ -17,7 +17,7 @@ from hookdiff.machine import agree, first_rank_does, gathered_or_raised
 from hookdiff.options import about
 
 logger = logging.getLogger("hookdiff")
-# Of the options of features that have published weights.
+# Help texts for the options of features that have published weights.
 ABOUT_FILE = about(
     "file of the weights (.pth or .safetensors); default: the published weights, from torch's download cache"
 )
