@@ -31,7 +31,7 @@ from hookdiff_checkpoint.pieces import PieceLocation, Pieces, Start
 
 @define(frozen=True)
 class Part:
-    """This rank's share of one part of the state."""
+    """The share of one rank in a part of the state."""
 
     tensors: Mapping[str, Tensor]  # tensors that are not in pieces; only on the main rank
     values: Mapping[str, Any]
