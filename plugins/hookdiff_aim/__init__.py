@@ -22,7 +22,7 @@ from hookdiff.options import Writes, about
 
 logger = logging.getLogger("hookdiff")
 
-_IS_FILLED = "is_filled"  # attribute of our Aim runs: false until they have all earlier steps of the run
+_IS_FILLED = "is_filled"  # attribute of the Aim runs of hookdiff: false until they have all earlier steps
 
 
 @define(frozen=True)
@@ -32,7 +32,7 @@ class AimState:
     run: str | None = field(validator=optional(matches_re("[0-9a-f]+")))
 
 
-# alembic would look for modules in the working directory even with a safe path.
+# Even with a safe path, alembic would look for modules in the working directory, so leave that directory.
 _UPGRADE = """import os, sys
 os.chdir(os.path.dirname(sys.argv[2]))
 from alembic.config import main
@@ -41,7 +41,7 @@ main(sys.argv[1:])"""
 
 @contextmanager
 def _safe_upgrades() -> Iterator[None]:
-    """Let the process that makes or upgrades a repository import nothing of the working directory."""
+    """Keep the process that makes or upgrades a repository from importing modules of the working directory."""
     _aim()
     utils: Any = importlib.import_module("aim.storage.migrations.utils")
     words_of = utils.create_migration_cmd
@@ -63,9 +63,9 @@ def _safe_upgrades() -> Iterator[None]:
 class Aim(Sink):
     """Tracks metrics, pictures, histograms, texts, events and the config in Aim; look at them with `aim up --repo DIR`.
 
-    A resumed run goes on in the same Aim run. After a crash the Aim run may have steps that the run makes again, or it
-    may lack earlier steps. Then a new Aim run, filled from the run directory, replaces it. A run that is resumed into
-    another directory gets a new Aim run, too.
+    A resumed run continues the same Aim run. After a crash, the Aim run may lack earlier steps, or have steps that the
+    run repeats. Then a new Aim run replaces the old one, with the earlier steps from the run directory. A run that is
+    resumed into another directory gets a new Aim run, too.
     """
 
     repo: Annotated[str | None, Writes()] = field(
@@ -79,7 +79,7 @@ class Aim(Sink):
         metadata=about("time between two records of CPU, GPU and memory; 0: none; default: none", "seconds"),
     )
     capture_terminal_logs: bool = field(
-        default=False, metadata=about("record what the process prints, for which Aim patches stdout and stderr")
+        default=False, metadata=about("record all text that the process prints; Aim patches stdout and stderr")
     )
     _run: Any = field(init=False, default=None)
     _is_new: bool = field(init=False, default=False)  # the Aim run
@@ -116,7 +116,7 @@ class Aim(Sink):
         if "://" not in folder:
             own_files(Path(folder, ".aim"))
             _create(folder)
-        if self._run is None:  # otherwise this is the repetition of a call that failed further down
+        if self._run is None:  # otherwise `open` is called again after a failure further down
             self._run = self._open_run(folder, run)
             self._is_new = self._run.hash != self._hash
             self._hash, self._lines = self._run.hash, {}
@@ -154,7 +154,7 @@ class Aim(Sink):
             self._run.track(make(hist=bins.counts, bin_range=(bins.low, bins.high)), name=name, step=step)
 
     def event(self, step: int, time: float, event: Event) -> None:
-        # Aim keeps one value of a name, context and step.
+        # For one name, context and step, Aim keeps only one text, so the lines are joined.
         lines = self._lines.setdefault((step, event.kind), [])
         if event.text not in lines:
             lines.append(event.text)
@@ -169,7 +169,7 @@ class Aim(Sink):
         return self.repo or str(run.run_dir.parent if run.run_dir else ".")
 
     def _open_run(self, folder: str, run: TrackedRun) -> Any:
-        """Return the Aim run to go on with, or a new one."""
+        """Return the Aim run that this run continues, or a new Aim run."""
         aim = _aim()
         repo, run_hash = aim.Repo.from_path(folder), None if run.is_branch else self._hash
         if run_hash and run_hash not in _hashes(repo):
@@ -178,7 +178,7 @@ class Aim(Sink):
                 logger.warning("Aim has lost the run %s in %s; a new one begins", run_hash, folder)
             self._hash = run_hash = mirrors[-1] if mirrors else None
         if run_hash and run.has_earlier_steps and not _goes_on(repo, run_hash, run.step):
-            if run_hash in _mirrors(repo, run.run_dir):  # if this directory is a copy, it belongs to the original
+            if run_hash in _mirrors(repo, run.run_dir):  # false in a copy of a run directory
                 _delete(repo, run_hash)
             run_hash = None
         options = {
@@ -190,11 +190,11 @@ class Aim(Sink):
         try:
             return aim.Run(run_hash, **options)
         except Timeout:
-            # A process that was killed on another machine has left its lock; the checkpoint shows that the run is ours.
+            # A process that was killed on another machine left its lock; by the checkpoint, the Aim run is of this run.
             return aim.Run(run_hash, force_resume=True, **options)
 
     def is_transient(self, error: Exception) -> bool:
-        """Return whether a call that raised `error` is repeated; a locked database of Aim is one more reason."""
+        """Return whether to repeat a call that raised `error`: as for any sink, and if Aim's database is locked."""
         from sqlalchemy.exc import OperationalError
 
         return super().is_transient(error) or isinstance(error, OperationalError)
@@ -232,12 +232,12 @@ def _create(folder: str) -> None:
 
 
 def _hashes(repo: Any) -> list[str]:
-    _aim().Repo._all_run_hashes.cache_clear()  # this list may be half a second old, and lack a new run
+    _aim().Repo._all_run_hashes.cache_clear()  # Aim's cached list may be half a second old, and lack a new run
     return sorted(repo.list_all_runs())
 
 
 def _tree(repo: Any, run_hash: str) -> Any:
-    """Return the stored values of an Aim run; `aim.Run` would show none of a run that Aim has not indexed yet."""
+    """Return the stored values of an Aim run; `aim.Run` shows no values of a run before Aim has indexed it."""
     return repo.request_tree("meta", run_hash, read_only=True).subtree("meta").subtree("chunks").subtree(run_hash)
 
 
@@ -250,7 +250,7 @@ def _mirrors(repo: Any, run_dir: Path | None) -> list[str]:
 
 
 def _goes_on(repo: Any, run_hash: str, step: int) -> bool:
-    """Return whether an Aim run has all that was logged up to `step`, and nothing that was logged after it."""
+    """Return whether an Aim run has all values that were logged up to `step`, and no values of later steps."""
     tree = _tree(repo, run_hash)
     traces = tree.get("traces", {}).values()
     # Aim itself logs the machine's load and the terminal, with steps of its own.

@@ -17,7 +17,7 @@ from hookdiff.options import COUNT, about, numbers
 logger = logging.getLogger("hookdiff")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_KEPT = 16  # number of void steps in the state: so many halve the scale from 65536 to 1
+_KEPT = 16  # newest void steps in the saved state; 16 of them halve the scale from 65536 to 1
 
 
 @define(frozen=True)
@@ -33,31 +33,31 @@ class ScalerState:
 
 @define(frozen=True)
 class AMPState:
-    """The saved state of `AMP`; it has no scaler unless it trains in fp16."""
+    """The saved state of `AMP`; `scaler` is None unless the precision is fp16."""
 
     scaler: ScalerState | None
     num_void: int = field(validator=COUNT)
-    fell: list[tuple[int, float]] = field(validator=numbers(least=0))  # position and scale
+    fell: list[tuple[int, float]] = field(validator=numbers(least=0))  # position, and scale before the step
 
 
 @define(eq=False)
 class AMP:
     """Computes the loss in bf16 or fp16, and scales it in fp16 so that small gradients survive.
 
-    If the gradients of a step overflow under a finite loss, the step is void: it is not counted, the scale is halved,
-    and no later hook of the step is called. At the lowest scale the step counts as not finite: `on_nan` is called, and
-    the report lists how the scale fell.
+    If the gradients of a step overflow although its loss is finite, the step is void: the step is not counted, the
+    scale is halved, and no later hook of the step is called. At the lowest scale, the step counts as not finite:
+    `on_nan` is called, and the report lists how the scale fell.
     """
 
     precision: Literal["auto", "bf16", "fp16", "off"] = field(
-        default="auto", metadata=about('"bf16", "fp16", "off", or "auto": the lowest that the device computes natively')
+        default="auto", metadata=about('"bf16", "fp16", "off", or "auto": the lowest native precision of the device')
     )
     init_scale: float = field(default=65536.0, validator=gt(0), metadata=about("with fp16, initial factor of the loss"))
     growth_interval: int = field(
         default=2000, validator=ge(1), metadata=about("with fp16, steps without an overflow before the scale doubles")
     )
     min_scale: float = field(
-        default=1.0, validator=gt(0), metadata=about("with fp16, lowest scale; an overflow at it fails the step")
+        default=1.0, validator=gt(0), metadata=about("with fp16, lowest scale; an overflow there fails the step")
     )
     scaler: GradScaler | None = field(default=None, init=False)
     num_void: int = field(default=0, init=False)
@@ -82,7 +82,7 @@ class AMP:
         if self._dtype is not torch.float16:
             return
         if loop.device.type == "cpu":
-            logger.info('amp: a CPU is slow in fp16, often ten times slower than in float32: precision = "auto"')
+            logger.info('amp: a CPU is often ten times slower in fp16 than in float32; set precision = "auto"')
         for name, parameter in (*loop.model.named_parameters(), *loop.adopted.named_parameters()):
             if parameter.requires_grad and parameter.dtype in DTYPES.values():
                 raise UserError(
@@ -91,7 +91,7 @@ class AMP:
                 )
         self.scaler = GradScaler(loop.device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
 
-    @hookimpl(wrapper=True, tryfirst=True)  # outside of all other wrappers, so that what they compute is cast too
+    @hookimpl(wrapper=True, tryfirst=True)  # outside of all other wrappers, so that autocast covers them, too
     def compute_loss(self, loop: Loop) -> Generator[None, LossOutput, LossOutput]:
         if self._dtype is None:
             return (yield)
@@ -112,7 +112,7 @@ class AMP:
         for optimizer in loop.all_optimizers:
             self.scaler.unscale_(optimizer)
         loop.gradients.clear()
-        # The loop needs the same transfer later, so it costs nothing here.
+        # `finite` waits for the device. The loop reads the same flag later, so this wait costs nothing extra.
         if loop.gradients.finite or not loop.gradients.overflowed:
             return True
         scale = self.scaler.get_scale()
@@ -135,7 +135,7 @@ class AMP:
 
     @hookimpl
     def on_device(self, loop: Loop) -> list[DevicePart] | None:
-        """Return no work: autocast is recorded with the passes. The scale of fp16 needs the host."""
+        """Return no work, since autocast is recorded with the passes; None in fp16, since the scale needs the host."""
         return [] if self.scaler is None else None
 
     @hookimpl
@@ -147,7 +147,7 @@ class AMP:
         earlier = "".join(f"{before:g} (batch {position:g}) > " for position, before in self._fell)
         report.notes["loss scale"] = f"{earlier}{scale:g}" + (", the lowest allowed" if scale <= self.min_scale else "")
         flags = self._flags(loop)
-        if loop.agree(any(map(bool, flags))):  # for adopted modules they were set before the ranks averaged gradients
+        if loop.agree(any(map(bool, flags))):  # flags of adopted modules were set before the ranks averaged gradients
             for flag in flags:
                 flag.fill_(1)
         self._lower()
@@ -183,7 +183,7 @@ class AMP:
         return {"scaler": scaler, "num_void": self.num_void, "fell": self._fell}
 
     def load_state_dict(self, state: AMPState) -> None:
-        """Restore the scale; if the saved run had no scaler, it begins with `init_scale`."""
+        """Restore the scale; if the saved run had no scaler, the scale begins at `init_scale`."""
         self.num_void, self._fell = state.num_void, [list(pair) for pair in state.fell]
         if self.scaler and state.scaler:
             # The growth interval of the config counts, not the saved one.

@@ -19,13 +19,13 @@ Layout = Literal["n h w", "n h w c", "n c h w"]
 class Arrays:
     """Images in one array: an .npy stays on disk and is read image by image.
 
-    An .npz, or an .npy in the order of Fortran, is read into memory.
+    An .npz, or an .npy in Fortran order, is read into memory.
 
     Args:
         path: an .npy or .npz file
         images: name of the array in an .npz; default: "images", or the only array
         labels: name of the array of labels in an .npz, or path of a separate .npy; one integer for each image (-1:
-            unknown); default: "labels" if the .npz has it
+            unknown); default: the array "labels" of the .npz, if there is one
         layout: "n h w", "n h w c" or "n c h w"; default: the only layout that the shape allows
         value_range: [low, high], the values of black and white; required unless the array is uint8
 

@@ -76,7 +76,7 @@ class Autoencoder(PictureEncoder):
         """Read config.json.
 
         Raises:
-            UserError: if there is no such file, or it names a class that is not known here.
+            UserError: if there is no config.json, or its class is not supported.
         """
         config = table_in(self.folder, _CONFIG, "autoencoder of diffusers", _is_known)
         if not isinstance(name := config.get("_class_name"), str):
@@ -89,7 +89,7 @@ class Autoencoder(PictureEncoder):
         """Find the weights.
 
         Raises:
-            UserError: if there are none in safetensors, or several.
+            UserError: if the folder has no weights in safetensors, or several files to choose from.
         """
         return weights_in(self.folder, (_USUAL.removesuffix(".safetensors") + INDEX, _USUAL))
 
@@ -117,9 +117,9 @@ class Autoencoder(PictureEncoder):
         return self._own_scale()
 
     def _own_scale(self) -> tuple[Sequence[float], Sequence[float]]:
-        """Return mean and deviation such that pipelines of diffusers scale latents x to (x - mean) / std.
+        """Return the mean and std with which pipelines of diffusers scale latents x to (x - mean) / std.
 
-        A key that config.json leaves out has the default of its class. Keys that the class does not have are ignored.
+        A key that is missing in config.json has the default of the autoencoder's class. Other keys are ignored.
         """
         import diffusers
 
@@ -137,7 +137,7 @@ class Autoencoder(PictureEncoder):
         return mean, tuple(deviation / factor for deviation in std)
 
     def _numbers(self, key: str, value: Any, num: int, above: float = -math.inf) -> tuple[float, ...]:
-        """Return the `num` numbers that a key of config.json has as a list; one number may stand by itself."""
+        """Return the `num` numbers of a key of config.json, which has a list, or a single number if `num` is 1."""
         items = value if isinstance(value, list) else [value]
         are_numbers = all(type(item) in (int, float) and math.isfinite(item) and item > above for item in items)
         if len(items) != num or not are_numbers:
@@ -147,7 +147,7 @@ class Autoencoder(PictureEncoder):
 
     def to_diffusers(self, mean: Sequence[float], std: Sequence[float]) -> Any:
         network = self._loaded()
-        network.register_to_config(_name_or_path=None)  # a folder of this machine
+        network.register_to_config(_name_or_path=None)  # the name is a local folder
         if getattr(network, "quant_conv", None) is not None and network.post_quant_conv is not None:
             _fold(network, mean, std)
             network.register_to_config(**_UNSCALED)
@@ -166,14 +166,14 @@ def _is_known(config: Mapping[str, Any]) -> bool:
 
 @torch.no_grad()
 def _fold(network: Any, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Let `network` decode z = (latents - mean) / std, and encode pictures to z, by changing its convolutions 1 x 1."""
+    """Change the 1 x 1 convolutions of `network`: it then encodes to, and decodes, z = (latents - mean) / std."""
     num = network.config.latent_channels
     center, width = (torch.tensor(values, dtype=torch.float64).expand(num) for values in (mean, std))
     first, last = network.post_quant_conv, network.quant_conv
     weight = first.weight.double()
     first.bias.add_(weight.flatten(1) @ center)
     first.weight.copy_(weight * width.view(-1, 1, 1))
-    factor = torch.cat([1 / width, torch.ones(num)])  # of the means, and of the logarithms of the variances
+    factor = torch.cat([1 / width, torch.ones(num)])  # factors of the means, and of the log-variances
     last.weight.copy_(last.weight.double() * factor.view(-1, 1, 1, 1))
     last.bias.copy_(last.bias.double() * factor - torch.cat([center / width, 2 * width.log()]))
 
@@ -190,7 +190,7 @@ class _Network:
 
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
         if pictures.shape[1] != self.channels:
-            way_out = "; data.channels = 3 makes RGB pictures of grey ones" if self.channels == 3 else ""
+            way_out = "; set data.channels = 3 to convert grey pictures to RGB" if self.channels == 3 else ""
             raise UserError(
                 f"data.encode: {self.options.path} takes pictures of {self.channels} channels, these have "
                 f"{pictures.shape[1]}{way_out}"

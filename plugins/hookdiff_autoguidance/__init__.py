@@ -16,7 +16,7 @@ from hookdiff.models import Sampler, choose_weights, compiled
 from hookdiff.options import COUNT, about, between, is_interval
 
 logger = logging.getLogger("hookdiff")
-OWN = "model"  # the name of weights that are no average
+OWN = "model"  # the name of weights that are not an average
 
 
 @define(frozen=True)
@@ -47,19 +47,19 @@ class AwayFrom(Guidance):
 class Autoguidance:
     """Guides samples away from earlier outputs of the network (Karras et al. 2024, arXiv 2406.02507).
 
-    The guide is a copy of the averaged weights from earlier in the run. It makes the same mistakes as the network, only
-    larger ones, so the step from its output to the network's points away from these mistakes. Each step of the sampler
-    calls both. The guide takes as much memory in the host as the weights.
+    The guide is a copy of the averaged weights from earlier in the run. It makes the same mistakes as the network, but
+    larger, so the difference from the guide's output to the network's points away from these mistakes. Each step of the
+    sampler calls the guide and the network. The guide takes as much host memory as the weights.
 
-    Only samples of averaged weights are guided. There is no guidance beside classifier-free guidance, with sharded
-    weights, or with a sampler that is not hookdiff's.
+    Only samples of averaged weights are guided. This plugin does not guide samples if classifier-free guidance is on,
+    if the weights are sharded, or if the sampler is not one of hookdiff.
     """
 
     scale: float = field(default=1.5, validator=ge(1), metadata=about("strength; 1: no guidance"))
     at: float = field(
         default=0.3,
-        validator=between(0, 0.95, open_ends=True),  # a later guide would be the average itself
-        metadata=about("share of the run at which the last guide is taken; each earlier one at this share of the next"),
+        validator=between(0, 0.95, open_ends=True),  # a later guide would hardly differ from the average
+        metadata=about("share of the run at which the last guide is made; each earlier one at this share of the next"),
     )
     interval: tuple[float, float] = field(
         default=(0.0, 2.5),
@@ -67,15 +67,15 @@ class Autoguidance:
         validator=is_interval,
         metadata=about("lowest and highest sigma / alpha at which guidance is used"),
     )
-    _step: int = saved(0, validator=COUNT)  # updates before the guide was taken
+    _step: int = saved(0, validator=COUNT)  # updates before the guide was copied
     _weights: dict[str, Tensor] = saved(factory=dict)  # of the guide, by parameter name, in the host
     _end: int | None = field(default=None, init=False)  # last step of the run, if it has one
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        self._step, self._weights = 0, _average_of(loop)  # to hold the memory from the first step on
+        self._step, self._weights = 0, _average_of(loop)  # takes the memory before the first step
         if not self._weights:
-            logger.info("autoguidance: there is no average to take a guide from, so no samples are guided")
+            logger.info("autoguidance: no samples are guided, since the weights are sharded or have no average")
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
@@ -83,7 +83,7 @@ class Autoguidance:
 
     @hookimpl
     def before_step(self, loop: Loop) -> None:
-        # After the update, the guide of samples that other plugins make would depend on the order of the plugins.
+        # If the guide were copied after the update, samples of other plugins would depend on the order of plugins.
         step = loop.progress.step
         if self._step < landmark(step, self.at, self._end):
             self._step, self._weights = step, _average_of(loop)
@@ -108,7 +108,7 @@ class Autoguidance:
 
     @hookimpl
     def check_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Raise ValueError for a guide of another model than `model`."""
+        """Raise ValueError unless the saved guide has the names and shapes of the weights of `model`."""
         parameters = dict(model.named_parameters())
         for name, value in state["weights"].items():
             if name not in parameters:
@@ -119,7 +119,7 @@ class Autoguidance:
 
 
 def _average_of(loop: Loop) -> dict[str, Tensor]:
-    """Return a copy of the first average in the host; empty without an average, and if its weights are sharded."""
+    """Return a copy of the first average in host memory; {} without an average, or if its weights are sharded."""
     name, values = choose_weights(None, OWN, loop.hook.offer_weights(loop=loop))
     average = {} if name == OWN else values()
     if any(map(is_sharded, average.values())):
@@ -132,11 +132,11 @@ def _is_unguided(sampler: Sampler | None) -> TypeGuard[Sampling]:
 
 
 def landmark(step: int, share: float, end: int | None) -> int:
-    """Return the newest step, up to `step`, at which a guide is taken; 0 before the first.
+    """Return the newest step, up to `step`, at which a guide is copied; 0 before the first guide.
 
-    A run that ends at step `end` takes the last guide at `end` * `share`. Each earlier guide is taken at `share` of the
-    steps of the next one, so that the first guides are soon replaced. A run without an end replaces the guide of step s
-    at step s / `share`.
+    A run that ends at step `end` copies the last guide at step `end` * `share`. Each earlier guide is copied at `share`
+    times the step of the next guide, so that the first guides are soon replaced. A run without an end replaces the
+    guide of step s at step s / `share`.
     """
     at = 1.0 if end is None else end * share
     while end is None and at / share <= step:

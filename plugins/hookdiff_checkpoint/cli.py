@@ -73,4 +73,4 @@ def command(
         plugins = [hook.plugin_name for hook in loop.plugins.order("sample") if hook.plugin_name in loop.plugins]
     click.echo(f"{out}: the {origin}\n  {usage}")
     if is_changed:
-        click.echo(f"  hookdiff sample also uses {', '.join(plugins)}; these weights alone make other images")
+        click.echo(f"  hookdiff sample also uses {', '.join(plugins)}; these weights alone give other images")

@@ -23,7 +23,7 @@ def check_place(out: Path, to: str, overwrite: bool) -> None:
         return
     earlier = out.is_file() if to == "safetensors" else (out / "scheduler" / "scheduler_config.json").is_file()
     if not earlier:
-        raise UserError(f"{out} exists and is no export to {to}, which --overwrite never replaces; choose another name")
+        raise UserError(f"{out} exists and is no export to {to}, which --overwrite cannot replace; choose another name")
     check_free(out, overwrite)
 
 
@@ -33,7 +33,7 @@ def write_weights(out: Path, net: nn.Module, metadata: Mapping[str, str]) -> str
         write_tensors(path, plain_tensors(net), metadata)
     others = [name for name, value in net.state_dict().items() if not isinstance(value, Tensor)]
     strict = ", strict=False" if others else ""
-    left_out = f"\n  left out, since they are no tensors: {listed(others, 3)}" if others else ""
+    left_out = f"\n  left out, since they are not tensors: {listed(others, 3)}" if others else ""
     return f"model.load_state_dict(safetensors.torch.load_file({str(out)!r}){strict}){left_out}"
 
 

@@ -3,9 +3,9 @@
 The manifest is written last, and has digests of all files and of itself. A folder with an intact manifest is a complete
 checkpoint, whatever its name; a folder without one is not a checkpoint.
 
-Each part of the state has a file of its own, and each plugin is a part. `model.safetensors` and `ema.safetensors` have
-the keys of the model. If the ranks of a run share a tensor, each rank writes its piece under the tensor's name to a
-file such as `model-00002-of-00008.safetensors`, and the manifest has the place where each piece begins.
+Each part of the state, such as the model or a plugin, has a file of its own. `model.safetensors` and `ema.safetensors`
+have the keys of the model. If ranks share a tensor, each rank writes its piece under the tensor's name to a file such
+as `model-00002-of-00008.safetensors`, and the manifest has the place where each piece begins.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FOREIGN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeErro
 
 
 class NewerFormat(UserError):
-    """A later hookdiff wrote the checkpoint; to resume from an older checkpoint would undo its work."""
+    """A later hookdiff wrote the checkpoint; resuming from an older checkpoint would lose the later steps."""
 
 
 @define(frozen=True)
@@ -51,13 +51,13 @@ class CheckpointInfo:
 
     path: Path
     place: tuple[int, int]  # position and epoch; the newest checkpoint of a run has the largest
-    number: int  # of the save, from 1
+    number: int  # of the save in its run, from 1
     scheduled: bool  # saved at a time that the config sets, not at the end of a run
     metrics: Mapping[str, float]  # values logged at its step
 
     @classmethod
     def of(cls, path: Path, manifest: Mapping[str, Any]) -> CheckpointInfo:
-        """Return the checkpoint that `manifest` describes; raises one of `_FOREIGN` if it cannot."""
+        """Return the checkpoint that `manifest` describes; raises one of `_FOREIGN` if hookdiff did not write it."""
         progress = manifest["parts"]["progress"]["values"]
         position, epoch, *others = (index(progress[name]) for name in _COUNTS)
         number = index(manifest["number"])
@@ -100,7 +100,7 @@ def newest_first(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 
 def _folders(parent: Path) -> list[Path]:
-    """Return the folders in `parent` that are named as checkpoints, or hold a manifest.
+    """Return the folders in `parent` that have the name of a checkpoint, or hold a manifest.
 
     A folder with control characters in its name is left out.
     """
@@ -154,7 +154,7 @@ def read_checkpoint(path: Path, share: int = 0, num_shares: int = 1) -> dict[str
     tensors. When several processes read the checkpoint together, each verifies the digests of its share of the files.
 
     Raises:
-        UserError: for a file that is missing, cut short, changed, or no safetensors file.
+        UserError: for a file that is missing, truncated, changed, or not a safetensors file.
     """
     manifest = read_manifest(path)
     try:
@@ -208,7 +208,7 @@ def verify(path: Path, bytes: int, sha256: str) -> None:
 
 
 def mapped(path: Path) -> dict[str, Tensor]:
-    """Return the tensors in a file of a checkpoint, mapped into memory. Raises UserError for no safetensors file."""
+    """Return the tensors in a safetensors file, mapped into memory. Raises UserError for a file of another kind."""
     try:
         with open_tensors(path) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 no mapping

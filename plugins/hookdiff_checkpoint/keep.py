@@ -21,9 +21,9 @@ def choose(
 ) -> list[CheckpointInfo]:
     """Return the `checkpoints` to keep; they are sorted, newest first.
 
-    These are the `last` newest, the newest scheduled checkpoint (a rollback goes back to it), one of `every` saves
-    (0: none), and the checkpoint with the best value named `best`, which is the lowest unless `highest`. A value counts
-    only if it was measured on as many samples as the newest value; `best`/num is the logged number of samples.
+    The `last` newest are kept, and the newest scheduled checkpoint, to which a rollback goes back. Every `every`-th
+    save is kept (0: none), and the checkpoint with the best value of the name `best`: the lowest, unless `highest`. A
+    value counts only if it is of as many samples as the newest value; `best`/num is the logged number of samples.
     """
     scheduled = next((info for info in checkpoints if info.scheduled), None)
 
@@ -38,7 +38,7 @@ def choose(
     ]
     number = next((info.metrics.get(f"{best}/num") for info in checkpoints if best in info.metrics), None)
     comparable = [info for info in checkpoints if info.metrics.get(f"{best}/num") == number]
-    first = min(comparable, key=rank, default=None)  # the newest of equally good ones
+    first = min(comparable, key=rank, default=None)  # the newest of equally good checkpoints
     return [*chosen, first] if first and first not in chosen and rank(first) < math.inf else chosen
 
 
@@ -62,14 +62,14 @@ class Logged:
             self._elsewhere = step
 
     def at(self, step: int) -> dict[str, float]:
-        """Return the finite values of `step`, which is saved now."""
+        """Return the finite values of `step`, to store them in its checkpoint."""
         if step != self._step:
             return {}
         self.is_found |= self.best in self._values
         return {name: value for name, value in self._values.items() if math.isfinite(value)}
 
     def problem(self, is_over: bool) -> Finding | None:
-        """Return why no saved step has the value `best`; until the run `is_over`, None if one may still come."""
+        """Return why no saved step has the value `best`; None if a later step may have it, unless the run `is_over`."""
         if self.best is None or self.is_found:
             return None
         near, so_far = nearest(self.best, self._names), "" if is_over else "so far "
@@ -109,7 +109,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Rename a checkpoint and remove it, so that no partly removed one has a valid name. Raises OSError."""
+    """Rename a checkpoint and remove it, so that no half-removed folder has a valid name. Raises OSError."""
     removed = path.with_name(f".{path.name}{REMOVED}")
     discard(removed)
     path.replace(removed)

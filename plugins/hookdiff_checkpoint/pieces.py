@@ -22,17 +22,17 @@ Start = tuple[int, ...]  # where a piece begins in the whole, in each dimension
 
 @define(frozen=True)
 class PieceLocation:
-    """Where this rank's piece of a tensor lies in the whole."""
+    """Where this rank's piece of a tensor lies in the whole tensor."""
 
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
     start: Start
-    is_mine: bool  # this rank writes its piece: it is not empty, and no earlier rank has the same
+    is_mine: bool  # this rank writes its piece, which is not empty, and no earlier rank has it
     is_whole: bool  # the main rank writes the tensor in one piece
 
     @classmethod
     def of(cls, tensor: Tensor, is_whole: bool) -> PieceLocation:
-        """Return the place of `tensor`, which may be sharded. Raises UserError if its piece is no block."""
+        """Return the place of `tensor`, which may be sharded. Raises UserError if this rank's piece is not a block."""
         start = tuple(part.start for part in place(tensor))
         is_mine = counts(tensor) and local(tensor).numel() > 0
         return cls(tuple(tensor.shape), tensor.dtype, start, is_mine, is_whole)
@@ -56,7 +56,7 @@ class Pieces(Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, pieces: Mapping[Start, Tensor]) -> Pieces:
-        """Return the tensor of `shape` with `pieces`, by their starts, which fill it."""
+        """Return the tensor of `shape` with `pieces`, by their starts; the pieces must fill the tensor."""
         make: Any = Tensor._make_wrapper_subclass
         tensor: Pieces = make(cls, shape, dtype=dtype, device="cpu")
         tensor._pieces = pieces
@@ -118,7 +118,7 @@ def pieced(name: str, saved: Mapping[str, Any], files: Mapping[str | None, Mappi
 def _fill(shape: tuple[int, ...], pieces: Mapping[Start, Tensor]) -> bool:
     """Return whether `pieces` are a grid that fills `shape`; ranks cut a tensor in no other way.
 
-    The time grows with the number of pieces. For blocks at any places it would grow with its square.
+    The time is linear in the number of pieces. For blocks at any places it would be quadratic.
     """
     if not prod(shape):
         return not pieces

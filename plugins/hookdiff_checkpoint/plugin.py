@@ -38,20 +38,20 @@ _LATE = 10.0  # seconds until a file of one rank must be visible to all ranks th
 class Checkpoint:
     """Saves the whole run, and restores it on --resume, also on another number of ranks.
 
-    Training waits for a copy of the state in memory, which a thread then writes. A save is complete or absent, and
-    earlier ones are removed only after it. The end of a run is always saved, except after an error, when the state may
-    be that of an unfinished step. Each rank saves its pieces of sharded tensors, and the first rank saves the rest of
-    the state. All ranks take the same branches in this class, because a save is done, failed or not finite on all of
-    them at the same step.
+    The training waits while the state is copied in memory; a thread then writes the copy. A save is complete or absent,
+    and earlier checkpoints are removed only after a complete save. The end of a run is always saved, except after an
+    error, when the state may be that of an unfinished step. Each rank saves its pieces of sharded tensors, and the
+    first rank saves the rest of the state. All ranks take the same branches in this class, because a save is done,
+    failed or not finite on all ranks at the same step.
     """
 
     every: Every = field(default=Every(1000), converter=parse_every, metadata=about("how often; the end is saved, too"))
     keep_last: int = field(
         default=3,
         validator=ge(1),
-        metadata=about("number of newest checkpoints to keep; the newest that `every` made stays, too"),
+        metadata=about("number of newest checkpoints to keep; the newest save of `every` is kept, too"),
     )
-    keep_every: int = field(default=0, validator=ge(0), metadata=about("keep one of this many saves forever; 0: none"))
+    keep_every: int = field(default=0, validator=ge(0), metadata=about("of this many saves, keep one forever; 0: none"))
     keep_best: str | None = field(
         default=None,
         metadata=about(
@@ -87,7 +87,7 @@ class Checkpoint:
     def _roll_back(self, loop: Loop) -> dict[str, Any]:
         """Return the state of the newest scheduled checkpoint of the run, or of the run that it began from.
 
-        A branch goes back to no checkpoint of that other run that is later than its start.
+        A run that began from a checkpoint of another run goes back to no later checkpoint of that run.
         """
         assert loop.run_dir
         run = self._run
@@ -116,7 +116,7 @@ class Checkpoint:
         """Prepare the folder.
 
         Raises:
-            UserError: if it cannot be written, holds another run, or is not the same for ranks that write pieces.
+            UserError: if it cannot be written or holds another run, or if ranks that write pieces do not share it.
         """
         known = first_rank_does(lambda: self._prepare(loop))
         if known is None:
@@ -127,7 +127,7 @@ class Checkpoint:
         loop.resources.callback(self._run.writer.close)
 
     def _prepare(self, loop: Loop) -> dict[Path, CheckpointInfo] | None:
-        """Make the folder fit for saves, and return the run's checkpoints in it; None if nothing is to be saved."""
+        """Prepare the folder for saves, and return the run's checkpoints in it; None if there is nothing to save."""
         folder = self._folder(loop)
         try:
             make_folder(folder.parent)
@@ -139,12 +139,12 @@ class Checkpoint:
             (folder / _PROBE).unlink()
         except OSError as error:
             if error.errno == errno.EROFS and loop.end.reason:
-                return None  # the run is over, and on a read-only disk no process can have left anything
+                return None  # the run is over, and on a read-only disk no process can have left a save
             raise cannot_write(folder, error) from None
         checkpoints = self._find(loop)
         self._run.logged.is_found = any(self.keep_best in checkpoint.metrics for checkpoint in checkpoints)
         self._run.revision = revision([folder.parent, *([_run_of(loop.resume)] if loop.resume else [])])
-        # A run removes only checkpoints with names that it gives. Damaged ones do not count, and stay for the user.
+        # A run removes only checkpoints that have a name as it gives. Damaged checkpoints do not count, and stay.
         named = [info for info in checkpoints if step_of(info.path.name) is not None and not info.path.is_symlink()]
         return {info.path: info for info in named if info.path.resolve() not in self._run.damaged}
 
@@ -157,7 +157,7 @@ class Checkpoint:
 
     @hookimpl(tryfirst=True)
     def on_nan(self, loop: Loop) -> Verdict | None:
-        """Wait for the current save, so that the target of a rollback does not depend on its speed."""
+        """Wait for the current save, so that the target of a rollback does not depend on the speed of the disk."""
         if self._run.writer and self._run.writer.job:
             self._finish(loop, self._run.writer)
         return "stop" if self._run.is_spoiled else None
@@ -180,11 +180,11 @@ class Checkpoint:
         if not (writer := run.writer):
             return
         if not run.is_storable and loop.progress.step > loop.first_step:
-            # Optimizers make their state in the first step. If it cannot be saved, refuse it then: little is lost.
+            # Optimizers make their state in the first step. A state that cannot be saved is refused before more steps.
             parts = split(loop.state_dict())
             run.is_storable = True
             writer.finite |= finite_buffers(parts, writer.weights)
-            if self.every.amount:  # else the run is over when it is first saved
+            if self.every.amount:  # otherwise the first save is at the end of the run
                 writer.reserve(parts)
         if writer.is_done():
             self._finish(loop, writer)
@@ -197,7 +197,7 @@ class Checkpoint:
 
     @hookimpl(trylast=True)
     def on_done(self, loop: Loop) -> None:
-        """Note that the newest checkpoint lacks what plugins keep in `on_done`, unless an earlier process saved it."""
+        """Note that the newest checkpoint lacks the changes of plugins in `on_done`, unless a process saved them."""
         if any(plugin is not self and implements(plugin, "on_done") for plugin in loop.plugins.values()):
             is_open = self._run.writer is not None
             self._run.is_changed = is_open or not first_rank_does((self._folder(loop).parent / OUTCOME).exists)
@@ -249,8 +249,8 @@ class Checkpoint:
     def _save(self, loop: Loop, writer: Writer, scheduled: bool) -> None:
         """Wait for the current save, copy the state, and let the thread write it.
 
-        `scheduled`: whether the config sets this time. A rollback goes back to no other checkpoint, so a run that was
-        stopped equals a run that was not.
+        `scheduled`: whether the config sets the time of this save. A rollback goes back only to such a checkpoint, so
+        that a stopped and resumed run equals an unbroken run.
         """
         if writer.job:
             self._finish(loop, writer)
@@ -268,14 +268,14 @@ class Checkpoint:
         writer.start(checkpoint_name(step), parts, {**facts, "metrics": metrics})
 
     def _report_best(self, loop: Loop, is_over: bool) -> None:
-        if loop.is_main:  # which alone gets the logged values
+        if loop.is_main:  # only the main rank gets the logged values
             problem = self._run.logged.problem(is_over)
             loop.log.report(self._run.alarms.news(loop.progress.step, "best", problem, over=False))
 
     def _finish(self, loop: Loop, writer: Writer) -> bool:
         """Wait for the current save; return whether it is on the disk.
 
-        Raises StorageError, which ends the run, if the save failed; on a full disk only if the config says so.
+        Raises StorageError, which ends the run, if the save failed; on a full disk, only if `disk_full` is "stop".
         """
         run = self._run
         try:
@@ -305,10 +305,10 @@ class Checkpoint:
             loop.hook.on_checkpoint(loop=loop, path=path, step=step)
 
     def _discarded(self, error: NotFinite, writer: Writer) -> str:
-        made_by = f"loss and gradients were finite, so an update made it: {self._run.rates}"
+        made_by = f"loss and gradients were finite, so an update is the cause: {self._run.rates}"
         if isinstance(error, BufferNotFinite):
-            made_by = "the update was finite, so a forward pass made it"
-        return f"{error} is not finite, so no checkpoint was made of it; {made_by}; {writer.last_good()}"
+            made_by = "the update was finite, so a forward pass is the cause"
+        return f"{error} is not finite, so no checkpoint was written; {made_by}; {writer.last_good()}"
 
     def _failed(self, loop: Loop, error: OSError) -> str:
         return f"no checkpoint could be written in {self._folder(loop)}: {error.strerror or error}"
@@ -329,14 +329,14 @@ def _run_of(place: Path) -> Path:
 
 
 def _check_shared(folder: Path) -> None:
-    """Raise UserError if a rank does not see files of the first rank in `folder`: its pieces would be lost."""
+    """Raise UserError if a rank does not see files of the first rank in `folder`: that rank's pieces would be lost."""
     probe, mark = folder / _PROBE, first_rank_says(str(time.time_ns()))
 
     def seen() -> bool:
         until = time.monotonic() + _LATE
         while True:
             with suppress(OSError):
-                os.listdir(folder)  # which makes a network's file system look again
+                os.listdir(folder)  # a listing makes a network file system look again
                 if probe.read_text("utf-8") == mark:
                     return True
             if time.monotonic() > until:
@@ -347,8 +347,8 @@ def _check_shared(folder: Path) -> None:
         first_rank_does(lambda: write_file(probe, mark.encode()))
         if blind := [str(at) for at, sees in enumerate(gathered(seen())) if not sees]:
             raise UserError(
-                f"{folder}: rank {', '.join(blind)} does not see what the first rank writes there; weights in pieces "
-                "need a disk that all ranks share"
+                f"{folder}: rank {', '.join(blind)} does not see the files of the first rank there; sharded "
+                "weights need a run directory on a disk that all ranks share"
             )
     finally:
         first_rank_does(lambda: probe.unlink(missing_ok=True))
@@ -361,7 +361,7 @@ def _weights(loop: Loop) -> set[str]:
 
 
 def _rates(loop: Loop) -> str:
-    """Return the options of the optimizers with which an update can make weights that are not finite."""
+    """Return the options of the optimizers that can make an update not finite, such as the learning rates."""
     groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
     values = [(key, group[key]) for group in groups for key in ("lr", "weight_decay", "eps") if key in group]
     shown = [f"{key} {float(value):g}" for key, value in values if isinstance(value, float | int | Tensor)]

@@ -1,7 +1,7 @@
 """The origin of a checkpoint: the git revision of the code.
 
 The working directory may be in a repository of a stranger. Git runs programs that the config of a repository names
-(`core.fsmonitor`, `filter.*.clean`), so it never gets to read that config.
+(`core.fsmonitor`, `filter.*.clean`), so git is kept from reading that config.
 """
 
 import os
@@ -21,12 +21,12 @@ _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _REF = re.compile(r"refs/[^\0\n]+")
 # The only keys of the repository's config that are read; they set how its files are compared.
 _COMPARED = r"^core\.(filemode|autocrlf|eol|symlinks|ignorecase)$"
-_SECONDS = 10.0  # for git, which waits for ever on a pipe in the repository
+_SECONDS = 10.0  # most time for git, which would wait for ever on a pipe in the repository
 _VALUES = ("true", "false", "input", "lf", "crlf", "native")
 
 
 def revision(runs: Iterable[Path]) -> dict[str, Any] | None:
-    """Return the commit of the working directory, and whether files differ from it.
+    """Return the commit of the working directory, and whether files differ from the commit.
 
     Returns None if there is no repository, no commit or no git, if git takes more than `_SECONDS`, and for a
     repository in one of the directories `runs`.
@@ -50,9 +50,9 @@ def _text(file: Path) -> str:
 
 
 def _commit(git: Path, common: Path) -> str | None:
-    """Return the commit that HEAD names; None if there is none yet."""
+    """Return the commit that HEAD names; None before the first commit."""
     name = _text(git / "HEAD")
-    for _ in range(5):  # git follows no more
+    for _ in range(5):  # git, too, follows no more links
         if _COMMIT.fullmatch(name):
             return name
         ref = name.removeprefix("ref: ")
@@ -68,7 +68,7 @@ def _commit(git: Path, common: Path) -> str | None:
 
 
 def _is_changed(root: Path, git: Path, common: Path, commit: str) -> bool:
-    """Return whether tracked files differ from `commit`, by a git directory of our own with a copy of the index."""
+    """Return whether tracked files differ from `commit`: compared in a git directory with a copy of the index."""
     with tempfile.TemporaryDirectory() as folder:
         ours = Path(folder)
         for name in ("objects", "refs"):
@@ -76,10 +76,10 @@ def _is_changed(root: Path, git: Path, common: Path, commit: str) -> bool:
         (ours / "HEAD").write_text(commit)
         for file in (git / "index", *git.glob("sharedindex.*")):
             check_kind(file)
-            # With its time: git compares the content of files that are as new as the index, in whole seconds.
+            # Keep the time: git compares the content of files that are as new as the index, in whole seconds.
             shutil.copy2(file, ours / file.name)
         until = time.monotonic() + _SECONDS
-        # None of the caller's variables: a hook of git that starts a run sets some.
+        # Drop git's variables of the caller: git sets some if one of its hooks starts a run.
         around = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         around |= {"GIT_DIR": folder, "GIT_WORK_TREE": os.fspath(root), "GIT_OBJECT_DIRECTORY": f"{common / 'objects'}"}
         config = common / "config"

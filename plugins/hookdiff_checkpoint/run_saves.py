@@ -26,11 +26,11 @@ class RunSaves:
     alarms: Alarms = field(factory=Alarms, init=False)
     due: Due = field(init=False)
     writer: Writer | None = field(default=None, init=False)  # None: the folder is not prepared
-    revision: dict[str, Any] | None = field(default=None, init=False)  # of the code, as the run began
-    damaged: set[Path] = field(factory=set, init=False)  # checkpoints that were passed over
+    revision: dict[str, Any] | None = field(default=None, init=False)  # revision of the code at the start of the run
+    damaged: set[Path] = field(factory=set, init=False)  # checkpoints that were skipped
     source: Path | None = field(default=None, init=False)  # the checkpoint that was read last
     start: Place | None = field(default=None, init=False)  # of the checkpoint that the run began from
-    finite: set[Buffer] = field(factory=set, init=False)  # in the checkpoint that the run began from
+    finite: set[Buffer] = field(factory=set, init=False)  # finite buffers of that checkpoint
     newest: Place | None = field(default=None, init=False)  # of the newest checkpoint
     number: int = field(default=0, init=False)  # saves so far, those before a resume included
     is_scheduled: bool = field(default=False, init=False)  # the config set the time of the newest checkpoint
@@ -43,9 +43,9 @@ class RunSaves:
     is_spoiled: bool = field(default=False, init=False)  # the newest save was not finite
 
     def read_newest(self, source: Path, fits: Callable[[CheckpointInfo], bool]) -> dict[str, Any] | None:
-        """Return the state of the newest intact checkpoint in `source` that `fits`, and warn of damaged ones.
+        """Return the state of the newest intact checkpoint in `source` that `fits`, and warn of damaged checkpoints.
 
-        All ranks return the same state, which is intact for all of them.
+        All ranks return the same state, from a checkpoint that is intact on all ranks.
         """
         checkpoints, problems = first_rank_does(lambda: find_checkpoints(source))
         for checkpoint in filter(fits, checkpoints):

@@ -31,16 +31,16 @@ from hookdiff_checkpoint.pieces import PieceLocation, Pieces, Start
 
 @define(frozen=True)
 class Part:
-    """The share of a part of the state that a rank saves."""
+    """The share of one rank in a part of the state."""
 
-    tensors: Mapping[str, Tensor]  # those that are not in pieces; on the main rank alone
+    tensors: Mapping[str, Tensor]  # tensors that are not in pieces; only on the main rank
     values: Mapping[str, Any]
-    pieces: Mapping[str, Tensor]  # those that this rank writes
+    pieces: Mapping[str, Tensor]  # pieces that this rank writes
     places: Mapping[str, PieceLocation]  # of all tensors in pieces
 
     @property
     def bytes(self) -> int:
-        """The bytes that the tensors take on the disk; pieces of a whole tensor are there twice for a while."""
+        """The bytes that the tensors take on the disk; pieces that are put together lie there twice for a while."""
         twice = [piece for name, piece in self.pieces.items() if self.places[name].is_whole]
         return sum(tensor.nbytes for tensor in (*self.tensors.values(), *self.pieces.values(), *twice))
 
@@ -51,9 +51,9 @@ Parts = Mapping[str, Part]
 def split(state: Mapping[str, Any]) -> dict[str, Part]:
     """Return this rank's share of the state of a loop, by part. Tensors are not copied; all other values are.
 
-    Tensors of a plugin that have keys of the model, such as an average, are written whole to a file with these keys
-    alone, so that other programs can load it. All other sharded tensors stay in pieces. Raises UserError for a value
-    that no file can hold.
+    If tensors of a plugin have keys of the model, as an average of the weights has, they are written whole to a file
+    with only these keys, so that other programs can load it. All other sharded tensors stay in pieces. Raises UserError
+    for a value that no file can hold.
     """
     parts = {name: content for name, content in state.items() if name != "plugins"}
     parts |= {f"{PLUGINS}{name}": content for name, content in state["plugins"].items()}
@@ -72,8 +72,8 @@ def split(state: Mapping[str, Any]) -> dict[str, Part]:
 def _part(tensors: Mapping[str, Tensor], values: Mapping[str, Any], whole: Container[str]) -> Part:
     is_main = rank() == 0
     sharded = [name for name, tensor in tensors.items() if is_sharded(tensor) and num_ranks() > 1]
-    # A file with the name of the part is for other programs. If it has keys of the model, it has no other keys. There
-    # is no such file for buffers alone, which would be taken for the model.
+    # A file with the name of the part is for other programs. If it has keys of the model, it has no other keys. Buffers
+    # alone get no such file: other programs would take it for the model.
     in_pieces: Collection[str] = tensors if sharded else ()
     if any(name in whole for name in tensors):
         in_pieces = [name for name in tensors if name in sharded or name not in whole]
@@ -94,7 +94,7 @@ class PieceFile:
     name: str
     written: Written
     starts: Mapping[str, Start]  # by name of the tensor
-    is_kept: bool  # False: the main rank puts its pieces together in the file of the part
+    is_kept: bool  # False: the main rank puts the pieces together in the file of the part
 
     def pieces(self, folder: Path) -> dict[str, Tensor]:
         """Return the verified pieces, by name of the tensor; they are mapped into memory."""
@@ -103,7 +103,7 @@ class PieceFile:
 
 
 def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any], aside: BackgroundGroup) -> CheckpointInfo:
-    """Write the folder `path`, which appears completely or not at all. All ranks call this, and agree by `aside`.
+    """Write the folder `path`, which appears completely or not at all. All ranks call this; they agree through `aside`.
 
     The manifest has the numbers, strings and `facts` of the main rank. An error on one rank is raised on all ranks.
     """
@@ -117,7 +117,7 @@ def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any], aside: 
             if not is_main:
                 return None
             manifest = _write_rest(folder, parts, facts, files)
-            made.close()  # the folder gets its name
+            made.close()  # gives the folder its name
             return CheckpointInfo.of(path, manifest)
 
         info = aside.gathered_or_raised(complete)[0]
@@ -127,7 +127,7 @@ def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any], aside: 
 
 def _write_pieces(folder: Path, parts: Parts) -> list[PieceFile]:
     if any(part.pieces for part in parts.values()) and not folder.is_dir():
-        what = f"rank {rank()} does not see what the first rank writes there; all ranks must share the disk"
+        what = f"rank {rank()} does not see the files of the first rank; all ranks must share the disk"
         raise OSError(errno.EIO, what)
     files, of_rank = [], f"{rank() + 1:05d}-of-{num_ranks():05d}"
     for name, part in parts.items():

@@ -35,13 +35,13 @@ def equivalent_of(loop: Loop) -> Equivalent:
     """Return the calls that sample as the sampler of `loop` does; raises UserError with the key if there are none."""
     kind = type(loop.model)
     if kind.__module__.partition(".")[0] != "diffusers":
-        raise UserError(f"--to diffusers: model.use: {kind.__name__} is no class of diffusers; use {OTHERWISE}")
+        raise UserError(f"--to diffusers: model.use: {kind.__name__} is not a class of diffusers; use {OTHERWISE}")
     objective, sampling = diffusion_of(loop), loop.sampler
     assert isinstance(sampling, Sampling)
     scales: list[tuple[str, Any, int]] = [("data_mean", objective.data_mean, 0), ("data_std", objective.data_std, 1)]
     for key, given, neutral in [] if loop.feed.codec else scales:
         if any(value != neutral for value in given):
-            raise _refusal(f"diffusion.{key}", given, "its pipelines would not undo the standardisation", OTHERWISE)
+            raise _refusal(f"diffusion.{key}", given, "diffusers would not undo the standardisation", OTHERWISE)
     _check("diffusion.process", objective.process, (parts.VP, parts.DDPMProcess, parts.Flow, parts.EDM))
     kinds: dict[type, Callable[[Any, Any], Equivalent]] = {
         parts.VP: _with_timesteps,
@@ -67,11 +67,11 @@ def _with_timesteps(objective: Diffusion, sampling: Any) -> Equivalent:
     _check("sampling.clipping", clipping, (parts.NoClipping, parts.Clamp, parts.DynamicThreshold))
     if timesteps % steps:
         near = min((n for n in range(1, timesteps + 1) if timesteps % n == 0), key=lambda n: abs(n - steps))
-        why = f"its schedulers visit other timesteps unless this divides diffusion.process.timesteps = {timesteps}"
+        why = f"the steps of diffusers match only if this number divides diffusion.process.timesteps = {timesteps}"
         raise _refusal("sampling.steps", steps, why, f"--steps {near}")
     options = {
         "num_train_timesteps": timesteps,
-        # For all schedules: diffusers does not know some, and rescales to zero terminal SNR in another way.
+        # Given for all schedules: diffusers lacks some of them, and rescales to zero terminal SNR in another way.
         "trained_betas": process.tables.betas.tolist(),
         "prediction_type": objective.prediction.use,  # both libraries have the same names
         "timestep_spacing": spacing.use,
@@ -88,14 +88,14 @@ def _with_timesteps(objective: Diffusion, sampling: Any) -> Equivalent:
         return Equivalent("DDIMScheduler", {**options, **clamps, "set_alpha_to_one": True}, times, step, "DDIMPipeline")
     if type(sampler) is parts.DDPM:
         if sampler.variance == "fixed_large" and type(spacing) is parts.Trailing and steps < timesteps:
-            why = "with spacing 'trailing' its DDPMScheduler adds this noise to the image itself"
+            why = "with spacing 'trailing' DDPMScheduler adds this noise to the final image"
             way_out = "--set sampling.sampler.variance=fixed_small"
             raise _refusal("sampling.sampler.variance", sampler.variance, why, way_out)
         options |= {**clamps, "variance_type": sampler.variance}
         return Equivalent("DDPMScheduler", options, times, pipeline="DDPMPipeline")
     _check("sampling.spacing", spacing, (parts.Trailing,))
     if process.ends_in_noise:
-        why = "its DPMSolverMultistepScheduler cannot begin where nothing of the image is left"
+        why = "DPMSolverMultistepScheduler cannot begin at a signal-to-noise ratio of 0"
         raise _refusal("diffusion.process.rescale_betas_zero_snr", True, why, "--sampler ddim")
     if type(clipping) is parts.Clamp:
         options |= {"thresholding": True, "sample_max_value": 1.0}  # a range of at most 1 clamps
@@ -107,7 +107,7 @@ def _flow(objective: Diffusion, sampling: Any) -> Equivalent:
     scale, spacing = process.time_scale, sampling.spacing
     _check_free(objective, sampling, parts.FlowPrediction, (parts.Trailing, parts.Shifted))
     if scale != int(scale):
-        raise _refusal("diffusion.process.time_scale", scale, "its flow scheduler takes whole numbers", OTHERWISE)
+        raise _refusal("diffusion.process.time_scale", scale, "diffusers takes only whole numbers", OTHERWISE)
     shift = spacing.shift if type(spacing) is parts.Shifted else process.shift
     # The times of the scheduler would end at 1 / time_scale, and not at 1 / steps.
     times = f"sigmas=[1 - i / {sampling.steps} for i in range({sampling.steps})]"
@@ -118,7 +118,7 @@ def _edm(objective: Diffusion, sampling: Any) -> Equivalent:
     process: Any = objective.process
     _check_free(objective, sampling, parts.EDMPrediction, (parts.Karras,))
     if process.time_scale != 1:
-        why = "its EDMEulerScheduler gives the network ln(sigma) / 4"
+        why = "EDMEulerScheduler of diffusers gives the network ln(sigma) / 4"
         raise _refusal("diffusion.process.time_scale", process.time_scale, why, OTHERWISE)
     options = {
         "sigma_min": process.sigma_min,
@@ -133,7 +133,7 @@ def _edm(objective: Diffusion, sampling: Any) -> Equivalent:
 def _check_free(
     objective: Diffusion, sampling: Any, prediction: type[Choice], spacings: tuple[type[Choice], ...]
 ) -> None:
-    """Refuse every sampler but Euler's method for `prediction`, without noise and without clipping."""
+    """Refuse every sampler except Euler's method for `prediction`, without noise and without clipping."""
     _check("diffusion.prediction", objective.prediction, (prediction,))
     _check("sampling.sampler", sampling.sampler, (parts.Euler, parts.DDIM))
     _check_noise(sampling.sampler, "churn", "eta")
@@ -145,7 +145,7 @@ def _check_noise(solver: Any, *options: str) -> None:
     for option in options:
         if value := asdict(solver, recurse=False).get(option, 0):
             key = f"sampling.sampler.{option}"
-            why = "its schedulers add no noise, or only after the network has seen the image"
+            why = "schedulers of diffusers add no noise, or add it only after the network's call"
             raise _refusal(key, value, why, f"--set {key}=0")
 
 
@@ -155,7 +155,7 @@ def _check(key: str, part: Choice, known: tuple[type[Choice], ...]) -> None:
         names = [name_of(kind) for kind in known]
         way_out = f"--set {key}={names[0]}" if key.startswith("sampling.") else OTHERWISE
         way_out = f"--sampler {names[0]}" if key == "sampling.sampler" else way_out
-        raise _refusal(key, part.use, f"with the other options its schedulers have only {', '.join(names)}", way_out)
+        raise _refusal(key, part.use, f"diffusers has only {', '.join(names)} with the other options", way_out)
 
 
 def _refusal(key: str, value: object, why: str, way_out: str) -> UserError:

@@ -34,7 +34,7 @@ def write_folder(out: Path, loop: Loop, sampling: Equivalent, about: Mapping[str
     model: Any = loop.model
     objective = diffusion_of(loop)
     shape, codec, kind = loop.feed.shape, loop.feed.codec, type(model).__name__
-    if kind == "UNet2DModel":  # it takes any size; a pipeline reads here which size to generate
+    if kind == "UNet2DModel":  # the network takes any size; pipelines read here the size to generate
         model.register_to_config(sample_size=shape[-1] if shape[-1] == shape[-2] else list(shape[1:]))
     scale: list[Any] = [objective.data_mean, objective.data_std]  # tuples, by channel
     vae = codec.encoder.to_diffusers(*scale) if codec else None
@@ -43,7 +43,7 @@ def write_folder(out: Path, loop: Loop, sampling: Equivalent, about: Mapping[str
     name = "unet" if kind.startswith("UNet") else "transformer"
     models = {name: model} if vae is None else {name: model, _DECODERS.get(pipeline, "vae"): vae}
     if pipeline == _SD:
-        scheduler.register_to_config(steps_offset=1)  # else it is set with a warning; the steps do not use it
+        scheduler.register_to_config(steps_offset=1)  # otherwise set with a warning; the steps do not use it
     with new_folder(out) as folder:
         for each, part in models.items():
             _write_config(folder / each, part)
@@ -63,7 +63,7 @@ def write_folder(out: Path, loop: Loop, sampling: Equivalent, about: Mapping[str
 
 
 def _texts(loop: Loop, folder: str) -> ExportedTexts:
-    """Return the encoder of texts of a run, which will be written to `folder`; it has no parts if there is none.
+    """Return the encoder of texts of a run, which will be written to `folder`; without parts if the run has none.
 
     Raises:
         UserError: for several encoders, and for an encoder that cannot be exported.
@@ -87,7 +87,7 @@ def _pipeline(loop: Loop, sampling: Equivalent, vae: Any, texts: ExportedTexts) 
     kind, num_classes, scale = type(model).__name__, num_classes_of(model), _scale(sampling.guidance)
     if not sampling.pipeline:
         return "", ""
-    if vae is not None:  # pipelines of latents know one side and one factor
+    if vae is not None:  # pipelines of latents take only square images and one scaling factor
         is_square, config = isinstance(model.config.get("sample_size"), int), vae.config
         per_channel = any(config.get(f"latents_{which}") is not None for which in ("mean", "std"))
         if not is_square or config.get("shift_factor") or per_channel:
@@ -99,7 +99,7 @@ def _pipeline(loop: Loop, sampling: Equivalent, vae: Any, texts: ExportedTexts) 
         return "", ""
     if kind == "UNet2DModel" and not num_classes:
         return sampling.pipeline if vae is None else "LDMPipeline", sampling.times + _keywords(sampling.step)
-    # DiTPipeline guides away from class 1000, by more than 1, and gives the scheduler no options.
+    # DiTPipeline guides only at a scale above 1, takes class 1000 as "no class", and gives steps no options.
     is_guided_so = scale is not None and (scale == 1 or (scale > 1 and num_classes == 1000))
     if kind == "DiTTransformer2DModel" and vae is not None and is_guided_so and not any(sampling.step.values()):
         return "DiTPipeline", f"class_labels=labels, guidance_scale={scale}, {sampling.times}"
@@ -112,7 +112,7 @@ def _is_stable_diffusion(loop: Loop, sampling: Equivalent, vae: Any, texts: Expo
     if vae is None or texts.pipeline != _SD or objective.conditional:
         return False
     side, scale = loop.feed.picture_shape[-1], _scale(sampling.guidance) or 0
-    factor = 2 ** (len(vae.config.get("block_out_channels", ())) - 1)  # as the pipeline finds it
+    factor = 2 ** (len(vae.config.get("block_out_channels", ())) - 1)  # computed as in the pipeline
     return (
         [*objective.keywords] == ["encoder_hidden_states"]
         and objective.condition_names[0] in texts.conditions

@@ -38,9 +38,9 @@ class BufferNotFinite(NotFinite):
 
 
 class Staging:
-    """Memory on the host that all snapshots share, page-locked for tensors of a GPU.
+    """Host memory for the copy of the state, which all saves use again; page-locked for tensors of a GPU.
 
-    The copies from a GPU are queued between two steps, so the host need not wait for them; `wait` waits.
+    The copies from a GPU are queued between two steps, so the host need not wait for them until `wait`.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Staging:
         self._events: list[torch.cuda.Event] = []
 
     def reserve(self, parts: Parts) -> None:
-        """Take the memory for a copy of `parts` now: the system gives it page by page, when it is first written."""
+        """Take the memory for a copy of `parts` now, by writing it: the system assigns a page at its first write."""
         for _, _, _, buffer, is_first in self._places(parts):
             if is_first and not buffer.is_pinned():
                 ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)  # on one thread, without the lock of Python
@@ -63,7 +63,7 @@ class Staging:
                 sources.append(tensor)
                 targets.append(buffer)
         devices = {source.device for source in sources if source.is_cuda}
-        if sources:  # ranks after the first have none without sharded tensors
+        if sources:  # without sharded tensors, only the first rank has sources
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources, non_blocking=bool(devices))
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
@@ -157,7 +157,7 @@ class Writer:
     """Writes the checkpoints of one run, one at a time, and removes those that `choose` does not return.
 
     Each rank has a writer with a thread. The threads agree after each part of a save, so that it succeeds or fails on
-    all ranks with the same error. They run beside the training and go on if it fails. If the process of a rank dies,
+    all ranks with the same error. They run beside the training and go on if that fails. If the process of a rank dies,
     the other threads notice it at once.
     """
 
@@ -165,7 +165,7 @@ class Writer:
     weights: Container[str]  # names of the parameters
     finite: set[Buffer]  # buffers that have been finite, and must stay finite
     known: dict[Path, CheckpointInfo]  # checkpoints of the run; used by the thread alone during a save
-    choose: Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]  # gets all, newest first; returns those to keep
+    choose: Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]  # from all, newest first, those to keep
     _aside: BackgroundGroup = field(factory=BackgroundGroup, init=False)
     _staging: Staging = field(factory=Staging, init=False)
     _pool: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "checkpoint"), init=False)
@@ -189,7 +189,7 @@ class Writer:
         self.job = self._pool.submit(self._write, self.folder / name, self._staging.copy(parts), facts)
 
     def is_done(self) -> bool:
-        """Return whether there is a save and all its work is done; all ranks must call this between the same steps."""
+        """Return whether a save has been begun and is done; all ranks must call this between the same steps."""
         return self.job is not None and first_rank_says(self.job.done())
 
     def result(self) -> Path:
@@ -209,7 +209,7 @@ class Writer:
         self._aside.close()
 
     def _write(self, path: Path, parts: Parts, facts: Mapping[str, Any]) -> Path:
-        """Run on the thread. Raises NotFinite for weights and buffers with which no run can go on."""
+        """Run on the thread. Raises NotFinite for weights or buffers that are not finite: no run can use them."""
         size = sum(self._aside.gathered_or_raised(lambda: self._checked(parts)))
         try:
             self._write_once(path, parts, facts, size)

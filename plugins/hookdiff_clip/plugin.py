@@ -24,7 +24,7 @@ class Clip:
 
     rule: Rule = field(default=Norm(), converter=chosen[Rule], metadata=about("rule by which gradients are clipped"))
     adopted: tuple[str, ...] = field(
-        default=(), metadata=about("plugins whose own modules are clipped, too, each module by itself")
+        default=(), metadata=about("plugins with trained modules, which are clipped, too, one by one")
     )
     _clipped: dict[str, tuple[Rule, Gradients]] = field(init=False)  # copies of the rule, by prefix of logged names
 
@@ -41,13 +41,13 @@ class Clip:
     def after_backward(self, loop: Loop) -> None:
         for prefix, (rule, gradients) in self._clipped.items():
             if gradients is not loop.gradients:
-                gradients.clear()  # the norms that it knows are of an earlier step
+                gradients.clear()  # its stored norms are of an earlier step
             values = rule.clip_(gradients, loop.log.due)
             loop.log.average({f"{prefix}/{name}": value for name, value in values.items()})
 
     @hookimpl
     def on_device(self, loop: Loop) -> list[DevicePart] | None:
-        """Return the clipping as the work of a recorded step; None for rules that cannot be recorded."""
+        """Return the clipping as work to record in a CUDA graph; None for a rule that cannot be recorded."""
         parts = [rule.on_device(gradients) for rule, gradients in self._clipped.values()]
         return [part for part in parts if part] if all(parts) else None
 

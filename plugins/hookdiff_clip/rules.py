@@ -30,7 +30,7 @@ class RuleState:
 class Rule(Choice, ABC):
     """A way to clip gradients.
 
-    A rule is an attrs class: its init fields are the options, all other fields are the state. Each run makes a copy.
+    A rule is an attrs class: its init fields are the options, all other fields are the state. Each run copies the rule.
     """
 
     kind = "clip_rule"
@@ -41,13 +41,13 @@ class Rule(Choice, ABC):
 
     @abstractmethod
     def clip_(self, gradients: Gradients, is_logged: bool) -> Mapping[str, float | Tensor]:
-        """Change the gradients in place; return the clipped share as "share", and other values to log.
+        """Change the gradients in place; return the share that was clipped as "share", and other values to log.
 
         Unless `is_logged`, the share may be left out.
         """
 
     def on_device(self, gradients: Gradients) -> DevicePart | None:
-        """Return the clipping as work of a recorded step; then `clip_` must change nothing. None: not recordable."""
+        """Return the clipping as work for a CUDA graph, after which `clip_` must change nothing; None: impossible."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Norm(Rule):
         limit = torch.zeros((), dtype=torch.float64, device=gradients.parameters[0].device)
 
         def clip(finite: Tensor) -> None:
-            # In float64, as `clip_` computes it: a step has the same weights, recorded or not.
+            # In float64 as in `clip_`, so that a recorded step gives the same weights.
             factor = (limit / torch.linalg.vector_norm(gradients.norms).double()).clamp(max=1.0)
             torch._foreach_mul_(gradients.tensors(), torch.where(finite > 0, factor, 1.0).to(gradients.dtype))
 
@@ -147,9 +147,9 @@ class Following(Norm):
 
 @define
 class Adaptive(Following):
-    """As "norm", with a threshold that follows the running mean of the norms."""
+    """Like "norm", with a threshold that follows the running mean of the norms."""
 
-    factor: float = field(default=2.0, validator=gt(0), metadata=about("threshold over mean; up to 1 it can only fall"))
+    factor: float = field(default=2.0, validator=gt(0), metadata=about("threshold over mean; up to 1 it only falls"))
     decay: float = field(default=0.99, validator=[ge(0), lt(1)], metadata=about("decay of the mean per update"))
 
     def keep(self, past: list[float], norm: float) -> list[float]:
@@ -171,7 +171,7 @@ class Windowed(Following):
 
 @define
 class Percentile(Windowed):
-    """As "norm", with a threshold that follows a percentile of the newest norms."""
+    """Like "norm", with a threshold that follows a percentile of the newest norms."""
 
     percentile: float = field(default=90.0, validator=between(0, 100), metadata=about("the percentile"))
     factor: float = field(default=2.0, validator=gt(0), metadata=about("threshold over percentile"))
@@ -186,7 +186,7 @@ class Percentile(Windowed):
 
 @define
 class ZScore(Windowed):
-    """As "norm", with a threshold that follows the mean and the standard deviation of the newest norms."""
+    """Like "norm", with a threshold that follows the mean and the standard deviation of the newest norms."""
 
     deviations: float = field(default=3.0, validator=ge(0), metadata=about("standard deviations above the mean"))
 
@@ -218,7 +218,7 @@ class Value(Rule):
 class AGC(Rule):
     """Clip the gradient of each output unit by the norm of its weights (Brock et al. 2021, arXiv 2102.06171, eq. 3)."""
 
-    factor: float = field(default=0.01, validator=gt(0), metadata=about("largest gradient norm over weight norm"))
+    factor: float = field(default=0.01, validator=gt(0), metadata=about("largest ratio of gradient to weight norm"))
     min_weight: float = field(default=1e-3, validator=gt(0), metadata=about("lower bound of the norm of weights"))
     exclude: tuple[str, ...] = field(default=(), metadata=about("patterns of parameters that are not clipped"))
     _units: Units = field(init=False, eq=False, repr=False)

@@ -19,12 +19,12 @@ class _Parameter:
         self.parameter, self._groups = parameter, groups
         self.weights = self._view(local(parameter.detach()))  # parameters keep their addresses
         self.inner = tuple(range(2 if groups else 1, self.weights.ndim))  # dimensions within a unit; () for a vector
-        # The ranks share the first dimension. In a vector and a transposed convolution it is not that of the units.
+        # Ranks shard the first dimension. In a vector and a transposed convolution, it is not the units' dimension.
         self.is_split = is_sharded(parameter) and (bool(groups) or not self.inner)
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient; of a sharded parameter this rank's part."""
+        """The gradient; for a sharded parameter, the part of this rank."""
         return None if self.parameter.grad is None else self._view(local(self.parameter.grad))
 
     def spread(self, values: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Units:
         if grouped:
             raise UserError(
                 f"plugins.clip.rule: agc cannot clip {grouped[0]}, a grouped transposed convolution that is sharded; "
-                f"exclude = [{grouped[0]!r}] leaves it out"
+                f"set exclude = [{grouped[0]!r}] to leave it out"
             )
         self._dtype = dtype
         self._parameters = [_Parameter(p, groups.get(p, 0)) for name, p in named.items() if name in clipped]
@@ -81,7 +81,7 @@ class Units:
         """Scale the gradient of each unit down to `factor` times the norm of its weights, which is at least `floor`.
 
         Returns the share of units that were scaled: scalar, on the device. It costs two norms and a product for each
-        matrix; everything else is computed for many tensors at once.
+        matrix; all other operations run on many tensors at once.
         """
         pairs = [(each, gradient) for each in self._parameters if (gradient := each.gradient) is not None]
         if not pairs:
@@ -96,7 +96,7 @@ class Units:
         torch._foreach_mul_(gradients, [each.spread(part) for (each, _), part in zip(pairs, parts, strict=True)])
         if not any(is_sharded(each.parameter) for each in parameters):
             return (scale < 1).float().mean()
-        # Units that several ranks have count on the first one alone.
+        # A unit that several ranks hold counts only on the first of them.
         is_counted = [rank() == 0 if each.is_split else counts(each.parameter) for each in parameters]
         counted = [part for part, is_mine in zip(parts, is_counted, strict=True) if is_mine]
         clipped = torch.cat([scale.new_zeros(0), *counted]) < 1

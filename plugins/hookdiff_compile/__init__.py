@@ -19,10 +19,10 @@ logger = logging.getLogger("hookdiff")
 
 @define(eq=False)
 class Compile:
-    """Compiles the model with torch.compile, in place: its names in a checkpoint and its addresses in memory stay.
+    """Compiles the model with torch.compile, in place: names in checkpoints and addresses in memory do not change.
 
     torch compiles once for training and once for sampling, and again for batches of a second size, unless `dynamic`
-    says otherwise. Code that cannot be compiled runs uncompiled. A compiler that is missing or broken ends the run
+    is set. Code that cannot be compiled runs uncompiled. A compiler that is missing or broken ends the run
     before its first step.
     """
 
@@ -32,14 +32,14 @@ class Compile:
     )
     dynamic: bool | None = field(
         default=None,
-        metadata=about("true: compile once for all batch sizes; false: for each; default: at a second size, for all"),
+        metadata=about("compile for all batch sizes (true) or for each (false); default: for all, at the second size"),
     )
     backend: str = field(default="inductor", validator=min_len(1), metadata=about('backend; "eager" compiles nothing'))
 
     blocks: tuple[str, ...] = field(
         default=(),
         metadata=about(
-            'patterns of modules to compile on their own, as `["blocks.*"]`: equal ones are compiled once, which is '
+            'patterns of modules to compile on their own, as `["blocks.*"]`; equal modules compile once, which is '
             "faster for a deep model; default: the whole model at once"
         ),
     )
@@ -64,7 +64,7 @@ class Compile:
 
     @hookimpl
     def on_device(self, loop: Loop) -> list[DevicePart] | None:
-        """Return no work: the compiled network is recorded with the passes, unless the compiler records it itself."""
+        """Return no work: the network is recorded with the passes. None if the compiler records CUDA graphs itself."""
         return [] if self.mode in ("default", "max-autotune-no-cudagraphs") else None
 
     @hookimpl(wrapper=True)
@@ -73,5 +73,5 @@ class Compile:
             return (yield)
 
     def _one_message(self) -> AbstractContextManager[None]:
-        remedy = "train without it: --plugins no:compile; with plugins.compile.backend = 'eager' nothing is compiled"
+        remedy = "train without the plugin (--plugins no:compile), or set plugins.compile.backend = 'eager'"
         return compiler_errors(f"plugins.compile: {self.backend}", remedy)

@@ -23,19 +23,19 @@ BETWEEN = hooks_of("scale", "update")  # between the passes and the end of the u
 class CudaGraphs:
     """Records forward, backward, clipping, optimizer and averages of a step as CUDA graphs, and replays them.
 
-    The host then starts a step with two calls instead of thousands, which pays where it is slower than the GPU: for
-    small networks, small batches, many layers. A step that is not finite changes nothing: a flag on the GPU holds back
-    the update, and the host learns of it afterwards, in the only wait of the step. A plugin that must run on the host
-    before the update splits the step: its passes are replayed, and the host makes the update. The log names it.
+    The host then starts a step with two calls instead of thousands. This saves time where the host is slower than the
+    GPU: for small networks, small batches, many layers. If a step is not finite, a flag on the GPU holds back the
+    update, and the host reads the flag afterwards, in the only wait of the step. If a plugin must run on the host
+    before the update, only the passes are replayed, and the host makes the update. The log names the plugin.
 
-    Batches of another size, and steps in micro-batches, are made without a recording. On other devices than CUDA the
+    Batches of another size, and steps in micro-batches, run without a recording. On other devices than CUDA the
     plugin does nothing.
     """
 
     warmup: int = field(
         default=3,
         validator=ge(1),
-        metadata=about("steps before the recording, in which compilers and kernels choose what is fastest", "steps"),
+        metadata=about("steps before the recording, in which compilers and kernels choose fast variants", "steps"),
     )
     _recorder: Recorder | None = field(default=None, init=False)
     _parts: list[DevicePart] | None = field(default=None, init=False)  # None: the host makes the updates
@@ -52,7 +52,7 @@ class CudaGraphs:
             logger.info("cuda_graphs: a %s has no CUDA graphs, so the plugin does nothing", loop.device.type)
             return
         if loop.num_ranks > 1:
-            raise UserError("plugins.cuda_graphs: train on several ranks without it: --plugins no:cuda_graphs")
+            raise UserError("plugins.cuda_graphs: needs a single rank; train without it: --plugins no:cuda_graphs")
         if hindrance := self._hindrance(loop):
             logger.warning("cuda_graphs: no step is recorded, because of %s", hindrance)
             self._recorder = None
@@ -80,7 +80,7 @@ class CudaGraphs:
             logger.warning("cuda_graphs: the host makes the update in each step, because of %s", ", ".join(reasons))
             return None
         for group in (group for optimizer in loop.optimizers for group in optimizer.param_groups):
-            # The rate is a tensor in all steps, so that a resumed run, which records later, is the same.
+            # The learning rate is a tensor in all steps, so a resumed run, which records later, gives the same weights.
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=loop.device)
         plugins = self._implementing(loop, hooks_of("update", "after"))
         return [part for name in plugins for part in loop.plugins.ask(name, "on_device", loop=loop) or ()]
@@ -101,7 +101,7 @@ class CudaGraphs:
 
     @hookimpl
     def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:
-        is_step, self._batch = batch is self._batch, None  # else a plugin tries passes, which must update nothing
+        is_step, self._batch = batch is self._batch, None  # otherwise a plugin tries passes, without an update
         if self._recorder is None or not is_step or len(batch.split(loop.config.micro_batch)) > 1:
             return PASS
         if any(loop.plugins.ask(name, "needs_host", loop=loop) for name in self._in_passes):
@@ -120,13 +120,13 @@ class CudaGraphs:
         try:
             self._step = step = RecordedStep(loop, batch, self._parts, recorder)
         except RuntimeError as error:
-            first = error  # the end of the recording fails, too, and says less
+            first = error  # the end of the recording fails, too, with a worse message
             while isinstance(first.__context__, RuntimeError):
                 first = first.__context__
             reason = str(first).partition("\n")[0]
             raise UserError(
                 f"plugins.cuda_graphs: this step cannot be recorded: {reason}\n"
-                "  the network, the objective or a plugin needs the host: train without it, --plugins no:cuda_graphs"
+                "  the network, the objective or a plugin needs the host: train with --plugins no:cuda_graphs"
             ) from error
         what = "passes" if self._parts is None else "passes and update"
         logger.info(

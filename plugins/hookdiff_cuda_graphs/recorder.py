@@ -10,19 +10,19 @@ import torch
 
 
 class Recorder:
-    """Records CUDA graphs, which share their memory, so that each is replayed after those before it."""
+    """Records CUDA graphs that share their memory, so they must be replayed in the order of recording."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.renew()
 
     def renew(self) -> None:
-        """Give later recordings new memory: earlier ones are dropped, but a tensor of theirs may still be in use."""
+        """Give later recordings new memory: tensors of earlier recordings, which are dropped, may still be in use."""
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Run the `with` block on the stream of the recordings, so that first calls prepare their work there."""
+        """Run the `with` block on the stream of the recordings, so that first calls set up their kernels there."""
         usual = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):
@@ -30,7 +30,7 @@ class Recorder:
         usual.wait_stream(self._stream)
 
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Record the operations of `work` without doing them; return a function that does them."""
+        """Record the operations of `work` without running them; return a function that runs them."""
         graph, usual = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
         try:
             # "thread_local": the threads that write checkpoints and pin batches may go on meanwhile.
@@ -43,5 +43,5 @@ class Recorder:
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """Return a recorder for `device`, or None if it has no graphs."""
+    """Return a recorder for `device`, or None if the device has no CUDA graphs."""
     return Recorder(device) if device.type == "cuda" else None

@@ -50,7 +50,7 @@ def options_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 def can_be_held_back(optimizer: Optimizer) -> bool:
     """Return whether a flag on the device can hold back a step of `optimizer`.
 
-    Fused kernels of torch can be held back, and other classes that have an attribute `found_inf`, such as our Muon.
+    The fused optimizers of torch can be held back, and classes with an attribute `found_inf`, such as hookdiff's Muon.
     """
     kinds = (AdamW, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
     is_fused = type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups)
@@ -65,7 +65,7 @@ def has_state(optimizer: Optimizer) -> bool:
 
 @define(eq=False)
 class RecordedStep:
-    """The passes and the update of a step, recorded for batches like the given one; recording computes nothing.
+    """The passes and the update of a step, recorded for batches like the given batch; recording computes nothing.
 
     batch: is copied; each replay copies its own batch into this copy.
     parts: the work of the plugins in an update, in their order. None: the host makes the updates.

@@ -1,4 +1,4 @@
-"""The facts about the captions of a data set: how often each occurs, and how many tokens encoders make of them."""
+"""Statistics of the captions of a data set: how often each occurs, and how many tokens it has for each encoder."""
 
 from collections import Counter
 from contextlib import closing
@@ -17,7 +17,7 @@ _FREQUENT = 5  # captions that are listed
 
 
 def captions(feed: Feed) -> dict[str, Any]:
-    """Return facts that JSON can hold about the captions that encoders take, by the name of the captions.
+    """Return statistics, ready for JSON, of the captions that encoders take, by the name of the captions.
 
     Each encoder is opened on the CPU. Raises UserError for an encoder that cannot be opened.
     """
@@ -48,10 +48,10 @@ def captions_below(feed: Feed, batch: Batch) -> list[str]:
 
 
 def _tokens(name: str, encoder: TextEncoder, counts: Counter[str]) -> dict[str, Any]:
-    """Return facts about the lengths of texts in tokens, and about lost words; {} for an encoder without tokens.
+    """Return statistics of the lengths of texts in tokens, and of lost words; {} for an encoder without tokens.
 
-    A text counts for the lengths, and if it is cut, as often as it occurs. It counts once if the tokenizer knows hardly
-    a word of it, or if another text has the same tokens.
+    A text counts as often as it occurs in the lengths and in the number of truncated texts. It counts once among texts
+    with hardly a known word, and among texts with the same tokens as another text.
     """
     network, lengths, texts = encoder.opened(torch.device("cpu")), Counter[int](), list(counts)
     if not network.lengths:

@@ -57,11 +57,11 @@ def command(
 
     With --to-shards there is no report: the samples are written in their order into tar files in the folder DIR. The
     pictures are not resized; if CONFIG has encoders, their outputs are written in place of the pictures. Captions are
-    written as they are. The table [data] that trains on the files is printed.
+    written unchanged. The command prints the table [data] that trains on the files.
 
-    With --reconstruction there is no report either: N samples, evenly spread, are encoded and decoded by the
-    autoencoder of CONFIG. The mean PSNR of the decoded pictures is printed, and their Fréchet distance to the pictures
-    of the data. They show how much quality the autoencoder alone loses.
+    With --reconstruction there is no report either: the autoencoder of CONFIG encodes and decodes N samples, evenly
+    spread. The command prints the mean PSNR of the decoded pictures, and their Fréchet distance to the pictures of the
+    data. Both numbers show how much quality the autoencoder alone loses.
     """
     from hookdiff import load_config
     from hookdiff.disk import writing
@@ -139,13 +139,13 @@ def _print_reconstruction(config: Any, num: int, features: str | None, as_json: 
 
 
 def _to_shards(config: Any, folder: Path, size: float, overwrite: bool) -> dict[str, Any]:
-    """Write the shards, and return the facts of `write_shards`, with all keys of [data] that the config sets."""
+    """Write the shards, and return the result of `write_shards`, with all keys of [data] that the config sets."""
     from hookdiff.experiment import build_feed
     from hookdiff.options import as_toml
     from hookdiff_data.encoded import is_encoded
     from hookdiff_data.shards import check_place, write_shards
 
-    check_place(folder, overwrite)  # before the data is looked at
+    check_place(folder, overwrite)  # before the data is read
     feed = build_feed(config, decode=False, encode="pictures").bind(1, config.run.seed)
     written = write_shards(feed, folder, int(size * 2**20))
     shared = {name: value for keys in config.data.shared.values() for name, value in keys.items()}
@@ -207,7 +207,7 @@ def _captions(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for text, count in about["frequent"]:
             yield "", f"{count:,} x {shown(text if len(text) <= _SHOWN else f'{text[:_SHOWN]}...') or '(empty)'}"
         for encoder, tokens in about["tokens"].items():
-            cut = f"{tokens['cut']:,} cut at {tokens['limit']:,}" if tokens["limit"] else "none is cut"
+            cut = f"{tokens['cut']:,} truncated at {tokens['limit']:,}" if tokens["limit"] else "none is truncated"
             if tokens["unknown"]:
                 cut += f"; {tokens['unknown']:,} of the different ones have hardly a word that the tokenizer knows"
             if tokens["same"]:

@@ -15,17 +15,17 @@ from hookdiff_data.members import Members, member_name, members, written
 
 
 def is_encoded(feed: Feed) -> bool:
-    """Return whether encoders have made samples of `feed`."""
+    """Return whether the samples of `feed` are outputs of encoders."""
     return find_reader(feed, LatentReader) is not None
 
 
 @define(eq=False)
 class MembersOfEncoders:
-    """The members of the encoded samples of `feed`; their names are known once one sample is made."""
+    """The members of the encoded samples of `feed`; their names are known after the first sample."""
 
     feed: Feed
     facts: dict[str, Any] = field(init=False, factory=dict)
-    image: str | None = field(init=False, default=None)  # the extension of the inputs, if they are encoded
+    image: str | None = field(init=False, default=None)  # extension of the inputs, if they are encoded
     conditions: dict[str, str] = field(init=False, factory=dict)  # extensions by name
 
     def members(self) -> Iterator[tuple[int, Members]]:

@@ -28,7 +28,7 @@ from hookdiff.images import (
 logger = logging.getLogger("hookdiff")
 
 CAPTIONS = "txt"  # extension of the captions
-_TEXT = "text"  # their name in the source "shards"
+_TEXT = "text"  # name of the captions in the source "shards"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,60}")  # of a condition, as part of the name of a file
 
 Members = dict[str, bytes]  # by extension
@@ -37,7 +37,7 @@ Members = dict[str, bytes]  # by extension
 def members(feed: Feed) -> Iterator[tuple[int, Members]]:
     """Yield each usable sample of `feed`, in order: its position and its members, the picture first.
 
-    A picture keeps the bytes of its file; one without a file becomes a PNG, and pixels that no PNG holds an .npy.
+    A picture keeps the bytes of its file. Without a file it becomes a PNG, or an .npy if no PNG can hold its pixels.
     Raises UserError for a sample that cannot be read or written; the config may skip unreadable pictures.
     """
     for index, parts in _parts(feed):
@@ -59,7 +59,7 @@ def members(feed: Feed) -> Iterator[tuple[int, Members]]:
 
 
 def with_captions(feed: Feed, samples: Iterator[tuple[int, Members]]) -> Iterator[tuple[int, Members]]:
-    """Yield `samples`, each with its captions in the source of `feed`, one on each line, if there are any.
+    """Yield `samples`, each with its captions from the source of `feed`, if it has any: a text of one caption a line.
 
     Raises UserError for captions that the source "shards" would not read as they are.
     """
@@ -87,7 +87,7 @@ def _lines(name: str, captions: Sequence[str]) -> bytes:
 def member_name(condition: str) -> str:
     """Return the name of a condition as part of an extension; raises UserError if no file can have it."""
     if not _NAME.fullmatch(condition):
-        raise UserError(f"conditions {condition!r}: the name cannot be that of a file in a shard; rename it")
+        raise UserError(f"conditions {condition!r}: the name cannot be part of a file name in a shard; rename it")
     return condition.lower()
 
 
@@ -107,7 +107,7 @@ def _parts(feed: Feed) -> Iterator[tuple[int, Any]]:
         return
     if memory and memory.images.dtype == torch.uint8 and memory.images.shape[1] in (2, 4):
         channels = memory.images.shape[1]
-        raise UserError(f"images in memory with {channels} channels of uint8 would become transparent in a shard")
+        raise UserError(f"uint8 images in memory with {channels} channels would be transparent in a shard: use 1 or 3")
     for index in feed.usable.tolist():
         if memory:
             image, label = memory.images[index], None if memory.labels is None else int(memory.labels[index])
@@ -147,7 +147,7 @@ def _content(value: Any, is_condition: bool) -> tuple[str, bytes]:
 
 
 def _original(image: Any) -> tuple[str, bytes] | None:
-    """Return the bytes of the file that a lazy image of Pillow is read from; None if it has none of its own."""
+    """Return the bytes of the file that a lazy image of Pillow is read from; None if it has no file of its own."""
     suffix, file = usual_suffix(image.format), getattr(image, "fp", None)
     if suffix is None or file is None:
         return None
@@ -163,5 +163,5 @@ def _original(image: Any) -> tuple[str, bytes] | None:
 
 def _png(image: Any) -> bytes:
     file, exif = io.BytesIO(), image.getexif()
-    image.save(file, "PNG", **({"exif": exif} if exif else {}))  # the EXIF data may turn the picture
+    image.save(file, "PNG", **({"exif": exif} if exif else {}))  # the EXIF data may rotate the picture
     return file.getvalue()

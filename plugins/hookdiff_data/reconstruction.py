@@ -22,8 +22,8 @@ _INPUTS = "image"  # name of the encoder of the inputs
 def reconstruction(config: Config, num: int, features: str | None) -> tuple[dict[str, Any], list[str]]:
     """Compare `num` pictures, evenly spread over the usable samples, with their reconstructions by the autoencoder.
 
-    The pictures are in [-1, 1], encoded to the mean of the posterior, decoded, and clamped. Returns facts that JSON can
-    hold, and texts about them. "psnr" is the mean of 10 log10(4 / mean squared error) over the pictures, in dB. The
+    The pictures are in [-1, 1], encoded to the mean of the posterior, decoded, and clamped. Returns statistics, ready
+    for JSON, and texts about them. "psnr" is the mean of 10 log10(4 / mean squared error) over the pictures, in dB. The
     Fréchet distance has the name of the space `features`; None: the usual space, or no distance if that cannot be
     opened.
 
@@ -46,9 +46,9 @@ def reconstruction(config: Config, num: int, features: str | None) -> tuple[dict
 
 
 def _of_few(config: Config) -> Config:
-    """Return `config` with the encoder of the inputs alone, and no table of latents, which would take all samples.
+    """Return `config` with only the encoder of the inputs, and without a latent table, which would encode all samples.
 
-    Encoders of texts stay, since the source has their captions; here they encode nothing.
+    Encoders of texts stay, since the source gives their captions, but they encode nothing here.
     """
     for kind, keys in config.data.shared.items():
         if encoder := (keys.get("encode") or {}).get(_INPUTS):

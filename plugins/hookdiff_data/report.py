@@ -1,4 +1,4 @@
-"""The facts about a data set that are worth knowing before training on it."""
+"""Statistics of a data set that are worth knowing before training on it."""
 
 import hashlib
 import time
@@ -16,7 +16,7 @@ _GROUPS = 5  # of duplicates that are listed
 
 
 def report(feed: Feed, seconds: float) -> dict[str, Any]:
-    """Read every sample of a bound `feed` once, then batches for about `seconds`, and return facts that JSON can hold.
+    """Read every sample of a bound `feed` once, then batches for about `seconds`; return statistics, ready for JSON.
 
     Raises UserError for a sample that cannot be used.
     """

@@ -26,7 +26,7 @@ _SHARD = re.compile(rf"shard-\d+\.tar|{re.escape(_CLASSES)}|{re.escape(ENCODED)}
 
 
 def check_place(folder: Path, overwrite: bool) -> None:
-    """Raise UserError if there is something at `folder`, other than an empty folder; shards may be replaced."""
+    """Raise UserError unless `folder` is missing or empty, or holds only shards and `overwrite` is true."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else [""]
     if os.path.lexists(folder) and not all(map(_SHARD.fullmatch, names)):
         about = "is no folder of shards, so not even --overwrite replaces it"
@@ -38,11 +38,11 @@ def check_place(folder: Path, overwrite: bool) -> None:
 def write_shards(feed: Feed, folder: Path, most: int) -> dict[str, Any]:
     """Write all usable samples of `feed` into shards of at most `most` bytes, and the names of the classes beside them.
 
-    Encoded samples have the results of the encoders in place of their pictures, with a file about the encoders.
-    Captions are written as they are. The folder appears when it is complete, or not at all, and replaces an earlier
-    folder of shards. Returns the numbers of
-    "samples", "shards" and "bytes", and as "data" the keys of [data] that read them. Raises UserError for samples that
-    cannot be written, or not alike, and if the folder cannot be written.
+    Encoded samples have the results of the encoders in place of their pictures, and a file describes the encoders.
+    Captions are written unchanged. The folder appears when it is complete, or not at all, and replaces an earlier
+    folder of shards. Returns the numbers of "samples", "shards" and "bytes", and as "data" the keys of [data] that
+    train on the shards. Raises UserError if the folder or a sample cannot be written, or if samples have files of
+    different kinds.
     """
     encoded = MembersOfEncoders(feed) if is_encoded(feed) else None
     with writing(folder), new_folder(folder) as partial:
@@ -53,7 +53,7 @@ def write_shards(feed: Feed, folder: Path, most: int) -> dict[str, Any]:
                 for sample in samples:
                     writer.add(sample)
         if not writer.samples:
-            raise UserError("there is nothing to write: no sample can be read; `hookdiff data CONFIG` says why")
+            raise UserError("there is nothing to write: no sample can be read; run `hookdiff data CONFIG` to see why")
         if feed.classes:
             write_file(partial / _CLASSES, json.dumps(list(feed.classes)).encode())
         if encoded:
@@ -83,10 +83,10 @@ def _alike(feed: Feed, samples: Iterator[tuple[int, Members]]) -> Iterator[Membe
 
 @define
 class _Writer:
-    """Writes one shard after the other; each is whole before the next one begins."""
+    """Writes one shard after the other; each shard is complete before the next begins."""
 
     folder: Path
-    most: int  # bytes of a shard; one with a single sample may have more
+    most: int  # bytes of a shard; a shard of a single sample may have more
     samples: int = 0
     shards: int = 0
     bytes: int = 0

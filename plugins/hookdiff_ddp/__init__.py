@@ -58,11 +58,11 @@ class Replica(nn.Module):
             self._trained = self._wanted()
 
     def check_used(self) -> None:
-        """Raise UserError if a parameter has got no gradient; the exchange waits for all of them."""
+        """Raise UserError if a parameter has no gradient; the exchange waits for the gradients of all parameters."""
         if unused := [name for name, value in self._named if value.requires_grad and value.grad is None]:
             raise UserError(
-                f"plugins.ddp: these parameters have no part in the loss of this step: {listed(unused, 3)}; set "
-                "plugins.ddp.find_unused_parameters = true, or freeze those that never have a part in it"
+                f"plugins.ddp: the loss of this step does not depend on these parameters: {listed(unused, 3)}; set "
+                "plugins.ddp.find_unused_parameters = true, or freeze parameters on which no loss depends"
             )
 
 
@@ -79,7 +79,7 @@ class DDP:
 
     find_unused_parameters: bool = field(
         default=False,
-        metadata=about("let parameters have no part in the loss of some steps; costs a search in each step"),
+        metadata=about("allow parameters on which a step's loss does not depend; costs a search in each step"),
     )
     bucket_mb: float = field(default=25.0, validator=gt(0), metadata=about("gradients exchanged at a time", "MiB"))
     _net: Replica | None = field(default=None, init=False)

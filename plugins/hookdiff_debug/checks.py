@@ -1,4 +1,4 @@
-"""Judges measured numbers. Each check is a function with rules in their order: the most basic cause first."""
+"""Judges measured numbers. Each check is a function with a list of rules, the most basic cause first."""
 
 import itertools
 import math
@@ -27,23 +27,23 @@ from hookdiff_debug.trial import Trial
 
 # Images
 BYTES_OVER, BYTES_UP_TO = 2.0, 255.5  # largest value of images in [0, 255]
-UNIT_LOW, UNIT_HIGH = 0.1, 0.9  # ends that images in [0, 1] come near to
-ROUNDING = 0.01  # beyond the ends of a range
-WILD = 4.0  # mean or deviation, beyond which values are no images in [-1, 1]
-FAINT, LOPSIDED = 0.1, 0.9  # a lower deviation or a larger mean leaves little contrast beside noise of variance 1
-OFF_MEAN, OFF_STD = 0.5, 2.0  # mean, and factor of the deviation, of images that are hardly standardised
-SIGMA_DATA = 1.67  # factor between the deviation and sigma_data
+UNIT_LOW, UNIT_HIGH = 0.1, 0.9  # images in [0, 1] have values below and above these
+ROUNDING = 0.01  # allowed beyond the ends of a range
+WILD = 4.0  # a larger mean or deviation is not of images in [-1, 1]
+FAINT, LOPSIDED = 0.1, 0.9  # with a lower deviation, or a larger mean, noise of variance 1 hides the images
+OFF_MEAN, OFF_STD = 0.5, 2.0  # largest mean, and factor between deviation and 1, of standardised images
+SIGMA_DATA = 1.67  # largest factor between the deviation and sigma_data
 SAME, CONSTANT = 0.5, 0.1  # shares of the images
-UNEVEN_CLASSES = 20  # the largest class over the smallest
+UNEVEN_CLASSES = 20  # size of the largest class over that of the smallest
 # Signal to noise of the process
 AT_END, AT_END_BROKEN = 0.01, 0.1  # where sampling begins
 AT_START = 20  # below this, the cleanest images have visible noise
-BURIED = 5.0  # distance of the log-SNR from 0, beyond which noise or image hide the other
+BURIED = 5.0  # absolute log-SNR beyond which the noise hides the image, or the image the noise
 # Network
 LARGE, HUGE = 10.0, 100.0  # mean or deviation of the output, where about 1 is expected
 YOUNG = 0.1  # deviation of the output below which only the last layer has notable gradients
-IGNORED = 1e-6  # change of the output, over its size
-UNEVEN_GRADIENTS = 1e5  # root mean square of a layer over the median of all
+IGNORED = 1e-6  # change of the output, relative to its size
+UNEVEN_GRADIENTS = 1e5  # RMS gradient of a layer over the median of all layers
 UNLEARNED = 0.97  # error over the error of predicting the mean
 OVER_FLOOR, FLOOR_SLACK = 1.1, 0.02  # error over the floor; slack over the error of predicting the mean
 LAGGING = 1.3  # error of an average over the error of the model's own weights
@@ -60,7 +60,7 @@ BLANK = 1e-3  # deviation of an image that shows nothing
 # Run
 SMALL_BATCH, LARGE_BATCH = 8, 0.25  # images; share of the data
 FEW_IMAGES, MANY_EPOCHS = 20_000, 300
-WAITING, HEAVY, SHOWN = 0.3, 0.2, 0.005  # shares of a step: of data, of one plugin, of a part that is listed
+WAITING, HEAVY, SHOWN = 0.3, 0.2, 0.005  # shares of a step: waiting for data; one plugin; the smallest listed part
 FULL = 0.9  # share of the memory
 # Parts of a step that belong to no plugin.
 CORE = ("data", "loop", *(hook.work for hook in HOOKS.values() if hook.work))
@@ -76,7 +76,7 @@ def cause(findings: Mapping[str, Finding]) -> str | None:
 
 
 def following(findings: Mapping[str, Finding], first: str | None) -> dict[str, Finding]:
-    """Return `findings`, all later ones with the remedy to mend the `first` error; their own would mislead.
+    """Return `findings`; all after the `first` error get the remedy to mend it, since their own would mislead.
 
     If the first error is not in `findings`, it comes before all of them.
     """
@@ -94,8 +94,8 @@ def check_inputs(
 ) -> Finding:
     """Judge the range and distribution of the images, which the process and the sampler expect in [-1, 1].
 
-    `standardised`: the objective has a data_mean or data_std, so any range is right. `sigma_data`: that option of EDM,
-    if the objective has it. `bad_samples`: names of samples that are not finite, if they are known.
+    `standardised`: the objective has a data_mean or data_std, so any range is right. `sigma_data`: the option of EDM,
+    if the objective has it. `bad_samples`: names of the samples that are not finite, if known.
     """
     low, high, num, mean, std = inputs.low, inputs.high, inputs.num, abs(inputs.scaled_mean), inputs.scaled_std
     raw, largest = not standardised, max(inputs.std, abs(inputs.mean))
@@ -177,7 +177,7 @@ def check_times(levels: Sequence[Drawn], std: float) -> Finding:
         warning_if(
             missed,
             f"the training never draws {listed(missed, len(missed))}",
-            "diffusion.times = 'uniform', or options of it that spread the times",
+            "diffusion.times = 'uniform', or options that spread the times more",
         ),
     )
 
@@ -202,7 +202,7 @@ def check_learning(trial: Trial, trained: bool = False, resumed: bool = False) -
     width = min(8, max(4, len(losses) // 4))
     means = [trial.mean_loss(slice(start, start + width)) for start in range(max(1, len(losses) - width + 1))]
     first, peak, end = trial.mean_loss(slice(4)) if trained else losses[0], max(losses), means[-1]
-    # At first, and at the end of a warm-up: later on the weights are larger, and the ratio is smaller.
+    # At the start, and at the end, where a warm-up ends. In between the ratio falls, as the weights grow.
     change = max(statistics.median(part or [math.nan]) for part in (trial.changes[:8], trial.changes[-8:]))
     numbers = f"loss {first:.3g} to {end:.3g} in {len(losses):,} steps, with a peak of {peak:.3g} at step "
     numbers += f"{losses.index(peak) + 1:,}; learning rate {rate:.3g}; an update changes weights by {percent(change)}"
@@ -224,7 +224,7 @@ def check_learning(trial: Trial, trained: bool = False, resumed: bool = False) -
         (rate == 0 and change == 0, Finding("ok", "not judged, because the schedule has ended at a rate of 0")),
         (back or wild or lost or ruined, too_high),
         (peak > RUIN * first or change > LARGE_CHANGE, rate_too_high(numbers, rate)),
-        (flat and trial.is_warming_up, Finding("ok", f"it is still being warmed up; {numbers}")),
+        (flat and trial.is_warming_up, Finding("ok", f"the learning rate is still warming up; {numbers}")),
         warning_if(flat, "the loss does not fall", other),
     )
 
@@ -246,13 +246,13 @@ def check_gradients(
     return judge(
         f"in {len(sizes)} of {len(layers)} layers",
         (dead, dead_layers(f"{len(dead)} of {len(layers)}: {listed(dead, 3)}", "error")),
-        warning_if(unused, missing, "a call without detach(), or freeze them (requires_grad_(False)), or remove them"),
+        warning_if(unused, missing, "a call without detach(), or to freeze (requires_grad_(False)) or remove them"),
         warning_if(uneven, f"the gradients of {top} are {over:.0e} times the usual ones", "a normalisation before it"),
     )
 
 
 def check_outputs(outputs: Outputs | None, settled: bool = True, is_first: bool = False) -> Finding:
-    """Judge the output of the network; once it is `settled` it may not be constant. `is_first`: before any update."""
+    """Judge the output; once the network is `settled`, a constant output is an error. `is_first`: before any update."""
     if outputs is None:
         return Finding("ok", "not known: the objective calls the network in an unusual way")
     constant, size = outputs.std == 0 or outputs.largest == 0, max(outputs.std, abs(outputs.mean))
@@ -269,7 +269,7 @@ def check_outputs(outputs: Outputs | None, settled: bool = True, is_first: bool 
 
 
 def check_response(outputs: Outputs | None, settled: bool = True) -> Finding:
-    """Judge whether the output changes with image, time and label."""
+    """Judge whether the output changes with image, time and label, once the network is `settled`."""
     if outputs is None or not settled:
         return Finding("ok", "not known yet")
     changes = {"image": outputs.by_image, "time": outputs.by_time, "label": outputs.by_label}
@@ -284,16 +284,16 @@ def check_response(outputs: Outputs | None, settled: bool = True) -> Finding:
 
 
 def check_levels(levels: Sequence[Level], times: Sequence[Drawn], trained: bool) -> Finding:
-    """Judge the errors from clean to noisy, beside predictions from mean and variance of the images alone.
+    """Judge the errors at `levels`, from clean to noisy, beside predictions by only mean and variance of the images.
 
-    A level that is never drawn in training may have any error that is finite.
+    At a level that is never drawn in training, any finite error is accepted.
     """
     drawn = {time.name for time in times if time.share}
     ratios = [level.error / level.mean_error if level.mean_error else math.nan for level in levels]
     most = {level.name: OVER_FLOOR * level.floor + FLOOR_SLACK * level.mean_error for level in levels}
     worse = [level.name for level in levels if level.error > most[level.name] and level.name in drawn]
     new = min(ratios) > UNLEARNED
-    shown = "clean to noisy, over that of predicting the mean: " + " ".join(f"{ratio:.2f}" for ratio in ratios)
+    shown = "clean to noisy, relative to predicting the mean: " + " ".join(f"{ratio:.2f}" for ratio in ratios)
     return judge(
         shown + ("; the trial is too short to judge them" if new and not trained else ""),
         error_if(not all(map(math.isfinite, ratios)), "errors not finite", "another schedule; see the output, too"),
@@ -305,7 +305,7 @@ def check_levels(levels: Sequence[Level], times: Sequence[Drawn], trained: bool)
 
 
 def check_samples(images: Tensor, data: Inputs, trained: bool) -> Finding:
-    """Judge samples, `images` of n c h w: range and deviation beside the data, NaN, equal images."""
+    """Judge samples, `images` n c h w, by range and deviation beside the data, NaN, and equal images."""
     sampled = measure_inputs(images)
     spare = (data.high - data.low) / 4
     outside = float(((images < data.low - spare) | (images > data.high + spare)).float().mean())
@@ -328,7 +328,7 @@ def check_average(name: str, average: Sequence[Level], plain: Sequence[Level], t
     """Judge the averaged weights called `name` beside the model's own, by their errors."""
     averaged, unaveraged = (statistics.fmean(level.error for level in levels) for levels in (average, plain))
     over = averaged / (unaveraged or math.nan)
-    slow = "a lower decay, a warm-up of it, or a longer training"
+    slow = "a lower decay, a warm-up of the decay, or a longer training"
     return judge(
         f"{name} has {over:.2f} times the error of the model's own weights",
         warning_if(trained and over == 1, f"{name} has exactly the errors of the model's own weights: is it updated?"),
@@ -351,12 +351,12 @@ def check_length(parameters: int, images: int, values: int, batch_size: int, ste
 
 
 def check_trial(trial: Trial) -> Finding:
-    """Return how many updates the trial made, and why it made more or fewer than it was asked for."""
+    """Return how many updates the trial made, and why they are more or fewer than the requested number."""
     made, asked, tried = len(trial.rates), trial.asked, len(trial.losses)
     if made > asked:
         more = f"{made - asked} more through the warm-up, in growing strides, and at the rate after it"
         return Finding("ok", f"{made} updates: {asked}, and {more}")
-    why = f"{tried - made} of {tried} steps made none" if tried > made else "half a minute was over"
+    why = f"{tried - made} of {tried} steps made none" if tried > made else "the time limit is half a minute"
     why = "a step that is not finite stopped it" if trial.outcome == "stopped" else why
     return Finding("ok", f"{made} updates" if made == asked else f"{made} of {asked} updates: {why}")
 

@@ -24,7 +24,7 @@ from hookdiff.cli import (
     show_default=True,
     type=click.IntRange(2),
     metavar="N",
-    help="Updates of the trial. If the learning rate of a CONFIG is still rising then, more follow: through the"
+    help="Updates of the trial. If the learning rate of a CONFIG still rises after them, more follow: through the"
     " warm-up in growing strides, and 25 at the full rate.",
 )
 @out_option("Draw images and predictions in this PNG file.")
@@ -44,8 +44,8 @@ def command(
 
     Trains for some steps in a temporary directory, half a minute at most, and checks data, network and optimisation.
     The first line names the cause when there is an error; then comes each check: ok, warning (unusual, but perhaps
-    intended) or error. The picture of --out shows four images with more and more noise and, below, the network's
-    predictions of them. Exit code 1 when there is an error.
+    intended) or error. The picture of --out shows four images with more and more noise and, below each, the network's
+    prediction. Exit code 1 when there is an error.
     """
     import json
     import math

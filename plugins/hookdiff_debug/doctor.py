@@ -28,11 +28,11 @@ from hookdiff_debug.trial import Trial, run_trial
 # Hooks of a step and of sampling. Plugins that write files, or measure now and then, are left out.
 _IN_A_STEP = hooks_of("model", "net", "epoch", "batch", "passes", "scale", "update", "images")
 _IN_SAMPLING = hooks_of("model", "restore", "images")
-_OF_NETWORK = hooks_of("passes", "update")  # the work of these counts for the network, also in a plugin
-_LOOP = ("defaults", "metrics", "run_dir", "start")  # plugins that count as the loop
+_OF_NETWORK = hooks_of("passes", "update")  # hooks whose time counts as the network's, also in a plugin
+_LOOP = ("defaults", "metrics", "run_dir", "start")  # plugins whose time counts as the loop's
 _TRAINED = 500  # updates after which a network must have learned something
 _IMAGES = 64  # images on which the network is measured
-_DRAWN = 4  # images in the strip
+_DRAWN = 4  # images in the picture
 _MADE = 8  # generated samples
 _SAMPLER_STEPS = 30  # at most
 
@@ -55,7 +55,7 @@ class _Portrait:
     samples: Tensor
     drawn: Panel
     levels: list[Level]
-    average: str | None  # its name
+    average: str | None  # its name, if there is one
     averaged: list[Level]
 
 
@@ -64,11 +64,11 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
 
     Pictures go to `strip`, if given. Raises UserError if the config cannot be built, or the run has no checkpoint.
     """
-    # The doctor makes the checks of the plugin debug. Its name stays, as a checkpoint may hold its state.
+    # The doctor makes the checks of the plugin debug. The plugin's name stays: a checkpoint may hold its state.
     idle = {name: Part(part.where, part.use, object) for name, part in config.plugins.items() if name == "debug"}
     tried = evolve(config, plugins={**config.plugins, **idle})
     with _listening() as logged, ExitStack() as stack:
-        # Both act only before the first step. A run has the weights of its checkpoint; the file of `start` may be gone.
+        # Both plugins act only before the first step, and the weights of a run come from its checkpoint.
         keep = ("micro_batch",) if run else ("micro_batch", "start")
         loop = build_loop(tried, folder / "run", hooks=_IN_A_STEP, keep=keep)
         before, portrait = 0, None
@@ -109,7 +109,7 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
         findings["memory"] = checks.check_memory(trial.peak_memory, available)
     findings |= {f"logged {number}": Finding("warning", text) for number, text in enumerate(logged, 1)}
     passive = [name for name in tried.plugins if isinstance(loop.plugins[name], LeftOut) and name not in idle]
-    left_out = [f"{', '.join(passive)}: they take no part in a training step or in sampling"] if passive else []
+    left_out = [f"{', '.join(passive)}: not used in a training step or in sampling"] if passive else []
     left_out += ["debug: these are its checks"] if "debug" in config.plugins else []
     if left_out:
         findings["left out"] = Finding("ok", "; ".join(left_out))
@@ -130,7 +130,7 @@ def _of_data(loop: Loop, trial: Trial, times: Sequence[Drawn]) -> dict[str, Find
         counts = torch.bincount(labels[labels >= 0], minlength=loop.feed.num_classes or 0).tolist()
     fractions = torch.linspace(1e-6, 1 - 1e-6, 101)
     *_, log_snr = objective.process.rates(objective.process.from_fraction(fractions), 1)
-    # Images of the wrong scale are no fault of the schedule.
+    # If the images have the wrong scale, the schedule is not to blame.
     std = trial.inputs.scaled_std if inputs.severity == "ok" else 1.0
     return {
         "inputs": inputs,
@@ -143,7 +143,7 @@ def _of_data(loop: Loop, trial: Trial, times: Sequence[Drawn]) -> dict[str, Find
 def _of_network(
     trial: Trial, start: Outputs | None, portrait: _Portrait, times: Sequence[Drawn], resumed: bool, trained: bool
 ) -> dict[str, Finding]:
-    # A learning rate that is too high makes the network look broken, so it comes first.
+    # With a learning rate that is too high, the network looks broken, so the check of the rate comes first.
     findings = {"first output": checks.check_outputs(start, settled=False, is_first=True)} if start else {}
     findings |= {"loss": checks.check_loss(trial), "learning rate": checks.check_learning(trial, trained, resumed)}
     silent = [name for name, layer in trial.layers.items() if layer.norm == 0]

@@ -18,20 +18,20 @@ from hookdiff.models import Buffers
 # Fractions of the way from image to noise at which the network is measured.
 LEVELS = (0.02, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.98)
 DRAWS = 1000  # times that are drawn, to see which noise levels are trained
-SETTLED = 6  # updates, after which a network with layers that start as zero has a gradient everywhere
+SETTLED = 6  # updates after which all layers have gradients, even if some start at zero
 
 
 @define(frozen=True)
 class Inputs:
-    """A batch as the network is trained on it, before noise."""
+    """Statistics of a batch of training inputs, before noise is added."""
 
     num: int  # images
-    channels: tuple[int, ...]  # numbers of the channels with a single value in the whole batch
+    channels: tuple[int, ...]  # indices of the channels with a single value in the whole batch
     low: float
     high: float
     mean: float
     std: float  # of all values
-    scaled_mean: float  # of the values as the process has them: minus data_mean, over data_std
+    scaled_mean: float  # of the standardised values: minus data_mean, over data_std
     scaled_std: float
     nonfinite: float  # share of the values
     constant: float  # share of the images that have one value in all pixels
@@ -49,8 +49,8 @@ class Outputs:
     std: float
     largest: float  # absolute value
     nonfinite: float  # share of the values
-    by_image: float  # change when the noisy images of samples are exchanged, over the size of the output (both RMS)
-    by_time: float  # the same when their times are exchanged
+    by_image: float  # change if samples exchange their noisy images, over the size of the output (both RMS)
+    by_time: float  # the same if they exchange their times
     by_label: float  # the same without labels
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ def untouched(loop: Loop) -> Iterator[None]:
     buffers = Buffers(model)
     buffers.keep()
     dtype = next(model.parameters()).dtype
-    # Weights of half precision are trained under autocast, which is not on here: the images are float32.
+    # Weights in half precision are trained under autocast, which is off here, and the images are float32.
     half = torch.autocast(loop.device.type, dtype) if dtype in (torch.float16, torch.bfloat16) else nullcontext()
     try:
         with evaluating(model), torch.random.fork_rng([loop.device] if on_gpu else []), half, eager(model):
@@ -145,7 +145,7 @@ class _Recorder:
         self.first: tuple[tuple[tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = copy.deepcopy((args, kwargs))  # a layer may work in place
+        arguments = copy.deepcopy((args, kwargs))  # a layer may change its input in place
         output = self.model(*args, **kwargs)
         self.first = self.first or (arguments, output)
         return output
@@ -155,7 +155,7 @@ class _Recorder:
 
 
 def measure_outputs(loop: Loop, batch: Batch) -> Outputs | None:
-    """Measure the output of the network for `batch`, and for `batch` with one input exchanged; one transfer.
+    """Measure the output for `batch`, and for `batch` with one input exchanged among samples; one transfer.
 
     Returns None if the objective calls the network without a tensor, or gets no tensor from it. Call it in `untouched`.
     """
@@ -216,7 +216,7 @@ def measure_times(diffusion: Diffusion) -> list[Drawn]:
     bounds, drawn = (process.rates(each, 1)[2] for each in (borders, times))
     end = bounds.new_tensor([math.inf])
     upper, lower = torch.cat((end, bounds))[:, None], torch.cat((bounds, -end))[:, None]
-    # A timestep on a border counts for both levels: with few timesteps, it is all that they have.
+    # A timestep on a border counts for both levels: with few timesteps, a level may have no other.
     shares = ((lower <= drawn) & (drawn <= upper)).float().mean(1).tolist()
     return [Drawn(at.label, at.log_snr, share) for at, share in zip(level_points(process), shares, strict=True)]
 
@@ -255,7 +255,7 @@ def draw_levels(
     title: str,
     decode: Callable[[Tensor], Tensor],
 ) -> Panel:
-    """Return a panel with two rows for each image: its noisy versions at `LEVELS`, and below them the predictions.
+    """Return a panel with two rows for each image: its noisy versions at `LEVELS`, and the predictions below.
 
     `decode` turns values of the network into pictures.
     """
@@ -266,7 +266,7 @@ def draw_levels(
         noisy.append(diffusion.denormalize(x_t / (alpha.square() + sigma.square()).sqrt()))
         predicted.append(diffusion.denormalize(x0))
     rows = decode(torch.stack((torch.stack(noisy, 1), torch.stack(predicted, 1)), 1).flatten(0, 2))
-    shown = rows if rows.shape[1] in (1, 3) else rows[:, :1]  # of latents, the first channel
+    shown = rows if rows.shape[1] in (1, 3) else rows[:, :1]  # for latents, the first channel
     return Panel(
         shown.nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1).cpu(),
         len(LEVELS) + 1,

@@ -12,7 +12,7 @@ from hookdiff.options import COUNT, about
 from hookdiff_debug.checks import check_gradients, check_inputs, check_outputs, check_response
 from hookdiff_debug.measure import SETTLED, measure_inputs, measure_layers, measure_outputs, untouched
 
-_EARLY = 64  # last of the early updates that are always measured: most mistakes show at once
+_EARLY = 64  # updates 1, 2, 4 and so on to this one are always measured: most mistakes show early
 _SILENT = 2  # measurements in a row in which a layer has no gradient
 
 
@@ -20,9 +20,9 @@ _SILENT = 2  # measurements in a row in which a layer has no gradient
 class Debug:
     """Warns of data out of range, dead layers, and a network that ignores its inputs.
 
-    It measures the batch, the gradients, and how the output of the network changes when images and times are exchanged.
-    It reports each finding once, and again when it comes back. A measurement costs four calls of the network without
-    gradients and three transfers from the device; the steps between cost nothing.
+    It measures the batch, the gradients, and how the network's output changes if samples exchange images or times. It
+    reports each finding once, and again when the finding comes back. A measurement costs four calls of the network
+    without gradients and three transfers from the device; the steps between cost nothing.
     """
 
     every: Every = field(
@@ -75,7 +75,7 @@ class Debug:
         for name, finding in findings.items():
             loop.log.report(self._alarms.news(step + 1, name, finding), step + 1)
             if finding.severity == "error":
-                break  # the others follow from it, or can wait
+                break  # later findings follow from this one, or can wait
         numbers = {"silent_layers": float(sum(not layer.norm for layer in layers.values()))}
         if outputs is not None:
             numbers |= {"output_mean": outputs.mean, "output_std": outputs.std, "by_image": outputs.by_image}
@@ -101,7 +101,7 @@ class Debug:
         step, progress = loop.progress.step + 1, loop.progress
         early = step <= _EARLY and step & (step - 1) == 0
         epoch_began = progress.samples == 0 and self.every.after_epoch(progress.epoch)
-        # `after_step` comes first, so that it is always called: a clock starts over when it is due.
+        # `after_step` comes first, so that it is called in each step: a time interval restarts when it is due.
         return self._due.after_step(step) or early or epoch_began
 
     def _look_at_inputs(self, loop: Loop, batch: Batch) -> None:

@@ -25,18 +25,18 @@ _TIME_LIMIT = 30.0  # seconds
 class Trial:
     """The measurements of a trial."""
 
-    asked: int  # number of updates that were asked for
-    inputs: Inputs  # of the first batch, or of the first that is not finite
-    losses: list[float] = field(factory=list)  # of each step, also of one that made no update
+    asked: int  # number of requested updates
+    inputs: Inputs  # of the first batch, or of the first batch that is not finite
+    losses: list[float] = field(factory=list)  # of each step, also of a step without an update
     outcome: str = "updated"  # `Step.outcome` of the last step
     rates: list[float] = field(factory=list)  # learning rate of each update, of the first group
     changes: list[float] = field(factory=list)  # RMS of an update over RMS of the weights, median over matrices
-    layers: dict[str, Layer] = field(factory=dict)  # largest gradient of each after SETTLED updates
+    layers: dict[str, Layer] = field(factory=dict)  # largest gradient of each layer after SETTLED updates
     steps_timed: int = 0
     seconds: float = 0.0  # of the steps that were timed
     parts: Mapping[tuple[str, str], float] = field(factory=dict)  # seconds by plugin and hook, without nested calls
     peak_memory: int | None = None  # bytes of a step; None where the trial is too short
-    spoiled: list[str] = field(factory=list)  # samples of `inputs` that are not finite and made the loss so
+    spoiled: list[str] = field(factory=list)  # samples of `inputs` that made the loss not finite
 
     @property
     def first_bad(self) -> int | None:
@@ -55,8 +55,8 @@ class Trial:
 def run_trial(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
     """Make `steps` updates with the entered `loop`, or as many as fit in half a minute.
 
-    With `whole_rate`, a trial that ends while the learning rate still rises makes more updates. `progress.step` then
-    runs ahead of them through the warm-up, in growing strides, and some updates at the configured rate follow.
+    With `whole_rate`, a trial that ends while the learning rate still rises makes more updates. For these
+    updates, `progress.step` runs through the warm-up in growing strides; updates at the configured rate follow.
     """
     clock, looks = Stopwatch(loop.device), list[dict[str, Layer]]()
     trial: Trial | None = None
@@ -71,7 +71,7 @@ def run_trial(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
             trial.steps_timed, trial.seconds = 0, 0.0
         before = _matrices(loop) if number >= SETTLED else None
         start = time.perf_counter()
-        # Memory is measured once the optimizers have state, but before weights are copied and steps are timed.
+        # Memory is measured after the optimizers have made their state, but before weights are copied.
         with clock("loop", "run_step"), _peak(loop, batch, trial) if number == 1 < settled else nullcontext():
             step = loop.run_step(batch)
         with clock("loop", "log"):
@@ -112,15 +112,15 @@ def run_trial(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
 def _peak(loop: Loop, batch: Batch, trial: Trial) -> Iterator[None]:
     """Set the peak memory of `trial` to the most bytes held at one time in the `with` block.
 
-    On a GPU its allocator counts them. Elsewhere a process holds much that is no tensor, so the bytes of the tensors
-    are counted: weights, state of optimizers and plugins, and all results of operations until they are freed.
+    On a GPU, torch's allocator counts the bytes. Elsewhere the bytes of the tensors are counted: weights, state of
+    optimizers and plugins, and all results of operations until they are freed.
     """
     if loop.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(loop.device)
         yield
         trial.peak_memory = torch.cuda.max_memory_allocated(loop.device)
         return
-    loop.gradients.reset()  # as the step does first: old gradients do not count
+    loop.gradients.reset()  # a step begins like this, so old gradients do not count
     state = tree_leaves(loop.state_dict())
     there = storages([*loop.model.parameters(), *loop.model.buffers(), batch.inputs, batch.labels, *state])
     with HeldBytes(there) as held, eager(loop.model):  # tensors of compiled code cannot be counted

@@ -1,4 +1,4 @@
-"""Measures whether generated images are diverse, or repeat a few modes, one another, or the training set."""
+"""Measures whether generated images are diverse, or repeat a few modes, each other, or training images."""
 
 from hookdiff_diversity.plugin import Diversity
 

@@ -1,4 +1,4 @@
-"""What is wrong with the diversity of samples, in words."""
+"""Says in words what is wrong with the diversity of samples."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hookdiff_diversity.spread import Spread
 # Images that were never trained on have ratios of 1 within some percent, cover all modes, and are copies in 1 of 100.
 FAR = 1.5  # times the distance of held-out images to the nearest training image
 COVERED = 0.7  # of the modes
-DOMINANT = 0.3  # share of the samples in their most frequent mode, beyond its share of the data
-COPIED = 0.1  # of the samples; less if the originals of some cannot be found, but chance alone makes 1%
+DOMINANT = 0.3  # share of the samples in their most frequent mode, minus the mode's share of the data
+COPIED = 0.1  # share of the samples; lower if only some training images are compared, but chance gives 1%
 FEWEST_COPIES = 0.04
-VARIANCE = 0.8  # of the data's
-DISTANCE = 0.9  # of the mean distance of two images of the data
+VARIANCE = 0.8  # ratio to the variance of the data
+DISTANCE = 0.9  # ratio to the mean distance of two images of the data
 
 Kind = Literal["healthy", "unlike the data", "collapsed to few modes", "copies of the training set", "too uniform"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -35,8 +35,8 @@ class Diagnosis:
 def diagnose_samples(spread: Spread, modes: Modes, copies: Copies) -> Diagnosis:
     """Return the diagnosis.
 
-    Samples far from all data come first, since neither modes nor neighbours mean anything there. A collapse comes
-    before copies, since the images of a collapsed model often are of the training set too.
+    Samples far from all data come first, since their modes and neighbours mean nothing. A collapse comes before copies,
+    since the images of a collapsed model are often copies, too.
     """
     if copies.nearest_ratio > FAR:
         why = f"samples are {copies.nearest_ratio:.2g} times as far from the training images as held-out images are"

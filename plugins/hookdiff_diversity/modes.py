@@ -1,4 +1,4 @@
-"""Which modes of the data the samples cover. The modes are clusters of the data's features."""
+"""Counts the modes of the data that samples cover. The modes are clusters of the data's features."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hookdiff.authors import seeded
 
-_FEWEST = 5  # samples that are expected of a mode, or chance alone may leave it empty
+_FEWEST = 5  # expected samples of a mode; with fewer, chance alone may leave it empty
 _SHARE = 0.25  # of the expected samples: with fewer, a mode is not covered
-_STARTS = 4  # runs of k-means; the best is taken
+_STARTS = 4  # runs of k-means; the best run is used
 
 
 @define(frozen=True)
@@ -19,7 +19,7 @@ class Modes:
     """How samples are spread over the modes of the data."""
 
     judged: int  # modes that are common enough to be judged
-    covered: int  # of these
+    covered: int  # judged modes that samples cover
     dominant: float  # share of the samples in their most frequent mode
     dominant_in_data: float  # share of the data in that mode
 

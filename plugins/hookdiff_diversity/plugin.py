@@ -23,7 +23,7 @@ from hookdiff_diversity.spread import spread
 
 _MODES = 20  # of data without classes
 _MOST_MODES = 100
-_HELD_OUT = 100  # images: with fewer, their hundredth part is no image
+_HELD_OUT = 100  # images; of fewer, 1% is less than an image
 _MOST_SEARCHED = 100_000  # training images among which copies are searched: 800 MB of features of Inception
 _PAIRS = 8  # in the picture
 
@@ -32,16 +32,16 @@ _PAIRS = 8  # in the picture
 class Diversity(ImageMetric):
     """Reports whether generated images are diverse: healthy, collapsed to few modes, copies, or too uniform.
 
-    It compares features of the images with those of the training set: their variance and distances, the clusters of
-    the data that they cover, and the nearest training image of each, judged by how near held-out images are. Any
-    diagnosis but healthy is a warning with its numbers. The images that are most like copies are drawn beside their
-    nearest training images, in `diversity/step-00001000.png` of the run directory.
+    It compares features of generated images with features of the training set: their variance and distances, the
+    clusters of the data that they cover, and the distance of each to its nearest training image, beside that of
+    held-out images. Any diagnosis except healthy is a warning with its numbers. The images that are most like copies
+    are drawn beside their nearest training images, in `diversity/step-00001000.png` of the run directory.
     """
 
     section = "diversity"
 
     every: Every = field(default=Every(5000), converter=parse_every, metadata=about("how often; 0: only at the end"))
-    num_samples: int = field(default=1000, validator=[ge(20), le(10_000)], metadata=about("images of a measurement"))
+    num_samples: int = field(default=1000, validator=[ge(20), le(10_000)], metadata=about("images per measurement"))
     modes: int | None = field(
         default=None,
         validator=optional([ge(2), le(10_000)]),
@@ -61,7 +61,7 @@ class Diversity(ImageMetric):
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
-        """Raise UserError if the data has no pictures, because its samples hold latents."""
+        """Raise UserError if the samples of the data are latents, without pictures."""
         try:
             _ = loop.feed.pictures
         except UserError as error:
@@ -121,7 +121,7 @@ class Diversity(ImageMetric):
         assert self._training is not None
         assert self._training.numbers is not None
         chosen = near.closest[:_PAIRS]
-        # The images are made again: all of them would not fit in memory.
+        # The images are generated again, since all of them would not fit in memory.
         samples = [next(self.generated.images(range(number, number + 1))) for number in chosen.tolist()]
         originals = self._training.numbers[near.numbers[chosen]]
         if not loop.is_main:

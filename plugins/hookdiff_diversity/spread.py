@@ -1,4 +1,4 @@
-"""How far apart samples are, in comparison with the data."""
+"""Measures how far apart samples are, in comparison with the data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hookdiff.features import distances
 
 @define(frozen=True)
 class Spread:
-    """Spread of samples. Both ratios compare it with the data: 1 if samples vary as the data does, 0 for one image."""
+    """Spread of samples. Both ratios are relative to the data: 1 if samples vary as the data, 0 for a single image."""
 
     variance_ratio: float  # of the traces of the covariances
     distance: float  # mean Euclidean distance of two samples

@@ -13,7 +13,7 @@ from torch import Tensor
 from hookdiff.machine import is_sharded, local_parts, norms, summed
 from hookdiff_ema.profiles import Warmup, gamma_of, half_life_decay, power_decay
 
-Length = float | list[float] | None  # length of one average, or of several
+Length = float | list[float] | None  # length of one average, or lengths of several
 
 _STD = 0.1  # if no length is given
 _INTEGERS = {4: torch.int32, 8: torch.int64}  # type of the bits of a number, by its size in bytes
@@ -23,28 +23,28 @@ _INTEGERS = {4: torch.int32, 8: torch.int64}  # type of the bits of a number, by
 class Average:
     """shadow <- decay * shadow + (1 - decay) * weights, in at least float32: in bf16 a decay of 0.9999 changes nothing.
 
-    The weights must be in the order of the shadow.
+    The weights must be in the order of `shadow`, which holds the average.
     """
 
     label: str  # "std=0.05"
-    prefix: str  # of the names of its logged values
+    prefix: str  # of the names of the logged values
     decay: Callable[[int], float]  # at update n, counted from 0
     std: float | None = None  # of a power-function average
-    shadow: dict[str, Tensor] = field(init=False)  # by parameter name
+    shadow: dict[str, Tensor] = field(init=False)  # the average, by parameter name
     still: Tensor | float = field(default=0.0, init=False)  # number of updates since the shadow last changed
     _values: list[Tensor] = field(init=False)
-    _seen: Tensor | int | None = field(default=None, init=False)  # sum of all bits at the last check
+    _seen: Tensor | int | None = field(default=None, init=False)  # checksum of the shadow at the last check
 
     def start(self, weights: Mapping[str, Tensor]) -> None:
         self.shadow = {name: value.detach().clone() for name, value in weights.items()}
         self._values = local_parts(self.shadow.values())
 
     def update(self, weights: list[Tensor], num_updates: int) -> None:
-        """Include `weights`, this rank's parts of them, after `num_updates` earlier updates."""
+        """Include this rank's parts of the `weights`, after `num_updates` earlier updates."""
         torch._foreach_lerp_(self._values, weights, 1 - self.decay(num_updates))
 
     def on_device(self, weights: list[Tensor]) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """Return a tensor for the share of the weights, to be filled, and the work of an update on the device."""
+        """Return a tensor, to be filled with the weights' share (1 - decay), and the update as work on the device."""
         share = torch.zeros((), device=self._values[0].device)
 
         def update(finite: Tensor) -> None:
@@ -92,7 +92,7 @@ def _bits(value: Tensor) -> Tensor:
 
 @define(frozen=True)
 class each:
-    """A validator of a number, or of each number in a list, which may not be empty; None passes."""
+    """A validator of a number, or of each number in a list that is not empty; None is valid, too."""
 
     validator: Callable[[Any, Any, Any], Any]
 
@@ -104,10 +104,10 @@ class each:
 
 
 def make_averages(name: str, decay: Length, half_life: Length, std: Length, warmup: Warmup) -> list[Average]:
-    """Return the average that is given by a number, if any, and then the averages of the lists.
+    """Return the average that a number gives, if any, and then the averages of the lists.
 
-    The first average logs under `name`, a further one under `name` and its label. The `warmup` applies to a decay and
-    to a half-life. Raises ValueError for two numbers, and for two equal averages.
+    The first average logs under `name`, each further average under `name` and its label. The `warmup` applies to a
+    decay and to a half-life. Raises ValueError for two numbers, and for two equal averages.
     """
     lengths = {"decay": decay, "half_life": half_life, "std": std}
     lengths = {key: value for key, value in lengths.items() if value is not None} or {"std": _STD}

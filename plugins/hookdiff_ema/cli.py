@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 @click.command()
 @path_argument("path", check_exists, "RUN|CONFIG")
 @click.option("--std", type=float, metavar="X", help="Width of the average to make, as a share of the training time.")
-@click.option("--draw", is_flag=True, help="Draw how much each past step weighs in the averages of a CONFIG or RUN.")
+@click.option("--draw", is_flag=True, help="Draw the weight of each past step in the averages of a CONFIG or RUN.")
 @click.option(
     "--step",
     type=click.IntRange(1),
     metavar="N",
-    help="Last step of the average.  [default: that of the last snapshot; with --draw: last step of the training]",
+    help="Last step of the average.  [default: the last snapshot's; with --draw: last step of the training]",
 )
 @out_option("File to write.  [default: RUN/ema-step-STEP-std=STD.safetensors; with --draw: NAME-ema.png]")
 @overwrite_option
@@ -39,18 +39,18 @@ def command(
 ) -> None:
     """Make an average of the weights of RUN, a run directory, from the snapshots that the plugin ema wrote there.
 
-    With --draw, draw instead how much the weights of each past step count in the averages of a CONFIG, or of a RUN;
-    --plugins, --set and --trust are for its config.
+    With --draw, draw instead how much the weights of each past step count in the averages of a CONFIG, or of a RUN.
+    Then --plugins, --set and --trust change its config.
     """
     if draw and std is not None:
-        raise UserError(f"--std {std:g} is not for --draw: --set plugins.ema.std={std:g} draws this width")
+        raise UserError(f"--std {std:g} cannot be used with --draw: use --set plugins.ema.std={std:g} instead")
     if out is not None:
         check_output(out, overwrite)
     if draw:
         _draw(path, step, out, plugins, settings, trust)
         return
     if plugins or settings or trust:
-        raise UserError("--plugins, --set and --trust are for --draw: an average is made of the snapshots of a run")
+        raise UserError("--plugins, --set and --trust are only for --draw: leave them out, or add --draw")
     if std is None:
         raise UserError("--std is missing: give the width of the average to make, or --draw to draw averages")
     _make(path, std, step, out)
@@ -94,7 +94,7 @@ def _draw(
     check_picture(out)
     steps = step or num_steps(config, run, trust=trust)
     profiles = {average.label: step_weights(average.decay, steps) for average in plugin.averages}
-    # A young average may consist of the initial weights, beside which no step would be seen.
+    # The share of the initial weights may be so large that no step would be visible beside it.
     curves = {
         f"{label}: weight of each step in the average at step {steps:,}, and {weights[0]:.1%} of the initial weights": (
             partial(_weight, weights)

@@ -22,8 +22,8 @@ from hookdiff_ema.profiles import MAX_STD, Ratio, Warmup
 from hookdiff_ema.snapshots import FOLDER, Snapshot, remove_later, write_snapshot
 from hookdiff_ema.weights import Weights
 
-NAME = "ema"  # of the first average, in a SampleRequest
-KEY = "ema"  # of the rest of the state, beside the keys of the model
+NAME = "ema"  # name of the first average in a SampleRequest
+KEY = "ema"  # key of the rest of the state, beside the keys of the model
 STILL = "ema/still"  # logged: number of updates since an average last changed, the largest of all averages
 MANY = 200  # updates without a change after which to warn
 BACK = 0.8  # share of max_distance below which the average follows the weights again
@@ -33,11 +33,11 @@ logger = logging.getLogger("hookdiff")
 
 @define(frozen=True)
 class Numbers:
-    """The saved state beside the first average."""
+    """The saved state, except the first average."""
 
     num_updates: int = field(validator=COUNT)
     labels: list[str]
-    averages: dict[str, dict[str, Tensor]]  # all but the first, by label
+    averages: dict[str, dict[str, Tensor]]  # the averages after the first, by label
     still: list[tuple[float, int | None]] = field(validator=numbers())
     alarms: Raised
 
@@ -59,8 +59,8 @@ class EMAState:
 class EMA:
     """Keeps moving averages of the weights, to sample with.
 
-    After every update that changes the weights, shadow <- decay * shadow + (1 - decay) * weights. The shadow has at
-    least float32, holds tied weights once, and does not change in void or skipped steps.
+    After every update of the weights, shadow <- decay * shadow + (1 - decay) * weights. The shadow has at least
+    float32, holds tied weights once, and does not change in steps without an update.
 
     The length of an average is a decay, a half-life, or the width of a power function that grows with the training
     (Karras et al. 2024, arXiv 2312.02696, eq. 2). A number gives the first average. Lists give further averages, in the
@@ -76,16 +76,16 @@ class EMA:
     std: Length = field(
         default=None,
         validator=each(and_(gt(0), le(MAX_STD))),
-        metadata=about("width as a share of training; 0.1 if no length is given"),
+        metadata=about("width as a share of training; default: 0.1, if no length is set"),
     )
     warmup: Warmup = field(
         default=Ratio(), converter=chosen[Warmup], metadata=about("how `decay` or `half_life` rises")
     )
     device: Literal["model", "cpu"] = field(
-        default="model", metadata=about('"model": on the device of the model; "cpu": saves memory of the GPU')
+        default="model", metadata=about('"model": on the device of the model; "cpu": saves GPU memory')
     )
     max_distance: float = field(
-        default=0.5, validator=gt(0), metadata=about("relative distance from the weights at which to warn")
+        default=0.5, validator=gt(0), metadata=about("warn if the relative distance from the weights is larger")
     )
     snapshot_every: Every = field(
         default=Every(0), converter=parse_every, metadata=about("how often to write each `std` to `RUN/ema`; 0: never")
@@ -96,11 +96,11 @@ class EMA:
     num_updates: int = field(default=0, init=False)
     _averages: list[Average] = field(init=False)
     _weights: Weights = field(init=False)
-    _taken: list[Tensor] = field(init=False)  # this rank's parts of the weights, with the averages' device and dtype
-    # What a recorded step repeats; other steps of the run do the same, so that all have the same rounding.
+    _taken: list[Tensor] = field(init=False)  # this rank's parts of the weights, in the averages' device and dtype
+    # The work of a recorded step. Other steps of the run do the same work, so that the rounding is the same.
     _recorded: list[DevicePart] = field(factory=list, init=False)
     _one: Tensor = field(init=False)
-    _pending: bool = field(default=False, init=False)  # the averages lack the weights that were fetched last
+    _pending: bool = field(default=False, init=False)  # the averages do not include the newest fetched weights
     _due: Due = field(init=False)
     _folder: Path = field(init=False)  # of the snapshots
     _snapped: int | None = field(default=None, init=False)  # step of the newest snapshot
@@ -164,7 +164,7 @@ class EMA:
 
     @hookimpl
     def on_device(self, loop: Loop) -> list[DevicePart]:
-        """Return the updates of averages of the weights themselves; averages of copies are updated by the host."""
+        """Return the updates of averages that read the weights directly; the host updates averages of copies."""
 
         def part(average: Average) -> DevicePart:
             share, update = average.on_device(self._taken)
@@ -192,7 +192,7 @@ class EMA:
         if STILL not in values:
             return
         lost = self._weights.replaced()
-        what = f"ema: parameters were replaced, and the average follows the old ones: {listed(lost, 3)}"
+        what = f"ema: parameters were replaced, and the average follows the old parameters: {listed(lost, 3)}"
         remedy = "to change them in place (copy_), or in the hook prepare_model"
         finding = Finding("warning", what, "", remedy) if lost else None
         loop.log.report(self._alarms.news(step, "replaced", finding), step)
@@ -203,7 +203,7 @@ class EMA:
             remedy = "a shorter average or a warmup, if the loss is fine"
             far = judge(f"distance {distance:.2g}", warning_if(is_lost, what, remedy))
             loop.log.report(self._alarms.news(step, f"{average.prefix}/distance", far, over=over), step)
-            # `still` of one average costs a transfer, which is made only if one has not moved.
+            # `still` of an average costs a transfer, so it is read only if an average has not moved.
             is_still = values[STILL] >= MANY and float(average.still) >= MANY
             what = f"ema: the average {average.label} has not moved for {values[STILL]:.0f} updates"
             why, remedy = "neither have the weights", "a learning rate above 0"
@@ -243,7 +243,7 @@ class EMA:
             return
         self._snapped = step
         if loop.is_main:
-            remove_later(self._folder, step)  # snapshots from before a rollback
+            remove_later(self._folder, step)  # snapshots of steps that a rollback has undone
         for average in self._averages:
             if average.std is not None:
                 path = self._folder / f"step-{step:08d}-std={average.std}.safetensors"
@@ -272,12 +272,12 @@ class EMA:
 
     @hookimpl
     def check_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Raise ValueError for averages of other lengths than the run's, or of another model than `model`."""
+        """Raise ValueError if the averages have other lengths than those of the run, or are not of `model`."""
         saved = structured(EMAState, state)
         labels, of_run = saved.ema.labels, [average.label for average in self._averages]
-        # A decay may differ, as any hyper-parameter may; a power function must be the same from its first step.
+        # A decay may differ, as any hyper-parameter may. A power function must stay the same from its first step.
         if len(labels) != len(of_run) or any(a != b and "std=" in a + b for a, b in zip(labels, of_run, strict=True)):
-            raise ValueError(f"it has the averages {', '.join(labels)}, the run has {', '.join(of_run)}")
+            raise ValueError(f"the saved averages are {', '.join(labels)}, those of the run {', '.join(of_run)}")
         if len(saved.ema.still) != len(labels):
             raise ValueError(f"{KEY}.still: there are {len(labels)} averages")
         parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from hookdiff.options import Choice, about
 
-MAX_STD = math.sqrt(1 / 12)  # width of the power function with gamma 0, in which all steps count alike
+MAX_STD = math.sqrt(1 / 12)  # width of the power function with gamma 0: all steps have the same weight
 
 Floats = NDArray[np.float64]
 
 
 def half_life_decay(half_life: float) -> float:
-    """Return the decay per update for which a weight counts half after `half_life` > 0 updates."""
+    """Return the decay per update with which the share of a step halves in `half_life` > 0 updates."""
     return float(0.5 ** (1 / half_life))
 
 
@@ -31,17 +31,17 @@ def step_weights(decay: Callable[[int], float], updates: int) -> Floats:
     The first share belongs to the initial weights. `decay` returns the decay of update n, counted from 0.
     """
     decays = np.array([decay(n) for n in range(updates)])
-    later = np.cumprod(np.append(decays, 1.0)[::-1])[::-1]  # the part of a step that all later updates leave
+    later = np.cumprod(np.append(decays, 1.0)[::-1])[::-1]  # the share of a step that is left after all later updates
     return np.append(1.0, 1 - decays) * later
 
 
 def newest(weights: Floats, share: float) -> int:
-    """Return the number of newest steps that make up at least this `share` of an average, of its `step_weights`."""
+    """Return the number of newest steps that make up at least this `share` of an average with these `weights`."""
     return int(np.searchsorted(np.cumsum(weights[::-1]), share * (1 - 1e-12))) + 1
 
 
 class Warmup(Choice, ABC):
-    """How a decay rises to its value, so that a young average forgets fast."""
+    """How a decay rises to its value, so that an average soon forgets the initial weights."""
 
     kind = "ema_warmup"
     default = "ratio"
@@ -53,7 +53,7 @@ class Warmup(Choice, ABC):
 
 @define(frozen=True)
 class Ratio(Warmup):
-    """At most (1 + n) / (10 + n) at update n."""
+    """The decay is at most (1 + n) / (10 + n) at update n."""
 
     def highest(self, num_updates: int) -> float:
         return (1 + num_updates) / (10 + num_updates)
@@ -61,7 +61,7 @@ class Ratio(Warmup):
 
 @define(frozen=True)
 class Power(Warmup):
-    """At most 1 - (1 + n / inv_gamma)^-power at update n; this is 0 at first, which copies the weights."""
+    """The decay is at most 1 - (1 + n / inv_gamma)^-power at update n; at n = 0, the average copies the weights."""
 
     inv_gamma: float = field(default=1.0, validator=gt(0), metadata=about("unit of n in the formula", "updates"))
     power: float = field(
@@ -86,8 +86,8 @@ Warmup.known = {"ratio": Ratio, "power": Power, "none": NoWarmup}
 def power_decay(step: float, gamma: float) -> float:
     """Return the decay of a power-function average at update `step`, counted from 1: EDM2 eq. 2.
 
-    Update k counts (k^(gamma+1) - (k-1)^(gamma+1)) / step^(gamma+1), the integral of the profile over it. The first
-    update copies the weights.
+    Update k has the share (k^(gamma+1) - (k-1)^(gamma+1)) / step^(gamma+1), the integral of the profile over this
+    update. The first update copies the weights.
     """
     return float((1 - 1 / step) ** (gamma + 1))
 
@@ -104,7 +104,7 @@ def gamma_of(std: float) -> float:
 def overlap(steps: Floats, gammas: Floats, other_steps: Floats, other_gammas: Floats) -> Floats:
     """Return the inner products of power functions that end at `steps` and `other_steps`; arguments are broadcast.
 
-    It is the integral over time of (a+1) t^a / s^(a+1) times the same of the other, up to the earlier end.
+    The product is the integral of (a+1) t^a / s^(a+1) times the other power function, up to the earlier end.
     """
     ratio = (steps / other_steps) ** np.where(steps < other_steps, other_gammas, -gammas)
     longest = np.maximum(steps, other_steps)
@@ -114,9 +114,9 @@ def overlap(steps: Floats, gammas: Floats, other_steps: Floats, other_gammas: Fl
 
 @define(frozen=True, eq=False)
 class Fit:
-    """The weighted sums of snapshots that come closest to given averages."""
+    """The weighted sums of snapshots that are closest to given averages."""
 
-    weights: Floats  # snapshots x averages; each column sums to 1, so that a constant weight stays the same
+    weights: Floats  # snapshots x averages; each column sums to 1, so that a constant weight does not change
     errors: Floats  # (averages,): L2 norm of the difference in the profile, over the norm of the profile
 
 

@@ -1,4 +1,4 @@
-"""Snapshots of power-function averages on disk, and averages of other widths that are made from them."""
+"""Snapshots of power-function averages on disk, and averages of other widths that are made from snapshots."""
 
 import json
 import re
@@ -23,9 +23,9 @@ from hookdiff_ema.profiles import MAX_STD, Fit, fit
 
 FOLDER = "ema"  # in the run directory
 _ABOUT = "ema"  # key in the metadata of a snapshot
-_TOLERANCE = 0.1  # largest error of a profile, relative, in L2
-_ROUNDING = 0.01  # largest error of the weights from the rounding of snapshots, relative
-_UNIT = {"float16": 2.0**-11, "float32": 2.0**-24}  # relative rounding of a number
+_TOLERANCE = 0.1  # largest relative L2 error of a profile
+_ROUNDING = 0.01  # largest relative error of the weights by the rounding of snapshots
+_UNIT = {"float16": 2.0**-11, "float32": 2.0**-24}  # relative rounding error of a number
 _NAME = re.compile(r"step-(\d{8,})-std=(.+)\.safetensors")
 
 
@@ -56,7 +56,7 @@ class _About:
 
 
 def write_snapshot(snapshot: Snapshot, values: Mapping[str, Tensor], averaged: Collection[str]) -> None:
-    """Write `values`, by key of the model; the `averaged` ones in the snapshot's dtype, unless they overflow in it."""
+    """Write `values`, by key of the model; the `averaged` keys in the snapshot's dtype, unless they overflow."""
     tensors, dtype = {}, getattr(torch, snapshot.dtype)
     for key, value in values.items():
         stored = value.detach().cpu()
@@ -70,7 +70,7 @@ def write_snapshot(snapshot: Snapshot, values: Mapping[str, Tensor], averaged: C
 
 
 def remove_later(folder: Path, step: int) -> None:
-    """Remove the snapshots after `step`; a run that stands at `step` has undone these steps."""
+    """Remove the snapshots after `step`, since a run that goes on from `step` makes these steps again."""
     with writing(folder):
         check_place(folder)
         for path in folder.glob("step-*"):
@@ -79,9 +79,9 @@ def remove_later(folder: Path, step: int) -> None:
 
 
 def find_snapshots(run: Path) -> list[Snapshot]:
-    """Return the snapshots in a run directory, sorted by step and std, that have the same start as the newest one.
+    """Return the snapshots in a run directory, sorted by step and std, that have the same start as the newest.
 
-    Raises UserError if `run` is no directory, or has no snapshot.
+    Raises UserError if `run` is not a directory, or has no snapshot.
     """
     snapshots = []
     for path in (run / FOLDER).glob("step-*"):
@@ -108,7 +108,7 @@ class Reconstruction:
     """An average as a weighted sum of snapshots."""
 
     step: int
-    parts: Sequence[tuple[Snapshot, float]]  # with their weights
+    parts: Sequence[tuple[Snapshot, float]]  # snapshots and their weights
     error: float  # L2 norm of the difference in the profile, over the norm of the profile
 
 
@@ -126,7 +126,7 @@ def plan(snapshots: Sequence[Snapshot], std: float, step: int | None = None) -> 
 
     def fitted(targets: Sequence[float]) -> tuple[Fit, list[bool]]:
         fitting = fit(times, stds, step - start, targets)
-        rounding = unit * np.abs(fitting.weights).sum(0)  # larger if large weights cancel
+        rounding = unit * np.abs(fitting.weights).sum(0)  # grows if large weights of both signs cancel
         return fitting, ((fitting.errors <= _TOLERANCE) & (rounding <= _ROUNDING)).tolist()
 
     best, (is_fine,) = fitted([std])
@@ -144,7 +144,7 @@ def plan(snapshots: Sequence[Snapshot], std: float, step: int | None = None) -> 
             f"the snapshots determine no average at step {step:,}; the nearest snapshot is at step {near:,}"
         )
     weights = best.weights[:, 0].tolist()
-    # A snapshot of weight 0 is not read: an average that was saved comes from its own snapshot alone.
+    # A snapshot of weight 0 is not read: for an average that was saved, only its own snapshot is read.
     parts = [(snapshot, weight) for snapshot, weight in zip(snapshots, weights, strict=True) if abs(weight) > 1e-12]
     return Reconstruction(step, parts, float(best.errors[0]))
 
@@ -186,6 +186,6 @@ def _opened(path: Path) -> Iterator[Any]:
         with open_tensors(path) as file:
             yield file
     except safetensors.SafetensorError as error:
-        raise UserError(f"{path}: cut short, or not a safetensors file: {error}; remove it to skip it") from None
+        raise UserError(f"{path}: truncated, or not a safetensors file: {error}; remove the file to skip it") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None

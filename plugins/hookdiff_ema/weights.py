@@ -1,4 +1,4 @@
-"""The weights of a model as the averages need them: in float32, on the device of the averages."""
+"""Gives the averages the weights of the model, in float32 and on the device of the averages."""
 
 from collections.abc import Mapping
 
@@ -9,15 +9,15 @@ from hookdiff.machine import local, local_parts
 
 
 class Weights:
-    """The parameters of `model`, tied ones once: `tensors` has them by name, in at least float32, on `device`.
+    """The parameters of `model`: `tensors` has each of them once, by name, in at least float32, on `device`.
 
     Parameters that have this device and dtype are used directly. The others are copied: after `fetch` and `wait`, the
-    copies have the values of the time of `fetch`. Copies from a GPU to the host travel in the dtype of the weights.
+    copies have the values at the call of `fetch`. Copies from a GPU to the host have the dtype of the weights.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
         self._model = model
-        # Listed once: parameters keep their addresses, and walking over the modules costs more than the update.
+        # Listed only once: parameters keep their addresses, and a walk over the modules costs more than an update.
         self._parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
         first = {parameter: name for name, parameter in model.named_parameters()}
         self.names = {key: first[parameter] for key, parameter in model.named_parameters(remove_duplicate=False)}
@@ -33,12 +33,12 @@ class Weights:
 
     @property
     def wait_is_long(self) -> bool:
-        """Whether the copies are made while the device goes on, so that they are better used one step later."""
+        """Whether the copies are made in the background, so that it is faster to use them one step later."""
         return self._arrived is not None
 
     @property
     def are_direct(self) -> bool:
-        """Whether no tensor is a copy, because all are the parameters themselves."""
+        """Whether all tensors are the parameters themselves, and none is a copy."""
         return not self._travels[0] and not self._widens[0]
 
     def fetch(self) -> None:
@@ -63,7 +63,7 @@ class Weights:
         return [name for name, value in self._parameters.items() if now.get(name) != local(value).data_ptr()]
 
     def in_model_keys(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return `values`, by parameter name, under all keys of the model, with the current buffers.
+        """Return `values`, given by parameter name, under all keys of the model, together with the current buffers.
 
         A tied parameter has each of its names, as in `model.state_dict()`.
         """
@@ -72,7 +72,7 @@ class Weights:
 
 
 def _landed(value: Tensor, device: torch.device) -> Tensor:
-    """Return `value` itself if it is on `device`, else an empty copy there."""
+    """Return `value` if it is on `device`, otherwise an empty tensor like it on `device`."""
     if value.device == device:
         return value
     # A copy from a GPU is asynchronous only into pinned memory.
@@ -80,12 +80,12 @@ def _landed(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _widened(value: Tensor) -> Tensor:
-    """Return `value` itself if it has at least float32, else an empty copy in float32."""
+    """Return `value` if it has at least float32, otherwise an empty float32 tensor like it."""
     dtype = torch.promote_types(value.dtype, torch.float32)
     return value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
 
 
 def _pairs(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return this rank's parts of the sources that differ from their targets, and of these targets."""
+    """Return this rank's parts of the sources that are not their targets, and of these targets."""
     names = [name for name, value in sources.items() if targets[name] is not value]
     return local_parts(sources[name] for name in names), local_parts(targets[name] for name in names)

@@ -1,4 +1,4 @@
-"""Has networks for features of images: Inception with the recipes of four packages, DINOv2, small classifiers."""
+"""Provides networks for features of images: Inception with the recipes of four packages, DINOv2, classifiers."""
 
 from hookdiff_features.classifiers import Digits, FashionMNIST
 from hookdiff_features.dinov2 import DINOv2

@@ -18,7 +18,7 @@ from hookdiff.features import Features, Space
 class Architecture:
     """The sizes of a `Classifier`."""
 
-    name: str  # of the features in a config, and of the file of the weights
+    name: str  # name of the features in a config, and of the file with the weights
     side: int  # height and width of the images, pixels
     blocks: tuple[tuple[int, int], ...]  # channels and stride of each convolution
     dim: int  # of the features
@@ -26,7 +26,7 @@ class Architecture:
 
     @property
     def weights(self) -> Path:
-        """The file that train_classifiers.py has made."""
+        """The file with the weights, which train_classifiers.py has made."""
         return Path(__file__).with_name(f"{self.name}.safetensors")
 
 
@@ -37,8 +37,8 @@ FASHION_MNIST = Architecture("fashion-mnist", side=28, blocks=((32, 2), (64, 2),
 class Classifier(nn.Module):
     """A convolutional net for images n 1 h w, float32 in [-1, 1]; `forward` returns features n d and logits n k.
 
-    The features are standardised: over the training images each has mean 0 and variance 1. So all count alike, and the
-    distance of a single repeated image from these images is at least d.
+    The features are standardised: over the training images each has mean 0 and variance 1. So all features count alike,
+    and the Fréchet distance of a single repeated image from these images is at least d.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -64,7 +64,7 @@ class Classifier(nn.Module):
 
 @define(frozen=True)
 class _Classified(Features):
-    """Features of a classifier with the weights in this package."""
+    """Features of a classifier whose weights are part of this package."""
 
     architecture: ClassVar[Architecture]
 

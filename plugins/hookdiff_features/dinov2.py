@@ -25,7 +25,7 @@ DINOV2_WEIGHTS = Published(
 
 _WHO = "features 'dinov2'"
 _SIDE, _PATCH = 224, 14  # of the images and of a patch, pixels
-_GRID, _TRAINED_GRID = _SIDE // _PATCH, 37  # patches in a row, here and at the end of the training
+_GRID, _TRAINED_GRID = _SIDE // _PATCH, 37  # patches in a row: here, and at the end of DINOv2's training
 _HEAD_DIM = 64  # channels of an attention head, in DINOv2 of every size
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the colours in ImageNet
 
@@ -34,17 +34,17 @@ Network = Callable[[Tensor], Tensor]  # takes normalised images n 3 224 224, ret
 
 
 def dgm_eval(images: Tensor) -> Tensor:
-    """Bicubic with antialiasing as in Pillow, in whole grey levels: what dgm-eval, the code of the paper, does."""
+    """Resize as dgm-eval, the code of the paper: bicubic with Pillow's antialiasing, rounded to grey levels."""
     device = "cpu" if images.device.type == "mps" else images.device  # mps has no float64
     down, right = (_by_pillow(side).to(device) for side in images.shape[2:])
-    # Pillow 9.2, which dgm-eval requires, resizes in width first, and rounds twice; Pillow 13 changed the order.
+    # Pillow 9.2, which dgm-eval requires, resizes the width first, and rounds twice. Pillow 13 changed the order.
     rows = (images.to(device).double() @ right.T + 0.5).floor().clamp(0, 255)
     pixels = (down @ rows + 0.5).floor().clamp(0, 255)
     return _normalised(pixels.float().to(images.device))
 
 
 def edm2(images: Tensor) -> Tensor:
-    """Bicubic with antialiasing, neither rounded nor clipped: what the evaluation of Karras et al. 2024 does."""
+    """Resize as the evaluation of Karras et al. 2024: bicubic, antialiased, neither rounded nor clipped."""
     return _normalised(antialiased(images, _SIDE, "bicubic"))
 
 
@@ -55,9 +55,9 @@ RECIPES: dict[str, Callable[[Tensor], Tensor]] = {"dgm-eval": dgm_eval, "edm2": 
 class DINOv2(Features):
     """The space of FD-DINOv2 (Stein et al. 2023, arXiv 2306.04675), 1,024 features.
 
-    They are the normalised class token of DINOv2 ViT-L/14 (Oquab et al. 2023, arXiv 2304.07193) for images of
-    224 x 224. The recipes resize as the official code of that paper does, or as that of EDM2 (Karras et al. 2024,
-    arXiv 2312.02696) does. Needs timm.
+    The features are the normalised class token of DINOv2 ViT-L/14 (Oquab et al. 2023, arXiv 2304.07193) for images of
+    224 x 224. The recipes resize as the official code of FD-DINOv2, or as the code of EDM2 (Karras et al. 2024, arXiv
+    2312.02696). Needs timm.
     """
 
     channels = (1, 3)
@@ -70,7 +70,7 @@ class DINOv2(Features):
     sha256: str | None = field(default=None, metadata=ABOUT_SHA256)
 
     def open(self, device: torch.device) -> Space:
-        build = _builder()  # before the weights, which are more than a gigabyte
+        build = _builder()  # before the weights, a download of more than a gigabyte
         weights = read_weights(DINOV2_WEIGHTS, self.weights, self.sha256, _WHO)
         network = build(weights.state, device)
         prepare = RECIPES[self.recipe]
@@ -80,10 +80,10 @@ class DINOv2(Features):
 
 
 def resampled(positions: Tensor) -> Tensor:
-    """Return the position embeddings, 1 1+37*37 d, for 16 * 16 patches; the first, of the class token, is kept.
+    """Return the position embeddings, 1 1+37*37 d, for 16 * 16 patches; the first, for the class token, is kept.
 
-    The official code resamples without antialiasing and by the factor 16.1 / 37, which is not quite a resizing to 16.
-    Other libraries resize to 16, and their features then differ about as much as those of two images.
+    The official code resamples without antialiasing, by the factor 16.1 / 37 in place of 16 / 37. Other libraries
+    resize to exactly 16, and their features then differ from the official ones as much as those of two images.
     """
     first, grid = positions[:, :1], positions[:, 1:]
     image = grid.transpose(1, 2).reshape(1, -1, _TRAINED_GRID, _TRAINED_GRID)
@@ -93,9 +93,9 @@ def resampled(positions: Tensor) -> Tensor:
 
 
 def _by_pillow(side: int) -> Tensor:
-    """Return the matrix, 224 x side, float64, by which Pillow resizes: its weights have 22 binary digits.
+    """Return the matrix (224 x side, float64) by which Pillow resizes; Pillow's weights have 22 binary digits.
 
-    Sums of whole grey levels are exact. In float32 one pixel in a thousand would be rounded to another grey level.
+    So sums of grey levels are exact. In float32, one pixel in a thousand would be rounded to another grey level.
     """
     scale = side / _SIDE
     centres = (torch.arange(_SIDE, dtype=torch.float64) + 0.5) * scale
@@ -121,7 +121,7 @@ def _builder() -> Callable[[State, torch.device], Network]:
 
 
 def _network(build: Any, state: State, device: torch.device) -> Network:
-    """Return the network with official weights of any width and depth; raises UserError for those of other networks."""
+    """Return the network with official weights of any width and depth; raises UserError for other weights."""
     width = state["norm.weight"].numel() if "norm.weight" in state else 0
     if not width or width % _HEAD_DIM:
         raise _unfit(f"norm.weight has {width} features, expected a multiple of {_HEAD_DIM}")
@@ -130,10 +130,10 @@ def _network(build: Any, state: State, device: torch.device) -> Network:
         raise _unfit(f"pos_embed has the shape {tuple(positions.shape)}, expected {expected}")
     depth = max(1, len({name.split(".")[1] for name in state if name.startswith("blocks.")}))
     sizes = {"img_size": _SIDE, "embed_dim": width, "depth": depth, "num_heads": width // _HEAD_DIM, "num_classes": 0}
-    # It draws initial values; on the meta device it would draw none, but older releases cannot build there.
+    # The build draws random initial values. The meta device would avoid this, but older timm cannot build there.
     with torch.random.fork_rng(devices=[]):
         network = build("vit_large_patch14_dinov2", weight_init="skip", **sizes)
-    fitted = {name: value.float() for name, value in state.items() if name != "mask_token"}  # it is for training only
+    fitted = {name: value.float() for name, value in state.items() if name != "mask_token"}  # for training only
     fitted["pos_embed"] = resampled(fitted["pos_embed"])
     try:
         network.load_state_dict(fitted, assign=True)
@@ -144,4 +144,4 @@ def _network(build: Any, state: State, device: torch.device) -> Network:
 
 
 def _unfit(why: str) -> UserError:
-    return UserError(f"{_WHO}: these are no weights of DINOv2, name another file: {shorten(why, 200)}")
+    return UserError(f"{_WHO}: these are not weights of DINOv2, name another file: {shorten(why, 200)}")

@@ -1,4 +1,4 @@
-"""Inception v3, for inference: the network of FID and, with other pooling, that of torchvision."""
+"""Inception v3, for inference: the network of FID and, with other pooling, torchvision's network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 _EPS = 1e-3  # of the batch norm
 
-# Branches of the blocks: the convolutions of each in their order, as they are named in the weights.
+# The branches of each block: the convolutions in their order, with their names in the weights.
 _A = (("1x1",), ("5x5_1", "5x5_2"), ("3x3dbl_1", "3x3dbl_2", "3x3dbl_3"))
 _B = (("3x3",), ("3x3dbl_1", "3x3dbl_2", "3x3dbl_3"))
 _C = (("1x1",), ("7x7_1", "7x7_2", "7x7_3"), ("7x7dbl_1", "7x7dbl_2", "7x7dbl_3", "7x7dbl_4", "7x7dbl_5"))
@@ -21,12 +21,12 @@ class InceptionV3(nn.Module):
     """Inception v3 (Szegedy et al. 2016, arXiv 1512.00567), for images n 3 299 299, float32 in [-1, 1].
 
     `forward` returns the features after the last pooling (pool3, n 2048) and the logits. Batch norm is folded into the
-    convolutions, and the tensors are in the order of channels_last, in which processors convolve faster.
+    convolutions, and the tensors are in channels_last, in which processors convolve faster.
 
-    `state` has the names of torchvision's network, with which the weights of FID are published too. `as_in_fid` pools
-    as the network of the TensorFlow graph of 2015-12-05 does, on which FID is defined (Heusel et al. 2017,
-    arXiv 1706.08500): averages leave out the padding, and the last block takes a maximum. Its logits have no bias, as
-    in the Inception Score. If `as_in_fid` is false, it is torchvision's network.
+    `state` has the weights by their names in torchvision's network, which the published weights of FID use, too. If
+    `as_in_fid`, the network pools as the TensorFlow graph of 2015-12-05, on which FID is defined (Heusel et al. 2017,
+    arXiv 1706.08500): averages leave out the padding, and the last block takes a maximum. The logits then have no bias,
+    as in the Inception Score. Otherwise the network is torchvision's.
 
     Raises KeyError for a weight that is missing.
     """

@@ -17,24 +17,24 @@ def as_rgb(images: Tensor) -> Tensor:
 
 
 def pytorch_fid(images: Tensor) -> Tensor:
-    """Bilinear without antialiasing, to [-1, 1]: what pytorch-fid 0.3 does."""
+    """Resize and scale as pytorch-fid 0.3: bilinear without antialiasing, to [-1, 1]."""
     resized = functional.interpolate(images.float() / 255, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
     return 2 * resized - 1
 
 
 def torch_fidelity(images: Tensor) -> Tensor:
-    """Bilinear as in TensorFlow 1, (x - 128) / 128: what torch-fidelity 0.4 and the original graph of FID do."""
+    """Resize and scale as torch-fidelity 0.4 and the first code of FID: bilinear by TensorFlow 1, (x - 128) / 128."""
     down, right = (_tensorflow_1(side).to(images.device) for side in images.shape[2:])
     return (down @ images.float() @ right.T - 128) / 128
 
 
 def torchmetrics(images: Tensor) -> Tensor:
-    """Bilinear with antialiasing, (x - 128) / 128: what torchmetrics 1.8 and later do."""
+    """Resize and scale as torchmetrics 1.8 and later: bilinear with antialiasing, (x - 128) / 128."""
     return (antialiased(images, SIDE, "bilinear") - 128) / 128
 
 
 def clean_fid(images: Tensor) -> Tensor:
-    """Bicubic with antialiasing as in Pillow, not rounded, (x - 128) / 128: Parmar et al. 2022 (arXiv 2104.11222)."""
+    """Resize and scale as Parmar et al. 2022 (arXiv 2104.11222): bicubic as Pillow, not rounded, (x - 128) / 128."""
     return (antialiased(images, SIDE, "bicubic").clamp(0, 255) - 128) / 128
 
 
@@ -47,15 +47,15 @@ RECIPES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def antialiased(images: Tensor, side: int, mode: str) -> Tensor:
-    """Return `images` with `side` x `side` pixels, as torch resizes them: "bilinear" or "bicubic"."""
+    """Return `images`, resized by torch with antialiasing to `side` x `side`; `mode`: "bilinear" or "bicubic"."""
     size = (side, side)
     return functional.interpolate(images.float(), size=size, mode=mode, align_corners=False, antialias=True)
 
 
 def _tensorflow_1(side: int) -> Tensor:
-    """Return the matrix, SIDE x side, that resizes by linear interpolation between the pixels at the left corners.
+    """Return the matrix (SIDE x side) that resizes as TensorFlow 1, by linear interpolation between pixels.
 
-    TensorFlow 1 puts pixel k of the result at k * side / SIDE of the source, without the offset of half a pixel.
+    TensorFlow 1 puts pixel k of the result at k * side / SIDE of the source, without an offset of half a pixel.
     """
     places = torch.arange(SIDE, dtype=torch.float32) * torch.tensor(side / SIDE, dtype=torch.float32)
     first = places.long()

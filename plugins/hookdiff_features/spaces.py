@@ -1,4 +1,4 @@
-"""The spaces of Inception: that of FID, with the recipes of four packages, and that of torchvision's network."""
+"""The spaces of Inception: the space of FID, with the recipes of four packages, and torchvision's space."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TORCHVISION_WEIGHTS = Published("https://download.pytorch.org/models/inception_v
 
 @define(frozen=True)
 class Inception(Features):
-    """pool3 of the network that FID is defined on, 2,048 features: with the published weights the distance is FID.
+    """The layer pool3 of the network of FID, 2,048 features: with the published weights the distance is FID.
 
     Each recipe resizes and scales as the package of its name, and gives the same features. The default is the recipe
-    of torch-fidelity and of the original TensorFlow graph. The evaluations of ADM, EDM and DiT use this recipe, and
-    so do the reference statistics that were published with them. For images of 299 x 299 the recipes hardly differ.
+    of torch-fidelity and of the original TensorFlow graph. The evaluations of ADM, EDM and DiT and their published
+    reference statistics use this recipe, too. For images of 299 x 299 the recipes hardly differ.
     """
 
     channels = (1, 3)
@@ -42,8 +42,8 @@ class Inception(Features):
         default="float32",
         validator=one_of(("float32", "bf16")),
         metadata=about(
-            '"float32", or "bf16": about twice as fast on processors that have it, but distances change, small ones by '
-            'some percent; the name of the space then ends with "/bf16"'
+            '"float32", or "bf16": about twice as fast on processors with bf16, but small distances change by some '
+            'percent; the name of the space then ends with "/bf16"'
         ),
     )
 
@@ -67,7 +67,7 @@ class Inception(Features):
 class TorchvisionInception(Features):
     """The last pooling of torchvision's Inception v3, 2,048 features. This is not the network of FID.
 
-    Images are resized to 299 (bilinear, antialiased) and scaled to [-1, 1], as its training did.
+    Images are resized to 299 (bilinear, antialiased) and scaled to [-1, 1], as in the network's training.
     """
 
     channels = (1, 3)
@@ -91,7 +91,7 @@ def _network(weights: Weights, use: str, as_in_fid: bool) -> InceptionV3:
     """Return the network of the features `use`. Raises UserError for the weights of another network."""
     try:
         network = InceptionV3(weights.state, as_in_fid).eval()
-        network(torch.zeros(1, 3, 75, 75))  # the least size; it fails for a weight that is missing or has another shape
+        network(torch.zeros(1, 3, 75, 75))  # the least size; fails if a weight is missing or has another shape
     except (AttributeError, KeyError, RuntimeError) as error:
-        raise UserError(f"features {use!r}: these are no weights of Inception, name another file: {error}") from None
+        raise UserError(f"features {use!r}: these are not weights of Inception, name another file: {error}") from None
     return network

@@ -1,10 +1,10 @@
 """Trains a classifier of this package: `python -m hookdiff_features.train_classifiers digits --out FILE`.
 
-For Fashion-MNIST it is `fashion-mnist --root FOLDER --out FILE`; FOLDER is that of `hookdiff.data.fashion_mnist`.
+For Fashion-MNIST, the arguments are `fashion-mnist --root FOLDER --out FILE`, where FOLDER holds FashionMNIST/raw.
 
 On one core the digits take seconds, and Fashion-MNIST takes minutes. The same torch on the same processor gives the
-same bytes. Elsewhere rounding differs, and so do the features. So compare only distances that were computed with the
-same file of weights.
+same bytes. On other processors the rounding differs, and so do the features. Compare only distances that were computed
+with the same file of weights.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from torch import Generator, Tensor, nn
 from hookdiff.data import InMemory, digits, fashion_mnist, to_unit_range
 from hookdiff_features.classifiers import DIGITS, FASHION_MNIST, Architecture, Classifier
 
-_CHUNK = 2000  # images in the network at a time after the training
+_CHUNK = 2000  # images per forward pass after the training
 
 
 @define(frozen=True)
 class TrainingOptions:
-    """The options of a training, which are saved with the weights."""
+    """The options of a training; they are saved with the weights."""
 
     data: str
     augmentation: str  # a name in `AUGMENTATIONS`
@@ -41,7 +41,7 @@ class TrainingOptions:
 
 @define(frozen=True, eq=False)
 class Split:
-    """The images (n 1 h w, uint8) and labels (n) of a training, and those held out."""
+    """The training images (n 1 h w, uint8) and labels (n), and the held-out images and labels."""
 
     images: Tensor
     labels: Tensor
@@ -50,7 +50,7 @@ class Split:
 
 
 def split_digits(options: TrainingOptions, generator: Generator) -> Split:
-    """Return the digits; those held out are drawn."""
+    """Return the digits; the held-out images are drawn at random."""
     images, labels = _tensors(digits())
     order = torch.randperm(len(images), generator=generator)
     held_out, rest = order[: options.held_out], order[options.held_out :]
@@ -87,7 +87,7 @@ def train_classifier(
             optimizer.step()
             schedule.step()
 
-    # The running statistics become those of all training images.
+    # Replace the running statistics by the statistics of all training images.
     for module in net.modules():
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
             module.reset_running_stats()
@@ -119,14 +119,14 @@ def main(arguments: list[str] | None = None) -> None:
     generator = Generator().manual_seed(options.seed)
     is_digits = chosen.architecture == DIGITS
     split = split_digits(options, generator) if is_digits else split_fashion_mnist(chosen.root)
-    torch.set_num_threads(1)  # how sums are split over threads changes their rounding
+    torch.set_num_threads(1)  # the split of a sum over threads changes its rounding
     try:
         net, accuracy = train_classifier(chosen.architecture, options, split, generator)
     finally:
         torch.set_num_threads(threads)
     print(f"accuracy on {len(split.held_out_images):,} images held out: {accuracy:.2%}")
     facts = {"recipe": asdict(options), "accuracy": round(accuracy, 4), "torch": torch.__version__}
-    # One entry, because safetensors writes several in an order that changes from run to run.
+    # A single entry, because safetensors writes several entries in a random order.
     chosen.out.write_bytes(save(net.state_dict(), {"made": json.dumps(facts)}))
 
 
@@ -136,7 +136,7 @@ def _tensors(data: InMemory) -> tuple[Tensor, Tensor]:
 
 
 def _shifted(images: Tensor, generator: Generator, by: int = 1) -> Tensor:
-    """Return `images`, n 1 h w, each moved by a shift of its own; new pixels are background, -1."""
+    """Return `images`, n 1 h w, each moved by a random shift of its own; new pixels are background, -1."""
     height, width = images.shape[2:]
     windows = F.pad(images, (by, by, by, by), value=-1.0).unfold(2, height, 1).unfold(3, width, 1)  # n 1 s s h w
     down, right = torch.randint(0, 2 * by + 1, (2, len(images)), generator=generator)
@@ -150,7 +150,7 @@ def _shifted_and_mirrored(images: Tensor, generator: Generator) -> Tensor:
 
 
 AUGMENTATIONS: dict[str, Callable[[Tensor, Generator], Tensor]] = {
-    # No noise and no blur: they would teach the net to ignore them.
+    # No noise and no blur, or the net would learn to ignore noise and blur.
     "shift by -1, 0 or 1 pixel": _shifted,
     "shift by up to 2 pixels, mirror": _shifted_and_mirrored,
 }

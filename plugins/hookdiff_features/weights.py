@@ -1,4 +1,4 @@
-"""Published weights: from torch's download cache, fetched into it, or from a file; their SHA-256 is always checked."""
+"""Published weights: from torch's download cache, a download, or a file; the SHA-256 is always checked."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hookdiff.machine import agree, first_rank_does, gathered_or_raised
 from hookdiff.options import about
 
 logger = logging.getLogger("hookdiff")
-# Of the options of features that have published weights.
+# Help texts for the options of features that have published weights.
 ABOUT_FILE = about(
     "file of the weights (.pth or .safetensors); default: the published weights, from torch's download cache"
 )
-ABOUT_SHA256 = about("SHA-256 of `weights`, for weights that are not the published ones")
+ABOUT_SHA256 = about("SHA-256 of `weights`, for other weights than the published ones")
 
 
 @define(frozen=True)
 class Published:
-    """Weights that someone has published."""
+    """Weights that are published on the web."""
 
     url: str
-    sha256: str  # the whole of it, or the first digits that are known
+    sha256: str  # all digits, or the known first digits
     names: tuple[str, ...] = ()  # other names under which libraries keep this file in torch's cache
 
     @property
@@ -49,7 +49,7 @@ class Weights:
     is_published: bool
 
     def named(self, name: str) -> str:
-        """Return the name of a space: `name`, with the beginning of the hash of weights that nobody has published."""
+        """Return the name of a space: `name`, followed, for unpublished weights, by the beginning of their hash."""
         return name if self.is_published else f"{name}-{self.sha256[:8]}"
 
 
@@ -60,7 +60,7 @@ def read_weights(published: Published, path: str | None, sha256: str | None, who
     file that is missing or has another SHA-256, with the way to get it.
     """
     file = Path(path).expanduser() if path else published.path
-    if path is None and agree(not file.is_file()):  # machines may have caches of their own
+    if path is None and agree(not file.is_file()):  # ranks on several machines may have several caches
         first_rank_does(lambda: _fetch(published, file, who))
         gathered_or_raised(lambda: _fetch(published, file, who))
     try:
@@ -73,9 +73,9 @@ def read_weights(published: Published, path: str | None, sha256: str | None, who
     if not is_published and digest != sha256:
         expected = sha256 or published.sha256
         way_out = (
-            f"to use it all the same, set sha256 = {digest!r} (for hookdiff fid: --feature-sha256)"
+            f"to use this file all the same, set sha256 = {digest!r} (for hookdiff fid: --feature-sha256)"
             if path
-            else "remove it, so that it is fetched again"
+            else "remove the file, so that it is downloaded again"
         )
         raise UserError(f"{who}: {file} has the SHA-256 {digest}, expected {expected}: {way_out}")
     return Weights(_load(file, who), digest, is_published)
@@ -91,14 +91,14 @@ def _fetch(published: Published, file: Path, who: str) -> None:
         torch.hub.download_url_to_file(published.url, str(file), hash_prefix=published.sha256)
     except (OSError, RuntimeError) as error:
         raise UserError(
-            f"{who}: its weights cannot be downloaded ({error}); on a machine with a network fetch {published.url} and "
-            f"put it at {file}, or set weights = FILE (for hookdiff fid: --feature-weights FILE)"
-            "\n  Without a download: 'digits' for grey images of 8 x 8, 'fashion-mnist' for those of 28 x 28."
+            f"{who}: the weights cannot be downloaded ({error}); on a machine with a network, download {published.url} "
+            f"to {file}, or set weights = FILE (for hookdiff fid: --feature-weights FILE)"
+            "\n  Without a download: set features = 'digits' for grey images of 8 x 8, or 'fashion-mnist' for 28 x 28."
         ) from None
 
 
 def _load(file: Path, who: str) -> dict[str, Tensor]:
-    """Return the tensors in a .safetensors or .pth file; of a .pth nothing but tensors is unpickled."""
+    """Return the tensors in a .safetensors or .pth file; from a .pth, only tensors are unpickled."""
     try:
         if file.suffix == ".safetensors":
             with open_tensors(file) as tensors:
@@ -107,7 +107,7 @@ def _load(file: Path, who: str) -> dict[str, Tensor]:
     except OSError as error:
         raise UserError(f"{who}: {file} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # unpicklers and zipfile raise many kinds on files of another format
-        raise UserError(f"{who}: {file} is no .safetensors or .pth of tensors; name a file of weights") from error
+        raise UserError(f"{who}: {file} is not a .safetensors or .pth of tensors; name a file of weights") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise UserError(f"{who}: {file} holds a {type(state).__name__}, expected tensors by name")
     return state

@@ -1,4 +1,4 @@
-"""Measures the Fréchet distance of generated images to the data, which is FID for features of Inception, and more."""
+"""Measures the Fréchet distance of generated images to the data (FID, for features of Inception), and more."""
 
 import lazy_loader
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hookdiff")
 
 _ALL = "all"
-_ERRORS = ("/error", "/deviation")  # the error of kid/NAME is kid/NAME/error
+_ERRORS = ("/error", "/deviation")  # suffixes: the error of kid/NAME is kid/NAME/error
 _FLOOR = "/floor"
 _MADE = ("weights", "step", "seed", "sampler", "steps", "guidance", "guidance_scale")  # of a run, in JSON
 
@@ -42,11 +42,11 @@ _MADE = ("weights", "step", "seed", "sampler", "steps", "guidance", "guidance_sc
 @path_argument("samples", check_exists, "A")
 @path_argument("reference", check_exists, "[B]", required=False)
 @click.option("--features", metavar="NAME", help="Space of the features.  [default: by the size of the images]")
-@click.option("--recipe", metavar="NAME", help="Resize as this package does; all: a table of all recipes.")
+@click.option("--recipe", metavar="NAME", help="Resize as this package; all: a table of all packages.")
 @click.option("--feature-weights", metavar="FILE", help="Weights of the features.  [default: the published ones]")
-@click.option("--feature-sha256", metavar="HEX", help="SHA-256 of --feature-weights, if they are not published.")
+@click.option("--feature-sha256", metavar="HEX", help="SHA-256 of --feature-weights that are not published.")
 @click.option(
-    "--num", default=10_000, show_default=True, type=click.IntRange(2), metavar="N", help="Images to make of a run."
+    "--num", default=10_000, show_default=True, type=click.IntRange(2), metavar="N", help="Images that a run makes."
 )
 @solver_options
 @guidance_option
@@ -80,15 +80,15 @@ def command(
 ) -> None:
     """Compare the images A with B: Fréchet distance, kernel distance, precision, recall, density and coverage.
 
-    A and B are each a folder of pictures, a run or a checkpoint (images are made of it), an NPZ file of images (arr_0),
-    or an NPZ file of statistics (mu and sigma, such as papers publish). B is by default the training images of the run
-    A. --steps, --sampler, --guidance-scale, --seed, --weights and --set are for the images of A and, if it is a
-    run, of B, as in `hookdiff sample`. Pictures beside a run are resized and cropped as its data is, with its channels
-    and its `background`.
+    A and B are each a folder of pictures, a run or a checkpoint (which makes the images), an NPZ file of images
+    (arr_0), or an NPZ file of published statistics (mu and sigma). Default for B: the training images of the run A.
+    --steps, --sampler, --guidance-scale, --seed, --weights and --set apply to the images that a run makes, as in
+    `hookdiff sample`. If A or B is a run, pictures of the other set are resized and cropped as the run's data, with
+    its channels and its `background`.
 
     In the space "inception" the Fréchet distance is FID. Compare only values of the same space, recipe and number of
     images. The floor is the distance that a perfect model would have with as many images as A. With --json, each recipe
-    is an object on a line of its own.
+    is a JSON object on a line of its own.
     """
     import json
 
@@ -125,7 +125,7 @@ def command(
         choices = _choices(features, options, images[0].shape) if images else []
         for choice in choices:
             choice.check(images[0].shape)
-        # Errors are found before the images of a run are made, which takes longest.
+        # Errors are raised before the images of a run are made, which takes longest.
         spaces = [choice.open(pick_device(device or "auto")) for choice in choices]
         for space in spaces:
             _check(space, sets)
@@ -176,23 +176,23 @@ def _check(space: Space, sets: Sequence[ImageSet | Statistics]) -> None:
     for other in sets:
         if not isinstance(other, ImageSet) and len(other.gaussian.mean) != (dim := features.shape[1]):
             has = f"has statistics of {len(other.gaussian.mean):,} features"
-            raise UserError(f"{other.name} {has}, the space {space.name!r} has {dim:,}; choose another by --features")
+            raise UserError(f"{other.name} {has}, the space {space.name!r} has {dim:,}; choose another --features")
 
 
 def _check_save(save: Path, recipe: str | None, overwrite: bool) -> None:
     if save.suffix != ".npz":
         raise UserError(f"--save {save}: expected a name that ends in .npz")
     if recipe == _ALL:
-        raise UserError("--save with --recipe all: name one recipe, since a file has the statistics of one")
+        raise UserError("--save with --recipe all: name one recipe, since a file holds the statistics of one recipe")
     check_output(save, overwrite)
 
 
 def _few(images: Sequence[ImageSet]) -> str:
-    """Return a warning of sets with few images; "" if there are none. Nobody can add to the data of a run."""
+    """Return a warning of sets with few images, except the data of a run; "" without such sets."""
     from hookdiff.features import few_images
 
     few = [image_set for image_set in images if few_images(image_set.num) and not image_set.is_data]
-    way_out = "; --num makes more" if any(image_set.made for image_set in few) else ""
+    way_out = "; set a larger --num" if any(image_set.made for image_set in few) else ""
     return few_images(few[0].num) + way_out if few else ""
 
 
@@ -218,14 +218,14 @@ def _choices(use: str | None, options: Mapping[str, str | None], shape: tuple[in
 
 
 def _list(row: dict[str, Any]) -> str:
-    """Return the values in a space, one in a line, each with its error beside it."""
+    """Return the values in a space, one a line, each with its error."""
     texts = _texts(row)
     wide = max(map(len, texts))
     return "\n".join(f"  {name:<{wide}}  {text}" for name, text in texts.items())
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    """Return the values in several spaces, one space in a line."""
+    """Return the values in several spaces, one space a line."""
     texts = [{name.partition("/")[0]: text for name, text in _texts(row).items()} for row in rows]
     columns = [["", *(row["space"] for row in rows)]]
     columns += [[name, *(values[name] for values in texts)] for name in texts[0]]
@@ -235,7 +235,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 def _texts(row: dict[str, Any]) -> dict[str, str]:
-    """Return the values by name, each with its error or its floor beside it."""
+    """Return the values by name, each with its error or its floor."""
     values = {name: value for name, value in row.items() if name != "space"}
     texts: dict[str, str] = {}
     for name, value in values.items():

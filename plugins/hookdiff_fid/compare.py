@@ -21,8 +21,8 @@ def compare(
 ) -> dict[str, float]:
     """Return the distance of `samples` to `reference`, and the `metrics` that can be computed, by name.
 
-    Published statistics (a Gaussian) and fewer than 10 samples have only the Fréchet distance. The Inception Score is
-    that of `samples`, for a network with classes.
+    Published statistics (a Gaussian) and fewer than 10 samples allow only the Fréchet distance. The Inception Score is
+    computed for `samples`, if the network has classes.
     """
     values = {space.distance: frechet_distance(_moments(samples), _moments(reference))}
     if not isinstance(samples, Collected) or samples.num < _FEWEST:
@@ -42,9 +42,9 @@ def compare(
 def floor_of(target: Collected, num: int) -> float | None:
     """Return the distance that `num` images of a perfect model would have; None for fewer than 4 images of the data.
 
-    It is measured between a part of the data, at most `num` images and half of them, and all of the data. Because the
-    part belongs to the data, that distance is proportional to 1/part - 1/total. The distance of new images is
-    proportional to 1/num + 1/total.
+    A distance is measured from a part of the data, at most `num` images and at most half, to all of the data. Because
+    the part belongs to the data, this distance is proportional to 1/part - 1/total. It is scaled to the distance of
+    new images, which is proportional to 1/num + 1/total.
     """
     part = min(num, target.num // 2, len(target.rows))
     if part < 2:
@@ -63,7 +63,7 @@ def too_few(
     sets |= {"is": [samples]} if samples.logits is not None else {}
     needed = {name: [side for side in sets.get(name, ()) if isinstance(side, Collected)] for name in metrics}
     lacking = [name for name, collected in needed.items() if any(side.num < _FEWEST for side in collected)]
-    return f"without {', '.join(lacking)}, for which {_FEWEST} images are needed" if lacking else ""
+    return f"without {', '.join(lacking)}, which need at least {_FEWEST} images" if lacking else ""
 
 
 def _moments(features: Collected | Gaussian) -> Moments | Gaussian:

@@ -1,4 +1,4 @@
-"""The Inception Score, of the classes that a network sees in images."""
+"""The Inception Score, from the class probabilities that a network gives to images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PARTS = 10
 
 
 def inception_score(logits: Tensor) -> tuple[float, float]:
-    """Return exp(E KL(p(y|x) || p(y))) of `logits` (n k): its mean over ten random parts, and their deviation.
+    """Return exp(E KL(p(y|x) || p(y))) of `logits` (n k): the mean over ten random parts, and the parts' deviation.
 
     It lies between 1 and k (Salimans et al. 2016, arXiv 1606.03498, section 4), and grows with the number of images.
 
@@ -23,7 +23,7 @@ def inception_score(logits: Tensor) -> tuple[float, float]:
         raise ValueError(f"the Inception Score needs at least {_PARTS} images, got {len(logits)}")
     scores = []
     ends = [len(logits) * part // _PARTS for part in range(1, _PARTS)]
-    # Images may be sorted by class. This is the order of torch-fidelity, so that the parts are the same.
+    # Images may be sorted by class, so shuffle them; in the order of torch-fidelity, to get the same parts.
     order = numpy.random.RandomState(2020).permutation(len(logits))
     for part in torch.tensor_split(logits[order].double(), ends):
         log_p = part.log_softmax(dim=1)

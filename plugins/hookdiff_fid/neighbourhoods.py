@@ -15,16 +15,16 @@ def neighbourhoods(samples: Tensor, data: Tensor) -> dict[str, float]:
     """Return precision, recall, density and coverage of the features of `samples` (n d) and `data` (m d).
 
     * precision, recall: the share of samples in the neighbourhood of a data point, and of data points in the
-      neighbourhood of a sample; it reaches to the 3rd nearest of its own set (Kynkäänniemi et al. 2019, arXiv
-      1904.06991).
-    * density, coverage: the mean number of neighbourhoods of data points around a sample, divided by 5, and the share
-      of data points with a sample in theirs; they reach to the 5th nearest (Naeem et al. 2020, arXiv 2002.09797, eq. 3
-      and 4). Density may exceed 1.
+      neighbourhood of a sample. A neighbourhood reaches to the 3rd nearest point of the same set (Kynkäänniemi et al.
+      2019, arXiv 1904.06991).
+    * density: for a sample, the mean number of data points with the sample in their neighbourhood, divided by 5, which
+      may exceed 1. coverage: the share of data points with any sample in their neighbourhood. Here a neighbourhood
+      reaches to the 5th nearest point (Naeem et al. 2020, arXiv 2002.09797, eq. 3 and 4).
 
-    Sets of equal size are compared: of the larger set, the first rows.
+    The sets are compared at equal size: only the first rows of the larger set are used.
 
     Raises:
-        ValueError: for fewer than 6 of each.
+        ValueError: for fewer than 6 samples or data points.
     """
     num = min(len(samples), len(data))
     samples, data = samples[:num], data[:num]
@@ -32,7 +32,7 @@ def neighbourhoods(samples: Tensor, data: Tensor) -> dict[str, float]:
     reach_samples = nearest_neighbours(samples, samples, _PRECISION_K, within=True)[0][:, -1]
     near_data, wide_data = reach_data[:, _PRECISION_K - 1], reach_data[:, -1]
     precise = recalled = dense = 0.0
-    closest = torch.full((num,), torch.inf, dtype=torch.float64)  # of the samples, to each data point
+    closest = torch.full((num,), torch.inf, dtype=torch.float64)  # distance of the closest sample to each data point
     for _, part in distances(samples, data):
         precise += float((part <= near_data).any(dim=1).sum())
         dense += float((part <= wide_data).sum())

@@ -20,17 +20,17 @@ from hookdiff_fid.statistics import read_statistics
 
 logger = logging.getLogger("hookdiff")
 
-_FEWEST = 100  # samples, whatever the time budget: with fewer, bias hides the model
+_FEWEST = 100  # samples, whatever the time budget: with fewer, the bias exceeds the distance
 
 
 @define(eq=False)
 class FID(ImageMetric):
     """Logs the Fréchet distance of generated images to the training set, and other metrics of the same features.
 
-    In the space of Inception with the published weights the distance is `fid/NAME`, in other spaces `fd/NAME`, and each
-    space has a scale of its own. NAME is the space with its recipe. The distance falls as the number of samples grows,
-    so `fd/NAME/num` has that number. `fd/NAME/floor` is the distance that a perfect model would have with as many
-    samples, measured on training images. Compare only values with the same name and number.
+    In the space of Inception with the published weights, the distance is logged as `fid/NAME`, in other spaces as
+    `fd/NAME`. NAME is the space with its recipe; each space has a scale of its own. The distance falls as the number of
+    samples grows, so that number is logged as `fd/NAME/num`. `fd/NAME/floor` is the distance that a perfect model would
+    have with as many samples, measured on training images. Compare only values with the same name and number.
 
     The images are rounded to 8 bits, as in a saved file. Each measurement uses the same noise, so that a curve shows
     the training and not chance. The features of the data are kept in the user's cache.
@@ -39,14 +39,14 @@ class FID(ImageMetric):
     section = "fid"
 
     every: Every = field(default=Every(1000), converter=parse_every, metadata=about("how often; 0: only at the end"))
-    num_samples: int = field(default=1000, validator=[ge(2), le(10_000_000)], metadata=about("images of a measurement"))
+    num_samples: int = field(default=1000, validator=[ge(2), le(10_000_000)], metadata=about("images per measurement"))
     time_budget: Every = field(
         default=Every(0, "seconds"),
         converter=parse_every,
         validator=is_time,
         metadata=about(
-            'time for a measurement, such as "3 min"; the first measurement sets the number of samples by it, at most '
-            "`num_samples`; 0: no limit"
+            'time for a measurement, such as "3 min"; the first measurement chooses the number of samples that fit, '
+            "at most `num_samples`; 0: no limit"
         ),
     )
     metrics: tuple[Metric, ...] = field(
@@ -60,7 +60,7 @@ class FID(ImageMetric):
         default=None,
         metadata=about("file of published statistics (.npz with mu and sigma) to compare with, in place of the data"),
     )
-    num: int | None = saved(None, validator=COUNT)  # images of a measurement; None: not yet known
+    num: int | None = saved(None, validator=COUNT)  # images per measurement; None: not yet known
     target: Collected | Gaussian = field(init=False)  # the features of the data, or the published statistics
     floor: float | None = field(init=False, default=None)
     _is_ready: bool = field(init=False, default=False)
@@ -82,7 +82,7 @@ class FID(ImageMetric):
             except UserError as error:
                 raise UserError(f"fid: {error}; set plugins.fid.reference, a file of statistics") from None
             self.target = data_features(pictures, loop.feed.training, self.space, "fid: the training images")
-        first = self.generated.features(loop.num_ranks, "fid: images")  # it takes longer than others
+        first = self.generated.features(loop.num_ranks, "fid: images")  # the first call takes longer than later calls
         if isinstance(self.target, Gaussian) and first.moments.dim != len(self.target.mean):
             counts = f"{len(self.target.mean):,} features, the space {self.space.name!r} has {first.moments.dim:,}"
             raise UserError(f"[plugins.fid] reference = {self.reference!r} has {counts}; choose another `features`")
@@ -100,11 +100,11 @@ class FID(ImageMetric):
             when = f"every {self.every}{unit}" if self.every.amount else "at the end"
             logger.info("fid: %s samples in the space %s, %s, %s", count, self.space.name, cost, when)
             if before not in (None, self.num):
-                counts = f"{self.num:,} samples from now on, {before:,} before"
-                logger.warning("fid: %s: do not compare the values (a checkpoint is best among equal numbers)", counts)
+                counts = f"{self.num:,} samples per measurement from now on, {before:,} before"
+                logger.warning("fid: %s: do not compare the values (keep_best compares only equal numbers)", counts)
 
     def _seconds(self) -> float:
-        """Return the seconds that a sample takes now, by a batch of them."""
+        """Return the seconds that a sample takes now, measured on a batch."""
         start, first = time.monotonic(), min(self.num_samples, self.generated.at_a_time)
         self.generated.features(first, "fid: images")
         return (time.monotonic() - start) / first
@@ -115,11 +115,11 @@ class FID(ImageMetric):
         num = first_rank_says(max(min(_FEWEST, most), min(most, int(limit / each))))
         if loop.is_main and num * each > 1.2 * limit:
             longer = f"so a measurement takes longer than {in_words(limit)}"
-            logger.warning("fid: fewer than %d samples say nothing, %s", num, longer)
+            logger.warning("fid: fewer than %d samples would say nothing, %s", num, longer)
         return num
 
     def measure(self, loop: Loop) -> dict[str, float]:
-        if not self._is_ready:  # a run that has no step left
+        if not self._is_ready:  # the run has no step left
             self.on_ready(loop)
         if self.num is None:
             self.num = self._fitting(loop)

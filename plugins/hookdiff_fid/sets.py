@@ -38,17 +38,17 @@ from hookdiff.run_dir import CHECKPOINTS, CONFIG, run_of
 from hookdiff.terminal import paced
 from hookdiff_fid.statistics import MU, has_statistics, read_statistics
 
-_BATCH = 64  # images of one shape that are given together
-_ARRAY = "arr_0"  # of the images in an archive, as the evaluators of the field name it
+_BATCH = 64  # images of one shape that go through the network together
+_ARRAY = "arr_0"  # name of the images in an archive, as the usual evaluation programs expect
 
 _RESIZED, _CROPPED = "resized", "cropped"
 
-_WAITING = 4 * _BATCH  # pictures that wait until a batch of their size is full
+_WAITING = 4 * _BATCH  # most pictures that wait until a batch of their size is full
 
 
 @define(frozen=True)
 class Making:
-    """How the images of runs are made; None: as the run does."""
+    """How runs make their images; None: as configured in the run."""
 
     num: int
     seed: int
@@ -61,18 +61,18 @@ class Making:
 
 @define(frozen=True, eq=False)
 class ImageSet:
-    """Images, to compute features in any number of spaces at once, and their name for people."""
+    """Images, with a name for messages; features in several spaces are computed in one pass."""
 
     name: str
     total: int
     shape: tuple[int, ...]  # of the first image, c h w
     _read: Callable[[Sequence[Space]], list[Collected]]
-    unreadable: dict[int, str] = field(factory=dict)  # by image, the reason; the features show them
-    passed_over: Sequence[str] = ()  # texts about files that are no pictures
+    unreadable: dict[int, str] = field(factory=dict)  # reasons by image; filled by `features`
+    passed_over: Sequence[str] = ()  # texts about files that are not pictures
     made: Mapping[str, Any] = field(factory=dict)  # how a run makes the images; empty for other sets
-    is_data: bool = False  # of a run
-    transforms: Transforms | None = None  # of a run: they give other pictures the form of its samples
-    changed: dict[int, Sequence[str]] = field(factory=dict)  # by image, what gives it another size
+    is_data: bool = False  # the training data of a run
+    transforms: Transforms | None = None  # of a run: they give other pictures the size and channels of its samples
+    changed: dict[int, Sequence[str]] = field(factory=dict)  # by image, the changes of its size
 
     @property
     def num(self) -> int:
@@ -80,7 +80,7 @@ class ImageSet:
 
     @property
     def remarks(self) -> list[str]:
-        """Texts about images that are left out, resized or cropped, and about files that are no pictures."""
+        """Texts about images that are left out, resized or cropped, and about files that are not pictures."""
         reasons = [self.unreadable[image] for image in sorted(self.unreadable)]
         counts = Counter(change for changes in self.changed.values() for change in changes)
         how = " and ".join(f"{counts[change]:,} {change}" for change in (_RESIZED, _CROPPED) if counts[change])
@@ -133,12 +133,12 @@ def open_set(
 ) -> ImageSet | Statistics:
     """Return the images at `path`, or the statistics.
 
-    * A run, or a checkpoint: its images are made once their features are wanted, with the noise of the plugin `fid`.
-      With the `labels` of a data set, each class is as frequent as in it. Default: the classes in turn.
+    * A run, or a checkpoint: the images are made when their features are computed, with the noise of the plugin `fid`.
+      With the `labels` of a data set, each class is as frequent as in the data set. Default: the classes in turn.
     * A folder: all pictures at any depth that can be read.
     * An .npz: its array arr_0 (uint8, n h w or n h w c), or the statistics mu and sigma.
 
-    The `transforms` of a run to compare with give the pictures of a folder or an archive the size of its samples.
+    The `transforms` of the compared run give the pictures of a folder or an archive the size of the run's samples.
 
     Raises UserError for any other path, and for pictures that cannot be read.
     """
@@ -153,14 +153,14 @@ def open_set(
 
 
 def data_of(path: Path, settings: Sequence[str], trust: bool) -> tuple[ImageSet, Tensor | None]:
-    """Return the training images of the run at `path`, and the labels of all of its data if there are classes.
+    """Return the training images of the run at `path`, and the labels of all its data if there are classes.
 
-    Raises UserError if `path` is no run, or its data is not on this machine.
+    Raises UserError if `path` is not a run, or if its data is not on this machine.
     """
     if not path.exists():
         raise UserError(f"{path}: {why_missing(path)}")
     if not _is_run(path):
-        raise UserError(f"{path} is no run, so it has no training images; name the images B to compare with")
+        raise UserError(f"{path} is not a run, so it has no training images; name the images B to compare with")
     feed = build_feed(load_config(run_of(path) / CONFIG, settings=settings, trust=trust), encode=False)
     name = f"the training data of {path}"
 
@@ -193,7 +193,7 @@ def _made(path: Path, making: Making, known: Tensor | None) -> ImageSet:
 
 
 def _in_words(info: Mapping[str, Any]) -> str:
-    """Return the sampler of `info` as a part of the name of a set; "" if it is not hookdiff's."""
+    """Return the sampler of `info` as a part of the name of a set; "" for a sampler of another library."""
     if "sampler" not in info:
         return ""
     scale = info.get("guidance_scale", 1)
@@ -273,8 +273,8 @@ def _folder(path: Path, transforms: Transforms | None) -> ImageSet:
 
 
 def _pixels(transforms: Transforms, image: Any) -> tuple[Any, Sequence[str]]:
-    """Return the pixels of a picture, c h w, uint8, and what gives them another size."""
-    changes = _changes(transforms, upright_size(image))  # before `fit`, which may reduce or turn the picture
+    """Return the pixels of a picture, c h w, uint8, and the changes of its size."""
+    changes = _changes(transforms, upright_size(image))  # before `fit`, which may shrink or rotate the picture
     return _fitted(transforms, image).numpy(), changes
 
 
@@ -283,7 +283,7 @@ def _fitted(transforms: Transforms, image: Any) -> Tensor:
 
 
 def _changes(transforms: Transforms, sides: Sequence[int]) -> Sequence[str]:
-    """Return what `transforms` do to the size of a picture of these `sides`, in words."""
+    """Return in words how `transforms` change the size of a picture of these `sides`."""
     if transforms.side is None:
         return ()
     is_cropped = len(set(sides)) > 1 or transforms.side != transforms.image_size

@@ -1,4 +1,4 @@
-"""Reads and writes statistics as the field publishes them: .npz files with mu and sigma."""
+"""Reads and writes statistics in the usual format of published statistics: .npz files with mu and sigma."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def has_statistics(path: Path) -> bool:
 def read_statistics(path: Path) -> Gaussian:
     """Return the mean and the covariance in an .npz, as pytorch-fid, ADM, EDM and others publish them.
 
-    Nothing is unpickled. Raises UserError for a file without them, or with values that are no such statistics.
+    Nothing is unpickled. Raises UserError for a file without mean or covariance, or with values of another kind.
     """
     try:
         mean, covariance = (_numbers(path, name) for name in (MU, SIGMA))
@@ -39,9 +39,9 @@ def read_statistics(path: Path) -> Gaussian:
 
 
 def write_statistics(path: Path, moments: Moments) -> None:
-    """Write mean, covariance and number of images to an .npz, which the tools of the field read.
+    """Write mean, covariance and number of images to an .npz, which the usual FID programs read.
 
-    Raises UserError if that fails.
+    Raises UserError if the file cannot be written.
     """
     gaussian = moments.fit()
     rows, covariance = gaussian.rows, gaussian.covariance

@@ -17,7 +17,7 @@ from hookdiff.machine import is_unsupported
 from hookdiff.options import about
 from hookdiff_fsdp.blocks import blocks_of, check_shared
 
-DTYPES = {"float32": None, "bf16": torch.bfloat16}  # None: that of the weights
+DTYPES = {"float32": None, "bf16": torch.bfloat16}  # None: the dtype of the weights
 
 
 @plugin(trains_on_ranks=True, conflicts=("ddp",))
@@ -27,7 +27,7 @@ class FSDP:
 
     torchrun starts the ranks, as in `torchrun --nproc-per-node 8 -m hookdiff run CONFIG --plugins fsdp`. On a single
     rank the plugin does nothing. A block is gathered from all ranks while it computes, and freed afterwards.
-    `run.batch_size` is that of all ranks together, so the samples of a step, their order and their noise are the same
+    `run.batch_size` counts the samples of all ranks, so the samples of a step, their order and their noise are the same
     on any number of ranks.
     """
 
@@ -53,12 +53,12 @@ class FSDP:
     sync_once: bool = field(
         default=False,
         metadata=about(
-            "exchange gradients after the last micro-batch only: less communication, but whole gradients on each rank"
+            "exchange gradients only after the last micro-batch: less communication, but whole gradients on each rank"
         ),
     )
-    replicas: int = field(default=1, validator=ge(1), metadata=about("model copies, each on ranks / replicas ranks"))
+    replicas: int = field(default=1, validator=ge(1), metadata=about("copies of the model, each on ranks / replicas"))
     _model: FSDPModule | None = field(default=None, init=False)
-    _kept: tuple[FSDPModule, ...] = field(default=(), init=False)  # gathered from a forward pass to its backward pass
+    _kept: tuple[FSDPModule, ...] = field(default=(), init=False)  # blocks that stay gathered until the backward pass
 
     @hookimpl(trylast=True)  # other plugins may add weights
     def prepare_model(self, loop: Loop) -> None:
@@ -66,20 +66,20 @@ class FSDP:
         if loop.num_ranks == 1:
             return
         if isinstance(loop.model, FSDPModule):
-            raise UserError("fsdp: the model is sharded already; make it anew for another training")
+            raise UserError("fsdp: the model is sharded already; build a new model for another training")
         blocks = blocks_of(loop.model, self.blocks)
         check_shared(loop.model, blocks.values())
         mesh = self._mesh(loop)
         dtype = DTYPES[self.precision]
         single = dtype and torch.float32  # for sums over the ranks, and for the outputs of the blocks
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=single, output_dtype=single)
-        for parameter in loop.model.parameters():  # fully_shard takes no other memory format
+        for parameter in loop.model.parameters():  # fully_shard takes only contiguous parameters
             parameter.data = parameter.data.contiguous()
         for block in blocks.values():
             if self.checkpointing:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
             _shard(block, mesh, policy)
-        # Modules outside of the blocks keep their precision: they get the times, which bf16 would round.
+        # Modules outside of the blocks keep their precision, since bf16 would round the times that they get.
         self._model = _shard(loop.model, mesh, MixedPrecisionPolicy())
         self._kept = (self._model, *(() if self.reshard else blocks.values()))
 
@@ -87,7 +87,7 @@ class FSDP:
         if loop.num_ranks % self.replicas or self.replicas == loop.num_ranks:
             raise UserError(
                 f"plugins.fsdp.replicas: {self.replicas} copies cannot be sharded over {loop.num_ranks} ranks; "
-                "expected a divisor of the number of ranks, and less than it"
+                "expected a divisor of the number of ranks, and a smaller number"
             )
         if self.replicas == 1:
             return init_device_mesh(loop.device.type, (loop.num_ranks,))
@@ -100,8 +100,8 @@ class FSDP:
         if self._model is None:
             return (yield)
         self._model.set_requires_gradient_sync(not self.sync_once or index == count - 1)
-        # Here a backward pass follows, which frees the gathered weights. After any other pass they would stay in place
-        # of their parts, and the next update would not reach them.
+        # Here a backward pass follows, which frees the gathered weights. After a pass without a backward pass, the
+        # gathered weights would stay, and the next update, which changes the parts, would not reach them.
         self._keep(True)
         try:
             return (yield)
@@ -126,5 +126,5 @@ class FSDP:
 def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> FSDPModule:
     try:
         return fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-    except ValueError as error:  # such as a weight without dimensions
+    except ValueError as error:  # such as for a weight without dimensions
         raise UserError(f"fsdp: {error}") from error

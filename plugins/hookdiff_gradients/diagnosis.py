@@ -23,8 +23,8 @@ BETTER_DEPTH = "norms or residual connections, activations that do not saturate,
 SATURATED = "a lower learning rate, or activations that do not saturate; a loss of zero has no gradient either"
 IN_BACKWARD = "no root, logarithm or division at zero, and no half precision"
 
-EARLY = 20  # steps at the start, with unusual gradients
-RISING = 1.2  # recent over usual: above this ratio the number recovers by itself
+EARLY = 20  # steps at the start, in which gradients are unusual
+RISING = 1.2  # recent over usual: above this ratio, a small number recovers by itself
 
 
 @define(frozen=True)
@@ -44,15 +44,15 @@ class Numbers:
     steps: int  # of the history
     recent: float  # median of the total norm in the newest tenth of the history, which is `num_recent(steps)` steps
     usual: float  # median of the total norm in the rest of the history
-    depth: float  # norm of the first third of the tensors over norm of the last third; median as in recent
-    usual_depth: float  # the same ratio, median as in usual
-    update: float  # |change| / |weights| of one update, L2 over all
-    growth: float  # largest ratio of |weights| to |weights| at most a window before, since the last diagnosis
+    depth: float  # norm of the first third of the tensors over that of the last; median of the recent steps
+    usual_depth: float  # the same ratio; median of the other steps
+    update: float  # |change| / |weights| of one update, L2 over all tensors
+    growth: float  # largest growth factor of |weights| within a window, since the last diagnosis
     dead: int = 0  # tensors whose gradient was exactly zero in each step of a full window
 
 
 def num_recent(steps: int) -> int:
-    """Return how many of the last `steps` are the recent ones."""
+    """Return how many of the last `steps` count as recent."""
     return max(1, steps // 10)
 
 
@@ -62,7 +62,7 @@ def diagnose_gradients(numbers: Numbers, limits: Limits) -> dict[Cause, Finding]
     grows = numbers.growth > limits.max_growth
     jumps = settled and numbers.update > limits.max_update
     explodes = settled and recent > limits.explode * usual > 0
-    # In front of an output layer that starts at zero, gradients are tiny at first but grow from step to step.
+    # Before an output layer that starts at zero, gradients are tiny at first, but grow with each step.
     vanishes = settled and 0 < depth < min(limits.vanish, RISING * numbers.usual_depth)
     fades = settled and 0 < recent < limits.vanish * usual
     changed = f"one update changed the weights by {numbers.update:.2g} of their norm"
@@ -70,7 +70,7 @@ def diagnose_gradients(numbers: Numbers, limits: Limits) -> dict[Cause, Finding]
         changed = f"the weights grew to {numbers.growth:.3g} times their norm in a few steps"
     ratio, span = recent / (usual or math.nan), numbers.steps - num_recent(numbers.steps)
     norm = f"norm {recent:.3g} is {ratio:.3g} times the median of the {span} steps before"
-    weak = f"in the first third of the model they are {depth:.1e} of those in the last third"
+    weak = f"gradients in the first third of the model are {depth:.1e} of those in the last third"
     zero = f"in each of the last {numbers.steps} steps"
     rules: list[tuple[Cause, object, Finding]] = [
         ("rate", grows or jumps, rate_too_high(changed)),
@@ -83,7 +83,7 @@ def diagnose_gradients(numbers: Numbers, limits: Limits) -> dict[Cause, Finding]
 
 
 def diagnose_nan(norms: Sequence[float], loss: float, num_bad: int, num_tensors: int, limits: Limits) -> Finding:
-    """Return the cause of a step that is not finite.
+    """Return why a step is not finite.
 
     Args:
         norms: total norms of the steps before, oldest first.
@@ -101,8 +101,8 @@ def diagnose_nan(norms: Sequence[float], loss: float, num_bad: int, num_tensors:
         f"loss {loss:.3g}, gradients of {num_bad} of {num_tensors} tensors{before}",
         error_if(exploded, "NaN after exploding gradients", LOWER_RATE),
         error_if(math.isfinite(loss), "NaN in the backward pass of a finite loss", IN_BACKWARD),
-        error_if(norms, "NaN all at once", "a look at this batch first"),
-        error_if(True, "NaN in the first step", "a look at the data and the initial weights"),
+        error_if(norms, "NaN all at once", "to look at this batch first"),
+        error_if(True, "NaN in the first step", "to look at the data and the initial weights"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Measures the entries of gradients and their noise scale in logged steps. All results stay on the device."""
+"""Measures the entries of gradients and the gradient noise scale in logged steps. All results stay on the device."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hookdiff.machine import counts, is_sharded, local, stacked, summed
 
-CHUNK = 2**22  # entries measured together: few kernels for many small tensors, and little memory
+CHUNK = 2**22  # entries that are measured together: for few kernels, and little memory
 
 
 def entry_sizes(tensors: list[Tensor]) -> dict[str, Tensor]:
@@ -30,7 +30,7 @@ def _sizes(tensors: list[Tensor]) -> Tensor:
     for group in _groups(tensors, CHUNK):
         sizes = torch.cat([_flat(tensor) for tensor in group]).abs_()
         smallest, largest = sizes.aminmax()
-        # Half precision would lose the sum.
+        # In half precision the sum would be wrong.
         total = sizes.sum(dtype=torch.promote_types(sizes.dtype, torch.float32))
         parts.append(torch.stack((total, largest.to(total), smallest.to(total))))
     totals, largest, smallest = torch.stack(parts).unbind(1)
@@ -52,7 +52,7 @@ def _groups(tensors: list[Tensor], size: int) -> Iterator[list[Tensor]]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the entries in the order of memory, so that channels_last needs no copy."""
+    """Return the entries in memory order, so that channels_last needs no copy."""
     if not tensor.is_contiguous():
         tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
     return tensor.reshape(-1)
@@ -60,7 +60,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def noted_norms(parameters: Sequence[Tensor], norms: list[Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """Append the norms of this rank's gradients of one backward pass to `norms`.
+    """Append to `norms` the gradient norms of this rank in one backward pass.
 
     The hook of a parameter is called before DistributedDataParallel averages its gradient over the ranks.
     """
@@ -84,7 +84,7 @@ class NoiseScale:
 
         |G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)      S = (|G_b|^2 - |G_B|^2) / (1 / b - 1 / B)
 
-    are unbiased; a ratio of them is not, so each is smoothed before the ratio S / |G|^2.
+    are unbiased estimates. Their ratio is not, so each is smoothed before the ratio S / |G|^2.
     """
 
     def __init__(self, decay: float, device: torch.device) -> None:
@@ -97,13 +97,13 @@ class NoiseScale:
 
     @property
     def scale(self) -> Tensor:
-        """The noise scale, in samples: scalar. It keeps its value where the estimate of |G|^2 or S is negative."""
+        """The noise scale, in samples: scalar. It keeps its last value while the estimate of |G|^2 or S is negative."""
         return self.state[2]
 
     def after_first(self, norms: Tensor, part: int, share: float) -> None:
         """Take the norms of this rank's first micro-batch, of `part` samples; its loss was multiplied by `share`.
 
-        `part` is 0 for a rank without a sample, which does not count.
+        `part` is 0 for a rank without a sample; such a rank does not count.
         """
         self._first, self._part = torch.linalg.vector_norm(norms) / (share or 1), part
 

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hookdiff")
 
 TINY = torch.finfo(torch.float32).tiny
-MIN_RMS = 0.01  # weights of a smaller RMS count as if they had this one
+MIN_RMS = 0.01  # weights of a smaller RMS count as if they had this RMS
 NAMED, NAMED_DEAD = 3, 5  # number of tensors, and of dead tensors, that a message names
-SHOWN = ("gradients/update_ratio", "gradients/noise_scale")  # also in lines for people; other values are details
+SHOWN = ("gradients/update_ratio", "gradients/noise_scale")  # also in the printed lines; other values are only in files
 
 
 @define(frozen=True)
@@ -61,9 +61,9 @@ class GradientsState:
 class GradientMonitor:
     """Measures gradients and updates, and reports when they explode, vanish, or stay zero.
 
-    The norms of every step of the window are kept on the device. In a step that is logged, it also measures the sizes
-    of the entries, the change of the weights and, with several micro-batches or ranks, the noise scale, and makes a
-    diagnosis. Gradients are measured before they are clipped.
+    The norms of every step of the window are kept on the device. In a logged step, the plugin also measures the
+    sizes of the entries, the change of the weights and, with several micro-batches or ranks, the noise scale of the
+    gradients. Then it makes a diagnosis. Gradients are measured before they are clipped.
     """
 
     window: int = field(default=100, validator=[ge(20), le(1_000_000)], metadata=about("length of history", "steps"))
@@ -80,39 +80,39 @@ class GradientMonitor:
         default=10.0,
         validator=gt(1),
         metadata=about(
-            "report an explosion when the norm of the window's newest tenth exceeds this multiple of the rest"
+            "report an explosion if the norm in the window's newest tenth exceeds this multiple of the rest"
         ),
     )
     vanish: float = field(
         default=1e-5,
         validator=[gt(0), lt(1)],
         metadata=about(
-            "report vanishing gradients below this ratio of the same norms, or of the first to the last tensors"
+            "report vanishing gradients below this ratio of these norms, or of the norms of first and last tensors"
         ),
     )
     max_update: float = field(
         default=0.05,
         validator=gt(0),
         metadata=about(
-            "report a rate too high when one update changes the weights by more than this share of their norm"
+            "report too high a learning rate if one update changes the weights by more than this share of their norm"
         ),
     )
     max_growth: float = field(
         default=2.0,
         validator=gt(1),
-        metadata=about("report a rate too high when the norm of the weights exceeds this multiple within a window"),
+        metadata=about("report too high a learning rate if the weights' norm exceeds this multiple within a window"),
     )
-    findings: dict[Cause, Finding] = field(factory=dict, init=False)  # of the last logged step; none: healthy
+    findings: dict[Cause, Finding] = field(factory=dict, init=False)  # of the last logged step; {}: healthy
     _names: list[str] = field(init=False)  # of the trained parameters
     _weights: list[Tensor] = field(init=False)
     _ring: Tensor = field(init=False)  # (window, tensors): norms, by step modulo window
     _count: int = field(default=0, init=False)  # rows written
-    _columns: tuple[list[str], Tensor] = field(init=False)  # of the norms, when some tensors have no gradient
-    _sizes: dict[str, Tensor] = field(factory=dict, init=False)  # of entries, in the current step
+    _columns: tuple[list[str], Tensor] = field(init=False)  # of the norms that exist, if some tensors have no gradient
+    _sizes: dict[str, Tensor] = field(factory=dict, init=False)  # sizes of the entries in the current step
     _histograms: dict[str, Distribution] = field(factory=dict, init=False)  # of the gradients of the current step
     _before: list[Tensor] = field(factory=list, init=False)  # weights before the current update, if its step is logged
     _changes: Tensor = field(init=False)  # (tensors,): |change| of the last update that was measured
-    _size: Tensor = field(init=False)  # |weights| when the step was last a multiple of the window
+    _size: Tensor = field(init=False)  # |weights| at the last step that was a multiple of the window
     _growth: Tensor = field(init=False)  # largest ratio of two such sizes in a row, since the last logged step
     _noise: NoiseScale = field(init=False)
     _alarms: Alarms = field(factory=Alarms, init=False)
@@ -144,10 +144,10 @@ class GradientMonitor:
 
     @hookimpl(wrapper=True)
     def micro_step(self, loop: Loop, batch: Batch, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
-        if not loop.log.due or batch.most == batch.total:  # one pass on one rank; others have fillers
+        if not loop.log.due or batch.most == batch.total:  # one pass on one rank; on several ranks there are fillers
             return (yield)
-        # With several ranks the backward pass averages gradients; only a hook gets the gradients of this rank. A
-        # sharded parameter has no such hook, and no noise scale.
+        # On several ranks the backward pass averages the gradients; only a hook gets the gradients of this rank. A
+        # sharded parameter has no such hook, so it has no noise scale.
         by_hooks = loop.num_ranks > 1 and index == 0
         rank_norms: list[Tensor] = []
         trained = [parameter for parameter in loop.gradients.parameters if parameter.requires_grad]
@@ -179,12 +179,12 @@ class GradientMonitor:
 
     @hookimpl
     def on_device(self, loop: Loop) -> list[DevicePart]:
-        """Return no work: most steps only keep the norms, which the loop has measured."""
+        """Return no work: most steps only store the norms, which the loop has measured."""
         return []
 
     @hookimpl
     def needs_host(self, loop: Loop) -> bool:
-        """Return whether this step measures gradients and weights themselves, before the update changes them."""
+        """Return whether this step reads the gradients and the weights, before the update changes the weights."""
         step = loop.progress.step
         has_histogram = self.histograms > 0 and (step + 1) % self.histograms == 0
         return loop.log.due or step % self.window == 0 or has_histogram
@@ -195,7 +195,7 @@ class GradientMonitor:
         if len(step_norms) == len(self._names):
             return step_norms
         names = list(loop.gradients.named())
-        if not set(names) <= set(self._names):  # some were thawed
+        if not set(names) <= set(self._names):  # some parameters were thawed
             self._watch(loop)
             return self._norms(loop)
         if self._columns[0] != names:
@@ -232,7 +232,7 @@ class GradientMonitor:
         return {"update_ratio": torch.linalg.vector_norm(self._changes) / size, "weight_growth": growth}
 
     def _norm(self, weights: list[Tensor]) -> Tensor:
-        """Return the L2 norm over all `weights`, at least the norm of weights of `MIN_RMS`."""
+        """Return the L2 norm over all `weights`, or that of weights with an RMS of `MIN_RMS`, if larger."""
         floor = MIN_RMS * math.sqrt(sum(weight.numel() for weight in weights))
         total: Tensor = torch.linalg.vector_norm(norms(weights, self._ring.dtype)).clamp(min=floor)
         return total
@@ -294,7 +294,7 @@ class GradientMonitor:
             loop.log.report(self._alarms.news(step, key, finding, quiet=quiet))
 
     def _tensors(self, cause: Cause) -> list[str]:
-        """Return the names of the tensors that show the `cause` most, and all dead ones; reads the device."""
+        """Return the names of the tensors that show the `cause` most, or of all dead tensors; reads the device."""
         rows, third = self._rows(), max(1, len(self._names) // 3)
         if cause == "fading":
             return []
@@ -311,7 +311,7 @@ class GradientMonitor:
         totals = torch.linalg.vector_norm(self._rows(), dim=1).tolist()
         bad, known = len(report.parameters), len(self._names)
         self._nonfinite_share = bad / max(1, known)
-        # A NaN spreads backward from the output, so the last bad tensor in the model's order had it first.
+        # A NaN spreads backward from the output, so it began at the last bad tensor in the model's order.
         nearest = f"; nearest to the output {report.parameters[-1]}" if bad else ""
         finding = diagnose_nan(totals, report.loss, bad, known, self.limits)
         report.notes["gradients"] = str(evolve(finding, why=finding.why + nearest))
@@ -319,7 +319,7 @@ class GradientMonitor:
 
     @hookimpl
     def between_steps(self, loop: Loop) -> None:
-        if self._nonfinite_share is not None:  # here, because what is logged during a failed step is dropped
+        if self._nonfinite_share is not None:  # here, because values that are logged during a failed step are dropped
             loop.log.average({"gradients/nonfinite_share": self._nonfinite_share}, detail=True)
             self._nonfinite_share = None
 

@@ -1,4 +1,4 @@
-"""Image data sets of Hugging Face: on the hub, or as the `datasets` library reads them from disk."""
+"""Image data sets of Hugging Face: from the hub, or from disk by the `datasets` library."""
 
 import io
 import json
@@ -24,15 +24,15 @@ class HuggingFace:
     Args:
         path: a folder that `save_to_disk` wrote, a folder of images or of .parquet files, a .parquet file, or a name
             on the hub
-        split: part of the data set
+        split: split of the data set, such as "train"
         name: configuration, for a data set that has several
         image_column: column with the images; default: the first column of images
         label_column: column with the labels; "auto": the first column of class labels; "none": no labels
         caption_column: column with the captions of each image: a text or a list of texts
 
     Raises:
-        ValueError: for a set, split or column that does not exist.
-        UserError: without the library.
+        ValueError: for a data set, split or column that does not exist.
+        UserError: if the `datasets` library is not installed.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class HuggingFace:
         try:
             with only_files():
                 data = _open(path, split, name)
-        except Exception as error:  # the library raises many kinds of error, also those of its dependencies
+        except Exception as error:  # the library raises many kinds of error, also errors of its dependencies
             where = getattr(error, "filename", None) or path
             raise ValueError(f"{where}: {reason(error)}") from error
         column = image_column or _first_column(data, datasets.Image)
         if column is None:
-            raise ValueError(f"{path}: no column has images, out of {', '.join(data.features)}: set image_column")
+            raise ValueError(f"{path}: no column has images: set image_column to one of {', '.join(data.features)}")
         try:
-            # Not decoded here, so that headers can be read alone, and a large JPEG can be decoded at a reduced size.
+            # Not decoded here: hookdiff can then read only headers, and decode a large JPEG at a reduced size.
             self.images = data.select_columns([column]).cast_column(column, datasets.Image(decode=False))
         except (KeyError, NotImplementedError, TypeError, ValueError) as error:  # Arrow's own errors derive from these
             raise ValueError(f"{path}: image_column = {column!r}: {reason(error)}") from None
@@ -84,7 +84,7 @@ class HuggingFace:
         """The captions of each image as `text`, read at the first use; None without a `caption_column`.
 
         Raises:
-            UserError: for a value that is no text.
+            UserError: for a value that is not a text.
         """
         if self._captions is None:
             return None
@@ -101,7 +101,7 @@ class HuggingFace:
 
 
 def _is_here(path: str) -> bool:
-    """Return whether `path` is of this machine, and no name on the hub."""
+    """Return whether `path` is a local path, and not a name on the hub."""
     place = Path(path).expanduser()
     return place.is_absolute() or path.startswith((".", "~")) or place.exists()
 
@@ -119,7 +119,7 @@ def _open(path: str, split: str, name: str | None) -> Any:
     if place.is_file():
         with _uncounted():
             return datasets.load_dataset("parquet", data_files={split: str(place)}, split=split)
-    if path == "pandas":  # a reader of pickles, in versions before 5
+    if path == "pandas":  # in versions before 5, the library would read pickles under this name
         raise ValueError("there is no data set of this name")
     if not place.exists() and _is_here(path):
         raise ValueError(why_missing(place))
@@ -131,9 +131,9 @@ def _open(path: str, split: str, name: str | None) -> Any:
 
 
 def _check_saved(place: Path) -> None:
-    """Raise OSError if a saved set names a pipe, a socket or a device, which the library would map into memory.
+    """Raise OSError if a saved data set names a pipe, a socket or a device, which the library would map into memory.
 
-    Files of another form are left to the library, which refuses them.
+    Files of a wrong format are left to the library, which refuses them.
     """
     with suppress(ValueError, KeyError, TypeError):
         split = place / "dataset_dict.json"
@@ -146,7 +146,7 @@ def _check_saved(place: Path) -> None:
 
 @contextmanager
 def _uncounted() -> Iterator[None]:
-    """Keep the library from reporting to its server that files of this machine were opened."""
+    """Keep the library from reporting to its server that local files were opened."""
     from datasets import config
 
     counts, config.HF_UPDATE_DOWNLOAD_COUNTS = config.HF_UPDATE_DOWNLOAD_COUNTS, False
@@ -158,9 +158,9 @@ def _uncounted() -> Iterator[None]:
 
 @contextmanager
 def _plain_urls() -> Iterator[None]:
-    """Raise ValueError if the README of a set names files by another URL than a plain one.
+    """Raise ValueError if the README of a data set names files by a URL that is not plain.
 
-    The library would open any file system of fsspec for it, also one that runs templates or asks another host.
+    For such a URL, the library would open any file system of fsspec, even one that runs templates or asks other hosts.
     """
     from datasets import data_files
 
@@ -181,9 +181,9 @@ def _plain_urls() -> Iterator[None]:
 
 @contextmanager
 def _own_cache() -> Iterator[None]:
-    """Raise ValueError if a set, such as by a version in its README, would be written outside of the library's cache.
+    """Raise ValueError if a data set, such as by the version in its README, would be written outside of the cache.
 
-    The library joins the cache, the name of the set, its version and a hash, and checks none of them.
+    The library joins its cache, the name of the data set, the version and a hash, without a check of their values.
     """
     from datasets import DatasetBuilder
 
@@ -219,7 +219,7 @@ def _labels(path: str, data: Any, given: str) -> tuple[Tensor | None, Sequence[s
 
 
 def _captions(path: str, data: Any, column: str) -> Any:
-    """Return the part of a data set that has the captions. Raises ValueError unless they are texts or lists of them."""
+    """Return the column with the captions. Raises ValueError unless they are texts or lists of texts."""
     where, known = f"{path}: caption_column = {column!r}", data.features
     if column not in known:
         raise ValueError(f"{where}: there is no such column{nearest(column, known)}; it has {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Looks at captions beside images, and at the text encoder that is to read them."""
+"""Reads the captions beside images, and checks the text encoder for them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,21 +15,21 @@ from hookdiff.encoding import Encoder, why_no_folder
 from hookdiff.images import Folder
 from hookdiff_init.look import Pictures, Texts
 
-_MULTIPLE = 8  # of tokens, which leaves some for prompts that are longer than the captions
+_MULTIPLE = 8  # the length is a multiple of this, to leave room for prompts that are longer than the captions
 _AT_ONCE = 1024  # texts
-_WIDTHS = ("hidden_size", "d_model", "dim")  # what config.json calls the features of a token, by kind of model
+_WIDTHS = ("hidden_size", "d_model", "dim")  # key in config.json for the width of a token, by kind of model
 
 
 def check_encoder(encoder: Path) -> None:
-    """Raise UserError unless `encoder` is a folder of a network of transformers."""
+    """Raise UserError unless `encoder` is a folder with a text encoder of transformers."""
     if why := why_no_folder(str(encoder), "config.json", "text encoder of transformers", lambda t: bool(_widths(t))):
         raise UserError(f"--text-encoder: {why}")
 
 
 def with_captions(pictures: Pictures, encoder: Path) -> Pictures:
-    """Return `pictures` with the captions beside them, which take the place of classes.
+    """Return `pictures` with the captions beside them, which replace the classes.
 
-    Raises UserError if most images have no caption, a caption cannot be read, or `encoder` has no text encoder.
+    Raises UserError if most images have no caption, a caption cannot be read, or `encoder` holds no text encoder.
     """
     if pictures.path is None:
         raise UserError("--text-encoder: the digits have no captions; name a folder of images")
@@ -49,7 +49,7 @@ def with_captions(pictures: Pictures, encoder: Path) -> Pictures:
 
 
 def _width(encoder: Path) -> int:
-    """Return the features of a token that the text encoder in a folder makes."""
+    """Return the number of features of a token from the text encoder in a folder."""
     file = encoder / "config.json"
     try:
         (width, *_) = _widths(json.loads(read_file(file)))
@@ -64,14 +64,14 @@ def _opened(encoder: Path, **options: Any) -> Any:
 
 
 def _longest(encoder: Path, texts: Sequence[str]) -> int:
-    """Return the tokens of the longest of `texts`."""
+    """Return the number of tokens of the longest of `texts`."""
     network = _opened(encoder).open(torch.device("cpu"))
     parts = (texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE))
     return max((int(length) for part in parts for length in network.lengths(part)), default=1)
 
 
 def _length(encoder: Path, longest: int) -> int:
-    """Return a length that holds a caption of `longest` tokens, at most that of the encoder."""
+    """Return a length that holds a caption of `longest` tokens, but at most the encoder's length."""
 
     def is_taken(length: int) -> bool:
         try:

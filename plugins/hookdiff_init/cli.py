@@ -11,7 +11,7 @@ from hookdiff.cli import add_schema, check_exists, check_output, out_option, ove
 def _check_folder(path: Path) -> None:
     check_exists(path)
     if not path.is_dir():
-        raise UserError(f"{path} is no folder; name a folder of images")
+        raise UserError(f"{path} is not a folder; name a folder of images")
 
 
 @click.command()
@@ -21,13 +21,13 @@ def _check_folder(path: Path) -> None:
     "--minutes",
     type=click.FloatRange(0, min_open=True),
     metavar="X",
-    help="Length of the training.  [default: 10, or more for a machine on which that is too short]",
+    help="Length of the training.  [default: 10, or more on a machine that needs more time]",
 )
 @click.option(
     "--image-size",
     type=click.IntRange(1),
     metavar="N",
-    help="Side of the training images in pixels; network and steps follow.  [default: by images and time]",
+    help="Side of the training images in pixels.  [default: by images and time]",
 )
 @click.option(
     "--model",
@@ -40,7 +40,7 @@ def _check_folder(path: Path) -> None:
     "--text-encoder",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Train on the captions, the .txt beside the images, by the text encoder of transformers in this folder.",
+    help="Train on the captions in the .txt files beside the images, by the text encoder of transformers in DIR.",
 )
 @click.option("--schema", is_flag=True, help="Also write the schema with which an editor completes the config.")
 @overwrite_option
@@ -57,8 +57,8 @@ def command(
     """Write a config that trains on the images in DIR, or, without DIR, on handwritten digits.
 
     The command reads the sizes and colours of the images, and their classes, which are the sub-folders. With
-    --text-encoder it reads their captions in place of classes. It tries a few steps on this machine, to choose a size
-    and a number of steps that take about --minutes. You may change every line of the config.
+    --text-encoder it reads their captions in place of classes. It tries a few steps on this machine, to choose an image
+    size and a number of steps that take about --minutes. You may change every line of the config.
     """
     from importlib.util import find_spec
 
@@ -76,10 +76,10 @@ def command(
     if model == "diffusers" and find_spec("diffusers") is None:
         raise UserError("--model diffusers needs a package: pip install 'hookdiff[diffusers]'")
     if text_encoder:
-        if not text_encoder.is_dir():  # else its files are looked at after the captions
+        if not text_encoder.is_dir():  # otherwise its files are checked after the captions
             check_encoder(text_encoder)
         if model == "diffusers":
-            raise UserError("--text-encoder: the network of --model diffusers takes no text; leave out one of them")
+            raise UserError("--text-encoder: the network of --model diffusers takes no text; leave out one option")
     pictures = look(folder) if folder else digits()
     if text_encoder:
         pictures = with_captions(pictures, text_encoder)
@@ -87,7 +87,7 @@ def command(
     try:
         config = text(pictures, plan, out).encode()
     except UnicodeEncodeError:
-        raise UserError(f"{folder}: the name is not UTF-8, as a config has to be; rename it") from None
+        raise UserError(f"{folder}: the name is not UTF-8, so a config cannot hold it; rename the folder") from None
     with new_file(out) as partial:
         partial.write_bytes(config)
     if schema:
@@ -98,4 +98,4 @@ def command(
         click.echo(f"  hookdiff export runs/{out.stem} {out.stem} --to diffusers")
     if pictures.are_captioned and not pictures.texts:
         use = f"`hookdiff init {folder} --text-encoder DIR` trains on them by a text encoder of transformers"
-        click.echo(f"{pictures.captioned:,} of the images have a .txt of captions, which is not used: {use}")
+        click.echo(f"{pictures.captioned:,} of the images have a .txt of captions, which are not used: {use}")

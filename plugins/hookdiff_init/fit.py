@@ -14,11 +14,11 @@ from hookdiff_init.look import Pictures
 from hookdiff_init.write import Network, Plan, text
 
 _USUAL = 600.0  # default of the seconds of training
-# Drawings of 32 x 32 pixels in four classes were recognised after this many steps; twice the side takes twice as many.
+# After this many steps, drawings of 32 x 32 pixels could be recognised; twice the side takes twice as many steps.
 _STEPS = 800
-_ENOUGH = 8  # more than this multiple of the steps improves little
+_ENOUGH = 8  # beyond this multiple of the steps, more steps improve little
 _SIDE = 32  # fewer pixels are hard to recognise, so this side is not reduced to save time
-_TRIED = 4  # steps on trial; the fastest counts
+_TRIED = 4  # steps on trial; the fastest step counts
 _BATCH = 32
 
 
@@ -41,7 +41,7 @@ def fit(pictures: Pictures, seconds: float | None, side: int | None = None, diff
     """Return the plan for `pictures` that this machine trains in about `seconds`, after a few steps on trial.
 
     Default of `seconds`: ten minutes, longer if the images cannot be recognised by then, and shorter if more time
-    improves little. `side` is that of the training images; None: this function chooses it.
+    improves little. `side` is the side of the training images; None: this function chooses the side.
     """
     has_limit, seconds = seconds is not None, seconds or _USUAL
     device = pick_device("auto").type
@@ -62,12 +62,12 @@ def fit(pictures: Pictures, seconds: float | None, side: int | None = None, diff
         fitting = evolve(plan, steps=_rounded(steps if has_limit else min(max(steps, fewest), _ENOUGH * fewest)))
     if fitting is None:
         way_out = "; choose a smaller --image-size" if side else ""
-        raise UserError(f"the memory is too short for images of {f'{side} x {side}' if side else 'any size'}{way_out}")
+        raise UserError(f"too little memory for images of {f'{side} x {side}' if side else 'any size'}{way_out}")
     return fitting
 
 
 def _sides(pictures: Pictures) -> list[int]:
-    """Return the sides to choose from, the smallest first: that of the images if they are squares, or powers of two."""
+    """Return the sides to choose from, the smallest first: the side of square images, or powers of two."""
     largest = pictures.side
     sides = [side for side in (8, 16, 32, 64, 128) if side <= max(8, largest)]
     if pictures.square and 8 < largest < 128 and largest % _network(largest).divisor == 0:
@@ -92,7 +92,7 @@ def rehearse(pictures: Pictures, plan: Plan) -> float:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trial.toml"
         path.write_text(text(pictures, plan, path), "utf-8", errors="replace")
-        skipped = ("no:samples", "no:checkpoint", "no:progress", "no:lr")  # they take no part in a few steps
+        skipped = ("no:samples", "no:checkpoint", "no:progress", "no:lr")  # these do nothing in a few steps
         config = load_config(path, skipped, [f"run.steps={_TRIED}"])
         encode = {kind: {k: v for k, v in keys.items() if k == "encode"} for kind, keys in config.data.shared.items()}
         black = evolve(config.data.bare(), target=lambda: InMemory(images, labels, texts=texts), shared=encode)

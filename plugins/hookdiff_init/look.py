@@ -1,4 +1,4 @@
-"""Looks at a folder of images: the facts that decide about a config."""
+"""Looks at a folder of images, for the properties on which the config depends."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,8 +8,8 @@ from attrs import define
 from hookdiff import UserError
 from hookdiff.images import Folder, Store, Transforms, feed_of, reader_of_source
 
-_PER_CLASS = 8  # with fewer images for each sub-folder, the sub-folders are no classes
-_DECODED = 5_000  # images that are decoded, to find broken ones; that many photos take a minute
+_PER_CLASS = 8  # with fewer images in each sub-folder, the sub-folders are not classes
+_DECODED = 5_000  # images that are decoded, to find broken files; this many photos take a minute
 _SMALL = 0.1  # share of the images that may be smaller than the training images
 
 
@@ -20,7 +20,7 @@ class Texts:
     encoder: str  # the folder
     width: int  # features of a token
     lacking: int  # images without a caption
-    length: int  # tokens to which a caption is filled or cut
+    length: int  # tokens to which a caption is padded or truncated
     longest: int  # tokens of the longest caption
 
 
@@ -29,17 +29,17 @@ class Pictures:
     """The images to train on."""
 
     path: str | None  # None: the digits
-    num: int  # that can be read
+    num: int  # images that can be read
     channels: int
-    side: int  # in pixels: nearly all images have no shorter side
+    side: int  # in pixels: the sides of nearly all images are at least this long
     sizes: Mapping[tuple[int, int], int]  # counts by width and height
     classes: tuple[str, ...] = ()
-    flat: bool = False  # sub-folders are no classes
+    flat: bool = False  # sub-folders are not classes
     mixed: bool = False  # grey and colour
     transparent: bool = False
     unreadable: int = 0
-    others: int = 0  # files that are no images
-    captioned: int = 0  # that have a .txt beside them
+    others: int = 0  # files that are not images
+    captioned: int = 0  # images with a .txt beside them
     texts: Texts | None = None
 
     @property
@@ -71,12 +71,12 @@ class Pictures:
 
 
 def digits() -> Pictures:
-    """Return the facts about the source "digits"."""
+    """Return the properties of the source "digits"."""
     return Pictures(None, 1797, 1, 8, {(8, 8): 1797}, tuple(map(str, range(10))))
 
 
 def look(path: Path) -> Pictures:
-    """Read the images below `path`, or only their headers if there are many. Raises UserError if there is none."""
+    """Read the images below `path`, or only their headers if there are many. Raises UserError if there is no image."""
     try:
         source = Folder(str(path))
     except (OSError, ValueError) as error:
@@ -111,7 +111,7 @@ def look(path: Path) -> Pictures:
 
 
 def _side(sizes: Mapping[tuple[int, int], int]) -> int:
-    """Return the largest side that at most a small share of the images lacks."""
+    """Return the largest side for which at most a small share of the images is smaller."""
     smaller, allowed = 0, _SMALL * sum(sizes.values())
     for size in sorted(sizes, key=min):
         smaller += sizes[size]

@@ -1,4 +1,4 @@
-"""Writes the config: TOML with a comment wherever a line does not speak for itself."""
+"""Writes the config: TOML with a comment on each line that needs one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ _ROWS = 10  # classes that a panel shows
 
 @define(frozen=True)
 class Network:
-    """A network for images from this side on."""
+    """A network for images with at least this side."""
 
     side: int
     channels: int
@@ -24,7 +24,7 @@ class Network:
 
     @property
     def divisor(self) -> int:
-        """The number by which sides of its images are divisible."""
+        """The number that must divide the sides of its images."""
         return int(2 ** (len(self.mults) - 1))
 
 
@@ -35,7 +35,7 @@ class Plan:
     side: int  # of the training images in pixels
     network: Network
     batch_size: int
-    diffusers: bool = False  # the network is one of diffusers, and its samples can be made there
+    diffusers: bool = False  # the network is one of diffusers, which can make its samples
     steps: int = 1000
     step_seconds: float = 0.0
 
@@ -69,7 +69,7 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
     yield "", ""
     if pictures.texts:
         yield "[diffusion]", ""
-        yield 'conditions = ["text", "text_mask"]', "train on the captions: their tokens, and which of these count"
+        yield 'conditions = ["text", "text_mask"]', "train on the captions: their tokens, and the mask of the tokens"
         yield "", ""
     if pictures.classes:
         yield "[diffusion]", ""
@@ -79,9 +79,9 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
     if condition or plan.diffusers:
         yield "[sampling]", ""
         if plan.diffusers:
-            yield 'sampler = "euler"', "the sampler that diffusers has for a flow, too"
+            yield 'sampler = "euler"', "the sampler that diffusers, too, has for flows"
         if condition:
-            yield "guidance = { scale = 2.0 }", f"1 follows the {condition} less, 4 more"
+            yield "guidance = { scale = 2.0 }", f"at 1 images follow the {condition} less, at 4 more"
         yield "", ""
     yield "[plugins.samples]", ""
     yield f"every = {max(1, plan.steps // 5)}", f"steps; the grids are in runs/{name}/samples"
@@ -89,7 +89,7 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
 
 
 def _own(pictures: Pictures, network: Network) -> Iterator[tuple[str, str]]:
-    yield "", "This network is hookdiff's own, and no class of diffusers: `hookdiff export` writes its weights to"
+    yield "", "This network is hookdiff's own, not a class of diffusers: `hookdiff export` writes its weights to"
     other = " `hookdiff init --model diffusers` writes a config with a network that diffusers loads."
     yield "", "safetensors." + other * (not pictures.texts)
     yield "[model]", ""
@@ -98,7 +98,7 @@ def _own(pictures: Pictures, network: Network) -> Iterator[tuple[str, str]]:
     yield f"channel_mults = {list(network.mults)}", "one number for each halving of the image"
     yield f"num_res_blocks = {network.blocks}", ""
     if pictures.texts:
-        yield f"text_dim = {pictures.texts.width}", "features of a token that the text encoder makes"
+        yield f"text_dim = {pictures.texts.width}", "features of a token from the text encoder"
 
 
 def _of_diffusers(pictures: Pictures, network: Network) -> Iterator[tuple[str, str]]:
@@ -109,12 +109,12 @@ def _of_diffusers(pictures: Pictures, network: Network) -> Iterator[tuple[str, s
     yield "", "A network of diffusers: `hookdiff export RUN DIR --to diffusers` writes what diffusers loads."
     yield "[model]", ""
     yield 'use = "diffusers:UNet2DModel"', "the keys are its arguments"
-    yield f"block_out_channels = {widths}", "wider makes better images, and takes longer; one for each halving"
+    yield f"block_out_channels = {widths}", "wider makes better images, and takes longer; one number for each halving"
     yield f"layers_per_block = {network.blocks}", ""
     yield f"down_block_types = {_toml(down)}", ""
     yield f"up_block_types = {_toml(up)}", ""
     if pictures.classes:
-        yield f"num_class_embeds = {len(pictures.classes) + 1}", "the classes, and one for no class"
+        yield f"num_class_embeds = {len(pictures.classes) + 1}", "the classes, and one more for no class"
 
 
 def _toml(names: list[str]) -> str:
@@ -155,8 +155,8 @@ def _data(pictures: Pictures, plan: Plan) -> Iterator[tuple[str, str]]:
         yield 'use = "text"', "a frozen text encoder of transformers"
         yield tomli_w.dumps({"path": texts.encoder}).strip(), ""
         about = f"the longest caption has {texts.longest}"
-        yield f"length = {texts.length}", f"tokens to which a caption is filled or cut; {about}"
-        yield "mask = true", "which tokens are of the caption"
+        yield f"length = {texts.length}", f"tokens to which a caption is padded or truncated; {about}"
+        yield "mask = true", "a mask of the tokens that are not padding"
 
 
 def _plain(name: object) -> str:

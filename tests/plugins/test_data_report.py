@@ -174,6 +174,6 @@ def test_captions_are_counted_measured_and_drawn(report: Any, tmp_path: Path) ->
     assert (drawn[4 + 160 : 4 + 160 + 15, 4 : 4 + 160] < 128).any()
     texts = table(report(path, "--set", 'data.prefix="a "'))
     assert texts["captions"][:2] == ["text: 44, 7 different, 0 empty", "14 x a red"]
-    assert texts["tokens"] == ["text: 5 to 11, median 6; 3 cut at 8"]
+    assert texts["tokens"] == ["text: 5 to 11, median 6; 3 truncated at 8"]
     path.write_text(path.read_text().replace(":Bytes", ":OddTexts"))  # whose network has no `lengths`
     assert "tokens" not in table(report(path))

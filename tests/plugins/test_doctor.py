@@ -218,7 +218,7 @@ def test_the_length_of_the_trial_is_reported(warmup, doctor):
 @pytest.mark.parametrize(
     ("made", "tried", "outcome", "why"),
     [
-        (12, 12, "updated", "half a minute was over"),
+        (12, 12, "updated", "the time limit is half a minute"),
         (3, 4, "stopped", "a step that is not finite stopped it"),
         (2, 200, "void", "198 of 200 steps made none"),
     ],

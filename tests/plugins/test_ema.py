@@ -478,7 +478,7 @@ def test_a_saved_average_of_another_kind_is_refused():
     saved = toy_run({"ema": EMA(decay=[0.9], std=[0.1])}).plugins["ema"].state_dict()
     assert loaded(saved, decay=[0.99], std=[0.1]) == 20  # a decay may change
     for options in ({"decay": [0.9]}, {"decay": [0.9], "std": [0.05]}, {"decay": [0.9, 0.99]}, {"std": [0.1, 0.05]}):
-        with pytest.raises(ValueError, match=r"has the averages decay=0\.9, std=0\.1, the run has "):
+        with pytest.raises(ValueError, match=r"averages are decay=0\.9, std=0\.1, those of the run "):
             loaded(saved, **options)
 
 

@@ -312,10 +312,10 @@ def test_the_command_draws_how_much_each_step_counts(hookdiff, write_config, tmp
     with Image.open(picture.strip()) as drawn:
         assert drawn.width > 100
     for words, message in (
-        (["small.toml", "--draw", "--std", "0.1"], "--std 0.1 is not for --draw"),
+        (["small.toml", "--draw", "--std", "0.1"], "--std 0.1 cannot be used with --draw"),
         (["small.toml", "--draw", "--plugins", "no:ema,lr"], "small.toml: the plugin 'ema' is not switched on"),
         (["small.toml", "--draw", "--out", "x.format"], "x.format: cannot be written"),
-        (["small.toml", "--std", "0.1", "--trust"], "--plugins, --set and --trust are for --draw"),
+        (["small.toml", "--std", "0.1", "--trust"], "--plugins, --set and --trust are only for --draw"),
         (["small.toml"], "--std is missing"),
     ):
         check_refused(hookdiff("ema", *words), message)

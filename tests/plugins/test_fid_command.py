@@ -180,7 +180,7 @@ def test_what_is_left_out_for_too_few_images_is_said(sets: Path, hookdiff: Comma
         names = ["kid", "precision", "is"] if words[0] == "few" else ["kid", "precision"]
         assert code == 0
         assert not any(name.startswith(tuple(names)) for name in json.loads(out))
-        assert f"without {', '.join(names)}, for which 10 images are needed" in err.splitlines()
+        assert f"without {', '.join(names)}, which need at least 10 images" in err.splitlines()
 
 
 def test_few_images_are_warned_of(sets: Path, hookdiff: Command) -> None:

@@ -154,7 +154,7 @@ def test_the_config_says_which_network_diffusers_loads_and_how_long_it_trains(ho
     code, out, _ = hookdiff("init", "mine", "--minutes", "0.5")
     config = Path("mine.toml").read_text()
     assert code == 0
-    check_facts(config, "no class of diffusers", "--model diffusers")
+    check_facts(config, "not a class of diffusers", "--model diffusers")
     for text in (out, config):
         assert re.search(r"about (29|30|31) s\b", text), text  # the number of steps is rounded
 
