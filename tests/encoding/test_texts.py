@@ -89,6 +89,11 @@ def items() -> list[dict[str, Any]]:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     ENCODED.clear()
+    return write_config(tmp_path)
+
+
+def write_config(tmp_path: Path) -> Path:
+    """Write the config of a small run on `drawings`; return its path."""
     encoders = {"text": {"use": f"{__name__}:Bytes"}}
     return write_small(
         tmp_path / "text.toml",

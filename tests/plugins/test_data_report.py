@@ -13,7 +13,8 @@ from PIL import Image
 from hookdiff import load_config
 from hookdiff.experiment.build import build_feed
 from tests.conftest import check_facts, check_refused, pixels
-from tests.encoding.test_texts import CONFIG, Letters
+from tests.encoding import test_texts
+from tests.encoding.test_texts import Letters
 
 
 @pytest.fixture(autouse=True)
@@ -152,8 +153,7 @@ def test_latents_have_no_mode(report: Any, write_config: Any, user_module: Any) 
 
 
 def test_captions_are_counted_measured_and_drawn(report: Any, tmp_path: Path) -> None:
-    path = tmp_path / "text.toml"
-    path.write_text(CONFIG.format(cache=tmp_path / "cache"))
+    path = test_texts.write_config(tmp_path)
     found = json.loads(report(path, "--out", "first.png", "--json"))
     assert not (tmp_path / "cache").exists()  # nothing is encoded
     assert found["captions"] == {
