@@ -20,7 +20,7 @@ logger = logging.getLogger("hookdiff")
 
 @define(frozen=True)
 class RateCurve:
-    """The learning rate of a run, as a share of the highest: a warm-up, and then the schedule."""
+    """The learning rate of a run, as a share of the highest rate: a warm-up, and then the schedule."""
 
     schedule: LRSchedule
     warmup: int  # steps
@@ -59,14 +59,14 @@ class OwnRates:
         """Set each rate to `factor` times that of the config, so that the rates keep their ratios."""
         for group, rate in self.groups:
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate * factor)  # a captured graph reads the rate at this address
+                group["lr"].fill_(rate * factor)  # a captured CUDA graph reads the rate at this address
             else:
                 group["lr"] = rate * factor
 
 
 @define(eq=False)
 class LR:
-    """Sets the learning rate of each step; the rate of the optimizer is the highest.
+    """Sets the learning rate of each step; the optimizer's rate in the config is the highest rate.
 
     The rate is a pure function of the number of updates: batch size, micro-batches, ranks and skipped steps do not
     change it, and a resumed run needs no state for it. Every group of every optimizer keeps its own highest rate.
@@ -81,7 +81,7 @@ class LR:
         metadata=about("length of the linear rise to the highest rate: share of the run, or steps; 0: none"),
     )
     start_factor: float = field(
-        default=0.0, validator=between(0, 1), metadata=about("share of the rate at step 0 of a warm-up")
+        default=0.0, validator=between(0, 1), metadata=about("rate at step 0 of a warm-up: share of the highest rate")
     )
     total: int | None = field(
         default=None, validator=optional(ge(1)), metadata=about("step at which the fall ends; default: the last step")
@@ -91,7 +91,7 @@ class LR:
     )
     _curve: RateCurve = field(init=False)
     _rates: OwnRates = field(init=False)
-    _logged: dict[str, dict[str, Any]] = field(init=False)  # groups of optimizers by the name of their rate
+    _logged: dict[str, dict[str, Any]] = field(init=False)  # optimizer groups by the logged name of their rate
 
     def __attrs_post_init__(self) -> None:
         if self.total and not self.schedule.needs_end:
@@ -100,7 +100,7 @@ class LR:
             raise ValueError(f"start_factor = {self.start_factor:g} needs a warm-up: set warmup, or leave it out")
 
     def curve(self, steps: int | None) -> RateCurve:
-        """Return the curve of a run of `steps`. A warm-up is cut at the first fall of the schedule.
+        """Return the curve of a run of `steps`. A warm-up ends at the latest where the schedule first falls.
 
         Raises:
             UserError: if the schedule needs an end, and neither `steps` nor `total` is given, or if the warm-up is a
@@ -127,7 +127,7 @@ class LR:
         """Yield a sentence on each option that a run of `steps` cuts short or never reaches."""
         curve, use = self.curve(steps), self.schedule.use
         if self.schedule.first_fall(curve.total) < 0:
-            yield f"lr: the fall of the schedule {use!r} is longer than {curve.total:,} steps, and is cut to them"
+            yield f"lr: the fall of the schedule {use!r} is longer than {curve.total:,} steps, and is shortened to them"
         if curve.warmup < (wanted := self._warmup(steps)):
             yield (
                 f"lr: the warm-up of {wanted:,} steps is cut to {curve.warmup:,}: the rate of the schedule {use!r} "

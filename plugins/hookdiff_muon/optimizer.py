@@ -20,12 +20,12 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 class Muon(Optimizer):
-    """Steps along the nearest orthogonal matrix of the momentum (Jordan et al. 2024), with decoupled weight decay.
+    """Updates each weight by the orthogonal matrix nearest to its momentum (Jordan et al. 2024), with weight decay.
 
-    A kernel of a convolution is a matrix with a row for each first index, as Jordan has it. Weights of alike shapes
-    make their steps together. Each rank computes the whole of a sharded weight.
+    A convolution kernel counts as a matrix with a row for each index of its first dimension, as Jordan has it. Weights
+    of similar shapes are updated together. Each rank computes the whole update of a sharded weight.
 
-    `found_inf`, a tensor of 0 or 1 on the device, holds back a step where it is 1, as in fused optimizers of torch.
+    `found_inf` is a tensor on the device. If it is 1, a step changes nothing, as in fused optimizers of torch.
 
     The arguments are those of `muon`; `params` are weights of two or more dimensions, or groups of them.
 
@@ -77,7 +77,7 @@ class Muon(Optimizer):
         return loss
 
     def _update(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """Train `weights`, which are one batch."""
+        """Update `weights`, which have the same `batch_of` key."""
         gradients: list[Any] = [weight.grad for weight in weights]
         for weight in weights:
             if not self.state[weight]:

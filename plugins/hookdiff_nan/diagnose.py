@@ -55,7 +55,7 @@ class Diagnosis:
 
 
 def of_first_rank(diagnosis: Diagnosis) -> Diagnosis:
-    """Return the diagnosis of the first rank that finds a cause; all ranks must call this with their own."""
+    """Return the diagnosis of the first rank that finds a cause; each rank must call this with its own diagnosis."""
     diagnoses = gathered(diagnosis)
     number = next((number for number, other in enumerate(diagnoses) if other.cause != "unclear"), 0)
     if len(diagnoses) == 1:
@@ -70,9 +70,9 @@ def diagnose(
 
     `updates` are the last updates, `sizes` the norms of the weights before one or two of them (see `divergence`).
     The buffers must have the values from before the step. The loop calls `begin` and `finish` of `watch` around each
-    micro-batch. Costs all passes of the step, once or twice.
+    micro-batch. It runs all passes of the step once or twice.
     """
-    weights, size = _bad_weights(loop), float(size_of(loop))  # on all ranks, whatever each of them finds
+    weights, size = _bad_weights(loop), float(size_of(loop))  # on all ranks, whatever each rank finds
     data = (report.batch.inputs, *report.batch.conditions.values())
     inputs = sorted({row for values in data for row in _bad_rows(values)})
     draws = {name: rows for name, drawn in report.batch.draws.items() if (rows := _bad_rows(drawn))}
@@ -186,7 +186,7 @@ def _without_autocast(loop: Loop) -> Iterator[None]:
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `state`, with its tensors whole; all ranks must call this."""
+    """Return a copy of `state` with sharded tensors gathered; all ranks must call this."""
     values, tree = flatten(state)
     return unflatten({name: whole(value).detach().clone() for name, value in values.items()}, tree)
 
@@ -215,8 +215,8 @@ def _samples(loop: Loop, batch: Batch, rows: Sequence[int]) -> list[dict[str, An
         else:
             sample["name"] = f"row {batch.rows[row]} of the batch"
         levels = {"timestep": batch.draws.get("timesteps", loop.output.timesteps), "log_snr": loop.output.log_snr}
-        known = [(name, values) for name, values in levels.items() if values is not None and len(values)]  # no filler's
-        sample |= {name: round(float(values[row]), 6) for name, values in known}
+        known = [(name, values) for name, values in levels.items() if values is not None and len(values)]
+        sample |= {name: round(float(values[row]), 6) for name, values in known}  # a filler has no levels
         samples.append(sample)
     return samples
 

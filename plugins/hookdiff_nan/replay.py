@@ -33,7 +33,7 @@ class Replay:
     """Restores the state before a kept step: progress, weights, buffers, and the plugins that take part in a step."""
 
     path: str = ""
-    say: Say = field(init=False)  # takes a line about inputs that differ
+    say: Say = field(init=False)  # called with a line about inputs that differ
     _record: Record = field(init=False)
 
     @hookimpl
@@ -246,9 +246,9 @@ def _of_the_model(traceback: str) -> str:
 
 
 def _link_checkpoint(config: Config, step: Path, folder: Path, place: Progress) -> str:
-    """Link the newest checkpoint before the step at `place` into `folder`; return its name, or a text for none.
+    """Link the newest checkpoint before the step at `place` into `folder`; return its name, or a text if there is none.
 
-    The run directory is the nearest folder above the `step` with a config. A link in it that leads out is left alone.
+    The run directory is the nearest folder above the `step` with a config. Links that lead out of it are not followed.
     """
     run_dir = next((above for above in step.resolve().parents if (above / CONFIG).is_file()), folder)
     inner = (path for path in run_dir.glob("*/*") if path.is_dir() and path.resolve().is_relative_to(run_dir))

@@ -85,7 +85,7 @@ class Backward:
 class Watch:
     """Records the first bad output and the first bad gradient in a `with` block. Each check waits for the device.
 
-    `begin` forgets a micro-batch in which all was finite; `finish` ends the record at the first one that was not.
+    `begin` forgets a micro-batch with only finite values. After the first other micro-batch, nothing more is recorded.
     """
 
     model: nn.Module
@@ -111,7 +111,7 @@ class Watch:
             self._forget()
 
     def finish(self, loss: Tensor) -> None:
-        """End a micro-batch with this `loss`, or all passes; if a value was not finite, record nothing more."""
+        """End a micro-batch, or all passes, with this `loss`; if a value was not finite, record nothing more."""
         if self._handles:
             self.bad_loss = is_bad(loss)
             if self.bad_loss or self.backward:
@@ -148,8 +148,8 @@ class Watch:
         self._let_go()
 
     def _let_go(self) -> None:
-        # A hook holds the graph node of its value, and the node the hook. While they live, so does the whole graph,
-        # and its ends at the parameters remember the stream of the trial: no later step could be recorded elsewhere.
+        # A hook and the graph node of its value hold each other, and with them the whole graph. The graph's ends at
+        # the parameters remember the CUDA stream of this run, so a CUDA graph could not be captured on another stream.
         for listener in self._listeners:
             listener.remove()
         self._listeners, self._takers, self._makers = [], {}, {}
