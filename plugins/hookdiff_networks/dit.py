@@ -104,7 +104,7 @@ class DiT(Network):
         rows, columns, size = height // self.divisor, width // self.divisor, self.divisor
         cut = x.reshape(n, channels, rows, size, columns, size).permute(0, 2, 4, 1, 3, 5)
         where = positions(rows, columns, self.patch_in.out_features, x.device).to(self.patch_in.weight.dtype)
-        # Under autocast the sum makes the tokens float32, and they stay so from block to block.
+        # Under autocast the sum makes the tokens float32, and they stay float32 from block to block.
         h = self.patch_in(cut.reshape(n, rows * columns, channels * size * size)) + where
         for block in self.blocks:
             h = block(h, condition, *text)

@@ -11,18 +11,18 @@ from pathlib import Path
 
 from hookdiff import UserError
 
-# The tables in which hookdiff and its packages name their own parts, and the names in one.
+# The tables in which hookdiff and its packages list their own parts, and a name in such a table.
 _TABLE = re.compile(r"^(?:\w+\.known|SOURCES) = \{(.*?)\}", re.MULTILINE | re.DOTALL)
 _PART = re.compile(r'"([\w-]+)":')
-_CLASS = re.compile(r" as ([A-Z]\w+)")  # that torch.optim imports
+_CLASS = re.compile(r" as ([A-Z]\w+)")  # a class that torch.optim imports
 
 
 def check_name(name: str, classes: Collection[str] = ()) -> None:
-    """Check that a package may have the name of a plugin or part. It uses `classes`, and needs one of its own.
+    """Check that a new plugin or part may have this `name`. Its class must not be one of `classes` of the template.
 
     Raises:
-        UserError: with the nearest good name: it is no identifier in lower case, begins with hookdiff, is a keyword or
-            a module of Python, or that of a plugin, a part or a package that is installed, or its class is taken.
+        UserError: for a name that is not an identifier in lower case, begins with hookdiff, is a keyword or a module of
+            Python, or is taken. The message has the nearest good name.
     """
     if wrong := _why_wrong(name, classes):
         good = _spelled(name)
@@ -56,7 +56,7 @@ def _why_wrong(name: str, classes: Collection[str]) -> str:
 
 
 def _spelled(text: str) -> str:
-    """Return the words of `text` as an identifier in lower case, as "grad_norm" of "hookdiff-GradNorm"."""
+    """Return the words of `text` as an identifier in lower case, such as "grad_norm" for "hookdiff-GradNorm"."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     words = re.findall("[a-z0-9]+", re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower())
     while words[:1] == ["hookdiff"]:
@@ -66,7 +66,7 @@ def _spelled(text: str) -> str:
 
 
 def _is_installed(package: str) -> bool:
-    """Return whether there is a module `package`, or a distribution of this name; a mere folder is none."""
+    """Return whether there is a module `package`, or a distribution of this name; a folder alone does not count."""
     spec = find_spec(package)
     if spec and spec.origin:
         return True

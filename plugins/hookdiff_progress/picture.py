@@ -22,12 +22,12 @@ _LINES = 2  # of values
 
 @define(frozen=True)
 class Facts:
-    """What is known of a run."""
+    """What a terminal shows of a run."""
 
     step: int
     total: int | None
     pace: Sequence[str]  # such as "12 img/s" and "ETA 12 s"
-    values: Mapping[str, str]  # as texts, those to show first at the beginning
+    values: Mapping[str, str]  # texts by name, in the order of display
     losses: Sequence[float]  # the newest ones
     notes: Sequence[str]  # on memory and checkpoints
     works: Sequence[Work] = ()
@@ -67,7 +67,7 @@ def sparkline(values: Iterable[float]) -> str:
     values = list(values)
     finite = [number for number in values if math.isfinite(number)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    size = (high / 2 - low / 2) or 1.0  # halves: their difference is finite
+    size = (high / 2 - low / 2) or 1.0  # halved first, so that the difference cannot overflow
     return "".join(
         _BLOCKS[round((number / 2 - low / 2) / size * (len(_BLOCKS) - 1))] if math.isfinite(number) else "x"
         for number in values

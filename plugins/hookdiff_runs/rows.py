@@ -38,7 +38,7 @@ class Row:
     config: Mapping[str, Any]
     problem: str = ""  # why the run directory cannot be read
     step: int = 0
-    steps: int | None = None  # of the whole run
+    steps: int | None = None  # steps of the whole run
     begin: LoggedEvent | None = None  # its newest start or resume
     has_loss: bool = False
     loss: float = math.nan  # smoothed
@@ -49,7 +49,7 @@ class Row:
 def read_row(history: History, name: str, configs: Configs) -> Row:
     """Return the row of a run; it raises no error for a damaged one."""
     row = Row(name, history.state, {})
-    # The config last: its problem is the one to report.
+    # The config is read last, so that its problem is the one that is reported.
     for read in (_read_events, _read_metrics, partial(_read_config, configs=configs)):
         try:
             read(row, history)
