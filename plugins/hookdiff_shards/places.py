@@ -29,11 +29,11 @@ def expand(names: str | Sequence[str], options: Mapping[str, Any]) -> list[str]:
 
 def _files(name: str) -> list[str]:
     path = os.path.expanduser(name)
-    if os.path.lexists(path):  # a name may have braces and stars of its own
+    if os.path.lexists(path):  # the name of a file may contain braces and stars
         return _inside(path)
     paths = []
     for pattern in braces(path):
-        if is_url(pattern):  # a check of the config saw no URL
+        if is_url(pattern):  # without this error, a check of the config would miss the URL
             raise ValueError(f"{name}: its braces make the URL {pattern}; write :// outside of them")
         matches = sorted(glob(pattern, recursive=True)) if has_magic(pattern) else [pattern]
         if not matches:
