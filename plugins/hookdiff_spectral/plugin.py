@@ -36,21 +36,21 @@ class Spectral:
         validator=min_len(1),
         metadata=about('patterns of module names, such as `["*attention*"]`; a module stands for all layers inside it'),
     )
-    _layers: list[tuple[DividedBySigma, Tensor]] = field(factory=list, init=False)  # with the weight to divide
+    _layers: list[tuple[DividedBySigma, Tensor]] = field(factory=list, init=False)  # each with the weight it divides
 
     @hookimpl
     def prepare_model(self, loop: Loop) -> None:
-        if not normalised(loop.model):  # a loop can be entered again
-            seed = derive_seed(loop.config.seed, "model", position=-1)  # no update has this position
+        if not normalised(loop.model):  # skip this when a loop is entered again
+            seed = derive_seed(loop.config.seed, "model", position=-1)  # -1, because no update has this position
             normalise(loop.model, self.layers, _output_layer(loop), Generator().manual_seed(seed))
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         self._layers = normalised(loop.model)
-        if loop.progress.position == 0:  # the weights that a run starts from may have no vectors
+        if loop.progress.position == 0:  # weights from a file may have no singular vectors
             self._follow(SETTLING)
 
-    # Last: a plugin that saves the state before a step must save the vectors from before the step.
+    # Called last: a plugin that saves the state before a step must save the vectors from before the step.
     @hookimpl(trylast=True)
     def before_step(self) -> None:
         self._follow(1)
@@ -91,7 +91,7 @@ def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, gen
         divided = DividedBySigma(layer.weight, isinstance(layer, _ConvTransposeNd), generator)
         parametrize.register_parametrization(layer, "weight", divided)
     logger.info(
-        "spectral: %d layers are normalised%s; %d more start at zero and stay as they are",
+        "spectral: %d layers are normalised%s; %d more start at zero and are not changed",
         len(layers),
         f"; the output layer {output} is not" if output in chosen else "",
         len(at_zero) - (output in at_zero),
