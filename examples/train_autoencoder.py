@@ -26,7 +26,7 @@ KL = 1e-6  # weight of the KL divergence from a normal distribution: just enough
 
 def make_autoencoder() -> AutoencoderKL:
     torch.manual_seed(0)
-    channels = (16, 32, 64)  # each of them after the first halves the side
+    channels = (16, 32, 64)  # each level after the first halves the side
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * len(channels),
         up_block_types=("UpDecoderBlock2D",) * len(channels),

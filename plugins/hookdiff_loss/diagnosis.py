@@ -21,7 +21,7 @@ Kind = Literal["spike", "drop", "divergence", "recovery", "oscillation", "platea
 
 GROUP = 10  # updates in a short level (see `Levels`); an event that lasts twice as long is a new level
 LEAST = math.log(1.5)  # smallest spike or drop that is reported
-RISE = math.log(1.25)  # smallest rise of a level that counts
+RISE = math.log(1.25)  # a level that rises by less does not count
 NARROWEST = 0.01  # smallest deviation that is assumed for a curve, one percent
 IN_A_ROW = 3  # levels in a row above the limit that make a divergence
 START = math.log(1.2)  # smallest rise above the first loss of the run that counts
@@ -206,7 +206,7 @@ class LossTrends:
             return {}  # the loss fell over several updates: the network learns fast
         what = f"the loss drops at step {self._event_from:,} and stays"
         why = f"{math.exp(now):.3g}, {math.exp(before):.3g} before; learning is seldom so abrupt"
-        return {"drop": Finding("warning", what, why, "a look at the data from that step on: repeated, or blank?")}
+        return {"drop": Finding("warning", what, why, "a look for repeated or blank samples from that step on")}
 
     # Levels
 

@@ -31,7 +31,7 @@ class LossMonitor(Evaluation):
     window: int = field(
         default=100,
         validator=[ge(20), le(1_000_000)],
-        metadata=about("number of past losses to which a loss is compared"),
+        metadata=about("number of past losses with which a loss is compared"),
     )
     spike: float = field(
         default=10.0,
@@ -130,9 +130,7 @@ class LossMonitor(Evaluation):
         if values.get("loss/unlearned", self._unlearned) != self._unlearned:
             unlearned = self._levels.unlearned()  # a second transfer from the device
             self._unlearned = len(unlearned)
-            why = (
-                f"for {self.patience} updates it explains less than half as much as mean and variance of the data alone"
-            )
+            why = f"for {self.patience} updates it explains less than half of what the mean and variance of the data do"
             finding = little_learned(self._levels.ranges(unlearned), why)
             if [k for k in unlearned if self._alarms.news(step, f"level {k}", finding)]:
                 loop.log.report(finding, step)

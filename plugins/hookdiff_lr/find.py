@@ -23,9 +23,9 @@ _REPLACED = ("lr", "progress")  # `lr` would set other rates; `progress` would s
 _LONG = Every(86400, "seconds")
 _SHARE = 0.1  # suggested rate over the rate from which the loss rises
 _CHANCE = 8  # a change of the loss by this many standard errors of the smoothed loss is not by chance
-_WINDOWS = 20  # the loss is smoothed over windows of one in this many rates
+_WINDOWS = 20  # the loss is smoothed over windows of 1/20 of the rates
 
-_FIRST = 10  # the losses at the first one in this many rates show how far a loss varies by chance
+_FIRST = 10  # the losses at the first 1/10 of the rates show how far a loss varies by chance
 _LEAST = 3  # standard deviations of these losses; a smaller fall does not count
 
 
@@ -68,12 +68,12 @@ class RangeTest:
             yield f"the suggested rate was not tried: begin with --rates {low / 100:g} {high:g}"
 
     def loss_at(self, rate: float) -> float:
-        """Return the smoothed loss at one of the rates."""
+        """Return the smoothed loss at `rate`, one of `rates`."""
         return self.smooth[self.rates.index(rate)]
 
 
 def growing(low: float, high: float, num: int) -> list[float]:
-    """Return `num` >= 2 rates from `low` > 0 to `high`, each the same multiple of the one before."""
+    """Return `num` >= 2 rates from `low` > 0 to `high`, each the same multiple of the rate before."""
     return [low * (high / low) ** (k / (num - 1)) for k in range(num)]
 
 

@@ -114,7 +114,7 @@ class LR:
         return RateCurve(self.schedule, warmup, self.start_factor, total)
 
     def _warmup(self, steps: int | None) -> int:
-        """Return the steps of the warm-up in a run of `steps`, before it is cut."""
+        """Return the steps of the warm-up in a run of `steps`, before they are shortened."""
         length = self.total or steps
         if 0 < self.warmup < 1 and not length:
             raise UserError(
@@ -124,7 +124,7 @@ class LR:
         return int(steps_of(self.warmup, length or 0))
 
     def remarks(self, steps: int | None) -> Iterator[str]:
-        """Yield a sentence on each option that a run of `steps` cuts short or never reaches."""
+        """Yield a sentence on each option that a run of `steps` shortens or never reaches."""
         curve, use = self.curve(steps), self.schedule.use
         if self.schedule.first_fall(curve.total) < 0:
             yield f"lr: the fall of the schedule {use!r} is longer than {curve.total:,} steps, and is shortened to them"
@@ -157,7 +157,7 @@ class LR:
 
 
 def distinct_groups(optimizers: Iterable[Optimizer]) -> dict[str, dict[str, Any]]:
-    """Return the first group of each different rate, by the name of the rate: "lr", then "lr/GROUP"."""
+    """Return the first group with each different rate, by the logged name of the rate: "lr", then "lr/GROUP"."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     distinct: dict[str, dict[str, Any]] = {}
     for index, group in enumerate(groups):

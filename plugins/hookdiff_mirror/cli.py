@@ -32,7 +32,7 @@ def command(run: Path, name: str, settings: tuple[str, ...]) -> None:
 
     history = History.of(run)
     sink = make_plugin(name, history.config, settings, run_dir=history.run_dir)
-    run_sink = make_plugin(name, history.config)  # to compare the places
+    run_sink = make_plugin(name, history.config)  # to compare the places of both sinks
     if not isinstance(sink, Sink) or not isinstance(run_sink, Sink):
         trackers = installed_that(lambda kind: issubclass(kind, Sink))
         raise UserError(f"--to {name}: this plugin is no tracker; installed: {', '.join(trackers)}")

@@ -30,7 +30,7 @@ class Muon(Optimizer):
     The arguments are those of `muon`; `params` are weights of two or more dimensions, or groups of them.
 
     Raises:
-        ValueError: a value out of range, or a weight of fewer dimensions.
+        ValueError: a value is out of range, or a weight has fewer than two dimensions.
     """
 
     found_inf: Tensor | None = None
@@ -70,7 +70,7 @@ class Muon(Optimizer):
             batches = defaultdict(list)
             for weight in group["params"]:
                 if weight.grad is not None:
-                    # A sharded weight is a batch of its own, since it is gathered as a whole.
+                    # A sharded weight is updated alone, since the whole weight is gathered.
                     batches[id(weight) if is_sharded(weight) else batch_of(weight)].append(weight)
             for weights in batches.values():
                 self._update(weights, group)

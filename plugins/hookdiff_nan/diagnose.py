@@ -66,7 +66,7 @@ def of_first_rank(diagnosis: Diagnosis) -> Diagnosis:
 def diagnose(
     loop: Loop, report: NonFinite, watch: Watch, updates: Sequence[Update], sizes: Sequence[float]
 ) -> Diagnosis:
-    """Return why the step of `report` is not finite; `loop` stays as it is.
+    """Return why the step of `report` is not finite; `loop` is not changed.
 
     `updates` are the last updates, `sizes` the norms of the weights before one or two of them (see `divergence`).
     The buffers must have the values from before the step. The loop calls `begin` and `finish` of `watch` around each
@@ -78,7 +78,7 @@ def diagnose(
     draws = {name: rows for name, drawn in report.batch.draws.items() if (rows := _bad_rows(drawn))}
     missed = "the step is finite when it runs again: its computation is not deterministic"
     is_short, loss = not fits_in_memory(lambda: _repeat(loop, report.batch, watch)), math.nan
-    # All ranks make the same passes, whatever each of them finds.
+    # All ranks make the same passes, whatever each rank finds.
     if not loop.agree(is_short) and loop.agree(bool(watch.bad_loss or watch.backward)) and watch.autocast is not None:
         losses: list[float] = []
         is_short = loop.agree(not fits_in_memory(lambda: losses.append(_loss_without_autocast(loop, report.batch))))

@@ -1,7 +1,7 @@
 """Recognises a training that had diverged before the step that is not finite.
 
-Losses alone cannot show it: with one sample in a batch, the losses of a healthy run may differ by a factor of a
-million. But the weights of a healthy run hardly grow within a few updates.
+Losses alone cannot show a divergence: with one sample in a batch, the losses of a healthy run may differ by a factor of
+a million. But the weights of a healthy run hardly grow within a few updates.
 """
 
 import math
@@ -106,5 +106,5 @@ def _is_of_one_batch(losses: Sequence[float], updates: Sequence[Update]) -> bool
 
 
 def _short(value: float) -> str:
-    """Return a number with two digits, as 0.98, 25 or 2.5e4."""
+    """Return a number with two digits, such as 0.98, 25 or 2.5e4."""
     return f"{value:.2g}".replace("e+0", "e").replace("e+", "e")

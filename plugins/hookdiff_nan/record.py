@@ -1,4 +1,4 @@
-"""The folder of one step, from which the step can be run again, and its results compared.
+"""The folder of a kept step, from which the step can be run again to compare the results.
 
 It holds no pickle, and gets its name only once it is complete:
 

@@ -242,7 +242,7 @@ def _of_the_model(traceback: str) -> str:
     """Return torch's traceback of an operation without the frames of the command and of the loop."""
     frames = traceback.partition("Traceback")[2].partition("\n (Triggered")[0].splitlines()[1:]
     loop = [number for number, line in enumerate(frames) if line.rstrip().endswith("in compute_loss")]
-    return "\n".join(["it was made by:", *frames[loop[-1] + 2 if loop else 0 :]])
+    return "\n".join(["the operation was called here:", *frames[loop[-1] + 2 if loop else 0 :]])
 
 
 def _link_checkpoint(config: Config, step: Path, folder: Path, place: Progress) -> str:

@@ -39,7 +39,7 @@ def describe(values: Tensor) -> str:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name of `dtype` as "float32"."""
+    """Return the name of `dtype`, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -94,7 +94,7 @@ class Watch:
     forward: Forward | None = field(default=None, init=False)
     backward: Backward | None = field(default=None, init=False)
     given: list[str] = field(factory=list, init=False)  # the last arguments of the model
-    returned: list[str] = field(factory=list, init=False)  # its last outputs
+    returned: list[str] = field(factory=list, init=False)  # the last outputs of the model
     given_finite: bool = field(default=True, init=False)  # all arguments of the model were finite
     returned_finite: bool = field(default=False, init=False)  # the model was called, and all its outputs were finite
     autocast: torch.dtype | None = field(default=None, init=False)  # of the model's forward, if autocast was on
@@ -106,7 +106,7 @@ class Watch:
     _listeners: list[Any] = field(factory=list, init=False)  # handles of hooks on values of the micro-batch
 
     def begin(self) -> None:
-        """Begin a micro-batch, and forget the one before. Does nothing outside of the `with`."""
+        """Begin a micro-batch, and forget the micro-batch before. Does nothing outside of the `with`."""
         if self._handles:
             self._forget()
 

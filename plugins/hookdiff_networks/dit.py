@@ -41,7 +41,7 @@ class DiT(Network):
         num_heads: attention heads of a block
         mlp_ratio: features inside the MLP of a block, as a multiple of `hidden_size`
         num_classes: number of classes that the network is conditioned on, labels 0 to num_classes - 1; 0: none
-        text_dim: features of a token of the text that each block reads, as the text encoder makes them; 0: no text
+        text_dim: features of each token of the encoded text, which each block reads; 0: no text
         dropout: probability that an activation is dropped in training, at the end of self-attention and MLP
         gradient_checkpointing: keep only the inputs of the blocks in training and compute the rest again in the
             backward pass: the same gradients for less memory and about a third more time

@@ -163,7 +163,7 @@ class CrossAttention(nn.Module):
         self.num_heads = num_heads
         self.attention_form: Form = "by_layer"
         self.query = nn.Linear(width, width)
-        # No biases: softmax cancels that of the keys, and a text of zeros, as dropout makes it, has to add nothing.
+        # No biases: softmax cancels a bias of the keys, and a dropped text, which is all zeros, must add nothing.
         self.key_value = nn.Linear(text_dim, 2 * width, bias=False)
         self.proj = nn.Linear(width, width, bias=False)
 

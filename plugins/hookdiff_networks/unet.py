@@ -49,8 +49,7 @@ class UNet(Network):
         head_dim: channels of an attention head; the number of heads follows from the channels of the level
         dropout: probability, below 1, that an activation is dropped in training, inside a residual block
         num_classes: number of classes that the network is conditioned on, labels 0 to num_classes - 1; 0: none
-        text_dim: features of a token of the text that each block with self-attention reads, as the text encoder makes
-            them; 0: no text
+        text_dim: features of each token of the encoded text, which each block with self-attention reads; 0: no text
         gradient_checkpointing: keep only the inputs of the blocks in training and compute the rest again in the
             backward pass: the same gradients for less memory and about a third more time
 

@@ -28,7 +28,7 @@ class Facts:
     total: int | None
     pace: Sequence[str]  # such as "12 img/s" and "ETA 12 s"
     values: Mapping[str, str]  # texts by name, in the order of display
-    losses: Sequence[float]  # the newest ones
+    losses: Sequence[float]  # the newest losses
     notes: Sequence[str]  # on memory and checkpoints
     works: Sequence[Work] = ()
 

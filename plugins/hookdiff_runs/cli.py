@@ -28,7 +28,7 @@ _RUNS = "runs"  # the folder by default
 )
 @click.option("--state", type=click.Choice(STATES), help="List only the runs in this state.")
 @click.option("--columns", metavar="A,B,...", help="Show these columns: any name for --sort, or differs.")
-@click.option("--diff", "is_diff", is_flag=True, help="Show only the keys of the configs that differ, a column each.")
+@click.option("--diff", "is_diff", is_flag=True, help="Show only the config keys that differ, one in each column.")
 @json_option
 def command(
     places: tuple[str, ...], sort: str, state: str | None, columns: str | None, is_diff: bool, as_json: bool

@@ -59,7 +59,7 @@ class Recorded(Solver):
         return self._kept
 
     def evenly(self, most: int) -> list[int]:
-        """Return the numbers of at most `most` points: the noise, x_t at even log-SNR, and the image.
+        """Return the indices of at most `most` points: the noise, x_t at equal steps of log-SNR, and the image.
 
         Points at equal distances would show little: most samplers make most steps where the noise hides the image. If
         two levels have the same nearest point, its number repeats.

@@ -28,16 +28,14 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 @click.option(
     "--num", type=click.IntRange(1), metavar="N", help="Number of images, or of strips.  [default: 64, 4 strips]"
 )
-@click.option("--interpolate", type=click.IntRange(2), metavar="N", help="Make strips of N images between two.")
+@click.option("--interpolate", type=click.IntRange(2), metavar="N", help="Make strips of N interpolated images.")
 @solver_options
 @click.option("--precision", type=click.Choice(["float32", "bf16"]), help="Precision of the network.")
 @click.option("--compile/--no-compile", default=None, help="Compile the network first, for many images.")
 @guidance_option
 @click.option("--labels", metavar="A,B,...", help="Classes by name or number, in turn; -1: none.  [default: all]")
-@click.option("--prompt", "prompt", multiple=True, metavar="TEXT", help="Text to draw; may be repeated, in turn.")
-@click.option(
-    "--prompts", type=click.Path(path_type=Path), metavar="FILE", help="File with a text to draw in each line."
-)
+@click.option("--prompt", "prompt", multiple=True, metavar="TEXT", help="Prompt; may be repeated, used in turn.")
+@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="File with a prompt in each line.")
 @click.option("--negative", metavar="TEXT", help="Negative prompt of guidance.  [default: no text]")
 @click.option(
     "--images",

@@ -53,7 +53,7 @@ _LOOK = (
 
 @define(frozen=True)
 class Plan:
-    """How long the runs are, and where they are cut."""
+    """How long the runs are, and where the second run is cut in two."""
 
     steps: int  # steps of each run
     save_at: int  # step of the checkpoint
@@ -100,7 +100,7 @@ def prove(config: Config, steps: int, workers: int, say: Callable[[str], object]
             return [f"the resumed run failed with exit code {code}: {last}", *cut.output], False
         wrong, texts = pair.compare([each.key for each in unlike])
         if plan.trackers and any(each.key.kind == "file" for each in wrong):
-            say(f"some files differ, perhaps those of trackers: the same without {', '.join(plan.trackers)}")
+            say(f"some files differ, perhaps those of trackers: testing again without {', '.join(plan.trackers)}")
             lines, passed = prove(_without(config, plan.trackers), steps, workers, say)
             if not passed:
                 return lines, False
@@ -109,7 +109,7 @@ def prove(config: Config, steps: int, workers: int, say: Callable[[str], object]
 
 
 def make_plan(config: Config, steps: int, workers: int) -> Plan:
-    """Choose where to cut: in the middle, but not where an epoch or a log window ends."""
+    """Choose the step of the checkpoint: in the middle, but not where an epoch or a log window ends."""
     savers = tuple(name for name, part in config.plugins.items() if implements(part.target, "restore"))
     if not savers:
         raise UserError(
@@ -147,7 +147,7 @@ def _without(config: Config, names: Sequence[str]) -> Config:
 
 @define
 class SubprocessRun:
-    """A run in processes of its own, and its files."""
+    """A run in separate processes, and its files."""
 
     config: Config
     plan: Plan
@@ -373,7 +373,7 @@ class Pair:
         if not hooks:
             return []
         where = f"it draws from a global generator in {', '.join(hooks)}"
-        return [f"{where}, which is not saved; draw from one with the seed that hookdiff.machine.derive_seed gives"]
+        return [f"{where}, which is not saved; use a generator with a seed of hookdiff.machine.derive_seed"]
 
 
 def _confirm(

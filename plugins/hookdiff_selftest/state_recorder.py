@@ -25,7 +25,7 @@ from hookdiff.machine import fill_
 from hookdiff.options import about
 from hookdiff.testing import Calls, ValueKey, snapshot
 
-SAVED, RESUMED, END = "saved", "resumed", "end"  # the moments, and the files about them
+SAVED, RESUMED, END = "saved", "resumed", "end"  # the moments, and the names of their files
 # Hooks after which weights, gradients and hyper-parameters are traced; some of the hooks must change none of these.
 _BEFORE_PASSES = hooks_of("epoch", "batch")
 _CHANGING = (*_BEFORE_PASSES, *hooks_of("passes", "scale", "update", "after"))
@@ -42,7 +42,7 @@ class Note:
     owners: dict[str, str] = field(factory=dict)  # the plugin that logs each number, by its name
     drew: dict[str, list[str]] = field(factory=dict)  # by plugin: hooks in which it drew from a global generator
     trace: list[Any] = field(factory=list)  # position, hook, plugin, and fingerprint of the weights after it
-    checkpoints: list[str] = field(factory=list)  # folders in the run directory
+    checkpoints: list[str] = field(factory=list)  # folders of checkpoints in the run directory
 
     @property
     def state(self) -> dict[ValueKey, Any]:
@@ -118,7 +118,7 @@ class StateRecorder:
             time.sleep(min(5.0, 0.05 * 2**self._waited))  # the run must not end before a large checkpoint is complete
             self._waited += 1
         elif step > self._complete and (loop.log.due or step + 1 == self.stop):
-            os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows SIGTERM kills as hard
+            os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows SIGTERM also kills at once
 
     @hookimpl
     def on_checkpoint(self, loop: Loop, path: Path) -> None:

@@ -59,7 +59,7 @@ class _All(Sequence[Sequence[str]]):
 
 
 def parse(text: str) -> Condition:
-    """Return the member with captions that a config names. Raises ValueError for one that holds no text."""
+    """Return the member with captions that a config names. Raises ValueError for a member without text."""
     member = member_of(text, "captions")
     if is_picture(member.extension) or member.format == "npy":
         raise ValueError(f"captions: .{shown(member.format)} holds no text; name one such as 'txt' or 'json:caption'")

@@ -111,6 +111,6 @@ class _Local:
             raise StorageError(f"{self.path} has changed since the run began: start again to read it anew")
         if hasattr(os, "pread"):
             return os.pread(self.descriptor, size, start)
-        with open_file(self.path) as file:  # Windows
+        with open_file(self.path) as file:  # Windows has no pread
             file.seek(start)
             return file.read(size) or b""

@@ -47,7 +47,7 @@ class Index:
     table: Any  # for each member a row with `_COLUMNS`
     texts: Any  # uint8, the bytes of the small members, one after the other
     extensions: tuple[str, ...]  # by `kind`
-    modes: tuple[str, ...]  # of Pillow, by `mode`; the first one stands for a picture without a known header
+    modes: tuple[str, ...]  # of Pillow, by `mode`; the first stands for a picture without a known header
 
     def __len__(self) -> int:
         return len(self.key_ends)

@@ -27,7 +27,7 @@ class Member:
     """A plain file in a tar."""
 
     name: str
-    start: int  # position of its first byte; its header, of one block, is before it
+    start: int  # position of its first byte; the header, one block, comes before
     size: int
     head: int  # the CRC-32 of its header
 
@@ -35,8 +35,7 @@ class Member:
 def members(read: Read, total: int) -> Iterator[Member]:
     """Yield the plain files in a tar of `total` bytes, in their order; folders are passed over.
 
-    Raises ValueError for a file that is compressed, truncated or damaged, for no tar, for links, sparse files and
-    devices.
+    Raises ValueError for a compressed, truncated or damaged file, for no tar, and for links, sparse files and devices.
     """
     begin, long_name, records = 0, "", dict[str, str]()
     while True:
@@ -99,7 +98,7 @@ def _number(field: bytes, where: int) -> int:
 
 
 def _size(record: str | None, size: int) -> int:
-    """Return the size in an extended header, if that has one."""
+    """Return the size in the `record` of an extended header; without a record, `size`."""
     if record is None:
         return size
     if not re.fullmatch(r"[0-9]{1,19}", record):

@@ -25,10 +25,10 @@ KEY = "plugins.spectral.layers"
 class Spectral:
     """Divides the weights of layers by their largest singular value, which limits how much a layer can amplify.
 
-    `layers` chooses linear layers and convolutions. The layer that the network calls last stays as it is, because the
-    loss decides how large the output has to be. Layers that start at zero stay as they are too, because their singular
-    values are zero. The singular vectors are buffers of the model. They follow the weights by one iteration of the
-    power method per update (Miyato et al. 2018, arXiv 1802.05957).
+    `layers` chooses linear layers and convolutions. The layer that the network calls last is not changed, because the
+    loss decides how large the output has to be. Layers that start at zero are not changed either, because their
+    singular values are zero. The singular vectors are buffers of the model. They follow the weights by one iteration of
+    the power method per update (Miyato et al. 2018, arXiv 1802.05957).
     """
 
     layers: tuple[str, ...] = field(
@@ -71,7 +71,7 @@ def _output_layer(loop: Loop) -> str | None:
 def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, generator: Generator) -> list[str]:
     """Normalise the layers of `model` that `patterns` choose, except the one named `output`; return their names.
 
-    Layers that start at zero stay as they are. Raises ConfigError if no layer is left, and for weights that are
+    Layers that start at zero are not changed. Raises ConfigError if no layer is left, and for weights that are
     shared or parametrised.
     """
     chosen = choose_layers(model, patterns)

@@ -1,4 +1,4 @@
-"""Loads networks and tokenizers from folders of transformers, without the network and without code of the folders."""
+"""Loads networks and tokenizers from folders of transformers, without the internet and without code of the folders."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class WandB(Sink):
     def event(self, step: int, time: float, event: Event) -> None:
         if event.kind == "stop":
             self._exit_code = int(event.severity == "error")
-        # W&B keeps one value for a name and step, and a late event gets the newest step.
+        # W&B keeps only one value for a name and step, and a late event gets the newest step.
         lines = self._lines.setdefault((max(step, self._step), event.kind), [])
         if event.text not in lines:
             lines.append(event.text)

@@ -24,7 +24,7 @@ _TICK = 0.2  # seconds between two looks at the size of the terminal
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--every", default=2.0, type=click.FloatRange(min=0.1), metavar="X", help="Seconds between two readings.")
-@click.option("--once", is_flag=True, help="Print one snapshot, as in a pipe.")
+@click.option("--once", is_flag=True, help="Print one snapshot, and end.")
 def command(run: Path, every: float, once: bool) -> None:
     """Show RUN, a run directory, until the run ends or Ctrl-C is pressed. Nothing is written to it.
 
@@ -47,7 +47,7 @@ def command(run: Path, every: float, once: bool) -> None:
 
 
 def _follow(run: Followed, console: Console, every: float) -> None:
-    """Show the run on a screen of its own until it is over."""
+    """Show the run on the whole screen until the run is over."""
     from rich.console import Group
     from rich.live import Live
 

@@ -1,4 +1,4 @@
-"""Follows the files of a run: each reading parses only the lines that were appended since the last one."""
+"""Follows the files of a run: each reading parses only the lines that were appended since the last reading."""
 
 from __future__ import annotations
 

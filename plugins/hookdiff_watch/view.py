@@ -1,4 +1,4 @@
-"""The picture of a run for a terminal of any size, as lines of text."""
+"""Shows a run on a terminal of any size, as lines of text."""
 
 from __future__ import annotations
 
