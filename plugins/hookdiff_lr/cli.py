@@ -39,7 +39,7 @@ RATES = (1e-5, 10.0)
     metavar="X X",
     help=f"With --find: lowest and highest rate.  [default: {RATES[0]:g} {RATES[1]:g}]",
 )
-@out_option("Picture to write.  [default: NAME-lr.png or NAME-lr-find.png, made anew]")
+@out_option("Picture to write.  [default: NAME-lr.png or NAME-lr-find.png, overwritten]")
 @overwrite_option
 @json_option
 def command(

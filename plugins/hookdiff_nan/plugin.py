@@ -51,9 +51,7 @@ class NaN:
     keep: int = field(
         default=3,
         validator=ge(0),
-        metadata=about(
-            "keep at most this many steps, the first, for `hookdiff replay`; each is as large as the weights"
-        ),
+        metadata=about("number of steps to keep (the first) for `hookdiff replay`; each is as large as the weights"),
     )
     diagnosis: Diagnosis | None = field(default=None, init=False)  # of the last step that was not finite
     num_begun: int = field(default=0, init=False)  # steps in this process

@@ -27,7 +27,7 @@ _MOST_ATTENTION = 32  # pixels: the largest side of a level with attention by de
 class UNet(Network):
     """A U-Net for noisy images, with one level per resolution.
 
-    Each level halves the side of the one before it and has `channels * mult` channels. A level is `num_res_blocks`
+    Each level halves the side of the level before and has `channels * mult` channels. A level is `num_res_blocks`
     residual blocks on the way down and as many on the way up, each of which also gets the output of the matching block
     on the way down; two more blocks are at the bottom. A fresh model predicts exactly zero. Parameters are named after
     their level, `down.0` and `up.0` being full size: `down.0.1.conv1.weight`. A model in the memory format

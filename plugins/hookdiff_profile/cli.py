@@ -101,7 +101,7 @@ def advice(outcomes: list[Outcome]) -> str:
 
     measured = sorted((each for each in outcomes if each.ratio), key=lambda each: -(each.ratio or 0))
     best = [each for each in measured if (each.ratio or 0) >= WORTH][:_SHOWN]
-    lines = ["try first, with img/s over those of now:" if best else "nothing that was tried is faster:"]
+    lines = ["try first, with the speed over the present speed:" if best else "nothing that was tried is faster:"]
     lines += [f"  {each.ratio:.2f}  {each.change}" for each in best or measured]
     if best and (rest := [f"{each.change} {each.ratio:.2f}" for each in measured if each not in best]):
         lines.append(f"  also measured: {', '.join(rest)}")

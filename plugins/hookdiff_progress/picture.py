@@ -63,7 +63,7 @@ def value(name: str, text: str) -> Text:
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """Return a character for each value, from the lowest to the highest one; "x" for nan and infinity."""
+    """Return a character for each value, from the lowest to the highest; "x" for NaN and infinity."""
     values = list(values)
     finite = [number for number in values if math.isfinite(number)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)

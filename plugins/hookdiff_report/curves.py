@@ -32,7 +32,7 @@ class PlottedCurve:
     style: Style = "line"
     color: int = 0  # number in the palette
     alpha: float = 1.0
-    low: Array | None = None  # lower end of a band; y is the upper one
+    low: Array | None = None  # lower end of a band; y is the upper end
 
     @property
     def summary(self) -> str:
@@ -310,7 +310,7 @@ def _parts(x: Array, y: Array) -> Iterator[tuple[float, Array]]:
 
 
 def _means(x: Array, y: Array) -> tuple[Array, Array]:
-    """Return a long curve as the means of its parts, between its first and its last point; a short one as it is.
+    """Return a long curve as its first point, the means of its parts, and its last point; a short curve unchanged.
 
     Lines through the lowest and highest points of a noisy loss would fill the plot.
     """

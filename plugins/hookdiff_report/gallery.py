@@ -196,7 +196,7 @@ def _weights(image: Image) -> str:
 
 
 def _boxes(image: Image) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
-    """Yield title and place of each panel, with names beside its rows; nothing unless there are several."""
+    """Yield the title and the box of each panel, with the names beside its rows; nothing for a single panel."""
     boxes = []
     for place in list(panel_layouts(read_info(image)))[:_MOST_PANELS]:
         if place.is_inside(image.size):

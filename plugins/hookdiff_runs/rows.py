@@ -47,7 +47,7 @@ class Row:
 
 
 def read_row(history: History, name: str, configs: Configs) -> Row:
-    """Return the row of a run; it raises no error for a damaged one."""
+    """Return the row of a run; a damaged run raises no error."""
     row = Row(name, history.state, {})
     # The config is read last, so that its problem is the one that is reported.
     for read in (_read_events, _read_metrics, partial(_read_config, configs=configs)):

@@ -22,7 +22,7 @@ _NAME, _DIFFERS = "name", "differs"
 _COLUMNS = (_NAME, "state", "step", "loss", "age", _DIFFERS)
 _HEADS = {_NAME: "run", "loss": "smooth loss"}
 _GAP = 2  # columns between two cells
-_LEAST, _MOST_PADDED = 12, 40  # columns of a name; a longer one is cut, or in a pipe moves the rest of its line
+_LEAST, _MOST_PADDED = 12, 40  # columns of a name; a longer name is shortened, or in a pipe moves the rest of its line
 _NARROWEST = 24  # columns for the differences; with less room they are left out
 _MOST_KEYS, _MOST_TEXT = 12, 100  # keys shown of a run, and characters of each
 

@@ -115,7 +115,7 @@ def between(run: Run, other: Given, first: Mapping[str, Any], seed: int, rows: i
         UserError: if the sampler is not hookdiff's.
     """
     if not (isinstance(run.loop.sampler, Sampling) and isinstance(run.loop.objective, Diffusion)):
-        raise UserError("--interpolate: give one class or prompt; to go between two needs hookdiff's own Sampling")
+        raise UserError("--interpolate: give one class or prompt; two need hookdiff's own Sampling")
     fitted = run.loop.sampler.fit(run.loop.objective)
     solver = fitted.sampler
     assert solver is not None

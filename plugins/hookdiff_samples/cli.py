@@ -42,7 +42,7 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE|DIR",
-    help="Picture to start from, or a folder of them, in turn; may be repeated.",
+    help="Picture to start from, or a folder of pictures, used in turn; may be repeated.",
 )
 @click.option(
     "--mask",
@@ -59,7 +59,7 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 @click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Images at a time.  [default: as many as fit]")
 @device_option
 @settings_option
-@out_option("PNG file of a grid, or NPZ file.  [default: a new one, RUN/samples/seed-SEED.png]")
+@out_option("PNG file of a grid, or NPZ file.  [default: a new file, RUN/samples/seed-SEED.png]")
 @click.option("--each", type=click.Path(path_type=Path), metavar="DIR", help="Write each image to a PNG file in DIR.")
 @overwrite_option
 @trust_option
@@ -89,8 +89,8 @@ def command(
     """Make images from RUN, a run directory, or from one CHECKPOINT in it. The data of the run is not needed.
 
     RUN stands for its newest checkpoint. The images are written as one grid, unless --each or --out says otherwise. An
-    NPZ file has them as arr_0 (uint8, n h w c), and their class numbers as arr_1 if the run has classes, as the
-    evaluators of the field read them. --steps, --sampler, --precision, --compile and --guidance-scale replace the
+    NPZ file has the images as arr_0 (uint8, n h w c) and, if the run has classes, the class numbers as arr_1. The
+    evaluators of the field read this form. --steps, --sampler, --precision, --compile and --guidance-scale replace the
     values of the config, and --set any other value, such as `data.encode.image.path` of an autoencoder that has moved.
     With --images, a higher --strength keeps less of the picture. --mask is a picture of the same size; where the mask
     is black or transparent, the picture stays unchanged. --prompt and --prompts are for a network that was trained on

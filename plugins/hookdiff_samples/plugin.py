@@ -255,7 +255,7 @@ class SampleGrid(Periodic):
         noise: Tensor | None = None,
         labels: tuple[int, ...] = (),
     ) -> Tensor:
-        """Return the images of a panel, or one for each of `noise` with its label: n c h w, on the CPU."""
+        """Return the images of a panel, or one image for each of `noise` and its label: n c h w, on the CPU."""
         labels = labels or self._labels
         num = len(noise) if noise is not None else len(labels) or self.num
 

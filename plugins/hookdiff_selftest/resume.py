@@ -53,7 +53,7 @@ _LOOK = (
 
 @define(frozen=True)
 class Plan:
-    """How long the runs are, and where the second run is cut in two."""
+    """How long the runs are, and at which step the second run is saved."""
 
     steps: int  # steps of each run
     save_at: int  # step of the checkpoint
