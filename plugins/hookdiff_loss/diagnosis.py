@@ -95,7 +95,7 @@ class LossTrends:
     window: int = 100  # past updates with which a loss is compared
     spike: float = 10.0  # robust deviations from the median of the window
     plateau: int = 2000  # updates without a change that are reported; 0: none are
-    alarms: Alarms = field(factory=Alarms)  # its state is saved elsewhere
+    alarms: Alarms = field(factory=Alarms)  # the plugin saves its state
     num_spikes: int = saved(0, validator=COUNT)  # spikes that have ended
     _recent: list[float] = saved(factory=list, validator=numbers())  # logarithms of the window, without events
     _level: float = saved(0.0, validator=numbers())  # median of the window
@@ -181,7 +181,7 @@ class LossTrends:
         # The window now contains the spike, so a later spike that is not higher is not reported.
         self._recent = [*self._recent, *event][-self.window :]
         if event[0] < self._level:
-            return {}  # an easy batch
+            return {}  # a fall that does not last comes from an easy batch
         self.num_spikes += 1
         if self.num_spikes & (self.num_spikes - 1):
             return {}  # a run may have hundreds: only the first, second, fourth, eighth are reported

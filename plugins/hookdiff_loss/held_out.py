@@ -9,7 +9,7 @@ from hookdiff.machine import derive_seed, summed
 from hookdiff.options import COUNT, numbers
 
 RISE = 1.03  # ratio to the lowest held-out loss
-IN_A_ROW = 3  # measurements
+IN_A_ROW = 3  # worse measurements before overfitting is reported
 MUCH_WORSE = 1.25  # report overfitting again above this multiple of the reported held-out loss
 
 

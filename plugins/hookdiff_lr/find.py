@@ -38,7 +38,7 @@ class RangeTest:
     smooth: list[float]  # running median of the losses
     has_diverged: bool
     deviation: float  # standard deviation of the losses at the first tenth of the rates
-    falls: float | None  # rate from which the loss is below that of the lowest rates; None if it never is
+    falls: float | None  # rate from which the loss is below that of the lowest rates; None if there is no such rate
     lowest: float  # rate with the lowest loss
     rises: float | None  # rate from which the loss rises for good; None if it never does
 
@@ -135,7 +135,7 @@ def judge(rates: Sequence[float], losses: Sequence[float], has_diverged: bool) -
     start, lowest = smooth[0], min(smooth)
     deviation = statistics.stdev(finite[: max(2, len(finite) // _FIRST)])
     at = smooth.index(lowest)
-    noise = _noise(finite[: max(at, 4 * half)], 2 * half + 1)  # before the loss rises and varies wildly
+    noise = _noise(finite[: max(at, 4 * half)], 2 * half + 1)  # only the losses before the rise, which then vary wildly
     margin = max(0.1 * (start - lowest), 3 * noise)
     falls = rises = None
     # The smallest of many medians is low by chance, hence the larger factor.

@@ -17,7 +17,7 @@ class LRSchedule(Choice, ABC):
     """The learning rate after the warm-up: a pure function of the step."""
 
     kind = "lr_schedule"
-    repeats: ClassVar[bool] = False  # whether the landmarks never end, so that no run reaches all of them
+    repeats: ClassVar[bool] = False  # whether there are endless landmarks, so that no run reaches all
 
     @property
     def needs_end(self) -> bool:

@@ -15,7 +15,7 @@ from hookdiff.cli import config_argument, json_option, override_options
 def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool, as_json: bool) -> None:
     """Print the memory that training CONFIG takes.
 
-    Samples are read for their shape. Nothing is trained, and no file is written.
+    Samples are read only to find their shape. Nothing is trained, and no file is written.
     """
     from attrs import asdict
 

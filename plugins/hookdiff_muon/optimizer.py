@@ -27,7 +27,7 @@ class Muon(Optimizer):
 
     `found_inf` is a tensor on the device. If it is 1, a step changes nothing, as in fused optimizers of torch.
 
-    The arguments are those of `muon`; `params` are weights of two or more dimensions, or groups of them.
+    The arguments are those of `muon`; `params` are weights of two or more dimensions, or groups of such weights.
 
     Raises:
         ValueError: a value is out of range, or a weight has fewer than two dimensions.

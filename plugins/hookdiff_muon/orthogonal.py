@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-A, B, C = 3.4445, -4.7750, 2.0315  # of a step x <- a x + b x^3 + c x^5 for each singular value (Jordan et al. 2024)
+A, B, C = 3.4445, -4.7750, 2.0315  # each step maps a singular value x to A x + B x^3 + C x^5 (Jordan et al. 2024)
 
 
 def batch_of(weight: Tensor) -> Hashable:

@@ -153,7 +153,7 @@ def _loss_without_autocast(loop: Loop, batch: Batch) -> float:
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """Return a context in which compiled modules run as they are written, so that hooks on their parts fire."""
+    """Return a context in which compiled modules run uncompiled, so that hooks on their parts fire."""
     if not may_be_compiled():
         return nullcontext()
     eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

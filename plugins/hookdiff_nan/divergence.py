@@ -15,7 +15,7 @@ from torch import Tensor
 from hookdiff import Loop
 from hookdiff.machine import norms
 
-REMEMBERED = 10  # updates
+REMEMBERED = 10  # updates that are remembered
 GROWN = 100.0  # a loss or gradient norm that grew by this factor is a divergence ...
 MOVED = 1.5  # ... if the weights grew by this factor
 RUINED = 10.0  # weights that grew by this factor are a divergence, whatever the losses
@@ -55,7 +55,7 @@ def size_of(loop: Loop) -> Tensor:
 
 
 def divergence(loop: Loop, updates: Sequence[Update], sizes: Sequence[float], size: float, loss: float) -> str | None:
-    """Return a text about the divergence that the last `updates` show, or None.
+    """Return a text about the divergence that the last `updates` show; None if they show none.
 
     sizes: the norms of the weights at one or two earlier updates. size: their norm now. loss: the loss of the step that
     is not finite when it is computed without autocast, if that loss is finite; else NaN.

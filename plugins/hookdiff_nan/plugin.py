@@ -53,13 +53,13 @@ class NaN:
         validator=ge(0),
         metadata=about("number of steps to keep (the first) for `hookdiff replay`; each is as large as the weights"),
     )
-    diagnosis: Diagnosis | None = field(default=None, init=False)  # of the last step that was not finite
+    diagnosis: Diagnosis | None = field(default=None, init=False)  # about the last step that was not finite
     num_begun: int = field(default=0, init=False)  # steps in this process
     _in_a_row: int = field(default=0, init=False)  # steps left out since the last new update
     _furthest: int = field(default=0, init=False)  # largest step that was left out
     _last: list[Update] = field(factory=list, init=False)  # the last updates
     _sizes: list[tuple[int, float | Tensor]] = field(factory=list, init=False)  # step, norm of the weights before it
-    _watch: Watch = field(init=False)  # of the newest diagnosis
+    _watch: Watch = field(init=False)  # watches the step of the newest diagnosis
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:

@@ -25,7 +25,7 @@ from hookdiff_nan.record import CONFIG, Record, digest_of, read_record, surround
 P = TypeVar("P")
 Say = Callable[[str], None]
 _TRAIN_HOOKS = (*STEP_HOOKS, *hooks_of("restore", "epoch", "update", "nonfinite"))
-_ERRORS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)  # of a network
+_ERRORS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)  # errors that a network may raise
 
 
 @define(eq=False)
@@ -98,7 +98,7 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
                 if may_be_compiled() and not record.facts.is_first:
                     _warm_up(loop, batch)
                 step = loop.run_step(batch)
-            except _ERRORS as error:  # the step has run once, so its files or the code have changed
+            except _ERRORS as error:  # the step ran once, so its files or the code have changed since
                 wrong = f"the step does not run here: {type(error).__name__}: {error}"
                 raise UserError(f"{record.path}: {wrong}") from error
         again = next(iter(sorted(Path(folder).rglob("step-*-position-*"))), None)
@@ -116,7 +116,7 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
 def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[str], trust: bool, say: Say) -> bool:
     """Train up to the step in `path` from the checkpoint before it, at learning rate `rate`, and `say` the outcome.
 
-    Returns whether that step is now finite. The directory of the run is only read. trust: see `load_config`.
+    Returns whether that step is now finite. The run directory is not changed. trust: see `load_config`.
     """
     record = read_record(path)
     place = record.facts.progress

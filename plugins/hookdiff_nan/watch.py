@@ -63,12 +63,12 @@ class Forward:
     """The first module with an output that is not finite."""
 
     place: NamedModule
-    inputs: list[str]  # texts of `describe`
+    inputs: list[str]  # each input as text, from `describe`
     outputs: list[str]
     inputs_finite: bool
     has_nan: bool  # an output holds a NaN, not only infinities
     last_finite: NamedModule | None  # the module that finished before it
-    dtype: torch.dtype  # of the first output that is not finite
+    dtype: torch.dtype  # dtype of the first output that is not finite
 
 
 @define(frozen=True)
@@ -97,7 +97,9 @@ class Watch:
     returned: list[str] = field(factory=list, init=False)  # the last outputs of the model
     given_finite: bool = field(default=True, init=False)  # all arguments of the model were finite
     returned_finite: bool = field(default=False, init=False)  # the model was called, and all its outputs were finite
-    autocast: torch.dtype | None = field(default=None, init=False)  # of the model's forward, if autocast was on
+    autocast: torch.dtype | None = field(
+        default=None, init=False
+    )  # autocast's dtype in the model's forward, if it was on
     _last: NamedModule | None = field(default=None, init=False)
     # Keys are a graph node and its output number: keys that hold tensors would keep all activations alive.
     _takers: dict[tuple[Any, int], list[NamedModule]] = field(factory=dict, init=False)

@@ -32,7 +32,7 @@ def check_name(name: str, classes: Collection[str] = ()) -> None:
 
 
 def class_of(name: str) -> str:
-    """Return the name of the class of a plugin or part: "GradNorm" of "grad_norm"."""
+    """Return the class name of a plugin or part, such as "GradNorm" for "grad_norm"."""
     return "".join(word.capitalize() for word in name.split("_"))
 
 
@@ -50,7 +50,7 @@ def _why_wrong(name: str, classes: Collection[str]) -> str:
     if name in _parts():
         return "is the name of an installed part"
     if class_of(name) in classes:
-        return f"needs a class {class_of(name)}, and the package uses another of that name"
+        return f"needs a class {class_of(name)}, and the package already uses a class of that name"
     taken = next((package for package in (name, f"hookdiff_{name}") if _is_installed(package)), None)
     return f"is taken: the package {taken} is installed" if taken else ""
 

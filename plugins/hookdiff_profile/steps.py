@@ -33,8 +33,8 @@ class Profile:
     """The time of a step."""
 
     device: str
-    images: int  # of a step
-    seconds: float  # of a step, median
+    images: int  # images of a step
+    seconds: float  # median seconds of a step
     parts: Mapping[str, float]  # seconds of a step by part, the longest first; the sum is a little above `seconds`
     first: int  # steps of the run before the first that is timed; the warm-up of the rate is over
     length: int | None  # steps of the run; None without an end
@@ -138,7 +138,7 @@ def _traced(loop: Loop, step: Callable[[], float], trace: Path | None) -> float 
         seconds = sum(step() for _ in range(_TRACED))
     loop.plugins.instrument(None)
     if trace:
-        trace.parent.mkdir(parents=True, exist_ok=True)  # torch writes nothing without it, and does not say so
+        trace.parent.mkdir(parents=True, exist_ok=True)  # without the folder, torch writes nothing, and raises no error
         profiled.export_chrome_trace(str(trace))
     if not on_gpu:
         return None

@@ -32,7 +32,7 @@ class Outcome:
     """The measured speed with a change."""
 
     change: Change
-    ratio: float | None = None  # images a second over those of the config; None: the change cannot be used
+    ratio: float | None = None  # speed over the speed of the config; None: the change cannot be used
     why: str = ""  # the change cannot be used
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FIRST = "loss", "lr", "grad_norm"
 _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-_LINES = 2  # of values
+_LINES = 2  # lines of values
 
 
 @define(frozen=True)

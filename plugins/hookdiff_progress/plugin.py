@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WIDTH = 120  # columns of a line in a pipe; further values are left out
 LOSSES = 24  # losses in the sparkline
-SOONEST, LATEST = 10.0, 60.0  # seconds between two lines in a pipe: a tenth of the time so far, between these
+SOONEST, LATEST = 10.0, 60.0  # seconds between two lines in a pipe: a tenth of the time so far, within these limits
 
 logger = logging.getLogger("hookdiff")
 
@@ -96,7 +96,7 @@ class ProgressBar:
     _display: Display | None = field(init=False, default=None)
     _unshown: dict[str, tuple[int, float]] = field(init=False, factory=dict)  # values for the next line
     _next: float = field(init=False, default=0.0)  # time after which a log is printed
-    _latest: float = field(init=False, default=0.0)  # time of the next line if there is no log until then
+    _latest: float = field(init=False, default=0.0)  # time of the next line if nothing is logged until then
     _printed: int = field(init=False, default=0)  # step of the last line
 
     @hookimpl

@@ -17,7 +17,7 @@ from hookdiff_report.words import count, number, shortened
 MOST_POINTS = 2000
 _PARTS = 500  # parts of a long loss curve, each about two pixels wide
 _MOST_SPACES = 8  # feature spaces
-_MOST_GROUPS = 8  # of parameters
+_MOST_GROUPS = 8  # groups of parameters
 Style = Literal["line", "faint", "dashed", "dots"]
 Lines = Mapping[str, tuple[str, Style]]  # label and style by logged name
 
@@ -110,7 +110,7 @@ def _others(known: Sequence[Plot], goals: Sequence[Goal], runs: Sequence[Reporte
 def _logged(runs: Sequence[ReportedRun], lines: Lines) -> Iterator[PlottedCurve]:
     """Yield the curves of logged values. Several runs are compared by one name, which most of the runs have logged."""
     shown = list(lines)
-    if len(runs) > 1:  # not by a dashed line: it is a threshold or a floor of the values
+    if len(runs) > 1:  # never by a dashed line, which is a threshold or a floor of other values
         solid = [name for name, (_, style) in lines.items() if style != "dashed"]
         shown = sorted(solid, key=lambda name: -sum(name in run.history.series for run in runs))[:1]
     for place, run in enumerate(runs):

@@ -13,7 +13,7 @@ from hookdiff_report.words import shortened
 # Each colour has a contrast ratio of at least 3 on the white and on the dark page.
 PALETTE = ("#3d7edb", "#d2691e", "#2a9d6e", "#a765d1", "#c9487b", "#8a8520", "#5f7d8c", "#b5573f")
 GOAL = "#1d8a4e"
-_GREY = "#7a828c"  # of texts, until the page sets its own colour
+_GREY = "#7a828c"  # colour of texts, until the page sets its own
 _MOST_KINDS = 12
 
 

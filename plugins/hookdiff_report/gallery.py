@@ -55,7 +55,7 @@ class Strip:
     title: str  # the name; with several runs, also the run
     steps: Sequence[int]
     panels: Sequence[str]  # titles; a picture without panels has one, perhaps ""
-    sources: Sequence[Sequence[str]]  # by panel and step, data URIs; "" for a panel that a step lacks
+    sources: Sequence[Sequence[str]]  # by panel and step, data URIs; "" if a step has no such panel
     about: str  # sampler, steps, guidance and seed of the images
     num: int  # steps with pictures in the run
 

@@ -16,7 +16,7 @@ from hookdiff_report.scrubber import scrubber
 from hookdiff_report.words import count
 
 
-@numpy.errstate(all="ignore")  # a damaged file may have numbers as large as floats get
+@numpy.errstate(all="ignore")  # a damaged file may hold huge numbers, which overflow
 def page(histories: Sequence[History], goals: Sequence[Goal] = ()) -> str:
     """Return the HTML of the report with `goals`; default: the goals of the configs.
 

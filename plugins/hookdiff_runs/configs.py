@@ -1,4 +1,4 @@
-"""Reads the configs of many runs. Most of their tables are the same, and a text is parsed once."""
+"""Reads the configs of many runs. Most of their tables are the same, and equal texts are parsed once."""
 
 import re
 from collections.abc import Mapping

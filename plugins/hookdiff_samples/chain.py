@@ -26,7 +26,7 @@ class Recorded(Solver):
     num: int
     decode: Callable[[Tensor], Tensor]
     decodes_late: bool = False
-    points: list[Point] = field(init=False, factory=list)  # from noise to image
+    points: list[Point] = field(init=False, factory=list)  # the recorded points, from noise to image
     _kept: list[Tensor] = field(init=False, factory=list)  # num c h w, one for each point: uint8, or not yet decoded
     _chain: Chain | None = field(init=False, default=None)
 

@@ -118,8 +118,8 @@ class SampleGrid(Periodic):
         validator=one_of((*ANIMATION_FORMATS, "none")),
         metadata=about('format of the animations of denoising and training: "webp", "gif" or "none"'),
     )
-    _labels: tuple[int, ...] = field(init=False, default=())  # of the images of a panel: numbers of classes or prompts
-    _names: tuple[str, ...] = field(init=False, default=())  # of the classes, or the prompts
+    _labels: tuple[int, ...] = field(init=False, default=())  # number of the class or prompt of each image
+    _names: tuple[str, ...] = field(init=False, default=())  # names of the classes, or the prompts
     _is_prompted: bool = field(init=False, default=False)
 
     @hookimpl

@@ -19,7 +19,7 @@ from hookdiff import Batch, InMemory, Loop, LoopConfig, hookimpl
 from hookdiff.authors import gaussian_prediction, normal_quantiles
 from hookdiff.diffusion import Diffusion, Process, Sampling, Solver, Times
 
-MEAN, STD = 1.0, 0.5  # of the data
+MEAN, STD = 1.0, 0.5  # mean and standard deviation of the data
 TOLERANCE = 0.02  # relative, for losses and deviations; in units of STD, for means
 STEPS = 10  # steps of the samplers: so few that their errors, which are also compared, are large
 SHAPE = (1, 4, 4)
@@ -220,7 +220,7 @@ def parts_of_output(prediction_type: str, alpha: Any, sigma: Any) -> tuple[Any, 
 def exact_loss(case: Case, weighting: str) -> float:
     """Return the smallest loss that a network can reach."""
     alpha, sigma = training_levels(case)
-    error = STD**2 * sigma**2 / (alpha**2 * STD**2 + sigma**2)  # of x0, squared: the variance of x0 given x_t
+    error = STD**2 * sigma**2 / (alpha**2 * STD**2 + sigma**2)  # squared error of x0: the variance of x0 given x_t
     snr = (alpha / sigma) ** 2
     if weighting == "uniform":
         of_x0, of_noise = parts_of_output(case.prediction_type, alpha, sigma)

@@ -40,7 +40,7 @@ class Note:
     step: int = -1
     values: dict[ValueKey, Any] = field(factory=dict)  # values of the state, and of the fields of plugins
     owners: dict[str, str] = field(factory=dict)  # the plugin that logs each number, by its name
-    drew: dict[str, list[str]] = field(factory=dict)  # by plugin: hooks in which it drew from a global generator
+    drew: dict[str, list[str]] = field(factory=dict)  # the hooks in which each plugin drew from a global generator
     trace: list[Any] = field(factory=list)  # position, hook, plugin, and fingerprint of the weights after it
     checkpoints: list[str] = field(factory=list)  # folders of checkpoints in the run directory
 
@@ -75,8 +75,8 @@ class StateRecorder:
     kill: bool = field(default=False, metadata=about("kill the process after the save"))
     fields: list[str] = field(factory=list, metadata=about("PLUGIN/FIELD: saved, and restored after the resume"))
     _complete: int | None = field(default=None, init=False)  # the step at which `on_checkpoint` fired
-    _waited: int = field(default=0, init=False)  # times
-    _folders: set[str] = field(factory=set, init=False)  # of checkpoints, in the run directory
+    _waited: int = field(default=0, init=False)  # number of waits for the checkpoint
+    _folders: set[str] = field(factory=set, init=False)  # folders of checkpoints in the run directory
     _calls: Calls = field(init=False)
     _trace: list[tuple[int, str, str, int]] = field(factory=list, init=False)  # position, hook, plugin, fingerprint
     _batch: Batch | None = field(default=None, init=False)  # during before_step

@@ -44,10 +44,10 @@ class Index:
 
     keys: Any  # uint8, the names of the samples one after the other
     key_ends: Any  # for each sample, the end of its name in `keys`
-    table: Any  # for each member a row with `_COLUMNS`
+    table: Any  # a row for each member, with the columns `_COLUMNS`
     texts: Any  # uint8, the bytes of the small members, one after the other
-    extensions: tuple[str, ...]  # by `kind`
-    modes: tuple[str, ...]  # of Pillow, by `mode`; the first stands for a picture without a known header
+    extensions: tuple[str, ...]  # the extension of each `kind`
+    modes: tuple[str, ...]  # Pillow's name of each `mode`; the first stands for a picture without a known header
 
     def __len__(self) -> int:
         return len(self.key_ends)

@@ -30,7 +30,7 @@ Made = TypeVar("Made")
 class Kind(Generic[Made]):
     """A kind of files, one for each shard. The functions get the number of the shard, or the shard itself."""
 
-    name: str  # of the content, in messages
+    name: str  # name of the content in messages
     suffix: str
     make: Callable[[int], Made]  # raises OSError, ValueError
     save: Callable[[Made, Shard, Path], None]

@@ -68,7 +68,7 @@ def beside(shard: str, names: Sequence[str], options: Mapping[str, Any]) -> str 
 
 
 def content_of(path: str, options: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a file here or at a URL. Raises ValueError if it cannot be read."""
+    """Return the bytes of a file on disk or at a URL. Raises ValueError if it cannot be read."""
     try:
         if not is_url(path):
             return read_file(Path(os.path.expanduser(path)))

@@ -12,7 +12,7 @@ from hookdiff import why_missing
 from hookdiff.images import reason, some
 from hookdiff_shards.remote import asked, is_url
 
-_MOST = 1_000_000  # shards
+_MOST = 1_000_000  # most shards of a config
 _PACKED = re.compile(r"\.(tar\.\w+|t[gbx]z2?)$", re.IGNORECASE)
 
 
@@ -46,7 +46,7 @@ def _files(name: str) -> list[str]:
 
 
 def _inside(path: str) -> list[str]:
-    """Return the shards in a folder, or the path of a file itself."""
+    """Return the shards in the folder `path`, or `path` itself if it is a file."""
     if not os.path.isdir(path):
         return [path]
     names = sorted(os.listdir(path))

@@ -100,7 +100,7 @@ def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, gen
 
 
 def choose_layers(model: nn.Module, patterns: Iterable[str]) -> dict[str, Any]:
-    """Return the layers that `patterns` choose, by name, in the order of the model; ConfigError if one chooses none."""
+    """Return the layers that `patterns` choose, by name, in the model's order. Each pattern must choose a layer."""
     modules = {name: module for name, module in model.named_modules() if name}
     chosen: set[str] = set()
     for pattern in patterns:

@@ -26,7 +26,7 @@ class StopEarly:
     after: int = field(default=0, validator=ge(0), metadata=about("ignore earlier measurements", "steps"))
     _best: float = saved(validator=numbers(finite=False))  # best value times `_sign`, so that lower is better
     _best_at: int = saved(validator=COUNT)  # step of the best value
-    _stale: int = saved(validator=COUNT)  # measurements since the best one
+    _stale: int = saved(validator=COUNT)  # measurements since the best measurement
     _is_logged: bool = saved()  # whether the metric was logged at any step of the run
     _best_metric: str = saved(key="metric")  # the metric of the saved best value
     _best_mode: str = saved(key="mode")

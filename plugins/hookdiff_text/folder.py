@@ -72,7 +72,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def _versions(settings: Mapping[str, Any]) -> list[str]:
-    """Return the names of the files for single versions of transformers."""
+    """Return the names of tokenizer files that are for one version of transformers."""
     named = settings.get(_VERSIONS)
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     return [name for name in names if name == _OF_TOKENIZER[0] or _VERSION.fullmatch(name)]

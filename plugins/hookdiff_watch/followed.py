@@ -29,7 +29,7 @@ from hookdiff.run_dir import (
 )
 
 _NAMES = ("loss", "loss/smooth", "grad_norm", "lr")
-_ROUTINE = ("checkpoint", "void", "skipped", "held")  # of each kind, only the newest event is shown, with a count
+_ROUTINE = ("checkpoint", "void", "skipped", "held")  # only the newest event of each is shown, with a count
 _WINDOW, _FEWEST = 60.0, 10  # the speed is a mean over this many seconds, and over at least this many lines
 _WAITING = ("running", "not started", "missing")
 
@@ -67,7 +67,7 @@ class Followed:
         self._read_metrics()
         self._read_events()
         if state != "running":
-            self.step = max(self.step, outcome.step)  # the last steps may have no line
+            self.step = max(self.step, outcome.step)  # the last steps may have no logged line
         has_begun = self.series or self.step or self.notes or outcome.reason
         if not self.run_dir.is_dir():
             self.state = "missing"

@@ -22,9 +22,9 @@ _STYLES = {"running": "bold green", "done": "bold green", "stopped": "bold yello
 _SEVERITIES = {"error": "red", "warning": "yellow"}
 _MOST_NOTES = 8  # most events shown
 _SIDE_BY_SIDE = 72  # columns of a terminal that has samples beside the curves
-_LEAST = 5  # lines of curves or samples
+_LEAST = 5  # least lines of curves or samples
 _SMALLEST = 22  # columns of a small curve
-_GAP = 2  # columns
+_GAP = 2  # columns between two parts
 
 
 @define(frozen=True)

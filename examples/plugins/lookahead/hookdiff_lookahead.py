@@ -21,7 +21,7 @@ class Lookahead:
     alpha: float = field(
         default=0.5, validator=[gt(0), le(1)], metadata=about("share of the way to the weights that the copy moves")
     )
-    slow: dict[str, Tensor] = saved()  # by parameter name
+    slow: dict[str, Tensor] = saved()  # the slow copy, by parameter name
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
