@@ -31,7 +31,7 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 @click.option("--interpolate", type=click.IntRange(2), metavar="N", help="Make strips of N interpolated images.")
 @solver_options
 @click.option("--precision", type=click.Choice(["float32", "bf16"]), help="Precision of the network.")
-@click.option("--compile/--no-compile", default=None, help="Compile the network first, for many images.")
+@click.option("--compile/--no-compile", default=None, help="Compile the network first: worth it for many images.")
 @guidance_option
 @click.option("--labels", metavar="A,B,...", help="Classes by name or number, in turn; -1: none.  [default: all]")
 @click.option("--prompt", "prompt", multiple=True, metavar="TEXT", help="Prompt; may be repeated, used in turn.")
