@@ -97,9 +97,7 @@ class Watch:
     returned: list[str] = field(factory=list, init=False)  # the last outputs of the model
     given_finite: bool = field(default=True, init=False)  # all arguments of the model were finite
     returned_finite: bool = field(default=False, init=False)  # the model was called, and all its outputs were finite
-    autocast: torch.dtype | None = field(
-        default=None, init=False
-    )  # autocast's dtype in the model's forward, if it was on
+    autocast: torch.dtype | None = field(default=None, init=False)  # autocast's dtype in the model's forward, if any
     _last: NamedModule | None = field(default=None, init=False)
     # Keys are a graph node and its output number: keys that hold tensors would keep all activations alive.
     _takers: dict[tuple[Any, int], list[NamedModule]] = field(factory=dict, init=False)
