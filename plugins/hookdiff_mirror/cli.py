@@ -35,7 +35,7 @@ def command(run: Path, name: str, settings: tuple[str, ...]) -> None:
     run_sink = make_plugin(name, history.config)  # to compare the places of both sinks
     if not isinstance(sink, Sink) or not isinstance(run_sink, Sink):
         trackers = installed_that(lambda kind: issubclass(kind, Sink))
-        raise UserError(f"--to {name}: this plugin is no tracker; installed: {', '.join(trackers)}")
+        raise UserError(f"--to {name}: this plugin is no tracker; use one of {', '.join(trackers)}")
     is_own = name in history.config.get("run", {}).get("plugins", ())
     if history.state == "running" and is_own and sink.place(tracked(history)) == run_sink.place(tracked(history)):
         raise UserError(f"{run} is under way and writes to {name} itself; wait for its end, or set another place")

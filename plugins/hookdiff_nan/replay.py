@@ -161,7 +161,7 @@ def _plugin_of(loop: Loop, kind: type[P]) -> P:
     for plugin in loop.plugins.values():
         if isinstance(plugin, kind):
             return plugin
-    raise UserError("--plugins: replay needs the plugin that kept the step, so it cannot be removed")
+    raise UserError("--plugins: do not remove the plugin that kept the step; replay needs it")
 
 
 def _is_sink(kind: Any) -> bool:

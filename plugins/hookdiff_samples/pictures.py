@@ -74,7 +74,7 @@ def read_pictures(files: Sequence[Path], shape: Sequence[int], background: str) 
     channels, *sides = shape
     if channels not in (1, 3) or len(set(sides)) != 1:
         sizes = " x ".join(map(str, shape))
-        raise UserError(f"--images {files[0]}: needs a model of square grey or RGB images; this one makes {sizes}")
+        raise UserError(f"--images {files[0]}: needs a model of square grey or RGB images; this model makes {sizes}")
     return torch.stack([to_unit_range(_fitted(file, channels, sides[0], background)) for file in files])
 
 

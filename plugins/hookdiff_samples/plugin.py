@@ -128,7 +128,7 @@ class SampleGrid(Periodic):
         for name in self.weights or (None,):
             loop.sample(SampleRequest(0, weights=name))
         if (self.sampler or self.steps or self.guidance_scales) and not isinstance(loop.sampler, Sampling):
-            raise UserError("plugins.samples: without hookdiff's own Sampling, remove sampler, steps, guidance_scales")
+            raise UserError("plugins.samples: remove sampler, steps, guidance_scales, or use hookdiff's own Sampling")
         if len(shape := loop.feed.picture_shape) != 3:
             shown = " x ".join(map(str, shape))
             raise UserError(f"plugins.samples: remove it; this run makes samples of {shown}, and no images (c h w)")

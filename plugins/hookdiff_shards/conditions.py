@@ -117,5 +117,5 @@ def _number(content: bytes) -> int | float:
         value = None
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         text = shown(content[:30].decode(errors="replace"))
-        raise ValueError(f"{text!r} is no number; a condition is made of numbers, such as tokens in .npy")
+        raise ValueError(f"{text!r} is no number; store conditions as numbers, such as tokens in .npy")
     return value
