@@ -23,7 +23,7 @@ def loss(net: nn.Module, batch: Batch) -> Tensor:
 
 
 def accuracy(loop: Loop, weights: str) -> float:
-    """Return the share of the held-out digits that the network names."""
+    """Return the share of the held-out digits that the network classifies correctly."""
     with loop.weights(weights), evaluating(loop.model):
         held_out = loop.feed.unaugmented(loop.feed.held_out_indices)
         named = [loop.model(batch.inputs).argmax(1) == batch.labels for batch in held_out]

@@ -29,7 +29,7 @@ def make_loop(steps: int, run_dir: Path) -> Loop:
         LoopConfig(steps=steps, batch_size=64),
         plugins={**builtin_plugins(), "ema": EMA(), "checkpoint": Checkpoint()},
         sampler=Sampling(steps=25),
-        hparams={"optimizer": {"use": "adamw", "lr": LR}},  # into config.toml, beside the LoopConfig
+        hparams={"optimizer": {"use": "adamw", "lr": LR}},  # written to config.toml, beside the LoopConfig
         run_dir=run_dir,
     )
 

@@ -1,9 +1,9 @@
-"""Lay 3,781 emoji of 64 x 64 pixels out as a folder of nine classes, each with a .txt of its names, to train on.
+"""Copy 3,781 emoji of 64 x 64 pixels to a folder of nine classes; a .txt beside each emoji has its names.
 
 npm pack emoji-datasource-twitter@16.0.0 && tar xzf emoji-datasource-twitter-16.0.0.tgz
 python examples/emoji_folder.py package emoji [--one-tone] [--without "orange heart"]
 
-With --one-tone it leaves out pictures that only repeat another in a different colour of skin: 1,906 stay.
+With --one-tone the script leaves out pictures that differ from another only in their skin tone; 1,906 pictures stay.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def lay_out(package: Path, out: Path, *, one_tone: bool, without: Collection[str
     tones = {each["unified"]: _plain(each["short_name"]) for each in all_emoji if each["category"] == "Component"}
     for emoji in all_emoji:
         names = list(dict.fromkeys(map(_plain, (emoji["name"], *emoji["short_names"]))))
-        if emoji["category"] == "Component" or not set(names).isdisjoint(without):  # a component is a tone alone
+        if emoji["category"] == "Component" or not set(names).isdisjoint(without):  # a component is only a skin tone
             continue
         (out / emoji["category"]).mkdir(parents=True, exist_ok=True)
         variations = {} if one_tone else emoji.get("skin_variations", {})

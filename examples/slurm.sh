@@ -10,7 +10,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 
-# Trains a config on all GPUs of the job, in as many jobs one after the other as the run takes:
+# Trains a config on all GPUs of the job. A run that takes longer than one job goes on in further jobs:
 #
 #     sbatch examples/slurm.sh examples/basic.toml
 #
@@ -36,8 +36,8 @@ srun --kill-on-bad-exit=0 --wait=0 torchrun \
     --shutdown-timeout 240 \
     -m hookdiff run "$config" --plugins ddp --out "$run" --resume --usr1 && exit 0
 
-# torchrun ends with 1 for every reason; the run directory has the true one. The same outcome as before means that this
-# job has not made a step, and another one would not either.
+# torchrun ends with 1 for every reason; the run directory has the true reason. The same outcome as before means that
+# this job has not made a step, and another job would not make a step either.
 outcome=$(cat "$run/outcome.json" 2> /dev/null)
 if [ "$outcome" != "$before" ] && [[ $outcome == *'"reason": "time"'* ]]; then
     scontrol requeue "$SLURM_JOB_ID"

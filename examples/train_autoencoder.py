@@ -2,8 +2,8 @@
 
 python examples/train_autoencoder.py emoji vae [--image-size 64] [--steps 2000] [--batch-size 16]
 
-It writes a folder that `AutoencoderKL.from_pretrained` reads, and reconstructions.png: held-out pictures above their
-reconstructions, of each class or, without classes, evenly spread. A picture 64 x 64 becomes latents 4 x 16 x 16.
+It writes a folder that `AutoencoderKL.from_pretrained` reads, and reconstructions.png, which shows held-out pictures
+above their reconstructions, some from each class. A picture of 64 x 64 pixels becomes latents of 4 x 16 x 16.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from hookdiff.log import save_grid
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LR = 2e-3
-KL = 1e-6  # weight of the distance of the posterior to a normal distribution: just enough to bound the latents
+KL = 1e-6  # weight of the KL divergence from a normal distribution: just enough to bound the latents
 
 
 def make_autoencoder() -> AutoencoderKL:
     torch.manual_seed(0)
-    channels = (16, 32, 64)  # each of them after the first halves the side
+    channels = (16, 32, 64)  # each level after the first halves the side
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * len(channels),
         up_block_types=("UpDecoderBlock2D",) * len(channels),
@@ -58,7 +58,7 @@ def reconstructed(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
 
 
 def psnr(vae: AutoencoderKL, feed: Feed, indices: Tensor) -> float:
-    """Return the peak signal-to-noise ratio in dB, by the mean squared error over all samples `indices`."""
+    """Return the peak signal-to-noise ratio in dB, from the mean squared error over all samples `indices`."""
     batches = [batch.inputs for batch in feed.unaugmented(indices, feed.batch_size)]
     errors = torch.cat([(reconstructed(vae, batch) - batch).square().mean((1, 2, 3)) for batch in batches])
     return float(10 * torch.log10(4 / errors.mean()))  # 4: the square of the range of [-1, 1]
@@ -71,7 +71,7 @@ def evenly(indices: Tensor, most: int) -> Tensor:
 
 
 def of_many_kinds(feed: Feed, most: int = 16) -> Tensor:
-    """Return at most `most` held-out samples: equally many of each class, evenly spread in it."""
+    """Return the indices of at most `most` held-out samples: equally many of each class, evenly spread."""
     indices = feed.held_out_indices
     labels = torch.zeros_like(indices) if feed.labels is None else feed.labels[indices]
     classes = evenly(labels.unique(), most)

@@ -1,7 +1,7 @@
 """Finds spikes, drops, divergences, oscillations and plateaus in a loss curve.
 
-Losses are compared by their logarithms, so that scale has no effect; by medians and median deviations, so that a few
-outliers have none; and relative to the noise of the curve, so that a noisy curve has no more findings than another.
+Losses are compared by their logarithms, so that their scale has no effect. Medians and median deviations keep a few
+outliers from counting. Limits are relative to the noise of the curve, so that a noisy curve has no more findings.
 """
 
 import math
@@ -19,11 +19,11 @@ from hookdiff.options import COUNT, numbers
 
 Kind = Literal["spike", "drop", "divergence", "recovery", "oscillation", "plateau"]
 
-GROUP = 10  # updates of the short levels; an event that lasts twice as long is a new level
+GROUP = 10  # updates in a short level (see `Levels`); an event that lasts twice as long is a new level
 LEAST = math.log(1.5)  # smallest spike or drop that is reported
-RISE = math.log(1.25)  # smallest rise of a level that counts
-NARROWEST = 0.01  # deviation of a curve without noise: a percent
-IN_A_ROW = 3  # levels above their limit before it is a divergence
+RISE = math.log(1.25)  # a level that rises by less does not count
+NARROWEST = 0.01  # smallest deviation that is assumed for a curve, one percent
+IN_A_ROW = 3  # levels in a row above the limit that make a divergence
 START = math.log(1.2)  # smallest rise above the first loss of the run that counts
 STARTING = 30  # short levels for which the first loss is remembered
 MUCH_WORSE = 4.0  # report a divergence again above this multiple of its reported level
@@ -35,22 +35,22 @@ FLAT = math.log(1.05)  # change within which a curve is flat
 OF_MAD, OF_DIFFERENCE, OF_MEDIAN = 1.4826, 1.4826 / math.sqrt(2), math.sqrt(math.pi / 2)
 
 
-Findings = dict[Kind, Finding]  # `what` or `why` has the update at which it began
+Findings = dict[Kind, Finding]  # the text `what` or `why` has the step at which the event began
 
 
 @define(eq=False)
 class Levels:
-    """Medians (levels) of groups of `size` updates, and whether they rise above the lowest before."""
+    """Keeps the medians (levels) of groups of `size` updates, and counts levels that rise above the lowest one."""
 
     size: int
     keep: int  # number of levels
     group: list[float] = saved(factory=list, validator=numbers())  # values of the group that is not complete yet
     values: list[float] = saved(factory=list, validator=numbers())  # the last levels
-    num: int = saved(0, validator=COUNT)  # of levels so far
-    lowest: float = saved(math.inf, validator=numbers(finite=False))  # median of five levels in a row
-    lowest_at: int = saved(0, validator=COUNT)  # last update of them
-    noise: float = saved(math.inf, validator=numbers(least=0, finite=False))  # deviation of a level at that time
-    risen: int = saved(0, validator=COUNT)  # levels in a row that noise does not explain
+    num: int = saved(0, validator=COUNT)  # levels so far
+    lowest: float = saved(math.inf, validator=numbers(finite=False))  # lowest median of five levels in a row
+    lowest_at: int = saved(0, validator=COUNT)  # last update of these five levels
+    noise: float = saved(math.inf, validator=numbers(least=0, finite=False))  # deviation of a level at `lowest_at`
+    risen: int = saved(0, validator=COUNT)  # levels in a row that have risen more than noise explains
 
     def add(self, step: int, value: float, noise: Callable[[], float]) -> list[float]:
         """Add the value of update `step`; return the group that it completes, else an empty list.
@@ -69,7 +69,7 @@ class Levels:
             del self.values[0]
         low = median(self.values[-5:])
         if low < self.lowest:
-            # With the noise at that time: the noise of a curve that diverges would explain the divergence.
+            # Keep the noise of this moment: a curve that diverges becomes so noisy that noise would explain the rise.
             self.lowest, self.lowest_at = low, step
             self.noise = max(OF_MEDIAN * noise() / math.sqrt(self.size), self._wander())
         return group
@@ -92,11 +92,11 @@ class Levels:
 class LossTrends:
     """Finds events and trends in a sequence of losses. It stops at a loss of 0 or less, which has no logarithm."""
 
-    window: int = 100  # updates with which a loss is compared
+    window: int = 100  # past updates with which a loss is compared
     spike: float = 10.0  # robust deviations from the median of the window
-    plateau: int = 2000  # updates without a change; 0: never
-    alarms: Alarms = field(factory=Alarms)  # its state is saved elsewhere
-    num_spikes: int = saved(0, validator=COUNT)  # that have ended
+    plateau: int = 2000  # updates without a change that are reported; 0: none are
+    alarms: Alarms = field(factory=Alarms)  # the plugin saves its state
+    num_spikes: int = saved(0, validator=COUNT)  # spikes that have ended
     _recent: list[float] = saved(factory=list, validator=numbers())  # logarithms of the window, without events
     _level: float = saved(0.0, validator=numbers())  # median of the window
     _spread: float | None = saved(None, validator=numbers(least=0))  # deviation from it, once the window is full
@@ -108,8 +108,8 @@ class LossTrends:
     _swing: float = saved(0.0, validator=numbers())  # size of the oscillation of the last long level, over the loss
     _back_below: float = saved(0.0, validator=numbers())  # level at which a divergence is over
     _first: float | None = saved(None, validator=numbers())  # logarithm of the first loss
-    _above_first: int = saved(0, validator=COUNT)  # short levels in a row
-    _ruin: float | None = saved(None, validator=numbers())  # the last of `IN_A_ROW` levels or more above the first loss
+    _above_first: int = saved(0, validator=COUNT)  # short levels in a row above the first loss
+    _ruin: float | None = saved(None, validator=numbers())  # newest level, after `IN_A_ROW` above the first loss
     _ruin_at: int = saved(0, validator=COUNT)
     _flat: float = saved(math.inf, validator=numbers(finite=False))  # level of the plateau that was reported
     _ended: bool = saved(False)
@@ -171,17 +171,17 @@ class LossTrends:
         return self._spread is not None and abs(value - self._level) > max(LEAST, deviations * self._spread)
 
     def _is_abrupt(self, value: float) -> bool:
-        # Not a value within the range of the window, nor the continuation of a slope.
+        # An abrupt value is outside the range of the window, and does not continue a slope.
         if min(self._recent) <= value <= max(self._recent):
             return False
         return min(abs(value - before) for before in self._recent[-5:]) > abs(value - self._level) / 2
 
     def _event_over(self) -> Findings:
         event, self._event = self._event, []
-        # The window now has the spike, so a later spike that is no higher is not reported.
+        # The window now contains the spike, so a later spike that is not higher is not reported.
         self._recent = [*self._recent, *event][-self.window :]
         if event[0] < self._level:
-            return {}  # an easy batch
+            return {}  # a fall that does not last comes from an easy batch
         self.num_spikes += 1
         if self.num_spikes & (self.num_spikes - 1):
             return {}  # a run may have hundreds: only the first, second, fourth, eighth are reported
@@ -199,19 +199,19 @@ class LossTrends:
     def _event_stays(self) -> Findings:
         event, self._event = self._event, []
         before, now = self._level, median(event)
-        self._recent, self._spread = event, None  # a new level, with no window yet
+        self._recent, self._spread = event, None  # the values have a new level, and its window is not full yet
         if now > before or "divergence" in self.alarms:
-            return {}  # the levels show it
+            return {}  # a rise is reported by `_rising`
         if event[0] - before > 0.7 * (now - before):
-            return {}  # it did not fall at once: the network learns fast
+            return {}  # the loss fell over several updates: the network learns fast
         what = f"the loss drops at step {self._event_from:,} and stays"
         why = f"{math.exp(now):.3g}, {math.exp(before):.3g} before; learning is seldom so abrupt"
-        return {"drop": Finding("warning", what, why, "a look at the data from that step on: repeated, or blank?")}
+        return {"drop": Finding("warning", what, why, "a look for repeated or blank samples from that step on")}
 
     # Levels
 
     def _noise(self) -> float:
-        # From differences, on which a trend has no effect.
+        # The noise is computed from differences, on which a trend has no effect.
         if len(self._recent) < 2:
             return math.inf
         return max(NARROWEST, OF_DIFFERENCE * median([abs(b - a) for a, b in pairwise(self._recent)]))
@@ -244,7 +244,7 @@ class LossTrends:
             self._ruin, self._ruin_at = level, step
         if self._ruin is None:
             return {}
-        # The first loss is one number: all others must be above it, and far from it.
+        # The first loss is a single value and noisy, so all later losses must be above it, and the levels far above it.
         rise = min(self._short.values[-IN_A_ROW:]) - self._first
         alone = min(self._recent[1:]) > self._first and rise > max(math.log(2), MARGIN * self._noise())
         # `worse_than_nothing` is known only at a log, which may come after the rise.
@@ -273,7 +273,7 @@ class LossTrends:
         level, over = median(levels[-num:]), levels[-1] < self._flat - FLAT
         what = f"the loss has been flat since step {step - num * self.window:,}"
         why = f"{math.exp(level):.3g}, {change:+.1%} ± {2 * spread:.1%} in all: converged at this learning rate"
-        finding = Finding("info", what, why, "to judge by samples or a distance, which get better long after")
+        finding = Finding("info", what, why, "to judge by samples or the FID, which improve for much longer")
         is_flat = abs(change) + 2 * spread <= FLAT
         if not self.alarms.news(step, "plateau", finding if is_flat else None, over=over):
             return {}
@@ -303,7 +303,7 @@ def period(values: Sequence[float]) -> tuple[int, float] | None:
     """Return the period and the amplitude of a regular swing, or None.
 
     The autocorrelation r of the deviations from the line of `trend` must return above 0.5 at a whole period after it
-    was below -0.4. That of noise is within 2 / sqrt(n) of 0. There must be at least four periods.
+    was below -0.4. The autocorrelation of noise is within 2 / sqrt(n) of 0. There must be at least four periods.
     """
     num = len(values)
     change, _ = trend(values)

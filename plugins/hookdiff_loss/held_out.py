@@ -9,15 +9,15 @@ from hookdiff.machine import derive_seed, summed
 from hookdiff.options import COUNT, numbers
 
 RISE = 1.03  # ratio to the lowest held-out loss
-IN_A_ROW = 3  # measurements
+IN_A_ROW = 3  # worse measurements before overfitting is reported
 MUCH_WORSE = 1.25  # report overfitting again above this multiple of the reported held-out loss
 
 
 def fixed_loss(loop: Loop, indices: Tensor) -> Tensor:
-    """Return the loss over the samples `indices` (n, int64), not augmented: scalar, on the device.
+    """Return the mean loss of the samples `indices` (n, int64) without augmentation, as a scalar on the device.
 
-    Noise and times depend on the place in `indices` alone, so that two measurements differ by the weights. Each rank
-    takes its share.
+    The noise and the time of a sample depend only on its position in `indices`, so two measurements differ only by the
+    weights. Each rank computes the losses of its share of the samples.
     """
     generator = Generator(loop.device)
     total = torch.zeros(2, device=loop.device)  # loss, samples
@@ -45,7 +45,7 @@ class Overfitting:
     _best: float | None = saved(None, validator=numbers(finite=False))  # lowest held-out loss
     _trained: float = saved(0.0, validator=numbers(finite=False))  # loss of trained samples at the same step
     _step: int = saved(0, validator=COUNT)  # the step of both
-    _worse: int = saved(0, validator=COUNT)  # measurements in a row
+    _worse: int = saved(0, validator=COUNT)  # worse measurements in a row
 
     def observe(self, step: int, held_out: float, trained_on: float) -> Finding | None:
         """Add a measurement; return a new finding, if any."""

@@ -1,4 +1,4 @@
-"""The error at each noise level, beside the error of the best prediction from mean and variance of the data alone."""
+"""The error at each noise level, and its floor: the error of the best prediction from mean and variance of the data."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,19 +17,19 @@ MOST = 1 << 14  # samples that are kept before they are summed
 MEASURED = 100  # batches over which the variance of the data is measured
 LEARNED = 0.5  # a network that has learned explains at least this share of (variance of the target - floor)
 TOLERANCE = 0.02  # slack, as a share of the target's variance, for levels with almost nothing to explain
-ROWS = 4  # of the sums: samples, error, floor, variance of the target
+ROWS = 4  # the rows of `sums`: samples, error, floor, variance of the target
 
 
 @define(frozen=True)
 class NoiseLevelsState:
-    """The saved state of `NoiseLevels`: the sums of each rank, and the samples that it has not summed yet."""
+    """The saved state of `NoiseLevels`: the sums of each rank, and the samples that are not in the sums yet."""
 
     sums: Tensor = field(validator=[shaped(None, ROWS, None, dtype=torch.float32), numbers()])
-    num_waiting: list[int] = field(validator=COUNT)  # of each rank
+    num_waiting: list[int] = field(validator=COUNT)  # number of waiting samples of each rank
     streak: Tensor = field(validator=[shaped(None, dtype=torch.int64), numbers(least=0)])
     moments: Tensor = field(validator=[shaped(2, dtype=torch.float32), numbers()])
     num_measured: int = field(validator=COUNT)
-    log_snr: Tensor | None = field(default=None, validator=shaped(None))  # of the first rank, of the second, ...
+    log_snr: Tensor | None = field(default=None, validator=shaped(None))  # waiting samples, by rank
     error: Tensor | None = field(default=None, validator=[shaped(None), numbers()])
     times: Tensor | None = field(default=None, validator=[shaped(None), numbers()])
 
@@ -44,19 +44,19 @@ class NoiseLevelsState:
 
 @define(eq=False)
 class NoiseLevels:
-    """Sums over bins of the log-SNR, on the device.
+    """Sums the errors and the floors of samples in bins of the log-SNR, on the device.
 
-    The samples of a step are kept until a log is due, or until there are many, so that no kernel runs in a step.
+    The samples of a step wait until a log is due, or until many wait, so that no kernel runs in most steps.
     """
 
     objective: Objective
     edges: Sequence[float]  # inner edges of the log-SNR bins, rising; the two outer bins are open
     device: torch.device
-    patience: int  # updates
+    patience: int  # updates after which an unlearned bin is reported
     sums: Tensor = field(init=False)  # ROWS bins, float32
     streak: Tensor = field(init=False)  # bins, int64: updates for which the bin has not been learned
     moments: Tensor = field(init=False)  # sums of mean and mean square of the data, over batches
-    num_measured: int = field(init=False, default=0)  # batches in them
+    num_measured: int = field(init=False, default=0)  # batches in `moments`
     _bounds: Tensor = field(init=False)
     _bins: Tensor = field(init=False)
     _waiting: list[tuple[Tensor, Tensor, Tensor]] = field(init=False, factory=list)  # log-SNR, error, times: n each
@@ -72,7 +72,7 @@ class NoiseLevels:
 
     @property
     def diffusion(self) -> Diffusion | None:
-        """The objective, if it has the error of the best prediction from mean and variance, for a squared error."""
+        """The objective if it has a squared error and a floor (see the top of this module), else None."""
         with_loss = as_diffusion(self.objective, "loss")
         return None if with_loss and with_loss.loss.use != "mse" else as_diffusion(self.objective, "floor")
 
@@ -83,7 +83,7 @@ class NoiseLevels:
         return [f"{k:02d}:{low}..{high}" for k, (low, high) in enumerate(pairwise(ends))]
 
     def measure(self, inputs: Tensor, weight: float) -> None:
-        """Add the images of a step, n c h w, to the moments of the data, if it is one of the first `MEASURED`.
+        """Add the images of a step, n c h w, to the moments of the data, in the first `MEASURED` steps.
 
         `weight` is the share of this rank in the step; all ranks must call this.
         """
@@ -94,13 +94,13 @@ class NoiseLevels:
 
     @property
     def variance(self) -> Tensor:
-        """Variance of the data as the process has it, over all pixels: scalar."""
+        """Variance of the normalised data over all pixels, as a scalar."""
         mean, square = self.moments / max(1, self.num_measured)
         variance: Tensor = square - mean * mean
         return variance.clamp(min=1e-12)
 
     def add(self, log_snr: Tensor, error: Tensor, times: Tensor) -> None:
-        """Add the samples of a step, n each."""
+        """Add the log-SNR, the error and the time of each sample of a step, n each."""
         self._waiting.append((log_snr, error, times))
         self._num_waiting += len(error)
         if self._num_waiting >= MOST:
@@ -122,9 +122,9 @@ class NoiseLevels:
             row += torch.where(here, values.float(), 0.0).sum(1)
 
     def close(self, updates: int) -> dict[str, Any]:
-        """Return sums and counts since the last call, which was `updates` ago, as `loop.log` takes them.
+        """Return the sums and counts since the last call, `updates` ago, in the form that `loop.log` takes.
 
-        They cover the samples of all ranks, which must all call this.
+        They cover the samples of all ranks, so all ranks must call this.
         """
         self._sum()
         counts, errors, floors, variances = sums = summed(self.sums).clone()
@@ -144,11 +144,11 @@ class NoiseLevels:
         return values
 
     def unlearned(self) -> list[int]:
-        """Return the bins that have not been learned for `patience` updates; one transfer."""
+        """Return the bins that have not been learned for `patience` updates, with one transfer from the device."""
         return [k for k, updates in enumerate(self.streak.tolist()) if updates >= self.patience]
 
     def ranges(self, bins: Sequence[int]) -> str:
-        """Return the log-SNRs of `bins` in words, neighbours as one range."""
+        """Return the log-SNRs of `bins` in words; neighbouring bins are joined to one range."""
         if len(bins) > len(self.edges):
             return "any noise level"
         firsts = [k for k in bins if k - 1 not in bins]
@@ -166,8 +166,8 @@ class NoiseLevels:
     def state_dict(self) -> dict[str, Any]:
         """Return streaks, the moments of the data, and the sums and waiting samples of each rank.
 
-        All ranks must call this. Waiting samples are not summed here: that would change the next logged values by
-        rounding, and their floors, because the variance of the data is still measured.
+        All ranks must call this. Waiting samples are saved as they are. Summing them here would round the next logged
+        values differently, and would use a variance of the data that is still being measured.
         """
         rank_columns = [torch.cat(column).cpu() for column in zip(*self._waiting, strict=True)]
         sums, waiting = zip(*gathered((self.sums.cpu(), rank_columns)), strict=True)
@@ -203,10 +203,10 @@ class NoiseLevels:
 
 
 def bin_edges(objective: Objective, num: int) -> list[float]:
-    """Return the edges between `num` bins of the log-SNR, equally distant, to a tenth.
+    """Return the edges between `num` bins of the log-SNR, at equal distances, rounded to a tenth.
 
-    They span the times of the process except a hundredth at either end, so that runs of the same process can be
-    compared. For an objective without a process they span -10 to 10.
+    The edges span the times of the process except a hundredth at either end, so that runs of the same process can be
+    compared. For an objective without a process the edges span -10 to 10.
     """
     low, high = -10.0, 10.0
     if diffusion := as_diffusion(objective, "process"):

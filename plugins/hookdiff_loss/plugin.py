@@ -31,7 +31,7 @@ class LossMonitor(Evaluation):
     window: int = field(
         default=100,
         validator=[ge(20), le(1_000_000)],
-        metadata=about("number of past losses to which a loss is compared"),
+        metadata=about("number of past losses with which a loss is compared"),
     )
     spike: float = field(
         default=10.0,
@@ -57,7 +57,7 @@ class LossMonitor(Evaluation):
         kw_only=True,
         metadata=about("how often the loss of held-out samples is measured; 0: only at the end"),
     )
-    # An average lags behind, and the other values here are measured with the model's own weights.
+    # Default: the model's own weights, with which all other values are measured. An average lags behind them.
     weights: str | None = field(
         default="model",
         kw_only=True,
@@ -66,11 +66,11 @@ class LossMonitor(Evaluation):
     _smoothed: Smoothed = saved(validator=numbers())
     _diagnosis: LossTrends = saved()
     _levels: NoiseLevels = saved()
-    _batch: Batch | None = field(init=False, default=None)  # of the step under way
-    _updates: int = saved(0, validator=COUNT)  # since the noise levels were logged
-    _unlearned: int = saved(0, validator=COUNT)  # noise levels, when last logged
+    _batch: Batch | None = field(init=False, default=None)  # the batch of the current step
+    _updates: int = saved(0, validator=COUNT)  # updates since the noise levels were logged
+    _unlearned: int = saved(0, validator=COUNT)  # number of unlearned noise levels at the last log
     _alarms: Alarms = saved(factory=Alarms)
-    _unexplained: float = saved(0.0, validator=numbers())  # share of the target's variance, when last logged
+    _unexplained: float = saved(0.0, validator=numbers())  # error over the target's variance at the last log
     _overfitting: Overfitting = saved()
 
     def __attrs_post_init__(self) -> None:
@@ -91,7 +91,7 @@ class LossMonitor(Evaluation):
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
         step, loss, output = loop.progress.step, loop.gradients.loss, loop.output
-        # Not before the step: a skipped batch may hold a NaN, which would stay in the mean.
+        # Not in before_step: a skipped batch may hold a NaN, which would stay in the mean.
         assert self._batch is not None
         self._levels.measure(self._batch.inputs, self._batch.weight)
         self._batch = None
@@ -114,11 +114,11 @@ class LossMonitor(Evaluation):
         self._report(loop, self._diagnosis.conclude(loop.progress.step))
 
     def evaluate(self, loop: Loop) -> dict[str, Tensor]:
-        """Return the loss on the held-out samples, the loss on as many trained ones, and the difference."""
+        """Return the loss on the held-out samples, the loss on as many training samples, and the difference."""
         held = loop.feed.held_out_indices
         if not len(held):
             return {}
-        # With the same noise: the two differ by the samples alone.
+        # Both losses use the same noise, so they differ only by their samples.
         held_out, trained = fixed_loss(loop, held), fixed_loss(loop, some_of(loop.feed.training, len(held)))
         return {"loss": held_out, "loss_trained": trained, "loss_gap": held_out - trained}
 
@@ -128,11 +128,9 @@ class LossMonitor(Evaluation):
             loop.log.report(self._overfitting.observe(step, values["val/loss"], values["val/loss_trained"]), step)
         self._unexplained = values.get("loss/unexplained", self._unexplained)
         if values.get("loss/unlearned", self._unlearned) != self._unlearned:
-            unlearned = self._levels.unlearned()  # a second transfer
+            unlearned = self._levels.unlearned()  # a second transfer from the device
             self._unlearned = len(unlearned)
-            why = (
-                f"for {self.patience} updates it explains less than half as much as mean and variance of the data alone"
-            )
+            why = f"for {self.patience} updates it explains less than half of what the mean and variance of the data do"
             finding = little_learned(self._levels.ranges(unlearned), why)
             if [k for k in unlearned if self._alarms.news(step, f"level {k}", finding)]:
                 loop.log.report(finding, step)

@@ -19,7 +19,7 @@ class Smoothed:
     _squares: float = 0.0  # weighted sum of squared deviations
 
     def add(self, value: float) -> None:
-        """Take in a number."""
+        """Add a number."""
         self._weight = self.decay * self._weight + 1
         off = value - self.mean
         self.mean += off / self._weight
@@ -31,7 +31,7 @@ class Smoothed:
         return math.sqrt(max(0.0, self._squares) / self._weight) if self._weight else 0.0
 
     def state_dict(self) -> list[float]:
-        """Return mean, weight and squares."""
+        """Return the mean, the sum of the weights, and the weighted sum of squared deviations."""
         return [self.mean, self._weight, self._squares]
 
     def load_state_dict(self, state: tuple[float, float, float]) -> None:

@@ -28,7 +28,7 @@ RATES = (1e-5, 10.0)
 @click.command()
 @config_or_run_argument("config", "CONFIG|RUN")
 @override_options
-@click.option("--find", "finds", is_flag=True, help="Train at growing rates, and suggest one.")
+@click.option("--find", "finds", is_flag=True, help="Train at growing learning rates, and suggest a rate.")
 @click.option(
     "--steps", type=click.IntRange(40), metavar="N", help=f"With --find: number of rates.  [default: {STEPS}]"
 )
@@ -39,7 +39,7 @@ RATES = (1e-5, 10.0)
     metavar="X X",
     help=f"With --find: lowest and highest rate.  [default: {RATES[0]:g} {RATES[1]:g}]",
 )
-@out_option("Picture to write.  [default: NAME-lr.png or NAME-lr-find.png, made anew]")
+@out_option("Picture to write.  [default: NAME-lr.png or NAME-lr-find.png, overwritten]")
 @overwrite_option
 @json_option
 def command(
@@ -56,15 +56,15 @@ def command(
 ) -> None:
     """Draw the learning rate of a training with CONFIG, or of the run directory RUN, from step 0 to the last step.
 
-    The data is read only for a CONFIG with its length in epochs. For a RUN, a checkpoint has the length of an epoch.
+    The data is read only if CONFIG gives its length in epochs. For a RUN, a checkpoint gives the length of an epoch.
 
     With --find, train a copy of the model for one step at each of many growing rates, and draw the loss over the rate
-    (the learning-rate range test, Smith 2015). The suggested rate is a tenth of the one from which the loss rises. The
-    copy is a new model of CONFIG, or that of the newest checkpoint of RUN, which is not changed. All rates of the
-    optimizer keep their ratios, and the schedule is left out.
+    (the learning-rate range test, Smith 2015). The suggested rate is a tenth of the rate from which the loss rises. The
+    copy is a new model of CONFIG, or the model of the newest checkpoint of RUN; RUN is not changed. All rates of the
+    optimizer keep their ratios. The schedule is not used.
     """
     if not finds and (steps or rates):
-        raise click.UsageError("--steps and --rates belong to --find")
+        raise click.UsageError("--steps and --rates need --find: add it, or leave them out")
     if out is not None:
         check_free(out, overwrite)
     from hookdiff import UserError, load_config

@@ -17,28 +17,28 @@ from hookdiff.loop import hooks_of
 from hookdiff.terminal import paced
 from hookdiff_lr.plugin import OwnRates
 
-# The hooks that decide the effect of a step on the weights; plugins that only look, or save, take no part.
+# The hooks that decide how a step changes the weights. Plugins that only read values, or save, are left out.
 _IN_A_STEP = hooks_of("model", "net", "restore", "epoch", "batch", "passes", "scale", "update")
-_REPLACED = ("lr", "progress")  # `lr` would set the rate, `progress` would show a run of a day
+_REPLACED = ("lr", "progress")  # `lr` would set other rates; `progress` would show the length of `_LONG`
 _LONG = Every(86400, "seconds")
-_SHARE = 0.1  # suggested rate over the one from which the loss rises
+_SHARE = 0.1  # suggested rate over the rate from which the loss rises
 _CHANCE = 8  # a change of the loss by this many standard errors of the smoothed loss is not by chance
-_WINDOWS = 20  # the loss is smoothed over this share of the rates
+_WINDOWS = 20  # the loss is smoothed over windows of 1/20 of the rates
 
-_FIRST = 10  # the loss of the first of this many parts of the rates shows how far it varies by chance
-_LEAST = 3  # standard deviations of that loss; less is no fall
+_FIRST = 10  # the losses at the first 1/10 of the rates show how far a loss varies by chance
+_LEAST = 3  # standard deviations of these losses; a smaller fall does not count
 
 
 @define(frozen=True)
 class RangeTest:
-    """The losses at growing rates, and the rates at which they change. A rate is that of the first group."""
+    """The losses at growing rates, and the rates at which they change. A rate is that of the first parameter group."""
 
     rates: list[float]  # rising
     losses: list[float]  # after the update at each of the rates, all finite
     smooth: list[float]  # running median of the losses
     has_diverged: bool
     deviation: float  # standard deviation of the losses at the first tenth of the rates
-    falls: float | None  # rate from which the loss is below that of the lowest rates; None if it never is
+    falls: float | None  # rate from which the loss is below that of the lowest rates; None if there is no such rate
     lowest: float  # rate with the lowest loss
     rises: float | None  # rate from which the loss rises for good; None if it never does
 
@@ -53,13 +53,13 @@ class RangeTest:
         return _limit(self.losses, len(self.rates), min(self.smooth))
 
     def remarks(self, rates: Sequence[float]) -> Iterator[str]:
-        """Yield advice where the test shows too little; `rates` are all that were to be tried."""
+        """Yield advice where the test shows too little; `rates` are all rates that the test was to try."""
         low, high = rates[0], rates[-1]
         if self.falls is None:
             fall = self.smooth[0] - min(self.smooth)
             yield (
-                f"no rate is suggested: the loss falls by {fall:.3g}, and its standard deviation at the first tenth of "
-                f"the rates is {self.deviation:.3g}; a fall must be {_LEAST} times as large; unless the network is "
+                f"no rate is suggested: the loss falls by {fall:.3g}, and must fall by {_LEAST} times its "
+                f"standard deviation at the first tenth of the rates, {self.deviation:.3g}; unless the network is "
                 f"trained already, try more rates (--steps {4 * len(rates)}) or larger batches (--set run.batch_size=N)"
             )
         if self.rises is None:
@@ -68,17 +68,17 @@ class RangeTest:
             yield f"the suggested rate was not tried: begin with --rates {low / 100:g} {high:g}"
 
     def loss_at(self, rate: float) -> float:
-        """Return the smoothed loss at one of the rates."""
+        """Return the smoothed loss at `rate`, one of `rates`."""
         return self.smooth[self.rates.index(rate)]
 
 
 def growing(low: float, high: float, num: int) -> list[float]:
-    """Return `num` >= 2 rates from `low` > 0 to `high`, each the same multiple of the one before."""
+    """Return `num` >= 2 rates from `low` > 0 to `high`, each the same multiple of the rate before."""
     return [low * (high / low) ** (k / (num - 1)) for k in range(num)]
 
 
 def trial_loop(config: Config, folder: Path, resume: Path | None) -> Loop:
-    """Return a Loop for `find` that writes at most in `folder`: of `config`, or with the state of the run `resume`."""
+    """Return a Loop of `config` for `find`, with the state of the run `resume` if given; it writes only to `folder`."""
     idle = {name: Part(part.where, part.use, object) for name, part in config.plugins.items() if name in _REPLACED}
     run = evolve(config.run, steps=None, epochs=None, max_time=_LONG)
     config = evolve(config, run=run, plugins={**config.plugins, **idle})
@@ -89,14 +89,14 @@ def trial_loop(config: Config, folder: Path, resume: Path | None) -> Loop:
 def find(loop: Loop, rates: Sequence[float], adopted: Iterable[str] = ()) -> RangeTest:
     """Train `loop`, which has been entered, for a step at each of the rising `rates`, until the loss diverges.
 
-    The first group gets the rate. All other groups, also those of the plugins `adopted`, keep their ratio to it. The
-    weights change, so the test has a loop of its own (Smith 2015, arXiv 1506.01186, section 3.3). Its gradients need
-    noise, as those of a diffusion have. Otherwise a direction that converged at lower rates has to grow from nothing
-    before the loss shows that it diverges.
+    The first parameter group gets the rate. All other groups, also those of the plugins `adopted`, keep their ratio to
+    the first group. The weights change, so the test has a loop of its own (Smith 2015, arXiv 1506.01186, section 3.3).
+    The gradients need noise, as those of a diffusion model have. Without noise, a direction that converged at lower
+    rates has to grow from nothing before the loss shows that it diverges.
 
     Raises:
-        UserError: the first group has no rate above 0, something else sets the rates, or the loss is not finite at the
-            first of them.
+        UserError: if the first group has no rate above 0, if another plugin sets the rates, or if the loss at the first
+            rate is not finite.
     """
     rates_of_config = OwnRates.of(loop, adopted)
     group, first = rates_of_config.groups[0]
@@ -128,14 +128,14 @@ def find(loop: Loop, rates: Sequence[float], adopted: Iterable[str] = ()) -> Ran
 
 
 def judge(rates: Sequence[float], losses: Sequence[float], has_diverged: bool) -> RangeTest:
-    """Find the rates at which the loss falls, is lowest, and rises for good; only the last loss may not be finite."""
+    """Find the rates at which the loss falls, is lowest, and rises for good. All losses but the last must be finite."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     half = _half(len(losses))
     smooth = [statistics.median(finite[max(0, k - half) : k + half + 1]) for k in range(len(finite))]
     start, lowest = smooth[0], min(smooth)
     deviation = statistics.stdev(finite[: max(2, len(finite) // _FIRST)])
     at = smooth.index(lowest)
-    noise = _noise(finite[: max(at, 4 * half)], 2 * half + 1)  # before the loss rises and varies wildly
+    noise = _noise(finite[: max(at, 4 * half)], 2 * half + 1)  # only the losses before the rise, which then vary wildly
     margin = max(0.1 * (start - lowest), 3 * noise)
     falls = rises = None
     # The smallest of many medians is low by chance, hence the larger factor.
@@ -144,7 +144,7 @@ def judge(rates: Sequence[float], losses: Sequence[float], has_diverged: bool) -
         falls = next((k for k in range(at, 0, -1) if smooth[k - 1] >= start - margin), 0)
     if has_diverged or smooth[-1] - lowest > least:
         rises = 1 + max(k for k, loss in enumerate(smooth) if loss <= lowest + margin)
-        while rises - 1 > at and smooth[rises - 2] < smooth[rises - 1]:  # back to the begin of the rise
+        while rises - 1 > at and smooth[rises - 2] < smooth[rises - 1]:  # go back to the start of the rise
             rises -= 1
     return RangeTest(
         list(rates[: len(finite)]),
@@ -159,15 +159,15 @@ def judge(rates: Sequence[float], losses: Sequence[float], has_diverged: bool) -
 
 
 def _noise(losses: Sequence[float], window: int) -> float:
-    """Return the standard error of a median of `window` losses, from the differences of neighbours."""
+    """Return the standard error of a median of `window` losses, from the differences of neighbouring losses."""
     deviation = 1.05 * statistics.median(abs(a - b) for a, b in itertools.pairwise(losses))
     return 1.25 * deviation / math.sqrt(window)
 
 
 def _limit(losses: Sequence[float], num: int, lowest: float) -> float:
-    """Return the loss above which a training at `num` rates has diverged: well above the highest loss at the start.
+    """Return the loss above which a training at `num` rates has diverged, well above the highest loss at the start.
 
-    In a trained network the loss falls little, so the distance is a multiple of the `lowest` one.
+    A trained network's loss falls little, so the distance is a multiple of the `lowest` loss, not of the fall.
     """
     return max(losses[: 2 * _half(num) + 1]) + 3 * abs(lowest)
 

@@ -20,7 +20,7 @@ logger = logging.getLogger("hookdiff")
 
 @define(frozen=True)
 class RateCurve:
-    """The learning rate of a run, as a share of the highest: a warm-up, and then the schedule."""
+    """The learning rate of a run, as a share of the highest rate: a warm-up, and then the schedule."""
 
     schedule: LRSchedule
     warmup: int  # steps
@@ -59,14 +59,14 @@ class OwnRates:
         """Set each rate to `factor` times that of the config, so that the rates keep their ratios."""
         for group, rate in self.groups:
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate * factor)  # a captured graph reads the rate at this address
+                group["lr"].fill_(rate * factor)  # a captured CUDA graph reads the rate at this address
             else:
                 group["lr"] = rate * factor
 
 
 @define(eq=False)
 class LR:
-    """Sets the learning rate of each step; the rate of the optimizer is the highest.
+    """Sets the learning rate of each step; the optimizer's rate in the config is the highest rate.
 
     The rate is a pure function of the number of updates: batch size, micro-batches, ranks and skipped steps do not
     change it, and a resumed run needs no state for it. Every group of every optimizer keeps its own highest rate.
@@ -81,7 +81,7 @@ class LR:
         metadata=about("length of the linear rise to the highest rate: share of the run, or steps; 0: none"),
     )
     start_factor: float = field(
-        default=0.0, validator=between(0, 1), metadata=about("share of the rate at step 0 of a warm-up")
+        default=0.0, validator=between(0, 1), metadata=about("rate at step 0 of a warm-up: share of the highest rate")
     )
     total: int | None = field(
         default=None, validator=optional(ge(1)), metadata=about("step at which the fall ends; default: the last step")
@@ -91,7 +91,7 @@ class LR:
     )
     _curve: RateCurve = field(init=False)
     _rates: OwnRates = field(init=False)
-    _logged: dict[str, dict[str, Any]] = field(init=False)  # groups of optimizers by the name of their rate
+    _logged: dict[str, dict[str, Any]] = field(init=False)  # optimizer groups by the logged name of their rate
 
     def __attrs_post_init__(self) -> None:
         if self.total and not self.schedule.needs_end:
@@ -100,7 +100,7 @@ class LR:
             raise ValueError(f"start_factor = {self.start_factor:g} needs a warm-up: set warmup, or leave it out")
 
     def curve(self, steps: int | None) -> RateCurve:
-        """Return the curve of a run of `steps`. A warm-up is cut at the first fall of the schedule.
+        """Return the curve of a run of `steps`. A warm-up ends at the latest where the schedule first falls.
 
         Raises:
             UserError: if the schedule needs an end, and neither `steps` nor `total` is given, or if the warm-up is a
@@ -114,7 +114,7 @@ class LR:
         return RateCurve(self.schedule, warmup, self.start_factor, total)
 
     def _warmup(self, steps: int | None) -> int:
-        """Return the steps of the warm-up in a run of `steps`, before it is cut."""
+        """Return the steps of the warm-up in a run of `steps`, before they are shortened."""
         length = self.total or steps
         if 0 < self.warmup < 1 and not length:
             raise UserError(
@@ -124,10 +124,10 @@ class LR:
         return int(steps_of(self.warmup, length or 0))
 
     def remarks(self, steps: int | None) -> Iterator[str]:
-        """Yield a sentence on each option that a run of `steps` cuts short or never reaches."""
+        """Yield a sentence on each option that a run of `steps` shortens or never reaches."""
         curve, use = self.curve(steps), self.schedule.use
         if self.schedule.first_fall(curve.total) < 0:
-            yield f"lr: the fall of the schedule {use!r} is longer than {curve.total:,} steps, and is cut to them"
+            yield f"lr: the fall of the schedule {use!r} is longer than {curve.total:,} steps, and is shortened to them"
         if curve.warmup < (wanted := self._warmup(steps)):
             yield (
                 f"lr: the warm-up of {wanted:,} steps is cut to {curve.warmup:,}: the rate of the schedule {use!r} "
@@ -157,7 +157,7 @@ class LR:
 
 
 def distinct_groups(optimizers: Iterable[Optimizer]) -> dict[str, dict[str, Any]]:
-    """Return the first group of each different rate, by the name of the rate: "lr", then "lr/GROUP"."""
+    """Return the first group with each different rate, by the logged name of the rate: "lr", then "lr/GROUP"."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     distinct: dict[str, dict[str, Any]] = {}
     for index, group in enumerate(groups):

@@ -17,7 +17,7 @@ class LRSchedule(Choice, ABC):
     """The learning rate after the warm-up: a pure function of the step."""
 
     kind = "lr_schedule"
-    repeats: ClassVar[bool] = False  # whether the landmarks never end, so that no run reaches all of them
+    repeats: ClassVar[bool] = False  # whether there are endless landmarks, so that no run reaches all
 
     @property
     def needs_end(self) -> bool:
@@ -54,7 +54,7 @@ class Falling(LRSchedule):
     """A schedule that falls to a share of the highest rate."""
 
     min_ratio: float = field(
-        default=0.0, validator=between(0, 1), kw_only=True, metadata=about("share of the rate at the end")
+        default=0.0, validator=between(0, 1), kw_only=True, metadata=about("rate at the end: share of the highest rate")
     )
 
     @property
@@ -90,7 +90,7 @@ class CosineRestartsLR(Falling):
     """Cycles of half a cosine, without an end (Loshchilov & Hutter 2017, arXiv 1608.03983)."""
 
     period: int = field(validator=ge(1), metadata=about("length of the first cycle", "steps"))
-    mult: float = field(default=1.0, validator=ge(1), metadata=about("length of a cycle over that of the one before"))
+    mult: float = field(default=1.0, validator=ge(1), metadata=about("factor between the lengths of successive cycles"))
     repeats: ClassVar[bool] = True
 
     @property
@@ -208,5 +208,5 @@ def _half_cosine(done: float) -> float:
 
 
 def steps_of(amount: float, total: int) -> float:
-    """Return the steps of an amount that `steps_or_share` allows, in a run of `total`."""
+    """Return `amount`, which is steps or a share of the run, as steps of a run of `total` steps."""
     return amount * total if amount < 1 else amount

@@ -15,7 +15,7 @@ from hookdiff.cli import config_argument, json_option, override_options
 def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool, as_json: bool) -> None:
     """Print the memory that training CONFIG takes.
 
-    Samples are read for their shape. Nothing is trained, and no file is written.
+    Samples are read only to find their shape. Nothing is trained, and no file is written.
     """
     from attrs import asdict
 
@@ -35,7 +35,7 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], t
         "batch": f"{estimate.batch_size} samples and their noise",
         "activations": f"micro_batch = {estimate.micro_batch}, {estimate.per_sample / 2**20:,.3f} for each sample",
         "peak": "the most at one time: "
-        + ("with temporary tensors" if estimate.peak > estimate.total else "gradients come as activations go"),
+        + ("with temporary tensors" if estimate.peak > estimate.total else "activations are freed as gradients come"),
         "available": "memory of the device",
     }
     sizes = {name: values[name] for name in ("parameters", "buffers", "gradients", "optimizer")}

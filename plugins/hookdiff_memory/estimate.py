@@ -1,8 +1,8 @@
 """The memory that training a config takes, counted on tensors that have a shape and no values.
 
 Two updates are made with such fake tensors through the loop's own hooks, so the count includes autocast, gradient
-checkpointing and the states of plugins. The numbers are the bytes that the allocator is asked for: its rounding, and
-the workspaces of kernels, come on top.
+checkpointing and the states of plugins. The numbers are the bytes requested from the allocator. Its rounding, and the
+workspaces of kernels, are not included.
 """
 
 import tempfile
@@ -27,7 +27,7 @@ from hookdiff.images import Store
 from hookdiff.loop import hooks_of, implements, keeps_state, state_of
 from hookdiff.models import HeldBytes, as_fake, storages
 
-# Plugins without any of these, and without a state, only write files or make images.
+# Plugins that have none of these hooks, and no state, only write files or make images, and are not measured.
 _MEASURED_HOOKS = (*hooks_of("model", "net", "passes"), "draw")
 
 
@@ -42,18 +42,18 @@ class MemoryEstimate:
     buffers: int
     gradients: int
     optimizer: int | None  # its state after an update; None: it cannot run on fake tensors
-    plugins: Mapping[str, int]  # the tensors in their states; those without tensors are left out
+    plugins: Mapping[str, int]  # bytes of tensors in the state of each plugin that has any
     data: int  # all samples, if a GPU holds them
-    batch: int  # inputs, labels and draws of an update
-    activations: int  # saved for the backward pass of a micro-batch, without any of the above
+    batch: int  # inputs, labels and random draws of an update
+    activations: int  # tensors saved for the backward pass of a micro-batch, except those above
     per_sample: int  # activations of one more sample in the micro-batch
-    peak: int  # the most at one time, temporary tensors of an update included
-    available: int | None = None  # the memory of a device that has its own
+    peak: int  # the most at one time, with the temporary tensors of an update
+    available: int | None = None  # memory of the GPU; None on a CPU
     notes: tuple[str, ...] = ()  # parts that are not in the numbers, with the reason
 
     @property
     def total(self) -> int:
-        """The sum of the parts; `peak` can be less, since gradients come as activations go."""
+        """The sum of the parts; `peak` can be less, since activations are freed while gradients are made."""
         states = (self.optimizer or 0) + sum(self.plugins.values())
         return self.parameters + self.buffers + states + self.gradients + self.data + self.batch + self.activations
 
@@ -122,7 +122,7 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
         with noted(f"the plugin {start.plugin_name!r} did not start"):
             start.function(*({"loop": loop}[name] for name in start.argnames))
     for group in (group for each in optimizers for group in each.param_groups):
-        group["lr"] = float(group["lr"])  # for a tensor, torch would compute the update of the weights on real ones
+        group["lr"] = float(group["lr"])  # if the rate is a tensor, torch would update real tensors
     size = -(-config.run.batch_size // loop.num_ranks)
     micro_batch = min(size, loop.config.micro_batch or size)
     batch, more = _batch(loop, size), _batch(loop, micro_batch + 1)
@@ -182,7 +182,7 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
 
 def _as_fakes(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
     """Replace all parameters and buffers of `model` by tensors without values on `device`."""
-    fake = cache(lambda tensor: as_fake(tensor, mode, device))  # shared ones stay shared
+    fake = cache(lambda tensor: as_fake(tensor, mode, device))  # shared tensors stay shared
     for module in model.modules():
         tables: tuple[Any, ...] = (module._parameters, module._buffers)
         for tensors in tables:

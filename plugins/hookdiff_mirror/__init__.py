@@ -1,1 +1,1 @@
-"""Rebuilds what a tracker has of a run: `hookdiff mirror`."""
+"""Rebuilds a run in a tracker from its run directory: `hookdiff mirror`."""

@@ -14,16 +14,16 @@ from hookdiff.cli import complete_trackers, run_argument
     "name",
     required=True,
     metavar="NAME",
-    help="aim, tensorboard, wandb, or another sink.",
+    help="Tracker: aim, tensorboard, wandb, or another sink.",
     shell_complete=complete_trackers,
 )
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Option of the sink; may be repeated.")
 def command(run: Path, name: str, settings: tuple[str, ...]) -> None:
     """Send RUN, a run directory, to a tracker. Only the files of the run directory are read.
 
-    The options are those of [plugins.NAME] in the config of the run, if it has them. A mirror that was made before is
-    replaced; only W&B keeps its older run, which can be deleted on its page. The run may be under way, unless it writes
-    to the same place of the tracker itself.
+    The options of the tracker are those in [plugins.NAME] of the run's config, if there is such a table. An earlier
+    mirror is replaced; only W&B keeps the older run, which you can delete on its page. The run may still train, unless
+    the run itself writes to the same place.
     """
     from hookdiff import Sink, UserError
     from hookdiff.authors import mirror, tracked
@@ -32,13 +32,13 @@ def command(run: Path, name: str, settings: tuple[str, ...]) -> None:
 
     history = History.of(run)
     sink = make_plugin(name, history.config, settings, run_dir=history.run_dir)
-    run_sink = make_plugin(name, history.config)  # to compare the places
+    run_sink = make_plugin(name, history.config)  # to compare the places of both sinks
     if not isinstance(sink, Sink) or not isinstance(run_sink, Sink):
         trackers = installed_that(lambda kind: issubclass(kind, Sink))
-        raise UserError(f"--to {name}: this plugin is no tracker; installed: {', '.join(trackers)}")
+        raise UserError(f"--to {name}: this plugin is no tracker; use one of {', '.join(trackers)}")
     is_own = name in history.config.get("run", {}).get("plugins", ())
     if history.state == "running" and is_own and sink.place(tracked(history)) == run_sink.place(tracked(history)):
-        raise UserError(f"{run} is under way and writes to {name} itself; wait for its end, or --set another place")
+        raise UserError(f"{run} is under way and writes to {name} itself; wait for its end, or set another place")
     try:
         sent = mirror(history, sink)
     except UserError:

@@ -39,8 +39,8 @@ def muon(
         ns_steps: steps of the Newton-Schulz iteration that makes an update orthogonal, 1 to 99.
         adjust_lr_fn: scaling of the learning rate by the shape of a matrix: "match_rms_adamw" (updates as large as
             AdamW's, Liu et al. 2025), "original" or "spectral_unclamped", as in torch.
-        adamw: patterns of matrices and kernels for AdamW, such as the first and last of "dit": `["patch_in.*",
-            "patch_out.*"]`.
+        adamw: patterns of matrices and kernels for AdamW, such as the first and the last layer of "dit":
+            `["patch_in.*", "patch_out.*"]`.
         adamw_lr: learning rate of AdamW.
         adamw_betas: betas of AdamW.
         adamw_eps: epsilon of AdamW.

@@ -20,17 +20,17 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 class Muon(Optimizer):
-    """Steps along the nearest orthogonal matrix of the momentum (Jordan et al. 2024), with decoupled weight decay.
+    """Updates each weight by the orthogonal matrix nearest to its momentum (Jordan et al. 2024), with weight decay.
 
-    A kernel of a convolution is a matrix with a row for each first index, as Jordan has it. Weights of alike shapes
-    make their steps together. Each rank computes the whole of a sharded weight.
+    A convolution kernel counts as a matrix with a row for each index of its first dimension, as Jordan has it. Weights
+    of similar shapes are updated together. Each rank computes the whole update of a sharded weight.
 
-    `found_inf`, a tensor of 0 or 1 on the device, holds back a step where it is 1, as in fused optimizers of torch.
+    `found_inf` is a tensor on the device. If it is 1, a step changes nothing, as in fused optimizers of torch.
 
-    The arguments are those of `muon`; `params` are weights of two or more dimensions, or groups of them.
+    The arguments are those of `muon`; `params` are weights of two or more dimensions, or groups of such weights.
 
     Raises:
-        ValueError: a value out of range, or a weight of fewer dimensions.
+        ValueError: a value is out of range, or a weight has fewer than two dimensions.
     """
 
     found_inf: Tensor | None = None
@@ -70,14 +70,14 @@ class Muon(Optimizer):
             batches = defaultdict(list)
             for weight in group["params"]:
                 if weight.grad is not None:
-                    # A sharded weight is a batch of its own, since it is gathered as a whole.
+                    # A sharded weight is updated alone, since the whole weight is gathered.
                     batches[id(weight) if is_sharded(weight) else batch_of(weight)].append(weight)
             for weights in batches.values():
                 self._update(weights, group)
         return loss
 
     def _update(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """Train `weights`, which are one batch."""
+        """Update `weights`, which have the same `batch_of` key."""
         gradients: list[Any] = [weight.grad for weight in weights]
         for weight in weights:
             if not self.state[weight]:

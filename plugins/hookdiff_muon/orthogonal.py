@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-A, B, C = 3.4445, -4.7750, 2.0315  # of a step x <- a x + b x^3 + c x^5 for each singular value (Jordan et al. 2024)
+A, B, C = 3.4445, -4.7750, 2.0315  # each step maps a singular value x to A x + B x^3 + C x^5 (Jordan et al. 2024)
 
 
 def batch_of(weight: Tensor) -> Hashable:
-    """Return a key; the matrices of weights with equal keys can share their products."""
+    """Return a key: weights with equal keys can be multiplied as one batch of matrices."""
     rows, columns = len(weight), math.prod(weight.shape[1:])
     size = min(rows, columns) if _is_exact(weight) else (rows, columns)
     return size, weight.dtype, weight.device
 
 
 def orthogonalized(matrices: Sequence[Tensor], steps: int) -> list[Tensor]:
-    """Return about U V' for each matrix U S V' (rows, columns) of one batch.
+    """Return approximately U V' for each matrix U S V' (rows, columns); all matrices have one `batch_of` key.
 
     After five steps singular values above 0.3 % of the norm lie between 0.68 and 1.21. The result is float32 or float64
     on a CPU, and bf16 on other devices.
@@ -30,7 +30,7 @@ def orthogonalized(matrices: Sequence[Tensor], steps: int) -> list[Tensor]:
 
 
 def _is_exact(tensor: Tensor) -> bool:
-    """Return whether products of float32 have all their digits; on a GPU those of bf16 are far faster."""
+    """Return whether to compute in at least float32: on a CPU with exact products. On a GPU bf16 is far faster."""
     backends: Any = torch.backends
     return tensor.device.type == "cpu" and backends.mkldnn.matmul.fp32_precision in ("none", "ieee")
 
@@ -45,10 +45,10 @@ def _directly(wide: Sequence[Tensor], steps: int) -> Sequence[Tensor]:
 
 
 def _by_gram(wide: Sequence[Tensor], steps: int) -> Sequence[Tensor]:
-    """Make the steps with the small products X X' alone, since each step is a polynomial of them times X.
+    """Compute all steps from the small products X X' alone: each step multiplies X by a polynomial of X X'.
 
     A kernel of 3 x 3 is nine times as wide as high, so this takes a third of the operations, and matrices of any width
-    can share them. It squares the singular values, so bf16 would lose the small ones.
+    can share them. The products have squared singular values, so bf16 would lose small values.
     """
     dtype = torch.promote_types(wide[0].dtype, torch.float32)
     exact = [matrix.to(dtype) for matrix in wide]

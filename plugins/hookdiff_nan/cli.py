@@ -30,8 +30,8 @@ def command(
 
     The exit code is 0 if all values of the step are the same to the bit, and 1 if not. With --plugins, --set or --lr,
     which change the step, it is 0 if the step is finite. With --anomaly, it is 0 if an operation of the backward pass
-    that made a NaN is named. It is 2 if DIR cannot be used. The run directory is only read. Only --lr needs the data of
-    the run.
+    that made a NaN is named. It is 2 if DIR cannot be used. The run directory is not changed. Only --lr needs the data
+    of the run.
     """
     from hookdiff import UserError
     from hookdiff_nan.replay import replay, retrain

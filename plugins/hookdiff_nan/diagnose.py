@@ -55,7 +55,7 @@ class Diagnosis:
 
 
 def of_first_rank(diagnosis: Diagnosis) -> Diagnosis:
-    """Return the diagnosis of the first rank that finds a cause; all ranks must call this with their own."""
+    """Return the diagnosis of the first rank that finds a cause; each rank must call this with its own diagnosis."""
     diagnoses = gathered(diagnosis)
     number = next((number for number, other in enumerate(diagnoses) if other.cause != "unclear"), 0)
     if len(diagnoses) == 1:
@@ -66,19 +66,19 @@ def of_first_rank(diagnosis: Diagnosis) -> Diagnosis:
 def diagnose(
     loop: Loop, report: NonFinite, watch: Watch, updates: Sequence[Update], sizes: Sequence[float]
 ) -> Diagnosis:
-    """Return why the step of `report` is not finite; `loop` stays as it is.
+    """Return why the step of `report` is not finite; `loop` is not changed.
 
     `updates` are the last updates, `sizes` the norms of the weights before one or two of them (see `divergence`).
     The buffers must have the values from before the step. The loop calls `begin` and `finish` of `watch` around each
-    micro-batch. Costs all passes of the step, once or twice.
+    micro-batch. It runs all passes of the step once or twice.
     """
-    weights, size = _bad_weights(loop), float(size_of(loop))  # on all ranks, whatever each of them finds
+    weights, size = _bad_weights(loop), float(size_of(loop))  # on all ranks, whatever each rank finds
     data = (report.batch.inputs, *report.batch.conditions.values())
     inputs = sorted({row for values in data for row in _bad_rows(values)})
     draws = {name: rows for name, drawn in report.batch.draws.items() if (rows := _bad_rows(drawn))}
     missed = "the step is finite when it runs again: its computation is not deterministic"
     is_short, loss = not fits_in_memory(lambda: _repeat(loop, report.batch, watch)), math.nan
-    # All ranks make the same passes, whatever each of them finds.
+    # All ranks make the same passes, whatever each rank finds.
     if not loop.agree(is_short) and loop.agree(bool(watch.bad_loss or watch.backward)) and watch.autocast is not None:
         losses: list[float] = []
         is_short = loop.agree(not fits_in_memory(lambda: losses.append(_loss_without_autocast(loop, report.batch))))
@@ -153,7 +153,7 @@ def _loss_without_autocast(loop: Loop, batch: Batch) -> float:
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """Return a context in which compiled modules run as they are written, so that hooks on their parts fire."""
+    """Return a context in which compiled modules run uncompiled, so that hooks on their parts fire."""
     if not may_be_compiled():
         return nullcontext()
     eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -186,7 +186,7 @@ def _without_autocast(loop: Loop) -> Iterator[None]:
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `state`, with its tensors whole; all ranks must call this."""
+    """Return a copy of `state` with sharded tensors gathered; all ranks must call this."""
     values, tree = flatten(state)
     return unflatten({name: whole(value).detach().clone() for name, value in values.items()}, tree)
 
@@ -215,8 +215,8 @@ def _samples(loop: Loop, batch: Batch, rows: Sequence[int]) -> list[dict[str, An
         else:
             sample["name"] = f"row {batch.rows[row]} of the batch"
         levels = {"timestep": batch.draws.get("timesteps", loop.output.timesteps), "log_snr": loop.output.log_snr}
-        known = [(name, values) for name, values in levels.items() if values is not None and len(values)]  # no filler's
-        sample |= {name: round(float(values[row]), 6) for name, values in known}
+        known = [(name, values) for name, values in levels.items() if values is not None and len(values)]
+        sample |= {name: round(float(values[row]), 6) for name, values in known}  # a filler has no levels
         samples.append(sample)
     return samples
 

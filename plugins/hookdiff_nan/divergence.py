@@ -1,7 +1,7 @@
 """Recognises a training that had diverged before the step that is not finite.
 
-Losses alone cannot show it: with one sample in a batch, the losses of a healthy run may differ by a factor of a
-million. But the weights of a healthy run hardly grow within a few updates.
+Losses alone cannot show a divergence: with one sample in a batch, the losses of a healthy run may differ by a factor of
+a million. But the weights of a healthy run hardly grow within a few updates.
 """
 
 import math
@@ -15,11 +15,11 @@ from torch import Tensor
 from hookdiff import Loop
 from hookdiff.machine import norms
 
-REMEMBERED = 10  # updates
+REMEMBERED = 10  # updates that are remembered
 GROWN = 100.0  # a loss or gradient norm that grew by this factor is a divergence ...
 MOVED = 1.5  # ... if the weights grew by this factor
 RUINED = 10.0  # weights that grew by this factor are a divergence, whatever the losses
-_JUMP, _CALM, _NUM_CALM = 1000.0, 10.0, 3  # a jump of the loss after some calm updates comes from its batch
+_JUMP, _CALM, _NUM_CALM = 1000.0, 10.0, 3  # a jump of the loss after calm updates comes from the batch
 _HIGHEST = 0.01  # learning rate that is suggested
 
 
@@ -43,7 +43,7 @@ def rate_of(loop: Loop) -> float | Tensor:
 
 
 def on_host(updates: Sequence[Update]) -> list[Update]:
-    """Return `updates` with their rates as numbers."""
+    """Return `updates` with their rates as floats."""
     return [evolve(update, rate=float(update.rate)) for update in updates]
 
 
@@ -55,7 +55,7 @@ def size_of(loop: Loop) -> Tensor:
 
 
 def divergence(loop: Loop, updates: Sequence[Update], sizes: Sequence[float], size: float, loss: float) -> str | None:
-    """Return a text about the divergence that the last `updates` show, or None.
+    """Return a text about the divergence that the last `updates` show; None if they show none.
 
     sizes: the norms of the weights at one or two earlier updates. size: their norm now. loss: the loss of the step that
     is not finite when it is computed without autocast, if that loss is finite; else NaN.
@@ -78,14 +78,14 @@ def divergence(loop: Loop, updates: Sequence[Update], sizes: Sequence[float], si
     numbers = ", ".join(_short(losses[index]) for index in shown)
     why = f"loss {numbers}" if seen else f"the norm of the weights grew from {_short(before)} to {_short(size)}"
     calm = [update for update in updates[begin:end] if update.loss < _CALM * losses[begin]] if seen else updates[:1]
-    sound = calm[-1].step - 1  # an update has the loss of the weights before it
+    sound = calm[-1].step - 1  # the loss of an update is that of the weights before it
     start = f"from a checkpoint of step {sound:,} or earlier" if sound else "from the start"
     lower = f"try {min(rate / 100, _HIGHEST):.1g} {start}"
     return f"the learning rate {rate:g} is too high: {why}; {lower}, as later weights are ruined"
 
 
 def _rise(values: Sequence[float]) -> tuple[int, int, float]:
-    """Return the two places between which positive `values` grew most, and the factor."""
+    """Return the two positions between which positive `values` grew most, and the factor."""
     best, low = (0, 0, 1.0), 0
     for place, value in enumerate(values):
         if values[low] > 0 and value / values[low] > best[2]:
@@ -96,7 +96,7 @@ def _rise(values: Sequence[float]) -> tuple[int, int, float]:
 
 
 def _is_of_one_batch(losses: Sequence[float], updates: Sequence[Update]) -> bool:
-    """Return whether the loss jumped in one update, after calm ones at no lower learning rate."""
+    """Return whether the loss jumped in one update, after calm updates at the same or a higher learning rate."""
     for end in range(_NUM_CALM, len(losses)):
         before = losses[:end]
         if losses[end] > _JUMP * max(before):
@@ -106,5 +106,5 @@ def _is_of_one_batch(losses: Sequence[float], updates: Sequence[Update]) -> bool
 
 
 def _short(value: float) -> str:
-    """Return a number with two digits, as 0.98, 25 or 2.5e4."""
+    """Return a number with two digits, such as 0.98, 25 or 2.5e4."""
     return f"{value:.2g}".replace("e+0", "e").replace("e+", "e")

@@ -1,4 +1,4 @@
-"""The folders of kept steps, by their names."""
+"""Finds the folders of kept steps, and checks them."""
 
 from pathlib import Path
 
@@ -21,5 +21,5 @@ def check_kept(path: Path) -> None:
         raise UserError(f"{path}: {wrong}; expected {_EXAMPLE}")
     if not (path / STEP).is_file():
         near = sorted(kept_in(path) or kept_in(path / "nan"))
-        expected = f"name one of those in it: {', '.join(near)}" if near else f"expected {_EXAMPLE}"
+        expected = f"give one of the steps in it: {', '.join(near)}" if near else f"expected {_EXAMPLE}"
         raise UserError(f"{path} is not a step kept for replay, as it has no {STEP}; {expected}")

@@ -51,15 +51,15 @@ class NaN:
     keep: int = field(
         default=3,
         validator=ge(0),
-        metadata=about("how many steps to keep for `hookdiff replay`, the first ones; each is as large as the weights"),
+        metadata=about("number of steps to keep (the first) for `hookdiff replay`; each is as large as the weights"),
     )
-    diagnosis: Diagnosis | None = field(default=None, init=False)  # of the last step that was not finite
+    diagnosis: Diagnosis | None = field(default=None, init=False)  # about the last step that was not finite
     num_begun: int = field(default=0, init=False)  # steps in this process
     _in_a_row: int = field(default=0, init=False)  # steps left out since the last new update
-    _furthest: int = field(default=0, init=False)  # largest step at which one was left out
-    _last: list[Update] = field(factory=list, init=False)  # updates
+    _furthest: int = field(default=0, init=False)  # largest step that was left out
+    _last: list[Update] = field(factory=list, init=False)  # the last updates
     _sizes: list[tuple[int, float | Tensor]] = field(factory=list, init=False)  # step, norm of the weights before it
-    _watch: Watch = field(init=False)  # of the newest diagnosis
+    _watch: Watch = field(init=False)  # watches the step of the newest diagnosis
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -85,7 +85,7 @@ class NaN:
 
     @hookimpl
     def on_device(self, loop: Loop) -> list[DevicePart]:
-        """Return no work, because losses and norms can also be noted after the update."""
+        """Return an empty list, because losses and norms can also be noted after the update."""
         return []
 
     @hookimpl
@@ -96,15 +96,15 @@ class NaN:
     @hookimpl(wrapper=True)
     def on_nan(self, loop: Loop, report: NonFinite) -> Generator[None, list[Verdict], list[Verdict]]:
         try:
-            states, problem = _states(loop), ""  # now, because plugins may change their state in on_nan
-        except UserError as error:  # such as of an optimizer of weights that are not the model's
+            states, problem = _states(loop), ""  # before the other plugins, which may change their state in on_nan
+        except UserError as error:  # for example, an optimizer has weights outside the model
             states, problem = {}, str(error)
         verdicts = yield
         self._last, sizes = on_host(self._last), [float(size) for _, size in self._sizes]
         diagnosis = of_first_rank(diagnose(loop, report, self._watch, self._last, sizes))
         self.diagnosis = diagnosis
         others = dict(report.notes)
-        report.notes.clear()  # the cause comes first
+        report.notes.clear()  # the cause must be the first note
         report.notes.update({"cause": str(diagnosis), "try": ADVICE[diagnosis.cause], **diagnosis.details, **others})
         rates = [f"{group['lr']:g}" for optimizer in loop.optimizers for group in optimizer.param_groups]
         report.notes["epoch"] = f"{loop.progress.epoch}, {loop.progress.samples} samples into it"
@@ -170,7 +170,7 @@ class NaN:
 
 def _states(loop: Loop) -> dict[str, Any]:
     """Return copies of the state of the data, and of the plugins that take part in a step."""
-    with loop.log.muted():  # the state of the log is part of it, and asking for that state sends the log to the sinks
+    with loop.log.muted():  # without this, copying the state of the log would send the log to the sinks
         state = loop.state_dict()
     plugins = {}
     for name, plugin in loop.plugins.items():

@@ -1,4 +1,4 @@
-"""The folder of one step, from which the step can be run again, and its results compared.
+"""The folder of a kept step, from which the step can be run again to compare the results.
 
 It holds no pickle, and gets its name only once it is complete:
 
@@ -7,7 +7,7 @@ It holds no pickle, and gets its name only once it is complete:
     model.safetensors                         the weights before the step, with the model's own keys
     plugins.safetensors, buffers.safetensors  the state of plugins that take part in a step; all buffers
     batch.safetensors                         the samples, as the data gave them
-    data.safetensors                          facts about the data; weights of its samples, if a plugin set them
+    data.safetensors                          metadata of the data; weights of samples, if a plugin set them
     step.json                                 progress, machine, versions, digests of inputs and results
 """
 
@@ -35,7 +35,7 @@ from hookdiff_nan.kept_steps import STEP, check_kept
 from hookdiff_nan.step_values import KeptBatch, StepFacts
 
 T = TypeVar("T")
-# Errors from tensors and values that do not belong together.
+# Errors that are raised for tensors and values that do not fit each other.
 _UNFIT = (AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
 
 FORMAT = 2
@@ -49,7 +49,7 @@ class Record:
 
     path: Path
     facts: StepFacts
-    parts: dict[str, dict[str, Any]]  # the `PARTS` but "batch", tensors on the CPU
+    parts: dict[str, dict[str, Any]]  # the state of each of `PARTS` except "batch", on the CPU
     batch: KeptBatch
 
 
@@ -65,7 +65,7 @@ def write_record(
     """Write the step of `report`, which has not changed the weights, to the folder `path`, completely or not at all.
 
     `parts` are the states of all `PARTS`, `results` the return value of `outcome`. `is_first`: the step is the first of
-    its process; compiled code may give other bits after other sizes. Raises OSError if `path` cannot be written.
+    its process; compiled code may give other bits after other batch sizes. Raises OSError if `path` cannot be written.
     """
     facts: dict[str, Any] = {
         "format": FORMAT,
@@ -93,7 +93,7 @@ def write_record(
     texts = {REPORT: f"{report}\n"}
     if loop.hparams:
         texts[CONFIG] = tomli_w.dumps(loop.hparams)
-    with new_folder(path) as folder:  # replaces the folder of the same step before a resume
+    with new_folder(path) as folder:  # replaces the folder that this step left before a resume
         for name, content in parts.items():
             tensors, facts["values"][name] = flatten(content, name)
             file = f"{name}.safetensors"
@@ -182,7 +182,7 @@ def surroundings(loop: Loop) -> dict[str, Any]:
 
 
 def outcome(loop: Loop, batch: Batch) -> dict[str, Any]:
-    """Return digests of inputs and results of the current step, over all ranks, which must all call this."""
+    """Return digests of inputs and results of the current step, over all ranks. All ranks must call this."""
     per_sample = loop.output.per_sample
     adopted = {name: p.grad for name, p in loop.adopted.named_parameters() if p.grad is not None}
     per_sample = None if per_sample is None else in_order(per_sample, batch)
@@ -197,7 +197,7 @@ def outcome(loop: Loop, batch: Batch) -> dict[str, Any]:
 
 
 def batch_state(batch: Batch, feed: Feed) -> dict[str, Any]:
-    """Return the samples of the step of `batch`, before any draw, as a state with their names.
+    """Return the samples of the step of `batch`, before any random draw, as a state with their names.
 
     These are the samples of all ranks, so that one process can run the step again. All ranks must call this.
     """
@@ -209,7 +209,7 @@ def batch_state(batch: Batch, feed: Feed) -> dict[str, Any]:
 
 
 def in_order(column: Tensor, batch: Batch) -> Tensor:
-    """Return `column`, with a row for each sample of this rank's `batch`, for all samples in their order."""
+    """Return `column` (a row for each sample of this rank's `batch`) of all ranks, in the order of the samples."""
     if num_ranks() == 1:
         return column
     samples = column[:0] if batch.is_filler else column
@@ -232,7 +232,7 @@ def digest(values: Tensor) -> str:
 
 
 def _plain(node: Any) -> Any:
-    """Return `node` for JSON; NaN and infinities, which JSON does not have, become text."""
+    """Return `node` in a form for JSON: NaN and infinities, which JSON does not have, become text."""
     if isinstance(node, dict):
         return {key: _plain(value) for key, value in node.items()}
     if isinstance(node, list):

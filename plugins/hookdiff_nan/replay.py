@@ -25,7 +25,7 @@ from hookdiff_nan.record import CONFIG, Record, digest_of, read_record, surround
 P = TypeVar("P")
 Say = Callable[[str], None]
 _TRAIN_HOOKS = (*STEP_HOOKS, *hooks_of("restore", "epoch", "update", "nonfinite"))
-_ERRORS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)  # of a network
+_ERRORS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)  # errors that a network may raise
 
 
 @define(eq=False)
@@ -33,7 +33,7 @@ class Replay:
     """Restores the state before a kept step: progress, weights, buffers, and the plugins that take part in a step."""
 
     path: str = ""
-    say: Say = field(init=False)  # takes a line about inputs that differ
+    say: Say = field(init=False)  # called with a line about inputs that differ
     _record: Record = field(init=False)
 
     @hookimpl
@@ -98,7 +98,7 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
                 if may_be_compiled() and not record.facts.is_first:
                     _warm_up(loop, batch)
                 step = loop.run_step(batch)
-            except _ERRORS as error:  # the step has run once, so its files or the code have changed
+            except _ERRORS as error:  # the step ran once, so its files or the code have changed since
                 wrong = f"the step does not run here: {type(error).__name__}: {error}"
                 raise UserError(f"{record.path}: {wrong}") from error
         again = next(iter(sorted(Path(folder).rglob("step-*-position-*"))), None)
@@ -116,7 +116,7 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
 def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[str], trust: bool, say: Say) -> bool:
     """Train up to the step in `path` from the checkpoint before it, at learning rate `rate`, and `say` the outcome.
 
-    Returns whether that step is now finite. The directory of the run is only read. trust: see `load_config`.
+    Returns whether that step is now finite. The run directory is not changed. trust: see `load_config`.
     """
     record = read_record(path)
     place = record.facts.progress
@@ -161,7 +161,7 @@ def _plugin_of(loop: Loop, kind: type[P]) -> P:
     for plugin in loop.plugins.values():
         if isinstance(plugin, kind):
             return plugin
-    raise UserError("--plugins: replay needs the plugin that kept the step, so it cannot be removed")
+    raise UserError("--plugins: do not remove the plugin that kept the step; replay needs it")
 
 
 def _is_sink(kind: Any) -> bool:
@@ -242,13 +242,13 @@ def _of_the_model(traceback: str) -> str:
     """Return torch's traceback of an operation without the frames of the command and of the loop."""
     frames = traceback.partition("Traceback")[2].partition("\n (Triggered")[0].splitlines()[1:]
     loop = [number for number, line in enumerate(frames) if line.rstrip().endswith("in compute_loss")]
-    return "\n".join(["it was made by:", *frames[loop[-1] + 2 if loop else 0 :]])
+    return "\n".join(["the operation was called here:", *frames[loop[-1] + 2 if loop else 0 :]])
 
 
 def _link_checkpoint(config: Config, step: Path, folder: Path, place: Progress) -> str:
-    """Link the newest checkpoint before the step at `place` into `folder`; return its name, or a text for none.
+    """Link the newest checkpoint before the step at `place` into `folder`; return its name, or a text if there is none.
 
-    The run directory is the nearest folder above the `step` with a config. A link in it that leads out is left alone.
+    The run directory is the nearest folder above the `step` with a config. Links that lead out of it are not followed.
     """
     run_dir = next((above for above in step.resolve().parents if (above / CONFIG).is_file()), folder)
     inner = (path for path in run_dir.glob("*/*") if path.is_dir() and path.resolve().is_relative_to(run_dir))

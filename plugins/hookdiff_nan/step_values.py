@@ -41,15 +41,15 @@ class Results:
 
 @define(frozen=True)
 class StepFacts:
-    """The content of step.json, without its format."""
+    """The content of step.json, without its format number."""
 
     progress: Progress  # before the step
-    is_first: bool  # of its process
+    is_first: bool  # whether it is the first step of its process
     versions: dict[str, str]
     machine: Machine
     inputs: str  # digest of the batch that the network got
     results: Results
-    values: dict[str, dict[str, Any]]  # of each part, those that are no tensors
+    values: dict[str, dict[str, Any]]  # by part: its values that are not tensors
     files: dict[str, str] = field(validator=_DIGESTS)  # SHA-256 by name
 
 

@@ -39,7 +39,7 @@ def describe(values: Tensor) -> str:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name of `dtype` as "float32"."""
+    """Return the name of `dtype`, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -63,12 +63,12 @@ class Forward:
     """The first module with an output that is not finite."""
 
     place: NamedModule
-    inputs: list[str]  # texts of `describe`
+    inputs: list[str]  # each input as text, from `describe`
     outputs: list[str]
     inputs_finite: bool
     has_nan: bool  # an output holds a NaN, not only infinities
     last_finite: NamedModule | None  # the module that finished before it
-    dtype: torch.dtype  # of the first output that is not finite
+    dtype: torch.dtype  # dtype of the first output that is not finite
 
 
 @define(frozen=True)
@@ -85,7 +85,7 @@ class Backward:
 class Watch:
     """Records the first bad output and the first bad gradient in a `with` block. Each check waits for the device.
 
-    `begin` forgets a micro-batch in which all was finite; `finish` ends the record at the first one that was not.
+    `begin` forgets a micro-batch with only finite values. After the first other micro-batch, nothing more is recorded.
     """
 
     model: nn.Module
@@ -94,10 +94,10 @@ class Watch:
     forward: Forward | None = field(default=None, init=False)
     backward: Backward | None = field(default=None, init=False)
     given: list[str] = field(factory=list, init=False)  # the last arguments of the model
-    returned: list[str] = field(factory=list, init=False)  # its last outputs
+    returned: list[str] = field(factory=list, init=False)  # the last outputs of the model
     given_finite: bool = field(default=True, init=False)  # all arguments of the model were finite
     returned_finite: bool = field(default=False, init=False)  # the model was called, and all its outputs were finite
-    autocast: torch.dtype | None = field(default=None, init=False)  # of the model's forward, if autocast was on
+    autocast: torch.dtype | None = field(default=None, init=False)  # autocast's dtype in the model's forward, if any
     _last: NamedModule | None = field(default=None, init=False)
     # Keys are a graph node and its output number: keys that hold tensors would keep all activations alive.
     _takers: dict[tuple[Any, int], list[NamedModule]] = field(factory=dict, init=False)
@@ -106,12 +106,12 @@ class Watch:
     _listeners: list[Any] = field(factory=list, init=False)  # handles of hooks on values of the micro-batch
 
     def begin(self) -> None:
-        """Begin a micro-batch, and forget the one before. Does nothing outside of the `with`."""
+        """Begin a micro-batch, and forget the micro-batch before. Does nothing outside of the `with`."""
         if self._handles:
             self._forget()
 
     def finish(self, loss: Tensor) -> None:
-        """End a micro-batch with this `loss`, or all passes; if a value was not finite, record nothing more."""
+        """End a micro-batch, or all passes, with this `loss`; if a value was not finite, record nothing more."""
         if self._handles:
             self.bad_loss = is_bad(loss)
             if self.bad_loss or self.backward:
@@ -148,8 +148,8 @@ class Watch:
         self._let_go()
 
     def _let_go(self) -> None:
-        # A hook holds the graph node of its value, and the node the hook. While they live, so does the whole graph,
-        # and its ends at the parameters remember the stream of the trial: no later step could be recorded elsewhere.
+        # A hook and the graph node of its value hold each other, and with them the whole graph. The graph's ends at
+        # the parameters remember the CUDA stream of this run, so a CUDA graph could not be captured on another stream.
         for listener in self._listeners:
             listener.remove()
         self._listeners, self._takers, self._makers = [], {}, {}

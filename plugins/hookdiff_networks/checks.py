@@ -45,9 +45,9 @@ def check_timesteps(timesteps: Tensor, num: int) -> None:
 
 
 def check_text(text: Tensor | None, mask: Tensor | None, num: int, text_dim: int) -> None:
-    """Raise ValueError unless there is text if and only if `text_dim` is above 0, for each image, and its mask fits.
+    """Raise ValueError unless `text` fits `num` images and `text_dim` (0: no text), and `mask` fits the text.
 
-    The values of the mask are checked only on the CPU, as those of labels.
+    The values of the mask are checked only on the CPU, as are those of labels.
     """
     if not text_dim:
         if names := [name for name, tensor in (("text", text), ("text_mask", mask)) if tensor is not None]:
@@ -75,7 +75,7 @@ def check_text(text: Tensor | None, mask: Tensor | None, num: int, text_dim: int
 
 
 def nearest_multiples(size: int, divisor: int) -> str:
-    """Return the positive multiples of `divisor` around `size`, as "28 or 32", or the one that is `size`."""
+    """Return the positive multiples of `divisor` around `size`, as "28 or 32"; or `size` alone, if it is a multiple."""
     below, above = size // divisor * divisor, -(-size // divisor) * divisor
     return f"{below} or {above}" if 0 < below < above else str(above or divisor)
 

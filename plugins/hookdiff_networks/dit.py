@@ -41,7 +41,7 @@ class DiT(Network):
         num_heads: attention heads of a block
         mlp_ratio: features inside the MLP of a block, as a multiple of `hidden_size`
         num_classes: number of classes that the network is conditioned on, labels 0 to num_classes - 1; 0: none
-        text_dim: features of a token of the text that each block reads, as the text encoder makes them; 0: no text
+        text_dim: features of each token of the encoded text, which each block reads; 0: no text
         dropout: probability that an activation is dropped in training, at the end of self-attention and MLP
         gradient_checkpointing: keep only the inputs of the blocks in training and compute the rest again in the
             backward pass: the same gradients for less memory and about a third more time
@@ -104,7 +104,7 @@ class DiT(Network):
         rows, columns, size = height // self.divisor, width // self.divisor, self.divisor
         cut = x.reshape(n, channels, rows, size, columns, size).permute(0, 2, 4, 1, 3, 5)
         where = positions(rows, columns, self.patch_in.out_features, x.device).to(self.patch_in.weight.dtype)
-        # Under autocast the sum makes the tokens float32, and they stay so from block to block.
+        # Under autocast the sum makes the tokens float32, and they stay float32 from block to block.
         h = self.patch_in(cut.reshape(n, rows * columns, channels * size * size)) + where
         for block in self.blocks:
             h = block(h, condition, *text)

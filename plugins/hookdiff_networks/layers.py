@@ -55,11 +55,11 @@ class Network(nn.Module, ABC):
             timesteps: times of the images, n integers, or floats of at least 32 bits, on a scale of about 0 to 1000:
                 the net barely distinguishes times that differ by much less than 1
             labels: classes of the images, n integers from -1, which is no class, to num_classes - 1; needed by a net
-                with classes, refused by any other
+                with classes, refused by a net without
             text: embedded tokens of a text for each image, n tokens text_dim, floats; needed by a net with text,
-                refused by any other
-            text_mask: the tokens that count, n tokens, bool or 0 and 1; default: all of them. An image without
-                such a token gets the prediction of the net without its cross-attention.
+                refused by a net without
+            text_mask: the tokens that count, n tokens, bool or 0 and 1; default: all of them. An image without any is
+                predicted without cross-attention.
 
         Raises:
             ValueError: the size, the channels, the times, the labels, the text or its mask do not fit. Labels that are
@@ -154,8 +154,8 @@ def self_attention(qkv: Tensor, num_heads: int, form: Form) -> Tensor:
 class CrossAttention(nn.Module):
     """Attention of tokens, n tokens width, to a text, n words text_dim.
 
-    `mask`, n 1 1 words, is True for words that count. A sample for which none counts gets zeros, as one does for a text
-    of zeros.
+    `mask`, n 1 1 words, is True for words that count. A sample for which no word counts gets zeros, and so does a
+    sample with a text of zeros.
     """
 
     def __init__(self, width: int, num_heads: int, text_dim: int) -> None:
@@ -163,7 +163,7 @@ class CrossAttention(nn.Module):
         self.num_heads = num_heads
         self.attention_form: Form = "by_layer"
         self.query = nn.Linear(width, width)
-        # No biases: softmax cancels that of the keys, and a text of zeros, as dropout makes it, has to add nothing.
+        # No biases: softmax cancels a bias of the keys, and a dropped text, which is all zeros, must add nothing.
         self.key_value = nn.Linear(text_dim, 2 * width, bias=False)
         self.proj = nn.Linear(width, width, bias=False)
 

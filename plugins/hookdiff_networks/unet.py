@@ -21,14 +21,14 @@ from hookdiff_networks.layers import (
 
 # A fixed number of sines and cosines, so that a narrow net distinguishes times as well as a wide one.
 _TIME_FEATURES = 128
-_MOST_ATTENTION = 32  # pixels: the largest side with attention unless the options ask for it
+_MOST_ATTENTION = 32  # pixels: the largest side of a level with attention by default
 
 
 class UNet(Network):
     """A U-Net for noisy images, with one level per resolution.
 
-    Each level halves the side of the one before it and has `channels * mult` channels. A level is `num_res_blocks`
-    residual blocks on the way down and as many on the way up, each of which also reads the output of its mirror image
+    Each level halves the side of the level before and has `channels * mult` channels. A level is `num_res_blocks`
+    residual blocks on the way down and as many on the way up, each of which also gets the output of the matching block
     on the way down; two more blocks are at the bottom. A fresh model predicts exactly zero. Parameters are named after
     their level, `down.0` and `up.0` being full size: `down.0.1.conv1.weight`. A model in the memory format
     channels_last keeps images in it.
@@ -49,8 +49,7 @@ class UNet(Network):
         head_dim: channels of an attention head; the number of heads follows from the channels of the level
         dropout: probability, below 1, that an activation is dropped in training, inside a residual block
         num_classes: number of classes that the network is conditioned on, labels 0 to num_classes - 1; 0: none
-        text_dim: features of a token of the text that each block with self-attention reads, as the text encoder makes
-            them; 0: no text
+        text_dim: features of each token of the encoded text, which each block with self-attention reads; 0: no text
         gradient_checkpointing: keep only the inputs of the blocks in training and compute the rest again in the
             backward pass: the same gradients for less memory and about a third more time
 

@@ -1,1 +1,1 @@
-"""Writes a package with a plugin or a part to begin with: `hookdiff new-plugin`."""
+"""Writes a package with a small plugin or part, as a start for your own: `hookdiff new-plugin`."""

@@ -11,18 +11,18 @@ from pathlib import Path
 
 from hookdiff import UserError
 
-# The tables in which hookdiff and its packages name their own parts, and the names in one.
+# The tables in which hookdiff and its packages list their own parts, and a name in such a table.
 _TABLE = re.compile(r"^(?:\w+\.known|SOURCES) = \{(.*?)\}", re.MULTILINE | re.DOTALL)
 _PART = re.compile(r'"([\w-]+)":')
-_CLASS = re.compile(r" as ([A-Z]\w+)")  # that torch.optim imports
+_CLASS = re.compile(r" as ([A-Z]\w+)")  # a class that torch.optim imports
 
 
 def check_name(name: str, classes: Collection[str] = ()) -> None:
-    """Check that a package may have the name of a plugin or part. It uses `classes`, and needs one of its own.
+    """Check that a new plugin or part may have this `name`. Its class must not be one of `classes` of the template.
 
     Raises:
-        UserError: with the nearest good name: it is no identifier in lower case, begins with hookdiff, is a keyword or
-            a module of Python, or that of a plugin, a part or a package that is installed, or its class is taken.
+        UserError: for a name that is not an identifier in lower case, begins with hookdiff, is a keyword or a module of
+            Python, or is taken. The message has the nearest good name.
     """
     if wrong := _why_wrong(name, classes):
         good = _spelled(name)
@@ -32,7 +32,7 @@ def check_name(name: str, classes: Collection[str] = ()) -> None:
 
 
 def class_of(name: str) -> str:
-    """Return the name of the class of a plugin or part: "GradNorm" of "grad_norm"."""
+    """Return the class name of a plugin or part, such as "GradNorm" for "grad_norm"."""
     return "".join(word.capitalize() for word in name.split("_"))
 
 
@@ -50,13 +50,13 @@ def _why_wrong(name: str, classes: Collection[str]) -> str:
     if name in _parts():
         return "is the name of an installed part"
     if class_of(name) in classes:
-        return f"needs a class {class_of(name)}, and the package uses another of that name"
+        return f"needs a class {class_of(name)}, and the package already uses a class of that name"
     taken = next((package for package in (name, f"hookdiff_{name}") if _is_installed(package)), None)
     return f"is taken: the package {taken} is installed" if taken else ""
 
 
 def _spelled(text: str) -> str:
-    """Return the words of `text` as an identifier in lower case, as "grad_norm" of "hookdiff-GradNorm"."""
+    """Return the words of `text` as an identifier in lower case, such as "grad_norm" for "hookdiff-GradNorm"."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     words = re.findall("[a-z0-9]+", re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower())
     while words[:1] == ["hookdiff"]:
@@ -66,7 +66,7 @@ def _spelled(text: str) -> str:
 
 
 def _is_installed(package: str) -> bool:
-    """Return whether there is a module `package`, or a distribution of this name; a mere folder is none."""
+    """Return whether there is a module `package`, or a distribution of this name; a folder alone does not count."""
     spec = find_spec(package)
     if spec and spec.origin:
         return True

@@ -45,10 +45,10 @@ def command(
 ) -> None:
     """Show where the time of a step of CONFIG goes, and which changes would make it faster.
 
-    Trains for some steps in a temporary directory. Then each change is measured beside CONFIG, in turns: precision,
-    memory format, batch size, workers, compilation. A faster change may need another learning rate.
+    Trains for some steps in a temporary directory. Then hookdiff measures changes of the config, each in turns with
+    CONFIG: precision, memory format, batch size, workers, compilation. A faster change may need another learning rate.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr, also that there is no GPU
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr, even that there is no GPU
 
     from attrs import asdict
 
@@ -84,7 +84,7 @@ def table(profile: Profile) -> str:
     if profile.busy is not None:
         lines.append(f"  the GPU computes {profile.busy:.0%} of the time")
     total = sum(profile.parts.values())
-    if profile.device == "cpu" and not 0.7 < total / profile.seconds < 1.5:  # elsewhere each part waits for the device
+    if profile.device == "cpu" and not 0.7 < total / profile.seconds < 1.5:  # on a GPU each part waits for the device
         busy = "do other processes use this machine?"
         lines.append(f"  its parts, measured after that, had {total * 1000:.1f} ms: {busy}")
     lines.append(f"  {'part':<40}{'ms':>10}{'share':>8}")
@@ -101,7 +101,7 @@ def advice(outcomes: list[Outcome]) -> str:
 
     measured = sorted((each for each in outcomes if each.ratio), key=lambda each: -(each.ratio or 0))
     best = [each for each in measured if (each.ratio or 0) >= WORTH][:_SHOWN]
-    lines = ["try first, with img/s over those of now:" if best else "nothing that was tried is faster:"]
+    lines = ["try first, with the speed over the present speed:" if best else "nothing that was tried is faster:"]
     lines += [f"  {each.ratio:.2f}  {each.change}" for each in best or measured]
     if best and (rest := [f"{each.change} {each.ratio:.2f}" for each in measured if each not in best]):
         lines.append(f"  also measured: {', '.join(rest)}")

@@ -19,8 +19,8 @@ from hookdiff.authors import Span, Stopwatch, wait_for
 from hookdiff.loop import HOOKS
 
 SETTLING = 3  # steps that are not timed: allocators and kernels settle
-_TRACED = 3  # steps
-_SPARE = 20  # steps that a run needs for its warm-up, beside those that settle and those that are counted
+_TRACED = 3  # steps in a trace
+_SPARE = 20  # steps that a run needs for its warm-up, besides those that settle and those that are timed
 _LONG = Every(86400, "seconds")
 # Names for the work of the loop itself between two hooks, by the hook before or the hook after.
 _AFTER = {"unscale": "finite check"}
@@ -33,9 +33,9 @@ class Profile:
     """The time of a step."""
 
     device: str
-    images: int  # of a step
-    seconds: float  # of a step, median
-    parts: Mapping[str, float]  # seconds of a step by part, the longest first; their sum is a little longer
+    images: int  # images of a step
+    seconds: float  # median seconds of a step
+    parts: Mapping[str, float]  # seconds of a step by part, the longest first; the sum is a little above `seconds`
     first: int  # steps of the run before the first that is timed; the warm-up of the rate is over
     length: int | None  # steps of the run; None without an end
     is_longer: bool  # whether the run of the config was too short, so that it was made longer
@@ -77,7 +77,7 @@ def running(config: Config, num: int) -> Iterator[tuple[Loop, Callable[[], float
 
 
 def _build(config: Config, num: int, run_dir: Path) -> Loop:
-    """Build the Loop of `config`, with its own length, or a longer one if `num` steps and a warm-up do not fit in."""
+    """Build the Loop of `config`, made longer if `num` steps and a warm-up do not fit in."""
     has_end = config.run.steps is not None or config.run.epochs is not None
     run = evolve(config.run, max_time=Every(0, "seconds") if has_end else _LONG)
     config = evolve(config, run=run, plugins={n: part for n, part in config.plugins.items() if n != "progress"})
@@ -93,12 +93,12 @@ def _length(loop: Loop) -> int | None:
 
 
 def _warm_up(loop: Loop, step: Callable[[], float], num: int) -> None:
-    """Make steps while the rates rise, in growing strides of `progress.step`, and leave `num` steps of the run."""
+    """Make steps until the rates stop rising, skipping more and more steps in between; leave `num` steps of the run."""
     last, rate, stride, reached = (_length(loop) or math.inf) - num, -1.0, 1.0, 0
     while loop.progress.step < last:
         step()
         before, rate = rate, sum(float(group["lr"]) for each in loop.optimizers for group in each.param_groups)
-        if rate <= before:  # the step before had the whole rate
+        if rate <= before:  # the step before had the highest rate
             loop.set_step(reached)
             return
         reached = loop.progress.step
@@ -138,7 +138,7 @@ def _traced(loop: Loop, step: Callable[[], float], trace: Path | None) -> float 
         seconds = sum(step() for _ in range(_TRACED))
     loop.plugins.instrument(None)
     if trace:
-        trace.parent.mkdir(parents=True, exist_ok=True)  # torch writes nothing without it, and does not say so
+        trace.parent.mkdir(parents=True, exist_ok=True)  # without the folder, torch writes nothing, and raises no error
         profiled.export_chrome_trace(str(trace))
     if not on_gpu:
         return None
@@ -148,7 +148,7 @@ def _traced(loop: Loop, step: Callable[[], float], trace: Path | None) -> float 
 def busy_seconds(events: Iterable[Any]) -> float:
     """Return the seconds in which a GPU did at least one thing, from the events of torch's profiler.
 
-    A kernel also counts in the operator that launched it, and in each annotation around it: these are left out.
+    A kernel also counts in the operator that launched it, and in annotations around it, so both are left out.
     """
     work = (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
     total = end = 0.0

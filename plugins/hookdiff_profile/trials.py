@@ -32,12 +32,12 @@ class Outcome:
     """The measured speed with a change."""
 
     change: Change
-    ratio: float | None = None  # images a second over those of the config; None: the change cannot be used
+    ratio: float | None = None  # speed over the speed of the config; None: the change cannot be used
     why: str = ""  # the change cannot be used
 
 
 def changes(config: Config, device: str, is_stored: bool, channels_last: bool) -> Iterator[Change]:
-    """Yield the changes that fit `config`: its data is stored or read in each epoch, its settled memory format."""
+    """Yield the changes that fit `config`. `is_stored`: no epoch reads the data again. `channels_last`: as set."""
     if "amp" not in config.plugins:
         yield Change(("amp",))
     elif config.plugins["amp"].use == "amp":
@@ -52,14 +52,14 @@ def changes(config: Config, device: str, is_stored: bool, channels_last: bool) -
     names = ("compile", "cuda_graphs") if device == "cuda" else ("compile",)
     missing = [name for name in names if name not in config.plugins]
     yield from (Change((name,)) for name in missing)
-    if len(missing) == 2:  # each gains more beside the other
+    if len(missing) == 2:  # together they gain more
         yield Change(tuple(missing))
 
 
 def tried(
     path: Path, plugins: tuple[str, ...], settings: tuple[str, ...], steps: int, trust: bool = False
 ) -> Iterator[Outcome]:
-    """Yield the outcome of each change of the config at `path`, with `steps` steps of both in turns, round by round."""
+    """Yield the outcome of each change of the config at `path`, timed in turns with the config, `steps` steps each."""
     config = load_config(path, plugins, settings, trust=trust)
     with running(config, _MOST * _ROUNDS * steps) as (loop, step):
         stored, form = isinstance(loop.feed.samples, InMemory), bool(loop.hparams["run"]["channels_last"])
@@ -77,7 +77,7 @@ def tried(
         for change in changes(config, loop.device.type, stored, form):
             try:
                 outcome = Outcome(change, ratio(change))
-            except (UserError, ValueError, MemoryError, RuntimeError) as error:  # a compiler's, or too little memory
+            except (UserError, ValueError, MemoryError, RuntimeError) as error:  # of a compiler, or too little memory
                 outcome = Outcome(change, why=str(error).partition("\n")[0])
-            free_memory(loop.device)  # of this change, for the next one
+            free_memory(loop.device)  # of this change, for the next change
             yield outcome

@@ -8,10 +8,10 @@ from collections import deque
 
 from attrs import define, field
 
-_WINDOW, _FEWEST = 30.0, 5  # the speed is that of the last seconds of training, of these many spans at least
+_WINDOW, _FEWEST = 30.0, 5  # the speed is a mean over this many seconds of training, and over at least this many spans
 _SPAN = 1.0  # seconds; shorter steps are counted together
-_LONGER, _LEAST = 3.0, 1.0  # a step that takes three times as long, and a second more, has a pause in it
-_IN_A_ROW = 3  # such steps mean that the machine is slower now, or faster if they are that much shorter
+_LONGER, _LEAST = 3.0, 1.0  # a step that takes three times as long as usual, and a second more, contains a pause
+_IN_A_ROW = 3  # this many long steps in a row mean that the machine has become slower, short steps that it is faster
 _MOST = 64  # pauses that are remembered
 
 
@@ -20,7 +20,7 @@ class _Span:
     seconds: float
     batches: int
     steps: int
-    waited: float = 0.0  # of the seconds, those for the data
+    waited: float = 0.0  # seconds of these that were spent waiting for data
 
     @property
     def worked(self) -> float:
@@ -39,22 +39,22 @@ class Pace:
 
     The speed is the mean of the last 30 seconds of training, so it follows a machine that becomes faster or slower. The
     first step, which warms up, does not count, and neither do pauses, such as evaluations and saves. Waiting for the
-    data counts, however irregular it is. After two pauses, further pauses are expected: of the mean length, and at the
-    mean distance or, if that is longer, at the time since the last pause. The longest pause counts as the second
-    longest, since it may have been the only one of its kind.
+    data counts, however irregular it is. After two pauses, further pauses are expected. They have the mean length, and
+    follow each other at the mean distance, or at the time since the last pause if that is longer. The longest pause
+    counts only as long as the second longest, since it may not come again.
     """
 
-    # Time, batches, steps and seconds of waiting at the begin of a step.
+    # Time, batches, steps and seconds of waiting at the beginning of the newest step.
     _newest: tuple[float, int, int, float] | None = field(init=False, default=None)
     _first: _Span | None = field(init=False, default=None)
     _spans: deque[_Span] = field(init=False, factory=deque)
-    _total: _Span = field(init=False, factory=lambda: _Span(0.0, 0, 0))  # of the spans
+    _total: _Span = field(init=False, factory=lambda: _Span(0.0, 0, 0))  # sum of `_spans`
     _pauses: deque[tuple[int, float]] = field(init=False, factory=lambda: deque(maxlen=_MOST))  # step and seconds
-    _in_a_row: list[_Span] = field(init=False, factory=list)  # the last steps, all of them much slower, or faster
+    _in_a_row: list[_Span] = field(init=False, factory=list)  # the last steps if all were much slower, or all faster
     _are_slower: bool = field(init=False, default=False)
 
     def mark(self, batches: int, steps: int, waited: float = 0.0) -> None:
-        """Note that a step begins, after `batches` and `steps` of the run; it has `waited` seconds for all its data."""
+        """Note that a step begins, after `batches` and `steps` of the run; it has `waited` seconds for data so far."""
         before, now = self._newest, time.monotonic()
         self._newest = now, batches, steps, waited
         if before is None or batches <= before[1]:  # a rollback
@@ -77,7 +77,7 @@ class Pace:
             self._follow()
 
     def _follow(self) -> None:
-        """Forget the speed before the last steps, and the pauses that these steps seemed to be."""
+        """Forget the speed before the last steps, and the pauses that were counted for these steps."""
         for _ in range(_IN_A_ROW if self._are_slower else 0):
             self._pauses.pop()
         self._spans.clear()

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 FIRST = "loss", "lr", "grad_norm"
 _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-_LINES = 2  # of values
+_LINES = 2  # lines of values
 
 
 @define(frozen=True)
 class Facts:
-    """What is known of a run."""
+    """What a terminal shows of a run."""
 
     step: int
     total: int | None
     pace: Sequence[str]  # such as "12 img/s" and "ETA 12 s"
-    values: Mapping[str, str]  # as texts, those to show first at the beginning
-    losses: Sequence[float]  # the newest ones
+    values: Mapping[str, str]  # texts by name, in the order of display
+    losses: Sequence[float]  # the newest losses
     notes: Sequence[str]  # on memory and checkpoints
     works: Sequence[Work] = ()
 
@@ -63,11 +63,11 @@ def value(name: str, text: str) -> Text:
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """Return a character for each value, from the lowest to the highest one; "x" for nan and infinity."""
+    """Return a character for each value, from the lowest to the highest; "x" for NaN and infinity."""
     values = list(values)
     finite = [number for number in values if math.isfinite(number)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    size = (high / 2 - low / 2) or 1.0  # halves: their difference is finite
+    size = (high / 2 - low / 2) or 1.0  # halved first, so that the difference cannot overflow
     return "".join(
         _BLOCKS[round((number / 2 - low / 2) / size * (len(_BLOCKS) - 1))] if math.isfinite(number) else "x"
         for number in values

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 WIDTH = 120  # columns of a line in a pipe; further values are left out
-LOSSES = 24  # in the sparkline
-SOONEST, LATEST = 10.0, 60.0  # seconds between two lines in a pipe: a tenth of the time so far, between these
+LOSSES = 24  # losses in the sparkline
+SOONEST, LATEST = 10.0, 60.0  # seconds between two lines in a pipe: a tenth of the time so far, within these limits
 
 logger = logging.getLogger("hookdiff")
 
@@ -51,14 +51,14 @@ class _Run:
         return picture(facts, width, has_blocks)
 
     def line(self, values: Mapping[str, tuple[int, float]], newest: int) -> Facts:
-        """Return the facts with these values; one that is older than the step `newest` says its step."""
+        """Return the facts with these values; a value that is older than the step `newest` is shown with its step."""
         loop, texts = self.loop, dict[str, str]()
         usual = [name for name in FIRST if name in values]
         rarest_first = sorted((name for name in values if name not in FIRST), key=self.times.__getitem__)
         for name in [*usual, *rarest_first]:
             step, value = values[name]
             is_old = step < newest and (name not in FIRST or values is not self.values)
-            is_said = name in usual[:-1] and values[usual[-1]][0] == step  # by the last one of them
+            is_said = name in usual[:-1] and values[usual[-1]][0] == step  # the last value of this step shows it
             texts[name] = f"{value:.4g} (step {step:,})" if is_old and not is_said else f"{value:.4g}"
         return Facts(loop.progress.step, self.total, list(self._pace()), texts, (), list(self._notes()))
 
@@ -95,8 +95,8 @@ class ProgressBar:
     _run: _Run | None = field(init=False, default=None)
     _display: Display | None = field(init=False, default=None)
     _unshown: dict[str, tuple[int, float]] = field(init=False, factory=dict)  # values for the next line
-    _next: float = field(init=False, default=0.0)  # time from which on a log gets a line
-    _latest: float = field(init=False, default=0.0)  # time of the next line if there is no log until then
+    _next: float = field(init=False, default=0.0)  # time after which a log is printed
+    _latest: float = field(init=False, default=0.0)  # time of the next line if nothing is logged until then
     _printed: int = field(init=False, default=0)  # step of the last line
 
     @hookimpl
@@ -165,7 +165,7 @@ class ProgressBar:
             print(line, file=sys.stderr, flush=True)
         now = time.monotonic()
         self._printed, self._latest = step, now + LATEST
-        if values:  # a log must not wait after a line without one
+        if values:  # a line without values must not delay the next log
             self._next = now + min(LATEST, max(SOONEST, (now - run.loop.end.start_time) / 10))
 
     def _stop(self) -> None:

@@ -10,7 +10,7 @@ from hookdiff.cli import check_output, out_option, overwrite_option
 
 @click.command()
 @click.argument("runs", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="RUN...")
-@out_option("HTML file to write.  [default: report.html in RUN, in the current folder for several runs; made anew]")
+@out_option("HTML file to write.  [default: report.html in RUN, in the current folder for several runs; overwritten]")
 @click.option(
     "--goal", "texts", multiple=True, metavar="NAME=X", help="Draw a target, such as fd/digits=0.4; may be repeated."
 )

@@ -15,9 +15,9 @@ from hookdiff_report.run import NEIGHBOURS, Array, ReportedRun
 from hookdiff_report.words import count, number, shortened
 
 MOST_POINTS = 2000
-_PARTS = 500  # of a long loss, each about as wide as two pixels
+_PARTS = 500  # parts of a long loss curve, each about two pixels wide
 _MOST_SPACES = 8  # feature spaces
-_MOST_GROUPS = 8  # of parameters
+_MOST_GROUPS = 8  # groups of parameters
 Style = Literal["line", "faint", "dashed", "dots"]
 Lines = Mapping[str, tuple[str, Style]]  # label and style by logged name
 
@@ -30,9 +30,9 @@ class PlottedCurve:
     x: Array
     y: Array
     style: Style = "line"
-    color: int = 0  # in the palette
+    color: int = 0  # number in the palette
     alpha: float = 1.0
-    low: Array | None = None  # lower end of a band; y is the upper one
+    low: Array | None = None  # lower end of a band; y is the upper end
 
     @property
     def summary(self) -> str:
@@ -59,10 +59,10 @@ class Plot:
     curves: Sequence[PlottedCurve] = field(converter=_with_values)
     x_label: str = "step"
     log: bool = False  # a logarithmic axis is wanted
-    dashed: str = ""  # more of the caption, if there are dashed curves
+    dashed: str = ""  # added to the caption if there are dashed curves
     marks: Sequence[Mark] = ()
     goals: Sequence[float] = ()  # values to reach
-    names: Collection[str] = ()  # that are drawn
+    names: Collection[str] = ()  # logged names that are drawn
 
     @property
     def is_log(self) -> bool:
@@ -98,7 +98,7 @@ def _with_goals(plot: Plot, goals: Sequence[Goal], runs: Sequence[ReportedRun]) 
 
 
 def _others(known: Sequence[Plot], goals: Sequence[Goal], runs: Sequence[ReportedRun]) -> Iterator[Plot]:
-    """Yield a plot of each goal that belongs to no other plot."""
+    """Yield a plot for each name with a goal that no other plot shows."""
     drawn = {name for plot in known if plot.curves for name in plot.names}
     for name in dict.fromkeys(goal.name for goal in goals if goal.name not in drawn):
         lines: Lines = {name: (name, "dots")}
@@ -108,9 +108,9 @@ def _others(known: Sequence[Plot], goals: Sequence[Goal], runs: Sequence[Reporte
 
 
 def _logged(runs: Sequence[ReportedRun], lines: Lines) -> Iterator[PlottedCurve]:
-    """Yield the curves of logged values. Several runs are compared by one line, which most of the runs have."""
+    """Yield the curves of logged values. Several runs are compared by one name, which most of the runs have logged."""
     shown = list(lines)
-    if len(runs) > 1:  # not by a dashed line: it is a threshold or a floor of the values
+    if len(runs) > 1:  # never by a dashed line, which is a threshold or a floor of other values
         solid = [name for name, (_, style) in lines.items() if style != "dashed"]
         shown = sorted(solid, key=lambda name: -sum(name in run.history.series for run in runs))[:1]
     for place, run in enumerate(runs):
@@ -142,13 +142,13 @@ def _loss(runs: Sequence[ReportedRun]) -> Plot:
     events = marks(runs[0]) if len(runs) == 1 else ()
     curves = list(_logged(runs, lines))
     if not all("loss/smooth" in run.history.series for run in runs):
-        caption += f" A loss that the plugin loss has not smoothed is the mean of {NEIGHBOURS} lines here."
+        caption += f" Without the plugin loss, the smoothed loss is the mean of {NEIGHBOURS} logged lines."
         labels = ["smoothed"] if len(runs) == 1 else [run.label for run in runs]
         smooth = [PlottedCurve(labels[k], *_means(*run.loss), color=k) for k, run in enumerate(runs)]
         curves = [*smooth, *(curves if len(runs) == 1 else ())]
     if any(len(run.loss[0]) > MOST_POINTS for run in runs):
         band = ", the band goes from their lowest to their highest loss" * (len(runs) == 1)
-        caption += f" A long run has {_PARTS} parts here: the line has their means{band}."
+        caption += f" A long run is divided into {_PARTS} parts: the line shows their means{band}."
     return Plot("loss", "Loss", "loss", caption, curves, log=True, marks=events, names=lines)
 
 
@@ -283,7 +283,7 @@ def _levels(run: ReportedRun, kind: str, until: float = math.inf) -> tuple[Array
         try:
             if len(recent):
                 bins.append((float(low), float(high), recent.mean()))
-        except ValueError:  # no bin of the monitor
+        except ValueError:  # not a bin of the plugin loss
             continue
     lows, highs, means = numpy.array(bins, float).reshape(-1, 3).T
     widths = (highs - lows)[numpy.isfinite(highs - lows)]
@@ -310,7 +310,7 @@ def _parts(x: Array, y: Array) -> Iterator[tuple[float, Array]]:
 
 
 def _means(x: Array, y: Array) -> tuple[Array, Array]:
-    """Return a long curve as the means of its parts, between its first and its last point; a short one as it is.
+    """Return a long curve as its first point, the means of its parts, and its last point; a short curve unchanged.
 
     Lines through the lowest and highest points of a noisy loss would fill the plot.
     """

@@ -10,10 +10,10 @@ from attrs import frozen
 from hookdiff_report.curves import Plot, PlottedCurve
 from hookdiff_report.words import shortened
 
-# Each has a contrast of at least 3 on white and on the dark page.
+# Each colour has a contrast ratio of at least 3 on the white and on the dark page.
 PALETTE = ("#3d7edb", "#d2691e", "#2a9d6e", "#a765d1", "#c9487b", "#8a8520", "#5f7d8c", "#b5573f")
 GOAL = "#1d8a4e"
-_GREY = "#7a828c"  # of texts, until the page sets its own colour
+_GREY = "#7a828c"  # colour of texts, until the page sets its own
 _MOST_KINDS = 12
 
 
@@ -90,7 +90,7 @@ def draw(plot: Plot) -> Any:
     shown.yaxis.formatter = NumeralTickFormatter(format="0,0") if is_large else PrintfTickFormatter(format="%.4g")
     if not plot.is_log and low == high:
         shown.y_range.default_span = abs(low) or 1.0
-    # In a narrow range Bokeh places ticks as on a linear axis; below 1000 the low end would have none.
+    # In a narrow range Bokeh places ticks as on a linear axis; below a ratio of 1000, the low end would have no ticks.
     elif plot.is_log and 5 * low < high < 1000 * low:
         shown.yaxis.ticker = LogTicker(base=2)
     for axis in (*shown.xaxis, *shown.yaxis):
@@ -103,14 +103,14 @@ def draw(plot: Plot) -> Any:
     tips = [("", "$name"), (plot.x_label, "@x{0,0.[0]}"), (plot.y_label, "@y{%.5g}")]
     shown.add_tools(HoverTool(renderers=renderers, tooltips=tips, formatters={"@y": "printf"}))
     shown.add_tools(SaveTool(filename=re.sub(r"\W+", "-", plot.key)[:60]))
-    shown.y_range.renderers = renderers  # without the marks, which have another range
+    shown.y_range.renderers = renderers  # without the marks, which have a range of their own
     if plot.marks:
         _draw_marks(shown, plot)
     for goal in plot.goals:
         shown.add_layout(Span(location=goal, dimension="width", line_color=GOAL, line_width=2, line_dash="dotted"))
     if plot.goals:
         shown.y_range = _range([low, high, *plot.goals], plot.is_log)
-    if is_by_step:  # the page moves it with its slider
+    if is_by_step:  # the slider of the page moves this line
         shown.add_layout(Span(name="step", dimension="height", line_color=_GREY, line_width=1.5, visible=False))
     return json_item(shown)
 
@@ -137,7 +137,7 @@ def _draw_curve(shown: Any, curve: PlottedCurve) -> Any:
     points: Any = {"x": "x", "y": "y", "source": ColumnDataSource({"x": curve.x, "y": curve.y}), "name": curve.label}
     is_faint, dash = curve.style == "faint", "dashed" if curve.style == "dashed" else "solid"
     look = {"line_color": color(curve.color), "line_alpha": 0.45 if is_faint else curve.alpha}
-    level = "underlay" if is_faint else "glyph"  # below the others
+    level = "underlay" if is_faint else "glyph"  # drawn below the other curves
     shown.line(**points, **look, line_width=1 if is_faint else 2, line_dash=dash, level=level)
     if curve.style == "dots" or len(curve.x) == 1:
         shown.scatter(**points, **look, size=6, fill_color=color(curve.color))

@@ -1,4 +1,4 @@
-"""The events of a run, for people: a timeline, marks on a plot, and the monitors' diagnoses."""
+"""The events of a run as readers see them: a timeline, marks on a plot, and the diagnoses of monitors."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from hookdiff_report.words import count, moment, shortened
 
 _MOST_ROWS = 200
 _MOST_DIAGNOSES = 50
-_MOST_TEXT = 2000  # letters
+_MOST_TEXT = 2000  # characters
 _RANKS = {"error": 0, "warning": 1, "info": 2, "ok": 3}
 # Runs have thousands of these events, so all events of a kind between two other events are one row.
 _ROUTINE = {
@@ -57,7 +57,7 @@ class Diagnosis:
 def timeline(run: ReportedRun) -> list[Row]:
     """Return the rows, oldest first. If there are too many, a row in the middle says so."""
     groups: dict[tuple[int, str], list[LoggedEvent]] = {}
-    begin = 0  # place of the last event of another kind
+    begin = 0  # index of the last event of another kind
     for place, logged in enumerate(run.history.events):
         if logged.event.kind not in _ROUTINE:
             begin = place

@@ -20,7 +20,7 @@ from hookdiff_report.words import shortened
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-BUDGET = 8 << 20  # letters of all pictures of a report, in base64
+BUDGET = 8 << 20  # characters of all pictures of a report, in base64
 _LEVELS = ((82, 1200), (76, 900), (70, 720), (64, 560), (56, 440), (48, 320))  # quality, and the longer side in pixels
 _ENOUGH = 60  # steps; the quality is not reduced to show more
 _MOST_STEPS, _MOST_NAMES, _MOST_PANELS = 200, 16, 8
@@ -50,19 +50,19 @@ _ABOUT = {"sampler": "sampler {}", "steps": "{} steps", "guidance_scale": "guida
 
 @frozen
 class Strip:
-    """Pictures of a name by step, for each panel, such as the average and the weights themselves."""
+    """The pictures of one logged name by step, in panels such as the average and the weights themselves."""
 
-    title: str  # the name, and of several runs the run
+    title: str  # the name; with several runs, also the run
     steps: Sequence[int]
-    panels: Sequence[str]  # titles; whole pictures have one, which may be empty
-    sources: Sequence[Sequence[str]]  # by panel and step, data URIs; "" for a panel that a step lacks
+    panels: Sequence[str]  # titles; a picture without panels has one, perhaps ""
+    sources: Sequence[Sequence[str]]  # by panel and step, data URIs; "" if a step has no such panel
     about: str  # sampler, steps, guidance and seed of the images
     num: int  # steps with pictures in the run
 
 
 @frozen
 class Group:
-    """All strips of a name, beside each other."""
+    """The strips of one name, one for each run, side by side."""
 
     name: str
     caption: str
@@ -79,7 +79,7 @@ class Group:
 class Film:
     """The filmstrip or an animation, which show all steps at once."""
 
-    name: str  # of its file
+    name: str  # name of its file
     caption: str
     source: str  # empty if it is too large
     is_moving: bool
@@ -118,7 +118,7 @@ def _films(run: ReportedRun) -> Iterator[Film]:
 
 
 def _animation(path: Path, most: int) -> str | None:
-    """Return the file as it is; "" if it takes more than `most` letters, None if its name has another format."""
+    """Return the file as a data URI; "" above `most` characters, None for a damaged file or one of another format."""
     import PIL.Image
 
     kind = path.suffix[1:]
@@ -134,7 +134,7 @@ def _animation(path: Path, most: int) -> str | None:
 
 
 def _strip(title: str, files: Mapping[int, Path], most: int, share: int) -> Strip | None:
-    """Return up to `most` pictures that fit into `share` letters: the last, the first, and then the others."""
+    """Return up to `most` pictures that fit into `share` characters: the last, the first, and then the others."""
     steps = evenly(list(files), most)
     for quality, side in _LEVELS:
         probes = [_length(_panels(files[step], quality, side)) for step in evenly(steps, 5)]
@@ -196,12 +196,12 @@ def _weights(image: Image) -> str:
 
 
 def _boxes(image: Image) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
-    """Yield title and place of each panel, with names beside its rows; nothing unless there are several."""
+    """Yield the title and the box of each panel, with the names beside its rows; nothing for a single panel."""
     boxes = []
     for place in list(panel_layouts(read_info(image)))[:_MOST_PANELS]:
         if place.is_inside(image.size):
             boxes.append((shortened(place.title, 60), place.whole))
-    if len(boxes) == 1 or len(dict(boxes)) < len(boxes):  # titles that are equal would hide a panel
+    if len(boxes) == 1 or len(dict(boxes)) < len(boxes):  # panels with equal titles would hide each other
         return
     for title, (left, top, right, bottom) in boxes:
         others = [box[2] for _, box in boxes if box[2] <= left and box[1] < bottom and top < box[3]]

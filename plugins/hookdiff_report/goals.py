@@ -15,7 +15,7 @@ from hookdiff_report.run import Array, ReportedRun
 from hookdiff_report.words import count
 
 _FEWEST = 3  # values that a guess needs
-_FARTHEST = 20  # a guess is at most this many times the steps so far
+_FARTHEST = 20  # a guessed step is at most this many times the steps so far
 
 
 @frozen

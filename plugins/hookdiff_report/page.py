@@ -1,4 +1,4 @@
-"""Puts the parts of a report together, as one HTML page that loads nothing."""
+"""Joins the parts of a report to one HTML page, which loads nothing from outside."""
 
 import base64
 import hashlib
@@ -16,7 +16,7 @@ from hookdiff_report.scrubber import scrubber
 from hookdiff_report.words import count
 
 
-@numpy.errstate(all="ignore")  # a damaged file may have numbers as large as floats get
+@numpy.errstate(all="ignore")  # a damaged file may hold huge numbers, which overflow
 def page(histories: Sequence[History], goals: Sequence[Goal] = ()) -> str:
     """Return the HTML of the report with `goals`; default: the goals of the configs.
 
@@ -31,7 +31,7 @@ def page(histories: Sequence[History], goals: Sequence[Goal] = ()) -> str:
     templates = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     templates.undefined = jinja2.StrictUndefined
     templates.policies["json.dumps_kwargs"] = {}  # Bokeh needs the keys in their order
-    # A browser computes the digest of a script with these ends of lines.
+    # A browser computes the digest of a script with these line endings.
     css, own_script = (loader.get_source(templates, f"page.{end}")[0].replace("\r\n", "\n") for end in ("css", "js"))
     scripts = [*([script()] if plots else []), own_script]
     return templates.get_template("page.html").render(

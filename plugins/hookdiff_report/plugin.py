@@ -41,7 +41,7 @@ class Report(Periodic):
         default=(), metadata=about('values to reach, which the plots show, such as ["fd/digits=0.4"]')
     )
     _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
-    _messages: IO[bytes] = field(init=False)  # of the process
+    _messages: IO[bytes] = field(init=False)  # output of the process
     _has_warned: bool = field(init=False, default=False)
 
     @goals.validator

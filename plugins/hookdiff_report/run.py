@@ -13,7 +13,7 @@ from hookdiff import UserError, shown
 from hookdiff.run_dir import BEGINS, SMOOTHED, History, asked_number, total_steps
 
 Array = NDArray[numpy.float64]
-_WINDOWS = 200  # of the pace
+_WINDOWS = 200  # windows of `Pace`
 NEIGHBOURS = 100  # values in a mean, for the loss of a run without the plugin loss
 
 

@@ -13,7 +13,7 @@ from hookdiff_report.words import count, number, shortened
 
 _MOST_DISTANCES = 4
 _MOST_VALUES = 400  # rows of the table of logged values
-_MOST_MODEL = 100_000  # letters of the structure of the network
+_MOST_MODEL = 100_000  # characters of the structure of the network
 
 Fact = tuple[str, tuple[str, str]]  # name, value, and a note that may be empty
 
@@ -43,7 +43,7 @@ def _best_distances(run: ReportedRun) -> Iterator[Fact]:
         nums = {step: num for step, num in zip(*run.points(f"{name}/num"), strict=True) if num > 0}
         points = [(value, step, nums.get(step)) for step, value in zip(*run.points(name), strict=True)]
         points = [point for point in points if math.isfinite(point[0])]
-        # A distance with another n than the newest one cannot be compared with it.
+        # A distance that was measured with another n than the newest cannot be compared with it.
         if same := [point for point in points if point[2] == points[-1][2]]:
             value, step, num = min(same)
             yield f"Best {title}", (number(value), f"at step {count(step)}{f', n = {count(num)}' if num else ''}")

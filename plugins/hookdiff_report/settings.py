@@ -14,8 +14,8 @@ from hookdiff.run_dir import BEGINS, CONFIG, flat
 from hookdiff_report.run import ReportedRun
 from hookdiff_report.words import count, shortened
 
-_MOST_TEXT = 100_000  # letters of a config
-_MOST_VALUE = 300  # letters of a value in a config
+_MOST_TEXT = 100_000  # characters of a config
+_MOST_VALUE = 300  # characters of a value in a config
 _MOST_COLUMNS = 6
 
 
@@ -28,7 +28,7 @@ class Table:
 
     @classmethod
     def of(cls, columns: Sequence[tuple[str, Mapping[str, str]]]) -> Table:
-        """Return the table with these columns, each with its head."""
+        """Return the table with these columns, each with its heading."""
         names = dict.fromkeys(name for _, column in columns for name in column)
         rows = [(name, [column.get(name, "") for _, column in columns]) for name in names]
         return cls([head for head, _ in columns], rows)
@@ -58,9 +58,9 @@ def _apart(texts: Sequence[str]) -> Sequence[str]:
 
 
 def environment(runs: Sequence[ReportedRun]) -> Table:
-    """Return machine and versions of the processes of a run: a column for each that differs from the one before.
+    """Return machine and versions of the processes of a run: a column for each that differs from the process before.
 
-    Of several runs, each has one column, for its last process.
+    With several runs, each run has one column, for its last process.
     """
     columns: list[tuple[str, dict[str, str]]] = []
     for run in runs:
@@ -69,7 +69,7 @@ def environment(runs: Sequence[ReportedRun]) -> Table:
             if logged.event.kind in BEGINS and logged.event.details:
                 values = _as_json(logged.event.details)
                 facts = {name.removeprefix("versions."): _plain(text) for name, text in values}
-                facts.pop("steps", None)  # of the run
+                facts.pop("steps", None)  # a fact about the run, not the machine
                 if not added or facts != added[-1][1]:
                     added.append((f"from step {count(logged.step)}", facts))
         columns += added[-_MOST_COLUMNS:] if len(runs) == 1 else [(run.label, facts) for _, facts in added[-1:]]

@@ -1,4 +1,4 @@
-"""Numbers, moments and long texts for people."""
+"""Writes numbers, times and long texts for readers."""
 
 import math
 from datetime import UTC, datetime
@@ -10,7 +10,7 @@ def number(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """Return a count with its thousands."""
+    """Return a count with commas between thousands."""
     return f"{value:,.0f}" if abs(value) < 1e15 else "very many"
 
 
@@ -23,5 +23,5 @@ def moment(time: float) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the text, cut to `most` letters."""
+    """Return the text, truncated to `most` characters."""
     return text if len(text) <= most else f"{text[:most]}..."

@@ -27,16 +27,16 @@ _RUNS = "runs"  # the folder by default
     "--sort", default="name", metavar="NAME", help="name, state, step, loss, age, a metric or a key of the configs."
 )
 @click.option("--state", type=click.Choice(STATES), help="List only the runs in this state.")
-@click.option("--columns", metavar="A,B,...", help="Show these columns: as for --sort, and differs.")
-@click.option("--diff", "is_diff", is_flag=True, help="Show only the keys of the configs that differ, a column each.")
+@click.option("--columns", metavar="A,B,...", help="Show these columns: any name for --sort, or differs.")
+@click.option("--diff", "is_diff", is_flag=True, help="Show only the config keys that differ, one in each column.")
 @json_option
 def command(
     places: tuple[str, ...], sort: str, state: str | None, columns: str | None, is_diff: bool, as_json: bool
 ) -> None:
     """List the runs in DIR and the folders in it, three levels deep. The runs may be under way.
 
-    NAME is a pattern, such as 'sweep-*': only runs with such a name, or path below DIR, are listed. Without a DIR, it
-    is the folder "runs".
+    NAME is a pattern, such as 'sweep-*': only runs with such a name, or path below DIR, are listed. Without DIR, the
+    folder "runs" is searched.
 
     loss is smoothed: the newest loss/smooth, or without the plugin loss the mean of the last 10 logged losses. Each FID
     that was logged has a column with its lowest value and step. age is the time since the last line was written. The

@@ -1,4 +1,4 @@
-"""Reads the configs of many runs. Most of their tables are the same, and a text is parsed once."""
+"""Reads the configs of many runs. Most of their tables are the same, and equal texts are parsed once."""
 
 import re
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from hookdiff.disk import read_file
 from hookdiff.run_dir import CONFIG, History
 
 _HEAD = re.compile(r"^(?=\[)", re.MULTILINE)
-_UNUSUAL = ("[[", '"""', "'''")  # a text with one of these is not cut into tables
+_UNUSUAL = ("[[", '"""', "'''")  # a text with one of these is parsed as a whole, not table by table
 
 
 @define(eq=False)
 class Configs:
-    """The tables of the configs that were read, by their texts."""
+    """A cache of the parsed tables of configs, by the texts of the tables."""
 
     _tables: dict[str, Mapping[str, Any]] = field(init=False, factory=dict)
 

@@ -16,8 +16,8 @@ _MISSING = "(not set)"
 def differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the values of the keys, as "table.key", that are not the same in all configs: a dict for each config.
 
-    A key that only some configs have is a difference if the others have its table too, with the same part in it. So a
-    plugin that is not in all runs differs in run.plugins alone, and another network in model.use and in shared keys.
+    A key that only some configs have is a difference if the others have the same part in that table. So for a plugin
+    that not all runs have, only run.plugins differs; for another network, model.use and shared keys differ.
     """
     values = [dict(flat(config)) for config in configs]
     differing: list[dict[str, Any]] = [{} for _ in configs]
@@ -34,9 +34,9 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_common(values: Sequence[Any]) -> bool:
-    """Return quickly whether all values are surely the same; most keys of many runs are."""
+    """Return whether a quick comparison shows that all values are the same, as they are for most keys."""
     first, kind = values[0], type(values[0])
-    if kind in (list, float):  # with items that may differ in kind, and NaN
+    if kind in (list, float):  # 1 equals 1.0 inside a list, and NaN does not equal itself
         return len(set(map(repr, values))) == 1
     return all(type(value) is kind and value == first for value in values)
 
@@ -64,7 +64,7 @@ def as_text(value: object) -> str:
 
 
 def as_json(value: object) -> object:
-    """Return a value of TOML as one of JSON, which has no NaN, no infinity and no dates."""
+    """Return a value of TOML as a value of JSON, which has no NaN, no infinity and no dates."""
     if isinstance(value, list):
         return [as_json(item) for item in value]
     if isinstance(value, dict):

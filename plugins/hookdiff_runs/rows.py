@@ -38,18 +38,18 @@ class Row:
     config: Mapping[str, Any]
     problem: str = ""  # why the run directory cannot be read
     step: int = 0
-    steps: int | None = None  # of the whole run
+    steps: int | None = None  # steps of the whole run
     begin: LoggedEvent | None = None  # its newest start or resume
     has_loss: bool = False
-    loss: float = math.nan  # smoothed
+    loss: float = math.nan  # smoothed loss
     best: Mapping[str, tuple[float, int]] = {}  # lowest value and its step, by metric
-    time: float = -math.inf  # of the newest line, in seconds since 1970
+    time: float = -math.inf  # time of the newest line, in seconds since 1970
 
 
 def read_row(history: History, name: str, configs: Configs) -> Row:
-    """Return the row of a run; it raises no error for a damaged one."""
+    """Return the row of a run; a damaged run raises no error."""
     row = Row(name, history.state, {})
-    # The config last: its problem is the one to report.
+    # The config is read last, so that its problem is the one that is reported.
     for read in (_read_events, _read_metrics, partial(_read_config, configs=configs)):
         try:
             read(row, history)
@@ -75,7 +75,7 @@ def _read_config(row: Row, history: History, configs: Configs) -> None:
 def _read_metrics(row: Row, history: History) -> None:
     metrics = skim_metrics(history.run_dir)
     if newest := next(iter(metrics.backwards()), None):
-        row.step, row.time = newest.step, max(row.time, newest.time)  # the time stays if the line has none (NaN)
+        row.step, row.time = newest.step, max(row.time, newest.time)  # a line without a time (NaN) changes no time
     smooth = next((line for line in metrics.backwards(_SMOOTH) if _SMOOTH in line.values), None)
     raw = next((line for line in metrics.backwards(_RAW) if _RAW in line.values), None)
     if smooth and (raw is None or smooth.step >= raw.step):

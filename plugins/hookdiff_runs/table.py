@@ -22,17 +22,17 @@ _NAME, _DIFFERS = "name", "differs"
 _COLUMNS = (_NAME, "state", "step", "loss", "age", _DIFFERS)
 _HEADS = {_NAME: "run", "loss": "smooth loss"}
 _GAP = 2  # columns between two cells
-_LEAST, _MOST_PADDED = 12, 40  # columns of a name; a longer one is cut, or in a pipe moves the rest of its line
+_LEAST, _MOST_PADDED = 12, 40  # columns of a name; a longer name is shortened, or in a pipe moves the rest of its line
 _NARROWEST = 24  # columns for the differences; with less room they are left out
-_MOST_KEYS, _MOST_TEXT = 12, 100  # of a run, and letters of each
+_MOST_KEYS, _MOST_TEXT = 12, 100  # keys shown of a run, and characters of each
 
 
 @define(eq=False, slots=False)
 class Runs:
-    """The rows, and the metrics and differences of all of them."""
+    """The rows of the table, with the metrics and the config differences of all runs."""
 
     rows: Sequence[Row]
-    metrics: Sequence[str] = field(init=False)  # with a best value
+    metrics: Sequence[str] = field(init=False)  # metrics with a best value
     differing: Mapping[Row, Mapping[str, Any]] = field(init=False)  # keys and values
     _texts: Mapping[Row, Sequence[str]] = field(init=False)
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def noise_between(shape: Sequence[int], seed: int, rows: int, num: int) -> Tensor:
-    """Return `rows` times `num` noises of `shape`: each row leads from the noise of one image to the noise of the next.
+    """Return `rows` times `num` noises of `shape`; each row goes from one random noise to another.
 
-    It is cos(a) z0 + sin(a) z1 for angles a from 0 to pi / 2, so that the noise has the variance 1 at each of them.
+    The noises of a row are cos(a) z0 + sin(a) z1 for angles a from 0 to pi / 2, so each noise has the variance 1.
     """
     generators = SampleRequest(2 * rows, seed).generators()
     ends = torch.stack([torch.randn(*shape, generator=generator) for generator in generators])
@@ -32,9 +32,9 @@ def noise_between(shape: Sequence[int], seed: int, rows: int, num: int) -> Tenso
 
 @define(frozen=True)
 class _Blend(Guidance):
-    """Returns (1 - share) a + share b, where a is the guided output for the images' conditions, and b that for `other`.
+    """Returns (1 - share) a + share b: a is the guided output for the images' conditions, b the one for `other`.
 
-    As an output is linear in the score, this is the score of p(x|a)^(1 - share) p(x|b)^share, up to its constant.
+    The output is linear in the score, so this is the score of p(x|a)^(1 - share) p(x|b)^share up to a constant factor.
     """
 
     guidance: Guidance
@@ -51,9 +51,9 @@ class _Blend(Guidance):
 
 @define(eq=False)
 class Towards(Solver):
-    """Makes the steps of `solver` for images that are a `share` of the way from their conditions to `other`.
+    """Makes the steps of `solver` for images with conditions between their own (`share` 0) and `other` (`share` 1).
 
-    `other` has a label, or conditions, of one image. The guidance is replaced in a step, because plugins such as
+    `other` has the label or the conditions of one image. The guidance is replaced in a step, because plugins such as
     `autoguidance` may set the guidance of a chain before its first step.
     """
 
@@ -72,7 +72,7 @@ def between_noises(
 ) -> Iterator[Tensor]:
     """Yield `rows` strips of `num` images in parts; see `noise_between`. `labels` has the class of each strip.
 
-    `asked` has the prompts of the strips, in turn, and further arguments of `Run.batches`.
+    `asked` has the prompts, which the strips use in turn, and further arguments of `Run.batches`.
     """
     options: dict[str, Any] = {**asked, "labels": labels and [label for label in labels for _ in range(num)]}
     objective = run.loop.objective
@@ -89,12 +89,12 @@ def between_noises(
 
 
 def between_classes(run: Run, ends: Sequence[int]) -> Given:
-    """Return the second of two classes, as the `other` of `between`."""
+    """Return the second of two classes, for the argument `other` of `between`."""
     return {"labels": torch.tensor([ends[1]])}
 
 
 def between_prompts(run: Run, ends: Sequence[str]) -> Given:
-    """Return the second of two prompts, as the `other` of `between`.
+    """Return the second of two prompts, for the argument `other` of `between`.
 
     Raises:
         UserError: for a network without captions.
@@ -115,7 +115,7 @@ def between(run: Run, other: Given, first: Mapping[str, Any], seed: int, rows: i
         UserError: if the sampler is not hookdiff's.
     """
     if not (isinstance(run.loop.sampler, Sampling) and isinstance(run.loop.objective, Diffusion)):
-        raise UserError("--interpolate: give one class or prompt; to go between two needs hookdiff's own Sampling")
+        raise UserError("--interpolate: give one class or prompt; two need hookdiff's own Sampling")
     fitted = run.loop.sampler.fit(run.loop.objective)
     solver = fitted.sampler
     assert solver is not None

@@ -26,14 +26,14 @@ class Recorded(Solver):
     num: int
     decode: Callable[[Tensor], Tensor]
     decodes_late: bool = False
-    points: list[Point] = field(init=False, factory=list)  # from noise to image
+    points: list[Point] = field(init=False, factory=list)  # the recorded points, from noise to image
     _kept: list[Tensor] = field(init=False, factory=list)  # num c h w, one for each point: uint8, or not yet decoded
     _chain: Chain | None = field(init=False, default=None)
 
     def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
         after = self.solver.step(chain, x, start, end)
         if not self.is_complete:
-            if chain is not self._chain:  # also when an earlier chain did not fit in memory
+            if chain is not self._chain:  # a new chain, for example after one that did not fit in memory
                 self._chain, self.points, self._kept = chain, [], []
                 self._keep(chain, x, start)
             self._keep(chain, after, end)
@@ -45,7 +45,7 @@ class Recorded(Solver):
         return bool(self.points) and not self.points[-1].sigma
 
     def _keep(self, chain: Chain, x: Tensor, at: Point) -> None:
-        # A process that adds noise to a full image has larger values than a process that mixes both.
+        # A process that adds noise to an image has larger values than a process that mixes image and noise.
         shown = x[: self.num] / max(1.0, math.hypot(at.alpha, at.sigma))
         self.points.append(at)
         shown = chain.diffusion.denormalize(shown)
@@ -59,10 +59,10 @@ class Recorded(Solver):
         return self._kept
 
     def evenly(self, most: int) -> list[int]:
-        """Return the numbers of at most `most` points: the noise, x_t at even log-SNR, and the image.
+        """Return the indices of at most `most` points: the noise, x_t at equal steps of log-SNR, and the image.
 
-        Points at equal distances would show little: most samplers make most steps where the noise hides the image. Two
-        levels may have the same nearest point, which then repeats.
+        Points at equal distances would show little: most samplers make most steps where the noise hides the image. If
+        two levels have the same nearest point, its number repeats.
         """
         levels = torch.linspace(-_VISIBLE, _VISIBLE, most).tolist()[1:-1]
         inner = range(1, len(self.points) - 1)
@@ -70,7 +70,7 @@ class Recorded(Solver):
         return [0, *near, len(self.points) - 1]
 
     def strip(self, columns: int, num: int) -> Panel:
-        """Return a row for each of `num` images; its columns show each of the points `evenly(columns)` once."""
+        """Return a panel with a row for each of `num` images and a column for each point of `evenly(columns)`, once."""
         chosen = list(dict.fromkeys(self.evenly(columns)))
         images = torch.stack([self.frames[k][:num] for k in chosen], dim=1).flatten(0, 1)
         return Panel(images, len(chosen), column_names=[self.points[k].label for k in chosen])

@@ -28,32 +28,30 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 @click.option(
     "--num", type=click.IntRange(1), metavar="N", help="Number of images, or of strips.  [default: 64, 4 strips]"
 )
-@click.option("--interpolate", type=click.IntRange(2), metavar="N", help="Strips of N images, from one to another.")
+@click.option("--interpolate", type=click.IntRange(2), metavar="N", help="Make strips of N interpolated images.")
 @solver_options
 @click.option("--precision", type=click.Choice(["float32", "bf16"]), help="Precision of the network.")
-@click.option("--compile/--no-compile", default=None, help="Compile the network first: pays for many images.")
+@click.option("--compile/--no-compile", default=None, help="Compile the network first: worth it for many images.")
 @guidance_option
 @click.option("--labels", metavar="A,B,...", help="Classes by name or number, in turn; -1: none.  [default: all]")
-@click.option("--prompt", "prompt", multiple=True, metavar="TEXT", help="Text to draw; may be repeated, in turn.")
-@click.option(
-    "--prompts", type=click.Path(path_type=Path), metavar="FILE", help="File with a text to draw in each line."
-)
-@click.option("--negative", metavar="TEXT", help="Text that guidance leads away from.  [default: no text]")
+@click.option("--prompt", "prompt", multiple=True, metavar="TEXT", help="Prompt; may be repeated, used in turn.")
+@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="File with a prompt in each line.")
+@click.option("--negative", metavar="TEXT", help="Negative prompt of guidance.  [default: no text]")
 @click.option(
     "--images",
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE|DIR",
-    help="Picture to start from, or a folder of them, in turn; may be repeated.",
+    help="Picture to start from, or a folder of pictures, used in turn; may be repeated.",
 )
 @click.option(
     "--mask",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="With --images: picture that is white where to paint.",
+    help="With --images: mask, white where new content is drawn.",
 )
 @click.option(
-    "--strength", type=_SHARE, metavar="X", help="With --images: share of steps.  [default: 0.8, 1 for masks]"
+    "--strength", type=_SHARE, metavar="X", help="With --images: share of the steps.  [default: 0.8, 1 for masks]"
 )
 @click.option("--columns", type=click.IntRange(1), metavar="N", help="Columns of the grid.  [default: nearly square]")
 @seed_option
@@ -61,7 +59,7 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 @click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Images at a time.  [default: as many as fit]")
 @device_option
 @settings_option
-@out_option("PNG file of a grid, or NPZ file.  [default: a new one, RUN/samples/seed-SEED.png]")
+@out_option("PNG file of a grid, or NPZ file.  [default: a new file, RUN/samples/seed-SEED.png]")
 @click.option("--each", type=click.Path(path_type=Path), metavar="DIR", help="Write each image to a PNG file in DIR.")
 @overwrite_option
 @trust_option
@@ -91,16 +89,16 @@ def command(
     """Make images from RUN, a run directory, or from one CHECKPOINT in it. The data of the run is not needed.
 
     RUN stands for its newest checkpoint. The images are written as one grid, unless --each or --out says otherwise. An
-    NPZ file has them as arr_0 (uint8, n h w c), and their class numbers as arr_1 if the run has classes, as the
-    evaluators of the field read them. --steps, --sampler, --precision, --compile and --guidance-scale replace the
+    NPZ file has the images as arr_0 (uint8, n h w c) and, if the run has classes, the class numbers as arr_1. The
+    evaluators of the field read this form. --steps, --sampler, --precision, --compile and --guidance-scale replace the
     values of the config, and --set any other value, such as `data.encode.image.path` of an autoencoder that has moved.
-    With --images, a higher --strength leaves less of the picture. --mask is a picture of the same size; where it is
-    black or transparent, the picture stays unchanged. --prompt and --prompts are for a network that was trained on
-    captions: there is a row for each text, and --each writes the text beside the picture.
+    With --images, a higher --strength keeps less of the picture. --mask is a picture of the same size; where the mask
+    is black or transparent, the picture stays unchanged. --prompt and --prompts are for a network that was trained on
+    captions: the grid has a row for each text, and --each writes the text beside the picture.
 
-    --interpolate makes strips of images, whose noise goes from one noise to another, on the sphere. With two --labels
-    or two --prompt, a strip has one noise and goes from one class or text to the other. Strips are written as a PNG and
-    as a GIF file. The default sampler is then ddim, which adds no noise.
+    --interpolate makes strips of images. The noise of a strip goes from one random noise to another along the sphere.
+    With two --labels or two --prompt, a strip has one noise and goes from one class or text to the other. Strips are
+    written as a PNG and a GIF file. The default sampler for strips is ddim, which adds no noise.
     """
     from hookdiff import load_run
     from hookdiff.cli import chosen_weights
@@ -120,7 +118,7 @@ def command(
     texts = [*prompt, *(read_prompts(prompts) if prompts else ())]
     for option, values in (("--labels", words), ("--prompt", texts)):
         if interpolate and values and len(values) > 2:
-            raise UserError(f"--interpolate: give one {option} to go between noises, or two to go between them")
+            raise UserError(f"--interpolate: give one {option} to go between noises, or two to go between these")
     files = picture_files(images)
     num = (num or 4) * interpolate if interpolate else num or len(files) or len(texts) or 64
     stem = f"{'interpolation-' if interpolate else ''}seed-{seed}"
@@ -142,7 +140,7 @@ def command(
         if ends and opposite:
             raise UserError("--interpolate: give two --labels or two --prompt, not both")
         if interpolate and isinstance(opened.loop.sampler, Sampling):
-            sampling["sampler"] = sampling["sampler"] or "ddim"  # fresh noise would hide the change between images
+            sampling["sampler"] = sampling["sampler"] or "ddim"  # new noise in each step would hide the change
         with chosen_weights(opened, weights) as name, opened.sampling(**sampling):
             info = opened.info(name, seed)
             if files:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-_COLUMNS = 10  # of the filmstrip
-_FRAMES = 60  # of the animation
+_COLUMNS = 10  # columns of the filmstrip
+_FRAMES = 60  # frames of the animation
 _LINE = 18  # height of the text above a frame
 
 
@@ -27,13 +27,13 @@ class Frame:
 
     step: int
     picture: Image
-    place: PanelLayout  # of its first panel
+    place: PanelLayout  # layout of its first panel
 
 
 def frames(sheets: Mapping[int, Path], most: int) -> list[Frame]:
     """Return at most `most` of the sheets, by step: the first, the last, and others at equal distances.
 
-    Damaged sheets are left out, and sheets of another config, with another layout than the last one.
+    Damaged sheets are left out, and so are sheets with another layout than the last, which come from another config.
     """
     opened = []
     for step in spread_out(sorted(sheets), most):
@@ -53,10 +53,10 @@ def spread_out(items: Sequence[Item], most: int) -> Sequence[Item]:
 
 
 def filmstrip(sheets: Mapping[int, Path], rows: int, classes: Sequence[str] = ()) -> Picture | None:
-    """Return a picture with a row for each of some images of the sheets, and a column for each step.
+    """Return a picture with a row for each of `rows` images of a sheet, and a column for each step.
 
     The images are at equal distances in the first panel, so they show different classes in a panel with `classes`.
-    Its info has the steps of the columns, and the classes of the rows.
+    The info of the picture has the steps of the columns and the classes of the rows.
     """
     import numpy
     from PIL import Image

@@ -1,4 +1,4 @@
-"""Reads the pictures from which `hookdiff sample` starts, and writes the pictures that it makes."""
+"""Reads the pictures from which `hookdiff sample` starts, and writes the images that the command makes."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def read_pictures(files: Sequence[Path], shape: Sequence[int], background: str) 
     channels, *sides = shape
     if channels not in (1, 3) or len(set(sides)) != 1:
         sizes = " x ".join(map(str, shape))
-        raise UserError(f"--images {files[0]}: needs a model of square grey or RGB images; this one makes {sizes}")
+        raise UserError(f"--images {files[0]}: needs a model of square grey or RGB images; this model makes {sizes}")
     return torch.stack([to_unit_range(_fitted(file, channels, sides[0], background)) for file in files])
 
 
 def read_mask(file: Path, pictures: Sequence[Path], shape: Sequence[int]) -> Tensor:
     """Return the mask in `file`, 1 1 h w, bool: True where it is white and not transparent.
 
-    It is resized and cropped as the `pictures` are, so it must have the size of each of them.
+    The mask is resized and cropped like the `pictures`, so it must have the size of each picture.
     """
     width, height = _size(file)
     for picture in pictures:
@@ -130,7 +130,7 @@ class Output:
     between: int = 0  # images of a strip; 0: there are no strips
     texts: Sequence[str] = ()  # the prompt of each image, if there are prompts
     _pixels: list[Tensor] = field(factory=list, init=False)  # uint8, n c h w
-    _singles: list[Path] = field(factory=list, init=False)  # that are written
+    _singles: list[Path] = field(factory=list, init=False)  # files that were written
     _replaced: dict[int, list[Path]] = field(factory=dict, init=False)  # pictures of earlier calls, by number
 
     @property
@@ -157,7 +157,7 @@ class Output:
             check_free(path, self.overwrite)
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        """Raise UserError if images of `shape` (c h w) are no pictures; a grid may have any number of channels."""
+        """Raise UserError if samples of `shape` (c h w) are not pictures; a grid may have any number of channels."""
         sizes = " x ".join(map(str, shape))
         if len(shape) != 3:
             raise UserError(
@@ -167,7 +167,7 @@ class Output:
             raise UserError(f"--each and .npz files are for grey or RGB images; this model makes {sizes}")
 
     def _existing(self) -> Iterator[tuple[int, Path]]:
-        """Yield the pictures that are in the folder `each`, by name, and their numbers."""
+        """Yield the number and the path of each picture in the folder `each`, sorted by name."""
         for path in sorted(self.each.glob("[0-9]*.png")) if self.each else []:
             number = path.stem.partition("-")[0]
             if number.isdecimal() and len(number) >= len(single_name(0).partition(".")[0]):
@@ -179,7 +179,7 @@ class Output:
         return [path for _, path in self._existing() if path not in written]
 
     def add(self, pixels: Tensor, info: Mapping[str, Any], names: Sequence[str] = ()) -> None:
-        """Take the next images, uint8, n c h w; `info` has their settings, `names` are their classes, if any."""
+        """Add the next images, uint8, n c h w; `info` has their settings, `names` their classes, if any."""
         if self.out:
             self._pixels.append(pixels)
         if self.each:
@@ -190,7 +190,7 @@ class Output:
                 if self.texts:
                     more["prompts"] = [self.texts[number]]
                 with writing(path):
-                    for earlier in self._replaced.get(number, ()):  # of another class
+                    for earlier in self._replaced.get(number, ()):  # a file for another class
                         if earlier != path:
                             check_place(earlier)
                             earlier.unlink(missing_ok=True)
@@ -212,8 +212,8 @@ class Output:
     ) -> list[Path]:
         """Write `out`, and its animation; return the files and the folder of single pictures.
 
-        `labels` has the class number of each image, `names` the names of all classes, `ends` the names at both ends of
-        a strip; `info` goes into the PNG file of the grid.
+        `labels` has the class number of each image, `names` the names of all classes, `ends` the names at the two ends
+        of a strip; `info` goes into the PNG file of the grid.
         """
         if self.out:
             pixels = torch.cat(self._pixels)
@@ -254,7 +254,7 @@ def class_name(label: int, names: Sequence[str]) -> str:
 
 
 def single_name(number: int, name: str = "") -> str:
-    """Return the name of the file of one image: its number, and the letters of its class that any file system takes."""
+    """Return the file name of one image: its number, and the letters of its class that every file system allows."""
     plain = re.sub(r"[^\w.]+", "_", name)[:60].strip("._")
     return f"{number:06d}{f'-{plain}' if plain else ''}.png"
 

@@ -26,10 +26,10 @@ from hookdiff_samples.prompts import read_prompts
 
 logger = logging.getLogger("hookdiff")
 
-NAME = "samples"  # of the sheets, and of their folder
+NAME = "samples"  # logged name of the sheets, and name of their folder
 _SHOWN, _FILMED = 4, 5  # images in a strip, and in the filmstrip
 _ANIMATED, _FRAMES = 16, 32  # images and frames of the animated denoising
-_MOST_CLASSES = 10  # in rows, unless the config names them
+_MOST_CLASSES = 10  # classes that have a row by default
 
 
 def _has_both_ends(instance: object, option: Attribute[int], value: int) -> None:
@@ -46,8 +46,8 @@ class SampleGrid(Periodic):
     """Generates images from the same noise at regular intervals, so that one can see the model learn.
 
     A sheet has a panel for an average of the weights, for the weights themselves, and for each guidance scale. A panel
-    has a row for each class. The run directory keeps the sheets as `samples/step-00001000.png`, beside the denoising of
-    some images (`samples/denoising`) and images between two noises (`samples/interpolation`). In
+    has a row for each class. The run directory keeps the sheets as `samples/step-00001000.png`, beside strips that show
+    the denoising of some images (`samples/denoising`) and images between two noises (`samples/interpolation`). In
     `samples/filmstrip.png`, each row follows one noise over the whole training. The animation `samples/training.webp`
     is made at the end of the run.
     """
@@ -56,7 +56,7 @@ class SampleGrid(Periodic):
     num: int = field(
         default=36,
         validator=[ge(1), le(1_000_000)],
-        metadata=about("images of a panel; with classes about as many, the same number of each"),
+        metadata=about("images of a panel; with classes about as many, equally many of each"),
     )
     classes: tuple[str | int, ...] = field(
         default=(),
@@ -98,7 +98,7 @@ class SampleGrid(Periodic):
     scale: int | None = field(
         default=None,
         validator=optional([ge(1), le(1000)]),
-        metadata=about("factor of enlargement; default: to about 64 pixels"),
+        metadata=about("enlargement factor; default: up to about 64 pixels"),
     )
     denoising: int = field(
         default=7,
@@ -111,24 +111,24 @@ class SampleGrid(Periodic):
     interpolation: int = field(
         default=0,
         validator=[ge(0), le(1000), _has_both_ends],
-        metadata=about("images from one noise to another, in a row, both ends among them; 0: none"),
+        metadata=about("images in a row from one noise to another, with both ends; 0: none"),
     )
     animation: str = field(
         default="webp",
         validator=one_of((*ANIMATION_FORMATS, "none")),
         metadata=about('format of the animations of denoising and training: "webp", "gif" or "none"'),
     )
-    _labels: tuple[int, ...] = field(init=False, default=())  # of the images of a panel: numbers of classes or prompts
-    _names: tuple[str, ...] = field(init=False, default=())  # of the classes, or the prompts
+    _labels: tuple[int, ...] = field(init=False, default=())  # number of the class or prompt of each image
+    _names: tuple[str, ...] = field(init=False, default=())  # names of the classes, or the prompts
     _is_prompted: bool = field(init=False, default=False)
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        """Refuse what this run cannot sample, before it starts."""
+        """Raise UserError for settings that this run cannot sample with, before the run starts."""
         for name in self.weights or (None,):
             loop.sample(SampleRequest(0, weights=name))
         if (self.sampler or self.steps or self.guidance_scales) and not isinstance(loop.sampler, Sampling):
-            raise UserError("plugins.samples: without hookdiff's own Sampling, remove sampler, steps, guidance_scales")
+            raise UserError("plugins.samples: remove sampler, steps, guidance_scales, or use hookdiff's own Sampling")
         if len(shape := loop.feed.picture_shape) != 3:
             shown = " x ".join(map(str, shape))
             raise UserError(f"plugins.samples: remove it; this run makes samples of {shown}, and no images (c h w)")
@@ -142,7 +142,7 @@ class SampleGrid(Periodic):
                 raise UserError("plugins.samples: set classes or prompts, not both")
             texts, encoders = self._of_prompts(loop, range(len(prompts))), loop.feed.reader.texts
             assert encoders is not None
-            encoders.embed(texts)  # now, and not far into the run
+            encoders.embed(texts)  # now, so that an error does not come late in the run
             self._labels = tuple([*range(len(prompts))] * max(1, self.num // len(prompts)))
         elif loop.objective.conditional:
             num = num_classes_of(loop.model)
@@ -161,7 +161,7 @@ class SampleGrid(Periodic):
                     raise UserError(f"plugins.samples: {error}") from None
 
     def _of_prompts(self, loop: Loop, numbers: Iterable[int]) -> dict[str, list[str]]:
-        """Return the prompts with these numbers, as the texts of a request."""
+        """Return the prompts with these numbers, as `texts` for a SampleRequest."""
         encoders = loop.feed.reader.texts
         kinds = encoders.kinds if encoders else ()
         if len(kinds) != 1:
@@ -178,7 +178,7 @@ class SampleGrid(Periodic):
         return number
 
     def _samplers(self, loop: Loop) -> Iterator[tuple[str, Sampler | None]]:
-        """Yield the sampler of each guidance scale, after the text that it adds to a title."""
+        """Yield for each guidance scale the text that it adds to a title, and its sampler."""
         sampler = loop.sampler
         if not isinstance(sampler, Sampling):
             yield "", sampler
@@ -191,7 +191,7 @@ class SampleGrid(Periodic):
             yield f", guidance {scale:g}", evolve(sampler, guidance=evolve(guidance, scale=scale))
 
     def act(self, loop: Loop) -> None:
-        """Make the images on all ranks, which may share one model; the first rank logs them."""
+        """Make the images on all ranks, which may share one sharded model; the first rank logs the images."""
         names = self.weights or tuple(dict.fromkeys((loop.sample(SampleRequest(0)).weights, "model")))
         samplers = list(self._samplers(loop))
         (_, first), *_ = samplers
@@ -255,7 +255,7 @@ class SampleGrid(Periodic):
         noise: Tensor | None = None,
         labels: tuple[int, ...] = (),
     ) -> Tensor:
-        """Return the images of a panel, or one for each of `noise` with its label: n c h w, on the CPU."""
+        """Return the images of a panel, or one image for each of `noise` and its label: n c h w, on the CPU."""
         labels = labels or self._labels
         num = len(noise) if noise is not None else len(labels) or self.num
 
@@ -282,12 +282,12 @@ class SampleGrid(Periodic):
         return evolve(by_class(images, self._labels, self._names, self.columns), title=title)
 
     def _between(self, loop: Loop, sampler: Sampler | None, weights: str) -> Picture:
-        """Return a row of images between each of some pairs of noises."""
+        """Return a picture with rows of images, each row between two noises."""
         noise = noise_between(loop.feed.shape, self.seed, _SHOWN, self.interpolation)
         row_labels = [self._labels[row % len(self._labels)] for row in range(_SHOWN)] if self._labels else []
         labels = tuple(label for label in row_labels for _ in range(self.interpolation))
         if isinstance(sampler, Sampling):
-            # Fresh noise would hide the change between images.
+            # New noise in each step would hide the change between images.
             sampler = evolve(sampler, sampler="ddim")
         images = self._made(loop, sampler, weights, noise, labels)
         return grid(images, self.interpolation, self.scale).with_info(**self._info(loop, sampler, weights, row_labels))
@@ -318,5 +318,5 @@ class SampleGrid(Periodic):
 def _write(path: Path, save: Callable[[Path], object]) -> None:
     try:
         save(path)
-    except (OSError, RuntimeError, ValueError) as error:  # Pillow's errors for what a format cannot hold
+    except (OSError, RuntimeError, ValueError) as error:  # Pillow's errors for images that a format cannot hold
         logger.warning("samples: %s cannot be written: %s", path, getattr(error, "strerror", None) or error)

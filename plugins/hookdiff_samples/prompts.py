@@ -8,7 +8,7 @@ from hookdiff.images import LARGEST_CAPTIONS, lines_of, reason
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """Return the prompts in a file: its lines, read as a file of captions is.
+    """Return the prompts in a file, one in each line, read in the same way as captions.
 
     Raises:
         UserError: for a file that cannot be read, or has no prompt.

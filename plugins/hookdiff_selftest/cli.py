@@ -63,19 +63,19 @@ def gaussian(names: tuple[str, ...]) -> None:
     show_default=True,
     type=click.IntRange(0),
     metavar="N",
-    help="Data workers after the resume; before it, as in CONFIG.",
+    help="Data workers after the resume; CONFIG sets those before.",
 )
 def resume(
     config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool, steps: int, workers: int
 ) -> None:
-    """Kill a run of CONFIG, resume it, and compare it with one that was never stopped.
+    """Kill a run of CONFIG, resume it, and compare it with a run that was never stopped.
 
     All tensors, all other values of the state, all logged numbers and all files have to be equal to the last bit. Text
-    files are compared by their numbers and the count of lines. The files of trackers are not compared. A plugin is
-    named as the cause if the difference goes away once its fields are put back, and with "perhaps" otherwise. The exit
-    code is then 1. This is for authors of plugins, models and data. The runs are in a temporary folder and end early.
-    The plugin that saves does so in the middle, and numbers are logged at least six times. The other settings are those
-    of CONFIG.
+    files are compared by their numbers and the count of lines. The files of trackers are not compared. If the runs
+    differ, the exit code is 1, and a plugin is named as the cause: for certain if restoring its fields removes the
+    difference, else with "perhaps". The command is for authors of plugins, models and data. The runs are in a temporary
+    folder and end early. The checkpoint comes in the middle, and numbers are logged at least six times. All other
+    settings are those of CONFIG.
     """
     from hookdiff import load_config
     from hookdiff.experiment import try_config

@@ -19,9 +19,9 @@ from hookdiff import Batch, InMemory, Loop, LoopConfig, hookimpl
 from hookdiff.authors import gaussian_prediction, normal_quantiles
 from hookdiff.diffusion import Diffusion, Process, Sampling, Solver, Times
 
-MEAN, STD = 1.0, 0.5  # of the data
-TOLERANCE = 0.02  # of loss and deviations, relative; of means, in units of STD
-STEPS = 10  # of the samplers: so few that the error of each, which is compared too, is large
+MEAN, STD = 1.0, 0.5  # mean and standard deviation of the data
+TOLERANCE = 0.02  # relative, for losses and deviations; in units of STD, for means
+STEPS = 10  # steps of the samplers: so few that their errors, which are also compared, are large
 SHAPE = (1, 4, 4)
 
 Level = tuple[float, float]  # alpha, sigma
@@ -29,7 +29,7 @@ Level = tuple[float, float]  # alpha, sigma
 
 @define(frozen=True)
 class Case:
-    """A schedule, and what the network predicts."""
+    """A noise schedule and a prediction type."""
 
     schedule: str
     prediction_type: str
@@ -61,7 +61,7 @@ SAMPLERS = ("ddim", "ddpm", "ddpm large", "euler", "heun", "dpmpp_2m")
 
 @define(frozen=True)
 class Check:
-    """One number, measured and exact."""
+    """A measured number and its exact value."""
 
     case: Case
     weighting: str
@@ -79,7 +79,7 @@ class Check:
 
 
 def check(case: Case, weighting: str) -> dict[str, Check]:
-    """Train and sample once; return the numbers by name."""
+    """Train and sample once; return the measured and exact numbers by name."""
     diffusion = case.diffusion(weighting)
     net = train_gaussian(case, diffusion)
     pairs = {
@@ -93,7 +93,7 @@ def check(case: Case, weighting: str) -> dict[str, Check]:
     return {name: Check(case, weighting, name, *numbers) for name, numbers in pairs.items()}
 
 
-# Measured: with the real objective, the real loop and the real samplers.
+# The measured values come from the real objective, the real loop and the real samplers.
 
 
 class GaussianNet(nn.Module):
@@ -135,7 +135,7 @@ def train_gaussian(case: Case, diffusion: Diffusion) -> GaussianNet:
     net = GaussianNet(case)
     config = LoopConfig(steps=200, batch_size=1000, log_every=200)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1, betas=(0.9, 0.99))
-    # The log is off: a weighting that leaves pure noise untrained is among the cases on purpose.
+    # The log is off, because one case has on purpose a weighting that does not train on pure noise.
     log = logging.getLogger("hookdiff")
     before, log.disabled = log.disabled, True
     try:
@@ -146,7 +146,7 @@ def train_gaussian(case: Case, diffusion: Diffusion) -> GaussianNet:
 
 
 def gaussian(num: int, mean: float, std: float) -> Tensor:
-    """Return `num` images of `SHAPE`, float32: quantiles of N(mean, std²) in random order, which have its moments."""
+    """Return `num` images of `SHAPE`, float32: quantiles of N(mean, std²) in random order, with exact moments."""
     pixels = num * math.prod(SHAPE)
     ranks = torch.randperm(pixels, generator=Generator().manual_seed(0))
     return (mean + std * normal_quantiles(pixels)[ranks]).float().view(num, *SHAPE)
@@ -170,7 +170,7 @@ def measured_samples(net: GaussianNet, diffusion: Diffusion, sampler: str) -> tu
     return float(images.mean()), float(images.std(correction=0))
 
 
-# Exact: all in float64.
+# The exact values are all computed in float64.
 
 
 def levels(case: Case, where: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,11 +220,11 @@ def parts_of_output(prediction_type: str, alpha: Any, sigma: Any) -> tuple[Any, 
 def exact_loss(case: Case, weighting: str) -> float:
     """Return the smallest loss that a network can reach."""
     alpha, sigma = training_levels(case)
-    error = STD**2 * sigma**2 / (alpha**2 * STD**2 + sigma**2)  # of x0, squared: the variance of x0 given x_t
+    error = STD**2 * sigma**2 / (alpha**2 * STD**2 + sigma**2)  # squared error of x0: the variance of x0 given x_t
     snr = (alpha / sigma) ** 2
     if weighting == "uniform":
         of_x0, of_noise = parts_of_output(case.prediction_type, alpha, sigma)
-        on_x0 = (of_x0 - of_noise * alpha / sigma) ** 2  # x_t is given, so an error of x0 is also one of the noise
+        on_x0 = (of_x0 - of_noise * alpha / sigma) ** 2  # x_t is given, so an error of x0 is also an error of the noise
     else:
         on_x0 = {
             "min_snr": snr.clamp(max=5),
@@ -251,7 +251,7 @@ def sampling_levels(case: Case) -> list[Level]:
 def exact_samples(case: Case, sampler: str) -> tuple[float, float]:
     """Return mean and deviation of the samples of the best network.
 
-    A step is an affine map, which its values at two points determine; some steps add noise.
+    A step is an affine map, so its values at two points determine the map; some steps also add noise.
     """
     unit = torch.tensor([0.0, 1.0], dtype=torch.float64)
     x = unit  # the first point is the mean of the noise, and stays the mean
@@ -260,7 +260,7 @@ def exact_samples(case: Case, sampler: str) -> tuple[float, float]:
     for now, after in pairwise(sampling_levels(case)):
         moved, added = _STEPS[sampler](case, x, now, after, before)
         variance = variance * float((moved[1] - moved[0]) / (x[1] - x[0])) ** 2 + added
-        before, x = (now, x), moved[0] + unit if added else moved  # a step from pure noise may map both points to one
+        before, x = (now, x), moved[0] + unit if added else moved  # a step from pure noise may map both to one point
     return float(x[0]), math.sqrt(variance)
 
 

@@ -32,14 +32,14 @@ from hookdiff.testing import Difference, ValueKey, all_differences, is_digest, u
 from hookdiff_selftest.state_recorder import END, RESUMED, SAVED, Note, StateRecorder
 from hookdiff_selftest.written import files, inside, logged
 
-_REPORT = "report.html"  # has the times of events
-_TAIL = 30  # lines of a run that failed
-_MOST = 5  # names in a list
+_REPORT = "report.html"  # not compared: it contains times of events
+_TAIL = 30  # last lines shown of a run that failed
+_MOST = 5  # names shown in a list
 _NETWORK = hooks_of("passes")  # the hooks in which the network is called
 _KILLED = signal.SIGTERM if os.name == "nt" else -signal.SIGKILL  # the exit code of a process that the recorder killed
 _GPU = "on a GPU, some operations of torch are not deterministic; try the CPU (--set run.device=cpu)"
 _OWN_GENERATOR = "look for a generator without a seed in a plugin, the model or the data"
-_ATTEMPTS = 3  # the fields of this many plugins are restored, to see whether the difference goes away
+_ATTEMPTS = 3  # at most this many plugins are tested by restoring their fields
 _FILE_ADVICE = "steps after the checkpoint are trained again: a plugin has to cut its file back to the resumed step"
 _NO_PLUGIN = (
     "no plugin is known to be the cause; look for state of the model, the data or the optimizer that is not in their "
@@ -53,16 +53,16 @@ _LOOK = (
 
 @define(frozen=True)
 class Plan:
-    """How long the runs are, and where they are cut."""
+    """How long the runs are, and at which step the second run is saved."""
 
-    steps: int  # of each run
-    save_at: int  # step
-    log_every: int  # steps
-    num_batches: int  # of an epoch
+    steps: int  # steps of each run
+    save_at: int  # step of the checkpoint
+    log_every: int  # steps between logs
+    num_batches: int  # batches of an epoch
     savers: tuple[str, ...]  # the plugins that save; their `every` becomes save_at
     trackers: tuple[str, ...]  # the plugins that are sinks
     untried: tuple[str, ...]  # options that are due only after the end, such as "plugins.fid.every = 1000"
-    workers: tuple[int, int]  # before the kill, and on the resume
+    workers: tuple[int, int]  # number before the kill, and after the resume
 
     def __str__(self) -> str:
         lengths = {"an epoch": self.num_batches, "a log window": self.log_every}
@@ -74,8 +74,8 @@ def prove(config: Config, steps: int, workers: int, say: Callable[[str], object]
     """Train, kill, resume and compare; `say` is called with each stage.
 
     Returns the lines of the result, the first with the verdict and the plugin to blame, and whether the test passed.
-    `steps` are those of each run, at least 8; `workers` load the data after the resume. Raises UserError for a config
-    without a plugin that saves, and if a run fails before the resume.
+    Each run has `steps` steps, at least 8. After the resume, `workers` processes load the data. Raises UserError for a
+    config without a plugin that saves, and if a run fails before the resume.
     """
     plan = make_plan(config, steps, workers)
     with tempfile.TemporaryDirectory(prefix="hookdiff-selftest-") as folder:
@@ -100,7 +100,7 @@ def prove(config: Config, steps: int, workers: int, say: Callable[[str], object]
             return [f"the resumed run failed with exit code {code}: {last}", *cut.output], False
         wrong, texts = pair.compare([each.key for each in unlike])
         if plan.trackers and any(each.key.kind == "file" for each in wrong):
-            say(f"some files differ, perhaps those of trackers: the same without {', '.join(plan.trackers)}")
+            say(f"some files differ, perhaps those of trackers: testing again without {', '.join(plan.trackers)}")
             lines, passed = prove(_without(config, plan.trackers), steps, workers, say)
             if not passed:
                 return lines, False
@@ -109,7 +109,7 @@ def prove(config: Config, steps: int, workers: int, say: Callable[[str], object]
 
 
 def make_plan(config: Config, steps: int, workers: int) -> Plan:
-    """Choose where to cut: in the middle, but not where an epoch or a log window ends."""
+    """Choose the step of the checkpoint: in the middle, but not where an epoch or a log window ends."""
     savers = tuple(name for name, part in config.plugins.items() if implements(part.target, "restore"))
     if not savers:
         raise UserError(
@@ -147,17 +147,17 @@ def _without(config: Config, names: Sequence[str]) -> Config:
 
 @define
 class SubprocessRun:
-    """A run in processes of its own, and its files."""
+    """A run in separate processes, and its files."""
 
     config: Config
     plan: Plan
     folder: Path
     name: str
-    fields: list[str] = field(factory=list)  # PLUGIN/FIELD: kept at the save, and put back on the resume
+    fields: list[str] = field(factory=list)  # PLUGIN/FIELD: saved with the checkpoint, and restored after the resume
     output: list[str] = field(factory=list)  # the last lines of the last process
     run_dir: Path = field(default=Factory(lambda self: self.folder / self.name, takes_self=True))
     notes: Path = field(default=Factory(lambda self: self.folder / f"{self.name}-notes", takes_self=True))
-    _notes: dict[str, Note] = field(factory=dict, init=False)  # those that were read
+    _notes: dict[str, Note] = field(factory=dict, init=False)  # notes that were read
 
     def train(self, kill: bool = False, resume: bool = False) -> int:
         """Train, or go on, until the end of the plan or the kill; return the exit code."""
@@ -169,7 +169,7 @@ class SubprocessRun:
         # The process can import the modules that this process can import.
         paths = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         env = {**os.environ, "PYTHONPATH": paths}
-        # To a file: the data workers of a killed process would hold a pipe open.
+        # The output goes to a file, because the data workers of a killed process would keep a pipe open.
         with (self.folder / "output").open("w+b") as output:
             ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env)
             output.seek(0)
@@ -181,7 +181,7 @@ class SubprocessRun:
         run, plugins = table["run"], table["plugins"]
         for name in set_by_data(self.config):
             table["model"].pop(name, None)
-        run.pop("import_from", None)  # perhaps a folder of a stranger; PYTHONPATH has the trusted folders
+        run.pop("import_from", None)  # it may be an untrusted folder; PYTHONPATH has the trusted folders
         run |= {"log_every": plan.log_every, "max_time": 0}
         if (self.config.run.steps or (self.config.run.epochs or 0) * plan.num_batches) < plan.steps:
             run.pop("epochs", None)
@@ -197,7 +197,7 @@ class SubprocessRun:
         return table
 
     def copy(self, name: str, fields: list[str]) -> SubprocessRun:
-        """Return a copy of this run and its files, which puts back `fields` when it is resumed."""
+        """Return a copy of this run and its files that restores `fields` when it is resumed."""
         run = SubprocessRun(self.config, self.plan, self.folder, name, fields)
         shutil.copytree(self.run_dir, run.run_dir)
         shutil.copytree(self.notes, run.notes)
@@ -212,15 +212,15 @@ class SubprocessRun:
 
 @define
 class Pair:
-    """A run that is never stopped, and one of the same config that is cut."""
+    """A run that is never stopped, and a run of the same config that is killed and resumed."""
 
     whole: SubprocessRun
     cut: SubprocessRun
 
     def differences_before(self) -> list[Difference]:
-        """Return how the runs differ up to the kill, that is, before either was stopped."""
+        """Return how the two runs differ before the kill."""
         numbers, numbers_of_cut = (logged(run.run_dir / METRICS) for run in (self.whole, self.cut))
-        last = max((key.step for key in numbers_of_cut), default=0)  # some of its lines may not be there yet
+        last = max((key.step for key in numbers_of_cut), default=0)  # the last step's lines may be incomplete
         differences = [each for each in all_differences(numbers, numbers_of_cut) if each.key.step < last]
         return differences + all_differences(self.whole.note(SAVED).state, self.cut.note(SAVED).state)
 
@@ -234,7 +234,7 @@ class Pair:
         for each in all_differences(self.ended(self.whole), self.ended(self.cut)):
             if each.key in unlike or self.owner(each) in self.whole.plan.trackers:
                 continue
-            # A text in the state that was the same up to the save has to stay so; one in a file may hold times.
+            # A text of the state that was equal at the save must stay equal. A text in a file may contain times.
             difference = inside(each, self.whole.run_dir, self.cut.run_dir) if each.key.kind == "file" else each
             if difference is None:
                 texts.append(each.key)
@@ -273,7 +273,7 @@ class Pair:
     def failure(
         self, wrong: Sequence[Difference], texts: Sequence[ValueKey], say: Callable[[str], object]
     ) -> list[str]:
-        """Blame the plugin that did not resume, and not one in which the consequences show."""
+        """Report the plugin that did not resume exactly, not a plugin that only shows the consequences."""
         changed, suspects = self.changed(), self.suspects(wrong)
         fields: dict[str, list[str]] = {}  # PLUGIN/FIELD by plugin
         for key in (each.key for each in changed if each.key.kind == "field"):
@@ -282,7 +282,7 @@ class Pair:
         others = () if only_files else fields
         tried = [plugin for plugin in dict.fromkeys((*suspects, *others)) if plugin in fields][:_ATTEMPTS]
         proved = _confirm(self.whole, {plugin: list(dict.fromkeys(fields[plugin])) for plugin in tried}, texts, say)
-        # A plugin whose fields made no difference is less likely than a plugin that could not be tried.
+        # A plugin that was tested without effect is a less likely cause than a plugin that could not be tested.
         plugin = proved or next(iter(sorted(suspects, key=tried.__contains__)), None)
         lost = [each for each in changed if plugin and each.key.plugin == plugin]
         advice = [f"not the same at the save and right after the resume: {listed(lost, _MOST)}"] if lost else []
@@ -291,9 +291,9 @@ class Pair:
         return self._report(verdict, plugin, wrong, ("the run without a stop", "the resumed run"), advice)
 
     def unstable(self, wrong: Sequence[Difference]) -> list[str]:
-        """Report a run that is not the same twice, so that nothing can be proved about it."""
+        """Report that two equal runs differ before any stop, so that nothing can be proved about a resume."""
         owners = list(map(self.owner, wrong))
-        # Other weights would show in the numbers of every plugin.
+        # Different weights change the logged numbers of every plugin.
         likely = [*self.whole.note(END).drew, *(owners if all(owners) else ())]
         plugin = next((plugin for plugin in likely if plugin in self.whole.config.plugins), None)
         advice = self.drew(plugin) if plugin else [_OWN_GENERATOR, _GPU]
@@ -322,9 +322,9 @@ class Pair:
     def changed(self) -> list[Difference]:
         """Return the plugins' state and fields that differed between the save and the resumed process."""
         saved, again, resumed = self.whole.note(SAVED), self.cut.note(SAVED), self.cut.note(RESUMED)
-        if saved.step != resumed.step:  # it went on from a later checkpoint
+        if saved.step != resumed.step:  # the run was resumed from a later checkpoint
             return []
-        # Items that differ between the two runs at the save are times, or depend on one.
+        # Items that differ between the two runs at the save are times, or depend on a time.
         unstable = {each.key for each in all_differences(saved.values, again.values)}
         changed = all_differences(saved.values, resumed.values)
         return [each for each in changed if each.key.plugin in self.whole.config.plugins and each.key not in unstable]
@@ -342,8 +342,8 @@ class Pair:
         changed, drew = self.changed(), self.whole.note(END).drew
         lost = [each.key.plugin for each in changed if each.key.kind == "saved value"]
         for each in changed:
-            # A plugin that saves nothing lost a number or a generator. A value that changes its type is most likely a
-            # mark that some work was done once.
+            # A plugin without saved state has lost a number or a generator, unless the value changes its type: it then
+            # most likely only marks that some work was done once.
             kinds = {type(each.here), type(each.there)}
             if not keeps_state(plugins[each.key.plugin].target) and len(kinds) == 1 and bool not in kinds:
                 lost.append(each.key.plugin)
@@ -373,13 +373,13 @@ class Pair:
         if not hooks:
             return []
         where = f"it draws from a global generator in {', '.join(hooks)}"
-        return [f"{where}, which is not saved; draw from one with the seed that hookdiff.machine.derive_seed gives"]
+        return [f"{where}, which is not saved; use a generator with a seed of hookdiff.machine.derive_seed"]
 
 
 def _confirm(
     whole: SubprocessRun, fields: Mapping[str, list[str]], texts: Sequence[ValueKey], say: Callable[[str], object]
 ) -> str | None:
-    """Return the plugin whose `fields`, put back after a resume, make the difference go away; None if there is none.
+    """Return the plugin for which restoring its `fields` after a resume removes the difference; None if there is none.
 
     The run is trained to the save and killed once more, and resumed once for each plugin.
     """

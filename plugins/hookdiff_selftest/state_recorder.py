@@ -25,8 +25,8 @@ from hookdiff.machine import fill_
 from hookdiff.options import about
 from hookdiff.testing import Calls, ValueKey, snapshot
 
-SAVED, RESUMED, END = "saved", "resumed", "end"  # the moments, and the files about them
-# Hooks after which weights, gradients and hyper-parameters are traced; some of them must not change any.
+SAVED, RESUMED, END = "saved", "resumed", "end"  # the moments, and the names of their files
+# Hooks after which weights, gradients and hyper-parameters are traced; some of the hooks must change none of these.
 _BEFORE_PASSES = hooks_of("epoch", "batch")
 _CHANGING = (*_BEFORE_PASSES, *hooks_of("passes", "scale", "update", "after"))
 # Parts of a state that are not compared: the proof changes the config, and lines of JSON have times in them.
@@ -38,11 +38,11 @@ class Note:
     """The state and the trace of a run at one moment; a file holds a note as JSON."""
 
     step: int = -1
-    values: dict[ValueKey, Any] = field(factory=dict)  # of the state, and of the fields of plugins
-    owners: dict[str, str] = field(factory=dict)  # plugin by name of a logged number
-    drew: dict[str, list[str]] = field(factory=dict)  # by plugin: hooks in which it drew from a global generator
+    values: dict[ValueKey, Any] = field(factory=dict)  # values of the state, and of the fields of plugins
+    owners: dict[str, str] = field(factory=dict)  # the plugin that logs each number, by its name
+    drew: dict[str, list[str]] = field(factory=dict)  # the hooks in which each plugin drew from a global generator
     trace: list[Any] = field(factory=list)  # position, hook, plugin, and fingerprint of the weights after it
-    checkpoints: list[str] = field(factory=list)  # folders in the run directory
+    checkpoints: list[str] = field(factory=list)  # folders of checkpoints in the run directory
 
     @property
     def state(self) -> dict[ValueKey, Any]:
@@ -73,12 +73,10 @@ class StateRecorder:
     at: int = field(validator=ge(1), metadata=about("the step at which the run is saved"))
     stop: int = field(validator=ge(1), metadata=about("the step at which the run is done"))
     kill: bool = field(default=False, metadata=about("kill the process after the save"))
-    fields: list[str] = field(
-        factory=list, metadata=about("PLUGIN/FIELD: kept at the save, and put back on the resume")
-    )
+    fields: list[str] = field(factory=list, metadata=about("PLUGIN/FIELD: saved, and restored after the resume"))
     _complete: int | None = field(default=None, init=False)  # the step at which `on_checkpoint` fired
-    _waited: int = field(default=0, init=False)  # times
-    _folders: set[str] = field(factory=set, init=False)  # of checkpoints, in the run directory
+    _waited: int = field(default=0, init=False)  # number of waits for the checkpoint
+    _folders: set[str] = field(factory=set, init=False)  # folders of checkpoints in the run directory
     _calls: Calls = field(init=False)
     _trace: list[tuple[int, str, str, int]] = field(factory=list, init=False)  # position, hook, plugin, fingerprint
     _batch: Batch | None = field(default=None, init=False)  # during before_step
@@ -120,7 +118,7 @@ class StateRecorder:
             time.sleep(min(5.0, 0.05 * 2**self._waited))  # the run must not end before a large checkpoint is complete
             self._waited += 1
         elif step > self._complete and (loop.log.due or step + 1 == self.stop):
-            os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows SIGTERM kills as hard
+            os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows SIGTERM also kills at once
 
     @hookimpl
     def on_checkpoint(self, loop: Loop, path: Path) -> None:
@@ -137,13 +135,13 @@ class StateRecorder:
         for index, name in enumerate(self.fields):
             plugin, _, attribute = name.rpartition("/")
             buffer = io.BytesIO()
-            with suppress(AttributeError, TypeError, RuntimeError, pickle.PicklingError):  # an open file, say
+            with suppress(AttributeError, TypeError, RuntimeError, pickle.PicklingError):  # for example, an open file
                 torch.save((name, getattr(loop.plugins[plugin], attribute)), buffer)
                 (self.out / f"{index}.pt").write_bytes(buffer.getvalue())
 
     def _put_back(self, loop: Loop) -> None:
         files = sorted(self.out.glob("*.pt")) if self.fields else []
-        # The pickles are of the process before the kill, in a temporary folder.
+        # The pickles are safe to load: the process before the kill wrote them to a temporary folder.
         values = dict(torch.load(path, weights_only=False) for path in files)
         for name in values.keys() & set(self.fields):
             plugin, _, attribute = name.rpartition("/")
@@ -158,7 +156,7 @@ class StateRecorder:
 
 
 def put_back(held: Any, kept: Any) -> Any:
-    """Return a field's value with the content of `kept`: `held` itself, changed in place, where others may share it."""
+    """Return a field's value with the content of `kept`. If `held` may be shared, it is changed in-place."""
     if isinstance(held, Tensor) and isinstance(kept, Tensor) and (held.shape, held.dtype) == (kept.shape, kept.dtype):
         fill_(held, kept)
         return held

@@ -68,8 +68,8 @@ def inside(difference: Difference, one: Path, other: Path) -> Difference | None:
 def number_difference(name: str, one: str, other: str) -> Difference | None:
     """Return the first number that differs in the texts of the file `name`, or None.
 
-    Another count of lines is a difference. Columns that hold times, numbers with a unit of time, speed or memory, and
-    words are not compared.
+    A different number of lines counts as a difference. Words, columns of times, and numbers with a unit of time, speed
+    or memory are not compared.
     """
     rows, others = (_rows(text, Path(name).suffix.lower()) for text in (one, other))
     for line, (row, its) in enumerate(zip(rows, others, strict=False), start=1):

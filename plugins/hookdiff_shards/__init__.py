@@ -1,4 +1,4 @@
-"""Reads samples from tar files, here or by URL: `source = "shards"`."""
+"""Reads samples from tar files, on disk or by URL: `source = "shards"`."""
 
 from hookdiff_shards.conditions import Items
 from hookdiff_shards.samples import Shards

@@ -21,7 +21,7 @@ from hookdiff_shards.indices import Kind, block_of, kept_of
 from hookdiff_shards.samples import Column, Samples
 from hookdiff_shards.stored import are_ends, load_arrays, save_arrays, state_of
 
-_FORMAT = 2  # a file of another format is not used
+_FORMAT = 2  # a file with another format number is not used
 
 
 @define(eq=False)
@@ -30,7 +30,7 @@ class Captions:
 
     texts: Any  # uint8, in UTF-8
     ends: Any  # int64: for each caption, its end in `texts`
-    numbers: Any  # int64: for each sample, the number of captions up to it
+    numbers: Any  # int64: for each sample, the number of captions up to its last
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -59,7 +59,7 @@ class _All(Sequence[Sequence[str]]):
 
 
 def parse(text: str) -> Condition:
-    """Return the member with captions that a config names. Raises ValueError for one that holds no text."""
+    """Return the member with captions that a config names. Raises ValueError for a member without text."""
     member = member_of(text, "captions")
     if is_picture(member.extension) or member.format == "npy":
         raise ValueError(f"captions: .{shown(member.format)} holds no text; name one such as 'txt' or 'json:caption'")
@@ -117,9 +117,9 @@ def _save(captions: Captions, shard: Shard, path: Path, asked: str) -> None:
 
 
 def _load(path: Path, shard: Shard, asked: str, num: int) -> Captions | None:
-    """Return the captions of `num` samples in a file; None if the shard has changed since then.
+    """Return the captions of `num` samples in a file; None if the shard has changed since the file was made.
 
-    Raises many kinds of error for a damaged file, and for a forged file with which the reading would fail.
+    Raises errors of many types for a damaged file, and for a forged file that would make reading fail.
     """
     if (stored := load_arrays(path, state_of(shard, format=_FORMAT, asked=asked))) is None:
         return None

@@ -1,4 +1,4 @@
-"""The conditions of samples: members beside the picture and its label."""
+"""The conditions of samples: members of the tar beside the picture and its label."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hookdiff.images import Unreadable, array_in, open_picture, parse_json, reas
 from hookdiff_shards.index import Index, is_picture
 from hookdiff_shards.samples import Samples, extension_of, is_array
 
-_TEXTS = ("cls", "index", "inx", "id", "txt")  # that may hold a number
+_TEXTS = ("cls", "index", "inx", "id", "txt")  # extensions of texts that may hold a number
 _TAKEN = ("image", "inputs", "label")  # names with another meaning in a sample
 
 
 @define(frozen=True)
 class Condition:
-    """A condition: the extension of its member, and for JSON perhaps the key of a value in it."""
+    """A condition: the extension of its member in the tar, and for a JSON member perhaps the key of a value."""
 
     extension: str
     key: str = ""
@@ -89,7 +89,7 @@ class Items(Samples):
         refuse(self.problems)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a sample as a `Source` does. Raises Unreadable for one that cannot be read."""
+        """Return a sample as a `Source` does. Raises Unreadable for a sample that cannot be read."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         name = self.describe(index)
@@ -117,5 +117,5 @@ def _number(content: bytes) -> int | float:
         value = None
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         text = shown(content[:30].decode(errors="replace"))
-        raise ValueError(f"{text!r} is no number; a condition is made of numbers, such as tokens in .npy")
+        raise ValueError(f"{text!r} is no number; store conditions as numbers, such as tokens in .npy")
     return value

@@ -17,17 +17,17 @@ from hookdiff.disk import open_file
 from hookdiff_shards.places import missing
 from hookdiff_shards.remote import check_parts, is_url, read_range, state_of
 
-THREADS = 16  # that wait for servers
+THREADS = 16  # threads that wait for servers
 _OPEN = 64  # files that a process keeps open; a system may allow 256 in all
 
 
 @define(frozen=True)
 class Shard:
-    """A shard as it was when it was first looked at."""
+    """A shard with the size and the mark that it had when the run first looked at it."""
 
     name: str  # its path or URL
     size: int
-    mark: str  # a text that changes with the content
+    mark: str  # a text that changes when the content changes
 
     @property
     def place(self) -> str:
@@ -37,13 +37,13 @@ class Shard:
 class Files:
     """The files of the shards `names`.
 
-    Raises ValueError for those that are missing or cannot be read, and StorageError if a server fails.
+    Raises ValueError for shards that are missing or cannot be read, and StorageError if a server fails.
     """
 
     def __init__(self, names: Sequence[str], options: Mapping[str, Any]) -> None:
         self.options = dict(options)
         look = partial(_look, options=self.options)
-        first = look(names[0])  # alone, so that a mistake in all URLs is reported once
+        first = look(names[0])  # the first alone, so that a mistake in all URLs is reported once
         if first is not None and is_url(first.name) and first.size > 1:
             check_parts(first.name, self.options)
         pool = ThreadPoolExecutor(THREADS)
@@ -62,7 +62,7 @@ class Files:
         """
         shard = self.shards[number]
         size = min(size, shard.size - start)
-        if size <= 0:  # which some servers take for a mistake
+        if size <= 0:  # some servers refuse an empty range
             return b""
         if is_url(shard.name):
             return read_range(shard.name, self.options, start, size)
@@ -71,7 +71,7 @@ class Files:
 
     @cached_property
     def _opened(self) -> Any:
-        return lru_cache(_OPEN)(_Local)  # a file that is dropped here stays open until no thread reads it
+        return lru_cache(_OPEN)(_Local)  # a file that leaves the cache stays open until no thread reads it
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_opened"}  # each process opens its own
@@ -111,6 +111,6 @@ class _Local:
             raise StorageError(f"{self.path} has changed since the run began: start again to read it anew")
         if hasattr(os, "pread"):
             return os.pread(self.descriptor, size, start)
-        with open_file(self.path) as file:  # Windows
+        with open_file(self.path) as file:  # Windows has no pread
             file.seek(start)
             return file.read(size) or b""

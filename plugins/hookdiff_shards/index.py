@@ -1,4 +1,4 @@
-"""The index of one shard: the places of its members, the sizes of its pictures, and the bytes of its small members."""
+"""The index of one shard: the positions of its members, the sizes of its pictures, and the bytes of small members."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from hookdiff_shards.tar import BLOCK, Read, members
 PICTURES = frozenset(suffix.removeprefix(".") for suffix in suffixes())
 SMALL = 64  # bytes of the largest member that is kept in the index, such as a label
 
-_FORMAT = 2  # an index of another format is not used
+_FORMAT = 2  # an index with another format number is not used
 _HEAD = 60 << 10  # bytes at the beginning of a picture that are read for its header
-_LARGEST = 1 << 15  # width and height that are taken from a header; larger ones are read again
-_NAME = re.compile(r"(?s)((?:.*/)?[^./]+)\.([^/]+)")  # as the library webdataset splits names
+_LARGEST = 1 << 15  # largest width and height that are taken from a header; a larger picture is read as a whole
+_NAME = re.compile(r"(?s)((?:.*/)?[^./]+)\.([^/]+)")  # splits names as the library webdataset does
 _COLUMNS = ("sample", "kind", "start", "size", "mode", "width", "height", "end", "head")
 
 
@@ -36,7 +36,7 @@ def is_picture(extension: str) -> bool:
 
 @define(eq=False)
 class Index:
-    """The samples of a shard in the order of their first members, which need not stand together.
+    """The samples of a shard, in the order of their first members. The members of a sample need not be neighbours.
 
     A sample is all members that have the same name up to the first dot; the rest of the name is the extension, in
     lower case.
@@ -44,10 +44,10 @@ class Index:
 
     keys: Any  # uint8, the names of the samples one after the other
     key_ends: Any  # for each sample, the end of its name in `keys`
-    table: Any  # for each member a row with `_COLUMNS`
+    table: Any  # a row for each member, with the columns `_COLUMNS`
     texts: Any  # uint8, the bytes of the small members, one after the other
-    extensions: tuple[str, ...]  # by `kind`
-    modes: tuple[str, ...]  # of Pillow, by `mode`; the first one stands for a picture without a known header
+    extensions: tuple[str, ...]  # the extension of each `kind`
+    modes: tuple[str, ...]  # Pillow's name of each `mode`; the first stands for a picture without a known header
 
     def __len__(self) -> int:
         return len(self.key_ends)
@@ -57,7 +57,7 @@ class Index:
         return self.table[:, _COLUMNS.index(name)]
 
     def rows(self, extensions: Collection[str]) -> tuple[Any, Any]:
-        """Return for each sample the row of a member with one of `extensions`, or -1, and how many members have one."""
+        """Return for each sample the row of a member with one of `extensions`, or -1, and the number of these."""
         kinds = [number for number, extension in enumerate(self.extensions) if extension in extensions]
         (rows,) = numpy.isin(self.column("kind"), kinds).nonzero()
         samples = self.column("sample")[rows]
@@ -80,7 +80,7 @@ def make(read: Read, total: int, block: int) -> Index:
     samples, kinds, modes, rows, texts = dict[str, int](), dict[str, int](), {"": 0}, list[list[int]](), bytearray()
     for member in members(read, total):
         name = _NAME.fullmatch(member.name)
-        if not name or re.fullmatch(r"__[^/]*__", member.name):  # webdataset's own notes are called so
+        if not name or re.fullmatch(r"__[^/]*__", member.name):  # webdataset's own notes have such names
             continue
         key, extension = name[1], name[2].lower()
         mode, width, height = "", 0, 0
@@ -108,7 +108,7 @@ def make(read: Read, total: int, block: int) -> Index:
 
 
 def buffered(read: Read, block: int) -> Read:
-    """Return a function like `read` that reads at least `block` bytes, and keeps them: members lie side by side."""
+    """Return a function like `read` that reads at least `block` bytes, and caches them: members lie side by side."""
     begin, content = 0, b""
 
     def taken(start: int, size: int) -> bytes:
@@ -124,7 +124,7 @@ def _header(head: bytes, size: int) -> tuple[str, int, int]:
     """Return mode, width and height of a picture of `size` bytes that begins with `head`; ("", 0, 0) if that fails."""
     try:
         with open_picture(io.BytesIO(head)) as image:
-            # In other formats, the orientation of a picture may stand behind its pixels.
+            # In formats other than these, the orientation of a picture may come after its pixels.
             if len(head) < size and image.format not in ("JPEG", "PNG"):
                 return "", 0, 0
             width, height = upright_size(image)
@@ -136,7 +136,7 @@ def _header(head: bytes, size: int) -> tuple[str, int, int]:
 
 @define(frozen=True)
 class _About:
-    """The facts in the file of an index, beside its arrays."""
+    """The metadata in the file of an index, beside its arrays."""
 
     format: int
     shard: str
@@ -154,9 +154,9 @@ def save(index: Index, shard: Shard, path: Path) -> None:
 
 
 def load(path: Path, shard: Shard) -> Index | None:
-    """Return the index of `shard` in a file; None if the shard has changed since then.
+    """Return the index of `shard` in a file; None if the shard has changed since the file was made.
 
-    Raises OSError, ValueError and many kinds of error for a file that is missing or damaged.
+    Raises OSError, ValueError and errors of many other types for a file that is missing or damaged.
     """
     if (stored := load_arrays(path, state_of(shard, format=_FORMAT))) is None:
         return None

@@ -21,16 +21,16 @@ from hookdiff_shards.remote import is_url
 
 logger = logging.getLogger("hookdiff")
 
-_NEAR, _FAR = 1 << 16, 1 << 20  # bytes that are read at a time, of a file and by URL
+_NEAR, _FAR = 1 << 16, 1 << 20  # bytes that are read at a time: from a file, and by URL
 
 Made = TypeVar("Made")
 
 
 @define(frozen=True)
 class Kind(Generic[Made]):
-    """A kind of files, one for each shard; the functions get the number of the shard, or the shard."""
+    """A kind of files, one for each shard. The functions get the number of the shard, or the shard itself."""
 
-    name: str  # of the content, in messages
+    name: str  # name of the content in messages
     suffix: str
     make: Callable[[int], Made]  # raises OSError, ValueError
     save: Callable[[Made, Shard, Path], None]
@@ -77,14 +77,14 @@ def _hash(text: str) -> str:
 def _load(files: Files, path: Path, number: int, kind: Kind[Made], report: bool = False) -> Made | None:
     """Return the content of a file; None if the file is missing or damaged, or if the shard has changed since then.
 
-    A damaged file is logged if `report`. A shard without a mark would not show a change, so it uses no file.
+    A damaged file is logged if `report`. A shard without a mark cannot show a change, so no file is used for it.
     """
     shard = files.shards[number]
     if not shard.mark or not os.path.lexists(path):
         return None
     try:
         return kind.load(path, number)
-    except Exception as error:  # of safetensors, json and Pillow, which may raise any on broken bytes
+    except Exception as error:  # safetensors, json and Pillow may raise errors of any type on broken bytes
         if report:
             where = f"{path}, with the {kind.name} of {shard.name},"
             logger.warning("data: %s is damaged and made again: %s", where, reason(error))
@@ -92,7 +92,7 @@ def _load(files: Files, path: Path, number: int, kind: Kind[Made], report: bool 
 
 
 def _with_others(files: Files, paths: Sequence[Path], loaded: list[Made | None], kind: Kind[Made]) -> list[Made]:
-    """Return the content of all files: `loaded`, or made meanwhile by another process, or made here."""
+    """Return the content of all files: from `loaded`, from a file that another process made meanwhile, or made here."""
     shards, problems, made = files.shards, list[str](), dict[int, Made]()
     for number, content in enumerate(loaded):
         known = _load(files, paths[number], number, kind, report=True) if content is None else content
@@ -111,7 +111,7 @@ def _with_others(files: Files, paths: Sequence[Path], loaded: list[Made | None],
                     problems.append(f"{shards[number].name}: {result}")
                     continue
                 made[number] = result
-                with locked(paths[0].with_name("writing"), shared=False):  # another set may have the same shard
+                with locked(paths[0].with_name("writing"), shared=False):  # another data set may use the same shard
                     kind.save(result, shards[number], paths[number])
     finally:
         pool.shutdown(cancel_futures=True)

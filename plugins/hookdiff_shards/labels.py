@@ -16,11 +16,11 @@ from hookdiff.images import check_text, encode, lines_in, normal, reason, some
 from hookdiff_shards.remote import asked, is_url
 
 _NAMES = ("classes.json", "classes.txt")
-_LARGEST = 1 << 24  # bytes of a file of names
+_LARGEST = 1 << 24  # most bytes of a file of names
 
 
 def read_classes(classes: str | Sequence[str] | None, shard: str, options: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the names of the classes: `classes`, or those in a file, which may also stand beside the first `shard`.
+    """Return the names of the classes: those in `classes`, or in a file that is named or lies beside the first `shard`.
 
     A .txt has a name on each line, a .json a list of names. None if there are no names. Raises ValueError for a file
     that is missing or has another content.
@@ -48,7 +48,7 @@ def read_classes(classes: str | Sequence[str] | None, shard: str, options: Mappi
 
 
 def read_encoded(shard: str, options: Mapping[str, Any]) -> Any:
-    """Return the facts about encoded samples in the file beside the first `shard`; None if there is no such file.
+    """Return the metadata of encoded samples from the file beside the first `shard`; None if there is no such file.
 
     Raises ValueError for a file that cannot be read.
     """
@@ -68,7 +68,7 @@ def beside(shard: str, names: Sequence[str], options: Mapping[str, Any]) -> str 
 
 
 def content_of(path: str, options: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a file here or at a URL. Raises ValueError if it cannot be read."""
+    """Return the bytes of a file on disk or at a URL. Raises ValueError if it cannot be read."""
     try:
         if not is_url(path):
             return read_file(Path(os.path.expanduser(path)))
@@ -81,7 +81,7 @@ def content_of(path: str, options: Mapping[str, Any]) -> bytes:
 
 
 def _exists(path: str, options: Mapping[str, Any]) -> bool:
-    """Return whether the file exists; some servers call a request for a missing file wrong or forbidden."""
+    """Return whether the file exists. For a missing file, some servers answer that the request is forbidden."""
     if not is_url(path):
         return os.path.lexists(path)
     try:
@@ -93,19 +93,19 @@ def _exists(path: str, options: Mapping[str, Any]) -> bool:
 def encode_labels(
     texts: Sequence[bytes], name_of: Callable[[int], str], classes: tuple[str, ...] | None
 ) -> tuple[Tensor | None, tuple[str, ...] | None, list[str]]:
-    """Return labels (n, int64) and the names of the classes; `name_of(i)` is for messages.
+    """Return labels (n, int64) and the names of the classes; messages name a sample by `name_of(i)`.
 
-    A label is an integer, or the name of a class; with `classes` it must be one of these. The third value lists the
-    problems.
+    A label is an integer, or the name of a class; with `classes` the name must be one of these. The third value lists
+    the problems.
     """
     values: list[str | int] = []
     for index, text in enumerate(texts):
         try:
             value = text.decode().strip()
         except UnicodeDecodeError:
-            return None, None, [f"{name_of(index)}: expected a label, got bytes that are no text"]
+            return None, None, [f"{name_of(index)}: expected a label as text in UTF-8"]
         if not value:
-            return None, None, [f"{name_of(index)}: expected a label, it is empty"]
+            return None, None, [f"{name_of(index)}: expected a label, but the file is empty"]
         values.append(int(value) if re.fullmatch(r"-1|[0-9]{1,9}", value) else value)
     first = {type(value): index for index, value in reversed([*enumerate(values)])}
     if len(first) > 1:

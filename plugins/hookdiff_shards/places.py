@@ -12,7 +12,7 @@ from hookdiff import why_missing
 from hookdiff.images import reason, some
 from hookdiff_shards.remote import asked, is_url
 
-_MOST = 1_000_000  # shards
+_MOST = 1_000_000  # most shards of a config
 _PACKED = re.compile(r"\.(tar\.\w+|t[gbx]z2?)$", re.IGNORECASE)
 
 
@@ -29,11 +29,11 @@ def expand(names: str | Sequence[str], options: Mapping[str, Any]) -> list[str]:
 
 def _files(name: str) -> list[str]:
     path = os.path.expanduser(name)
-    if os.path.lexists(path):  # a name may have braces and stars of its own
+    if os.path.lexists(path):  # the name of a file may contain braces and stars
         return _inside(path)
     paths = []
     for pattern in braces(path):
-        if is_url(pattern):  # a check of the config saw no URL
+        if is_url(pattern):  # without this error, a check of the config would miss the URL
             raise ValueError(f"{name}: its braces make the URL {pattern}; write :// outside of them")
         matches = sorted(glob(pattern, recursive=True)) if has_magic(pattern) else [pattern]
         if not matches:
@@ -46,7 +46,7 @@ def _files(name: str) -> list[str]:
 
 
 def _inside(path: str) -> list[str]:
-    """Return the shards in a folder, or the path of a file itself."""
+    """Return the shards in the folder `path`, or `path` itself if it is a file."""
     if not os.path.isdir(path):
         return [path]
     names = sorted(os.listdir(path))

@@ -1,4 +1,4 @@
-"""Shards by URL: any that fsspec reads in parts, such as https://, s3:// or gs://. It is imported for a URL alone."""
+"""Shards at any URL that fsspec reads in parts, such as https://, s3:// or gs://. Only a URL imports fsspec."""
 
 import logging
 import re
@@ -16,15 +16,15 @@ Result = TypeVar("Result")
 
 _WAITS = (1, 4, 16)  # seconds before each further attempt
 _SILENCE = 30  # seconds for which a server may send nothing
-_MISSING, _REFUSED, _LATER, _BEYOND = (404, 410), (401, 403), (408, 425, 429), 416  # of the statuses of HTTP
+_MISSING, _REFUSED, _LATER, _BEYOND = (404, 410), (401, 403), (408, 425, 429), 416  # HTTP status codes
 _MISTAKES = (ValueError, TypeError, LookupError, AttributeError)  # another attempt would fail too
-# Facts from servers that change with the content, by their names in the file systems of fsspec.
+# Metadata from servers that changes with the content, by its names in the file systems of fsspec.
 _MARKS = (
     *("ETag", "etag", "generation", "blob_id", "md5Hash", "Content-MD5"),
     *("Last-Modified", "LastModified", "last_modified", "updated"),
 )
 _TIMES = ("mtime", "modified", "modify", "created")
-# File systems over another URL: some run a template in a file, unpickle what lies in a folder, or write to any folder.
+# File systems that wrap another URL. Some run a template in a file, unpickle files of a folder, or write to any folder.
 _WRAPPERS = (
     *("zip", "tar", "libarchive", "dir", "reference", "generic", "dask", "async_wrapper", "asyncwrapper"),
     *("cached", "blockcache", "filecache", "simplecache"),
@@ -40,8 +40,8 @@ def is_url(path: str) -> bool:
 def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """Return the file system of `url` for this thread and process, and the path in it.
 
-    fsspec keeps one for each thread, and none over a fork. Raises UserError for a package that is missing, and
-    ValueError for an unknown protocol.
+    fsspec keeps one file system for each thread, and none after a fork. Raises UserError for a package that is missing,
+    and ValueError for an unknown protocol.
     """
     try:
         import fsspec
@@ -66,10 +66,10 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _patience() -> dict[str, Any]:
-    """Return options of aiohttp that limit the silence of a server; its own limit is for the whole answer."""
+    """Return options of aiohttp that limit the silence of a server; the default of aiohttp limits the whole answer."""
     try:
         from aiohttp import ClientTimeout
-    except ImportError:  # which fsspec reports
+    except ImportError:  # fsspec reports that aiohttp is missing
         return {}
     return {"timeout": ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)}
 
@@ -78,16 +78,16 @@ def asked(url: str, options: Mapping[str, Any], call: Callable[[Any, str], Resul
     """Return `call(file system, path)` for `url`. A server that fails is asked again up to three times, with a warning.
 
     Raises FileNotFoundError if the server has no such file, PermissionError if it refuses it, ValueError for a wrong
-    URL or option, and StorageError if it fails to the end.
+    URL or option, and StorageError if all attempts fail.
     """
     waits = iter(_WAITS)
     while True:
         try:
             return call(*file_system(url, options))
-        except Exception as error:  # of any library for any kind of server
+        except Exception as error:  # may come from any library
             cause = _own_cause(error)
             why = "it has sent nothing in time" if isinstance(cause, TimeoutError) else reason(cause)
-            status = getattr(cause, "status", None) or 0  # of HTTP
+            status = getattr(cause, "status", None) or 0  # the HTTP status code
             if status in _MISSING:
                 raise FileNotFoundError(url) from error
             if status in _REFUSED:
@@ -112,7 +112,7 @@ def _own_cause(error: Exception) -> Exception:
 
 
 def state_of(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the size of the file at `url`, and a text that changes with its content, "" if the server has none.
+    """Return the size of the file at `url`, and a text that changes with its content; "" if the server gives none.
 
     Raises as `asked` does, and ValueError if the file cannot be read in parts.
     """
@@ -120,14 +120,14 @@ def state_of(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
     if about.get("type") == "directory":
         raise ValueError(f"{url}: is a folder, expected a .tar")
     if not isinstance(size := about.get("size"), int):
-        raise ValueError(f"{url}: the server does not give its size, which reading in parts needs; download the file")
-    # Times count only without other marks: some servers give the time of the request.
+        raise ValueError(f"{url}: the server does not give its size, needed to read it in parts; download the file")
+    # A time is used only if there is no other mark: some servers give the time of the request.
     marks = [f"{name} {about[name]}" for name in _MARKS if about.get(name)]
     return size, ", ".join(marks or [f"{name} {about[name]}" for name in _TIMES if about.get(name)])
 
 
 def check_parts(url: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError if the server of `url` sends only whole files, without reading one; or as `asked` does."""
+    """Raise ValueError if the server of `url` sends only whole files, or as `asked` does. No whole file is read."""
     if not re.match("https?://", url):
         return
 
@@ -146,7 +146,7 @@ def check_parts(url: str, options: Mapping[str, Any]) -> None:
 def read_range(url: str, options: Mapping[str, Any], start: int, size: int) -> bytes:
     """Return `size` bytes of the file at `url`, fewer at its end. Raises StorageError if that fails."""
     try:
-        with connections():  # the source was made, so its server is permitted
+        with connections():  # the server is permitted, since the source could be made
             content: bytes = asked(
                 url, options, lambda system, path: system.cat_file(path, start=start, end=start + size)
             )

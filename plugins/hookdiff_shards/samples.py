@@ -1,4 +1,4 @@
-"""The samples of all shards: for each the place of its picture, its label and its name."""
+"""The samples of all shards: for each sample the position of its picture, its label and its name."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from hookdiff_shards.labels import encode_labels
 from hookdiff_shards.tar import BLOCK, Read
 
 _PICKLED = ("pkl", "pickle", "pyd", "pth", "pt")
-_LABEL = "cls"  # the extension that webdataset has for labels
+_LABEL = "cls"  # the extension of labels in webdataset
 _LARGEST = 1 << 30  # bytes that are read for one sample
-_WORTH = 1 << 16  # bytes between two members that take less time than a second request
+_WORTH = 1 << 16  # bytes between two members: to read up to this many takes less time than a second request
 
 
 class Column:
-    """The member of one kind of each sample: its row in the table of `indices`, -1 for a sample without one."""
+    """The members of one kind: for each sample a row in the table of `indices`, or -1 for a sample without one."""
 
     def __init__(self, indices: Sequence[Index], rows: Sequence[Any]) -> None:
         self.kind, self.start, self.size, self.mode, self.width, self.height, self.head = (
@@ -42,11 +42,11 @@ class Column:
 class Samples:
     """The samples of `files`, in the order of the shards and, in a shard, of their first members.
 
-    `problems` lists what is wrong with single samples. Raises ValueError if there is no sample, or none with a member
-    that is asked for.
+    `problems` lists the problems of single samples. Raises ValueError if there is no sample, or if no sample has a
+    member that is asked for.
     """
 
-    encoded: Any = None  # facts about stored latents and conditions, as a table
+    encoded: Any = None  # metadata of stored latents and conditions, as a table
     read_captions: Callable[[], Sequence[Sequence[str]]] | None = None
 
     def __init__(
@@ -61,7 +61,7 @@ class Samples:
         self.names = [(index.keys, index.key_ends) for index in indices]
         self.extensions, self.modes = [index.extensions for index in indices], [index.modes for index in indices]
         lengths = [len(index) for index in indices]
-        self.first = numpy.cumsum([0, *lengths])[:-1]  # sample of each shard
+        self.first = numpy.cumsum([0, *lengths])[:-1]  # index of the first sample of each shard
         self.shard = numpy.repeat(numpy.arange(len(indices), dtype=numpy.int32), lengths)
         if not len(self):
             names = some([shard.name for shard in files.shards])
@@ -78,13 +78,13 @@ class Samples:
 
     @cached_property
     def texts(self) -> Mapping[str, Sequence[Sequence[str]]] | None:
-        """The captions of each sample as `text`, read at the first use; None if they are not asked for."""
+        """The captions of each sample as `text`, read at the first use; None if the config asks for none."""
         return None if self.read_captions is None else {"text": self.read_captions()}
 
     def column(self, indices: Sequence[Index], extensions: Collection[str]) -> Column:
-        """Return the member of each sample that has one of `extensions`.
+        """Return the column of the members with one of `extensions`.
 
-        Raises ValueError if no sample has one, or one has several.
+        Raises ValueError if no sample has such a member, or a sample has several.
         """
         rows, counts = map(numpy.concatenate, zip(*[index.rows(extensions) for index in indices], strict=True))
         wanted = " or ".join(f".{shown(extension)}" for extension in extensions)
@@ -149,7 +149,7 @@ class Samples:
         """
         if any(column.is_lacking[index] for column in columns):
             raise ValueError("it has no picture" if self.image is None else f"it has no .{shown(self.image)}")
-        # The headers before the members are read too: they show that a shard has not changed.
+        # The headers before the members are read too, to check that the shard has not changed.
         spans = sorted(
             (int(column.start[index]) - BLOCK, int(column.size[index]) + BLOCK, k) for k, column in enumerate(columns)
         )
@@ -189,7 +189,7 @@ class Samples:
         return content[BLOCK:]
 
     def known_sizes(self) -> Tensor:
-        """Return height and width of each picture: n 2, int64; zeros if its header is not in the index."""
+        """Return height and width of each picture: n 2, int64; 0, 0 for a picture without a header in the index."""
         sides, known = numpy.stack([self.pictures.height, self.pictures.width], 1), self.pictures.mode > 0
         return torch.from_numpy(numpy.where(known[:, None], sides, 0))
 
@@ -221,7 +221,7 @@ class Shards(Samples):
 
 
 def _kinds(indices: Sequence[Index]) -> list[tuple[int, int]]:
-    """Return each extension as the number of its shard and its number there, the most frequent in a shard first."""
+    """Return each extension as the number of its shard and its number in that shard, the most frequent first."""
     ordered = []
     for number, index in enumerate(indices):
         kinds, counts = numpy.unique(index.column("kind"), return_counts=True)
@@ -230,7 +230,7 @@ def _kinds(indices: Sequence[Index]) -> list[tuple[int, int]]:
 
 
 def extension_of(text: str, option: str) -> str:
-    """Return an extension as the indices have it, such as "mask.png". Raises ValueError for one of pickles."""
+    """Return an extension in the form of the indices, such as "mask.png". Raises ValueError for a pickle."""
     extension = text.lower().removeprefix(".")
     if (last := extension.rpartition(".")[2]) in _PICKLED:
         raise ValueError(f"{option}: .{last} is pickled, and is never read; save arrays as .npy")

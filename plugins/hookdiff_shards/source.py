@@ -27,7 +27,7 @@ def shards(
 ) -> Shards | Items:
     """Return the samples in shards: tar files as the library webdataset writes them.
 
-    Nothing is streamed: an index of each shard, which is made once, says where each sample is.
+    Samples are read in any order: an index of each shard, which is made once, has the position of each sample.
 
     Args:
         path: the shards: a path or a URL that fsspec reads, with ranges as in "train-{000..123}.tar", or stars; a
@@ -39,12 +39,12 @@ def shards(
         classes: the names of the classes in the order of their numbers, or a file of them, a .txt with a name on each
             line or a .json; default: classes.json or classes.txt beside the first shard, if there is one
         conditions: other members of a sample, as a table of names and extensions, such as { text = "t5.npy", size =
-            "json:size" }: arrays (npy), numbers or lists of numbers (json, or the value of a key in it), a number (txt,
-            cls) or a picture
+            "json:size" }. A member is an array (npy), a number or a list of numbers (json, or the value of a key in
+            it), a number (txt, cls) or a picture
         captions: extension of the captions, such as "txt": the lines of a text; or "json:caption": a text or a list of
-            texts, as the value of a key. A sample without such a member has none
-        storage_options: options of fsspec for URLs. They stand in the config of the run, which needs --trust for them:
-            passwords belong in the environment
+            texts, as the value of a key. A sample without such a member has no captions
+        storage_options: options of fsspec for URLs. They are stored in the config of the run, which then needs --trust;
+            give passwords by environment variables
         index_dir: folder of the indices, and of captions that were read; default: `hookdiff/shards` in the user's
             cache
 

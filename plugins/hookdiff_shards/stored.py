@@ -1,4 +1,4 @@
-"""Files with arrays that are made from a shard once, and with the state that the shard had then."""
+"""Files with arrays that are made once from a shard, and with the state of the shard at that time."""
 
 import hashlib
 import json
@@ -13,32 +13,32 @@ from torch import Tensor
 from hookdiff.disk import new_file, open_tensors, write_tensors
 from hookdiff_shards.files import Shard
 
-Arrays = Mapping[str, Any]  # of numpy
+Arrays = Mapping[str, Any]  # numpy arrays by name
 
 
 def state_of(shard: Shard, **more: Any) -> dict[str, Any]:
-    """Return the facts that must be the same for a file to be used: the state of the shard, and `more`."""
+    """Return the metadata that must be equal before a stored file is used: the state of the shard, and `more`."""
     return {"shard": shard.place, "size": shard.size, "mark": shard.mark, **more}
 
 
 def save_arrays(path: Path, about: Mapping[str, Any], arrays: Arrays) -> None:
-    """Write `arrays` and facts about them. Raises OSError."""
+    """Write `arrays` and their metadata `about`. Raises OSError."""
     text, stored = json.dumps(about), {name: _tensor(values) for name, values in arrays.items()}
     with new_file(path) as partial:
         write_tensors(partial, stored, {"about": text, "sha256": _digest(text, arrays)})
 
 
 def _tensor(values: Any) -> Tensor:
-    # An empty array of numpy would keep its stride of 0, with which its bytes cannot be viewed.
+    # An empty numpy array may have a stride of 0, and then its bytes cannot be viewed.
     tensor = torch.tensor(values)
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 def load_arrays(path: Path, wanted: Mapping[str, Any]) -> tuple[Any, Arrays] | None:
-    """Return the facts and the arrays in a file; None if the facts differ from those in `wanted`.
+    """Return the metadata and the arrays in a file; None if the metadata differs from `wanted`.
 
-    The digest finds damage, but no forgery: a forger can write the digest too. Raises OSError, ValueError and many
-    kinds of error for a file that is missing or damaged.
+    The digest finds damage, but no forgery: a forger can write the digest too. Raises OSError, ValueError and errors of
+    other types for a file that is missing or damaged.
     """
     with open_tensors(path) as file:
         metadata = file.metadata()

@@ -1,7 +1,7 @@
 """The plain files in a tar, found by reading its headers alone.
 
 The names are only keys: no file is ever made from them. Python's own `tarfile` is not used, since it reads headers of
-any size into memory, and some of its versions never end on a negative one.
+any size into memory, and some of its versions never end on a negative size.
 """
 
 import re
@@ -13,7 +13,7 @@ from attrs import define
 from hookdiff import shown
 
 BLOCK = 512  # bytes of a header
-_AFTER = 1 << 22  # bytes of zeros at its end that an archive may be filled up with
+_AFTER = 1 << 22  # bytes of zero padding that an archive may have at its end
 _CHUNK = 1 << 16  # bytes that are read at a time
 _LONGEST = 1 << 20  # bytes of an extended header, which holds a long name
 _SIGNS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -27,7 +27,7 @@ class Member:
     """A plain file in a tar."""
 
     name: str
-    start: int  # position of its first byte; its header, of one block, is before it
+    start: int  # position of its first byte; the header, one block, comes before
     size: int
     head: int  # the CRC-32 of its header
 
@@ -35,7 +35,7 @@ class Member:
 def members(read: Read, total: int) -> Iterator[Member]:
     """Yield the plain files in a tar of `total` bytes, in their order; folders are passed over.
 
-    Raises ValueError for a file that is compressed, cut, damaged or no tar, and for links, sparse files and devices.
+    Raises ValueError for a compressed, truncated or damaged file, for no tar, and for links, sparse files and devices.
     """
     begin, long_name, records = 0, "", dict[str, str]()
     while True:
@@ -45,11 +45,11 @@ def members(read: Read, total: int) -> Iterator[Member]:
         if not total:
             raise ValueError("is empty, expected a tar")
         if len(head) < BLOCK:
-            raise ValueError(f"is cut, or no tar: it has no end mark in its {total} bytes; copy or make it again")
+            raise ValueError(f"is truncated, or no tar: it has no end mark in its {total} bytes; copy or make it again")
         if not any(head):
             if any(any(read(at, min(_CHUNK, total - at))) for at in range(begin, min(total, begin + _AFTER), _CHUNK)):
                 raise ValueError(
-                    f"has more after its end mark at byte {begin}; archives are joined by tar --concatenate, not by cat"
+                    f"has data after its end mark at byte {begin}; join archives by tar --concatenate, not by cat"
                 )
             return
         if not _is_header(head):
@@ -58,7 +58,7 @@ def members(read: Read, total: int) -> Iterator[Member]:
         if kind not in "xgLK":
             size = _size(records.get("size"), size)
         if size > (left := total - start):
-            raise ValueError(f"is cut or damaged: the member at byte {begin} has {size} bytes, {left} are left")
+            raise ValueError(f"is truncated or damaged: the member at byte {begin} has {size} bytes, {left} are left")
         begin = start + -(-size // BLOCK) * BLOCK
         if kind in "xgLK":
             if size > _LONGEST:
@@ -67,13 +67,13 @@ def members(read: Read, total: int) -> Iterator[Member]:
                 records = _records(read(start, size), start)
             elif kind == "L":
                 long_name = _text(read(start, size))
-            continue  # "g" is about the whole archive, "K" about the target of a link
+            continue  # "g" describes the whole archive, "K" the target of a link
         name = records.get("path") or long_name or _own_name(head)
         if kind == "S" or any(key.startswith("GNU.sparse") for key in records):
             raise ValueError(f"{shown(name)} is a sparse file, expected plain files")
         if kind in "\x0007" and not name.endswith("/"):
             yield Member(name, start, size, crc32(head))
-        elif kind not in "\x00057V":  # "V" is a label of the archive
+        elif kind not in "\x00057V":  # "V" is the label of the archive
             what = _KINDS.get(kind, f"of the unknown type {kind!r}")
             raise ValueError(f"{shown(name)} is {what}, expected plain files: tar --dereference --hard-dereference")
         long_name, records = "", {}
@@ -84,7 +84,7 @@ def _is_header(head: bytes) -> bool:
     if not re.fullmatch(rb"[0-7]+", checksum):
         return False
     counted = head[:148] + b" " * 8 + head[156:]
-    signed = sum(byte - 256 if byte > 127 else byte for byte in counted)  # as some old programs have counted
+    signed = sum(byte - 256 if byte > 127 else byte for byte in counted)  # some old programs summed signed bytes
     return int(checksum, 8) in (sum(counted), signed)
 
 
@@ -98,7 +98,7 @@ def _number(field: bytes, where: int) -> int:
 
 
 def _size(record: str | None, size: int) -> int:
-    """Return the size in an extended header, if that has one."""
+    """Return the size in the `record` of an extended header; without a record, `size`."""
     if record is None:
         return size
     if not re.fullmatch(r"[0-9]{1,19}", record):
@@ -108,7 +108,7 @@ def _size(record: str | None, size: int) -> int:
 
 def _own_name(head: bytes) -> str:
     name = _text(head[:100])
-    prefix = _text(head[345:500]) if head[257:263] == b"ustar\0" else ""  # GNU's format has other fields there
+    prefix = _text(head[345:500]) if head[257:263] == b"ustar\0" else ""  # GNU's format has other fields in this place
     return f"{prefix}/{name}" if prefix else name
 
 

@@ -25,10 +25,10 @@ KEY = "plugins.spectral.layers"
 class Spectral:
     """Divides the weights of layers by their largest singular value, which limits how much a layer can amplify.
 
-    `layers` chooses linear layers and convolutions. The layer that the network calls last stays as it is, because the
-    loss decides how large the output has to be. Layers that start at zero stay as they are too, because their singular
-    values are zero. The singular vectors are buffers of the model. They follow the weights by one iteration of the
-    power method per update (Miyato et al. 2018, arXiv 1802.05957).
+    `layers` chooses linear layers and convolutions. The layer that the network calls last is not changed, because the
+    loss decides how large the output has to be. Layers that start at zero are not changed either, because their
+    singular values are zero. The singular vectors are buffers of the model. They follow the weights by one iteration of
+    the power method per update (Miyato et al. 2018, arXiv 1802.05957).
     """
 
     layers: tuple[str, ...] = field(
@@ -36,21 +36,21 @@ class Spectral:
         validator=min_len(1),
         metadata=about('patterns of module names, such as `["*attention*"]`; a module stands for all layers inside it'),
     )
-    _layers: list[tuple[DividedBySigma, Tensor]] = field(factory=list, init=False)  # with the weight to divide
+    _layers: list[tuple[DividedBySigma, Tensor]] = field(factory=list, init=False)  # each with the weight it divides
 
     @hookimpl
     def prepare_model(self, loop: Loop) -> None:
-        if not normalised(loop.model):  # a loop can be entered again
-            seed = derive_seed(loop.config.seed, "model", position=-1)  # no update has this position
+        if not normalised(loop.model):  # skip this when a loop is entered again
+            seed = derive_seed(loop.config.seed, "model", position=-1)  # -1, because no update has this position
             normalise(loop.model, self.layers, _output_layer(loop), Generator().manual_seed(seed))
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         self._layers = normalised(loop.model)
-        if loop.progress.position == 0:  # the weights that a run starts from may have no vectors
+        if loop.progress.position == 0:  # weights from a file may have no singular vectors
             self._follow(SETTLING)
 
-    # Last: a plugin that saves the state before a step must save the vectors from before the step.
+    # Called last: a plugin that saves the state before a step must save the vectors from before the step.
     @hookimpl(trylast=True)
     def before_step(self) -> None:
         self._follow(1)
@@ -71,7 +71,7 @@ def _output_layer(loop: Loop) -> str | None:
 def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, generator: Generator) -> list[str]:
     """Normalise the layers of `model` that `patterns` choose, except the one named `output`; return their names.
 
-    Layers that start at zero stay as they are. Raises ConfigError if no layer is left, and for weights that are
+    Layers that start at zero are not changed. Raises ConfigError if no layer is left, and for weights that are
     shared or parametrised.
     """
     chosen = choose_layers(model, patterns)
@@ -91,7 +91,7 @@ def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, gen
         divided = DividedBySigma(layer.weight, isinstance(layer, _ConvTransposeNd), generator)
         parametrize.register_parametrization(layer, "weight", divided)
     logger.info(
-        "spectral: %d layers are normalised%s; %d more start at zero and stay as they are",
+        "spectral: %d layers are normalised%s; %d more start at zero and are not changed",
         len(layers),
         f"; the output layer {output} is not" if output in chosen else "",
         len(at_zero) - (output in at_zero),
@@ -100,7 +100,7 @@ def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, gen
 
 
 def choose_layers(model: nn.Module, patterns: Iterable[str]) -> dict[str, Any]:
-    """Return the layers that `patterns` choose, by name, in the order of the model; ConfigError if one chooses none."""
+    """Return the layers that `patterns` choose, by name, in the model's order. Each pattern must choose a layer."""
     modules = {name: module for name, module in model.named_modules() if name}
     chosen: set[str] = set()
     for pattern in patterns:

@@ -14,11 +14,11 @@ class DividedBySigma(nn.Module):
     """W / sigma(W), where the power method finds sigma = u' W v (Miyato et al. 2018, arXiv 1802.05957, algorithm 1).
 
     A forward pass does not change u and v; the training calls `iterate` once per update. So all micro-batches of an
-    update use the same weight, also when gradient checkpointing computes them again, and reading it costs one product.
+    update use the same weight, also with gradient checkpointing, and a forward pass costs one more product.
 
     Args:
         weight: the weight W before the division.
-        transposed: True if the second dimension has the outputs, as in a transposed convolution.
+        transposed: True if the second dimension of `weight` is the output dimension, as in a transposed convolution.
         generator: draws the first u and v.
     """
 
@@ -38,7 +38,7 @@ class DividedBySigma(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         kind = weight.device.type
-        # In bf16 sigma would have three digits.
+        # In bf16 sigma would have only three digits.
         with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
             return weight / torch.dot(self.u, self._matrix(weight) @ self.v)
 

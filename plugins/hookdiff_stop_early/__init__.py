@@ -24,13 +24,13 @@ class StopEarly:
     patience: int = field(default=10, validator=ge(1), metadata=about("measurements in a row without an improvement"))
     min_delta: float = field(default=0.0, validator=ge(0), metadata=about("least improvement that counts"))
     after: int = field(default=0, validator=ge(0), metadata=about("ignore earlier measurements", "steps"))
-    _best: float = saved(validator=numbers(finite=False))  # times `_sign`: lower is better
-    _best_at: int = saved(validator=COUNT)  # step
-    _stale: int = saved(validator=COUNT)  # measurements since the best one
-    _is_logged: bool = saved()  # at any step of the run
+    _best: float = saved(validator=numbers(finite=False))  # best value times `_sign`, so that lower is better
+    _best_at: int = saved(validator=COUNT)  # step of the best value
+    _stale: int = saved(validator=COUNT)  # measurements since the best measurement
+    _is_logged: bool = saved()  # whether the metric was logged at any step of the run
     _best_metric: str = saved(key="metric")  # the metric of the saved best value
     _best_mode: str = saved(key="mode")
-    _names: set[str] = field(init=False)  # of all logged values
+    _names: set[str] = field(init=False)  # names of all logged values
 
     @hookimpl
     def on_start(self) -> None:
@@ -43,7 +43,7 @@ class StopEarly:
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
-        if (self._best_metric, self._best_mode) != (self.metric, self.mode):  # the config has another value now
+        if (self._best_metric, self._best_mode) != (self.metric, self.mode):  # the config has a new metric or mode
             self._begin()
         loop.resources.callback(self._warn_if_unknown, loop)  # after the last values, which on_stop may log
         self._stop_if_due(loop)
@@ -71,7 +71,7 @@ class StopEarly:
         return 1 if self.mode == "min" else -1
 
     def _stop_if_due(self, loop: Loop) -> None:
-        # Not in on_log: a value may be logged on the first rank alone, or differ between ranks.
+        # Not called in on_log: a value may be logged only on the first rank, or differ between ranks.
         if first_rank_says(self._stale >= self.patience):
             best = f"its best is {self._sign * self._best:.4g}, of step {self._best_at:,}"
             if self._best == math.inf:

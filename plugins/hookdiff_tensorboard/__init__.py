@@ -18,8 +18,8 @@ from hookdiff.log import Distribution, Event, Picture
 from hookdiff.options import Writes, about
 from hookdiff.run_dir import flat
 
-_PREFIX = "events.out.tfevents."  # by which TensorBoard finds its files
-_SUFFIX = ".hookdiff"  # by which we find our own files
+_PREFIX = "events.out.tfevents."  # TensorBoard finds its files by this prefix
+_SUFFIX = ".hookdiff"  # we find our own files by this suffix
 
 
 @plugin(needs={"tensorboard": "hookdiff[tensorboard]"})
@@ -27,17 +27,17 @@ _SUFFIX = ".hookdiff"  # by which we find our own files
 class TensorBoard(Sink):
     """Tracks metrics, pictures, texts, histograms and the config for TensorBoard: `tensorboard --logdir runs`.
 
-    A run that is resumed or rolled back replaces its file by a new file, which is filled from the run directory first.
+    A resumed or rolled-back run replaces its file by a new file, which begins with the values of the run directory.
     """
 
     dir: Annotated[str | None, Writes()] = field(
         default=None,
         metadata=about(
-            "folder; each run has its own inside it, by its name; default: `tensorboard` in the run directory"
+            "folder, with a sub-folder for each run by its name; default: `tensorboard` in the run directory"
         ),
     )
     _file: FileIO | None = field(init=False, default=None)
-    _end: int = field(init=False, default=0)  # bytes of the file that are whole
+    _end: int = field(init=False, default=0)  # end of the last complete record, in bytes
     _folder: Path = field(init=False, default=Path("tensorboard"))
 
     @property
@@ -58,12 +58,12 @@ class TensorBoard(Sink):
         self._folder.mkdir(parents=True, exist_ok=True)
         if run.has_earlier_steps:
             self.clear(run)
-        # TensorBoard reads the files in the order of their names, also two files of one second.
+        # TensorBoard reads files in the order of their names, so two files of the same second need an order too.
         seconds, rest = divmod(time_ns(), 10**9)
         name = f"{_PREFIX}{seconds}.{rest:09}.{socket.gethostname()}.{os.getpid()}{_SUFFIX}"
         self._file, self._end = (self._folder / name).open("xb", buffering=0), 0
         self._write(0, now(), file_version="brain.Event:2")
-        # A running TensorBoard then forgets the values of earlier files, which this file repeats.
+        # This makes a running TensorBoard forget the values of earlier files, which this file repeats.
         session = _events().SessionLog
         first = 0 if run.has_earlier_steps else run.step + 1
         self._write(first, now(), session_log=session(status=session.START))
@@ -116,7 +116,7 @@ class TensorBoard(Sink):
 
 
 def _module(name: str) -> Any:
-    # TensorBoard's own modules, which need no TensorFlow; they have no types.
+    # These modules of TensorBoard need no TensorFlow. They have no type hints.
     return importlib.import_module(name)
 
 
@@ -133,7 +133,7 @@ def _image(picture: Picture) -> Any:
 
 
 def _text(text: str) -> dict[str, Any]:
-    # TensorBoard reads Markdown, in which indented lines are shown as they are.
+    # TensorBoard reads Markdown, which shows indented lines unchanged.
     shown = "\n".join(f"    {line}" for line in text.splitlines())
     tensor = _module("tensorboard.compat.proto.tensor_pb2").TensorProto
     shape = _module("tensorboard.compat.proto.tensor_shape_pb2").TensorShapeProto
@@ -144,7 +144,7 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _histogram(distribution: Distribution) -> Any:
-    # The sums, which TensorBoard does not show, are those of the middles of the bins.
+    # TensorBoard does not show the sums, so they are computed from the middles of the bins.
     middles = [(low + high) / 2 for low, high in zip(distribution.edges, distribution.edges[1:], strict=False)]
     weighted = list(zip(middles, distribution.counts, strict=True))
     return _module("tensorboard.compat.proto.summary_pb2").HistogramProto(

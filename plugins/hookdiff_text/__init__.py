@@ -32,7 +32,7 @@ from hookdiff_text.folder import (
 
 logger = logging.getLogger("hookdiff")
 
-# The class that opens a folder, by the class in its `architectures`. A file can make us open no other class.
+# The class that loads a folder, by the class in its `architectures`. No file can make us load any other class.
 _CLASSES = {
     "CLIPModel": "CLIPTextModel",
     "T5ForConditionalGeneration": "T5EncoderModel",
@@ -46,7 +46,7 @@ _CLASSES = {
         )
     },
 }
-_USUAL = 128  # tokens at which captions are cut by default
+_USUAL = 128  # tokens to which captions are truncated by default
 
 
 def _is_known(config: Mapping[str, Any]) -> bool:
@@ -66,7 +66,7 @@ class Text(TextEncoder):
     length: int | None = field(
         default=None,
         validator=optional(ge(1)),
-        metadata=about("tokens to which a caption is filled or cut; default: the most of the encoder, up to 128"),
+        metadata=about("tokens to which captions are padded or truncated; default: the encoder's most, up to 128"),
     )
     layer: int = field(
         default=-1,
@@ -82,8 +82,8 @@ class Text(TextEncoder):
             'in Stable Diffusion, else "tokens"'
         ),
     )
-    pooled: bool = field(default=False, metadata=about("also make NAME_pooled, one vector for each caption"))
-    mask: bool = field(default=False, metadata=about("also make NAME_mask, true for the caption's own tokens"))
+    pooled: bool = field(default=False, metadata=about("also give NAME_pooled, one vector for each caption"))
+    mask: bool = field(default=False, metadata=about("also give NAME_mask, true for the caption's own tokens"))
     precision: Literal["float32", "bf16"] = field(
         default="float32", validator=in_(("float32", "bf16")), metadata=about("dtype of the network")
     )
@@ -131,7 +131,7 @@ class Text(TextEncoder):
             config = {**config, **text_config, "architectures": config["architectures"]}
         most = count_in(config, "max_position_embeddings", self.folder / CONFIG)
         if most and "oberta" in config["architectures"][0]:
-            most = max(1, most - 2)  # RoBERTa's first position comes after the position of the padding
+            most = max(1, most - 2)  # RoBERTa's first position comes after the position of the padding token
         if self.length is None:
             return min(most or _USUAL, _USUAL)
         if most and self.length > most:
@@ -157,7 +157,7 @@ class Text(TextEncoder):
     def to_diffusers(self, name: str, folder: str) -> ExportedTexts:
         opened = evolve(self, precision="float32").open(torch.device("cpu"))
         network, tokenizer, kind = opened.network, opened.tokenizer, type(opened.network).__name__
-        tokenizer.model_max_length = opened.length  # where a pipeline cuts captions
+        tokenizer.model_max_length = opened.length  # a pipeline truncates captions to this length
         outputs = {"": "made.last_hidden_state" if self.layer == -1 else f"made.hidden_states[{self.layer}]"}
         if self.pooled:
             outputs["_pooled"] = f"made.{'text_embeds' if kind.endswith('WithProjection') else 'pooler_output'}"
@@ -208,7 +208,7 @@ class _Network:
             pooled = output.get("text_embeds", output.get("pooler_output"))
             if pooled is None:
                 kind = type(self.network).__name__
-                raise UserError(f"data.encode: pooled: a {kind} makes no vector for a caption; set pooled = false")
+                raise UserError(f"data.encode: pooled: a {kind} gives no vector for a caption; set pooled = false")
             outputs["_pooled"] = pooled
         outputs = {name: rows.float().cpu() for name, rows in outputs.items()}
         return {**outputs, **({"_mask": mask.bool().cpu()} if options.mask else {})}

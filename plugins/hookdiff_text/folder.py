@@ -1,4 +1,4 @@
-"""Opens networks and tokenizers in folders of transformers, without a connection and without code of the folders."""
+"""Loads networks and tokenizers from folders of transformers, without the internet and without code of the folders."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _VERSION = re.compile(r"tokenizer\.[\w.-]+\.json")  # a tokenizer for one versio
 
 
 def network_weights(folder: Path, config: Mapping[str, Any]) -> Weights:
-    """Find the weights of the network with this `config`.
+    """Return the weights of the network with this `config`.
 
     Raises:
-        UserError: if there are none in safetensors.
+        UserError: if the folder has no weights in safetensors.
     """
     if (named := config.get(_WEIGHTS)) is None:
         return weights_in(folder, (_USUAL, _USUAL.removesuffix(".safetensors") + INDEX))
@@ -65,14 +65,14 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of the tokenizer in `folder`; `tokenizer_in` opens no others."""
+    """Return the files of the tokenizer in `folder`; `tokenizer_in` opens no other files."""
     settings = table_in(folder, _SETTINGS, "tokenizer") if file_in(folder, _SETTINGS) else {}
     names = (*_OF_TOKENIZER, "added_tokens.json", *_TABLES, *_versions(settings))
     return [*files_in(folder, names).values()]
 
 
 def _versions(settings: Mapping[str, Any]) -> list[str]:
-    """Return the names of the files for single versions of transformers."""
+    """Return the names of tokenizer files that are for one version of transformers."""
     named = settings.get(_VERSIONS)
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     return [name for name in names if name == _OF_TOKENIZER[0] or _VERSION.fullmatch(name)]
@@ -88,7 +88,7 @@ def network_in(folder: Path, kind: str, device: torch.device, precision: str) ->
     weights = network_weights(folder, config)
     with _quiet() as transformers:
         network_class, options = getattr(transformers, kind), {}
-        # Models that were trained on words alone have no pooler, the layer that makes one vector for a caption.
+        # Models trained only to predict words have no pooler, the layer that gives one vector for a caption.
         if _POOLER in signature(network_class).parameters and not any("pooler." in name for name in weights.shapes):
             options[_POOLER] = False
         network = load_network(network_class, folder, config, weights, _USUAL, **options)
@@ -101,7 +101,7 @@ def tokenizer_in(folder: Path, kind: str) -> Any:
     """Load the tokenizer of the class `kind` of transformers.
 
     Raises:
-        UserError: if it cannot be loaded, or cannot fill texts.
+        UserError: if it cannot be loaded, or has no padding token.
     """
     files = {path.name: path for path in tokenizer_files(folder)}
     seen: dict[str, Any] = dict(files)
@@ -115,13 +115,13 @@ def tokenizer_in(folder: Path, kind: str) -> Any:
     if getattr(tokenizer, "vocab_file", None):  # some tokenizers copy this file when they are saved
         tokenizer.vocab_file = str(folder / Path(tokenizer.vocab_file).name)
     if tokenizer.pad_token_id is None:
-        raise UserError(f"data.encode: set pad_token in {folder / _SETTINGS}: captions are filled with this token")
+        raise UserError(f"data.encode: set pad_token in {folder / _SETTINGS}: captions are padded with this token")
     return tokenizer
 
 
 @contextmanager
 def _quiet() -> Iterator[Any]:
-    """Yield the library transformers without progress bars and reports, which would stand among a run's lines."""
+    """Yield the library transformers without progress bars and reports, which would mix with the lines of a run."""
     import transformers
 
     logging: Any = transformers.utils.logging
@@ -152,16 +152,16 @@ def check_tokens(network: Any, tokenizer: Any, tokens: Any) -> None:
     num = network.get_input_embeddings().num_embeddings
     if (largest := max((max(row, default=0) for row in tokens), default=0)) >= num:
         raise UserError(
-            f"data.encode: the tokenizer in {tokenizer.name_or_path} makes token {largest}, but the network in "
+            f"data.encode: the tokenizer in {tokenizer.name_or_path} gives token {largest}, but the network in "
             f"{network.name_or_path} has {num}: use the tokenizer that was saved with this network"
         )
 
 
 def count_in(table: Mapping[str, Any], key: str, where: Path) -> int | None:
-    """Return the number at a key of the config `where`; None if it has none.
+    """Return the number at a key of the config `where`; None if the config has no such key.
 
     Raises:
-        UserError: if it is no whole number of at least 1.
+        UserError: if the value is not a whole number of at least 1.
     """
     if (count := table.get(key)) is not None and (type(count) is not int or count < 1):
         raise UserError(f"data.encode: {where}: {key} = {count!r}, expected a whole number of at least 1")
@@ -169,12 +169,12 @@ def count_in(table: Mapping[str, Any], key: str, where: Path) -> int | None:
 
 
 def lengths_of(tokenizer: Any, texts: list[str]) -> list[int]:
-    """Return the number of tokens of each text before it is cut."""
+    """Return the number of tokens of each text before truncation."""
     return [len(row) for row in tokenized(tokenizer, texts, verbose=False)["input_ids"]]
 
 
 def tokens_of(tokenizer: Any, texts: list[str], length: int) -> list[list[int | None]]:
-    """Return the tokens of each text, cut at `length`; None is an unknown token."""
+    """Return the tokens of each text, truncated to `length` tokens. None stands for an unknown token."""
     rows = tokenized(tokenizer, texts, truncation=True, max_length=length, verbose=False)["input_ids"]
     unknown, blank = tokenizer.unk_token_id, tokenizer.convert_tokens_to_ids("\u2581")
     blank = None if blank == unknown else blank  # sentencepiece puts a blank before each unknown word

@@ -46,12 +46,12 @@ class _Side:
     """The text side of a class of pipelines."""
 
     encoders: tuple[str, ...]  # classes of text_encoder, text_encoder_2 and so on
-    # By the end of a condition's name: the network's keyword for it, and its places in the result of `encode_prompt`,
-    # first for the prompts, then for no prompt.
+    # By the suffix of a condition's name: the network's keyword for the condition, and its positions in the result of
+    # `encode_prompt`, first for the prompts, then for the empty prompt.
     returned: Mapping[str, tuple[str, int, int]]
-    time_ids: bool = False  # whether its network gets the sizes and the crop of a picture
-    length: int | None = None  # default of the pipeline's `max_sequence_length`; None: it has no such argument
-    lowers: bool = False  # whether it takes texts in lower case
+    time_ids: bool = False  # whether the network also gets the sizes and the crop of a picture
+    length: int | None = None  # default of the pipeline's argument `max_sequence_length`; None: no such argument
+    lowers: bool = False  # whether the pipeline turns texts to lower case
 
 
 _EMBEDDED = ("encoder_hidden_states", 0, 1)
@@ -86,7 +86,7 @@ class _Part:
     folder: Path
     tokenizer_kind: str
     tokenizer_folder: Path
-    limit: int  # tokens
+    limit: int  # most tokens of a caption
 
 
 @define(frozen=True)
@@ -97,7 +97,7 @@ class Pipeline(TextEncoder):
     length: int | None = field(
         default=None,
         validator=optional(ge(1)),
-        metadata=about("tokens of a caption, as max_sequence_length of the pipeline; default: that of the pipeline"),
+        metadata=about("tokens of a caption, the pipeline's max_sequence_length; default: that of the pipeline"),
     )
     precision: Literal["float32", "bf16"] = field(
         default="float32", validator=in_(("float32", "bf16")), metadata=about("dtype of the networks")
@@ -124,7 +124,7 @@ class Pipeline(TextEncoder):
         index = self.index()
         side = _SIDES[index["_class_name"]]
         if self.length and not side.length:
-            raise UserError(f"data.encode: leave out length: the tokenizer of a {index['_class_name']} cuts captions")
+            raise UserError(f"data.encode: leave out length: the tokenizer of a {index['_class_name']} sets it")
         return [
             self._part(index, suffix, kind, self.length or side.length)
             for suffix, kind in zip(("", "_2", "_3"), side.encoders, strict=False)
@@ -154,7 +154,7 @@ class Pipeline(TextEncoder):
 
     @property
     def limit(self) -> int:
-        """The tokens at which the first of the tokenizers cuts."""
+        """The number of tokens to which the first tokenizer truncates."""
         return min(part.limit for part in self.parts())
 
     @property
@@ -190,8 +190,8 @@ class Pipeline(TextEncoder):
 
             kind = getattr(diffusers, name)
             for where in (kind.__module__, "transformers.tokenization_utils_base"):
-                logging.getLogger(where).setLevel(logging.ERROR)  # they warn of each cut caption; the run counts these
-            # Not by its `from_pretrained`, which in some versions imports a file of the folder.
+                logging.getLogger(where).setLevel(logging.ERROR)  # the run itself counts truncated captions
+            # Not by `from_pretrained` of the pipeline, which in some versions imports a file of the folder.
             taken, flags = inspect.signature(kind).parameters, _flags(index)
             others = {key: flags.get(key) for key, each in taken.items() if key in flags or each.default is each.empty}
             pipeline = kind(**{**others, **components})
@@ -230,16 +230,16 @@ def _flags(index: Mapping[str, Any]) -> dict[str, bool]:
 class _Network:
     side: _Side
     pipeline: Any
-    parts: Mapping[str, Any]  # of the pipeline: networks and tokenizers
+    parts: Mapping[str, Any]  # the networks and tokenizers of the pipeline
     others: Mapping[str, Any]  # other arguments of the pipeline
     given: Mapping[str, Any]  # arguments of `encode_prompt`
     pairs: Sequence[tuple[Any, Any]]  # each network and its tokenizer
-    tokenizers: Sequence[tuple[Any, int]]  # each with the number of tokens at which it cuts
+    tokenizers: Sequence[tuple[Any, int]]  # each with the number of tokens to which it truncates
     device: torch.device
 
     def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
         taken = self._taken(texts)
-        for network, tokenizer in self.pairs:  # a token without an embedding would end with a traceback
+        for network, tokenizer in self.pairs:  # otherwise a token without an embedding would end in a traceback
             check_tokens(network, tokenizer, tokenized(tokenizer, taken, verbose=False)["input_ids"])
         is_empty = torch.tensor([not text for text in texts])
         with torch.no_grad():

@@ -22,7 +22,7 @@ from hookdiff.options import Connects, Writes, about
 
 logger = logging.getLogger("hookdiff")
 
-_FOLDERS = ("wandb", ".wandb")  # W&B takes the second if it exists
+_FOLDERS = ("wandb", ".wandb")  # W&B uses the second folder if it exists
 _NO_GIT = "WANDB_DISABLE_GIT"  # a variable that W&B reads
 
 
@@ -31,8 +31,8 @@ _NO_GIT = "WANDB_DISABLE_GIT"  # a variable that W&B reads
 class WandB(Sink):
     """Tracks metrics, pictures, texts, histograms and the config in Weights & Biases.
 
-    W&B takes no values of an earlier step. So a run that is resumed or rolled back goes on in a new W&B run, which
-    first gets the earlier values from the run directory.
+    W&B takes no values of an earlier step. So a resumed or rolled-back run goes on in a new W&B run, which first gets
+    the earlier values from the run directory.
     """
 
     project: str | None = field(
@@ -46,7 +46,7 @@ class WandB(Sink):
     )
     tags: tuple[str, ...] = field(default=(), metadata=about("tags of the run"))
     mode: Annotated[Literal["online", "offline"] | None, Connects(lambda mode: _is_online(mode))] = field(
-        default=None, metadata=about("place of the run; default: the mode in W&B's settings, or offline without a key")
+        default=None, metadata=about("mode of W&B; default: the mode in W&B's settings, or offline without a key")
     )
     dir: Annotated[str | None, Writes()] = field(
         default=None, metadata=about("folder in which W&B makes its folder `wandb`; default: the run directory")
@@ -58,8 +58,8 @@ class WandB(Sink):
     )
     _library: Any = field(init=False, default=None)
     _run: Any = field(init=False, default=None)
-    _step: int = field(init=False, default=0)  # of the newest values
-    _lines: dict[tuple[int, str], list[str]] = field(init=False, factory=dict)  # of events, by W&B's step and kind
+    _step: int = field(init=False, default=0)  # step of the newest values
+    _lines: dict[tuple[int, str], list[str]] = field(init=False, factory=dict)  # texts of events, by W&B step and kind
     _exit_code: int = field(init=False, default=0)
     _where: str = field(init=False, default="")
 
@@ -68,7 +68,7 @@ class WandB(Sink):
         return self._where
 
     def place(self, run: TrackedRun) -> object:
-        """Return an object that equals no other: each W&B run is a new one."""
+        """Return an object that equals no other, because each W&B run is new."""
         return object()
 
     def check(self, loop: Loop) -> None:
@@ -79,11 +79,11 @@ class WandB(Sink):
                 self._find_mode()
             except UserError:
                 raise
-            except Exception as error:  # of W&B itself; `open` fails then too, and warns
+            except Exception as error:  # from W&B itself; `open` then fails too, and warns
                 logger.debug("W&B cannot be asked for its key:", exc_info=error)
 
     def open(self, run: TrackedRun) -> list[Call]:
-        _refuse_settings_of(run.run_dir)  # also for `hookdiff mirror`, which does not call `check`
+        _refuse_settings_of(run.run_dir)  # here too, since `hookdiff mirror` does not call `check`
         wandb = _wandb()
         directory = run.run_dir.resolve().name if run.run_dir else None
         folder = Path(self.dir or run.run_dir or ".")
@@ -95,16 +95,16 @@ class WandB(Sink):
         atexit.register(self._abandon)
         settings = wandb.Settings(
             console="off",  # otherwise it patches stdout and stderr
-            disable_git=True,  # a mirror that is made later would show another commit
+            disable_git=True,  # a mirror, which is made later, would show another commit
             disable_code=True,
             x_disable_stats=not self.system_tracking_interval,
             x_stats_sampling_interval=self.system_tracking_interval or 15,
-            reinit="create_new",  # leaves alone a W&B run of the user's own script
+            reinit="create_new",  # does not end a W&B run of the user's own script
             init_timeout=self.timeout * 0.8,
-            finish_timeout=self.timeout * 0.8,  # also at the end of the process
+            finish_timeout=self.timeout * 0.8,  # this limit also holds at the end of the process
         )
         self._run = wandb.init(
-            project=self.project or self._library.settings.project or "uncategorized",  # W&B would ask git
+            project=self.project or self._library.settings.project or "uncategorized",  # otherwise W&B would ask git
             entity=self.entity,
             name=self.name or directory,
             group=self.group or directory,
@@ -140,7 +140,7 @@ class WandB(Sink):
     def event(self, step: int, time: float, event: Event) -> None:
         if event.kind == "stop":
             self._exit_code = int(event.severity == "error")
-        # W&B keeps one value for a name and step, and a late event gets the newest step.
+        # W&B keeps only one value for a name and step, and a late event gets the newest step.
         lines = self._lines.setdefault((max(step, self._step), event.kind), [])
         if event.text not in lines:
             lines.append(event.text)
@@ -153,18 +153,18 @@ class WandB(Sink):
             atexit.unregister(self._abandon)
 
     def _abandon(self) -> None:
-        """Keep W&B from waiting for its own process at the end of ours, when W&B has failed or hangs."""
+        """Stop W&B from waiting for its own process when ours ends, if W&B has failed or hangs."""
         connection = self._library._connection
         if connection and connection._cleanup:
             connection._cleanup()  # removes the hook in which W&B waits without a limit
 
     def _log(self, step: int, time: float, values: Mapping[str, Any]) -> None:
-        # A late finding can be of an earlier step.
+        # A finding may be logged late, for an earlier step.
         self._step = max(step, self._step)
         self._run.log({**values, "_timestamp": time}, step=self._step)
 
     def _find_mode(self) -> str | None:
-        """Return the mode for W&B; raises UserError for "online" without a key, for which W&B would ask."""
+        """Return the mode for W&B; raises UserError for "online" without a key, because W&B would ask for a key."""
         wanted = self.mode or os.environ.get("WANDB_MODE")
         if wanted not in (None, "online") or _has_key():
             return wanted
@@ -183,7 +183,7 @@ def _wandb() -> Any:
 
 
 def _set_up() -> Any:
-    """Set up W&B without git, which would wait forever for a pipe in a stranger's repository around."""
+    """Set up W&B without git: in a stranger's repository around the run, git might wait forever for a pipe."""
     before = os.environ.get(_NO_GIT)
     os.environ[_NO_GIT] = "true"
     try:
@@ -194,7 +194,7 @@ def _set_up() -> Any:
         else:
             os.environ[_NO_GIT] = before
     if before is None:
-        library.settings.disable_git = False  # of W&B runs of the user's own script
+        library.settings.disable_git = False  # for W&B runs of the user's own script
     return library
 
 
@@ -202,7 +202,7 @@ def _refuse_settings_of(run_dir: Path | None) -> None:
     """Raise UserError if W&B would read settings from a file of the run, which may name another server."""
     for file in (Path(name, "settings").resolve() for name in _FOLDERS):
         if run_dir and file.exists() and file.is_relative_to(run_dir.resolve()):
-            raise UserError(f"{file}: start from another folder: W&B would take its server from this file of the run")
+            raise UserError(f"{file}: start from another folder: W&B would read its server from this file")
 
 
 def _is_online(mode: str | None) -> bool:

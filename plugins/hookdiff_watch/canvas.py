@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[numpy.float64]
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits in a character, by column and row
-_LABEL = 9  # columns of the numbers beside a curve
+_LABEL = 9  # columns for the numbers beside a curve
 
 
 @define(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class _Canvas:
         x = numpy.rint(columns * (across - 1)).astype(int)
         y = numpy.rint((1 - rows) * (down - 1)).astype(int)
         starts = numpy.flatnonzero(numpy.diff(x, prepend=-1))
-        every = numpy.arange(x[0], x[-1] + 1)  # many points in a column give a range, columns without one a line
+        every = numpy.arange(x[0], x[-1] + 1)  # many points in a column give a range; columns without a point, a line
         low, high = (
             numpy.rint(numpy.interp(every, x[starts], extreme.reduceat(y, starts))).astype(int)
             for extreme in (numpy.minimum, numpy.maximum)
@@ -58,7 +58,7 @@ class _Canvas:
         new: dict[tuple[int, int], int] = {}
         for k, column in enumerate(every.tolist()):
             top, bottom = int(low[k]), int(high[k])
-            if k:  # join it with the column before
+            if k:  # join this column with the one before
                 top, bottom = min(top, int(high[k - 1]) + 1), max(bottom, int(low[k - 1]) - 1)
             for row in range(top, bottom + 1):
                 cell = row // 4, column // 2
@@ -78,7 +78,7 @@ class _Canvas:
 def chart(
     heading: Text, curves: Sequence[DottedCurve], width: int, height: int, *, is_log: bool, with_axis: bool
 ) -> list[Text]:
-    """Return `height` lines: the heading, curves with their lowest and highest value, and an axis with the steps.
+    """Return `height` lines: the heading, the curves with their lowest and highest value, and an axis of steps.
 
     The last curve is drawn over the others. The scale is logarithmic if all values are positive and `is_log` is true.
     """
@@ -111,5 +111,5 @@ def _scaled(values: Array, low: float, high: float, is_log: bool) -> Array:
     """Return the place of each value between `low` and `high`, from 0 to 1; 0.5 if they are equal."""
     if is_log:
         values, low, high = numpy.log10(values), float(numpy.log10(low)), float(numpy.log10(high))
-    size = high / 2 - low / 2  # halves: their difference is finite
+    size = high / 2 - low / 2  # halved first, so that the difference cannot overflow
     return (values / 2 - low / 2) / size if size > 0 else numpy.full(len(values), 0.5)

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from hookdiff_watch.followed import Followed
     from hookdiff_watch.view import Screen
 
-_LINES = 30  # of a snapshot in a pipe
+_LINES = 30  # lines of a snapshot in a pipe
 _TICK = 0.2  # seconds between two looks at the size of the terminal
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--every", default=2.0, type=click.FloatRange(min=0.1), metavar="X", help="Seconds between two readings.")
-@click.option("--once", is_flag=True, help="Print one snapshot, as in a pipe.")
+@click.option("--once", is_flag=True, help="Print one snapshot, and end.")
 def command(run: Path, every: float, once: bool) -> None:
     """Show RUN, a run directory, until the run ends or Ctrl-C is pressed. Nothing is written to it.
 
     It shows step, speed and ETA, the newest values, the curves of loss, gradient norm, learning rate and FID, the
-    newest samples, and the last events, such as findings and checkpoints. In a pipe it prints one snapshot.
+    newest samples, and the last events, such as findings and checkpoints. In a pipe the command prints one snapshot.
     """
     from rich.console import Console
 
@@ -39,7 +39,7 @@ def command(run: Path, every: float, once: bool) -> None:
     followed = Followed(History.of(run).run_dir)
     followed.read()
     console = Console(highlight=False, soft_wrap=False)
-    # Not by rich's own test, which takes a pipe for a terminal with FORCE_COLOR.
+    # Rich's own test is not used: with FORCE_COLOR it takes a pipe for a terminal.
     is_live = sys.stdout.isatty() and not console.is_dumb_terminal and not once
     if is_live and not followed.is_over:
         _follow(followed, console, every)
@@ -47,7 +47,7 @@ def command(run: Path, every: float, once: bool) -> None:
 
 
 def _follow(run: Followed, console: Console, every: float) -> None:
-    """Show the run on a screen of its own until it is over."""
+    """Show the run on the whole screen until the run is over."""
     from rich.console import Group
     from rich.live import Live
 

@@ -1,4 +1,4 @@
-"""Follows the files of a run: each reading parses only the lines that were appended since the last one."""
+"""Follows the files of a run: each reading parses only the lines that were appended since the last reading."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from hookdiff.run_dir import (
 )
 
 _NAMES = ("loss", "loss/smooth", "grad_norm", "lr")
-_ROUTINE = ("checkpoint", "void", "skipped", "held")  # of each kind, the newest event is shown, with their number
+_ROUTINE = ("checkpoint", "void", "skipped", "held")  # only the newest event of each is shown, with a count
 _WINDOW, _FEWEST = 60.0, 10  # the speed is a mean over this many seconds, and over at least this many lines
 _WAITING = ("running", "not started", "missing")
 
 
 @define(eq=False)
 class Followed:
-    """A run directory that may grow, be cut, replaced or removed at any time."""
+    """A run directory. Its files may grow, be truncated, replaced or removed at any time."""
 
     run_dir: Path
     state: str = field(init=False, default="not started")  # the state of History, "not started" or "missing"
@@ -44,11 +44,11 @@ class Followed:
     series: dict[str, dict[int, float]] = field(init=False, factory=dict)  # values by name and step
     notes: list[tuple[LoggedEvent, int]] = field(init=False, factory=list)  # events, each with its number
     picture: Path | None = field(init=False, default=None)  # the newest samples
-    step: int = field(init=False, default=0)  # of the newest line, or of the end
+    step: int = field(init=False, default=0)  # step of the newest line, or of the end
     _config: Mapping[str, Any] = field(init=False, factory=dict)
     _points: list[tuple[float, int]] = field(init=False, factory=list)  # time and step of each line
-    _process: LoggedEvent | None = field(init=False, default=None)  # the event at the begin of the newest process
-    _began: tuple[float, int] | None = field(init=False, default=None)  # time and step, also of a rollback
+    _process: LoggedEvent | None = field(init=False, default=None)  # the event with which the newest process began
+    _began: tuple[float, int] | None = field(init=False, default=None)  # time and step of the last start or rollback
     _metrics: Tail[Logged[float]] = field(init=False)
     _events: Tail[LoggedEvent] = field(init=False)
 
@@ -57,9 +57,9 @@ class Followed:
         self._events = follow_events(self.run_dir)
 
     def read(self) -> None:
-        """Read what is new; no damaged file raises an error."""
+        """Read the new lines of all files; a damaged file raises no error."""
         history = History(self.run_dir)
-        state, outcome = history.state, history.outcome  # before the files: the last lines come before the end
+        state, outcome = history.state, history.outcome  # read first, since the last lines come before the end of a run
         try:
             self._config, self.message = history.config, outcome.message
         except UserError as error:
@@ -67,7 +67,7 @@ class Followed:
         self._read_metrics()
         self._read_events()
         if state != "running":
-            self.step = max(self.step, outcome.step)  # the last steps may have no line
+            self.step = max(self.step, outcome.step)  # the last steps may have no logged line
         has_begun = self.series or self.step or self.notes or outcome.reason
         if not self.run_dir.is_dir():
             self.state = "missing"
@@ -145,7 +145,7 @@ class Followed:
 
     @property
     def left(self) -> float | None:
-        """Seconds until the last step at this speed."""
+        """Seconds until the last step at the speed `speed`."""
         if self.total is None or self.speed is None or self.age is None:
             return None
         return max(0.0, (self.total - self.step) / self.speed - self.age)

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from rich.text import Text
 
-_SMALL, _LARGE = 14, 20  # least width of a sample in pixels, in a narrow and in a wide place
-_WIDE = 60  # columns
+_SMALL, _LARGE = 14, 20  # least width of a sample in pixels, with little and with much room
+_WIDE = 60  # columns from which there is much room
 _MOST_PIXELS = 50_000_000
 
 
 def half_blocks(path: Path, width: int, height: int) -> list[Text]:
     """Return a title and at most `height` - 1 lines of `width` columns with the first samples in a picture.
 
-    If the file has the places of its samples, the number of shown samples is such that each is large enough to see;
-    otherwise the whole picture is shown. For a file that cannot be read, the title gives the reason.
+    If the file has the positions of its samples, only as many are shown as are large enough to see; otherwise the whole
+    picture is shown. For a file that cannot be read, the title gives the reason.
     """
     from PIL import Image
     from rich.text import Text
@@ -44,7 +44,7 @@ def half_blocks(path: Path, width: int, height: int) -> list[Text]:
 
 
 def _scaled(image: Image, info: dict[str, Any], width: int, height: int) -> tuple[Image, str]:
-    """Return a picture of at most `width` x `height` pixels, transparent where there is none, and its title."""
+    """Return a picture of at most `width` x `height` pixels, transparent where it shows no sample, and its title."""
     from PIL import Image
 
     place = next((place for place in panel_layouts(info) if place.is_inside(image.size)), None)

@@ -1,4 +1,4 @@
-"""The picture of a run for a terminal of any size, as lines of text."""
+"""Shows a run on a terminal of any size, as lines of text."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _STYLES = {"running": "bold green", "done": "bold green", "stopped": "bold yellow", "crashed": "bold red"}
 _SEVERITIES = {"error": "red", "warning": "yellow"}
-_MOST_NOTES = 8  # events
+_MOST_NOTES = 8  # most events shown
 _SIDE_BY_SIDE = 72  # columns of a terminal that has samples beside the curves
-_LEAST = 5  # lines of curves or samples
+_LEAST = 5  # least lines of curves or samples
 _SMALLEST = 22  # columns of a small curve
-_GAP = 2  # columns
+_GAP = 2  # columns between two parts
 
 
 @define(frozen=True)
@@ -33,7 +33,7 @@ class Screen:
 
     width: int
     height: int
-    has_blocks: bool  # it shows braille and block characters
+    has_blocks: bool  # the terminal shows braille and block characters
     has_colours: bool  # 256 or more, which pictures need
 
 
@@ -120,10 +120,10 @@ def _curves(run: Followed, width: int, rows: int) -> list[Text]:
     """Return the loss, and below it small curves of the other values that fit."""
     from rich.text import Text
 
-    styles = {"loss": "cyan", "loss/smooth": "magenta"}  # the last one is drawn over the other
+    styles = {"loss": "cyan", "loss/smooth": "magenta"}  # the last curve is drawn over the other
     losses = [DottedCurve.of(run.series[name], style) for name, style in styles.items() if name in run.series]
     others = [name for name in run.names if name not in styles]
-    others.sort(key=lambda name: name in ("grad_norm", "lr"))  # the FID first
+    others.sort(key=lambda name: name in ("grad_norm", "lr"))  # sorts the FID first
     others = others[: max(1, (width + _GAP) // (_SMALLEST + _GAP))] if rows >= 2 * _LEAST or not losses else []
     small = max(_LEAST, rows // 3) if others and losses else rows
     lines = []
@@ -165,7 +165,7 @@ def _flow(parts: Sequence[Text], screen: Screen) -> list[Text]:
 
 
 def _newest(notes: Sequence[tuple[LoggedEvent, int]], most: int) -> list[tuple[LoggedEvent, int]]:
-    """Return the newest `most` events in their order; up to half of the places are for warnings and errors."""
+    """Return the newest `most` events in their order; up to half of them are the newest warnings and errors."""
     places = range(len(notes))
     serious = [place for place in places if notes[place][0].event.severity in _SEVERITIES][-max(1, most // 2) :]
     others = [place for place in places if place not in serious]
@@ -174,7 +174,7 @@ def _newest(notes: Sequence[tuple[LoggedEvent, int]], most: int) -> list[tuple[L
 
 
 def _note(logged: LoggedEvent, number: int) -> Text:
-    """Return an event in a line, with the first line of its text."""
+    """Return one line about an event, with the first line of its text."""
     from rich.text import Text
 
     event = logged.event

@@ -190,7 +190,7 @@ def test_the_three_best_changes_come_first() -> None:
         Outcome(Change(settings=("data.workers=1",)), 1.05),
     ]
     assert advice(outcomes).splitlines() == [
-        "try first, with img/s over those of now:",
+        "try first, with the speed over the present speed:",
         "  1.50  --plugins amp",
         "  1.20  --set run.batch_size=8",
         "  1.10  --set run.batch_size=32",

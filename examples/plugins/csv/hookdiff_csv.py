@@ -17,7 +17,7 @@ from hookdiff.options import Writes, about
 class Csv(Sink):
     """Writes the logged numbers to a CSV file: a row for each logged step, a column for each name.
 
-    A name that appears later adds a column, empty in the rows before. A resumed run begins with all earlier rows.
+    A name that is logged later adds a column, empty in earlier rows. A resumed run keeps its earlier rows.
     """
 
     path: Annotated[str, Writes(in_run_dir=True)] = field(default="metrics.csv", metadata=about("file to write"))
@@ -32,15 +32,15 @@ class Csv(Sink):
     def open(self, run: TrackedRun) -> Sequence[Call]:
         self.file = (run.run_dir or Path()) / self.path
         self.write([])
-        return earlier(run, self)  # of a resumed run, the rows of the steps that it does not train again
+        return earlier(run, self)  # in a resumed run, the rows of the steps before the resume
 
     def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
         row: dict[str, str | float] = {"step": step, **values}
         if step > self.newest and row.keys() <= set(self.columns):
-            self.newest = step  # before the write: if it fails, its repetition writes the whole file
+            self.newest = step  # set first: if this write fails, the next call writes the whole file
             with self.file.open("a", newline="") as file:
                 csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
-        else:  # a new column, more values of the same step, or a step again after a rollback
+        else:  # a new column, more values of the same step, or a step that is repeated after a rollback
             rows = self.rows(step)
             if rows and int(rows[-1]["step"]) == step:
                 row = rows.pop() | row

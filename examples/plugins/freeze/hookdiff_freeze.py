@@ -12,13 +12,13 @@ from hookdiff.options import about
 
 @define(eq=False)
 class Freeze:
-    """Keeps weights as they are until a step, and trains them from then on.
+    """Freezes some of the weights until a step, and then trains them.
 
     In fine-tuning, new layers first adapt to the pretrained ones (Howard & Ruder 2018, arXiv 1801.06146, section 3.3).
     """
 
     weights: list[str] = field(validator=min_len(1), metadata=about('patterns of names of weights, such as "down.*"'))
-    until: int = field(default=1000, validator=ge(1), metadata=about("updates before they are trained", "steps"))
+    until: int = field(default=1000, validator=ge(1), metadata=about("updates with frozen weights", "steps"))
     chosen: list[nn.Parameter] = field(factory=list, init=False)
 
     @hookimpl
@@ -29,10 +29,10 @@ class Freeze:
                 raise UserError(f"plugins.freeze.weights: no weight matches {pattern!r}{nearest(pattern, trained)}")
         self.chosen = [p for name, p in trained.items() if any(fnmatchcase(name, pattern) for pattern in self.weights)]
         if len(self.chosen) == len(trained):
-            raise UserError("plugins.freeze.weights: all weights match, so that none is left to train")
-        loop.resources.callback(self.thaw)  # a script gets its model back as it was
+            raise UserError("plugins.freeze.weights: all weights match; choose patterns that leave some to train")
+        loop.resources.callback(self.thaw)  # after the run, the weights are trainable again
 
-    # In each step, so that a resumed run and a rollback to an earlier step find the weights as they were.
+    # Called in each step, so that the weights are frozen again after a resume, or a rollback to an earlier step.
     @hookimpl
     def before_step(self, loop: Loop) -> None:
         self.thaw(loop.progress.step >= self.until)

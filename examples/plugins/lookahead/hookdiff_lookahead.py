@@ -21,7 +21,7 @@ class Lookahead:
     alpha: float = field(
         default=0.5, validator=[gt(0), le(1)], metadata=about("share of the way to the weights that the copy moves")
     )
-    slow: dict[str, Tensor] = saved()  # by parameter name
+    slow: dict[str, Tensor] = saved()  # the slow copy, by parameter name
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -32,7 +32,7 @@ class Lookahead:
     def optimizer_step(self, loop: Loop) -> Generator[None, bool, bool]:
         changed = yield
         if changed and (loop.progress.step + 1) % self.every == 0:
-            # With fsdp, the parts of this rank.
+            # With fsdp, these are the shards of this rank.
             fast, slow = local_parts(loop.model.parameters()), local_parts(self.slow.values())
             with torch.no_grad():
                 torch._foreach_lerp_(slow, fast, self.alpha)

@@ -11,13 +11,13 @@ from hookdiff.options import about
 
 @define(eq=False)
 class SAM:
-    """Updates the weights with the gradient at the worst weights nearby, which leads to flatter minima.
+    """Updates the weights with the gradient at the nearby weights of highest loss, which leads to flatter minima.
 
-    A step makes two passes, so it takes twice the time. The logged loss is the loss at the weights themselves.
+    A step makes two passes, so it takes twice the time. The logged loss is that of the weights before the step.
     """
 
     rho: float = field(
-        default=0.05, validator=gt(0), metadata=about("distance of the worst weights (L2 norm over all weights)")
+        default=0.05, validator=gt(0), metadata=about("distance to the nearby weights of highest loss (L2 norm)")
     )
     buffers: Buffers = field(init=False)
 
@@ -28,15 +28,15 @@ class SAM:
     @hookimpl
     def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:
         output = loop.run_pass(batch)
-        # A factor of all gradients, such as the loss scale of fp16, cancels in the direction.
+        # A common factor of all gradients, such as the loss scale of fp16, does not change their direction.
         step = self.rho / (torch.linalg.vector_norm(loop.gradients.norms) + 1e-12)
         gradients = loop.gradients.named()
         worst = {
             name: p.detach() + step * gradients[name] for name, p in loop.model.named_parameters() if name in gradients
         }
         loop.gradients.zero()
-        self.buffers.keep()  # batch norm is to see each batch once, and with the weights themselves
+        self.buffers.keep()  # batch norm must see each batch only once, with the original weights
         with holding(loop.model, worst):
-            loop.run_pass(batch)  # with the dropout of the first pass
+            loop.run_pass(batch)  # with the same dropout as in the first pass
         self.buffers.put_back()
         return output

@@ -13,17 +13,17 @@ from hookdiff.options import about
 
 @define(eq=False)
 class Target:
-    """Ends the run when a logged number has reached a target, several times in a row.
+    """Ends the run when a logged number has reached a target several times in a row.
 
-    A run that was ended so stays ended when it is resumed, unless the target is harder then. NaN reaches no target.
+    When such a run is resumed, it ends again at once, unless the target is now harder. NaN never reaches a target.
     """
 
     metric: str = field(metadata=about('name of the logged number, such as "val/loss"'))
     value: float = field(metadata=about("the target"))
     mode: Literal["min", "max"] = field(
-        default="min", metadata=about('"min": a number up to the target reaches it; "max": a number from the target up')
+        default="min", metadata=about('"min": reached at or below the target; "max": reached at or above it')
     )
-    times: int = field(default=1, validator=ge(1), metadata=about("measurements in a row that have to reach it"))
+    times: int = field(default=1, validator=ge(1), metadata=about("measurements in a row that must reach the target"))
     newest: list[float] = saved(factory=list)  # at most `times` measurements
     measured: str = saved("", key="metric")  # the metric of these measurements
 
@@ -34,7 +34,7 @@ class Target:
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
-        if self.measured != self.metric:  # the saved measurements are of another number
+        if self.measured != self.metric:  # the saved measurements are of another metric
             self.newest, self.measured = [], self.metric
         self.end_if_reached(loop)
 

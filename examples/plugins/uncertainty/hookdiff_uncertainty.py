@@ -14,7 +14,7 @@ from hookdiff.options import about
 
 
 class LogVariance(nn.Module):
-    """u, a linear map of Fourier features of the noise level, ln(sigma / alpha) / 4. It starts at zero."""
+    """The learned function u: a linear map of Fourier features of ln(sigma / alpha) / 4, which is zero at the start."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -32,9 +32,9 @@ class LogVariance(nn.Module):
 
 @define(eq=False)
 class Uncertainty:
-    """Divides the loss at each noise level by its usual size there, so that all levels count alike.
+    """Divides the loss at each noise level by a learned estimate of that loss, so that all levels count alike.
 
-    Minimises loss / exp(u) + u with u(noise level) learned beside the network: arXiv 2312.02696, eq. 21.
+    The network and u(noise level) are trained together to minimise loss / exp(u) + u (arXiv 2312.02696, eq. 21).
     """
 
     lr: float = field(default=0.01, validator=gt(0), metadata=about("learning rate of u (Adam)"))
@@ -51,7 +51,7 @@ class Uncertainty:
     @hookimpl
     def reduce_loss(self, output: LossOutput) -> Tensor:
         if output.per_sample is None or output.log_snr is None:
-            raise UserError("uncertainty: the objective returns no log-SNR for each sample")
+            raise UserError("uncertainty: the objective returns no log-SNR for each sample; use Diffusion")
         loss = output.per_sample if output.weights is None else output.per_sample * output.weights
         u: Tensor = self.log_variance(output.log_snr)
         return (loss / u.exp() + u).mean()
