@@ -174,7 +174,7 @@ class Reader(Protocol):
         """Yield the samples at each of `shares` (n, int64), augmented as in `epoch`; None: without augmentation."""
 
     def texts_of(self, indices: Tensor) -> dict[str, list[str]]:
-        """Return the first caption of each of the samples `indices`, by the kinds of captions; optional."""
+        """Return lists of the first captions of the samples `indices`, by kind of caption. Optional method."""
 
     def check(self) -> None:
         """Raise UserError for samples that do not fit the options."""

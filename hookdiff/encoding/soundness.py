@@ -62,7 +62,10 @@ class Soundness:
 
     @classmethod
     def of(cls, mean: Tensor, std: Tensor | None, differ: bool) -> Soundness:
-        """Return the result for means and deviations (n, channels, ...) of pictures. `differ`: the pictures differ."""
+        """Return the result for means and deviations (n, channels, ...) of pictures.
+
+        `differ`: the pictures are not all the same, so their latents should differ too.
+        """
         over, posterior, constants, lost = list[float](), list[float](), (list[int](), list[int]()), [0, 0]
         for channel, values in enumerate(_by_channel(mean)):
             values = values.double()

@@ -153,9 +153,9 @@ class Autoencoder(PictureEncoder):
             network.register_to_config(**_UNSCALED)
         elif not is_same_scale((mean, std), scale := self._own_scale()):
             raise UserError(
-                f"data.encode: the {type(network).__name__} in {self.path} has no quant_conv and post_quant_conv to "
-                f"hold the scale of this run, {scale_text((mean, std))}, and its {_CONFIG} has {scale_text(scale)}; "
-                'only a run with scale = "model" can be exported to diffusers'
+                f"data.encode: this run has {scale_text((mean, std))}, but the {_CONFIG} in {self.path} has "
+                f"{scale_text(scale)}, and the {type(network).__name__} has no quant_conv and post_quant_conv for the "
+                'difference; to export to diffusers, train with scale = "model"'
             )
         return network
 

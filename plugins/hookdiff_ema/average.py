@@ -107,7 +107,7 @@ def make_averages(name: str, decay: Length, half_life: Length, std: Length, warm
     """Return the average that a number gives, if any, and then the averages of the lists.
 
     The first average logs under `name`, each further average under `name` and its label. The `warmup` applies to a
-    decay and to a half-life. Raises ValueError for two numbers, and for two equal averages.
+    decay and to a half-life. Raises ValueError if two of the lengths are single numbers, or if two averages are equal.
     """
     lengths = {"decay": decay, "half_life": half_life, "std": std}
     lengths = {key: value for key, value in lengths.items() if value is not None} or {"std": _STD}

@@ -87,7 +87,7 @@ class FSDP:
         if loop.num_ranks % self.replicas or self.replicas == loop.num_ranks:
             raise UserError(
                 f"plugins.fsdp.replicas: {self.replicas} copies cannot be sharded over {loop.num_ranks} ranks; "
-                "expected a divisor of the number of ranks, and a smaller number"
+                f"expected a divisor of {loop.num_ranks} that is below {loop.num_ranks}"
             )
         if self.replicas == 1:
             return init_device_mesh(loop.device.type, (loop.num_ranks,))

@@ -114,7 +114,7 @@ class NoiseScale:
         self._measured = (self._first / torch.linalg.vector_norm(norms)).square(), whole
 
     def update(self, norms: Tensor) -> None:
-        """Smooth the measurement; `norms` are the norms of the whole step at true scale. All ranks call it together."""
+        """Smooth the measurement. `norms` are those of the whole step, without the loss scale. All ranks call this."""
         if self._measured is None:
             return
         (ratio, B), self._measured = self._measured, None

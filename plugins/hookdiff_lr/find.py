@@ -53,7 +53,7 @@ class RangeTest:
         return _limit(self.losses, len(self.rates), min(self.smooth))
 
     def remarks(self, rates: Sequence[float]) -> Iterator[str]:
-        """Yield advice where the test shows too little; `rates` are all rates that the test was to try."""
+        """Yield advice if the test is inconclusive; `rates` are all planned rates, also those that it did not reach."""
         low, high = rates[0], rates[-1]
         if self.falls is None:
             fall = self.smooth[0] - min(self.smooth)

@@ -19,8 +19,8 @@ _MOST_RUNS = 6
 def scrubber(runs: Sequence[ReportedRun], groups: Sequence[Group]) -> dict[str, Any]:
     """Return the steps at which the slider stops, and for each label the values there, as text.
 
-    The slider stops at the steps of pictures and distances, and at logged steps between them. Each value is the newest
-    at that step, or "" before the first value. With fewer than two steps the result is empty.
+    The slider stops at each step that has pictures or a distance such as FID, and at logged steps between them. Each
+    value is the newest at that step, or "" before the first value. With fewer than two steps the result is empty.
     """
     wanted: set[int] = {step for group in groups for strip in group.strips for step in strip.steps}
     rows: dict[str, tuple[Array, Array]] = {}

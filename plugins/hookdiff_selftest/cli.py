@@ -72,10 +72,10 @@ def resume(
 
     All tensors, all other values of the state, all logged numbers and all files have to be equal to the last bit. Text
     files are compared by their numbers and the count of lines. The files of trackers are not compared. If the runs
-    differ, the exit code is 1, and a plugin is named as the cause: for certain if restoring its fields removes the
-    difference, else with "perhaps". The command is for authors of plugins, models and data. The runs are in a temporary
-    folder and end early. The checkpoint comes in the middle, and numbers are logged at least six times. All other
-    settings are those of CONFIG.
+    differ, the exit code is 1, and a plugin is named as the cause. The message says "perhaps", unless restoring the
+    fields of this plugin removes the difference. The command is for authors of plugins, models and data. The runs are
+    in a temporary folder and end early. The checkpoint comes in the middle, and numbers are logged at least six times.
+    All other settings are those of CONFIG.
     """
     from hookdiff import load_config
     from hookdiff.experiment import try_config

@@ -62,7 +62,7 @@ def parse(table: Mapping[str, str]) -> dict[str, Condition]:
 
 
 def member_of(text: str, option: str) -> Condition:
-    """Return the member that `text` names. Raises ValueError for a pickle, and for a key without a JSON member."""
+    """Return the member that `text` names. Raises ValueError for a pickle, and for a key of a file that is not JSON."""
     extension, _, key = text.partition(":")
     member = Condition(extension_of(extension, option), key)
     if key and member.format != "json":
