@@ -3,7 +3,7 @@
 python examples/train_autoencoder.py emoji vae [--image-size 64] [--steps 2000] [--batch-size 16]
 
 It writes a folder that `AutoencoderKL.from_pretrained` reads, and reconstructions.png, which shows held-out pictures
-above their reconstructions, some from each class. A picture of 64 x 64 pixels becomes latents of 4 x 16 x 16.
+above their reconstructions, of each class if there are classes. 64 x 64 pixels become latents of 4 x 16 x 16.
 """
 
 import argparse

@@ -33,7 +33,7 @@ class Chart:
     dots: Points = ()  # points behind the curve, with x between its ends
     dots_name: str = ""
     marks: Mapping[str, float] = {}  # x of up to 3 vertical lines, by name
-    highest: float = math.inf  # the axis ends here, or at the next round number; larger y are drawn at its end
+    highest: float = math.inf  # larger y do not extend the y axis: those beyond its end are drawn at the end
     log_x: bool = False  # whether the x axis is logarithmic; then all x are above 0
     log_y: bool = False  # whether the y axis is logarithmic; then all y are above 0
     height: int = HEIGHT

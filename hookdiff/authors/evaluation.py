@@ -39,7 +39,7 @@ class Evaluation(Periodic):
         metadata=about('weights to measure: "model", or the name of an average; default: an average if there is one'),
     )
 
-    # Not `saved`: type checkers would take the field for an argument with a default, and no other may follow it.
+    # Not `saved`: for type checkers the field would be an argument with a default, and none without may follow that.
     _acted_at: int | None = field(default=None, init=False, metadata=as_saved("measured_at", COUNT))
 
     @abstractmethod

@@ -51,7 +51,7 @@ class _Lazy(click.Group):
 
 
 def _summary(entry: EntryPoint) -> str:
-    """Return the summary of a command from the docstring of its module, or else the name of the distribution.
+    """Return the summary of a command, after "`hookdiff NAME`: " in its module's docstring; else the distribution.
 
     The file is read and not imported, because the import would take long.
     """

@@ -48,7 +48,7 @@ def contract(hook: str) -> str:
 
 
 def example(hook: str) -> str:
-    """Return the source of the example of `hook`: the class in `hookdiff.testing.examples` with `hook` first."""
+    """Return the source of the example of `hook`: the class of `hookdiff.testing.examples` whose first method it is."""
     source, module = _examples()
     (definition,) = (
         node

@@ -46,7 +46,7 @@ def _is_shape(instance: Any, attribute: Attribute[Any], shape: tuple[int, ...] |
 
 def another_encoder(name: str, digest: str, expected: str | None) -> str:
     """Return the text of the error that the training used another encoder."""
-    way_out = f"restore its options and files; its digest is {digest}, expected {expected}"
+    way_out = f"restore its options and files; the digest is {digest} now, expected {expected}"
     return f"data.encode.{name}: the training used another encoder: {way_out}"
 
 

@@ -29,7 +29,7 @@ Finish = Callable[[Batch, int | None], Batch]
 
 
 def checked_labels(labels: Any, classes: Sequence[str] | None, num: int) -> tuple[Tensor | None, Sequence[str] | None]:
-    """Return the labels of `num` samples, and the names of the classes, escaped; None without `num` labels.
+    """Return labels (n = `num`) and the names of the classes, escaped; None for both if there are not `num` labels.
 
     Raises UserError for numbers that are no labels.
     """

@@ -45,8 +45,8 @@ class Weights:
 def read_weights(path: Path, asked_by: str) -> Weights:
     """Read the names and shapes of weights, from nothing but the headers of their files.
 
-    `path` is a safetensors file, an index, or a folder with only an index and its files. `asked_by` is the key or the
-    option that names `path`.
+    `path` is a safetensors file, an index, or a folder with one index and no `.safetensors` but its own. `asked_by` is
+    the key or the option that names `path`.
 
     Raises:
         ConfigError: for a file that is missing, truncated, or of another format; for an index that names a file outside

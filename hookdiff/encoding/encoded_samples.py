@@ -48,8 +48,8 @@ class EncodedSamples:
                 raise UserError(f"encode.{name}: the samples lack latents of this encoder{nearest(name, self.digests)}")
             if (digest := encoder.digest()) != self.digests[name]:
                 raise UserError(
-                    f"encode.{name}: another encoder has encoded the samples; restore its options and files: its "
-                    f"digest is {digest}, expected {self.digests[name]}"
+                    f"encode.{name}: another encoder has encoded the samples; restore its options and files: the "
+                    f"digest is {digest} now, expected {self.digests[name]}"
                 )
 
 

@@ -84,7 +84,7 @@ class PictureEncoder(Encoder):
 
     @property
     def draws(self) -> bool:
-        """Whether latents are sampled from mean and deviation in each epoch; if not, the latent is the mean."""
+        """Whether latents are sampled in each epoch if there is a deviation; otherwise the latent is the mean."""
         return True
 
     @abstractmethod

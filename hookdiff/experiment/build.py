@@ -82,7 +82,7 @@ def build_loop(
     Args:
         config: the checked config.
         run_dir: the run directory.
-        resume: continue the run in `run_dir`, or start it without checkpoint; a path (see Loop) must have one.
+        resume: continue the run in `run_dir`, or start it if it has no checkpoint; a path (see Loop) must have one.
             Changes of fixed keys since the checkpoint are refused (see `Changes`).
         overwrite: remove an earlier run in `run_dir`.
         fresh: names of plugins that start without their saved state (see Loop).

@@ -1,6 +1,6 @@
 """Decoded samples on disk, in one folder per source: about.json, and the pixels, which are memory-mapped.
 
-The name of the folder is a hash of the data and of the options of the resize, so a change makes a new cache.
+The name of the folder is a hash of the data and of the options of the first stage, so a change makes a new cache.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def check_declaration(name: str, kind: type) -> None:
 
 
 def check_distinct(plugins: Mapping[str, object]) -> None:
-    """Raise PluginError for two plugins that are the same object, or equal by value: pluggy would call only one."""
+    """Raise PluginError for two plugins that are the same object, or equal by value: pluggy takes both for one."""
     by_class: dict[type, str] = {}
     for name, plugin in plugins.items():
         kind = type(plugin)

@@ -137,9 +137,9 @@ class Hooks(Protocol):
         Return the device work of this plugin's hooks between the first forward and the update; `[]` if there is none.
         None, or no such method, means that these hooks need the host in each step.
 
-        The hooks of the passes are called while a step is recorded, and not in a replay. `after_backward` and all later
-        hooks are called after each replay: the device has updated the weights by then, and `loop.gradients.is_applied`
-        is true.
+        The hooks are still called; those of the passes while a step is recorded, but not in a replay. `after_backward`
+        and all later hooks are called after each replay: the device has updated the weights by then, and
+        `loop.gradients.is_applied` is true.
         May change: nothing.
         """
 

@@ -16,7 +16,7 @@ _SUFFIXES = {"steps": "", "epochs": " epochs", "seconds": " s"}
 
 @define(frozen=True)
 class Every:
-    """An interval in steps, epochs or seconds; an amount of 0 means never. `parse_every` reads an interval."""
+    """An interval in steps, epochs or seconds; an amount of 0 means never. `parse_every` reads one from a config."""
 
     amount: float
     unit: str = "steps"  # steps, epochs or seconds

@@ -1,7 +1,7 @@
 """Reads every k-th line of a long metrics.jsonl, so that its curves look as if all were read.
 
-A long file takes long to read because its JSON is parsed. So lines of the usual names, such as the loss, are parsed
-only every k-th time. Lines with a rare name, such as an FID value, are all parsed.
+A long file takes long to read because its JSON is parsed. So of the lines with the usual names, such as the loss,
+only every k-th is parsed. Lines with a rare name, such as an FID value, are all parsed.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Difference:
 
 
 def all_differences(here: Mapping[Any, Any], there: Mapping[Any, Any], tolerance: float = 0.0) -> list[Difference]:
-    """Return the values that differ between `here` and `there`; with a `tolerance`, by more than that share.
+    """Return the values that differ between `here` and `there`, by more than a share `tolerance` of their size.
 
     A NaN equals a NaN. Values with a `ValueKey` are in the order of their steps.
     """

@@ -73,7 +73,7 @@ def assert_trains_on_ranks(
         tolerance: largest difference, relative to the size of a value.
         except_for: patterns of logged names that may differ, such as measurements on some samples of the first rank.
         loop: further arguments of `toy_loop`; a model with dropout cannot be the same on two ranks. By default each
-            epoch ends with a batch of one sample, of which the second rank gets a filler; such a step is logged.
+            epoch ends with a batch of one sample: the second rank gets a filler instead, and such a step is logged.
     """
     patterns = list(except_for)
     odd = Feed(torch.linspace(-1, 1, 4 * _NUM).reshape(_NUM, 4), drop_last=False)

@@ -57,7 +57,7 @@ class CheckpointInfo:
 
     @classmethod
     def of(cls, path: Path, manifest: Mapping[str, Any]) -> CheckpointInfo:
-        """Return the checkpoint that `manifest` describes; raises one of `_FOREIGN` if hookdiff did not write it."""
+        """Return the checkpoint that `manifest` describes; raises one of `_FOREIGN` if it describes none."""
         progress = manifest["parts"]["progress"]["values"]
         position, epoch, *others = (index(progress[name]) for name in _COUNTS)
         number = index(manifest["number"])

@@ -197,7 +197,7 @@ class Checkpoint:
 
     @hookimpl(trylast=True)
     def on_done(self, loop: Loop) -> None:
-        """Note that the newest checkpoint lacks the changes of plugins in `on_done`, unless a process saved them."""
+        """Note that the newest checkpoint lacks plugins' changes in `on_done`, unless an earlier process saved them."""
         if any(plugin is not self and implements(plugin, "on_done") for plugin in loop.plugins.values()):
             is_open = self._run.writer is not None
             self._run.is_changed = is_open or not first_rank_does((self._folder(loop).parent / OUTCOME).exists)

@@ -209,7 +209,7 @@ class Writer:
         self._aside.close()
 
     def _write(self, path: Path, parts: Parts, facts: Mapping[str, Any]) -> Path:
-        """Run on the thread. Raises NotFinite for weights or buffers that are not finite: no run can use them."""
+        """Run on the thread. Raises NotFinite for weights that are not finite, or buffers that are no longer finite."""
         size = sum(self._aside.gathered_or_raised(lambda: self._checked(parts)))
         try:
             self._write_once(path, parts, facts, size)

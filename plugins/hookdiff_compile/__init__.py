@@ -22,7 +22,7 @@ class Compile:
     """Compiles the model with torch.compile, in place: names in checkpoints and addresses in memory do not change.
 
     torch compiles once for training and once for sampling, and again for batches of a second size, unless `dynamic`
-    is set. Code that cannot be compiled runs uncompiled. A compiler that is missing or broken ends the run
+    is true. Code that cannot be compiled runs uncompiled. A compiler that is missing or broken ends the run
     before its first step.
     """
 

@@ -50,7 +50,7 @@ def captions_below(feed: Feed, batch: Batch) -> list[str]:
 def _tokens(name: str, encoder: TextEncoder, counts: Counter[str]) -> dict[str, Any]:
     """Return statistics of the lengths of texts in tokens, and of lost words; {} for an encoder without tokens.
 
-    A text counts as often as it occurs in the lengths and in the number of truncated texts. It counts once among texts
+    In the lengths and in the number of truncated texts, a text counts as often as it occurs. It counts once among texts
     with hardly a known word, and among texts with the same tokens as another text.
     """
     network, lengths, texts = encoder.opened(torch.device("cpu")), Counter[int](), list(counts)

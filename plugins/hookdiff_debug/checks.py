@@ -202,7 +202,7 @@ def check_learning(trial: Trial, trained: bool = False, resumed: bool = False) -
     width = min(8, max(4, len(losses) // 4))
     means = [trial.mean_loss(slice(start, start + width)) for start in range(max(1, len(losses) - width + 1))]
     first, peak, end = trial.mean_loss(slice(4)) if trained else losses[0], max(losses), means[-1]
-    # At the start, and at the end, where a warm-up ends. In between the ratio falls, as the weights grow.
+    # At the start, and at the end, where a warm-up ends: at other times the rate is lower, or the weights are larger.
     change = max(statistics.median(part or [math.nan]) for part in (trial.changes[:8], trial.changes[-8:]))
     numbers = f"loss {first:.3g} to {end:.3g} in {len(losses):,} steps, with a peak of {peak:.3g} at step "
     numbers += f"{losses.index(peak) + 1:,}; learning rate {rate:.3g}; an update changes weights by {percent(change)}"

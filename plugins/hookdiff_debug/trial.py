@@ -71,7 +71,7 @@ def run_trial(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
             trial.steps_timed, trial.seconds = 0, 0.0
         before = _matrices(loop) if number >= SETTLED else None
         start = time.perf_counter()
-        # Memory is measured after the optimizers have made their state, but before weights are copied.
+        # Memory is measured once the optimizers have state, but before weights are copied and steps are timed.
         with clock("loop", "run_step"), _peak(loop, batch, trial) if number == 1 < settled else nullcontext():
             step = loop.run_step(batch)
         with clock("loop", "log"):

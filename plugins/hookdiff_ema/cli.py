@@ -40,7 +40,7 @@ def command(
     """Make an average of the weights of RUN, a run directory, from the snapshots that the plugin ema wrote there.
 
     With --draw, draw instead how much the weights of each past step count in the averages of a CONFIG, or of a RUN.
-    Then --plugins, --set and --trust change its config.
+    Then --plugins, --set and --trust apply to its config.
     """
     if draw and std is not None:
         raise UserError(f"--std {std:g} cannot be used with --draw: use --set plugins.ema.std={std:g} instead")

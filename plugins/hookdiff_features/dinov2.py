@@ -83,7 +83,7 @@ def resampled(positions: Tensor) -> Tensor:
     """Return the position embeddings, 1 1+37*37 d, for 16 * 16 patches; the first, for the class token, is kept.
 
     The official code resamples without antialiasing, by the factor 16.1 / 37 in place of 16 / 37. Other libraries
-    resize to exactly 16, and their features then differ from the official ones as much as those of two images.
+    resize to exactly 16; their features then differ from the official features about as much as those of two images.
     """
     first, grid = positions[:, :1], positions[:, 1:]
     image = grid.transpose(1, 2).reshape(1, -1, _TRAINED_GRID, _TRAINED_GRID)

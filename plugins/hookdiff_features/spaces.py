@@ -42,8 +42,8 @@ class Inception(Features):
         default="float32",
         validator=one_of(("float32", "bf16")),
         metadata=about(
-            '"float32", or "bf16": about twice as fast on processors with bf16, but small distances change by some '
-            'percent; the name of the space then ends with "/bf16"'
+            '"float32", or "bf16": about twice as fast on processors with bf16, but distances change, small ones by '
+            'some percent; the name of the space then ends with "/bf16"'
         ),
     )
 

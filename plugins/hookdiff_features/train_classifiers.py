@@ -3,7 +3,7 @@
 For Fashion-MNIST, the arguments are `fashion-mnist --root FOLDER --out FILE`, where FOLDER holds FashionMNIST/raw.
 
 On one core the digits take seconds, and Fashion-MNIST takes minutes. The same torch on the same processor gives the
-same bytes. On other processors the rounding differs, and so do the features. Compare only distances that were computed
+same bytes. Elsewhere the rounding differs, and so do the features. Compare only distances that were computed
 with the same file of weights.
 """
 

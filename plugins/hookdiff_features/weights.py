@@ -93,7 +93,7 @@ def _fetch(published: Published, file: Path, who: str) -> None:
         raise UserError(
             f"{who}: the weights cannot be downloaded ({error}); on a machine with a network, download {published.url} "
             f"to {file}, or set weights = FILE (for hookdiff fid: --feature-weights FILE)"
-            "\n  Without a download: set features = 'digits' for grey images of 8 x 8, or 'fashion-mnist' for 28 x 28."
+            "\n  Without a download: features 'digits' for grey images of 8 x 8, 'fashion-mnist' for those of 28 x 28."
         ) from None
 
 

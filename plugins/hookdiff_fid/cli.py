@@ -42,7 +42,7 @@ _MADE = ("weights", "step", "seed", "sampler", "steps", "guidance", "guidance_sc
 @path_argument("samples", check_exists, "A")
 @path_argument("reference", check_exists, "[B]", required=False)
 @click.option("--features", metavar="NAME", help="Space of the features.  [default: by the size of the images]")
-@click.option("--recipe", metavar="NAME", help="Resize as this package; all: a table of all packages.")
+@click.option("--recipe", metavar="NAME", help="Resize as this package does; all: a table of all recipes.")
 @click.option("--feature-weights", metavar="FILE", help="Weights of the features.  [default: the published ones]")
 @click.option("--feature-sha256", metavar="HEX", help="SHA-256 of --feature-weights that are not published.")
 @click.option(

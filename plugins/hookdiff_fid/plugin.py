@@ -20,7 +20,7 @@ from hookdiff_fid.statistics import read_statistics
 
 logger = logging.getLogger("hookdiff")
 
-_FEWEST = 100  # samples, whatever the time budget: with fewer, the bias exceeds the distance
+_FEWEST = 100  # samples, whatever the time budget: with fewer, the bias hides how good the model is
 
 
 @define(eq=False)

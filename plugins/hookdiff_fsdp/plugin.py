@@ -56,7 +56,7 @@ class FSDP:
             "exchange gradients only after the last micro-batch: less communication, but whole gradients on each rank"
         ),
     )
-    replicas: int = field(default=1, validator=ge(1), metadata=about("copies of the model, each on ranks / replicas"))
+    replicas: int = field(default=1, validator=ge(1), metadata=about("model copies, each on ranks / replicas ranks"))
     _model: FSDPModule | None = field(default=None, init=False)
     _kept: tuple[FSDPModule, ...] = field(default=(), init=False)  # blocks that stay gathered until the backward pass
 

@@ -40,7 +40,7 @@ logger = logging.getLogger("hookdiff")
 TINY = torch.finfo(torch.float32).tiny
 MIN_RMS = 0.01  # weights of a smaller RMS count as if they had this RMS
 NAMED, NAMED_DEAD = 3, 5  # number of tensors, and of dead tensors, that a message names
-SHOWN = ("gradients/update_ratio", "gradients/noise_scale")  # also in the printed lines; other values are only in files
+SHOWN = ("gradients/update_ratio", "gradients/noise_scale")  # also printed; other values only go to files and trackers
 
 
 @define(frozen=True)
@@ -144,7 +144,7 @@ class GradientMonitor:
 
     @hookimpl(wrapper=True)
     def micro_step(self, loop: Loop, batch: Batch, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
-        if not loop.log.due or batch.most == batch.total:  # one pass on one rank; on several ranks there are fillers
+        if not loop.log.due or batch.most == batch.total:  # one pass on one rank; all other ranks have fillers
             return (yield)
         # On several ranks the backward pass averages the gradients; only a hook gets the gradients of this rank. A
         # sharded parameter has no such hook, so it has no noise scale.

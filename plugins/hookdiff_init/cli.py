@@ -27,7 +27,7 @@ def _check_folder(path: Path) -> None:
     "--image-size",
     type=click.IntRange(1),
     metavar="N",
-    help="Side of the training images in pixels.  [default: by images and time]",
+    help="Side of the training images in pixels; network and steps follow.  [default: by images and time]",
 )
 @click.option(
     "--model",

@@ -14,7 +14,7 @@ from hookdiff_init.look import Pictures
 from hookdiff_init.write import Network, Plan, text
 
 _USUAL = 600.0  # default of the seconds of training
-# After this many steps, drawings of 32 x 32 pixels could be recognised; twice the side takes twice as many steps.
+# After this many steps, drawings of 32 x 32 in four classes could be recognised; twice the side takes twice the steps.
 _STEPS = 800
 _ENOUGH = 8  # beyond this multiple of the steps, more steps improve little
 _SIDE = 32  # fewer pixels are hard to recognise, so this side is not reduced to save time

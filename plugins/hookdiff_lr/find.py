@@ -135,7 +135,7 @@ def judge(rates: Sequence[float], losses: Sequence[float], has_diverged: bool) -
     start, lowest = smooth[0], min(smooth)
     deviation = statistics.stdev(finite[: max(2, len(finite) // _FIRST)])
     at = smooth.index(lowest)
-    noise = _noise(finite[: max(at, 4 * half)], 2 * half + 1)  # only the losses before the rise, which then vary wildly
+    noise = _noise(finite[: max(at, 4 * half)], 2 * half + 1)  # before the loss rises: from there on it varies wildly
     margin = max(0.1 * (start - lowest), 3 * noise)
     falls = rises = None
     # The smallest of many medians is low by chance, hence the larger factor.

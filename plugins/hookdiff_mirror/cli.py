@@ -38,7 +38,7 @@ def command(run: Path, name: str, settings: tuple[str, ...]) -> None:
         raise UserError(f"--to {name}: this plugin is no tracker; use one of {', '.join(trackers)}")
     is_own = name in history.config.get("run", {}).get("plugins", ())
     if history.state == "running" and is_own and sink.place(tracked(history)) == run_sink.place(tracked(history)):
-        raise UserError(f"{run} is under way and writes to {name} itself; wait for its end, or set another place")
+        raise UserError(f"{run} is under way and writes to {name} itself; wait for its end, or --set another place")
     try:
         sent = mirror(history, sink)
     except UserError:

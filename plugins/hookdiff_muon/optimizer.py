@@ -20,7 +20,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 class Muon(Optimizer):
-    """Updates each weight by the orthogonal matrix nearest to its momentum (Jordan et al. 2024), with weight decay.
+    """Updates along the orthogonal matrix nearest to the momentum (Jordan et al. 2024), with decoupled weight decay.
 
     A convolution kernel counts as a matrix with a row for each index of its first dimension, as Jordan has it. Weights
     of similar shapes are updated together. Each rank computes the whole update of a sharded weight.

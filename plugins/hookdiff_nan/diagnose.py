@@ -70,7 +70,7 @@ def diagnose(
 
     `updates` are the last updates, `sizes` the norms of the weights before one or two of them (see `divergence`).
     The buffers must have the values from before the step. The loop calls `begin` and `finish` of `watch` around each
-    micro-batch. It runs all passes of the step once or twice.
+    micro-batch. This function runs all passes of the step once or twice.
     """
     weights, size = _bad_weights(loop), float(size_of(loop))  # on all ranks, whatever each rank finds
     data = (report.batch.inputs, *report.batch.conditions.values())

@@ -149,7 +149,7 @@ class Watch:
 
     def _let_go(self) -> None:
         # A hook and the graph node of its value hold each other, and with them the whole graph. The graph's ends at
-        # the parameters remember the CUDA stream of this run, so a CUDA graph could not be captured on another stream.
+        # the parameters remember the CUDA stream of these passes, so no step could be captured on another stream.
         for listener in self._listeners:
             listener.remove()
         self._listeners, self._takers, self._makers = [], {}, {}

@@ -37,7 +37,7 @@ class Outcome:
 
 
 def changes(config: Config, device: str, is_stored: bool, channels_last: bool) -> Iterator[Change]:
-    """Yield the changes that fit `config`. `is_stored`: no epoch reads the data again. `channels_last`: as set."""
+    """Yield the changes that fit `config`. `is_stored`: no epoch reads the data again; `channels_last`: the setting."""
     if "amp" not in config.plugins:
         yield Change(("amp",))
     elif config.plugins["amp"].use == "amp":

@@ -57,7 +57,7 @@ class Index:
         return self.table[:, _COLUMNS.index(name)]
 
     def rows(self, extensions: Collection[str]) -> tuple[Any, Any]:
-        """Return for each sample the row of a member with one of `extensions`, or -1, and the number of these."""
+        """Return for each sample the row of a member with one of `extensions`, or -1, and its number of such rows."""
         kinds = [number for number, extension in enumerate(self.extensions) if extension in extensions]
         (rows,) = numpy.isin(self.column("kind"), kinds).nonzero()
         samples = self.column("sample")[rows]

@@ -120,7 +120,7 @@ def state_of(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
     if about.get("type") == "directory":
         raise ValueError(f"{url}: is a folder, expected a .tar")
     if not isinstance(size := about.get("size"), int):
-        raise ValueError(f"{url}: the server does not give its size, needed to read it in parts; download the file")
+        raise ValueError(f"{url}: the server does not give the file's size, needed to read parts; download the file")
     # A time is used only if there is no other mark: some servers give the time of the request.
     marks = [f"{name} {about[name]}" for name in _MARKS if about.get(name)]
     return size, ", ".join(marks or [f"{name} {about[name]}" for name in _TIMES if about.get(name)])

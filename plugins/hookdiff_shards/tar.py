@@ -35,7 +35,7 @@ class Member:
 def members(read: Read, total: int) -> Iterator[Member]:
     """Yield the plain files in a tar of `total` bytes, in their order; folders are passed over.
 
-    Raises ValueError for a compressed, truncated or damaged file, for no tar, and for links, sparse files and devices.
+    Raises ValueError for a file that is compressed, truncated, damaged or no tar, and for links, sparse files, devices.
     """
     begin, long_name, records = 0, "", dict[str, str]()
     while True:

@@ -183,7 +183,7 @@ def _wandb() -> Any:
 
 
 def _set_up() -> Any:
-    """Set up W&B without git: in a stranger's repository around the run, git might wait forever for a pipe."""
+    """Set up W&B without git, which might wait forever for a pipe in a stranger's repository around this folder."""
     before = os.environ.get(_NO_GIT)
     os.environ[_NO_GIT] = "true"
     try:

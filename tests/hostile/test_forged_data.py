@@ -349,15 +349,15 @@ def pax(records: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("content", "facts"),
     [
-        (shard()[:-10_000], ["cut"]),
-        (shard()[:2560], ["cut", "end mark"]),  # between two members
-        (shard()[:512], ["cut", "byte 0"]),
-        (shard()[:700], ["cut"]),
-        (shard()[:100], ["cut"]),
+        (shard()[:-10_000], ["truncated"]),
+        (shard()[:2560], ["truncated", "end mark"]),  # between two members
+        (shard()[:512], ["truncated", "byte 0"]),
+        (shard()[:700], ["truncated"]),
+        (shard()[:100], ["truncated"]),
         (END, ["no sample"]),
         (bytes(512), ["no sample"]),
-        (header("0.png", b"77777777777\0") + END, ["cut", "byte 0", 8**11 - 1]),
-        (header("0.png", b"\x80" + b"\xff" * 11) + END, ["cut", "byte 0"]),
+        (header("0.png", b"77777777777\0") + END, ["truncated", "byte 0", 8**11 - 1]),
+        (header("0.png", b"\x80" + b"\xff" * 11) + END, ["truncated", "byte 0"]),
         (header("0.png", b"\xff" * 12) + END, ["byte 0", "negative"]),
         (header("0.png", b"-0000000001\0") + END, ["byte 0", "negative"]),
         (header("0.png", b"+0000000001\0") + END, ["byte 0"]),
@@ -370,7 +370,7 @@ def pax(records: bytes) -> bytes:
         (header("0.png", kind=b"1") + END, ["0.png", "hard link", "--hard-dereference"]),
         (pax(b"20 GNU.sparse.map=1\n") + END, ["sparse"]),
         (pax(b"12 size=-99\n") + END, ["'-99'"]),
-        (pax(b"12 size=999\n") + END[:512], ["cut", 999]),
+        (pax(b"12 size=999\n") + END[:512], ["truncated", 999]),
         (pax(b"99 path=a\n") + END, ["byte 512", "broken"]),
         (pax(b"0 path=a\n") + END, ["broken"]),
         (pax(b"-3 path=a\n") + END, ["broken"]),

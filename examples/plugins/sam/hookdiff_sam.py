@@ -17,7 +17,7 @@ class SAM:
     """
 
     rho: float = field(
-        default=0.05, validator=gt(0), metadata=about("distance to the nearby weights of highest loss (L2 norm)")
+        default=0.05, validator=gt(0), metadata=about("L2 distance, over all weights, to those of highest loss nearby")
     )
     buffers: Buffers = field(init=False)
 
