@@ -56,7 +56,7 @@ def test_names_of_classes_are_found_beside_the_shards(made: Path) -> None:
         ("memory://set/7.tar", ["memory://set/7.tar", "no such file"]),
         ("memory://set/*.tra", ["memory://set/*.tra"]),
         ("memory://empty", ["memory://empty", ".tar"]),
-        ("memory://set/classes.txt", ["memory://set/classes.txt", "cut"]),
+        ("memory://set/classes.txt", ["memory://set/classes.txt", "truncated"]),
         ("simplecache::memory://set/0.tar", ["simplecache::memory://set/0.tar", "another URL"]),
         ("reference://set/0.tar", ["reference://set/0.tar", "another URL"]),
         ("memroy://set/0.tar", ["'memroy'", "'memory'"]),
