@@ -126,31 +126,31 @@ class Reader(Protocol):
 
     @property
     def inner(self) -> Reader | None:
-        """The reader that this reader wraps; optional, default: None."""
+        """The reader that this reader wraps. Optional; None by default."""
 
     @property
     def source(self) -> AnySource | None:
-        """The source, if `samples` is not the source; optional, default: None."""
+        """The source, if `samples` is not the source. Optional; None by default."""
 
     @property
     def cache_dir(self) -> str | None:
-        """Folder for files about the samples; optional, default: the user's cache folder."""
+        """Folder for files about the samples. Optional; by default the user's cache folder."""
 
     @property
     def captions(self) -> Mapping[str, Captions]:
-        """The captions, by their names in the source; optional, default: none."""
+        """The captions, by their names in the source. Optional; none by default."""
 
     @property
     def texts(self) -> TextEncoders | None:
-        """The encoders of the captions; optional, default: None."""
+        """The encoders of the captions. Optional; None by default."""
 
     @property
     def nothing(self) -> Mapping[str, Tensor | None]:
-        """The values that stand for missing conditions, by name; optional, default: zeros for all."""
+        """The values that stand for missing conditions, by name. Optional; by default zeros for all."""
 
     @property
     def digests(self) -> Mapping[str, str]:
-        """The digests of all encoders, by name; optional, default: none."""
+        """The digests of all encoders, by name. Optional; none by default."""
 
     def __len__(self) -> int:
         """Return the number of samples in the whole set."""
