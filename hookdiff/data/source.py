@@ -88,7 +88,7 @@ class SourceOptions(Protocol):
         """Return a string that changes with the data, for the store "disk"; default: None."""
 
     def known_kinds(self) -> tuple[Sequence[Any], Sequence[int]]:
-        """Return a `Kind` of each known mode and size, and the positions of the other pictures. Default: none is known."""
+        """Return a `Kind` of each known mode and size, and the positions of other pictures. Default: none is known."""
 
     def known_sizes(self) -> Tensor:
         """Return height and width of each picture (n 2, int64); 0 for an unknown header. Default: all are 0."""
