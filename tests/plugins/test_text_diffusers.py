@@ -303,7 +303,11 @@ def test_without_a_pipeline_the_loop_that_is_printed_draws_the_prompts(
     [
         ([f"data.encode.text.use={__name__}:Mine"], ("data.encode.text", "Mine", "--to safetensors")),
         (
-            ["data.encode.other.use=text", "data.encode.other.path={folder}/CLIPTextModel"],
+            [
+                "data.encode.other.use=text",
+                "data.encode.other.path={folder}/CLIPTextModel",
+                'diffusion.conditions={ encoder_hidden_states = "text", "added_cond_kwargs.other" = "other" }',
+            ],
             ("text, other", "only one", "--to safetensors"),
         ),
     ],
