@@ -55,7 +55,7 @@ def read_weights(path: Path, asked_by: str) -> Weights:
     if os.path.isdir(path):  # False for a name that is too long, too
         indices, inside = sorted(path.glob(f"*{INDEX}")), sorted(path.glob("*.safetensors"))
         shards = set(_index(indices[0], asked_by).values()) if len(indices) == 1 else set()
-        if len(indices) != 1 or not shards.issuperset(file.name for file in inside):  # others may be newer weights
+        if len(indices) != 1 or not shards.issuperset(file.name for file in inside):  # an unlisted file may be newer
             names = ", ".join(sorted(file.name for file in (*inside, *indices)))
             raise ConfigError(f"{asked_by}: {path} is a folder; name one file: it has {names or 'no safetensors file'}")
         path = indices[0]

@@ -322,7 +322,7 @@ def latents_in_memory(samples: Feed, makers: Mapping[str, SourceLatents], survey
 
 
 def conditions_beside(batch: Batch, makers: Collection[SourceLatents]) -> dict[str, Tensor]:
-    """Return the conditions of `batch` that are no latents of `makers`."""
+    """Return the conditions of `batch`, except the latents that `makers` have computed."""
     return {name: column for name, column in batch.conditions.items() if not any(m.is_own(name) for m in makers)}
 
 

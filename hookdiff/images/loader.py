@@ -127,7 +127,7 @@ def _begin_worker(worker: int) -> None:
 def _report_all_but_a_closed_connection(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    # If the training is killed, the thread that hands over samples raises such an error; the worker then ends itself.
+    # The thread that hands over samples raises these errors if the training is killed. The worker then ends itself.
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, traceback)
 

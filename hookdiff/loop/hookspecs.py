@@ -359,9 +359,9 @@ class Hooks(Protocol):
         """Moment: the `values` of `step`, given to `loop.log` and `loop.log.average`, as numbers on the host.
 
         It may be called several times for a step, and `step` is lower after a rollback. With several ranks it is called
-        on the first one alone, as are the four hooks below. `loop.stop` works here. Send any other decision to
-        the other ranks by `hookdiff.machine.first_rank_says`: in `between_steps`, or in `before_step` if it changes
-        their state. The state of the first rank is saved.
+        on the first one alone, as are the four hooks below. `loop.stop` works here. Any other decision
+        must be sent to all ranks by `hookdiff.machine.first_rank_says`, which is called in `between_steps`, or in
+        `before_step` if the decision changes state. The state of the first rank is saved.
         May change: own state, files.
         """
 

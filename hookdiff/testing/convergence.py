@@ -41,7 +41,7 @@ def assert_converges(solver: Solver, order: float | None = None, *, tolerance: f
 
     A multistep method may begin with steps of a lower order, as long as their error is small at the start.
 
-    Mean and standard deviation of 4,096 samples of 1,000 steps, from pure noise to the image, must be those of the
+    Then 4,096 samples are drawn from pure noise, in 1,000 steps. Their mean and standard deviation must be those of the
     pixels, within 2 % of the deviation. For a sampler that adds noise, only this is checked.
 
     Args:

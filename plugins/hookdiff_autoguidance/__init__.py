@@ -112,7 +112,7 @@ class Autoguidance:
         parameters = dict(model.named_parameters())
         for name, value in state["weights"].items():
             if name not in parameters:
-                raise ValueError(f"the guide is of another model: this one has no {name!r}")
+                raise ValueError(f"the guide is of another model: the model of this run has no weight {name!r}")
             if value.shape != parameters[name].shape:
                 shapes = f"{tuple(value.shape)}, the model's {tuple(parameters[name].shape)}"
                 raise ValueError(f"the guide is of another model: the shape of its {name} is {shapes}")

@@ -376,7 +376,7 @@ def check_time(parts: Mapping[str, float], per_step: float) -> Finding:
 
 
 def check_memory(peak: float, available: float | None) -> Finding:
-    """Judge the peak bytes of a step beside the `available` ones, if the device has memory of its own."""
+    """Compare the peak memory of a step with the `available` memory, both in bytes, if the device has its own."""
     numbers, limit = f"{byte_size(peak)} at the peak of a step", available or math.inf
     numbers += f", of {byte_size(limit)}" if available else ""
     return judge(numbers, (peak > FULL * limit, memory_short(peak, limit)))

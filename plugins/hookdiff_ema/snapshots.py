@@ -140,9 +140,7 @@ def plan(snapshots: Sequence[Snapshot], std: float, step: int | None = None) -> 
         if ranges := ", ".join(f"{run[0]:.3g} to {run[-1]:.3g}" for run in runs):
             raise UserError(f"std {std:g} is outside of the range of the snapshots at step {step:,}: {ranges}")
         near = min((snapshot.step for snapshot in snapshots), key=lambda other: abs(other - step))
-        raise UserError(
-            f"the snapshots determine no average at step {step:,}; the nearest snapshot is at step {near:,}"
-        )
+        raise UserError(f"the snapshots give no average at step {step:,}; choose step {near:,}, which has a snapshot")
     weights = best.weights[:, 0].tolist()
     # A snapshot of weight 0 is not read: for an average that was saved, only its own snapshot is read.
     parts = [(snapshot, weight) for snapshot, weight in zip(snapshots, weights, strict=True) if abs(weight) > 1e-12]

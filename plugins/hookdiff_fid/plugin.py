@@ -30,7 +30,7 @@ class FID(ImageMetric):
     In the space of Inception with the published weights, the distance is logged as `fid/NAME`, in other spaces as
     `fd/NAME`. NAME is the space with its recipe; each space has a scale of its own. The distance falls as the number of
     samples grows, so that number is logged as `fd/NAME/num`. `fd/NAME/floor` is the distance that a perfect model would
-    have with as many samples, measured on training images. Compare only values with the same name and number.
+    have with as many samples, measured on training images. Compare only values with the same NAME and as many samples.
 
     The images are rounded to 8 bits, as in a saved file. Each measurement uses the same noise, so that a curve shows
     the training and not chance. The features of the data are kept in the user's cache.

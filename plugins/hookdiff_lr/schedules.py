@@ -43,7 +43,7 @@ class LRSchedule(Choice, ABC):
 
 @define(frozen=True)
 class ConstantLR(LRSchedule):
-    """The highest rate in all steps."""
+    """Keeps the learning rate at its highest value in all steps."""
 
     def factor(self, step: int, warmup: int, total: int) -> float:
         return 1.0

@@ -22,8 +22,8 @@ def command(run: Path, name: str, settings: tuple[str, ...]) -> None:
     """Send RUN, a run directory, to a tracker. Only the files of the run directory are read.
 
     The options of the tracker are those in [plugins.NAME] of the run's config, if there is such a table. An earlier
-    mirror is replaced; only W&B keeps the older run, which you can delete on its page. The run may still train, unless
-    the run itself writes to the same place.
+    mirror is replaced; only W&B keeps the older run, which you can delete on its page. A run that still trains can be
+    sent, unless the run itself writes to the same place.
     """
     from hookdiff import Sink, UserError
     from hookdiff.authors import mirror, tracked

@@ -68,7 +68,7 @@ def diagnose(
 ) -> Diagnosis:
     """Return why the step of `report` is not finite; `loop` is not changed.
 
-    `updates` are the last updates, `sizes` the norms of the weights before one or two of them (see `divergence`).
+    `updates` are the last updates. `sizes` has the norm of all weights before one or two of these updates.
     The buffers must have the values from before the step. The loop calls `begin` and `finish` of `watch` around each
     micro-batch. This function runs all passes of the step once or twice.
     """

@@ -186,8 +186,8 @@ def test_an_average_that_starts_again_is_not_mixed_with_the_earlier_one(tmp_path
         (0.01, None, r"std 0\.01 is outside of the range of the snapshots at step 256: 0\.0\d+ to 0\.2\d+$"),
         (0.075, 257, "step 257 is outside of the range of the snapshots: 32 to 256"),
         (0.075, 300, "step 300 is outside of the range of the snapshots: 32 to 256"),
-        (0.075, 20, "the snapshots determine no average at step 20; the nearest snapshot is at step 32"),
-        (0.075, 139, "the snapshots determine no average at step 139; the nearest snapshot is at step 128"),
+        (0.075, 20, "the snapshots give no average at step 20; choose step 32, which has a snapshot"),
+        (0.075, 139, "the snapshots give no average at step 139; choose step 128, which has a snapshot"),
     ],
 )
 def test_a_width_outside_of_the_range_is_refused_with_the_range(run, std, step, message):
