@@ -128,7 +128,8 @@ def main(kept: Path | None) -> None:
             f"{train(folder / 'resumed', [], list(PLUGINS), resume=True)}  resumed from step {STEPS // 2}", flush=True
         )
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        subprocess.run([*launcher, __file__, RANKS, folder / "ranks"], check=True, stderr=subprocess.DEVNULL)
+        ranks = subprocess.run([*launcher, __file__, RANKS, folder / "ranks"], stderr=subprocess.PIPE, text=True)
+        sys.exit(ranks.stderr if ranks.returncode else 0)
 
 
 def main_of_rank(folder: Path) -> None:

@@ -59,10 +59,10 @@ class Failures:
         with suppress(RuntimeError):
             store = distributed.distributed_c10d._get_default_store()
             while silent and time.monotonic() < until:
-                if store.check([self._key]):
-                    return str(store.get(self._key).decode(errors="replace"))
-                silent = [other for other in silent if not store.check([f"{self._key}/{other}"])]
                 time.sleep(0.05)
+                silent = [other for other in silent if not store.check([f"{self._key}/{other}"])]
+                if store.check([self._key]):  # asked last, because a rank records its error before itself
+                    return str(store.get(self._key).decode(errors="replace"))
             if silent:
                 return f"rank {rank()}: {text}; nothing was heard of rank {', '.join(map(str, silent))}"
         return f"rank {rank()}: {text}"
