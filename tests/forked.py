@@ -12,6 +12,7 @@ import pickle
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -28,7 +29,19 @@ from attrs import define, field
 
 PATIENCE = 300  # seconds that a process may take on a busy machine
 _ROOT = Path(__file__).parents[1]
+_END = struct.Struct("qd")  # what is told of the end of a process: the exit code, and the CPU seconds
 _IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "sklearn.datasets", "hookdiff.cli.run", "tests.saved_on_ranks"]
+
+
+@define
+class Forks:
+    """How many processes were forked, and the CPU seconds of those that have ended."""
+
+    num: int = 0
+    seconds: float = 0.0
+
+
+forks = Forks()  # of this process
 
 
 @define
@@ -52,8 +65,9 @@ class Process:
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            self.returncode = int(os.read(self._status, 8))
+            self.returncode, seconds = _END.unpack(os.read(self._status, _END.size))
             os.close(self._status)
+            forks.seconds += seconds
         return self.returncode
 
     def communicate(self, timeout: float = PATIENCE) -> tuple[str, str]:
@@ -126,6 +140,7 @@ def begin(
         opened.callback(os.close, its_status)
         socket.send_fds(_server(), [len(order).to_bytes(8, "little")], [*streams, its_status])
         _server().sendall(order)
+    forks.num += 1
     return Process(int(os.read(status, 8)), status, *pipes)
 
 
@@ -178,7 +193,8 @@ def serve() -> None:
             for number in streams:
                 os.close(number)
             os.write(status, b"%8d" % pid)
-            os.write(status, b"%8d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            _, code, usage = os.wait4(pid, 0)
+            os.write(status, _END.pack(os.waitstatus_to_exitcode(code), usage.ru_utime + usage.ru_stime))
             os._exit(0)
         for number in streams:
             os.close(number)

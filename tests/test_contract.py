@@ -15,8 +15,8 @@ from pathlib import Path
 
 import heart
 import import_graph
-import planted_faults
 import pytest
+from faults import FAULTS
 
 import hookdiff
 from hookdiff import Hooks
@@ -595,7 +595,7 @@ def test_every_public_name_exists_and_has_a_docstring() -> None:
 
 def test_each_fault_can_be_planted() -> None:
     root = Path(__file__).parents[1]
-    assert [one.name for one in planted_faults.FAULTS if (root / one.file).read_text("utf-8").count(one.old) != 1] == []
+    assert [one.name for one in FAULTS if (root / one.file).read_text("utf-8").count(one.old) != 1] == []
 
 
 def public_docstrings() -> Iterator[tuple[str, str]]:
