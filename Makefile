@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo aim test test-all lint types docs release clean
+.PHONY: demo aim test test-wide test-all lint types docs release clean
 
 demo: .venv/ready
 	$(BIN)/hookdiff run examples/basic.toml --plugins ema,amp,fid --overwrite
@@ -13,7 +13,10 @@ aim: .venv/ready-dev
 
 # loadscope: the tests of a file run in one process, which makes their shared fixtures once.
 test: .venv/ready-dev
-	$(BIN)/python -m pytest -n auto --dist loadscope -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist loadscope -m "not slow and not wide"
+
+test-wide: .venv/ready-dev
+	$(BIN)/python -m pytest -n auto --dist loadscope -m "wide and not slow"
 
 test-all: .venv/ready-dev
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n auto --dist loadscope

@@ -1,8 +1,8 @@
 """Shows what the tests cost: CPU seconds by file and by test, with all processes that the tests start.
 
-`python tests/cpu_time.py [--rows N] [OPTIONS OF PYTEST]` runs the tests of `make test`, or those that the options of
-pytest choose, and prints two tables with N rows (default: 30). The CPU time of a process depends little on what else
-the machine does. A fixture counts for the test that needs it first.
+`python tests/cpu_time.py [--rows N] [OPTIONS OF PYTEST]` runs the tests of `make test` and `make test-wide`, or those
+that the options of pytest choose, and prints two tables with N rows (default: 30). The CPU time of a process depends
+little on what else the machine does. A fixture counts for the test that needs it first.
 
 The columns are all seconds; those of the process of the test; number and seconds of the forks of tests/forked.py;
 number and seconds of other new processes, most of which import torch. The children of a process that is killed do not
