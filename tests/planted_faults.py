@@ -7,7 +7,6 @@ notice 95 of the 100 faults, and both all of them. The tree itself has to pass i
 test.
 """
 
-import ast
 import os
 import re
 import shutil
@@ -20,17 +19,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from queue import Queue
 
 from faults import FAULTS, Fault
-from import_graph import files
+from tests_of import tests_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TIERS = {"first": "not slow and not wide", "wide": "wide and not slow"}  # the marks of `make test` and `make test-wide`
 SECONDS = 60  # for each fault and tier
-_OF_ALL_OPTIONS = Path("tests/experiment/test_refusals.py")  # which imports none of the modules that it tries
 FIRST = 95  # faults that the first tier has to notice; both tiers notice all
 
 
@@ -46,51 +43,6 @@ def copy_of_tree(folder: Path) -> dict[str, str]:
     found = subprocess.run(run, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout.split()
     assert all(Path(file).is_relative_to(folder) for file in found), f"the copy would import {found}"
     return environment
-
-
-@cache
-def homes(folder: Path) -> dict[str, str]:
-    """Return where the names of packages come from: "hookdiff.machine.ranks.agree" by "hookdiff.machine.agree"."""
-    found = {}
-    for package, path in files(folder).items():
-        if path.name == "__init__.py":
-            stub = path.with_suffix(".pyi")
-            for node in ast.parse((stub if stub.exists() else path).read_text("utf-8")).body:
-                if isinstance(node, ast.ImportFrom):
-                    module = ".".join(filter(None, (package if node.level else "", node.module)))
-                    found |= {f"{package}.{one.asname or one.name}": f"{module}.{one.name}" for one in node.names}
-    return found
-
-
-@cache
-def imported(test: Path, folder: Path) -> set[str]:
-    """Return the modules and names that a test file imports; a name that a package has from a module, by both."""
-    found, home = set(), homes(folder)
-    for node in ast.walk(ast.parse(test.read_text("utf-8"))):
-        names = [one.name for one in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-        for name in (f"{node.module}.{one}" for one in names) if isinstance(node, ast.ImportFrom) else names:
-            found.add(name)
-            while name in home and home[name] not in found:
-                found.add(name := home[name])
-    return found
-
-
-def tests_of(file: str, folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the test files that mirror `file`, its own first, and those that import it, directly and small first."""
-    path, tests = Path(file), sorted((folder / "tests").rglob("test_*.py"))
-    if path.parts[0] == "plugins":
-        name = path.parts[1].removeprefix("hookdiff_")
-        mirror = [one for one in tests if one.parent.name == "plugins" and re.match(rf"test_{name}(_|\.py)", one.name)]
-    else:
-        mirror = [one for one in tests if one == folder / "tests" / Path(*path.parts[1:-1]) / f"test_{path.name}"]
-    module = next(name for name, one in files(folder).items() if one == folder / file)
-    found = []
-    for test in set(tests) - set(mirror):
-        is_of_all = test == folder / _OF_ALL_OPTIONS
-        if is_of_all or any(f"{name}.".startswith(f"{module}.") for name in imported(test, folder)):
-            text = test.read_text("utf-8")
-            found.append((module not in text, len(text), test))
-    return sorted(mirror, key=lambda one: path.stem not in one.stem), [test for *_, test in sorted(found)]
 
 
 @contextmanager
