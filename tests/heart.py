@@ -27,13 +27,8 @@ print(json.dumps(ours))
 """
 
 
-def new_python(code: str) -> str:
-    """Return what `code` prints in a new Python."""
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-
-
-def heart(run: Callable[[str], str] = new_python) -> dict[str, str]:
-    """Return the text of each module of the heart, in the order in which they were loaded by `run`."""
+def heart(run: Callable[[str], str]) -> dict[str, str]:
+    """Return the text of each module of the heart, in the order in which a process of `run` loads them."""
     return {name: Path(file).read_text("utf-8") for name, file in json.loads(run(SCRIPT)).items()}
 
 
@@ -55,4 +50,4 @@ def over(texts: Mapping[str, str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(bool(over(heart())))
+    sys.exit(bool(over(heart(lambda code: subprocess.check_output([sys.executable, "-c", code], text=True)))))

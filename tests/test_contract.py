@@ -6,8 +6,6 @@ import importlib
 import inspect
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -57,12 +55,6 @@ def walk(tree: ast.AST) -> list[ast.AST]:
     return [*ast.walk(tree)]
 
 
-def fresh_python(code: str) -> set[str]:
-    """Return the words that `code` prints in a new Python process."""
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    return set(run.stdout.split())
-
-
 FORGET = """
 import sys
 for name in [*sys.modules]:
@@ -71,23 +63,19 @@ for name in [*sys.modules]:
 """
 
 
-def python_with_torch(code: str, *words: str) -> str:
-    """Return what `code` prints in a process that has imported torch, and nothing of hookdiff."""
-    returned, out, err = python(FORGET + code, *words)
+def printed(code: str, *words: str, fresh: bool = False) -> str:
+    """Return what `code` prints in a process that has imported nothing of hookdiff, and torch unless it is `fresh`."""
+    returned, out, err = python(FORGET + code, *words, fresh=fresh)
     assert returned == 0, err
     return out
-
-
-def last_name(function: ast.expr) -> str:
-    """Return `c` of `a.b.c` and of `c`."""
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def hook_calls(tree: ast.Module) -> Iterator[ast.Call]:
     """Yield the calls of `hook.NAME(...)` and `....hook.NAME(...)`."""
     for node in walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and last_name(node.func.value) == "hook":
-            yield node
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="hook") | ast.Attribute(attr="hook"))):
+                yield node
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
@@ -121,7 +109,7 @@ def called_by_name(specs: dict[str, list[str]]) -> Iterator[str]:
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute | ast.Name):
                 continue
             words = [value.value for value in node.args if isinstance(value, ast.Constant)]
-            if last_name(node.func) == "ask" and isinstance(node.func, ast.Attribute):
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "ask":
                 (hook,) = words
                 assert sorted(str(keyword.arg) for keyword in node.keywords) == sorted(specs[hook]), name(path)
                 yield hook
@@ -228,8 +216,8 @@ def test_a_hook_is_added_by_its_declaration_its_call_and_its_example(kind: str, 
             docstring, _, after = after.partition("\n")
             line = f"{line}{docstring}\n"
         (copy / file).write_text(before + line + added + after, "utf-8")
-    printed = python_with_torch(f"sys.path.insert(0, {str(tmp_path)!r})\n{USES}", kind)
-    assert printed.split() == ["works", str(copy / "__init__.py")]
+    out = printed(f"sys.path.insert(0, {str(tmp_path)!r})\n{USES}", kind)
+    assert out.split() == ["works", str(copy / "__init__.py")]
 
 
 def test_the_core_knows_no_plugin() -> None:
@@ -534,7 +522,7 @@ def test_there_are_few_rooms_and_no_import_runs_back_up() -> None:
 
 
 def test_the_heart_is_small_and_the_docs_begin_with_it() -> None:
-    found = heart.heart(python_with_torch)
+    found = heart.heart(printed)
     assert heart.over(found) == []
     page = (ROOT / "docs" / "explanation" / "architecture.md").read_text("utf-8").partition("## Rooms")[0]
     files = {name.removeprefix("hookdiff.").replace(".", "/") + ".py" for name in found}
@@ -569,16 +557,15 @@ def test_the_circles_of_imports_are_known() -> None:
 
 
 def test_data_diffusion_and_models_are_imported_without_the_loop() -> None:
-    modules = python_with_torch(
-        "import hookdiff.data, hookdiff.diffusion, hookdiff.models; print(*sys.modules)"
-    ).split()
-    assert {"hookdiff.data", "hookdiff.diffusion", "hookdiff.models"} <= {*modules}
-    assert not {"hookdiff.loop.loop", "hookdiff.experiment", *PACKAGES} & {*modules}
+    code = "import hookdiff.data, hookdiff.diffusion, hookdiff.models; print(*sys.modules)"
+    modules = {*printed(code).split()}
+    assert {"hookdiff.data", "hookdiff.diffusion", "hookdiff.models"} <= modules
+    assert not {"hookdiff.loop.loop", "hookdiff.experiment", *PACKAGES} & modules
 
 
 def test_the_files_of_a_run_directory_are_known_without_torch_and_the_loop() -> None:
     names = ", ".join(one for one in MODULES if one.startswith("hookdiff.run_dir."))
-    modules = fresh_python(f"import sys, {names}; print(*sys.modules)")
+    modules = {*printed(f"import {names}; print(*sys.modules)", fresh=True).split()}
     assert {"hookdiff.run_dir.metrics_jsonl", "hookdiff.disk.files"} <= modules
     assert not {"torch", "hookdiff.loop.loop", *PACKAGES} & modules
 
@@ -592,7 +579,7 @@ folder = Path({str(tmp_path)!r})
 build_loop(load_config(folder / "small.toml"), folder / "run").run()
 print(*sys.modules)
 """
-    modules = {*python_with_torch(code).split()}
+    modules = {*printed(code).split()}
     assert (tmp_path / "run" / "config.toml").exists()
     assert {module.partition(".")[0] for module in modules if module.startswith("hookdiff_")} == {
         "hookdiff_clip",
@@ -650,7 +637,8 @@ def test_public_docstrings_have_sections_for_arguments_and_errors() -> None:
 
 
 def test_public_names_are_imported_on_first_use() -> None:
-    assert "torch" not in fresh_python("import sys, hookdiff, hookdiff.cli; hookdiff.UserError; print(*sys.modules)")
+    code = "import hookdiff, hookdiff.cli; hookdiff.UserError; print(*sys.modules)"
+    assert "torch" not in printed(code, fresh=True).split()
 
 
 def test_an_unknown_public_name_is_an_attribute_error() -> None:
