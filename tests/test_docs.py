@@ -33,6 +33,7 @@ from hookdiff.options.default_names import DEFAULT_PLUGINS
 from hookdiff.options.imports import import_object, installed
 from hookdiff.run_dir import History
 from hookdiff.testing.toy import toy_loop
+from tests.conftest import tiered
 from tests.forked import python
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +42,7 @@ OURS = [n for n, (entry, *_) in installed().items() if entry.dist and entry.dist
 SHORT = [
     *("--set", "run.steps=4", "--set", "run.batch_size=16", "--set", "run.log_every=2", "--set", "sampling.steps=2"),
     *("--set", "plugins.fid.num_samples=16", "--set", "plugins.lr.warmup=2", "--set", "run.micro_batch=8"),
+    *("--set", "plugins.diversity.num_samples=20"),
 ]
 
 
@@ -79,18 +81,10 @@ def test_all_code_is_in_a_language_that_is_tested() -> None:
     assert languages == {"", "python", "sh", "toml"}
 
 
-# Pages whose code trains for seconds.
-LONG = {"docs/how-to/train-on-several-devices.md", "docs/reference/plugins.md", TEXTBOOK}
+LONG = {"docs/how-to/train-on-several-devices.md", "docs/reference/plugins.md", TEXTBOOK}  # their code trains
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[pytest.mark.wide] * (page in LONG), id=page)
-        for page in PAGES
-        if blocks(page, "python")
-    ],
-)
+@pytest.mark.parametrize("page", tiered([page for page in PAGES if blocks(page, "python")], LONG))
 def test_the_python_code_runs(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The blocks of a page are one program; it reads the short run in `folder`.
     monkeypatch.chdir(folder)

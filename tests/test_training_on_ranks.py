@@ -84,11 +84,12 @@ def test_ranks_train_as_one_process(
             assert values == pytest.approx([loss, norm], rel=10 * tolerance)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("num", "plugin"),
     [
         (2, "ddp"),
-        pytest.param(3, "fsdp", marks=pytest.mark.wide),
+        (3, "fsdp"),
         pytest.param(3, "ddp", marks=pytest.mark.slow),
         pytest.param(2, "fsdp", marks=pytest.mark.slow),
     ],
