@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -101,6 +101,11 @@ channels = 8
 num_res_blocks = 1
 head_dim = 8
 """
+
+
+def tiered(values: Iterable[str], wide: Container[str]) -> list[Any]:
+    """Return the values as parameters of a test, those that are `wide` for the second tier."""
+    return [pytest.param(value, id=value, marks=[pytest.mark.wide] * (value in wide)) for value in values]
 
 
 def check_facts(text: object, *facts: object) -> None:

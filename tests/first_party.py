@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "spectral": {"layers": ["2.3"]},
     "stop_early": {"metric": "loss", "patience": 99},
 }
+COSTLY = {"aim", "compile", "memory", "report", "wandb"}  # start processes, compile, or collect garbage
 KINDS: dict[str, Any] = {
     name: entry.load()
     for name, (entry, *_) in installed().items()

@@ -26,15 +26,21 @@ def files(root: Path) -> dict[str, Path]:
 
 
 @functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text("utf-8"))
+
+
+@functools.cache
 def lazy_names(stub: Path) -> dict[str, str]:
     """Return the module, relative to its face, of each name of a face; nothing for a package without a stub."""
-    lines = ast.parse(stub.read_text("utf-8")).body if stub.exists() else []
+    lines = parsed(stub).body if stub.exists() else []
     return {alias.name: line.module or "" for line in lines if isinstance(line, ast.ImportFrom) for alias in line.names}
 
 
 def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
     """Yield the modules of `known` that the file imports, or imports a name from."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module in known:
@@ -47,6 +53,7 @@ def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
                     yield f"{node.module}.{lazy[alias.name]}" if alias.name in lazy else node.module
 
 
+@functools.cache
 def file_graph(root: Path) -> Graph:
     """Return the modules that each module imports."""
     known = files(root)

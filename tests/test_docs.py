@@ -1,6 +1,7 @@
 """README and docs/: their code runs, and they name every hook, plugin and command."""
 
 import inspect
+import io
 import os
 import pydoc
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import venv
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from functools import reduce
 from itertools import pairwise
 from operator import attrgetter
@@ -31,6 +33,8 @@ from hookdiff.options.default_names import DEFAULT_PLUGINS
 from hookdiff.options.imports import import_object, installed
 from hookdiff.run_dir import History
 from hookdiff.testing.toy import toy_loop
+from tests.conftest import tiered
+from tests.forked import python
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
@@ -38,6 +42,7 @@ OURS = [n for n, (entry, *_) in installed().items() if entry.dist and entry.dist
 SHORT = [
     *("--set", "run.steps=4", "--set", "run.batch_size=16", "--set", "run.log_every=2", "--set", "sampling.steps=2"),
     *("--set", "plugins.fid.num_samples=16", "--set", "plugins.lr.warmup=2", "--set", "run.micro_batch=8"),
+    *("--set", "plugins.diversity.num_samples=20"),
 ]
 
 
@@ -62,10 +67,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "examples").symlink_to(ROOT / "examples")
     first = shlex.split(blocks(TUTORIAL[0], "sh")[0])[1:]
-    command = [sys.executable, "-c", "from hookdiff.cli import main; main()", *first, *SHORT]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "runs/basic/metrics.jsonl" in done.stdout
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["hookdiff", *first, *SHORT])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main()
+    assert "runs/basic/metrics.jsonl" in printed.getvalue()
     return folder
 
 
@@ -74,7 +81,10 @@ def test_all_code_is_in_a_language_that_is_tested() -> None:
     assert languages == {"", "python", "sh", "toml"}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+LONG = {"docs/how-to/train-on-several-devices.md", "docs/reference/plugins.md", TEXTBOOK}  # their code trains
+
+
+@pytest.mark.parametrize("page", tiered([page for page in PAGES if blocks(page, "python")], LONG))
 def test_the_python_code_runs(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The blocks of a page are one program; it reads the short run in `folder`.
     monkeypatch.chdir(folder)
@@ -86,11 +96,17 @@ def test_the_python_code_runs(page: str, folder: Path, monkeypatch: pytest.Monke
     exec(compile("".join(blocks(page, "python")), page, "exec"), {"__name__": "__main__"})
 
 
+CHEAP = {"data", "export", "lr", "new-plugin", "plugins", "runs", "sample", "watch"}
+# What makes the other commands short.
+BRIEF = {"resume": ["--steps", "6"], "fid": ["--num", "16"], "doctor": ["--set", "run.batch_size=16"]}
+
+
 def commands() -> Iterator[Any]:
     for page in PAGES:
         for block in blocks(page, "sh") if page not in (*WALKS, *TUTORIAL) else ():
             for line in block.splitlines():
-                yield pytest.param(line, id=f"{page}: {line}")
+                is_cheap = shlex.split(line)[1] in CHEAP
+                yield pytest.param(line, id=f"{page}: {line}", marks=[] if is_cheap else pytest.mark.wide)
 
 
 @pytest.mark.parametrize("line", list(commands()))
@@ -102,8 +118,7 @@ def test_the_commands_run(
     if command == "run":
         resumes = "--resume" in rest
         rest += SHORT if resumes else [*SHORT, "--out", str(tmp_path / "run")]
-    if command == "resume":
-        rest += ["--steps", "6"]
+    rest += BRIEF.get(command, ())
     if command == "export":
         rest.append("--overwrite")  # an earlier test may have written the same file
     monkeypatch.chdir(folder)
@@ -129,13 +144,27 @@ def carry_out(line: str, folder: Path, stops: bool) -> tuple[int, str]:
     return process.returncode, printed
 
 
+MAIN = "from hookdiff.cli import main; main()"
+
+
+def carry_out_forked(line: str, folder: Path) -> tuple[int, str]:
+    """Run a command in a process that has imported torch; return the exit code and what is printed."""
+    program, *rest = shlex.split(line)
+    code = {"hookdiff": MAIN, "python": "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"}
+    if program not in code:
+        return carry_out(line, folder, stops=False)
+    returned, out, err = python(code[program], *rest, folder=folder)
+    return returned, out + err
+
+
 def pattern(text: str) -> str:
     """Return `text` without what differs between machines: numbers, times and the width of columns."""
     return re.sub(r"\d[\d.,:]*(?: s\b| min\b)?", "#", " ".join(text.split()))
 
 
 @pytest.mark.parametrize(
-    "short", [pytest.param(SHORT, id="short"), pytest.param([], id="whole", marks=pytest.mark.slow)]
+    "short",
+    [pytest.param(SHORT, id="short", marks=pytest.mark.wide), pytest.param([], id="whole", marks=pytest.mark.slow)],
 )
 def test_the_tutorial_can_be_walked(short: list[str], tmp_path: Path) -> None:
     # From page to page in one folder, as a reader does. Only a whole walk, of ten minutes, prints what the pages show.
@@ -151,7 +180,8 @@ def test_the_tutorial_can_be_walked(short: list[str], tmp_path: Path) -> None:
                 command = text.split()[1]
                 add = {"run": shlex.join(short), "resume": "--steps 6" * bool(short)}.get(command, "")
                 stops = after.startswith("Press Ctrl-C") and not short
-                code, printed = carry_out(f"{text.strip()} {add}", tmp_path, stops)
+                line = f"{text.strip()} {add}"
+                code, printed = carry_out_forked(line, tmp_path) if short else carry_out(line, tmp_path, stops)
                 seen += printed
                 assert code == (130 if stops else 2 if after.startswith("```\nhookdiff: ") else 0), printed
             else:
@@ -179,16 +209,17 @@ def write_files(page: str, project: Path) -> None:
     (project / "example.toml").write_text(tomli_w.dumps(config))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("page", WALKS)
 def test_the_package_of_a_walk_passes_its_tests(page: str, tmp_path: Path) -> None:
     command = shlex.split(blocks(page, "sh")[0].splitlines()[0])[1:]
     folder = tmp_path / "package"
-    subprocess.run([sys.executable, "-m", "hookdiff", *command[:2], folder, *command[2:]], check=True)
+    code, _, err = python(MAIN, *command[:2], folder, *command[2:])
+    assert code == 0, err
     write_files(page, folder)
-    around = {**os.environ, "PYTHONPATH": str(folder)}
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(tests, cwd=folder, env=around, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    tests = "import sys, pytest; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider']))"
+    code, out, _ = python(tests, folder=folder, PYTHONPATH=str(folder))
+    assert code == 0, out
 
 
 @pytest.mark.slow
@@ -241,6 +272,7 @@ def merged(first: Any, second: Any) -> Any:
     return first + second
 
 
+@pytest.mark.wide
 def test_the_parts_beside_the_textbook_loop_are_one_config_and_it_runs(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def test_embed_trains_in_both_styles(tmp_path: Path) -> None:
     assert (tmp_path / "embed.png").is_file()
 
 
+@pytest.mark.wide
 def test_the_classifier_names_the_digits_that_it_was_not_trained_on(tmp_path: Path) -> None:
     out = run_python(EXAMPLES / "classifier.py", "--out", tmp_path / "run", folder=tmp_path)
     shares = re.findall(r"^([\d.]+)% of 359 .* (model|ema)$", out, re.M)
@@ -113,6 +114,7 @@ def stand_in(config: dict[str, Any]) -> None:
             save_encoder("BertModel", path.parent, **sizes).rename(path)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("config", sorted(path.stem for path in EXAMPLES.glob("*.toml")))
 def test_the_command_of_the_gallery_trains_each_config(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, succeed: Any
@@ -134,6 +136,7 @@ def test_the_command_of_the_gallery_trains_each_config(
     assert any(name.startswith("fd/") for name in run.series) == ("fid" in line)
 
 
+@pytest.mark.wide
 def test_the_page_has_the_memory_of_the_example_of_latents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, succeed: Any
 ) -> None:

@@ -11,6 +11,7 @@ from tests.forked import python
 KILL = Path(__file__).resolve().parent.parent / "benchmarks" / "kill.py"
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and waits for a process with a timeout, as Linux does")
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one() -> None:
     # kill.py forks, so it needs a process that never had a second thread.

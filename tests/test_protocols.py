@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from asked_by_name import ASKED, UNTYPED
+from import_graph import parsed
 
 import hookdiff
 
@@ -24,7 +25,7 @@ KINDS = {"loop", "feed", "reader", "source", "codec", "encoder", "objective", "s
 def asked(tree: ast.AST) -> Iterator[str]:
     """Yield the expressions that ask an object for an attribute by its name, or whether it has it."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ASKING:
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in ASKING:
             yield ast.unparse(node)
         elif isinstance(node, ast.ExceptHandler) and node.type and "AttributeError" in ast.unparse(node.type):
             yield f"except {ast.unparse(node.type)}"
@@ -48,7 +49,7 @@ def untyped(tree: ast.AST) -> Iterator[str]:
 
 
 def found_by(walk: Callable[[ast.AST], Iterator[str]]) -> dict[str, set[str]]:
-    every = {file: {*walk(ast.parse(path.read_text("utf-8")))} for file, path in FILES.items()}
+    every = {file: {*walk(parsed(path))} for file, path in FILES.items()}
     return {file: expressions for file, expressions in every.items() if expressions}
 
 

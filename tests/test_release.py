@@ -112,6 +112,7 @@ def test_a_changelog_that_is_not_ready_is_refused(
     check_unready(tmp_path, capfd, message, {})
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -20,6 +20,7 @@ from hookdiff import Loop
 from tests.conftest import serving
 
 pytest.importorskip("furo", reason="needs the packages of the extra docs")
+pytestmark = pytest.mark.wide  # the site is built once for all
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

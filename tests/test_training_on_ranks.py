@@ -51,14 +51,15 @@ def samples(result: dict[str, Any]) -> list[Any]:
     ("num", "plugins", "optimizer", "dtype", "tolerance"),
     [
         (2, {"ddp": {}}, "adamw", "float32", 1e-5),
-        (2, {"ddp": {}}, "muon", "float64", 1e-12),
+        pytest.param(2, {"ddp": {}}, "muon", "float64", 1e-12, marks=pytest.mark.wide),
         (2, {"fsdp": {}}, "adamw", "float32", 1e-5),
-        (2, {"fsdp": {}}, "muon", "float64", 1e-12),
-        (
+        pytest.param(2, {"fsdp": {}}, "muon", "float64", 1e-12, marks=pytest.mark.wide),
+        pytest.param(
             *(2, {"fsdp": {"reshard": False, "checkpointing": True, "sync_once": True}, "looks": {}}),
             *("adamw", "float64", 1e-12),
+            marks=pytest.mark.wide,
         ),
-        (4, {"fsdp": {"replicas": 2}}, "muon", "float64", 1e-12),
+        pytest.param(4, {"fsdp": {"replicas": 2}}, "muon", "float64", 1e-12, marks=pytest.mark.wide),
     ],
     ids=str,
 )
@@ -83,6 +84,7 @@ def test_ranks_train_as_one_process(
             assert values == pytest.approx([loss, norm], rel=10 * tolerance)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("num", "plugin"),
     [
@@ -119,6 +121,7 @@ def test_a_last_batch_of_fewer_samples_than_ranks_is_trained_on(num: int, plugin
         assert all(map(math.isfinite, line.values()))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("rank", "plugin"), [(1, "ddp"), pytest.param(0, "fsdp", marks=pytest.mark.slow)])
 def test_what_is_logged_after_a_kill_is_that_of_an_undisturbed_run(rank: int, plugin: str, tmp_path: Path) -> None:
     # Saved amid a window of the log and of the first batches, over which the variance of the data is measured.
@@ -150,6 +153,7 @@ def test_what_is_logged_after_a_kill_is_that_of_an_undisturbed_run(rank: int, pl
     assert resumed == whole
 
 
+@pytest.mark.wide
 def test_bf16_equals_one_process_that_averages_the_gradients_of_the_ranks(on_ranks: Trained) -> None:
     amp = {"amp": {"precision": "bf16"}, **USUAL}
     halves = train({"plugins": {**amp, "halves": {}}})
@@ -168,8 +172,8 @@ def test_dropout_alone_depends_on_the_rank(on_ranks: Trained) -> None:
     ("plugin", "within", "rank"),
     [
         ("ddp", False, 1),
-        ("ddp", True, 0),
-        ("fsdp", False, 0),
+        pytest.param("ddp", True, 0, marks=pytest.mark.wide),
+        pytest.param("fsdp", False, 0, marks=pytest.mark.wide),
         ("fsdp", True, 1),
         pytest.param("ddp", False, 0, marks=pytest.mark.slow),
         pytest.param("ddp", True, 1, marks=pytest.mark.slow),
@@ -188,7 +192,7 @@ def test_a_stop_on_one_rank_ends_all_at_the_same_step(on_ranks: Trained, plugin:
     assert apart(alone, result) < 1e-5
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+@pytest.mark.parametrize("plugin", ["ddp", pytest.param("fsdp", marks=pytest.mark.wide)])
 def test_a_nan_on_one_rank_is_met_by_all(on_ranks: Trained, plugin: str) -> None:
     spec = {"plugins": {plugin: {}, **USUAL, "spoils": {"position": 5, "rank": 1}, "nan": {"keep": 0}}}
     result = on_ranks(2, **spec)
@@ -209,13 +213,13 @@ def test_a_plugin_may_leave_out_another_number_of_samples_on_each_rank(on_ranks:
     assert together["ranks"][0]["passes"] == together["ranks"][1]["passes"]
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+@pytest.mark.parametrize("plugin", [pytest.param("ddp", marks=pytest.mark.wide), "fsdp"])
 def test_parameters_may_be_thawed_and_frozen(on_ranks: Trained, plugin: str) -> None:
     plugins = {"thaws": {}, plugin: {}, **USUAL}
     assert apart(train({"plugins": plugins}), on_ranks(2, plugins=plugins)) < 1e-5
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+@pytest.mark.parametrize("plugin", ["ddp", pytest.param("fsdp", marks=pytest.mark.wide)])
 def test_ranks_may_have_expanded_buffers(on_ranks: Trained, plugin: str) -> None:
     spec = {"plugins": {plugin: {}}, "expanded": True, "config": {"steps": 3}}
     together = on_ranks(2, **spec)

@@ -248,6 +248,7 @@ def test_each_symptom_has_a_cause_a_remedy_and_what_reports_it_or_where_to_look(
     assert sorted(REPORTED) == sorted(CASES)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("symptom", REPORTED)
 def test_what_is_said_to_report_a_symptom_prints_the_lines(
     symptom: str, here: Path, hookdiff: Any, caplog: pytest.LogCaptureFixture
@@ -278,6 +279,7 @@ def test_each_remedy_is_an_option_or_a_command_that_exists() -> None:
             load_config(ROOT / "examples" / "basic.toml", **given)
 
 
+@pytest.mark.wide
 def test_the_config_for_small_data_trains(here: Path, succeed: Any, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(40):
         path = here / "drawings" / ("ant", "bee")[number % 4 == 3] / f"{number}.png"

@@ -144,7 +144,7 @@ def test_each_mistake_gets_its_word_and_a_right_plugin_passes(
     make: Any, facts: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with refused(AssertionError, *facts) if facts else nullcontext():
-        assert_keeps_contract(make)
+        assert_keeps_contract(make, steps=6, log_every=3)
     assert capfd.readouterr() == ("", "")
 
 
