@@ -18,7 +18,7 @@ from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.saving import Part
 from hookdiff_checkpoint.writer import Staging
 from hookdiff_ema import EMA
-from tests.conftest import Clock, RollBackAt, acting, check_facts, contents, refused, toy_run, warnings
+from tests.conftest import Clock, RollBackAt, acting, check_facts, contents, refused, toy_run, warnings, wide
 from tests.forked import python
 from tests.plugins.test_checkpoint_announced import fails
 
@@ -69,6 +69,7 @@ def test_a_script_that_calls_run_step_saves_at_the_interval(tmp_path, begun):
         assert (resumed.progress.step, resumed.progress.position) == (13, 13)
 
 
+@pytest.mark.wide
 def test_a_script_says_which_checkpoint_it_resumes_from(tmp_path):
     """Also without any logging set up."""
     code = """
@@ -160,12 +161,12 @@ def test_only_values_of_equally_many_samples_are_compared(tmp_path):
     ("extra", "facts"),
     [
         ({"score": Score({5: 1.0})}, ("score", 5, "plugins.checkpoint.every")),
-        ({"score": Score({5: 1.0, 18: 2.0})}, ("score", 5)),  # which in 40 steps has a value that is saved
+        ({"score": Score({5: 1.0, 18: 2.0})}, ("score", 5)),  # which in 20 steps has a value that is saved
         ({"score": Score({4: 1.0}, "scores")}, ("score", "scores")),
         ({}, ("score", "grad_norm", "loss")),
     ],
 )
-@pytest.mark.parametrize("steps", [8, 40])
+@pytest.mark.parametrize("steps", [8, *wide(20)])
 def test_a_keep_best_without_a_saved_value_is_warned_of_once(extra, facts, steps, tmp_path, caplog):
     plain(tmp_path, steps, extra=extra, keep_last=3, keep_best="score")
     (warning,) = warnings(caplog)

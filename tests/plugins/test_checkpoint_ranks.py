@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from hookdiff.disk.tree import flatten
 from hookdiff.testing.compare import assert_same
 from hookdiff_checkpoint import find_checkpoints, read_checkpoint
-from tests.conftest import Torchrun, check_facts, output, write_small
+from tests.conftest import Torchrun, check_facts, output, wide, write_small
 from tests.on_ranks import done, started
 from tests.plugins import test_checkpoint_faults
 from tests.saved_on_ranks import SHARDED, Net, run, spec_of
@@ -72,9 +72,8 @@ def newest(run_dir: Path) -> Path:
 @pytest.mark.parametrize(
     ("before", "after", "optimizer"),
     [
-        (2, (1, 4), "adamw"),
         (1, (2,), "rows"),
-        (1, (2,), "muon"),
+        *wide((2, (1, 4), "adamw"), (1, (2,), "muon")),
         pytest.param(1, (2,), "adamw", marks=pytest.mark.slow),
         pytest.param(2, (1, 4), "rows", marks=pytest.mark.slow),
         pytest.param(2, (1, 4), "muon", marks=pytest.mark.slow),
@@ -96,6 +95,7 @@ def test_what_is_saved_on_some_ranks_is_loaded_on_any_number(
 
 
 @pytest.mark.parametrize("plugins", [SHARDED, pytest.param(COPIED, marks=pytest.mark.slow)], ids=["sharded", "copied"])
+@pytest.mark.wide
 def test_a_run_that_is_resumed_on_as_many_ranks_is_the_unbroken_one(
     plugins: dict[str, Any], on_ranks: Run, tmp_path: Path
 ) -> None:
@@ -132,6 +132,7 @@ def test_the_first_average_is_whole_and_all_else_of_several_ranks_in_pieces(fold
     assert all(entry["step"] == 6 for entry in weights.values())
 
 
+@pytest.mark.wide
 def test_ranks_that_share_nothing_write_the_files_of_one_process(on_ranks: Run, tmp_path: Path) -> None:
     copied = on_ranks(2, tmp_path / "copied", 4, plugins=COPIED)
     assert [one["announced"] for one in copied["ranks"]] == [["step-00000002", "step-00000004"], []]
@@ -142,6 +143,7 @@ def test_ranks_that_share_nothing_write_the_files_of_one_process(on_ranks: Run, 
     assert formats == [3, 3]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_weights_that_one_rank_spoils_are_in_no_checkpoint(rank: int, on_ranks: Run, tmp_path: Path) -> None:
     spoil = {"spoil": {"at": 4, "rank": rank}}
@@ -153,6 +155,7 @@ def test_weights_that_one_rank_spoils_are_in_no_checkpoint(rank: int, on_ranks: 
     assert first["step"] == second["step"]
 
 
+@pytest.mark.wide
 def test_a_rollback_takes_all_ranks_to_the_same_checkpoint(on_ranks: Run, tmp_path: Path) -> None:
     plugins = {"bad": {"position": 7}, **SHARDED, "checkpoint": {"every": 3}}
     result = on_ranks(2, tmp_path / "run", 9, plugins=plugins)
@@ -182,6 +185,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("rank", "name"), PLACES)
+@pytest.mark.wide
 def test_a_disk_that_is_full_for_one_rank_costs_all_of_them_this_save(
     rank: int, name: str, on_ranks: Run, tmp_path: Path
 ) -> None:
@@ -196,7 +200,7 @@ def test_a_disk_that_is_full_for_one_rank_costs_all_of_them_this_save(
 
 @pytest.mark.parametrize(
     ("rank", "kind", "disk_full"),
-    [(0, "EIO", "continue"), pytest.param(1, "EIO", "continue", marks=pytest.mark.slow), (1, "ENOSPC", "stop")],
+    [(0, "EIO", "continue"), pytest.param(1, "EIO", "continue", marks=pytest.mark.slow), *wide((1, "ENOSPC", "stop"))],
 )
 def test_a_disk_that_fails_for_one_rank_ends_the_run_on_all(
     rank: int, kind: str, disk_full: str, on_ranks: Run, tmp_path: Path
@@ -222,6 +226,7 @@ def test_ranks_without_a_common_disk_are_refused_if_they_share_the_weights(on_ra
     assert not list((tmp_path / "on 0" / "run" / "checkpoints").iterdir())
 
 
+@pytest.mark.wide
 def test_a_checkpoint_that_one_rank_cannot_read_is_named_with_the_rank(on_ranks: Run, tmp_path: Path) -> None:
     (tmp_path / "on 0").mkdir()
     (tmp_path / "on 1" / "run").mkdir(parents=True)
@@ -232,6 +237,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_named_with_the_rank(on_ranks:
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.wide
 def test_a_save_is_completed_though_the_training_of_one_rank_fails(rank: int, tmp_path: Path) -> None:
     plugins = {"crash": {"at": 5, "rank": rank}, **SHARDED}
     with started(tmp_path, 2, run, spec_of(tmp_path / "run", 8, plugins=plugins)) as processes:
@@ -242,6 +248,7 @@ def test_a_save_is_completed_though_the_training_of_one_rank_fails(rank: int, tm
 
 
 @pytest.mark.parametrize(("rank", "name"), PLACES)
+@pytest.mark.wide
 def test_a_rank_that_is_killed_in_a_save_leaves_whole_checkpoints_and_lets_no_other_wait(
     rank: int, name: str, on_ranks: Run, folder: Path, tmp_path: Path
 ) -> None:
@@ -278,6 +285,7 @@ def test_no_rank_uses_a_checkpoint_with_a_damaged_file(
     check_facts(said[0], file)
 
 
+@pytest.mark.wide
 def test_commands_on_one_process_read_a_run_of_two_ranks(torchrun: Torchrun, tmp_path: Path, hookdiff: Any) -> None:
     config = write_small(
         tmp_path / "small.toml",

@@ -142,6 +142,7 @@ def test_a_submodule_is_not_asked(repo: Path, tmp_path: Path) -> None:
     assert not canary.exists()
 
 
+@pytest.mark.wide
 def test_only_a_repository_around_the_run_is_recorded(
     repo: Path, monkeypatch: pytest.MonkeyPatch, succeed: Callable[..., Any]
 ) -> None:

@@ -14,7 +14,7 @@ from hookdiff.testing import assert_resumes, assert_same, toy_loop, toy_model, w
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_compile import Compile
 from hookdiff_ema import EMA
-from tests.conftest import check_facts, finish, refused, toy_run
+from tests.conftest import check_facts, finish, refused, toy_run, wide
 from tests.forked import python
 
 
@@ -83,7 +83,7 @@ def test_sampling_with_an_average_leaves_the_compiled_model_as_it_was():
     assert_same(weights(loops[0]), weights(loops[1]))
 
 
-@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), *wide((True, True))])
 def test_a_run_may_resume_with_or_without_the_compiler(tmp_path, before, after):
     def plugins(is_compiled):
         return {**({"compile": Compile(backend="eager")} if is_compiled else {}), "checkpoint": Checkpoint(every=3)}
@@ -153,7 +153,7 @@ OF_SAMPLING = ("sampling.compile", "InvalidCxxCompiler", "sampling.compile = fal
     ("words", "facts"),
     [
         ((), ("plugins.compile", "inductor", "InvalidCxxCompiler", "--plugins no:compile")),
-        (("--plugins", "no:compile", "--set", "sampling.compile=true"), OF_SAMPLING),
+        *wide((("--plugins", "no:compile", "--set", "sampling.compile=true"), OF_SAMPLING)),
     ],
 )
 def test_a_run_on_a_machine_without_a_compiler_is_refused_before_it_starts(words, facts, config, tmp_path):
@@ -197,6 +197,7 @@ TO_SAMPLE = "no:compile,no:samples,checkpoint"
 
 
 @NAMED_COMPILER
+@pytest.mark.wide
 def test_sampling_without_a_compiler_is_one_message(start, config, tmp_path):
     assert finish(start(tmp_path, "run", config, "--out", "run", "--plugins", TO_SAMPLE))[0] == 0
     code, err = without_compiler(tmp_path, "sample", "run", "--num", "2", "--compile")

@@ -26,7 +26,7 @@ from hookdiff_checkpoint import Checkpoint
 from hookdiff_cuda_graphs import CudaGraphs
 from hookdiff_muon import muon
 from hookdiff_networks import DiT, UNet
-from tests.conftest import Logged, acting, check_facts, outcomes, ran, refused, toy_run
+from tests.conftest import Logged, acting, check_facts, outcomes, ran, refused, toy_run, wide
 from tests.replayed import CpuRecorder
 
 WARMUP, STEPS = 3, 20
@@ -123,23 +123,25 @@ def test_replayed_steps_give_the_weights_and_averages_of_usual_ones(device, reco
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda classes: UNet(
-            in_channels=1, image_size=8, channels=8, num_res_blocks=1, head_dim=8, num_classes=classes
-        ),
-        lambda classes: DiT(in_channels=1, image_size=8, patch_size=4, hidden_size=16, depth=2, num_classes=classes),
-    ],
-    ids=["unet", "dit"],
-)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_networks_and_optimizers_of_real_runs(device, recorder, make, optimizer):
+NETWORKS: dict[str, Any] = {
+    "unet": partial(UNet, in_channels=1, image_size=8, channels=8, num_res_blocks=1, head_dim=8),
+    "dit": partial(DiT, in_channels=1, image_size=8, patch_size=4, hidden_size=16, depth=2),
+}
+REAL = [
+    ("adamw", "unet"),
+    ("muon", "dit"),
+    *wide(*((name, "unet") for name in OPTIMIZERS if name != "adamw")),
+    *wide(*((name, "dit") for name in OPTIMIZERS if name != "muon")),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "network"), REAL)
+def test_networks_and_optimizers_of_real_runs(device, recorder, network, optimizer):
     labels = device.type == "cuda"  # on a CPU the networks look at their values, to refuse wrong ones
     loops = []
     for given in (plugins(cuda_graphs=graphs()), plugins()):
         torch.manual_seed(0)
-        model, config = make(10 if labels else 0).to(device), LoopConfig(steps=8, batch_size=8)
+        model, config = NETWORKS[network](num_classes=10 if labels else 0).to(device), LoopConfig(steps=8, batch_size=8)
         diffusion = Diffusion(conditional=labels)
         loops.append(ran(Loop(model, OPTIMIZERS[optimizer], diffusion, Feed(digits()), config, given)))
     assert recorder.num_replays == [5, 5]
@@ -202,7 +204,7 @@ class Poison:
         return self.toy(net, batch)
 
 
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("policy", ["skip", *wide("rollback")])
 def test_a_step_that_is_not_finite_changes_nothing(device, recorder, tmp_path, policy):
     loops = []
     for name, given in (("replayed", {"cuda_graphs": graphs()}), ("usual", {})):
@@ -374,6 +376,7 @@ def test_plugins_in_the_passes_keep_the_step_from_being_recorded(device, recorde
     check_facts(caplog.text, "cuda_graphs", "mine")
 
 
+@pytest.mark.wide
 def test_micro_batches_and_smaller_batches_are_made_as_usual(device, recorder):
     data = InMemory(torch.linspace(-1, 1, 168).reshape(42, 4))
     for options, replays in (
@@ -430,6 +433,7 @@ def run(device, recorder, tmp_path):
     return call
 
 
+@pytest.mark.wide
 def test_a_run_resumes_with_or_without_the_plugin(run):
     usual = run("usual", 20, False)
     for name, is_recorded in (("with", True), ("without", False)):

@@ -347,6 +347,7 @@ result = ({name: value for name, value in logged.items() if "digits" in name}, p
 """
 
 
+@pytest.mark.wide
 def test_ranks_share_the_images_and_agree(tmp_path: Path) -> None:
     one, other = two_ranks(RANKS, tmp_path)
     assert (other[0], other[1:]) == ({}, one[1:])  # the first rank has the log

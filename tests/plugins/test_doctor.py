@@ -32,7 +32,7 @@ from hookdiff_debug.trial import Trial, run_trial
 from hookdiff_lr import LR
 from hookdiff_memory.estimate import estimate_memory
 from hookdiff_networks import UNet
-from tests.conftest import acting, check_facts, check_refused, ran, toy_run, write_small
+from tests.conftest import acting, check_facts, check_refused, toy_run, wide, write_small
 from tests.hostile.mutations import listing
 from tests.sam import SAM, Uncertainty
 
@@ -58,8 +58,8 @@ def bytes_as_floats() -> torch.Tensor:
 
 
 def one_nan() -> torch.Tensor:
-    images = digits().images.float() / 127.5 - 1
-    images[700, 0, 3, 3] = torch.nan
+    images = digits().images[:320].float() / 127.5 - 1
+    images[300, 0, 3, 3] = torch.nan
     return images
 
 
@@ -126,20 +126,27 @@ def diagnosis(doctor, *words):
     return code, found["cause"], {finding["name"]: finding for finding in found["findings"]}
 
 
+LINEAR = {"diffusion__process__schedule": "linear"}
+
+
 @pytest.mark.parametrize(
     ("table", "name", "numbers"),
     [
         ({"data__source": "hd_doctor_user:bytes_as_floats"}, "inputs", "0 to 255"),
-        ({"data__source": "hd_doctor_user:constant"}, "inputs", "constant"),
         # A process that is right for images of the usual scale
-        *(
-            ({"data__source": f"hd_doctor_user:{source}", "diffusion__process__schedule": "linear"}, "inputs", "")
-            for source in ("bytes_as_floats", "faint")
-        ),
+        ({"data__source": "hd_doctor_user:faint", **LINEAR}, "inputs", ""),
         # Far too high, at once and after a warm-up that is longer than the trial
         ({"optimizer__lr": 0.2}, "learning rate", "optimizer.lr = 0.02, then 0.002"),
-        ({"optimizer__lr": 1.0, "plugins__lr__warmup": 300}, "learning rate", "optimizer.lr = 0.1, then 0.01"),
+        *wide(({"optimizer__lr": 1.0, "plugins__lr__warmup": 300}, "learning rate", "optimizer.lr = 0.1, then 0.01")),
         ({"diffusion__process": '{ use = "edm", sigma_max = 2.0 }'}, "schedule", "12.3%"),
+        *wide(
+            ({"data__source": "hd_doctor_user:constant"}, "inputs", "constant"),
+            (
+                {"data__source": "hd_doctor_user:bytes_as_floats", "diffusion__process__schedule": "linear"},
+                "inputs",
+                "",
+            ),
+        ),
     ],
     ids=str,
 )
@@ -204,11 +211,14 @@ def test_findings_after_the_cause_refer_to_it():
     assert checks.following(findings, None) == findings
 
 
-@pytest.mark.parametrize("warmup", [5, 300])
+@pytest.mark.parametrize("warmup", [5, *wide(300)])
 def test_the_length_of_the_trial_is_reported(warmup, doctor):
-    code, out, _ = doctor("small.toml", "--steps", 12, "--json", *settings(plugins__lr__warmup=warmup))
+    code, out, _ = doctor(
+        "small.toml", "--steps", 12, "--json", *settings(plugins__lr__warmup=warmup, run__batch_size=8)
+    )
     found = json.loads(out)
     (trial,) = [finding for finding in found["findings"] if finding["name"] == "trial"]
+    assert "left out" not in [finding["name"] for finding in found["findings"]]
     assert (code, found["steps_asked"], len(found["losses"])) == (0, 12, found["steps_made"])
     more = found["steps_made"] - 12
     assert (more > 25) == (warmup == 300)
@@ -236,7 +246,6 @@ def test_plugins_that_have_no_part_in_the_trial_are_named(doctor):
     assert findings["left out"]["severity"] == "ok"
     assert findings["left out"]["what"].startswith("samples, starts: ")
     assert "; debug: " in findings["left out"]["what"]
-    assert "left out" not in diagnosis(doctor, "small.toml", "--steps", 4)[2]
 
 
 HEALTHY = {
@@ -249,12 +258,10 @@ HEALTHY = {
     "unet, edm": {"diffusion__process": "edm", "diffusion__prediction": '{ use = "edm", sigma_data = 0.75 }'},
     "dit, flow": {"diffusion__process": "flow"},
 }
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.parametrize(
-    "device",
-    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
-)
+@pytest.mark.parametrize("device", [*wide("cpu"), pytest.param("cuda", marks=CUDA)])
 def test_the_peak_of_a_step_lies_near_the_estimate(device, folder):
     given = [f"run.device={device}", "model.channels=32", 'run.micro_batch="auto"']
     config = load_config(folder / "small.toml", settings=given)
@@ -285,38 +292,38 @@ def test_the_counted_memory_is_what_the_allocator_gave():
     assert counted == pytest.approx(before + max(asked), rel=0.03)
 
 
+@pytest.mark.wide
 def test_micro_batch_auto_is_found_before_the_trial(folder, monkeypatch):
     """The whole batch does not fit, so a trial with it would end in an error."""
     seen, forward = [], UNet.forward
 
     def short_of_memory(self, x, *args):
         seen.append(len(x))
-        if self.training and len(x) > 8:
+        if self.training and len(x) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(self, x, *args)
 
-    config = load_config(folder / "small.toml", settings=['run.micro_batch="auto"'])
+    config = load_config(folder / "small.toml", settings=["run.batch_size=16", 'run.micro_batch="auto"'])
     monkeypatch.setattr(UNet, "forward", short_of_memory)
     report = examine(config, None, 4, folder / "trial", None)
     assert report.trial.outcome == "updated"
-    assert seen[:4] == [2, 32, 16, 8]
+    assert seen[:4] == [2, 16, 8, 4]
 
 
 def test_the_trial_begins_with_the_weights_that_the_config_starts_from(folder):
-    config = load_config(folder / "small.toml", settings=["run.steps=150"])
-    loop = ran(build_loop(config, folder / "first"))
+    loop = build_loop(load_config(folder / "small.toml"), folder / "first")
+    loop.model.conv_out.bias.data.fill_(100.0)
     save_file({name: t.contiguous() for name, t in loop.model.state_dict().items()}, folder / "given.safetensors")
     started = load_config(folder / "small.toml", settings=["model.start_from=given.safetensors"])
-    trials = [examine(each, None, 4, folder / f"trial{i}", None).trial for i, each in enumerate((config, started))]
-    assert trials[1].losses[0] < 0.7 * trials[0].losses[0]
+    assert examine(started, None, 4, folder / "trial", None).trial.losses[0] > 1000
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", ["dit, flow", *wide(*(name for name in HEALTHY if "unet" in name))])
 def test_nothing_is_wrong_with_a_healthy_config(name, doctor, write_config):
     if name.startswith("dit"):
         write_config(**{**TABLES, "model": {"use": "dit", "hidden_size": 32, "depth": 2, "num_heads": 4}})
     more = ["--plugins", "amp,progress"] if "bf16" in name else []
-    code, out, err = doctor("small.toml", "--steps", 24, "--out", "strip.png", *settings(**HEALTHY[name]), *more)
+    code, out, err = doctor("small.toml", "--steps", 12, "--out", "strip.png", *settings(**HEALTHY[name]), *more)
     first, *rest = out.splitlines()
     assert first == "no errors, 0 warnings", out
     assert (code, err) == (0, "")
@@ -330,11 +337,11 @@ def test_a_run_directory_is_read_and_never_changed(doctor, succeed, folder):
     words = ("--plugins", "checkpoint,debug", *settings(run__steps=12))
     succeed("run", "small.toml", "--out", run, *words)
     before = listing(run)
-    code, out, _ = doctor(run, "--steps", 8, "--json", "--out", folder / "strip.png")
+    code, out, _ = doctor(run, "--steps", 4, "--json", "--out", folder / "strip.png")
     found = json.loads(out)
     assert (code, found["cause"], found["step"]) == (0, None, 12)
     assert listing(run) == before
-    assert len(found["losses"]) == 8
+    assert len(found["losses"]) == 4
     # It goes on from the weights of the run, not from new ones.
     assert found["losses"][0] < 0.97
     assert found["parts"]["defaults.compute_loss"] > 0
@@ -342,11 +349,11 @@ def test_a_run_directory_is_read_and_never_changed(doctor, succeed, folder):
     with Image.open(found["strip"]) as picture:
         assert picture.width > picture.height
     names = {finding["name"] for finding in found["findings"]}
-    assert {"ema", "samples", "error by time"} <= names
+    assert {"ema", "samples", "error by time", "memory"} <= names
     assert not any(name.startswith("logged") for name in names)  # such as that the state of debug is not used
 
     one = next((run / "checkpoints").iterdir())
-    code, out, _ = doctor(one, "--steps", 8, "--json", "--out", folder / "strip.png", "--overwrite")
+    code, out, _ = doctor(one, "--steps", 4, "--json", "--out", folder / "strip.png", "--overwrite")
     assert (code, json.loads(out)["losses"]) == (0, found["losses"])
 
 
@@ -451,9 +458,9 @@ def test_a_nan_in_the_first_loss_is_not_blamed_on_the_learning_rate():
 def test_a_sample_that_is_not_finite_is_named_and_the_learning_rate_is_not_blamed(doctor):
     # Steps for a whole epoch: it may come with any batch.
     given = settings(data__source="hd_doctor_user:one_nan")
-    code, cause, findings = diagnosis(doctor, "small.toml", "--steps", 56, *given)
+    code, cause, findings = diagnosis(doctor, "small.toml", "--steps", 10, *given)
     assert (code, cause) == (1, "inputs")
-    assert findings["inputs"]["why"].endswith(", in sample 700")
+    assert findings["inputs"]["why"].endswith(", in sample 300")
     assert (findings["loss"]["severity"], findings["learning rate"]["severity"]) == ("error", "ok")
 
 
@@ -652,11 +659,12 @@ def test_a_trial_of_two_passes_moves_the_weights_as_a_run_does():
     assert_same({"": tried.plugins["weight"].net.weight}, {"": plain.plugins["weight"].net.weight})
 
 
+@pytest.mark.wide
 def test_the_plugins_of_a_pass_take_part(doctor, folder, succeed):
     names = ["--plugins", "checkpoint,tests.sam:SAM,tests.sam:Uncertainty"]
     succeed("run", "small.toml", "--out", "run", "--set", "run.steps=4", *names)
     before = listing(folder / "run")
-    code, _, findings = diagnosis(doctor, "run", "--steps", 12, "--trust")
+    code, _, findings = diagnosis(doctor, "run", "--steps", 4, "--trust")
     assert code == 0, findings
     assert "sam" not in findings["left out"]["what"].split(":")[0].split(", ")
     assert "uncertainty" not in findings["left out"]["what"]

@@ -198,6 +198,7 @@ def test_augmentation_draws_each_shift_equally_often(options: TrainingOptions, b
     assert bool(((counts - expected).abs() <= 5 * expected.sqrt()).all())
 
 
+@pytest.mark.wide
 def test_the_script_makes_such_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     train_classifiers.main(["digits", "--out", str(tmp_path / "weights")])
@@ -208,6 +209,7 @@ def test_the_script_makes_such_weights(tmp_path: Path, capsys: pytest.CaptureFix
     Classifier(DIGITS).load_state_dict(load_file(tmp_path / "weights"))
 
 
+@pytest.mark.wide
 def test_the_script_reads_the_files_of_fashion_mnist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for part, num in (("train", 256), ("t10k", 20)):  # class k is a square of a grey of its own
         labels = torch.arange(num) % 10

@@ -50,7 +50,7 @@ def sha256(weights: Path) -> str:
 
 
 def uniform() -> Tensor:
-    return torch.rand(2, 3, 299, 299, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return torch.rand(2, 3, 107, 107, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
 def features_of(network: inception.Inception3, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,11 +156,11 @@ def opened(weights: Path, sha256: str, **options: Any) -> Space:
 def test_features_of_any_size_and_of_grey_images(weights: Path, sha256: str) -> None:
     space = opened(weights, sha256)
     for shape in ((3, 32, 32), (3, 20, 50)):
-        features, logits = space(pictures(2, *shape))
-        assert (features.shape, features.dtype) == ((2, 2048), torch.float32)
+        features, logits = space(pictures(1, *shape))
+        assert (features.shape, features.dtype) == ((1, 2048), torch.float32)
         assert logits is not None
-        assert logits.shape == (2, 1008)
-    grey = pictures(2, 1, 16, 16)
+        assert logits.shape == (1, 1008)
+    grey = pictures(1, 1, 16, 16)
     assert torch.equal(space(grey)[0], space(grey.expand(-1, 3, -1, -1))[0])
     with refused(UserError, "4 x 16 x 16", "inception"):
         space(pictures(2, 4, 16, 16))
@@ -175,7 +175,7 @@ def test_the_name_tells_space_recipe_and_weights(weights: Path, sha256: str, mon
     half = Inception(weights=str(weights), precision="bf16").open(CPU)
     assert half.distance == "fid/inception/torch-fidelity/bf16"
     assert len({unpublished.key, published.key, half.key}) == 3
-    images = pictures(2, 3, 64, 64)
+    images = pictures(1, 3, 64, 64)
     exact, rounded = published(images)[0], half(images)[0]
     assert 0 < float((exact - rounded).norm() / exact.norm()) < 0.02
 
@@ -183,7 +183,7 @@ def test_the_name_tells_space_recipe_and_weights(weights: Path, sha256: str, mon
 def test_torchvisions_network_is_another_space(network: inception.Inception3, weights: Path, sha256: str) -> None:
     space = TorchvisionInception(str(weights), sha256).open(CPU)
     assert space.distance == f"fd/inception-torchvision-{sha256[:8]}"
-    images = pictures(2, 3, 299, 299)
+    images = pictures(1, 3, 299, 299)
     assert torch.allclose(space(images)[1], network(images / 127.5 - 1), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
 
 
@@ -204,6 +204,7 @@ def test_other_weights_than_the_published_ones_are_refused(weights: Path, sha256
         Inception(weights=str(weights.with_name("rando.pth"))).open(CPU)
 
 
+@pytest.mark.wide
 def test_published_weights_are_fetched_once(
     weights: Path, sha256: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ from hookdiff_features import Digits
 from hookdiff_fid import FID
 from hookdiff_fid.compare import floor_of
 from hookdiff_fid.statistics import write_statistics
-from tests.conftest import Logged, check_facts, records, refused, two_ranks
+from tests.conftest import Logged, check_facts, records, refused, two_ranks, wide
 
 SPACE = Digits().open(torch.device("cpu"))
 FASHION = Path("/usr/share/datasets/fashion-mnist")
@@ -249,7 +249,7 @@ def test_images_are_clipped_as_when_saved() -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "facts"), [(500, ("500", "steps")), ("2 epochs", ("2 epochs",)), ("15 min", ("900 s",)), (0, ())]
+    ("every", "facts"), [(500, ("500", "steps")), ("15 min", ("900 s",)), *wide(("2 epochs", ("2 epochs",)), (0, ()))]
 )
 def test_the_cost_is_logged_first(every: int | str, facts: tuple[str], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hookdiff")
@@ -455,6 +455,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.wide
 def test_a_bad_image_of_one_rank_ends_all_that_share_a_model(tmp_path: Path) -> None:
     for (error,) in two_ranks(BAD, tmp_path):
         check_facts(error, "fid: images", "not finite")

@@ -17,7 +17,7 @@ from hookdiff.experiment.loaded_run import Run
 from hookdiff.features import Collected, Moments, frechet_distance
 from hookdiff.log.pixels import save_image, to_uint8
 from hookdiff_features import Digits
-from tests.conftest import SMALL, check_facts, check_refused, records
+from tests.conftest import SMALL, check_facts, check_refused, records, wide
 
 Command = Callable[..., tuple[int, str, str]]
 Succeed = Callable[..., str]
@@ -95,14 +95,14 @@ def _noisy(mode: str, height: int = 8, width: int = 8) -> list[Image.Image]:
 @pytest.mark.parametrize(
     ("mode", "sides", "data", "remarks"),
     [
-        ("RGBA", (8, 8), {"background": "black"}, []),
-        (
-            "RGBA",
-            (12, 20),
-            {"image_size": 8, "background": "#c04020", "channels": 1},
-            ["12 resized", "12 cropped", "8 x 8"],
-        ),
         ("RGB", (20, 20), {"image_size": 8, "resize": 12}, ["12 resized", "12 cropped"]),
+        *wide(
+            ("RGBA", (8, 8), {"background": "black"}, []),
+            (
+                *("RGBA", (12, 20), {"image_size": 8, "background": "#c04020", "channels": 1}),
+                ["12 resized", "12 cropped", "8 x 8"],
+            ),
+        ),
     ],
 )
 def test_pictures_are_compared_with_a_run_as_its_data(
@@ -192,7 +192,7 @@ def test_few_images_are_warned_of(sets: Path, hookdiff: Command) -> None:
 
 
 def test_a_run_is_compared_with_its_training_images(train: Row, compare: Row) -> None:
-    values = train()
+    values = train(num_classes=10)  # classes are as frequent as in the data
     rows = [compare(*words, "--num", 40) for words in (["run"], ["run/checkpoints/step-00000002"], ["run", "run"])]
     names = [row.pop("sets") for row in rows]
     assert [row["num"] for row in rows] == [[40, 1797], [40, 1797], [40, 40]]
@@ -231,6 +231,7 @@ def flat(images):
 """
 
 
+@pytest.mark.wide
 def test_no_image_is_made_of_a_run_before_all_is_known_to_fit(
     sets: Path, write_config: Callable[..., Path], hookdiff: Command, succeed: Succeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,27 +277,23 @@ def test_the_images_of_runs_are_made_as_the_options_say(train: Row, hookdiff: Co
         parts = list(run.batches(40, stream="evaluate", labels=labels, **options))
     samples = Collected.of(Digits().open(torch.device("cpu")), map(to_uint8, parts)).moments
     data = Collected.of(Digits().open(torch.device("cpu")), [digits().images]).moments
-    row = compare("run", *words, "--num", 40)
+    code, out, err = hookdiff("fid", "run", *words, "--num", 40, "--json")
+    assert code == 0
+    check_facts(err, "40 images of run", "ddim", "3 steps", "guidance 2")
+    row = json.loads(out)
+    check_facts(row["sets"][0], "run", "model weights", "step 2", "ddim", "3 steps")
     assert row["fd/digits"] == pytest.approx(frechet_distance(samples, data), rel=1e-5)
     assert {name: row[name] for name in options} == {name: [value, None] for name, value in options.items()}
     assert (row["step"], 0 < row["fd/digits/floor"] < row["fd/digits"]) == ([2, None], True)
     both = compare("run", "run", *words, "--num", 40)
     assert (both["fd/digits"], both["steps"], both["weights"]) == (0, [3, 3], ["model", "model"])
-    code, out, err = hookdiff("fid", "run", *words, "--num", 40)
-    assert code == 0
-    check_facts(err, "40 images of run", "ddim", "3 steps", "guidance 2")
-    check_facts(out, "model weights of step 2", "ddim", "3 steps")
     numpy.savez("data.npz", arr_0=digits().images[:, 0].numpy())
     check_refused(hookdiff("fid", "data.npz", "data.npz", "--guidance-scale", 2), "--guidance-scale")
     check_refused(hookdiff("fid", "run", "--weights", "emma"), "run", "--weights", "emma", "model")
     check_refused(hookdiff("fid", "run", "--sampler", "dim"), "sampling.sampler", "dim", "ddim")
 
 
-def test_classes_are_as_frequent_as_in_the_data(train: Row, compare: Row) -> None:
-    expected = train(num_classes=10)["fd/digits"]
-    assert compare("run", "--num", 40)["fd/digits"] == pytest.approx(expected, rel=1e-3)
-
-
+@pytest.mark.wide
 def test_the_order_of_the_images_does_not_matter(sets: Path, compare: Row) -> None:
     images, labels = digits().images[:400], digits().labels
     assert labels is not None

@@ -96,6 +96,7 @@ for plugin in (DDP(), FSDP()):
 """
 
 
+@pytest.mark.wide
 def test_ranks_that_share_a_model_do_not_halve_their_images_alone(tmp_path: Path) -> None:
     for apart, together in two_ranks(FULL, tmp_path):
         assert apart == [2, 2, 1]
