@@ -121,6 +121,11 @@ def refused(error: type[BaseException] | tuple[type[BaseException], ...], *facts
     return pytest.raises(error, check=check)
 
 
+def wide(*rows: Any) -> list[Any]:
+    """Return rows of a table of `parametrize` with the mark wide."""
+    return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.wide) for row in rows]
+
+
 def check_refused(result: tuple[int, str, str], *facts: object) -> None:
     """Assert that a command has ended with exit code 2 and nothing but a message, which has all these facts."""
     code, out, err = result

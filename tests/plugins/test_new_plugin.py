@@ -33,6 +33,7 @@ def test_the_docs_list_the_kinds() -> None:
     assert next(iter(KINDS)) == "plugin"
 
 
+@pytest.mark.wide
 def test_the_tests_of_the_templates_pass_as_they_are() -> None:
     files = [file for template in KINDS.values() for file in template.glob("tests/test_*.py")]
     assert len(files) == len(KINDS)
@@ -136,6 +137,7 @@ def test_what_exists_is_not_overwritten_and_a_kind_without_a_template_is_refused
 # Packages
 
 
+@pytest.mark.wide
 def test_a_new_package_is_installed_listed_tested_and_acts_in_its_run(
     succeed: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
