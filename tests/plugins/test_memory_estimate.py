@@ -157,6 +157,7 @@ def test_the_estimate_of_an_mlp_is_its_formula(config):
     assert (estimate.device, estimate.data, estimate.available) == ("cpu", 0, None)
 
 
+@pytest.mark.wide
 def test_the_peak_is_that_of_the_allocator(config, tmp_path):
     loaded = config("unet", "model.channels=32", "run.batch_size=32", "run.micro_batch=16")
     estimate = estimate_memory(loaded)

@@ -109,6 +109,7 @@ def all_kinds(kind: type[Choice] = Choice) -> Iterator[type[Choice]]:
         yield from all_kinds(subclass)
 
 
+@pytest.mark.wide
 def test_the_name_of_any_part_is_taken() -> None:
     ours = [kind for kind in all_kinds() if kind.__module__.startswith("hookdiff")]
     assert LRSchedule in ours
