@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -219,7 +220,21 @@ def _work(streams: list[int], folder: str, environment: dict[str, str], session:
 
     numpy.random.seed()  # each process has other numbers, as if it had imported numpy itself
     function, arguments = pickle.loads(work)
-    function(*arguments)
+    code: Any = 0
+    try:
+        function(*arguments)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise
+        code = end.code or 0
+    # As Python ends, but nothing that was imported is freed, which would take most of a second.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code & 0xFF)
+    sys.exit(code)
 
 
 def _take_terminal() -> None:

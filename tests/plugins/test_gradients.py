@@ -23,7 +23,7 @@ from hookdiff_debug import Debug
 from hookdiff_gradients import GradientMonitor, Numbers, diagnose_gradients, diagnose_nan
 from hookdiff_gradients.diagnosis import conclude
 from hookdiff_nan import NaN
-from tests.conftest import Batches, Logged, Push, acting, added_transfers, still, two_ranks, warnings
+from tests.conftest import Batches, Logged, Push, acting, added_transfers, still, two_ranks, warnings, wide
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "basic.toml"
 LIMITS = GradientMonitor().limits
@@ -230,7 +230,7 @@ class TestNoiseScale:
         expected = (noise / signal).item() if min(noise, signal) > 0 else 0
         assert look.values[1]["gradients/noise_scale"] == pytest.approx(expected, rel=1e-4)
 
-    @pytest.mark.parametrize("micro_batch", [4, 5])
+    @pytest.mark.parametrize("micro_batch", [*wide(4), 5])
     def test_it_finds_the_scale_of_a_known_distribution(self, micro_batch: int) -> None:
         torch.manual_seed(0)
         data = torch.randn(4000, 20) * 0.5 + 0.25  # |G|^2 = 20 / 16, S = 20 / 4: the scale is 4
@@ -348,8 +348,10 @@ class TestDiagnosis:
 class TestRuns:
     """Real runs: the first warning names the cause, and a healthy run has none."""
 
-    @pytest.mark.parametrize("settings", [(), ("run.micro_batch=8", "run.log_every=1", "run.steps=40")])
-    @pytest.mark.parametrize("plugins", [(), ("no:lr", "no:clip")])
+    @pytest.mark.parametrize(
+        ("settings", "plugins"),
+        [((), ("no:lr", "no:clip")), *wide((("run.micro_batch=8", "run.log_every=1", "run.steps=30"), ()))],
+    )
     def test_a_healthy_run_is_silent(
         self, settings: Any, plugins: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -357,9 +359,9 @@ class TestRuns:
         assert loop.run() == "done"
         assert warnings(caplog) == []
 
-    @pytest.mark.parametrize("plugins", [(), ("no:lr", "no:clip")])
+    @pytest.mark.parametrize("plugins", [(), *wide((("no:lr", "no:clip"),))])
     def test_a_rate_100_times_too_high(self, plugins: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        loop = build_loop(config("optimizer.lr=0.1", plugins=plugins), tmp_path / "run")
+        loop = build_loop(config("optimizer.lr=0.1", "run.steps=30", plugins=plugins), tmp_path / "run")
         loop.run()
         first, *_ = warnings(caplog)
         assert first.partition(": ")[2].startswith("learning rate probably too high")

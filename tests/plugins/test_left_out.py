@@ -47,6 +47,7 @@ def say(hookdiff: Any, caplog: pytest.LogCaptureFixture) -> Any:
 SKIP = ("--set", "data.unreadable=skip", "--set", "data.channels=3")
 
 
+@pytest.mark.wide
 def test_each_command_says_what_is_left_out_of_a_folder(here: Path, say: Any) -> None:
     code, _, err = say("run", "config.toml", "--out", "stopped", "--set", "data.channels=3")
     assert code == 2

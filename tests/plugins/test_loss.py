@@ -94,8 +94,9 @@ def test_a_learning_rate_far_too_high_is_the_first_finding(lr: float, caplog: py
     assert f"; learning rate {lr:g}" in texts[0]
 
 
+@pytest.mark.wide
 def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    trained(LossMonitor(patience=300), held_out=40, steps=800, objective=Diffusion(prediction="v_prediction"))
+    trained(LossMonitor(patience=200), held_out=40, steps=500, objective=Diffusion(prediction="v_prediction"))
     assert warnings(caplog) == []
 
 
@@ -133,12 +134,12 @@ def test_levels_at_which_nothing_is_learned_are_named_once(caplog: pytest.LogCap
         def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
             return super().forward(x, timesteps) * (timesteps < 500).view(-1, 1, 1, 1)
 
-    _, heard = trained(LossMonitor(patience=200), model=Half(), lr=3e-3, steps=600, log_every=50)
+    _, heard = trained(LossMonitor(patience=100), model=Half(), lr=3e-3, steps=250, log_every=25)
     (text,) = warnings(caplog)
-    assert "for 200 updates" in text
+    assert "for 100 updates" in text
     below = float(re.findall(r"log-SNR below (-?[\d.]+)", text)[0])
     assert -1 <= below <= 2  # the log-SNR at half the time is 0
-    assert heard.values[600]["loss/unlearned"] > 3
+    assert heard.values[250]["loss/unlearned"] > 3
 
 
 # Numbers
@@ -405,11 +406,12 @@ def test_other_curves_are_not_overfitting() -> None:
     assert overfit(short) == [None] * 6
 
 
+@pytest.mark.wide
 def test_a_net_that_memorises_its_samples_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"objective": Diffusion(Flow(), times="uniform"), "data": InMemory(digits().images[:40])}
-    _, heard = trained(LossMonitor(every=50), 32, **options, steps=800, batch_size=8, log_every=100)
+    _, heard = trained(LossMonitor(every=25), 32, lr=3e-3, **options, steps=500, batch_size=8, log_every=100)
     assert any("overfitted since step" in text for text in warnings(caplog))
-    assert heard.values[800]["val/loss_gap"] > 0.5
+    assert heard.values[500]["val/loss_gap"] > 0.5
 
 
 # Resume, ranks, config

@@ -56,11 +56,13 @@ def test_stationary_noise_has_no_finding(seed: int, noise: str) -> None:
     assert kinds(noisy([1.0] * 3000, seed, noise), LossTrends(plateau=0)) == []
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("noise", ["normal 10 %", "chi-square of 4"])
 def test_the_rate_of_false_alarms_is_below_one_in_a_hundred_thousand(noise: str) -> None:
     assert kinds(noisy([1.0] * 100_000, 1, noise), LossTrends(plateau=0)) == []
 
 
+@pytest.mark.wide
 def test_heavy_tails_are_reported_less_and_less() -> None:
     generator = random.Random(0)
     curve = [math.exp(0.1 * (generator.expovariate(1) - generator.expovariate(1))) for _ in range(50_000)]  # Laplace
@@ -232,6 +234,7 @@ def test_a_plateau_is_reported_once_and_again_after_the_loss_has_fallen() -> Non
     assert [step - began(finding) for step, _, finding in reported] == [2000] * 2
 
 
+@pytest.mark.wide
 @given(st.integers(0, 10**6))
 def test_a_loss_that_still_falls_is_not_on_a_plateau(seed: int) -> None:
     levels = [math.exp(-k / 20_000) for k in range(4000)]  # by a tenth in 2000 updates

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from PIL import Image
 
 from hookdiff import PASS, ConfigError, UserError, hookimpl, load_config
@@ -158,6 +158,7 @@ def test_restarts_come_back(warmup, period, min_ratio, cycle):
     assert middle == pytest.approx(same[period // 2], abs=2 / period)
 
 
+@settings(max_examples=5)
 @given(plugin=plugins(), batch_size=st.sampled_from([4, 8, 40]), micro_batch=st.sampled_from([None, 3]))
 def test_the_batch_size_does_not_change_the_schedule(plugin, batch_size, micro_batch):
     curve = plugin.curve(TOTAL)
@@ -325,6 +326,7 @@ def command(tmp_path, monkeypatch, hookdiff):
     return called
 
 
+@pytest.mark.wide
 def test_a_schedule_is_recorded_with_all_its_options(command, tmp_path):
     command("check", "mine.toml", plugins={"lr": {"schedule": {"use": "cosine", "min_ratio": 0.5}}})
     config = load_config(tmp_path / "mine.toml")
@@ -336,6 +338,7 @@ def test_a_schedule_is_recorded_with_all_its_options(command, tmp_path):
     assert load_config(tmp_path / "again.toml").resolved() == config.resolved()
 
 
+@pytest.mark.wide
 def test_a_total_without_an_end_is_refused(command, tmp_path):
     command("lr", "mine.toml")
     config = load_config(tmp_path / "mine.toml", settings=["plugins.lr.schedule=constant", "plugins.lr.total=9"])
@@ -402,6 +405,7 @@ def test_the_command_reports_what_does_not_fit(command):
     assert "1,000 steps is cut to 399" in out
 
 
+@pytest.mark.wide
 def test_a_warm_up_that_is_longer_than_the_run_is_only_a_warning(command, tmp_path, caplog):
     lr = {"schedule": "cosine", "warmup": 100}
     output(command("run", "mine.toml", plugins={"lr": lr}, run={**CONFIG["run"], "steps": 3, "log_every": 1}))
@@ -443,6 +447,7 @@ def test_without_the_plugin_it_is_constant(command):
     assert command("lr", "mine.toml", "--plugins", "no:lr")[1].startswith("mine: constant, ")
 
 
+@pytest.mark.wide
 def test_each_optimizer_has_a_panel(command, tmp_path):
     muon = {"use": "muon", "lr": 0.02, "adamw_lr": 0.001, "adamw": ["conv*"]}
     drawn = json.loads(output(command("lr", "mine.toml", "--json", optimizer=muon)))

@@ -12,7 +12,7 @@ from PIL import Image
 from hookdiff import UserError, build_loop, load_config
 from hookdiff.testing.toy import toy_loop
 from hookdiff_lr.find import find, growing
-from tests.conftest import acting, check_facts, check_refused, contents, output, records, refused
+from tests.conftest import acting, check_facts, check_refused, contents, output, records, refused, wide
 
 RATES = growing(1e-5, 10, 200)
 CURVATURES = torch.tensor([4.0, 0.5, 0.05])
@@ -40,9 +40,9 @@ def quadratic(momentum, noise, steps=10_000, rate=0.1, below=0.0):
     )
 
 
-@pytest.mark.parametrize("below", [0.0, 20.0])
-@pytest.mark.parametrize("noise", [0.1, 1.0])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("momentum", "noise", "below"), [(0.0, 1.0, 0.0), (0.9, 0.1, 20.0), *wide((0.0, 0.1, 20.0), (0.9, 1.0, 0.0))]
+)
 def test_the_loss_of_a_quadratic_rises_from_its_largest_stable_rate(momentum, noise, below):
     stable = 2 * (1 + momentum) / CURVATURES.max().item()
     with quadratic(momentum, noise, below=below) as loop:
@@ -56,7 +56,7 @@ def test_the_loss_of_a_quadratic_rises_from_its_largest_stable_rate(momentum, no
         assert (losses[-1] < losses[0] / 2) is converges
 
 
-@pytest.mark.parametrize("tail", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("tail", [*wide(0.0, 1.0), 2.0])
 def test_no_rate_is_suggested_where_the_loss_varies_by_chance(tail):
     """`tail` is the deviation of the logarithm of the samples' weights: the largest has losses far above the mean."""
     rates = growing(1e-9, 1e-7, 80)
@@ -135,6 +135,7 @@ def test_the_command_suggests_a_rate_for_each_optimizer(write_config, tmp_path, 
     assert {path.name for path in contents(tmp_path)} == {"small.toml", "find.png"}
 
 
+@pytest.mark.wide
 def test_a_run_is_tried_from_its_weights_and_stays_as_it_is(write_config, tmp_path, monkeypatch, succeed):
     monkeypatch.chdir(tmp_path)
     config = write_config(run={"steps": 60, "plugins": ["lr", "checkpoint", "ema"]}, optimizer={"lr": 0.003})

@@ -53,7 +53,7 @@ def test_it_logs_what_the_process_takes_in_mib():
 
 
 def test_nobody_waits_for_the_device():
-    assert added_transfers({"memory": Memory(empty_cache_every=1)}, log_every=1) == 0
+    assert added_transfers({"memory": Memory(empty_cache_every=1)}, steps=6, log_every=1) == 0
 
 
 def test_short_memory_is_reported_once(caplog):
@@ -72,14 +72,13 @@ def test_enough_memory_is_not_worth_a_word(caplog):
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("micro_batch", [None, 3])
 @pytest.mark.parametrize(
-    ("every", "void", "steps"),
+    ("every", "void", "steps", "micro_batch"),
     [
-        (3, (), [3, 6, 9, 12]),
-        (3, (0, 3, 4, 9), [3, 6, 9, 12]),  # position 4 is void after update 3: the third is not counted twice
-        ("1 epoch", (), [6, 11]),  # of five steps, so it shows at the next one
-        (0, (), []),
+        (3, (), [3, 6, 9, 12], 3),
+        (3, (0, 3, 4, 9), [3, 6, 9, 12], None),  # position 4 is void after update 3: the third is not counted twice
+        ("1 epoch", (), [6, 11], None),  # of five steps, so it shows at the next one
+        (0, (), [], 3),
     ],
 )
 def test_what_hangs_in_cycles_is_freed_when_it_is_due(every, void, steps, micro_batch):

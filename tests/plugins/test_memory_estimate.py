@@ -10,7 +10,7 @@ from hookdiff import ConfigError, UserError, build_loop
 from hookdiff.disk.tree import flatten
 from hookdiff.loop.saved import keeps_state, state_of
 from hookdiff_memory.estimate import estimate_memory
-from tests.conftest import check_facts, output, refused
+from tests.conftest import check_facts, output, refused, wide
 
 MODELS = {
     "unet": {"use": "unet", "channels": 8, "channel_mults": [1], "num_res_blocks": 1, "head_dim": 8},
@@ -111,8 +111,10 @@ def saved_bytes(loop, size):
 
 CASES = [
     ("unet", ("model.num_classes=10", "run.micro_batch=4", "diffusion.weighting=min_snr"), ()),
-    ("dit", ("plugins.amp.precision=bf16", "model.dropout=0.1"), ("amp", "ema", "clip")),
-    ("dit", ("model.num_classes=10", "model.gradient_checkpointing=true", "optimizer.use=sgd"), ()),
+    *wide(
+        ("dit", ("plugins.amp.precision=bf16", "model.dropout=0.1"), ("amp", "ema", "clip")),
+        ("dit", ("model.gradient_checkpointing=true", "optimizer.use=sgd"), ()),
+    ),
     ("Norms", ("optimizer.use=adamw", "optimizer.amsgrad=true", "run.micro_batch=3"), ("ema",)),
     ("MLP", ("optimizer.use=sgd", "optimizer.momentum=0.9"), ()),
 ]
@@ -155,6 +157,7 @@ def test_the_estimate_of_an_mlp_is_its_formula(config):
     assert (estimate.device, estimate.data, estimate.available) == ("cpu", 0, None)
 
 
+@pytest.mark.wide
 def test_the_peak_is_that_of_the_allocator(config, tmp_path):
     loaded = config("unet", "model.channels=32", "run.batch_size=32", "run.micro_batch=16")
     estimate = estimate_memory(loaded)

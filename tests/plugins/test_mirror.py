@@ -99,6 +99,7 @@ def test_golden_message_for_tensorboard(run: Path, hookdiff: Command) -> None:
     assert list(test_tensorboard.texts(events, "events/stop")) == [4]
 
 
+@pytest.mark.wide
 def test_wandb_gets_a_new_run(run: Path, succeed: Succeed) -> None:
     for _ in range(2):
         out = succeed("mirror", run, "--to", "wandb", "--set", "project=tests", "--set", "timeout=300")
@@ -112,6 +113,7 @@ def test_wandb_gets_a_new_run(run: Path, succeed: Succeed) -> None:
 
 
 @test_aim.needs_aim
+@pytest.mark.wide
 def test_the_aim_run_is_replaced(run: Path, succeed: Succeed) -> None:
     make_loop(Path("runs/other")).run()
     for name in (run, run, "runs/other"):
@@ -196,6 +198,7 @@ def test_the_places_of_the_sinks(tmp_path: Path) -> None:
     assert Sink().place(run) == Sink(timeout=300).place(run)
 
 
+@pytest.mark.wide
 def test_the_outcome_of_a_run_is_its_last_end_though_an_earlier_one_had_more_steps(succeed: Succeed) -> None:
     fails, state = acting(before_step=lambda loop: 1 / (5 - loop.progress.step)), Restores(at=2)
     with pytest.raises(ZeroDivisionError):

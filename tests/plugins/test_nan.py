@@ -542,6 +542,7 @@ result = loop.run(), loop.progress.position, nan.diagnosis.cause
 """
 
 
+@pytest.mark.wide
 def test_a_rank_without_memory_for_the_diagnosis_lets_no_other_wait(tmp_path):
     first, second = two_ranks(MEMORY, tmp_path)
     assert first == second

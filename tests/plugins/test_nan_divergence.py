@@ -13,7 +13,7 @@ from torch import nn
 from hookdiff import Batch, Loop, build_loop, hookimpl, load_config
 from hookdiff.testing.toy import toy_loop
 from hookdiff_nan import NaN
-from tests.conftest import acting, check_facts, write_small
+from tests.conftest import acting, check_facts, wide, write_small
 
 
 def trained(folder: Path, *names: str, inject: object = None, resume: Path | None = None, **tables: Any) -> Loop:
@@ -50,9 +50,10 @@ DIVERGING: dict[str, tuple[list[str], dict[str, Any]]] = {
     "flow": ([], {"optimizer": {"use": "sgd", "lr": 1.0, "momentum": 0.9}, "diffusion": FLOW}),
     "v": ([], {"optimizer": {"use": "sgd", "lr": 1.0}, "diffusion": {"prediction": "v_prediction"}}),
 }
+first = ("slightly too high", "a loss that is infinite", "clipped adamw", "fp16", "warm-up")
 
 
-@pytest.mark.parametrize("case", DIVERGING)
+@pytest.mark.parametrize("case", [*first, *wide(*(case for case in DIVERGING if case not in first))])
 def test_a_rate_that_is_too_high_is_named_with_a_lower_one(case: str, tmp_path: Path) -> None:
     names, tables = DIVERGING[case]
     loop = trained(tmp_path, *names, **tables)
@@ -66,6 +67,7 @@ def test_a_rate_that_is_too_high_is_named_with_a_lower_one(case: str, tmp_path: 
         check_facts(diagnosed.text, f"{rate:g}", 0.005 if rate == 0.5 else 0.01)
 
 
+@pytest.mark.wide
 def test_the_step_with_weights_to_go_on_from_is_named_also_after_a_resume(tmp_path: Path) -> None:
     def at(rate: float, steps: int, folder: str, resume: Path | None = None) -> Loop:
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -113,8 +115,10 @@ class Spoil:
             convolutions[0].register_forward_hook(lambda module, args, output: (output * 1e7).to(output.dtype) / 1e7)
 
 
-@pytest.mark.parametrize("at", [0, 2, 14])
-@pytest.mark.parametrize("kind", ["data", "draw", "weight", "forward", "backward", "overflow"])
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [("data", 0), ("weight", 14), ("overflow", 14), *wide(("data", 14), ("draw", 14), ("forward", 2), ("backward", 2))],
+)
 def test_a_healthy_run_with_a_nan_keeps_its_own_cause(kind: str, at: int, tmp_path: Path) -> None:
     # One sample in a batch, and a weighting by the signal: the losses differ by orders of magnitude.
     diffusion = {"process": {"use": "vp"}, "prediction": "sample", "weighting": {"use": "min_snr", "gamma": 1e4}}
@@ -129,7 +133,7 @@ def test_a_healthy_run_with_a_nan_keeps_its_own_cause(kind: str, at: int, tmp_pa
         assert max(losses) > 100 * min(losses)
 
 
-@pytest.mark.parametrize("large", [1e10, 1e30])
+@pytest.mark.parametrize("large", [1e10, *wide(1e30)])
 def test_one_odd_batch_is_no_divergence(large: float, tmp_path: Path) -> None:
     loop = trained(tmp_path, inject=Spoil("large", 12, large), optimizer={"use": "sgd", "lr": 0.01}, diffusion=V)
     assert loop.end.reason == "on_nan"
@@ -165,6 +169,7 @@ def test_a_slow_divergence_is_named(caplog: pytest.LogCaptureFixture) -> None:
     check_facts(nan.diagnosis.text, 3, 0.01)
 
 
+@pytest.mark.wide
 def test_a_resumed_run_at_a_higher_rate_diverges(tmp_path: Path) -> None:
     first = trained(tmp_path, "checkpoint", run={"steps": 12}, optimizer={"use": "sgd", "lr": 0.01})
     assert first.end.reason == "done"
@@ -175,6 +180,7 @@ def test_a_resumed_run_at_a_higher_rate_diverges(tmp_path: Path) -> None:
     assert diagnosis(loop).cause == "divergence"
 
 
+@pytest.mark.wide
 def test_a_replay_names_the_divergence_again_and_the_lower_rate_helps(
     tmp_path: Path, hookdiff: Callable[..., tuple[int, str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:

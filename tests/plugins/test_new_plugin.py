@@ -33,6 +33,7 @@ def test_the_docs_list_the_kinds() -> None:
     assert next(iter(KINDS)) == "plugin"
 
 
+@pytest.mark.wide
 def test_the_tests_of_the_templates_pass_as_they_are() -> None:
     files = [file for template in KINDS.values() for file in template.glob("tests/test_*.py")]
     assert len(files) == len(KINDS)
@@ -108,6 +109,7 @@ def all_kinds(kind: type[Choice] = Choice) -> Iterator[type[Choice]]:
         yield from all_kinds(subclass)
 
 
+@pytest.mark.wide
 def test_the_name_of_any_part_is_taken() -> None:
     ours = [kind for kind in all_kinds() if kind.__module__.startswith("hookdiff")]
     assert LRSchedule in ours
@@ -136,6 +138,7 @@ def test_what_exists_is_not_overwritten_and_a_kind_without_a_template_is_refused
 # Packages
 
 
+@pytest.mark.wide
 def test_a_new_package_is_installed_listed_tested_and_acts_in_its_run(
     succeed: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

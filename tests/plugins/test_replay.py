@@ -15,7 +15,7 @@ from hookdiff import build_loop, load_config
 from hookdiff.disk.stamped_json import stamped
 from hookdiff.testing.toy import toy_loop
 from hookdiff_nan import NaN
-from tests.conftest import check_facts, check_refused, finish, output
+from tests.conftest import check_facts, check_refused, finish, output, wide
 from tests.hostile.mutations import listing
 
 Command = Callable[..., tuple[int, str, str]]
@@ -181,6 +181,7 @@ def stops(folder: Path, hookdiff: Command) -> Stops:
     return run
 
 
+@pytest.mark.wide
 def test_golden_output_of_a_step_that_comes_back_bit_for_bit_in_another_process(tmp_path: Path, start: Any) -> None:
     # fp16 with its scaler and void steps, dropout, batch norm, micro-batches of two sizes, and two threads.
     options: dict[str, Any] = {"amp": {"precision": "fp16", "init_scale": 2.0**24}, "checkpoint": {"every": 2}}
@@ -199,7 +200,7 @@ def test_golden_output_of_a_step_that_comes_back_bit_for_bit_in_another_process(
     assert listing(tmp_path / "run") == before
 
 
-@pytest.mark.parametrize("every", [1, 100])
+@pytest.mark.parametrize("every", [*wide(1), 100])
 def test_the_report_of_a_rollback_is_the_same(folder: Path, every: int, hookdiff: Command) -> None:
     plugins = {"checkpoint": {"every": every}, "nan": {"policy": "rollback"}}
     path = config(folder, ["checkpoint"], data={"source": "nets:spoilt"}, plugins=plugins)
@@ -330,7 +331,7 @@ def test_a_nan_of_the_second_pass_comes_back_bit_for_bit(stops: Stops, hookdiff:
     output(hookdiff("replay", step, "--set", "plugins.sam.after=9"))  # one pass is finite
 
 
-@pytest.mark.parametrize(("rate", "more", "cause"), [(100.0, [], "backward"), (0.1, ["mixed:Breaks"], "weight")])
+@pytest.mark.parametrize(("rate", "more", "cause"), [(100.0, [], "backward"), *wide((0.1, ["mixed:Breaks"], "weight"))])
 def test_a_module_of_a_plugin_comes_back_bit_for_bit(
     folder: Path, rate: float, more: list[str], cause: str, stops: Stops, hookdiff: Command
 ) -> None:
@@ -344,13 +345,14 @@ def test_a_module_of_a_plugin_comes_back_bit_for_bit(
     check_facts(last, 1, 16, 7)  # the gradient of the learned weight counts
 
 
+@pytest.mark.wide
 def test_batches_that_a_plugin_makes_and_weighs_come_back(folder: Path, stops: Stops, hookdiff: Command) -> None:
     (folder / "mixed.py").write_text(MIXED)
     step, _ = stops(["mixed:Mixed"], data={"source": "nets:spoilt"})
     assert output(hookdiff("replay", step)).startswith((step / "report.txt").read_text())
 
 
-@pytest.mark.parametrize("every", [2, 0])
+@pytest.mark.parametrize("every", [2, *wide(0)])
 def test_another_rate_trains_the_earlier_steps_again(every: int, folder: Path, stops: Stops, hookdiff: Command) -> None:
     growing = {"model": {"use": "nets:Net", "grow": 1.0}, "optimizer": {"use": "sgd", "lr": 0.3}}
     step, _ = stops(["checkpoint", "samples", "lr"], plugins={"checkpoint": {"every": every}}, **growing)

@@ -262,6 +262,7 @@ def test_a_folder_without_runs(here: Path, hookdiff: Command) -> None:
     check_refused(hookdiff("runs", "file"), "file")
 
 
+@pytest.mark.wide
 def test_a_real_run_and_torch_is_not_imported(tmp_path: Path, start: Callable[..., Any]) -> None:
     config = write_small(tmp_path / "small.toml", run={"steps": 4, "log_every": 2, "plugins": ["loss"]})
     assert finish(start(tmp_path, "run", config, "--out", "runs/x"))[0] == 0

@@ -12,7 +12,7 @@ from hookdiff import build_loop, load_config, load_run
 from hookdiff.log.picture import read_info
 from hookdiff.testing.compare import assert_same
 from hookdiff_samples.pictures import single_name
-from tests.conftest import check_facts, check_refused, output, write_small
+from tests.conftest import check_facts, check_refused, output, wide, write_small
 
 NEWEST = "run/checkpoints/step-00000002"
 
@@ -32,15 +32,31 @@ def folder(here, write_config):
     return here
 
 
+def train(folder, *settings):
+    """Make a run of two steps in a folder, and return the folder."""
+    run = {"steps": 2, "log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}
+    tables = {"optimizer": {"lr": 0.1}, "plugins": {"lr": {"schedule": "cosine", "total": 6}}}
+    config = load_config(write_small(folder / "small.toml", run=run, **tables), settings=settings)
+    build_loop(config, folder / "run").run()
+    return folder
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Return a folder with a run of two steps."""
-    folder = tmp_path_factory.mktemp("made")
-    run = {"steps": 2, "log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}
-    tables = {"optimizer": {"lr": 0.1}, "plugins": {"lr": {"schedule": "cosine", "total": 6}}}
-    config = load_config(write_small(folder / "small.toml", run=run, **tables))
-    build_loop(config, folder / "run").run()
-    return folder
+    return train(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture(scope="module")
+def made_of_classes(tmp_path_factory):
+    """Return a folder with a run of three steps, with ten classes."""
+    return train(tmp_path_factory.mktemp("classes"), "model.num_classes=10", "run.steps=3")
+
+
+@pytest.fixture
+def run_of_classes(made_of_classes, here):
+    """Return the path of a copy of the run with classes, in the folder of the test."""
+    return shutil.copytree(made_of_classes / "run", here / "run")
 
 
 @pytest.fixture
@@ -118,14 +134,13 @@ def test_golden_message_of_unknown_weights(hookdiff, made, monkeypatch):
     )
 
 
-def test_samples_have_classes_and_guidance(hookdiff, folder):
-    conditional = ("--set", "model.num_classes=10", "--set", "optimizer.lr=0.1", "--set", "run.steps=3")
-    output(hookdiff("run", "small.toml", "--out", "run", *conditional))
-    assert tomli.loads((folder / "run" / "config.toml").read_text())["diffusion"]["conditional"] is True
+@pytest.mark.wide
+def test_samples_have_classes_and_guidance(hookdiff, here, run_of_classes):
+    assert tomli.loads((here / "run" / "config.toml").read_text())["diffusion"]["conditional"] is True
 
     def sample(*words):
         output(hookdiff("sample", "run", "--num", 20, "--out", "x.npz", "--overwrite", *words))
-        return numpy.load(folder / "x.npz")["arr_0"].tobytes()
+        return numpy.load(here / "x.npz")["arr_0"].tobytes()
 
     each = sample()  # by default the images take the classes in turn
     assert sample("--labels", "0,1,2,3,4,5,6,7,8,9") == each
@@ -135,7 +150,7 @@ def test_samples_have_classes_and_guidance(hookdiff, folder):
     assert sample("--guidance-scale", 3) != each
     assert sample("--guidance-scale", 0) == sample("--labels", "-1")
     output(hookdiff("sample", "run", "--labels", "7,3,-1", "--guidance-scale", 2, "--num", 4, "--out", "x.png"))
-    info = info_of(folder / "x.png")
+    info = info_of(here / "x.png")
     assert (info["classes"], info["guidance_scale"]) == (["7", "3", "-"], 2)
     for words, facts in (
         (["--labels", "10"], (10, 0, 9, -1)),
@@ -185,38 +200,35 @@ def test_strips_lead_from_one_noise_to_the_next(hookdiff, folder, run):
         check_refused(hookdiff(*words, "--interpolate", 3, *more), *facts)
 
 
-def test_strips_lead_from_one_class_to_another(hookdiff, folder):
-    conditional = ("--set", "model.num_classes=10", "--set", "optimizer.lr=0.1", "--set", "run.steps=3")
-    output(hookdiff("run", "small.toml", "--out", "run", *conditional))
+@pytest.mark.wide
+def test_strips_lead_from_one_class_to_another(hookdiff, here, run_of_classes):
     words = ("sample", "run", "--guidance-scale", 3, "--num", 2)
     output(hookdiff(*words, "--interpolate", 4, "--labels", "7,2", "--out", "x.png", "--each", "strips"))
-    strips = singles(folder / "strips")
+    strips = singles(here / "strips")
     for column, label in ((0, 7), (3, 2)):
         output(hookdiff(*words, "--labels", label, "--sampler", "ddim", "--each", f"only{label}"))
-        for row, image in enumerate(singles(folder / f"only{label}")):
+        for row, image in enumerate(singles(here / f"only{label}")):
             assert abs(strips[4 * row + column] - image).max() <= 1
     assert not any(numpy.array_equal(strips[k], strips[k + 1]) for k in (0, 1, 2))
-    info = info_of(folder / "x.png")
+    info = info_of(here / "x.png")
     assert (info["classes"], info["guidance_scale"]) == (["7", "2"], 3)
     output(hookdiff(*words, "--interpolate", 2, "--labels", "5", "--out", "y.png"))
-    assert info_of(folder / "y.png")["classes"] == ["5", "5"]
+    assert info_of(here / "y.png")["classes"] == ["5", "5"]
     check_refused(hookdiff(*words, "--interpolate", 2, "--labels", "1,2,3"), "--interpolate", "--labels")
 
 
-def test_single_pictures_have_class_and_description(hookdiff, folder):
-    conditional = ("--set", "model.num_classes=10", "--set", "run.steps=3")
-    output(hookdiff("run", "small.toml", "--out", "run", *conditional))
+def test_single_pictures_have_class_and_description(hookdiff, here, run_of_classes):
     words = ("sample", "run", "--steps", 3, "--num", 3)
     output(hookdiff(*words, "--labels", "7,-1,2", "--each", "singles", "--seed", 5))
-    names = [path.name for path in sorted((folder / "singles").iterdir())]
+    names = [path.name for path in sorted((here / "singles").iterdir())]
     assert names == ["000000-7.png", "000001.png", "000002-2.png"]
     for number, (name, label) in enumerate(zip(names, ("7", "-", "2"), strict=True)):
         made = {"classes": [label], "number": number, "seed": 5, "steps": 3, "step": 3, "weights": "ema"}
-        assert made.items() <= info_of(folder / "singles" / name).items()
+        assert made.items() <= info_of(here / "singles" / name).items()
     # A picture of the same number is refused and replaced, though its class has another name.
     check_refused(hookdiff(*words, "--labels", "3", "--each", "singles"), "000000-7.png", "--overwrite")
     output(hookdiff(*words, "--labels", "3,-1", "--num", 2, "--each", "singles", "--overwrite"))
-    names = [path.name for path in sorted((folder / "singles").iterdir())]
+    names = [path.name for path in sorted((here / "singles").iterdir())]
     assert names == ["000000-3.png", "000001.png", "000002-2.png"]
 
 
@@ -274,6 +286,7 @@ def test_single_pictures_are_those_of_the_archive_and_replace_none(hookdiff, fol
     check_facts(out, "2 images from", "singles still has 1 of an earlier call", "000002.png")
 
 
+@pytest.mark.wide
 def test_only_the_white_part_of_a_mask_is_painted(hookdiff, folder, run):
     picture = numpy.arange(64, dtype=numpy.uint8).reshape(8, 8) * 4
     (folder / "a").mkdir()
@@ -319,7 +332,7 @@ def _strokes(mode, turn):
 
 
 @pytest.mark.parametrize(
-    ("mode", "turn"), [("L", 1), ("1", 1), ("LA", 1), ("RGBA", 1), ("I;16", 1), ("P", 1), ("L", 6)]
+    ("mode", "turn"), [("LA", 1), ("L", 6), *wide(("L", 1), ("1", 1), ("RGBA", 1), ("I;16", 1), ("P", 1))]
 )
 def test_a_mask_lies_on_its_picture_whatever_its_format(mode, turn, hookdiff, folder, run):
     """Of 12 x 8, the 8 x 8 in the centre are kept: in them, the mask has its last two columns."""
@@ -335,6 +348,7 @@ def test_a_mask_lies_on_its_picture_whatever_its_format(mode, turn, hookdiff, fo
     assert not numpy.array_equal(made[:, 6:], known[:, 6:])
 
 
+@pytest.mark.wide
 def test_a_transparent_picture_lies_on_the_background_of_the_run(hookdiff, folder, run):
     Image.new("LA", (8, 8), (9, 0)).save(folder / "clear.png")
     config = run / "config.toml"
@@ -378,6 +392,7 @@ class Flat(nn.Module):
 """
 
 
+@pytest.mark.wide
 def test_samples_that_are_no_images_are_refused_and_exported_without_values_that_are_no_tensors(
     hookdiff, here, user_module
 ):

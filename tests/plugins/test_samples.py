@@ -22,7 +22,7 @@ from hookdiff_samples import SampleGrid
 from hookdiff_samples.between import Towards, noise_between
 from hookdiff_samples.chain import Recorded
 from hookdiff_samples.film import frames, growing_up
-from tests.conftest import SMALL, Still, check_facts, refused, warnings
+from tests.conftest import SMALL, Still, check_facts, refused, warnings, wide
 
 
 class Brightness(nn.Module):
@@ -287,6 +287,7 @@ def test_sampler_and_steps_of_the_sheet_are_in_its_file(trained: Trained, tmp_pa
         trained("long", {"steps": 21})
 
 
+@pytest.mark.wide
 def test_each_file_says_how_its_own_images_were_made(write_config: Callable[..., Path], tmp_path: Path) -> None:
     rows = {"num": 4, "every": 1, "classes": [3, -1], "interpolation": 2}
     panels = {"weights": ["model", "ema"], "guidance_scales": [1.0, 3.0]}
@@ -321,7 +322,7 @@ def test_each_file_says_how_its_own_images_were_made(write_config: Callable[...,
     assert info["denoising"]["classes"] == info["interpolation"]["classes"] == ["3", "-", "3", "-"]
 
 
-@pytest.mark.parametrize("process", ["vp", "flow", "edm"])
+@pytest.mark.parametrize("process", ["vp", *wide("flow", "edm")])
 def test_the_denoising_leads_from_noise_to_the_image(trained: Trained, tmp_path: Path, process: str) -> None:
     options = {"num": 5, "scale": 1, "steps": 4, "denoising": 3}
     table = {"use": process, **({"schedule": "cosine", "timesteps": 20} if process == "vp" else {})}
@@ -425,6 +426,7 @@ def test_the_filmstrip_has_a_column_for_each_sheet_and_the_animation_a_frame(tmp
         assert animation.n_frames == 5
 
 
+@pytest.mark.wide
 def test_many_sheets_become_few_columns_and_frames_with_the_first_and_the_last(tmp_path: Path) -> None:
     for step in range(1, 201):
         sheet = grid(torch.full((4, 1, 64, 64), step / 100 - 1)).with_info(name="samples", step=step)
@@ -437,6 +439,7 @@ def test_many_sheets_become_few_columns_and_frames_with_the_first_and_the_last(t
     assert [frame.step for frame in frames(find_pictures(tmp_path)["samples"], 10)] == [201]  # of another layout
 
 
+@pytest.mark.wide
 def test_each_sheet_opens_few_of_the_sheets_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, open_image = [], Image.open
     monkeypatch.setattr(Image, "open", lambda *args, **kwargs: opened.append(args) or open_image(*args, **kwargs))
@@ -458,6 +461,7 @@ def test_a_damaged_sheet_is_left_out(tmp_path: Path) -> None:
         assert animation.n_frames == 4
 
 
+@pytest.mark.wide
 def test_sheets_are_made_while_checkpoints_are_saved_at_every_step(tmp_path: Path) -> None:
     plugins = {"checkpoint": Checkpoint(every=1, keep_last=1)}
     run_with(SampleGrid(every=Every(1), num=1, scale=1), tmp_path, steps=40, plugins=plugins)
@@ -477,12 +481,14 @@ def test_an_animation_that_cannot_be_written_costs_a_warning(
     check_facts(warning, "samples", tmp_path / "samples" / "training.webp", "no")
 
 
+@pytest.mark.wide
 def test_wide_sheets_have_an_animation(tmp_path: Path) -> None:
     run_with(SampleGrid(every=Every(3), num=300, columns=300), tmp_path)
     with Image.open(tmp_path / "samples" / "training.webp") as animation:
         assert (animation.width, animation.n_frames) == (16_383, 2)
 
 
+@pytest.mark.wide
 def test_a_gif_or_no_animation(trained: Trained, tmp_path: Path) -> None:
     for animation in ("gif", "none"):
         trained(animation, {"num": 1, "every": 1, "animation": animation})

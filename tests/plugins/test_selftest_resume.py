@@ -36,6 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "spectral": {},
 }
 KINDS = [*first_party.KINDS]
+slow = pytest.mark.slow
 DEAR = {"aim", "compile", "report", "wandb"}  # plugins that cost seconds in each run
 ALL = [name for name in KINDS if name not in DEAR and name != "fsdp"]  # ddp is there, and excludes it
 
@@ -81,6 +82,7 @@ def selftest(path: Path, *options: str, code: int = 0) -> Result:
     return result
 
 
+@pytest.mark.wide
 def test_all_plugins_together_resume_exactly(folder: Path) -> None:
     result = selftest(config(folder, *ALL, "tests.faulty:Saved", workers=2))
     verdict, compared, *more = result.stdout.splitlines()
@@ -125,18 +127,21 @@ def test_a_plugin_that_forgets_a_field_is_named(name: str, others: list[str], lo
     assert all(len(line) < 400 for line in result.stdout.splitlines())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fact"),
     [
-        ("Mangles", "the saved value plugins/mangles/steps (5 and 0)"),
         ("Counts", "because of the plugin 'counts'; first seen: the logged number updates after step 6 is 6.0 in "),
-        ("Draws", "not resumed exactly, perhaps because of the plugin 'draws'"),
-        ("Draws", "it draws from a global generator in before_step"),
-        ("Wild", "two runs without a stop are not the same, perhaps because of the plugin 'wild'"),
-        ("Noisy", "two runs without a stop are not the same, perhaps because of the plugin 'noisy'"),
-        ("Appends", "not resumed exactly; first seen: the file mine.bin is 24 bytes "),
-        ("Breaks", "the checkpoint's state of 'breaks' cannot be loaded: KeyError: 'momentum'"),
+        pytest.param("Mangles", "the saved value plugins/mangles/steps (5 and 0)", marks=slow),
+        pytest.param("Draws", "not resumed exactly, perhaps because of the plugin 'draws'", marks=slow),
+        pytest.param("Draws", "it draws from a global generator in before_step", marks=slow),
+        pytest.param(
+            "Wild", "two runs without a stop are not the same, perhaps because of the plugin 'wild'", marks=slow
+        ),
+        pytest.param(
+            "Noisy", "two runs without a stop are not the same, perhaps because of the plugin 'noisy'", marks=slow
+        ),
+        pytest.param("Appends", "not resumed exactly; first seen: the file mine.bin is 24 bytes ", marks=slow),
+        pytest.param("Breaks", "the checkpoint's state of 'breaks' cannot be loaded: KeyError: 'momentum'", marks=slow),
     ],
 )
 def test_a_plugin_that_does_not_resume_is_named(name: str, fact: str, folder: Path) -> None:
@@ -232,8 +237,7 @@ def test_the_number_of_workers_may_change(before: int, workers: str, folder: Pat
     selftest(config(folder, "checkpoint", "nan", workers=before), "--workers", workers, "--steps", "8")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow if name != "ema" else ()) for name in KINDS])
 def test_every_plugin_alone_resumes_exactly(name: str, folder: Path) -> None:
     if name == "aim":
         pytest.importorskip("aim")

@@ -18,7 +18,7 @@ from hookdiff.data.source import AnySource
 from hookdiff.images import Folder, Store, Transforms, feed_of
 from hookdiff.images.survey import survey
 from hookdiff_shards import Items, Shards, shards
-from tests.conftest import as_list, check_facts, output, pixels, records, refused, two_ranks
+from tests.conftest import as_list, check_facts, output, pixels, records, refused, two_ranks, wide
 
 Members = Mapping[str, bytes]
 
@@ -149,9 +149,9 @@ def assert_same_batches(found: Batches, expected: Batches) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("ranks", [(0, 1), (0, 2), (1, 2)])
-@pytest.mark.parametrize("start", [0, 8])
+@pytest.mark.parametrize(
+    ("workers", "ranks", "start"), [(0, (0, 1), 8), (2, (1, 2), 0), *wide((0, (0, 2), 0), (2, (0, 1), 8))]
+)
 def test_the_shards_of_a_folder_give_the_batches_of_the_folder(
     hookdiff: Any, pictures: Path, workers: int, ranks: tuple[int, int], start: int
 ) -> None:
@@ -175,11 +175,11 @@ def test_a_run_trains_on_shards_as_on_the_folder_and_labels_can_be_switched_off(
     (pictures / "ours.toml").write_text(ours)
     losses = []
     for config in ("config", "ours"):
-        output(hookdiff("run", f"{config}.toml", "--set", "run.steps=4", "--out", config))
+        output(hookdiff("run", f"{config}.toml", "--out", config))
         losses.append([line["loss"] for line in records(pictures / config)])
     assert losses[0] == losses[1]
     for value, classes in (("auto", 2), ("cls", 2), ("none", 0)):
-        out = output(hookdiff("data", "ours.toml", "--set", f"data.label={value}", "--json"))
+        out = output(hookdiff("data", "ours.toml", "--set", f"data.label={value}", "--json", "--seconds", 0))
         assert len(json.loads(out)["classes"] or []) == classes, value
 
 
@@ -219,11 +219,13 @@ def test_an_index_is_made_once_and_again_for_a_shard_that_changes(made: Path, ca
     assert len(list(Path("here").glob("*.index"))) == 4
 
 
+@pytest.mark.wide
 def test_processes_that_start_together_have_the_same_samples(made: Path) -> None:
     code = f"from hookdiff_shards import shards\nresult = shards({str(made / 'set')!r}).labels.tolist()"
     assert two_ranks(code, made) == [[k % 3 for k in range(24)]] * 2
 
 
+@pytest.mark.wide
 def test_more_shards_than_files_that_may_be_open(made: Path) -> None:
     for number in range(150):
         write(made / "many" / f"{number:03}.tar", sample(number))

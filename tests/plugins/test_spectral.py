@@ -20,7 +20,7 @@ from hookdiff_networks import UNet
 from hookdiff_spectral import Spectral
 from hookdiff_spectral.plugin import choose_layers, normalise
 from hookdiff_spectral.sigma import DividedBySigma, normalised
-from tests.conftest import toy_run, write_small
+from tests.conftest import toy_run, wide, write_small
 
 
 def sigma(weight: Tensor, transposed: bool = False) -> float:
@@ -226,13 +226,13 @@ def load(folder: Path, model: dict[str, Any], *layers: str, plugins: tuple[str, 
 
 @pytest.mark.parametrize(
     ("model", "layers"),
-    [(UNET, SOME), (UNET, ()), (DIT, ("blocks.*.mlp_*",)), (DIFFUSERS, ("*attentions*",))],
-    ids=["unet", "all", "dit", "diffusers"],
+    [(DIT, ("blocks.*.mlp_*",)), *wide(({**UNET, "gradient_checkpointing": True}, ()), (DIFFUSERS, ("*attentions*",)))],
+    ids=["dit", "unet", "diffusers"],
 )
 def test_a_run_a_resume_and_a_sample(model: dict[str, Any], layers: tuple[str, ...], tmp_path: Path) -> None:
     if "diffusers" in model["use"]:
         pytest.importorskip("diffusers")
-    config = load(tmp_path, {**model, "gradient_checkpointing": True} if layers == SOME else model, *layers)
+    config = load(tmp_path, model, *layers)
     try_config(config)
     whole = build_loop(config, tmp_path / "whole")
     assert whole.run() == "done"
@@ -280,6 +280,7 @@ def test_weights_of_a_plain_model_can_be_started_from(tmp_path: Path) -> None:
         assert all(math.isclose(sigma(d(w)), 1, abs_tol=0.15) for d, w in normalised(loop.model))
 
 
+@pytest.mark.wide
 def test_a_normalised_run_can_be_started_from(tmp_path: Path) -> None:
     first = build_loop(load(tmp_path, UNET, *SOME), tmp_path / "first")
     first.run()
@@ -294,16 +295,12 @@ def test_a_normalised_run_can_be_started_from(tmp_path: Path) -> None:
         build_loop(plain, tmp_path / "third").run()
 
 
-@pytest.mark.parametrize(
-    ("layers", "plugins"), [(("time", "conv_in"), ()), ((), ()), (SOME, ("no:spectral",))], ids=["other", "all", "none"]
-)
-def test_a_run_goes_on_with_the_same_layers_only(
-    layers: tuple[str, ...], plugins: tuple[str, ...], tmp_path: Path
-) -> None:
-    build_loop(load(tmp_path, UNET, *SOME), tmp_path / "run").run()
-    config = load(tmp_path, UNET, *layers, plugins=plugins, steps=8)
-    with pytest.raises(UserError, match=r"other parametrisations of .*, .*, .* and \d+ more; "):
-        build_loop(config, tmp_path / "run", resume=True).run()
+def test_a_run_goes_on_with_the_same_layers_only(tmp_path: Path) -> None:
+    build_loop(load(tmp_path, UNET, *SOME, steps=3), tmp_path / "run").run()
+    for layers, plugins in ((("time", "conv_in"), ()), ((), ()), (SOME, ("no:spectral",))):
+        config = load(tmp_path, UNET, *layers, plugins=plugins, steps=8)
+        with pytest.raises(UserError, match=r"other parametrisations of .*, .*, .* and \d+ more; "):
+            build_loop(config, tmp_path / "run", resume=True).run()
 
 
 def test_a_mistake_ends_the_run_before_it_has_a_directory(tmp_path: Path, hookdiff: Any) -> None:
@@ -314,6 +311,7 @@ def test_a_mistake_ends_the_run_before_it_has_a_directory(tmp_path: Path, hookdi
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.wide
 def test_memory_is_counted_with_the_singular_vectors(tmp_path: Path) -> None:
     plain, divided = (
         estimate_memory(load(tmp_path, DIT, "blocks.*.mlp_*", plugins=names)) for names in (("no:spectral",), ())

@@ -205,6 +205,7 @@ def test_settings_that_a_run_has_brought_are_refused(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+@pytest.mark.wide
 def test_a_pipe_in_the_repository_around_is_not_waited_for(here: Path) -> None:
     subprocess.run(["git", "init", "-q", here], check=True)
     os.mkfifo(here / ".git" / "commondir")
@@ -214,6 +215,7 @@ def test_a_pipe_in_the_repository_around_is_not_waited_for(here: Path) -> None:
     assert len(runs(here / "run")) == 1
 
 
+@pytest.mark.wide
 def test_the_folder_may_be_elsewhere(tmp_path: Path) -> None:
     make_loop({"wandb": WandB(dir=str(tmp_path / "elsewhere"), timeout=300)}, tmp_path / "run", steps=1).run()
     assert len(runs(tmp_path / "elsewhere")) == 1
@@ -253,6 +255,7 @@ def process(folder: Path, options: Mapping[str, Any], steps: int, **environment:
     )
 
 
+@pytest.mark.wide
 def test_ctrl_c_ends_the_run_after_its_step(tmp_path: Path) -> None:
     running = process(tmp_path, {"timeout": 300}, 10**9)
     wait_for(tmp_path / "three", running)
@@ -264,6 +267,7 @@ def test_ctrl_c_ends_the_run_after_its_step(tmp_path: Path) -> None:
     assert max(found["history"]) == int(out.split()[1])
 
 
+@pytest.mark.wide
 def test_a_frozen_process_of_wandb_does_not_keep_the_run_from_ending(tmp_path: Path) -> None:
     running = process(tmp_path, {"timeout": 3}, 10**9)
     wait_for(tmp_path / "three", running)
@@ -282,6 +286,7 @@ def test_a_frozen_process_of_wandb_does_not_keep_the_run_from_ending(tmp_path: P
     assert "Traceback" not in err
 
 
+@pytest.mark.wide
 def test_a_server_that_does_not_answer_costs_only_the_sink(tmp_path: Path) -> None:
     began = time.monotonic()
     address = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "a" * 40}

@@ -416,11 +416,12 @@ def test_nothing_is_written_and_torch_is_not_imported(run: Path, start: Callable
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
+@pytest.mark.wide
 def test_a_training_is_watched_to_its_end(tmp_path: Path, start: Callable[..., Any]) -> None:
     config = write_small(
         tmp_path / "small.toml",
-        run={"steps": 40, "log_every": 1, "plugins": ["samples"]},
-        plugins={"samples": {"every": 10, "num": 4}},
+        run={"steps": 8, "log_every": 1, "plugins": ["samples"]},
+        plugins={"samples": {"every": 4, "num": 4}},
     )
     training = start(tmp_path, "run", config, "--out", "run")
     wait_for(tmp_path / "run" / "metrics.jsonl", training)
@@ -428,4 +429,4 @@ def test_a_training_is_watched_to_its_end(tmp_path: Path, start: Callable[..., A
         code, left = terminal.finish()
         assert finish(training)[0] == 0
     assert code == 0
-    check_facts(left, "done", "step 40/40", "samples, step 40", "loss", "stop")
+    check_facts(left, "done", "step 8/8", "samples, step 8", "loss", "stop")
