@@ -187,6 +187,14 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def own_path() -> Iterator[None]:
+    """Forget the folders of the configs that a test has loaded: each is searched for modules and for plugins."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
+
+
 @pytest.fixture
 def another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return a function that gives the process a new home, in which no run is remembered: all are a stranger's."""
