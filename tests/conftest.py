@@ -137,6 +137,12 @@ def output(result: tuple[int, str, str]) -> str:
     return out
 
 
+def mostly_wide(first: int, rows: Iterable[Any]) -> list[Any]:
+    """Return the rows of a table for `parametrize`, with the mark `wide` on all but the `first` ones."""
+    cases = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [pytest.param(*case, marks=[pytest.mark.wide] * (k >= first)) for k, case in enumerate(cases)]
+
+
 def toy_run(plugins: Mapping[str, object] | None = None, **options: Any) -> Loop:
     """Return a toy loop that has run."""
     return ran(toy_loop(plugins, **options))
