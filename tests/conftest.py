@@ -147,6 +147,12 @@ def output(result: tuple[int, str, str]) -> str:
     return out
 
 
+def mostly_wide(first: int, rows: Iterable[Any]) -> list[Any]:
+    """Return the rows of a table for `parametrize`, with the mark `wide` on all but the `first` ones."""
+    cases = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [pytest.param(*case, marks=[pytest.mark.wide] * (k >= first)) for k, case in enumerate(cases)]
+
+
 def toy_run(plugins: Mapping[str, object] | None = None, **options: Any) -> Loop:
     """Return a toy loop that has run."""
     return ran(toy_loop(plugins, **options))
@@ -195,6 +201,14 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for name in ("HOME", "XDG_CONFIG_HOME", "APPDATA"):  # of Linux and macOS, of Linux, of Windows
             patch.setenv(name, str(tmp_path_factory.mktemp("home")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_path() -> Iterator[None]:
+    """Forget the folders of the configs that a test has loaded: each is searched for modules and for plugins."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture

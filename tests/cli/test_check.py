@@ -8,7 +8,7 @@ from PIL import Image
 from torch import nn
 
 from hookdiff.log.event import as_json
-from tests.conftest import check_facts, check_refused, output, pixels
+from tests.conftest import check_facts, check_refused, mostly_wide, output, pixels
 
 DIT = {"use": "dit", "num_classes": 10}
 
@@ -101,7 +101,9 @@ CALLS = [  # a network, its conditions, and how it is called: or why it is refus
 ]
 
 
-@pytest.mark.parametrize(("network", "conditions", "expected"), CALLS)
+@pytest.mark.parametrize(
+    ("network", "conditions", "expected"), [*mostly_wide(4, CALLS[:7]), *mostly_wide(2, CALLS[7:])]
+)
 def test_a_network_is_checked_for_its_arguments(hookdiff, write_config, tmp_path, network, conditions, expected):
     config = write_config(
         run={"steps": 1},

@@ -8,7 +8,7 @@ import pytest
 from hookdiff import HOOKS_VERSION
 from hookdiff.cli import COMMANDS
 from hookdiff.loop.hookspecs import HOOK_NAMES
-from tests.conftest import IMPORTS, check_facts, check_refused, finish, imported, output
+from tests.conftest import IMPORTS, check_facts, check_refused, finish, imported, mostly_wide, output
 
 
 def test_help_lists_the_commands(hookdiff, folder):
@@ -32,11 +32,11 @@ def test_help_summarises_the_commands_of_plugins(hookdiff, folder, install):
 
 
 def test_the_module_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "hookdiff", "plugins", "nothing"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "hookdiff", "hooks", "nothing"], capture_output=True, text=True)
     check_refused((done.returncode, done.stdout, done.stderr), "'nothing'")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["hooks"], ["--version"]])
+@pytest.mark.parametrize("words", mostly_wide(2, [["--help"], ["hooks"], ["run", "--help"], ["--version"]]))
 def test_help_imports_neither_torch_nor_plugins(folder, start, words):
     code, out, times = finish(start(folder, *words, fresh=True, python=IMPORTS))
     assert code == 0
@@ -79,13 +79,16 @@ def test_hooks_prints_every_hook_with_its_signature(hookdiff, folder):
         ("sample . --num 0", ("'--num'",)),
         ("runn", ("'runn'",)),
         ("run small.toml --nonsense", ("'--nonsense'",)),
-        *(
-            (f"{command} --plugins hd_cli_user:{kind}", facts)
-            for command in ("run small.toml", "check small.toml", "doctor small.toml", "plugins --order small.toml")
-            for kind, facts in {
-                "Later": (99, HOOKS_VERSION, "pip install -U hookdiff"),
-                "Habit": ("'on_train_batch_end'", "'after_optimizer_step'"),
-            }.items()
+        *mostly_wide(
+            4,
+            (
+                (f"{command} --plugins hd_cli_user:{kind}", facts)
+                for command in ("run small.toml", "check small.toml", "doctor small.toml", "plugins --order small.toml")
+                for kind, facts in {
+                    "Later": (99, HOOKS_VERSION, "pip install -U hookdiff"),
+                    "Habit": ("'on_train_batch_end'", "'after_optimizer_step'"),
+                }.items()
+            ),
         ),
         ("plugins hd_cli_user:Later", (99, HOOKS_VERSION, "pip install -U hookdiff")),
     ],
@@ -96,7 +99,7 @@ def test_a_wrong_input_is_one_message_with_exit_code_2(hookdiff, folder, words, 
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
 
 
-@pytest.mark.parametrize("command", ["check", "run", "doctor"])
+@pytest.mark.parametrize("command", mostly_wide(1, ["run", "check", "doctor"]))
 def test_an_installed_plugin_for_a_later_version_of_the_hooks_is_one_message(hookdiff, folder, install, command):
     source = "from hookdiff import plugin\n@plugin(hooks_version=99)\nclass Late: ...\n"
     install("hookdiff-late", {"late": "hd_cli_late:Late"}, hd_cli_late=source)

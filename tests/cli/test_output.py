@@ -47,12 +47,12 @@ REDIRECTS = ["2>&-", ">&- 2>&-", "<&- >&- 2>&-", "2>/dev/full", ">/dev/full", ">
 
 ENDS = [("", 0, "done"), (",hd_cli_user:NaN", 3, "on_nan")]
 CASES = [(redirect, *end) for redirect in REDIRECTS for end in ENDS]
-FAST = {("2>/dev/full", *ENDS[0]), ("<&- >&- 2>&-", *ENDS[1])}
+MARKS = {("2>/dev/full", *ENDS[0]): [], ("<&- >&- 2>&-", *ENDS[1]): pytest.mark.wide}
 
 
 @pytest.mark.parametrize(
     ("redirect", "more", "code", "reason"),
-    [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=MARKS.get(case, pytest.mark.slow)) for case in CASES],
 )
 def test_a_closed_or_full_stream_does_not_end_a_run(folder, begin, redirect, more, code, reason):
     assert begin(RUN + more, redirect, **QUIET).wait(PATIENCE) == code
@@ -63,6 +63,7 @@ def test_a_closed_or_full_stream_does_not_end_a_run(folder, begin, redirect, mor
     assert len((folder / "run" / ".lock").read_text()) == 0
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("lines", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_reader_that_leaves_does_not_end_a_run(folder, begin, lines):
     process = begin(RUN, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0)
@@ -74,6 +75,7 @@ def test_a_reader_that_leaves_does_not_end_a_run(folder, begin, lines):
     assert saved_steps(folder / "run") == [6]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("with_errors", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ctrl_c_on_a_run_piped_into_tee_saves_it(folder, begin, with_errors):
     words = RUN.replace("run.log_every=1", "run.steps=1000000 --set run.log_every=1")
@@ -96,6 +98,7 @@ def test_a_wrong_input_has_its_exit_code_without_a_stream_for_the_message(begin)
         assert begin(words, redirect, **QUIET).wait(PATIENCE) == 2
 
 
+@pytest.mark.wide
 def test_names_are_escaped_on_the_terminal(folder, start):
     name = "red\x1b[31m two\nlines right\u202eleft " + os.fsdecode(b"latin-\xe9")
     words = ("run", "small.toml", "--out", folder / name, "--set", "run.steps=1")

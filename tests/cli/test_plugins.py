@@ -66,7 +66,7 @@ def test_the_list_is_read_from_the_sources(folder, install):
     assert rows(table)["ema"] == EMA.__doc__.splitlines()[0]
 
 
-@pytest.mark.parametrize("written", ["plugin", "hookdiff.plugin"])
+@pytest.mark.parametrize("written", ["plugin", pytest.param("hookdiff.plugin", marks=pytest.mark.wide)])
 def test_a_package_that_is_missing_is_listed(hookdiff, folder, install, written):
     source = f"@{written}(needs={{'hd_nowhere': 'nowhere[all]>=2'}})\nclass Mine:\n    'Works.'\n"
     install("needy", {"needy": "hd_needy:Mine"}, hd_needy=source)

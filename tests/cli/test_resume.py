@@ -125,7 +125,7 @@ def test_a_run_that_is_longer_than_its_new_length_says_so_and_stays(hookdiff, fo
     assert contents(folder / "runs" / "small") == before
 
 
-@pytest.mark.parametrize("of", ["run", "run/checkpoints/step-00000004"])
+@pytest.mark.parametrize("of", ["run", pytest.param("run/checkpoints/step-00000004", marks=pytest.mark.wide)])
 def test_a_branch_continues_elsewhere_and_leaves_its_source_unchanged(hookdiff, folder, of):
     assert hookdiff("run", "small.toml", "--out", "whole")[0] == 0
     every = "--set", "plugins.checkpoint.every=2"
@@ -196,6 +196,7 @@ def test_usr1_saves_and_exits_75(hookdiff, folder):
     assert [record["step"] for record in records(folder / "run")] == [2, 4, 6]
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no process groups")
 @pytest.mark.parametrize(
     ("number", "code", "moment"), [(signal.SIGINT, 130, "run/metrics.jsonl"), (signal.SIGTERM, 143, "saving")]
@@ -221,6 +222,7 @@ def test_a_signal_to_the_process_group_lets_the_run_close_its_workers(
     assert_equal_runs(folder / "whole", folder / "run")
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
 def test_a_signal_before_the_run_ends_the_process_and_leaves_no_files(folder, start):
     process = start(folder, "run", "small.toml", "--out", "run", "--plugins", "hd_resume:SlowBuild")

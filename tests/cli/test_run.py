@@ -150,6 +150,7 @@ class Slow:
 """
 
 
+@pytest.mark.wide
 def test_golden_message_of_a_signal_and_the_end_at_the_second(folder, start):
     (folder / "hd_slow.py").write_text(SLOW)
     process = start(folder, "run", "small.toml", "--plugins", "hd_slow:Slow")
@@ -173,6 +174,7 @@ class Looks:
 """
 
 
+@pytest.mark.wide
 def test_a_training_looks_for_garbage_as_usual_but_not_among_imported_modules(folder, start):
     (folder / "hd_looks.py").write_text(GARBAGE)
     process = start(folder, "run", "small.toml", "--plugins", "hd_looks:Looks", "--out", "run", fresh=True)

@@ -6,7 +6,7 @@ from torch import nn
 
 from hookdiff import UserError
 from hookdiff.testing.toy import toy_loop, toy_model
-from tests.conftest import check_facts, output, refused
+from tests.conftest import check_facts, mostly_wide, output, refused
 
 NETS = """
 import torch
@@ -72,12 +72,15 @@ def write(user_module, write_config, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "facts"),
-    [
-        ("NoGrad", ["hd_nets:NoGrad", "gradient", "no_grad"]),
-        ("Detached", ["hd_nets:Detached", "gradient", "detach"]),
-        ("Frozen", ["gradient", "optimizer"]),
-        ("Fourier", ["model", "scale", "complex64"]),
-    ],
+    mostly_wide(
+        1,
+        [
+            ("NoGrad", ["hd_nets:NoGrad", "gradient", "no_grad"]),
+            ("Detached", ["hd_nets:Detached", "gradient", "detach"]),
+            ("Frozen", ["gradient", "optimizer"]),
+            ("Fourier", ["model", "scale", "complex64"]),
+        ],
+    ),
 )
 def test_it_is_one_message_of_each_command(write, hookdiff, tmp_path, name, facts):
     config = write(name)
@@ -90,7 +93,10 @@ def test_it_is_one_message_of_each_command(write, hookdiff, tmp_path, name, fact
 
 @pytest.mark.parametrize(
     ("name", "data", "channels_last"),
-    [("OnlyInTraining", "digits", "auto"), *(("Video", "hd_nets:Clips", form) for form in ("auto", "true", "false"))],
+    [
+        ("OnlyInTraining", "digits", "auto"),
+        *mostly_wide(1, [("Video", "hd_nets:Clips", form) for form in ("auto", "true", "false")]),
+    ],
 )
 def test_others_train(write, hookdiff, tmp_path, name, data, channels_last):
     config = write(name, data={"source": data})

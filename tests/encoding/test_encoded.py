@@ -24,7 +24,7 @@ from hookdiff import ConfigError, InMemory, SampleRequest, UserError, load_confi
 from hookdiff.encoding import Encoded, PictureEncoder
 from hookdiff.experiment.build import build_feed, build_loop
 from hookdiff.testing import on_ranks
-from tests.conftest import check_facts, check_refused, records, refused, write_small
+from tests.conftest import check_facts, check_refused, mostly_wide, refused, write_small
 from tests.encoding.test_texts import ENCODED
 from tests.forked import begin
 from tests.on_ranks import done, train_config
@@ -88,37 +88,28 @@ def pooled(images: Tensor) -> Tensor:
     return 3 + 5 * functional.avg_pool2d(images, 2)
 
 
-def test_samples_are_encoded_once_and_the_second_start_encodes_nothing(write: Any) -> None:
+def test_samples_are_encoded_once_and_the_second_start_encodes_and_opens_nothing(
+    write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     feed = build_feed(load_config(write())).bind(6, 0)
     assert [shape[0] for shape in CALLS] == [1, 1, 1, 16, 16, 8, 32, 32, 8, 8]  # trials, then chunks, both sides
     assert feed.shape == (3, 8, 8)
     assert (feed.picture_shape, feed.classes) == ((3, 16, 16), ("a", "b"))
     CALLS.clear()
+    monkeypatch.setattr(Image, "open", None)
     again = build_feed(load_config(write())).bind(6, 0)
     assert next(again.batches(0)).inputs.shape == (6, 3, 8, 8)
     assert CALLS == []
     assert again.reader._samples is None  # no header was read
 
 
-def test_a_second_run_encodes_and_opens_nothing(
-    write: Any, succeed: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = []
-    open_image = Image.open
-    monkeypatch.setattr(Image, "open", lambda *given, **named: opened.append(given) or open_image(*given, **named))
-    for name in ("first", "second"):
-        opened.clear()
-        succeed("run", write(), "--out", tmp_path / name)
-        assert (bool(CALLS), bool(opened)) == (name == "first", name == "first")
-    losses = [[line["loss"] for line in records(tmp_path / name)] for name in ("first", "second")]
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("store", ["memory", "disk", "none"])
+@pytest.mark.parametrize("store", ["memory", *mostly_wide(0, ["disk", "none"])])
 def test_a_batch_is_drawn_from_the_side_and_the_posterior_of_each_sample(write: Any, store: str) -> None:
     feed = build_feed(load_config(write(), settings=[f"data.store={store}"])).bind(6, 5)
+    usual = build_feed(load_config(write())).bind(6, 5)
     pictures = build_feed(load_config(write(ENCODE, ""))).bind(6, 5)
-    for ours, plain in zip(feed.batches(1), pictures.batches(1), strict=True):
+    for ours, plain, same in zip(feed.batches(1), pictures.batches(1), usual.batches(1), strict=True):
+        assert torch.equal(ours.inputs, same.inputs)
         assert torch.equal(ours.indices, plain.indices)
         assert torch.equal(ours.labels, plain.labels)
         noise = (ours.inputs - pooled(plain.inputs)) / 0.1
@@ -163,7 +154,7 @@ def test_a_run_samples_pictures_without_its_data(write: Any, succeed: Callable[.
         load_run(tmp_path / "run", ["data.encode.image.version=2"], trust=True).sample(1)
 
 
-@pytest.mark.parametrize("name", ["image", "small"])
+@pytest.mark.parametrize("name", ["image", pytest.param("small", marks=pytest.mark.wide)])
 def test_a_run_does_not_go_on_with_another_encoder(
     write: Any, hookdiff: Callable[..., Any], succeed: Callable[..., str], tmp_path: Path, name: str
 ) -> None:
@@ -288,7 +279,7 @@ def test_masks_and_a_second_encoder_are_flipped_with_the_inputs(write: Any, capl
     assert flips == {False, True}
 
 
-@pytest.mark.parametrize("store", ["memory", "none"])
+@pytest.mark.parametrize("store", ["memory", pytest.param("none", marks=pytest.mark.wide)])
 def test_pictures_may_be_trained_on_beside_an_encoded_condition(write: Any, store: str) -> None:
     path = write("encode.image", "encode.means")
     feed = build_feed(load_config(path, settings=[f"data.encode.means.store={store}"])).bind(6, 5)
@@ -299,7 +290,7 @@ def test_pictures_may_be_trained_on_beside_an_encoded_condition(write: Any, stor
         assert (ours.conditions["means"] - pooled(plain.inputs)).abs().max() < 0.6
 
 
-@pytest.mark.parametrize("store", ["memory", "none"])
+@pytest.mark.parametrize("store", ["memory", pytest.param("none", marks=pytest.mark.wide)])
 def test_a_picture_that_cannot_be_decoded_is_left_out(write: Any, tmp_path: Path, store: str) -> None:
     path = write()
     broken = tmp_path / "pictures" / "a" / "38.png"  # the last of its class
@@ -365,7 +356,7 @@ def test_what_the_samples_have_beside_their_pictures_is_that_of_the_config(write
         assert next(feed.batches(0)).conditions["size"].eq(value).all()
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int32", "bool"])
+@pytest.mark.parametrize("dtype", mostly_wide(1, ["float64", "int32", "bool"]))
 def test_a_condition_beside_encoded_pictures_keeps_its_dtype(write: Any, dtype: str) -> None:
     path = source(write(), "Items")
     for _ in range(2):
@@ -383,7 +374,7 @@ def test_a_condition_that_no_table_holds_is_refused_before_anything_is_encoded(w
     assert len(CALLS) == 3  # trials
 
 
-@pytest.mark.parametrize("store", ["memory", "none"])
+@pytest.mark.parametrize("store", ["memory", pytest.param("none", marks=pytest.mark.wide)])
 def test_a_sample_that_becomes_not_finite_is_named(write: Any, tmp_path: Path, store: str) -> None:
     path = write("Pooled", "OddPictures")
     with refused(UserError, "data.encode.image", "39.png", "mean", "not finite"):
@@ -431,7 +422,7 @@ def shards(write: Any, succeed: Callable[..., str], tmp_path: Path) -> Callable[
     return shards
 
 
-@pytest.mark.parametrize("store", ["memory", "none"])
+@pytest.mark.parametrize("store", ["memory", pytest.param("none", marks=pytest.mark.wide)])
 @pytest.mark.parametrize("name", ["image", "small"])
 def test_shards_of_what_was_encoded_train_as_the_pictures_do(
     write: Any, shards: Any, tmp_path: Path, store: str, name: str
@@ -479,6 +470,7 @@ def test_captions_are_in_the_shards_as_the_source_has_them(
     assert_same_batches(*feeds)
 
 
+@pytest.mark.wide
 def test_a_run_on_shards_of_latents_samples_pictures_and_asks_for_a_reference(
     shards: Any, hookdiff: Callable[..., Any], succeed: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -489,25 +481,23 @@ def test_a_run_on_shards_of_latents_samples_pictures_and_asks_for_a_reference(
 
 
 BAD_ENCODED = [
-    (["data.encode.image.version=3"], ("data: encode.image", "another encoder")),
-    (["data.image_size=32"], ("data: image_size", "3 x 16 x 16")),
-    (["data.encoded=false"], ("no pictures", "set encoded = true")),
-    (["data.conditions={}"], ("conditions", 'add "image.std" = "image.std.npy"')),
-    (["plugins.fid.features=tests.plugins.test_autoencoder:mean_colours"], ("fid", "reference")),
-    (["plugins.diversity.features=tests.plugins.test_autoencoder:mean_colours"], ("diversity", "data.encoded")),
+    ("data.encode.image.version=3", ("data: encode.image", "another encoder")),
+    ("data.image_size=32", ("data: image_size", "3 x 16 x 16")),
+    ("data.encoded=false", ("no pictures", "set encoded = true")),
+    ("data.conditions={}", ("conditions", 'add "image.std" = "image.std.npy"')),
+    ("plugins.fid.features=tests.plugins.test_autoencoder:mean_colours", ("fid", "reference")),
+    ("plugins.diversity.features=tests.plugins.test_autoencoder:mean_colours", ("diversity", "data.encoded")),
 ]
 
 
-@pytest.mark.parametrize(("settings", "facts"), BAD_ENCODED)
+@pytest.mark.parametrize("bad", [BAD_ENCODED[:4], pytest.param(BAD_ENCODED[4:], marks=pytest.mark.wide)])
 def test_encoded_samples_that_do_not_fit_are_refused(
-    shards: Any, hookdiff: Callable[..., Any], tmp_path: Path, settings: list[str], facts: tuple[str, ...]
+    shards: Any, hookdiff: Callable[..., Any], tmp_path: Path, bad: list[tuple[str, tuple[str, ...]]]
 ) -> None:
     path = shards()
-    extra = [word for name in ("fid", "diversity") if name in settings[0] for word in ("--plugins", name)]
-    done = hookdiff(
-        "run", path, *extra, *(word for one in settings for word in ("--set", one)), "--out", tmp_path / "r"
-    )
-    check_refused(done, *facts)
+    for setting, facts in bad:
+        extra = [word for name in ("fid", "diversity") if name in setting for word in ("--plugins", name)]
+        check_refused(hookdiff("run", path, *extra, "--set", setting, "--out", tmp_path / "r"), *facts)
 
 
 def batch_of(path: Path) -> Tensor:
@@ -540,7 +530,7 @@ def encode_slowly(path: Path) -> None:
     print("ends", flush=True)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [pytest.param(3, marks=pytest.mark.wide), pytest.param(10, marks=pytest.mark.slow)])
 def test_after_an_encoding_that_was_killed_the_next_start_is_right(write: Any, tmp_path: Path, kills: int) -> None:
     path = write()
     known = batch_of(path)
@@ -573,6 +563,7 @@ def test_two_ranks_share_the_work_and_write_the_same_file(write: Any, tmp_path: 
     assert torch.equal(torch.stack(batches, 1).flatten(0, 1), alone)  # the samples alternate
 
 
+@pytest.mark.wide
 def test_two_ranks_train_on_latents_as_one_does(write: Any, tmp_path: Path) -> None:
     path = write("[sampling]", '[optimizer]\nuse = "adamw"\n\n[sampling]')
 
@@ -580,18 +571,6 @@ def test_two_ranks_train_on_latents_as_one_does(write: Any, tmp_path: Path) -> N
     both = done(tmp_path, 2, train_config, {"path": path, "plugins": ("ddp",), "out": tmp_path / "both"})
     assert (alone["step"], both["step"]) == (10, 10)
     assert both["loss"] == pytest.approx(alone["loss"], rel=1e-5)
-
-
-def test_where_the_latents_are_kept_changes_no_loss(write: Any, succeed: Callable[..., str], tmp_path: Path) -> None:
-    path = write()
-    for name, settings in {
-        "whole": (),
-        "none": ("--set", "data.store=none"),
-        "disk": ("--set", "data.store=disk"),
-    }.items():
-        succeed("run", path, "--out", tmp_path / name, *settings)
-    whole, *others = ([line["loss"] for line in records(tmp_path / name)] for name in ("whole", "none", "disk"))
-    assert others == [whole, whole]
 
 
 class Latents:
@@ -604,7 +583,7 @@ class Latents:
         return torch.full((3, 8, 8), float(index)), index % 2
 
 
-@pytest.mark.parametrize("store", ["memory", "none"])
+@pytest.mark.parametrize("store", ["memory", pytest.param("none", marks=pytest.mark.wide)])
 def test_means_of_another_program_are_trained_on_and_decoded(write: Any, store: str) -> None:
     path = source(write(), "Latents")
     settings = ["data.encoded=true", f"data.store={store}"]

@@ -144,7 +144,7 @@ def stopped(path: Path, kind: str, at: int, how: str) -> tuple[int, str]:
     return process.returncode, err
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
+@pytest.mark.parametrize("how", [pytest.param("SIGKILL", marks=pytest.mark.wide), "SIGINT"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_killed_goes_on_where_it_stood(write: Write, tmp_path: Path, kind: str, how: str) -> None:
     path = write(kind)
@@ -156,7 +156,7 @@ def test_what_was_killed_goes_on_where_it_stood(write: Write, tmp_path: Path, ki
     assert counts(tmp_path) == chunks  # each once
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), (2, 3)])
+@pytest.mark.parametrize("ranks", [(2, 1), pytest.param((2, 3), marks=pytest.mark.wide)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_ranks_goes_on(write: Write, tmp_path: Path, kind: str, ranks: tuple[int, int]) -> None:
     path = write(kind)

@@ -18,7 +18,7 @@ from hookdiff.experiment.build import build_feed, build_loop
 from hookdiff.log import read_info
 from hookdiff.testing import assert_same
 from hookdiff_shards import shards
-from tests.conftest import check_facts, check_refused, output, records, refused, warnings, write_small
+from tests.conftest import check_facts, check_refused, mostly_wide, output, records, refused, warnings, write_small
 from tests.on_ranks import done, train_config
 
 ENCODED: list[str] = []
@@ -136,7 +136,7 @@ def test_each_caption_is_encoded_once_and_a_changed_one_alone(path: Path, monkey
     assert 1 < len(set(ENCODED)) < len(different)  # the texts of the damaged file
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.wide)])
 def test_texts_in_items_give_the_batches_of_texts_in_memory(path: Path, workers: int) -> None:
     expected = build_feed(load_config(path)).bind(6, 3)
     feed = build_feed(load_config(edited(path, ":drawings", ":items"), settings=[f"data.workers={workers}"])).bind(6, 3)
@@ -147,7 +147,7 @@ def test_texts_in_items_give_the_batches_of_texts_in_memory(path: Path, workers:
     feed.close()
 
 
-@pytest.mark.parametrize("store", ["memory", "disk", "none"])
+@pytest.mark.parametrize("store", ["memory", *mostly_wide(0, ["disk", "none"])])
 def test_a_sample_has_one_of_its_captions_in_each_epoch(path: Path, store: str) -> None:
     feed = build_feed(load_config(path, settings=[f"data.encode.text.store={store}"])).bind(6, 3)
     source, seen = drawings(), set[int]()
@@ -204,7 +204,7 @@ def test_samples_without_a_caption_are_named(path: Path, caplog: pytest.LogCaptu
         assert torch.equal(row, letters("a dogs"))
 
 
-@pytest.mark.parametrize("store", ["auto", "none"])
+@pytest.mark.parametrize("store", ["auto", pytest.param("none", marks=pytest.mark.wide)])
 def test_long_captions_are_counted(path: Path, caplog: pytest.LogCaptureFixture, store: str) -> None:
     for _ in range(2):  # encoded, then from the table
         caplog.clear()
@@ -238,7 +238,7 @@ def of_words() -> InMemory:
     return InMemory(torch.zeros(7, 3, 4, 4), texts={"text": [[text] for text in captions]})
 
 
-@pytest.mark.parametrize("store", ["auto", "none"])
+@pytest.mark.parametrize("store", ["auto", pytest.param("none", marks=pytest.mark.wide)])
 def test_captions_that_the_tokenizer_loses_are_counted(
     path: Path, caplog: pytest.LogCaptureFixture, hookdiff: Callable[..., Any], store: str
 ) -> None:
@@ -299,7 +299,7 @@ BAD: list[tuple[list[tuple[str, str]], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "facts"), BAD)
+@pytest.mark.parametrize(("changes", "facts"), mostly_wide(5, BAD))
 def test_what_does_not_fit_is_refused(path: Path, hookdiff: Any, changes: Any, facts: tuple[str, ...]) -> None:
     for old, new in changes:
         edited(path, old, new)
@@ -398,7 +398,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("store", ["disk", "none"])
+@pytest.mark.parametrize("store", ["disk", pytest.param("none", marks=pytest.mark.wide)])
 @pytest.mark.parametrize(("name", "facts"), WRONG)
 def test_what_an_encoder_returns_is_checked(path: Path, name: str, facts: tuple[str, ...], store: str) -> None:
     settings = [f"data.encode.text.name={name}", f"data.encode.text.store={store}"]
@@ -450,7 +450,7 @@ def test_no_digest_leads_out_of_the_cache(path: Path, digest: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("source", ["drawings", "items"])
+@pytest.mark.parametrize("source", ["drawings", pytest.param("items", marks=pytest.mark.wide)])
 def test_a_run_with_captions_resumes_and_samples_without_its_data(path: Path, tmp_path: Path, source: str) -> None:
     path = edited(path, ":drawings", f":{source}")
     config = load_config(path)
@@ -475,6 +475,7 @@ def test_a_run_with_captions_resumes_and_samples_without_its_data(path: Path, tm
         assert torch.equal(run.loop.objective.without({"text": torch.zeros(1, 8, 2)})["text"][0], letters(""))  # type: ignore[attr-defined]
 
 
+@pytest.mark.wide
 def test_two_ranks_train_on_texts_as_one_does(path: Path, tmp_path: Path) -> None:
     path = edited(path, "[sampling]", '[optimizer]\nuse = "adamw"\n\n[sampling]')
 
@@ -536,6 +537,7 @@ def test_a_run_draws_prompts_without_its_data(path: Path, tmp_path: Path) -> Non
         load_run(tmp_path / "run", ["data.encode.text.version=2"], trust=True).sample(1)
 
 
+@pytest.mark.wide
 def test_samples_have_a_row_for_each_prompt(path: Path, tmp_path: Path, succeed: Callable[..., str]) -> None:
     long = "a very long prompt " * 5
     (tmp_path / "prompts.txt").write_text(f"red\n\n{long}\n")
@@ -555,7 +557,7 @@ def test_samples_have_a_row_for_each_prompt(path: Path, tmp_path: Path, succeed:
         assert read_info(picture)["prompts"] == ["blue"]
 
 
-@pytest.mark.parametrize("store", ["auto", "none"])
+@pytest.mark.parametrize("store", ["auto", pytest.param("none", marks=pytest.mark.wide)])
 def test_prompts_that_are_cut_are_named_once(
     path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, store: str
 ) -> None:
@@ -570,6 +572,7 @@ def test_prompts_that_are_cut_are_named_once(
     check_facts(second, "data.encode.text", "1 of 1", "far too long", "8 tokens")
 
 
+@pytest.mark.wide
 def test_the_command_draws_prompts(path: Path, tmp_path: Path, hookdiff: Callable[..., Any]) -> None:
     run, out = tmp_path / "run", tmp_path / "out.png"
     output(hookdiff("run", edited(edited(path, ":Bytes", ":Halved"), ":Net", ":Shows"), "--out", run))
@@ -593,6 +596,7 @@ def test_the_command_draws_prompts(path: Path, tmp_path: Path, hookdiff: Callabl
             check_refused(hookdiff(*sample, *refused_words), "prompt", ascii(text)[1:-1])
 
 
+@pytest.mark.wide
 def test_prompts_for_a_network_without_captions_are_refused(
     path: Path, tmp_path: Path, hookdiff: Callable[..., Any]
 ) -> None:

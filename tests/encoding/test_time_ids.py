@@ -71,7 +71,9 @@ def with_latents(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("store", ["memory", "disk", "none"])
+@pytest.mark.parametrize(
+    "store", ["memory", *(pytest.param(store, marks=pytest.mark.wide) for store in ("disk", "none"))]
+)
 def test_the_numbers_are_those_of_the_pixels(path: Path, store: str) -> None:
     feed = build_feed(load_config(path, settings=[f"data.store={store}"])).bind(8, 3)
     batches = [batch for epoch in range(20) for batch in feed.batches(epoch)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hookdiff_checkpoint import read_checkpoint
-from tests.conftest import FORKS, Torchrun, check_facts, records, wait_until, write_small
+from tests.conftest import FORKS, Torchrun, check_facts, mostly_wide, records, wait_until, write_small
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
@@ -113,6 +113,7 @@ def check_one_message(result: tuple[int, str, str], *facts: object) -> None:
     check_facts(err, *facts)
 
 
+@pytest.mark.wide
 def test_without_a_plugin_for_ranks_torchrun_is_refused(command: Any, tmp_path: Path) -> None:
     check_one_message(command(2, "run", write_small(tmp_path / "small.toml")), "2", "--plugins ddp", "fsdp")
     assert not (tmp_path / "runs").exists()
@@ -120,12 +121,15 @@ def test_without_a_plugin_for_ranks_torchrun_is_refused(command: Any, tmp_path: 
 
 @pytest.mark.parametrize(
     ("words", "own", "fact"),
-    [
-        ("--set run.stepz=3", "", "run.stepz"),  # all ranks meet it
-        ("--out /proc/nowhere", "", "/proc/nowhere"),  # the first rank alone meets it
-        ("", "--set run.stepz=3", "run.stepz"),  # the second rank alone
-        ("--bogus", "", "--bogus"),
-    ],
+    mostly_wide(
+        1,
+        [
+            ("", "--set run.stepz=3", "run.stepz"),  # the second rank alone meets it
+            ("--set run.stepz=3", "", "run.stepz"),  # all ranks
+            ("--out /proc/nowhere", "", "/proc/nowhere"),  # the first rank alone
+            ("--bogus", "", "--bogus"),
+        ],
+    ),
 )
 def test_a_mistake_of_one_rank_is_the_only_message(
     command: Any, tmp_path: Path, words: str, own: str, fact: str
@@ -148,6 +152,7 @@ def test_all_ranks_need_the_same_config(command: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.wide
 def test_all_ranks_need_the_same_data(torchrun: Torchrun, pictures: Path) -> None:
     script = SCRIPT.replace("main()", "os.chdir(f'{os.getcwd()}/{os.environ[\"RANK\"]}')\n    main()")
     (pictures / "command.py").write_text(script)
@@ -172,6 +177,7 @@ def test_the_first_rank_decides_about_the_run_directory(command: Any, tmp_path: 
     assert code == 0, err
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("plugin", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_run_and_torchrun_resumes_it_exactly(
     command: Any, tmp_path: Path, user_module: Callable[[str, str], None], plugin: str
@@ -210,6 +216,7 @@ def test_an_end_that_is_no_failure_is_not_trained_again(command: Any, tmp_path: 
     assert err.count("starts anew") + err.count("resuming from") == 0
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("to_all", [False, True])
 def test_a_signal_saves_the_run_on_all_ranks(
     command: Any, tmp_path: Path, user_module: Callable[[str, str], None], to_all: bool
@@ -228,7 +235,7 @@ def test_a_signal_saves_the_run_on_all_ranks(
 
     stopper = Thread(target=stop)
     stopper.start()
-    code, _, err = command(2, "run", config, options=(), PLACE=str(tmp_path))
+    code, _, err = command(2, "run", config, PLACE=str(tmp_path))
     stopper.join()
     assert code
     ended = outcome(tmp_path / "runs" / "small")
@@ -236,6 +243,7 @@ def test_a_signal_saves_the_run_on_all_ranks(
     weights(tmp_path / "runs" / "small", ended["step"])
 
 
+@pytest.mark.wide
 def test_a_rank_that_hangs_is_named_with_the_place(torchrun: Torchrun, tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     config = write_small(tmp_path / "small.toml", run={"plugins": ["ddp", "hangs:Hangs"]})
@@ -285,12 +293,12 @@ class Fails:
     [
         (("", "raise"), "rank 1: RuntimeError: gone 1"),
         pytest.param(("raise", ""), "rank 0: RuntimeError: gone 0", marks=pytest.mark.slow),
-        (("late raise", "raise"), "rank 1: RuntimeError: gone 1"),
+        pytest.param(("late raise", "raise"), "rank 1: RuntimeError: gone 1", marks=pytest.mark.wide),
         pytest.param(("raise", "late raise"), "rank 0: RuntimeError: gone 0", marks=pytest.mark.slow),
-        (("", "refuse"), "rank 1: UserError: refused here"),
+        pytest.param(("", "refuse"), "rank 1: UserError: refused here", marks=pytest.mark.wide),
         pytest.param(("", "exit"), "rank 1: SystemExit: 5", marks=pytest.mark.slow),
         pytest.param(("", "end"), "rank 1: RuntimeError: at the end 1", marks=pytest.mark.slow),
-        (("", "kill"), "nothing was heard of rank 1"),
+        pytest.param(("", "kill"), "nothing was heard of rank 1", marks=pytest.mark.wide),
         pytest.param(("", "", "raise"), "rank 2: RuntimeError: gone 2", marks=pytest.mark.slow),
     ],
     ids=str,

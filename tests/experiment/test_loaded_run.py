@@ -96,6 +96,7 @@ def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.wide
 def test_the_commands_need_only_the_run_directory(
     moved: Path, tmp_path: Path, start: Any, hookdiff: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +216,7 @@ def test_a_device_that_is_not_here_is_replaced(moved: Path, caplog: pytest.LogCa
         load_run(moved, device="cuda:78").sample(1)
 
 
+@pytest.mark.wide
 def test_a_model_with_conditions_samples_with_the_examples_that_are_kept(
     tmp_path: Path, start: Any, user_module: Any
 ) -> None:
@@ -239,6 +241,7 @@ def test_a_model_with_conditions_samples_with_the_examples_that_are_kept(
     assert torch.equal(strips, run.sample(6, noise=noise, conditions={"level": levels[[0, 0, 0, 1, 1, 1]]}))
 
 
+@pytest.mark.wide
 def test_a_kept_step_is_replayed_without_data(tmp_path: Path, start: Any) -> None:
     tables = {"run": {"plugins": ["nan"]}, "data": {"source": "drawings:shapes", "classes": 2, "spoilt": True}}
     moved = train(tmp_path / "there", tmp_path / "moved", code=3, **tables)
@@ -306,6 +309,7 @@ def test_a_batch_that_is_too_large_is_halved(moved: Path, monkeypatch: pytest.Mo
         run.sample(2)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("hparams", [None, {"model": {"channels": 32}, "data": {"name": "mine"}}])
 def test_a_run_of_a_script_is_refused_with_the_way_to_make_its_images(
     hparams: dict[str, Any] | None, tmp_path: Path, hookdiff: Any

@@ -179,6 +179,7 @@ def test_recorded_values_that_do_not_fit_are_chosen_anew(load_small, monkeypatch
     assert settle(config, CPU, damaged).resolved()["diffusion"] == config.resolved()["diffusion"]
 
 
+@pytest.mark.wide
 def test_the_command_sets_the_threads(write_config, start, tmp_path):
     write_config("small.toml", run={"steps": 1})
     code, _, err = finish(start(tmp_path, "run", "small.toml", "--set", "run.threads=2", "--out", "run"))

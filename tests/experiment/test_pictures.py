@@ -47,6 +47,7 @@ def test_classes_that_the_model_does_not_get_are_one_line_of_warning(
         assert not said("resume", "runs/config", "--steps", 3)  # decided when the run began
 
 
+@pytest.mark.wide
 def test_the_recipe_of_the_docs_trains_on_the_classes_of_a_folder(hookdiff: Any, folder: Path) -> None:
     page = Path(__file__).parents[2].joinpath("docs", "how-to", "train-on-a-folder.md").read_text("utf-8")
     recipe = page.partition("```toml\n")[2].partition("```")[0]
@@ -94,6 +95,7 @@ def test_a_feed_without_decoding_knows_shape_and_classes(folder: Path) -> None:
     assert build_feed(config).reader.prepared.place == "memory"
 
 
+@pytest.mark.wide
 def test_a_resumed_run_has_the_same_pixels_in_every_store(succeed: Any, folder: Path) -> None:
     random = ["resize=9", "color_jitter=0.3,0.3,0.3,0.1", "balanced=true", "drop_last=false"]
     common = [word for each in random for word in ("--set", f"data.{each}")]

@@ -14,7 +14,7 @@ import tomli
 import tomli_w
 import torch
 from attrs import define
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 from hookdiff import Loop, UserError, build_loop, builtin_plugins, hookimpl, load_config
@@ -30,7 +30,7 @@ from hookdiff_loss import LossMonitor
 from hookdiff_nan import NaN
 from hookdiff_nan.replay import replay, retrain
 from hookdiff_stop_early import StopEarly
-from tests.conftest import check_facts, contents, write_small
+from tests.conftest import check_facts, contents, mostly_wide, write_small
 from tests.hostile.mutations import CANARY, TENSORS, Bomb, forge_tensors, forge_value, scalars
 from tests.on_ranks import done
 from tests.saved_on_ranks import run, spec_of
@@ -45,6 +45,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 Forge = Callable[[Path, dict[str, Any]], object]  # changes a folder, and what its manifest or step.json has
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+fewer = settings(max_examples=settings().max_examples // 2)  # each builds a run
 
 
 # One process
@@ -239,7 +240,10 @@ def rename(new: str) -> Forge:
     return forge
 
 
-@pytest.mark.parametrize("state", [*OPTIMIZERS, pytest.param("ranks", marks=needs_gloo), "kept"])
+ranks = pytest.param("ranks", marks=[needs_gloo, pytest.mark.wide])
+
+
+@pytest.mark.parametrize("state", ["adamw", "kept", *mostly_wide(0, ["sgd", "adafactor"]), ranks])
 def test_an_untouched_state_goes_on(state: str, forged: Forged) -> None:
     assert forged(state, lambda folder, facts: None) is None
 
@@ -251,8 +255,10 @@ def drawn(state: str, data: st.DataObject) -> str:
     return data.draw(st.sampled_from(sorted(OPTIMIZERS))) if state == "checkpoint" else state
 
 
+@pytest.mark.wide
 @states
 @given(data=st.data())
+@fewer
 def test_any_tensors(state: str, data: st.DataObject, forged: Forged) -> None:
     def forge(folder: Path, facts: dict[str, Any]) -> None:
         file = folder / data.draw(st.sampled_from(sorted(name for name in facts["files"] if "safetensors" in name)))
@@ -261,8 +267,10 @@ def test_any_tensors(state: str, data: st.DataObject, forged: Forged) -> None:
     forged(drawn(state, data), forge)
 
 
+@pytest.mark.wide
 @states
 @given(data=st.data())
+@fewer
 def test_any_values(state: str, data: st.DataObject, forged: Forged) -> None:
     def forge(folder: Path, facts: dict[str, Any]) -> None:
         if state == "kept":
@@ -282,7 +290,9 @@ def test_any_values(state: str, data: st.DataObject, forged: Forged) -> None:
 small = st.integers(-8, 64) | scalars.filter(lambda value: type(value) is not int) | st.sampled_from(["unet", "", "0"])
 
 
+@pytest.mark.wide
 @given(data=st.data())
+@fewer
 def test_any_config_of_a_kept_step(data: st.DataObject, forged: Forged) -> None:
     def forge(folder: Path, facts: dict[str, Any]) -> None:
         config = tomli.loads((folder / "config.toml").read_text())
@@ -292,7 +302,9 @@ def test_any_config_of_a_kept_step(data: st.DataObject, forged: Forged) -> None:
     forged("kept", forge, partial(repeat, watched=data.draw(st.booleans())))
 
 
+@pytest.mark.wide
 @given(data=st.data())
+@fewer
 def test_any_bytes_of_a_kept_step(data: st.DataObject, forged: Forged) -> None:
     def forge(folder: Path, facts: dict[str, Any]) -> None:
         file = folder / data.draw(st.sampled_from([*PARTS, "config.toml"]))
@@ -389,8 +401,11 @@ KEPT_STEP: list[tuple[Forge, tuple[object, ...]]] = [
     ("state", "forge", "facts"),
     [
         *(("adamw", forge, facts) for forge, facts in CHECKPOINT),
-        *((name, tensors("optimizers.safetensors", lambda given: {}), ()) for name in OPTIMIZERS),
-        *(pytest.param("ranks", forge, ("manifest.json", *facts), marks=needs_gloo) for forge, facts in RANKS),
+        *mostly_wide(1, [(name, tensors("optimizers.safetensors", lambda given: {}), ()) for name in OPTIMIZERS]),
+        *(
+            pytest.param("ranks", forge, ("manifest.json", *facts), marks=[needs_gloo, pytest.mark.wide])
+            for forge, facts in RANKS
+        ),
         *(("kept", forge, ("step.json", *facts)) for forge, facts in KEPT_STEP),
     ],
 )
@@ -427,6 +442,7 @@ def test_momentum_may_be_added_on_resume(tmp_path: Path) -> None:
 
 
 @needs_gloo
+@pytest.mark.wide
 @pytest.mark.parametrize("part", ["model", "optimizers"])
 def test_values_that_are_not_finite_in_the_part_of_one_rank_are_refused_by_all(part: str, forged: Forged) -> None:
     def spoil(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -110,6 +110,7 @@ def test_reports_escape_names(hookdiff: Any, evil: Path) -> None:
     assert all(name.isprintable() for name in names)
 
 
+@pytest.mark.wide
 def test_the_doctor_escapes_names(hookdiff: Any, evil: Path) -> None:
     code, out, err = hookdiff("doctor", "config.toml", "--steps", "2")
     assert code in (0, 1)

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from hookdiff import UserError, load_config
 from hookdiff.experiment.build import build_feed
-from tests.conftest import check_facts, check_refused, refused, write_small
+from tests.conftest import check_facts, check_refused, mostly_wide, refused, write_small
 from tests.hostile.mutations import HERE, in_time
 
 MOST = 2**63 - 1
@@ -16,8 +16,10 @@ MOST = 2**63 - 1
 @pytest.mark.parametrize(
     ("use", "key"),
     [
-        *(("unet", key) for key in ("channels", "num_res_blocks", "head_dim", "num_classes", "in_channels")),
-        *(("dit", key) for key in ("hidden_size", "depth", "num_heads", "num_classes", "patch_size")),
+        *mostly_wide(
+            1, [("unet", key) for key in ("channels", "num_res_blocks", "head_dim", "num_classes", "in_channels")]
+        ),
+        *mostly_wide(1, [("dit", key) for key in ("hidden_size", "depth", "num_heads", "num_classes", "patch_size")]),
     ],
 )
 def test_a_network_of_an_absurd_size_is_refused(hookdiff: Any, write_config: Any, use: str, key: str) -> None:
@@ -31,7 +33,7 @@ def test_more_threads_than_any_machine_has_are_refused(load_small: Any) -> None:
         load_small("run.threads=1000000000")
 
 
-@pytest.mark.parametrize("value", ["a\0b", "x" * 5000, "\udcff", "~nobody-here/x", "\x1b[31m"])
+@pytest.mark.parametrize("value", mostly_wide(1, ["a\0b", "x" * 5000, "\udcff", "~nobody-here/x", "\x1b[31m"]))
 @pytest.mark.parametrize(
     ("table", "key"),
     [

@@ -87,6 +87,7 @@ def ready(made: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Command) -> Pat
     return folder
 
 
+@pytest.mark.wide
 def test_files_with_a_second_name_are_not_written_through(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Command
 ) -> None:
@@ -101,6 +102,7 @@ def test_files_with_a_second_name_are_not_written_through(
         assert listing(original) == before, name
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", FOLDERS)
 def test_folders_that_are_links_are_not_written_through(
     name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Command

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from attrs import define
-from hypothesis import event, given, strategies as st
+from hypothesis import event, given, settings, strategies as st
 
 from hookdiff import ConfigError, Loop, StorageError, UserError, hookimpl
 from hookdiff.cli.summary import run_summary
@@ -31,6 +31,7 @@ from tests.hostile.mutations import in_time, listing, replace
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
 
 STEPS, SAVED = 8, 4
+fewer = settings(max_examples=settings().max_examples // 2)  # each trains
 PLACES = [
     *(".lock", "config.toml", ".config.toml.partial", "metrics.jsonl", "outcome.json", ".outcome.json.partial"),
     *("checkpoints", "checkpoints/step-00000004", "checkpoints/step-00000006", "checkpoints/.step-00000006.partial"),
@@ -127,6 +128,8 @@ def read_all(run: Path, loop: Loop | None) -> None:
         run_summary(loop, "done", "run", 1.0)
 
 
+@pytest.mark.wide
+@fewer
 @given(place=st.sampled_from(PLACES), kind=st.sampled_from(KINDS), at=st.integers(0, STEPS), resume=st.booleans())
 def test_special_files_and_links(
     place: str, kind: str, at: int, resume: bool, saved: Path, whole: Any, tmp_path_factory: pytest.TempPathFactory
@@ -191,6 +194,8 @@ def replace_the_lock(run: Path) -> None:
 WAYS = [move, shutil.rmtree, move_and_make, move_and_copy, link_a_copy, make_a_file, remove_the_lock, replace_the_lock]
 
 
+@pytest.mark.wide
+@fewer
 @given(way=st.sampled_from(WAYS), at=st.integers(1, STEPS), waits=st.booleans(), resume=st.booleans())
 def test_a_directory_that_is_moved_or_removed_ends_the_run(
     way: Callable[[Path], None], at: int, waits: bool, resume: bool, saved: Path, tmp_path_factory: Any

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.conftest import check_refused, output, pixels, write_small
+from tests.conftest import check_refused, mostly_wide, output, pixels, write_small
 from tests.hostile.mutations import in_time
 
 pytestmark = [pytest.mark.usefixtures("here"), pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")]
@@ -50,8 +50,8 @@ OPENED: dict[str, tuple[str, dict[str, Any], Callable[[], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SPECIAL)
-@pytest.mark.parametrize("name", OPENED)
+@pytest.mark.parametrize("kind", mostly_wide(1, SPECIAL))
+@pytest.mark.parametrize("name", mostly_wide(3, OPENED))
 def test_what_is_no_file_is_refused(name: str, kind: str, hookdiff: Callable[..., tuple[int, str, str]]) -> None:
     place, tables, make, fact = OPENED[name]
     needs = {"settings": "datasets", "numbers": "diffusers"}

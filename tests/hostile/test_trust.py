@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from hookdiff import ConfigError, UserError, load_config
 from hookdiff.images.vision import vision
-from tests.conftest import SMALL, check_facts, check_refused, finish, output, refused, write_small
+from tests.conftest import SMALL, check_facts, check_refused, finish, mostly_wide, output, refused, write_small
 from tests.hostile.mutations import CANARY, HERE, Bomb
 
 # Whatever is called in this module, and the import of `hd_sneaky`, makes the file CANARY.
@@ -174,7 +174,7 @@ def test_nothing_of_the_wrong_kind_is_called(canary: Path, place: str, target: s
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("place", [*SECTIONS, *PARTS, "run.plugins"])
+@pytest.mark.parametrize("place", ["run.plugins", *mostly_wide(2, SECTIONS), *mostly_wide(1, PARTS)])
 def test_the_config_of_a_run_imports_only_what_is_installed(canary: Path, place: str) -> None:
     path = canary.parent / "config.toml"
     for in_table in (True, False):
@@ -318,6 +318,7 @@ def test_a_set_that_reads_a_pickle_is_no_source(name: str) -> None:
         vision(name)
 
 
+@pytest.mark.wide
 def test_only_a_trusted_run_runs_its_own_code(
     tmp_path: Path, start: Callable[..., Any], another_user: Callable[[], None]
 ) -> None:
@@ -342,7 +343,7 @@ def test_only_a_trusted_run_runs_its_own_code(
     assert "--trust" not in out
 
 
-@pytest.mark.parametrize("command", ["check", "run", "sample", "resume", "export"])
+@pytest.mark.parametrize("command", mostly_wide(1, ["run", "check", "sample", "resume", "export"]))
 def test_a_forged_config_runs_no_command(tmp_path: Path, start: Callable[..., Any], command: str) -> None:
     canary, run = tmp_path / "canary", tmp_path / "run"
     run.mkdir()

@@ -21,6 +21,7 @@ from PIL import Image
 
 from tests.conftest import check_facts, write_small
 
+pytestmark = pytest.mark.wide
 RUN = Path("run")  # of the case
 SIDE = 8
 

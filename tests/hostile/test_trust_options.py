@@ -20,7 +20,7 @@ from hookdiff.log.picture import Picture
 from hookdiff.testing import examples, toy_loop
 from hookdiff_huggingface import HuggingFace
 from hookdiff_shards import shards
-from tests.conftest import SMALL, check_facts, check_refused, refused, serving, write_small
+from tests.conftest import SMALL, check_facts, check_refused, mostly_wide, refused, serving, write_small
 from tests.hostile.mutations import listing
 
 pytest.importorskip("fsspec")
@@ -106,7 +106,7 @@ def written(run: Path, server: str, path: Any, options: dict[str, Any]) -> Path:
     return config
 
 
-@pytest.mark.parametrize("command", ["doctor", "resume", "data", "run", "check", "memory", "profile"])
+@pytest.mark.parametrize("command", mostly_wide(2, ["run", "resume", "data", "doctor", "check", "memory", "profile"]))
 def test_a_run_opens_nothing_of_its_choice(run: Path, server: str, hookdiff: Callable[..., Any], command: str) -> None:
     config, before = written(run, server, *OPENED[0]), listing(run.parent)
     result = hookdiff(command, run if command in ("doctor", "resume") else config)
@@ -115,7 +115,7 @@ def test_a_run_opens_nothing_of_its_choice(run: Path, server: str, hookdiff: Cal
     assert listing(run.parent) == before
 
 
-@pytest.mark.parametrize(("path", "options"), [*OPENED, *REMOTE])
+@pytest.mark.parametrize(("path", "options"), [*mostly_wide(3, OPENED), *mostly_wide(4, REMOTE)])
 def test_options_and_urls_need_trust(run: Path, server: str, path: Any, options: dict[str, Any]) -> None:
     with refused(ConfigError, "data.storage_options" if options else "data.path", "--trust"):
         load_config(written(run, server, path, options))
@@ -124,7 +124,7 @@ def test_options_and_urls_need_trust(run: Path, server: str, path: Any, options:
             load_config(written(run, server, path, {}))
 
 
-@pytest.mark.parametrize(("path", "options"), OPENED)
+@pytest.mark.parametrize(("path", "options"), mostly_wide(6, OPENED))
 def test_nobody_opens_one_url_by_another(run: Path, server: str, path: Any, options: dict[str, Any]) -> None:
     before = listing(run.parent)
     text = tomli_w.dumps({"path": path, "options": options}).replace("HOST", server)
@@ -208,7 +208,7 @@ def filled(value: Any, folder: str) -> Any:
     return folder if value == "FOLDER" else value
 
 
-@pytest.mark.parametrize(("key", "tables"), WRITING)
+@pytest.mark.parametrize(("key", "tables"), [*mostly_wide(4, WRITING[:-4]), *mostly_wide(1, WRITING[-4:])])
 def test_a_run_writes_only_in_its_own_directory(run: Path, key: str, tables: dict[str, Any]) -> None:
     for plugin in set(tables.get("plugins", ())) & {"tensorboard", "wandb", "aim"}:
         pytest.importorskip(plugin)
@@ -286,7 +286,7 @@ def test_the_readme_of_a_data_set_opens_only_plain_urls(run: Path, server: str, 
     assert Counting.asked == []
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("tracker", mostly_wide(1, ["tensorboard", "wandb"]))
 def test_a_tracker_follows_no_link_out_of_the_run(run: Path, hookdiff: Callable[..., Any], tracker: str) -> None:
     pytest.importorskip(tracker)
     kept = run.parent / "own" / "events.out.tfevents.hookdiff.1.v2"
@@ -300,7 +300,7 @@ def test_a_tracker_follows_no_link_out_of_the_run(run: Path, hookdiff: Callable[
     assert listing(run.parent / "own") == before
 
 
-@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x", "..", ".", ""])
+@pytest.mark.parametrize("name", mostly_wide(2, ["../x", "/tmp/x", "a/../../x", "..", ".", ""]))
 def test_names_of_folders_stay_below(run: Path, name: str) -> None:
     with refused(ConfigError, "run.name", repr(name)):
         load_config(write_small(run.parent / "own.toml", run={"name": name}))
@@ -319,7 +319,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", mostly_wide(1, COMMANDS))
 def test_the_config_of_a_run_imports_nothing_without_trust(
     run: Path, hookdiff: Callable[..., Any], user_module: Callable[..., None], command: str
 ) -> None:
@@ -336,7 +336,7 @@ def test_the_config_of_a_run_imports_nothing_without_trust(
     assert Path("canary").exists()
 
 
-@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("mark", mostly_wide(2, MARKS))
 def test_a_config_is_a_runs_by_what_lies_beside_it(tmp_path: Path, user_module: Callable[..., None], mark: str) -> None:
     user_module("hd_own", "from torch import nn\nclass Net(nn.Identity): pass\n")
     path = write_small(tmp_path / "mine.toml", model={"use": "hd_own:Net"})

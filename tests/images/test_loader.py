@@ -63,6 +63,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no forkserver")
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_workers_import_nothing_of_the_working_directory(tmp_path, method):
@@ -91,6 +92,7 @@ list(Loader(partial(read_batch, read), 2, 2, False).load((0, rows.numpy()) for r
 """
 
 
+@pytest.mark.wide
 def test_a_full_shared_memory_ends_in_one_message(tmp_path):
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "CODE": FULL}
     mounted = 'mount -t tmpfs -o size=8m tmpfs /dev/shm || exit 77; exec "$0" -c "$CODE"'

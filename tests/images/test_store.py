@@ -129,6 +129,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.wide
 def test_workers_may_be_spawned(root: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SPAWN)

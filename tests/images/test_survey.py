@@ -126,7 +126,7 @@ def test_broken_pixels_are_found_when_all_images_are_decoded(root: Path, store: 
     check_facts(line, "004.png")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.wide)])
 def test_broken_pixels_that_are_met_later_stop_the_run(root: Path, workers: int) -> None:
     path = write_folder(root, 9)[4]
     truncate(path)
