@@ -28,7 +28,7 @@ LINEAR = Diffusion("vp")
     st.integers(1, 5),
     st.integers(1, 6),
 )
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_image_is_independent_of_its_batch(
     diffusion: Diffusion, sampler: Solver, scale: float, clipping: str, order: list[int], num: int, batch_size: int
 ) -> None:
