@@ -31,7 +31,8 @@ from attrs import define, field
 PATIENCE = 300  # seconds that a process may take on a busy machine
 _ROOT = Path(__file__).parents[1]
 _END = struct.Struct("qd")  # what is told of the end of a process: the exit code, and the CPU seconds
-_IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "sklearn.datasets", "hookdiff.cli.run", "tests.saved_on_ranks"]
+_IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "sklearn.datasets", "hookdiff_networks", "hookdiff_checkpoint"]
+_IMPORTED += ["hookdiff.cli.run", "hookdiff.experiment.build", "tests.saved_on_ranks"]
 
 
 @define

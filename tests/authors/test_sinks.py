@@ -193,8 +193,11 @@ def test_golden_warning_of_a_sink_that_is_switched_off(failing: str, caplog: pyt
     assert_same(weights(loop), without_sink())
 
 
-# In 200 steps more calls than may wait are queued.
-@pytest.mark.parametrize(("failing", "steps"), [*((name, 4) for name in ("open", *WRITES, "close")), ("scalars", 200)])
+# In 80 steps more calls than may wait are queued.
+@pytest.mark.parametrize(
+    ("failing", "steps"),
+    [("open", 4), ("scalars", 80), ("close", 4), *(pytest.param(name, 4, marks=pytest.mark.wide) for name in WRITES)],
+)
 def test_a_run_goes_on_without_a_sink_that_hangs_and_its_loop_is_free(
     failing: str, steps: int, patient: Patient, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -291,8 +294,8 @@ def test_training_does_not_wait_for_a_sink(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_sink_that_is_slow_gets_everything() -> None:
     sink = Recorder(failing="scalars", fail=lambda: sleep(0.002))
-    make_loop({"sink": sink}, steps=200).run()
-    assert [call[1] for call in sink.calls[1:-1]] == list(range(1, 201))
+    make_loop({"sink": sink}, steps=80).run()
+    assert [call[1] for call in sink.calls[1:-1]] == list(range(1, 81))
 
 
 def test_the_loop_is_checked_by_the_training_and_copied_for_the_sink(tmp_path: Path) -> None:
@@ -415,14 +418,14 @@ def test_training_does_not_wait_while_a_sink_is_filled(tmp_path: Path, caplog: p
     def end(loop: Loop) -> None:
         if loop.progress.step == 2:
             loop.log.images({"seen": torch.full((1, 1, 4, 6), 1.0)})
-        if loop.progress.step == 200:
+        if loop.progress.step == 80:
             trained.set()
 
     sink = Filled(release=lambda: trained.wait(PATIENCE), timeout=PATIENCE)
     plugins = {**builtin_plugins(signals=False), "sink": sink, "ends": acting(after_optimizer_step=end)}
-    toy_loop(plugins, steps=200, log_every=1, run_dir=tmp_path / "run").run()
+    toy_loop(plugins, steps=80, log_every=1, run_dir=tmp_path / "run").run()
     steps = [call[1] for call in sink.calls if call[0] == "scalars"]
-    assert steps == [-3, -2, -1, *range(1, 201)]
+    assert steps == [-3, -2, -1, *range(1, 81)]
     assert [list(call[2]) for call in sink.calls if call[0] == "images"] == [["seen"]]
     assert sink.names[-1] == "close"
     assert not warnings(caplog)

@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 import tomli
@@ -20,19 +18,7 @@ from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.run_dir.layout import check_run_dir, run_of
 from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
-from tests.conftest import (
-    acting,
-    check_facts,
-    check_refused,
-    contents,
-    fill,
-    finish,
-    free,
-    output,
-    records,
-    refused,
-    wait_for,
-)
+from tests.conftest import acting, check_facts, check_refused, contents, fill, free, output, records, refused, wait_for
 from tests.forked import python
 
 USER = """
@@ -54,14 +40,21 @@ class Samples(torch.utils.data.Dataset):
         return torch.full((1, 8, 8), index / 64), 0
 
 class Pauses:
-    "Stays in the second step until there is a file."
+    "Stays in the second step."
 
     @hookimpl
     def after_backward(self, loop):
         if loop.progress.step == 1:
             Path("in-a-step").touch()
-            while not Path("go").exists():
+            while True:
                 time.sleep(0.02)
+
+class TakesAway:
+    "Takes the lock of the run away."
+
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        (loop.run_dir / ".lock").unlink(missing_ok=True)
 
 class Refuses:
     "Refuses to start when all else is ready to start, after it has logged what it knows."
@@ -209,6 +202,7 @@ def test_a_start_that_is_refused_changes_no_file(tmp_path):
         assert os.stat(run).st_mtime_ns == place, case
 
 
+@pytest.mark.wide
 def test_a_command_that_is_refused_changes_no_file(folder, hookdiff):
     run = folder / "run"
     assert hookdiff("run", "small.toml", "--out", "run", "--set", "run.steps=2")[0] == 0
@@ -316,6 +310,7 @@ def test_a_failing_disk_is_a_storage_error(tmp_path, monkeypatch, number, kind):
         assert type(caught.value) is kind
 
 
+@pytest.mark.wide
 def test_a_run_on_a_full_disk_exits_with_1(folder, disk, hookdiff):
     def is_refused(*words):
         code, out, err = hookdiff(*words)
@@ -331,6 +326,7 @@ def test_a_run_on_a_full_disk_exits_with_1(folder, disk, hookdiff):
     is_refused("resume", "disk/run", "--steps", 9)
 
 
+@pytest.mark.wide
 def test_a_run_that_is_done_needs_no_writable_disk(folder, disk, mount, hookdiff):
     assert hookdiff("run", "small.toml", "--out", "disk/run", "--set", "run.steps=2")[0] == 0
     mount("-o", "remount,ro", disk)
@@ -384,6 +380,7 @@ def test_a_path_is_resolved_to_its_run(tmp_path):
             run_of(path)
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such lock")
 def test_golden_message_of_a_run_in_use_and_takeover_of_a_dead_one(folder, start, hookdiff, write_config, caplog):
     write_config(data={"source": "hd_run_dir:Samples", "workers": 2}, run={"plugins": ["checkpoint"]})
@@ -416,63 +413,59 @@ def test_golden_message_of_a_run_in_use_and_takeover_of_a_dead_one(folder, start
     assert any("checkpoint" in message for message in caplog.messages)  # the run has no checkpoint yet and starts anew
 
 
-TRAINS = """
-import sys
-import torch
-from hookdiff import Loop, LoopConfig, builtin_plugins
-from hookdiff.testing.toy import ToyObjective, toy_model
-from hookdiff_checkpoint import Checkpoint
+@pytest.mark.skipif(os.name == "nt", reason="Windows moves no folder that is in use")
+@pytest.mark.parametrize("way", ["move", "remove", "lock"])
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_directory_that_goes_away_ends_the_run(tmp_path, saves, way):
+    run = tmp_path / "run"
 
-model = toy_model()
-plugins = {**builtin_plugins(), "checkpoint": Checkpoint(every=5)} if sys.argv[1] == "with" else builtin_plugins()
-config = LoopConfig(steps=10**9, batch_size=8, log_every=1)
-optimizer = torch.optim.AdamW(model.parameters())
-Loop(model, optimizer, ToyObjective(), torch.zeros(40, 4), config, plugins, run_dir="run").run()
+    def take_away(loop):
+        if loop.progress.step == 3 and way == "lock":
+            (run / ".lock").unlink()
+        elif loop.progress.step == 3:
+            run.rename(tmp_path / "elsewhere")
+        if way == "remove":
+            shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
+
+    plugins = {**builtin_plugins(signals=False), "takes": acting(after_optimizer_step=take_away)}
+    plugins |= {"checkpoint": Checkpoint(every=2)} if saves else {}
+    with refused(StorageError, run, ".lock"):
+        toy_loop(plugins, run_dir=run, log_every=1).run()
+    assert run.exists() == (way == "lock")
+
+
+def test_a_command_without_its_lock_exits_with_1(folder, hookdiff):
+    words = ("--plugins", "hd_run_dir:TakesAway", "--set", "run.log_every=1")
+    code, _, err = hookdiff("run", "small.toml", "--out", "run", *words)
+    assert code == 1, err
+    check_facts(err, "run", ".lock")
+    assert len([line for line in err.splitlines() if line.startswith("hookdiff: ")]) == 1
+
+
+ANOTHER = """
+from hookdiff import builtin_plugins
+from hookdiff.testing import toy_loop
+
+toy_loop(builtin_plugins(overwrite=True), run_dir="run", steps=2, log_every=1).run()
 """
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows moves no folder that is in use")
-@pytest.mark.parametrize("way", ["move", "remove", "lock"])
-@pytest.mark.parametrize(
-    "script",
-    ["command", *(pytest.param(name, marks=pytest.mark.slow) for name in ("with", "without"))],  # checkpoints
-)
-def test_a_directory_that_goes_away_ends_the_process(folder, start, script, way):
-    run, environment = folder / "run", {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    if script == "command":
-        forever = ("--set", "run.steps=1000000", "--set", "run.log_every=1", "--set", "plugins.checkpoint.every=2")
-        process = start(folder, "run", "small.toml", "--out", "run", *forever)
-    else:
-        words, quiet = [sys.executable, "-c", TRAINS, script], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen(words, cwd=folder, env=environment, text=True, **quiet)
-    try:
-        wait_for(run / "metrics.jsonl", process)
-        if way == "lock":
-            (run / ".lock").unlink()
-        else:
-            run.rename(folder / "elsewhere")
-        if way == "remove":
-            shutil.rmtree(folder / "elsewhere")
-        code, _, err = finish(process)
-    finally:
-        process.kill()
-    assert code == 1, err
-    check_facts(err, "run", ".lock")
-    assert run.exists() == (way == "lock")
-    if script == "command":
-        assert "Traceback" not in err
-        assert len([line for line in err.splitlines() if line.startswith("hookdiff: ")]) == 1
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such lock")
-def test_a_second_process_that_found_no_lock_trains_alone(folder, start, hookdiff):
-    process = start(folder, "run", "small.toml", "--out", "run", "--plugins", "hd_run_dir:Pauses")
-    wait_for(folder / "in-a-step", process)
-    (folder / "run" / ".lock").unlink()
-    assert hookdiff("run", "small.toml", "--out", "run", "--overwrite", "--set", "run.steps=2")[0] == 0
-    before = contents(folder / "run")
-    (folder / "go").touch()
-    code, _, err = finish(process)
-    assert code == 1
-    check_facts(err, "run", ".lock")
-    assert contents(folder / "run") == before
+def test_a_second_process_is_refused_and_one_that_found_no_lock_trains_alone(tmp_path):
+    run = tmp_path / "run"
+
+    def train_another(loop):
+        if loop.progress.step == 1:
+            code, _, err = python(ANOTHER, folder=tmp_path)
+            assert code == 1
+            check_facts(err, "run", f"process {os.getpid()} on {socket.gethostname()}")
+            (run / ".lock").unlink()
+            assert python(ANOTHER, folder=tmp_path)[0] == 0
+            before.update(contents(run))
+
+    before = {}
+    plugins = {**builtin_plugins(signals=False), "another": acting(after_backward=train_another)}
+    with refused(StorageError, run, ".lock"):
+        toy_loop(plugins, run_dir=run, log_every=1).run()
+    assert before
+    assert contents(run) == before

@@ -47,16 +47,28 @@ def run_of(run_dir: Path, steps: int, resume: bool = False, log_every: int = 10,
     return toy_loop(plugins, run_dir=run_dir, steps=steps, resume=resume, log_every=log_every)
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """Return the lines of an unbroken run with a line every 10 steps, and those with a line every step."""
+    folders = {log_every: tmp_path_factory.mktemp("unbroken") for log_every in (10, 1)}
+    for log_every, folder in folders.items():
+        run_of(folder, 40, log_every=log_every).run()
+    return records(folders[10]), records(folders[1])
+
+
 @pytest.mark.parametrize(
     ("parts", "steps"),
-    [((25, 40), (10, 20, 25)), ((7, 9, 40), (9,)), ((20, 40), (10, 20)), ((39, 40), (10, 20, 30, 39))],
+    [
+        ((25, 40), (10, 20, 25)),
+        ((20, 40), (10, 20)),
+        pytest.param((7, 9, 40), (9,), marks=pytest.mark.wide),
+        pytest.param((39, 40), (10, 20, 30, 39), marks=pytest.mark.wide),
+    ],
 )
 def test_a_run_that_is_done_ends_with_the_open_means_and_a_longer_one_has_the_lines_of_one_run(
-    tmp_path: Path, parts: tuple[int, ...], steps: tuple[int, ...]
+    tmp_path: Path, parts: tuple[int, ...], steps: tuple[int, ...], unbroken: tuple[Any, Any]
 ) -> None:
-    run_of(tmp_path / "whole", 40).run()
-    run_of(tmp_path / "each", 40, log_every=1).run()
-    whole, each = records(tmp_path / "whole"), records(tmp_path / "each")
+    whole, each = unbroken
     assert [line["step"] for line in whole] == [10, 20, 30, 40]
     for index, length in enumerate(parts[:-1]):
         run_of(tmp_path / "parts", length, resume=index > 0).run()
@@ -77,7 +89,9 @@ def test_a_run_that_is_done_ends_with_the_open_means_and_a_longer_one_has_the_li
     assert records(tmp_path / "parts") == whole
 
 
-@pytest.mark.parametrize("how", ["plugin", "signal", "time", "on_nan", "error"])
+@pytest.mark.parametrize(
+    "how", ["signal", "error", *(pytest.param(how, marks=pytest.mark.wide) for how in ("plugin", "time", "on_nan"))]
+)
 def test_a_run_that_is_to_go_on_leaves_its_means_open(tmp_path: Path, how: Any) -> None:
     def end(loop: Loop) -> None:
         if loop.progress.step == 25:

@@ -141,6 +141,7 @@ print(toy_loop({"signals": signals, "forks": Forks()}).run(), signals.caught)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
+@pytest.mark.wide
 def test_a_forked_process_has_the_earlier_handlers():
     assert python(FORKS) == (0, f"{-TERM}\ndone None\n", "")
 

@@ -288,6 +288,7 @@ def test_no_workers_are_left_after_a_run() -> None:
     assert set(multiprocessing.active_children()) <= set(before)
 
 
+@pytest.mark.wide
 def test_a_process_that_still_holds_its_workers_can_end() -> None:
     code = """
 import torch

@@ -20,6 +20,9 @@ PREDICTIONS = list(Prediction.known)
 PROCESSES: dict[str, Process] = {name: VP(name) for name in Schedule.known} | {"flow": Flow(), "edm": EDM()}
 # All processes with all predictions that they can be read with.
 PAIRS = [pair for pair in product(PROCESSES, PREDICTIONS) if pair != ("flow", "epsilon")]
+SOME_PAIRS = [
+    pair if pair[0] in ("cosine", "flow", "edm") else pytest.param(*pair, marks=pytest.mark.wide) for pair in PAIRS
+]
 # Schedules that end in noise after 20 timesteps.
 SHORT = [Linear(beta_end=0.5), ScaledLinear(beta_end=0.5), Sigmoid(beta_end=0.5), "cosine"]
 

@@ -314,6 +314,7 @@ def tables(user_module: Callable[[str, str], None]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.wide
 def test_runs_of_a_config_get_conditions_and_sample_with_them(
     tables: dict[str, Any],
     write_config: Callable[..., Path],

@@ -10,7 +10,7 @@ import tomli
 import tomli_w
 import torch
 
-from hookdiff import ConfigError, SampleRequest, build_loop, load_config
+from hookdiff import Batch, ConfigError, SampleRequest, build_loop, load_config
 from hookdiff.diffusion.clipping import DynamicThreshold
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.prediction import EDMPrediction
@@ -22,9 +22,16 @@ from hookdiff.diffusion.spacing import Shifted
 from hookdiff.diffusion.times import LogitNormal, LogNormal
 from hookdiff.diffusion.weighting import P2, EDMWeighting, MinSNR
 from tests.conftest import SMALL, check_facts, finish, records, refused
+from tests.diffusion.conftest import generators, pointwise, seeded
 
 Load = Callable[..., Any]
 Tables = dict[str, dict[str, Any]]
+
+
+def wide(*row: Any) -> Any:
+    """Return a row of a table for `make test-wide`."""
+    return pytest.param(*row, marks=pytest.mark.wide)
+
 
 # With the options in STRANGERS, each of these parts equals one of hookdiff's.
 MINE = """
@@ -149,7 +156,6 @@ STRANGERS = [
     ("sampling.clipping", "MyClipping", {"bound": 1.0}, "clamp"),
     ("sampling.guidance", "MyGuidance", {"scale": 2.0}, {"use": "cfg", "scale": 2.0}),
 ]
-KEYS = [key for key, *_ in STRANGERS]
 
 
 @pytest.fixture
@@ -167,7 +173,7 @@ def with_part(key: str, value: Any) -> Tables:
     """Return the tables of a config with a class-conditional network, in which `key` has this value."""
     tables: Tables = {
         "model": {**SMALL["model"], "num_classes": 10},
-        "diffusion": {"process": {"use": "vp", "schedule": {"use": "cosine"}, "timesteps": 20}},
+        "diffusion": {"conditional": True, "process": {"use": "vp", "schedule": {"use": "cosine"}, "timesteps": 20}},
         "optimizer": {"lr": 0.01},  # so that three steps show what an option does
         "sampling": {"steps": 3, "spacing": "trailing"},
     }
@@ -179,7 +185,18 @@ def with_part(key: str, value: Any) -> Tables:
     return tables
 
 
-def losses_and_images(config: Any, folder: Path) -> torch.Tensor:
+def of_parts(config: Any, folder: Path) -> torch.Tensor:
+    """Record the config, and return losses and pixels of the parts themselves, without a run."""
+    folder.mkdir()
+    (folder / "config.toml").write_text(tomli_w.dumps(config.resolved()))
+    diffusion, labels = config.diffusion.build(), torch.arange(16) % 10
+    batch = diffusion.draw(Batch(torch.rand(16, 1, 8, 8, generator=seeded()) * 2 - 1, labels), seeded(1))
+    made = (pointwise, diffusion, (1, 4, 4), generators(0, 1, 2), "cpu")
+    images = config.sampling.build().sample(*made, labels=labels[:3])
+    return torch.cat([diffusion(pointwise, batch).loss[None], images.flatten()])
+
+
+def of_run(config: Any, folder: Path) -> torch.Tensor:
     """Train, sample, and return the losses and the pixels of the samples."""
     loop = build_loop(config, folder)
     loop.run()
@@ -194,24 +211,32 @@ def at(table: dict[str, Any], key: str) -> Any:
     return table
 
 
-@pytest.mark.parametrize(("key", "name", "options", "same"), STRANGERS, ids=KEYS)
+@pytest.mark.parametrize(
+    ("numbers_of", "key", "name", "options", "same"),
+    [
+        *(pytest.param(of_parts, *row, id=row[0]) for row in STRANGERS[::2]),
+        *(pytest.param(of_parts, *row, id=row[0], marks=pytest.mark.wide) for row in STRANGERS[1::2]),
+        *(pytest.param(of_run, *row, id=f"run with {row[0]}", marks=pytest.mark.wide) for row in STRANGERS[::3]),
+    ],
+)
 def test_a_strangers_part_loads_from_a_module_beside_the_config(
-    mine: Path, load_small: Load, key: str, name: str, options: dict[str, Any], same: Any
+    mine: Path, load_small: Load, numbers_of: Any, key: str, name: str, options: dict[str, Any], same: Any
 ) -> None:
     written = {"use": f"mine:{name}", **options}
     run = {"steps": 3, "log_every": 1}
     config = load_small(run=run, **with_part(key, written))
     assert at(config.resolved(), key) == written | ({"stratified": False} if name == "MyTimes" else {})
-    numbers = losses_and_images(config, mine / "stranger")
-    expected = losses_and_images(load_small(run=run, **with_part(key, same)), mine / "ours")
+    numbers = numbers_of(config, mine / "stranger")
+    expected = numbers_of(load_small(run=run, **with_part(key, same)), mine / "ours")
     torch.testing.assert_close(numbers, expected, rtol=1e-4, atol=1e-4)
-    default = losses_and_images(load_small(run=run, **with_part(key, f"mine:{name}")), mine / "default")
+    default = numbers_of(load_small(run=run, **with_part(key, f"mine:{name}")), mine / "default")
     assert (default - numbers).abs().max() > 1e-3  # the option has an effect
     own = mine / "stranger" / "config.toml"
     assert at(tomli.loads(own.read_text()), key) == at(config.resolved(), key)
     assert load_config(own, trust=True).resolved() == tomli.loads(own.read_text())
 
 
+@pytest.mark.wide
 def test_all_of_a_strangers_parts_work_in_one_run(
     mine: Path, monkeypatch: pytest.MonkeyPatch, write_config: Load, hookdiff: Load, start: Load
 ) -> None:
@@ -289,11 +314,11 @@ def test_a_part_that_is_no_attrs_class_must_keep_its_options(install: Load, load
     ("given", "expected"),
     [
         ({}, Diffusion()),
-        ({"process": "flow"}, Diffusion("flow")),
+        wide({"process": "flow"}, Diffusion("flow")),
         ({"process": {"use": "flow", "shift": 3}}, Diffusion(Flow(3.0))),
-        ({"process": {"shift": 2}}, Diffusion(Flow(2.0))),
-        ({"process": {"use": "vp", "timesteps": 500}}, Diffusion(VP(timesteps=500))),
-        ({"process": {"use": "vp", "schedule": "linear"}}, Diffusion(VP("linear"))),
+        wide({"process": {"shift": 2}}, Diffusion(Flow(2.0))),
+        wide({"process": {"use": "vp", "timesteps": 500}}, Diffusion(VP(timesteps=500))),
+        wide({"process": {"use": "vp", "schedule": "linear"}}, Diffusion(VP("linear"))),
         (
             {"process": {"use": "vp", "schedule": {"use": "cosine", "max_beta": 0.99}, "timesteps": 50}},
             Diffusion(VP(Cosine(max_beta=0.99), 50)),
@@ -303,8 +328,8 @@ def test_a_part_that_is_no_attrs_class_must_keep_its_options(install: Load, load
             {"process": "edm", "prediction": {"use": "edm", "sigma_data": 0.2}, "weighting": "edm"},
             Diffusion(EDM(), EDMPrediction(0.2), EDMWeighting(0.2)),
         ),
-        ({"weighting": {"use": "min_snr", "gamma": 3}}, Diffusion(weighting=MinSNR(3.0))),
-        (
+        wide({"weighting": {"use": "min_snr", "gamma": 3}}, Diffusion(weighting=MinSNR(3.0))),
+        wide(
             {"times": {"use": "logit_normal", "std": 2, "stratified": True}},
             Diffusion(times=LogitNormal(-0.5, 2.0, stratified=True)),
         ),
@@ -322,10 +347,10 @@ def test_spellings(load_small: Load, given: dict[str, Any], expected: Diffusion)
     ("given", "expected"),
     [
         ({}, Sampling()),
-        ({"sampler": "ddpm"}, Sampling(DDPM())),
+        wide({"sampler": "ddpm"}, Sampling(DDPM())),
         ({"sampler": {"use": "heun", "churn": 40, "churn_max": 50.0}}, Sampling(Heun(40.0, 0.0, 50.0))),
-        ({"spacing": {"use": "shifted", "shift": 3}}, Sampling(spacing=Shifted(3.0))),
-        ({"clipping": {"use": "dynamic", "ratio": 0.9}}, Sampling(clipping=DynamicThreshold(0.9))),
+        wide({"spacing": {"use": "shifted", "shift": 3}}, Sampling(spacing=Shifted(3.0))),
+        wide({"clipping": {"use": "dynamic", "ratio": 0.9}}, Sampling(clipping=DynamicThreshold(0.9))),
         ({"guidance": {"scale": 4, "interval": [0.2, 5]}}, Sampling(guidance={"scale": 4.0, "interval": (0.2, 5.0)})),
     ],
 )
@@ -348,23 +373,27 @@ VP_20 = {"use": "vp", "schedule": "cosine", "timesteps": 20}
     [
         # an option turns a bare name into a table
         ({"process": "flow"}, ["process.shift=3"], {"process": {"use": "flow", "shift": 3.0}}),
-        (
+        wide(
             {"process": "ddpm"},
             ["process.schedule.use=linear", "process.schedule.beta_end=0.03"],
             {"process": DDPMProcess(schedule=Linear(beta_end=0.03))},
         ),
         ({"process": VP_20}, ["process.schedule.offset=0.01"], {"process": VP(Cosine(offset=0.01), 20)}),
-        ({}, ["weighting=min_snr", "weighting.gamma=2"], {"weighting": MinSNR(2.0)}),
+        wide({}, ["weighting=min_snr", "weighting.gamma=2"], {"weighting": MinSNR(2.0)}),
         ({}, ["process.shift=2"], {"process": Flow(2.0)}),
         # a new name drops the options of the old one
         ({"process": VP_20}, ["process=edm"], {"process": EDM()}),
-        ({"process": VP_20}, ["process.use=edm"], {"process": EDM()}),
-        ({"process": VP_20}, ["process.schedule.use=linear", "process.timesteps=500"], {"process": VP("linear", 500)}),
-        ({"process": VP_20}, ["process.schedule=sigmoid", "process.timesteps=500"], {"process": VP("sigmoid", 500)}),
+        wide({"process": VP_20}, ["process.use=edm"], {"process": EDM()}),
+        wide(
+            {"process": VP_20}, ["process.schedule.use=linear", "process.timesteps=500"], {"process": VP("linear", 500)}
+        ),
+        wide(
+            {"process": VP_20}, ["process.schedule=sigmoid", "process.timesteps=500"], {"process": VP("sigmoid", 500)}
+        ),
         # the same name keeps the options
         ({"process": VP_20}, ["process.use=vp"], {"process": VP("cosine", 20)}),
         # a new name is set before its options, whatever their order
-        ({"process": VP_20}, ["process.shift=3", "process.use=flow"], {"process": Flow(3.0)}),
+        wide({"process": VP_20}, ["process.shift=3", "process.use=flow"], {"process": Flow(3.0)}),
         (
             {"process": VP_20},
             ["process.timesteps=400", "process.schedule.beta_end=0.03", "process.schedule.use=linear"],
@@ -372,8 +401,8 @@ VP_20 = {"use": "vp", "schedule": "cosine", "timesteps": 20}
         ),
         # a whole table
         ({"process": VP_20}, ["process={use = 'flow', shift = 3}"], {"process": Flow(3.0)}),
-        ({}, ["weighting={use='p2',k=2}"], {"weighting": P2(2.0)}),
-        ({}, ["loss.use='l1'"], {"loss": Diffusion(loss="l1").loss}),
+        wide({}, ["weighting={use='p2',k=2}"], {"weighting": P2(2.0)}),
+        wide({}, ["loss.use='l1'"], {"loss": Diffusion(loss="l1").loss}),
     ],
 )
 def test_parts_on_the_command_line(
@@ -394,12 +423,14 @@ def test_parts_of_sampling_on_the_command_line(load_small: Load) -> None:
 # Records
 
 
-RUNS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+RUNS = [
     ({}, {}),
-    ({"process": "flow", "times": "logit_normal"}, {"spacing": {"use": "shifted", "shift": 2.0}}),
+    wide({"process": "flow", "times": "logit_normal"}, {"spacing": {"use": "shifted", "shift": 2.0}}),
     ({"process": "edm", "weighting": "edm", "loss": "huber"}, {"sampler": {"use": "heun", "churn": 2.0}}),
-    ({"process": VP_20, "prediction": "v_prediction", "weighting": "p2"}, {"sampler": "ddpm", "clipping": "dynamic"}),
-    ({"process": VP_20, "prediction": {"use": "edm", "sigma_data": 1.0}, "data_std": 0.5}, {"spacing": "leading"}),
+    wide(
+        {"process": VP_20, "prediction": "v_prediction", "weighting": "p2"}, {"sampler": "ddpm", "clipping": "dynamic"}
+    ),
+    wide({"process": VP_20, "prediction": {"use": "edm", "sigma_data": 1.0}, "data_std": 0.5}, {"spacing": "leading"}),
 ]
 
 
@@ -466,15 +497,15 @@ def test_modules_are_found_in_the_import_from_folder(mine: Path, load_small: Loa
             "diffusion.process.schedule.beta_end",
             ["offset", "max_beta"],
         ),
-        ({"diffusion": {"process": {"use": "ddpm", "timesteps": 100}}}, "diffusion.process", ["'timesteps'", 100]),
+        wide({"diffusion": {"process": {"use": "ddpm", "timesteps": 100}}}, "diffusion.process", ["'timesteps'", 100]),
         ({"diffusion": {"process": {"use": "edm", "sigma_min": 90}}}, "diffusion.process", ["'sigma_min'", 90, 80]),
-        ({"diffusion": {"prediction": {"sigma_data": 1.0}}}, "diffusion.prediction", ["`use`", "epsilon", "edm"]),
+        wide({"diffusion": {"prediction": {"sigma_data": 1.0}}}, "diffusion.prediction", ["`use`", "epsilon", "edm"]),
         (
             {"diffusion": {"weighting": "hookdiff.diffusion:Euler"}},
             "diffusion.weighting",
             ["hookdiff.diffusion:Euler", "weighting"],
         ),
-        (
+        wide(
             {"diffusion": {"weighting": "hookdiff.diffusion:X0Weighting"}},
             "diffusion.weighting",
             ["X0Weighting", "on_x0"],
@@ -492,7 +523,7 @@ def test_modules_are_found_in_the_import_from_folder(mine: Path, load_small: Loa
             "diffusion.times",
             ["'log_normal'", "'uniform'"],
         ),
-        ({"sampling": {"sampler": {"use": "ddim", "churn": 2.0}}}, "sampling.sampler.churn", ["eta"]),
+        wide({"sampling": {"sampler": {"use": "ddim", "churn": 2.0}}}, "sampling.sampler.churn", ["eta"]),
     ],
 )
 def test_a_part_that_does_not_fit_is_one_problem_with_its_key(

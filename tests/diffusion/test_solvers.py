@@ -39,17 +39,21 @@ def affine_map(sampling: Sampling, net: Any) -> tuple[float, float]:
 # Gaussian data, for which the best network and the result of each sampler are known
 
 
-@pytest.mark.parametrize("sampler", ["ddim", "euler"])
-@pytest.mark.parametrize("prediction", PREDICTIONS)
+STDS_OF_DDIM = [
+    (1000, "trailing", 0.998124293998),
+    (1000, "leading", 0.998124293998),
+    (100, "trailing", 0.981581786758),
+    (50, "trailing", 0.963550983718),
+    (50, "leading", 0.964079271455),
+    (10, "trailing", 0.829369234813),
+]
+
+
 @pytest.mark.parametrize(
-    ("steps", "spacing", "expected"),
+    ("sampler", "prediction", "steps", "spacing", "expected"),
     [
-        (1000, "trailing", 0.998124293998),
-        (1000, "leading", 0.998124293998),
-        (100, "trailing", 0.981581786758),
-        (50, "trailing", 0.963550983718),
-        (50, "leading", 0.964079271455),
-        (10, "trailing", 0.829369234813),
+        *(("ddim", "epsilon", *row) for row in STDS_OF_DDIM[:2]),
+        *((*pair, *row) for pair in product(("ddim", "euler"), PREDICTIONS) for row in STDS_OF_DDIM[2:]),
     ],
 )
 def test_ddim_std(gaussian: type, sampler: str, prediction: str, steps: int, spacing: str, expected: float) -> None:
@@ -79,7 +83,14 @@ STDS = {
 }
 
 
-@pytest.mark.parametrize(("process", "prediction"), [pair for pair in PAIRS if pair[0] in STDS])
+@pytest.mark.parametrize(
+    ("process", "prediction"),
+    [
+        pytest.param(*pair, marks=() if pair[1] in ("edm", "flow_prediction") else pytest.mark.wide)
+        for pair in PAIRS
+        if pair[0] in STDS
+    ],
+)
 def test_std_of_samples(gaussian: type, process: str, prediction: str) -> None:
     is_flow = process == "flow"
     for steps, *wanted in STDS[process]:
@@ -104,7 +115,7 @@ def test_order_of_the_edm_samplers(gaussian: type) -> None:
             assert low < errors[0] / errors[1] < high
 
 
-@pytest.mark.parametrize("s", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("s", [0.5, *(pytest.param(s, marks=pytest.mark.wide) for s in (1.0, 2.0))])
 def test_second_order_on_timesteps(gaussian: type, s: float) -> None:
     """Twice the steps give a quarter of the error against the exact probability flow."""
     first, last = (LEVELS[t] * s**2 + 1 - LEVELS[t] for t in (999, 0))  # variances of x
@@ -155,8 +166,8 @@ def test_the_flow_is_exact_in_the_limit(gaussian: type) -> None:
     ("sampler", "spacing"),
     [
         (DDPM(), "trailing"),
-        (DDPM("fixed_large"), "trailing"),
-        (DDIM(eta=1.0), "trailing"),
+        pytest.param(DDPM("fixed_large"), "trailing", marks=pytest.mark.wide),
+        pytest.param(DDIM(eta=1.0), "trailing", marks=pytest.mark.wide),
         (Heun(churn=100.0, churn_max=50.0), "karras"),
     ],
 )
@@ -250,7 +261,10 @@ def test_churn_is_algorithm_2(kind: type[Heun], churn: float, low: float, high: 
     torch.testing.assert_close(images, x, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize(
+    "process",
+    [pytest.param(name, marks=() if name in ("cosine", "flow", "edm") else pytest.mark.wide) for name in PROCESSES],
+)
 @pytest.mark.parametrize("sampler", Solver.known)
 def test_samples_from_pure_noise_are_finite(process: str, sampler: str) -> None:
     chosen = PROCESSES[process] if process in ("flow", "edm") else VP(process, rescale_betas_zero_snr=True)

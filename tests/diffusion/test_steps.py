@@ -15,6 +15,7 @@ from hookdiff.diffusion.solvers import DDIM, DDPM, DPMSolver2M, Euler, Heun
 from hookdiff.diffusion.spacing import Karras
 from tests.diffusion.conftest import vp
 
+OBJECTIVES = {True: Diffusion(Flow()), False: Diffusion(VP("linear"))}  # of straight trajectories, and of others
 POINTS = VP("linear").at_timesteps(list(range(1000)))
 pixels = st.floats(-3, 3)
 variances = st.sampled_from(["fixed_small", "fixed_large"])
@@ -51,7 +52,7 @@ class Chain:
 
     def __init__(self, *pairs: tuple[Tensor, Tensor], straight: bool = True, earlier: Any = ()) -> None:
         self.pairs, self.earlier = iter(pairs), earlier
-        self.diffusion = Diffusion(Flow() if straight else VP("linear"))
+        self.diffusion = OBJECTIVES[straight]
 
     def predict(self, x: Tensor, at: Point) -> tuple[Tensor, Tensor]:
         return next(self.pairs)

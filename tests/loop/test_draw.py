@@ -3,6 +3,7 @@
 from collections.abc import Generator
 from typing import Any
 
+import pytest
 import torch
 from attrs import define
 from torch import Tensor
@@ -38,6 +39,10 @@ class ByLoss:
 def test_times_that_depend_on_the_losses_are_those_of_any_run() -> None:
     assert_resumes(ByLoss)
     assert_any_order(ByLoss)
+
+
+@pytest.mark.wide
+def test_times_that_depend_on_the_losses_are_those_of_all_ranks() -> None:
     assert_removable(ByLoss, changes="training")
     assert_trains_on_ranks(ByLoss)
 

@@ -51,6 +51,7 @@ def noting(calls: list[str]) -> object:
     return acting(on_done=lambda: calls.append("on_done"), on_stop=lambda: calls.append("on_stop"))
 
 
+@pytest.mark.wide
 def test_what_is_made_at_the_end_is_that_of_any_run() -> None:
     assert_resumes(Mean)
     assert_any_order(Mean)
@@ -113,6 +114,7 @@ train(run, killed=acting(on_stop=kill))
 """
 
 
+@pytest.mark.wide
 def test_a_run_killed_before_its_last_save_saves_it_though_no_step_is_left(tmp_path: Path) -> None:
     assert python(KILLED, tmp_path / "run")[0] == -signal.SIGKILL
     assert newest(tmp_path / "run")["progress"]["step"] == 8

@@ -17,6 +17,8 @@ from hookdiff.disk.tree import flatten
 from hookdiff.testing import assert_same, toy_loop
 from tests.first_party import KINDS, LOOP, OPTIONS, net
 
+pytestmark = pytest.mark.wide
+
 DEAR = {"aim", "compile", "report", "wandb"}  # a run with one of these takes seconds
 LOCAL = [name for name in KINDS if name not in DEAR and name != "fsdp"]  # ddp is there, and excludes it
 
@@ -90,7 +92,7 @@ def test_the_plugins_do_something(sorted_run: tuple[Loop, Listener]) -> None:
     assert {"samples/step-00000012.png", "checkpoints/step-00000008/ema.safetensors"} <= set(files(loop.run_dir))
 
 
-@settings(max_examples=max(1, settings.default.max_examples // 3))  # each trains with all plugins
+@settings(max_examples=max(1, settings.default.max_examples // 6))  # each trains with all plugins
 @given(order=st.permutations(sorted([*LOCAL, "listener"])))
 def test_the_order_does_not_matter(
     order: list[str], sorted_run: tuple[Loop, Listener], tmp_path_factory: pytest.TempPathFactory

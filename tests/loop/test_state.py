@@ -44,7 +44,16 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+SOME_WIDE = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=() if name in ("adamw", "several") else pytest.mark.wide)
+        for name, make in MAKERS.items()
+    ],
+)
+
+
+@SOME_WIDE
 def test_any_optimizer_resumes_from_its_saved_state(make: Callable[[nn.Module], Any]) -> None:
     whole, memory = ran(toy_loop(optimizers=make)), kept(at=7, optimizers=make)
     again = ran(toy_loop({"memory": memory}, model=toy_model(seed=9), optimizers=make))
@@ -253,7 +262,7 @@ def test_no_state_can_be_taken_while_weights_are_lent() -> None:
         loop.state_dict()
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+@SOME_WIDE
 def test_a_rollback_restores_everything_but_the_position_in_the_data(make: Callable[[nn.Module], Any]) -> None:
     memory, counter, then = Restores(at=3), Counter(), []
 

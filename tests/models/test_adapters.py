@@ -167,7 +167,7 @@ def test_a_model_that_does_not_fit_the_data_is_refused_before_training(config, t
 
 
 @pytest.mark.parametrize("name", ["unet", "dit"])
-@pytest.mark.parametrize("num_classes", [0, 10])
+@pytest.mark.parametrize("num_classes", [pytest.param(0, marks=pytest.mark.wide), 10])
 def test_our_models_train_and_sample_from_a_config(config, tmp_path, name, num_classes):
     unet = {"channels": 8, "head_dim": 8, "num_res_blocks": 1}
     small = unet if name == "unet" else {"hidden_size": 16, "depth": 1}
@@ -390,7 +390,10 @@ TEXT_NETWORKS: list[tuple[str, dict[str, Any], dict[str, str]]] = [
 
 
 @pytest.mark.filterwarnings("ignore")  # of layers in diffusers
-@pytest.mark.parametrize(("name", "arguments", "conditions"), TEXT_NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "arguments", "conditions"),
+    [TEXT_NETWORKS[0], *(pytest.param(*case, marks=pytest.mark.wide) for case in TEXT_NETWORKS[1:])],
+)
 def test_networks_of_diffusers_with_a_text_are_trained(
     name: str, arguments: dict[str, Any], conditions: dict[str, str]
 ) -> None:

@@ -28,7 +28,11 @@ def test_arguments_are_plain_keywords_with_defaults(kind: Any) -> None:
     [
         (UNet, {}),
         (UNet, {"image_size": 32, "in_channels": 3, "channel_mults": (1, 2, 2), "attention_resolutions": (16, 8)}),
-        (UNet, {"image_size": 64, "in_channels": 3, "channel_mults": (1, 2, 3, 4), "attention_resolutions": (16, 8)}),
+        pytest.param(
+            UNet,
+            {"image_size": 64, "in_channels": 3, "channel_mults": (1, 2, 3, 4), "attention_resolutions": (16, 8)},
+            marks=pytest.mark.wide,
+        ),
         (DiT, {}),
         (DiT, {"image_size": 32, "in_channels": 3, "patch_size": 4}),
         (DiT, {"image_size": 28}),
@@ -69,6 +73,7 @@ def test_every_parameter_is_trained(kind: Any, options: dict[str, Any]) -> None:
     assert grad_of(model.label.weight).any(dim=1).all()  # includes the row for "no class"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("kind", "options", "steps"), [(UNet, {"channels": 16}, 60), (DiT, {"hidden_size": 32, "patch_size": 4}, 150)]
 )
@@ -123,7 +128,7 @@ def test_images_of_a_batch_do_not_affect_each_other(kind: Any) -> None:
 
 
 @both
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.wide), 0.5])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("text_dim", [0, 3])
 def test_gradient_checkpointing_gives_the_same_gradients(
@@ -188,13 +193,13 @@ def test_a_model_cast_as_a_whole_keeps_the_dtype_and_999_apart_from_1000(kind: A
 @both
 def test_a_model_can_be_built_on_the_meta_device_and_drawn_later(kind: Any) -> None:
     with torch.device("meta"):
-        model = kind(num_classes=3, text_dim=4)
+        model = small(kind, num_classes=3, text_dim=4)
     assert all(p.is_meta for p in model.parameters())
     x, t, labels, text = images(2, 1, 8, 8), torch.tensor([1, 2]), torch.tensor([0, -1]), text_for(model, 2)
     on_meta = {name: part.to("meta") for name, part in text.items()}
     assert model(x.to("meta"), t.to("meta"), labels.to("meta"), **on_meta).shape == x.shape
     model.to_empty(device="cpu")
-    fresh = kind(num_classes=3, text_dim=4)
+    fresh = small(kind, num_classes=3, text_dim=4)
     for each in (model, fresh):
         torch.manual_seed(4)
         each.reset_parameters()
