@@ -136,10 +136,7 @@ def pattern(text: str) -> str:
 
 @pytest.mark.parametrize(
     "short",
-    [
-        pytest.param(SHORT, id="short", marks=pytest.mark.wide),
-        pytest.param([], id="whole", marks=pytest.mark.slow),
-    ],
+    [pytest.param(SHORT, id="short", marks=pytest.mark.wide), pytest.param([], id="whole", marks=pytest.mark.slow)],
 )
 def test_the_tutorial_can_be_walked(short: list[str], tmp_path: Path) -> None:
     # From page to page in one folder, as a reader does. Only a whole walk, of ten minutes, prints what the pages show.
