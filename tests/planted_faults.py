@@ -83,8 +83,10 @@ def failing(
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode in (0, 5):  # 5: no test has the marks
         return ""
+    if process.returncode > 2:  # 1: a test fails, 2: a file cannot be imported
+        raise SystemExit(f"pytest ended with {process.returncode}: {output[-300:]}")
     found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
-    return found[1] if found else f"pytest ended with {process.returncode}: {output[-300:]}"
+    return found[1] if found else output.splitlines()[-1]
 
 
 def attempt(fault: Fault, folder: Path, environment: Mapping[str, str]) -> tuple[str, str]:

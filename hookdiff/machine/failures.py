@@ -61,7 +61,7 @@ class Failures:
             while silent and time.monotonic() < until:
                 time.sleep(0.05)
                 silent = [other for other in silent if not store.check([f"{self._key}/{other}"])]
-                if store.check([self._key]):  # asked last, because a rank records its error before itself
+                if store.check([self._key]):  # checked last: a rank records its error first, then its number
                     return str(store.get(self._key).decode(errors="replace"))
             if silent:
                 return f"rank {rank()}: {text}; nothing was heard of rank {', '.join(map(str, silent))}"
