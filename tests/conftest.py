@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -103,11 +103,6 @@ head_dim = 8
 """
 
 
-def tiered(values: Iterable[str], wide: Container[str]) -> list[Any]:
-    """Return the values as parameters of a test, those that are `wide` for the second tier."""
-    return [pytest.param(value, id=value, marks=[pytest.mark.wide] * (value in wide)) for value in values]
-
-
 def check_facts(text: object, *facts: object) -> None:
     """Assert that the text has every fact (a file, a key, a number, a name); its other words are free."""
     for fact in map(str, facts):
@@ -131,6 +126,12 @@ def wide(*rows: Any) -> list[Any]:
     return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.wide) for row in rows]
 
 
+def mostly_wide(first: int, rows: Iterable[Any]) -> list[Any]:
+    """Return the rows of a table for `parametrize`, with the mark `wide` on all but the `first` ones."""
+    cases = list(rows)
+    return [*cases[:first], *wide(*cases[first:])]
+
+
 def check_refused(result: tuple[int, str, str], *facts: object) -> None:
     """Assert that a command has ended with exit code 2 and nothing but a message, which has all these facts."""
     code, out, err = result
@@ -145,12 +146,6 @@ def output(result: tuple[int, str, str]) -> str:
     code, out, err = result
     assert code == 0, err
     return out
-
-
-def mostly_wide(first: int, rows: Iterable[Any]) -> list[Any]:
-    """Return the rows of a table for `parametrize`, with the mark `wide` on all but the `first` ones."""
-    cases = [row if isinstance(row, tuple) else (row,) for row in rows]
-    return [pytest.param(*case, marks=[pytest.mark.wide] * (k >= first)) for k, case in enumerate(cases)]
 
 
 def toy_run(plugins: Mapping[str, object] | None = None, **options: Any) -> Loop:

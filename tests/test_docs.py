@@ -33,7 +33,7 @@ from hookdiff.options.default_names import DEFAULT_PLUGINS
 from hookdiff.options.imports import import_object, installed
 from hookdiff.run_dir import History
 from hookdiff.testing.toy import toy_loop
-from tests.conftest import tiered
+from tests.conftest import wide
 from tests.forked import python
 
 ROOT = Path(__file__).parents[1]
@@ -84,7 +84,9 @@ def test_all_code_is_in_a_language_that_is_tested() -> None:
 LONG = {"docs/how-to/train-on-several-devices.md", "docs/reference/plugins.md", TEXTBOOK}  # their code trains
 
 
-@pytest.mark.parametrize("page", tiered([page for page in PAGES if blocks(page, "python")], LONG))
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python") and page not in LONG] + wide(*sorted(LONG))
+)
 def test_the_python_code_runs(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The blocks of a page are one program; it reads the short run in `folder`.
     monkeypatch.chdir(folder)

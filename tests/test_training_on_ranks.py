@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hookdiff_checkpoint import find_checkpoints, read_checkpoint
-from tests.conftest import check_facts, records, write_small
+from tests.conftest import check_facts, records, wide, write_small
 from tests.on_ranks import done, started, train, train_config
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
@@ -51,15 +51,15 @@ def samples(result: dict[str, Any]) -> list[Any]:
     ("num", "plugins", "optimizer", "dtype", "tolerance"),
     [
         (2, {"ddp": {}}, "adamw", "float32", 1e-5),
-        pytest.param(2, {"ddp": {}}, "muon", "float64", 1e-12, marks=pytest.mark.wide),
+        *wide((2, {"ddp": {}}, "muon", "float64", 1e-12)),
         (2, {"fsdp": {}}, "adamw", "float32", 1e-5),
-        pytest.param(2, {"fsdp": {}}, "muon", "float64", 1e-12, marks=pytest.mark.wide),
+        *wide((2, {"fsdp": {}}, "muon", "float64", 1e-12)),
         pytest.param(
             *(2, {"fsdp": {"reshard": False, "checkpointing": True, "sync_once": True}, "looks": {}}),
             *("adamw", "float64", 1e-12),
             marks=pytest.mark.wide,
         ),
-        pytest.param(4, {"fsdp": {"replicas": 2}}, "muon", "float64", 1e-12, marks=pytest.mark.wide),
+        *wide((4, {"fsdp": {"replicas": 2}}, "muon", "float64", 1e-12)),
     ],
     ids=str,
 )
@@ -172,8 +172,8 @@ def test_dropout_alone_depends_on_the_rank(on_ranks: Trained) -> None:
     ("plugin", "within", "rank"),
     [
         ("ddp", False, 1),
-        pytest.param("ddp", True, 0, marks=pytest.mark.wide),
-        pytest.param("fsdp", False, 0, marks=pytest.mark.wide),
+        *wide(("ddp", True, 0)),
+        *wide(("fsdp", False, 0)),
         ("fsdp", True, 1),
         pytest.param("ddp", False, 0, marks=pytest.mark.slow),
         pytest.param("ddp", True, 1, marks=pytest.mark.slow),
@@ -192,7 +192,7 @@ def test_a_stop_on_one_rank_ends_all_at_the_same_step(on_ranks: Trained, plugin:
     assert apart(alone, result) < 1e-5
 
 
-@pytest.mark.parametrize("plugin", ["ddp", pytest.param("fsdp", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("plugin", ["ddp", *wide("fsdp")])
 def test_a_nan_on_one_rank_is_met_by_all(on_ranks: Trained, plugin: str) -> None:
     spec = {"plugins": {plugin: {}, **USUAL, "spoils": {"position": 5, "rank": 1}, "nan": {"keep": 0}}}
     result = on_ranks(2, **spec)
@@ -213,13 +213,13 @@ def test_a_plugin_may_leave_out_another_number_of_samples_on_each_rank(on_ranks:
     assert together["ranks"][0]["passes"] == together["ranks"][1]["passes"]
 
 
-@pytest.mark.parametrize("plugin", [pytest.param("ddp", marks=pytest.mark.wide), "fsdp"])
+@pytest.mark.parametrize("plugin", [*wide("ddp"), "fsdp"])
 def test_parameters_may_be_thawed_and_frozen(on_ranks: Trained, plugin: str) -> None:
     plugins = {"thaws": {}, plugin: {}, **USUAL}
     assert apart(train({"plugins": plugins}), on_ranks(2, plugins=plugins)) < 1e-5
 
 
-@pytest.mark.parametrize("plugin", ["ddp", pytest.param("fsdp", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("plugin", ["ddp", *wide("fsdp")])
 def test_ranks_may_have_expanded_buffers(on_ranks: Trained, plugin: str) -> None:
     spec = {"plugins": {plugin: {}}, "expanded": True, "config": {"steps": 3}}
     together = on_ranks(2, **spec)

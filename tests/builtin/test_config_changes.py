@@ -20,7 +20,7 @@ from hookdiff.options.structure import described, marks_of, parameters
 from hookdiff.testing.toy import toy_loop
 from hookdiff_muon import muon
 from hookdiff_networks import DiT, UNet
-from tests.conftest import Restores, check_facts, ran, refused, saved, toy_run, warnings, write_small
+from tests.conftest import Restores, check_facts, ran, refused, saved, toy_run, warnings, wide, write_small
 
 values = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
 tables = st.dictionaries(st.sampled_from("abcd"), values, max_size=4)
@@ -154,9 +154,8 @@ def test_golden_line_of_the_changes(write_config, tmp_path, caplog):
         ("run.seed=1", "0 -> 1"),
         ("model.head_dim=4", "8 -> 4"),
         ("diffusion.process.timesteps=50", "20 -> 50"),
-        *(
-            pytest.param(*row, marks=pytest.mark.wide)
-            for row in (
+        *wide(
+            *(
                 ('optimizer.adamw=["conv_in.*"]', "[] -> ['conv_in.*']"),
                 ("data.held_out=0.5", "0 -> 0.5"),
                 ("data.balanced=true", "False -> True"),

@@ -12,7 +12,19 @@ from hookdiff.builtin.logged import Metrics
 from hookdiff.run_dir.metrics_jsonl import read_metrics
 from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
-from tests.conftest import Restores, RollsBack, StopAt, acting, check_facts, fill, free, records, toy_run, warnings
+from tests.conftest import (
+    Restores,
+    RollsBack,
+    StopAt,
+    acting,
+    check_facts,
+    fill,
+    free,
+    records,
+    toy_run,
+    warnings,
+    wide,
+)
 
 
 def train(run_dir: Path, at: int = 0, **extra: object) -> Any:
@@ -58,12 +70,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     ("parts", "steps"),
-    [
-        ((25, 40), (10, 20, 25)),
-        ((20, 40), (10, 20)),
-        pytest.param((7, 9, 40), (9,), marks=pytest.mark.wide),
-        pytest.param((39, 40), (10, 20, 30, 39), marks=pytest.mark.wide),
-    ],
+    [((25, 40), (10, 20, 25)), ((20, 40), (10, 20)), *wide(((7, 9, 40), (9,))), *wide(((39, 40), (10, 20, 30, 39)))],
 )
 def test_a_run_that_is_done_ends_with_the_open_means_and_a_longer_one_has_the_lines_of_one_run(
     tmp_path: Path, parts: tuple[int, ...], steps: tuple[int, ...], unbroken: tuple[Any, Any]
@@ -89,9 +96,7 @@ def test_a_run_that_is_done_ends_with_the_open_means_and_a_longer_one_has_the_li
     assert records(tmp_path / "parts") == whole
 
 
-@pytest.mark.parametrize(
-    "how", ["signal", "error", *(pytest.param(how, marks=pytest.mark.wide) for how in ("plugin", "time", "on_nan"))]
-)
+@pytest.mark.parametrize("how", ["signal", "error", *wide(*("plugin", "time", "on_nan"))])
 def test_a_run_that_is_to_go_on_leaves_its_means_open(tmp_path: Path, how: Any) -> None:
     def end(loop: Loop) -> None:
         if loop.progress.step == 25:

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from hookdiff.cli import group
-from tests.conftest import check_facts
+from tests.conftest import check_facts, wide
 
 
 def commands(
@@ -56,7 +56,7 @@ def outcomes(lines: list[str], folder: Path) -> tuple[list[str], list[str]]:
     return process.stdout.splitlines(), process.stderr.splitlines()
 
 
-@pytest.mark.parametrize("kind", ["missing", pytest.param("folder", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("kind", ["missing", *wide("folder")])
 def test_a_wrong_path_is_refused_before_torch_is_imported(kind: str, tmp_path: Path) -> None:
     table = with_a_path()
     assert {"run", "sample", "selftest resume", "lr", "replay", "fid"} <= table.keys()

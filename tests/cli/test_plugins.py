@@ -7,7 +7,7 @@ from hookdiff.options.help import markdown
 from hookdiff.options.imports import installed
 from hookdiff_ema import EMA
 from hookdiff_muon import muon
-from tests.conftest import check_facts, check_refused, output
+from tests.conftest import check_facts, check_refused, output, wide
 from tests.forked import python
 
 
@@ -66,7 +66,7 @@ def test_the_list_is_read_from_the_sources(folder, install):
     assert rows(table)["ema"] == EMA.__doc__.splitlines()[0]
 
 
-@pytest.mark.parametrize("written", ["plugin", pytest.param("hookdiff.plugin", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("written", ["plugin", *wide("hookdiff.plugin")])
 def test_a_package_that_is_missing_is_listed(hookdiff, folder, install, written):
     source = f"@{written}(needs={{'hd_nowhere': 'nowhere[all]>=2'}})\nclass Mine:\n    'Works.'\n"
     install("needy", {"needy": "hd_needy:Mine"}, hd_needy=source)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from hookdiff import build_loop, load_config
 from hookdiff.testing.compare import assert_same
-from tests.conftest import check_facts, check_refused, contents, finish, output, records, wait_for, write_small
+from tests.conftest import check_facts, check_refused, contents, finish, output, records, wait_for, wide, write_small
 
 USER = """
 import os
@@ -125,7 +125,7 @@ def test_a_run_that_is_longer_than_its_new_length_says_so_and_stays(hookdiff, fo
     assert contents(folder / "runs" / "small") == before
 
 
-@pytest.mark.parametrize("of", ["run", pytest.param("run/checkpoints/step-00000004", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("of", ["run", *wide("run/checkpoints/step-00000004")])
 def test_a_branch_continues_elsewhere_and_leaves_its_source_unchanged(hookdiff, folder, of):
     assert hookdiff("run", "small.toml", "--out", "whole")[0] == 0
     every = "--set", "plugins.checkpoint.every=2"

@@ -21,16 +21,11 @@ from hookdiff.diffusion.solvers import DDIM, DDPM, Heun
 from hookdiff.diffusion.spacing import Shifted
 from hookdiff.diffusion.times import LogitNormal, LogNormal
 from hookdiff.diffusion.weighting import P2, EDMWeighting, MinSNR
-from tests.conftest import SMALL, check_facts, finish, records, refused
+from tests.conftest import SMALL, check_facts, finish, records, refused, wide
 from tests.diffusion.conftest import generators, pointwise, seeded
 
 Load = Callable[..., Any]
 Tables = dict[str, dict[str, Any]]
-
-
-def wide(*row: Any) -> Any:
-    """Return a row of a table for `make test-wide`."""
-    return pytest.param(*row, marks=pytest.mark.wide)
 
 
 # With the options in STRANGERS, each of these parts equals one of hookdiff's.
@@ -314,11 +309,7 @@ def test_a_part_that_is_no_attrs_class_must_keep_its_options(install: Load, load
     ("given", "expected"),
     [
         ({}, Diffusion()),
-        wide({"process": "flow"}, Diffusion("flow")),
         ({"process": {"use": "flow", "shift": 3}}, Diffusion(Flow(3.0))),
-        wide({"process": {"shift": 2}}, Diffusion(Flow(2.0))),
-        wide({"process": {"use": "vp", "timesteps": 500}}, Diffusion(VP(timesteps=500))),
-        wide({"process": {"use": "vp", "schedule": "linear"}}, Diffusion(VP("linear"))),
         (
             {"process": {"use": "vp", "schedule": {"use": "cosine", "max_beta": 0.99}, "timesteps": 50}},
             Diffusion(VP(Cosine(max_beta=0.99), 50)),
@@ -328,14 +319,20 @@ def test_a_part_that_is_no_attrs_class_must_keep_its_options(install: Load, load
             {"process": "edm", "prediction": {"use": "edm", "sigma_data": 0.2}, "weighting": "edm"},
             Diffusion(EDM(), EDMPrediction(0.2), EDMWeighting(0.2)),
         ),
-        wide({"weighting": {"use": "min_snr", "gamma": 3}}, Diffusion(weighting=MinSNR(3.0))),
-        wide(
-            {"times": {"use": "logit_normal", "std": 2, "stratified": True}},
-            Diffusion(times=LogitNormal(-0.5, 2.0, stratified=True)),
-        ),
         (
             {"loss": "l1", "label_dropout": 0.2, "data_mean": [0.1, 0.2]},
             Diffusion(loss="l1", label_dropout=0.2, data_mean=(0.1, 0.2)),
+        ),
+        *wide(
+            ({"process": "flow"}, Diffusion("flow")),
+            ({"process": {"shift": 2}}, Diffusion(Flow(2.0))),
+            ({"process": {"use": "vp", "timesteps": 500}}, Diffusion(VP(timesteps=500))),
+            ({"process": {"use": "vp", "schedule": "linear"}}, Diffusion(VP("linear"))),
+            ({"weighting": {"use": "min_snr", "gamma": 3}}, Diffusion(weighting=MinSNR(3.0))),
+            (
+                {"times": {"use": "logit_normal", "std": 2, "stratified": True}},
+                Diffusion(times=LogitNormal(-0.5, 2.0, stratified=True)),
+            ),
         ),
     ],
 )
@@ -347,11 +344,13 @@ def test_spellings(load_small: Load, given: dict[str, Any], expected: Diffusion)
     ("given", "expected"),
     [
         ({}, Sampling()),
-        wide({"sampler": "ddpm"}, Sampling(DDPM())),
         ({"sampler": {"use": "heun", "churn": 40, "churn_max": 50.0}}, Sampling(Heun(40.0, 0.0, 50.0))),
-        wide({"spacing": {"use": "shifted", "shift": 3}}, Sampling(spacing=Shifted(3.0))),
-        wide({"clipping": {"use": "dynamic", "ratio": 0.9}}, Sampling(clipping=DynamicThreshold(0.9))),
         ({"guidance": {"scale": 4, "interval": [0.2, 5]}}, Sampling(guidance={"scale": 4.0, "interval": (0.2, 5.0)})),
+        *wide(
+            ({"sampler": "ddpm"}, Sampling(DDPM())),
+            ({"spacing": {"use": "shifted", "shift": 3}}, Sampling(spacing=Shifted(3.0))),
+            ({"clipping": {"use": "dynamic", "ratio": 0.9}}, Sampling(clipping=DynamicThreshold(0.9))),
+        ),
     ],
 )
 def test_spellings_of_sampling(load_small: Load, given: dict[str, Any], expected: Sampling) -> None:
@@ -373,27 +372,13 @@ VP_20 = {"use": "vp", "schedule": "cosine", "timesteps": 20}
     [
         # an option turns a bare name into a table
         ({"process": "flow"}, ["process.shift=3"], {"process": {"use": "flow", "shift": 3.0}}),
-        wide(
-            {"process": "ddpm"},
-            ["process.schedule.use=linear", "process.schedule.beta_end=0.03"],
-            {"process": DDPMProcess(schedule=Linear(beta_end=0.03))},
-        ),
         ({"process": VP_20}, ["process.schedule.offset=0.01"], {"process": VP(Cosine(offset=0.01), 20)}),
-        wide({}, ["weighting=min_snr", "weighting.gamma=2"], {"weighting": MinSNR(2.0)}),
         ({}, ["process.shift=2"], {"process": Flow(2.0)}),
         # a new name drops the options of the old one
         ({"process": VP_20}, ["process=edm"], {"process": EDM()}),
-        wide({"process": VP_20}, ["process.use=edm"], {"process": EDM()}),
-        wide(
-            {"process": VP_20}, ["process.schedule.use=linear", "process.timesteps=500"], {"process": VP("linear", 500)}
-        ),
-        wide(
-            {"process": VP_20}, ["process.schedule=sigmoid", "process.timesteps=500"], {"process": VP("sigmoid", 500)}
-        ),
         # the same name keeps the options
         ({"process": VP_20}, ["process.use=vp"], {"process": VP("cosine", 20)}),
         # a new name is set before its options, whatever their order
-        wide({"process": VP_20}, ["process.shift=3", "process.use=flow"], {"process": Flow(3.0)}),
         (
             {"process": VP_20},
             ["process.timesteps=400", "process.schedule.beta_end=0.03", "process.schedule.use=linear"],
@@ -401,8 +386,28 @@ VP_20 = {"use": "vp", "schedule": "cosine", "timesteps": 20}
         ),
         # a whole table
         ({"process": VP_20}, ["process={use = 'flow', shift = 3}"], {"process": Flow(3.0)}),
-        wide({}, ["weighting={use='p2',k=2}"], {"weighting": P2(2.0)}),
-        wide({}, ["loss.use='l1'"], {"loss": Diffusion(loss="l1").loss}),
+        *wide(
+            (
+                {"process": "ddpm"},
+                ["process.schedule.use=linear", "process.schedule.beta_end=0.03"],
+                {"process": DDPMProcess(schedule=Linear(beta_end=0.03))},
+            ),
+            ({}, ["weighting=min_snr", "weighting.gamma=2"], {"weighting": MinSNR(2.0)}),
+            ({"process": VP_20}, ["process.use=edm"], {"process": EDM()}),
+            (
+                {"process": VP_20},
+                ["process.schedule.use=linear", "process.timesteps=500"],
+                {"process": VP("linear", 500)},
+            ),
+            (
+                {"process": VP_20},
+                ["process.schedule=sigmoid", "process.timesteps=500"],
+                {"process": VP("sigmoid", 500)},
+            ),
+            ({"process": VP_20}, ["process.shift=3", "process.use=flow"], {"process": Flow(3.0)}),
+            ({}, ["weighting={use='p2',k=2}"], {"weighting": P2(2.0)}),
+            ({}, ["loss.use='l1'"], {"loss": Diffusion(loss="l1").loss}),
+        ),
     ],
 )
 def test_parts_on_the_command_line(
@@ -425,12 +430,15 @@ def test_parts_of_sampling_on_the_command_line(load_small: Load) -> None:
 
 RUNS = [
     ({}, {}),
-    wide({"process": "flow", "times": "logit_normal"}, {"spacing": {"use": "shifted", "shift": 2.0}}),
     ({"process": "edm", "weighting": "edm", "loss": "huber"}, {"sampler": {"use": "heun", "churn": 2.0}}),
-    wide(
-        {"process": VP_20, "prediction": "v_prediction", "weighting": "p2"}, {"sampler": "ddpm", "clipping": "dynamic"}
+    *wide(
+        ({"process": "flow", "times": "logit_normal"}, {"spacing": {"use": "shifted", "shift": 2.0}}),
+        (
+            {"process": VP_20, "prediction": "v_prediction", "weighting": "p2"},
+            {"sampler": "ddpm", "clipping": "dynamic"},
+        ),
+        ({"process": VP_20, "prediction": {"use": "edm", "sigma_data": 1.0}, "data_std": 0.5}, {"spacing": "leading"}),
     ),
-    wide({"process": VP_20, "prediction": {"use": "edm", "sigma_data": 1.0}, "data_std": 0.5}, {"spacing": "leading"}),
 ]
 
 
@@ -497,18 +505,11 @@ def test_modules_are_found_in_the_import_from_folder(mine: Path, load_small: Loa
             "diffusion.process.schedule.beta_end",
             ["offset", "max_beta"],
         ),
-        wide({"diffusion": {"process": {"use": "ddpm", "timesteps": 100}}}, "diffusion.process", ["'timesteps'", 100]),
         ({"diffusion": {"process": {"use": "edm", "sigma_min": 90}}}, "diffusion.process", ["'sigma_min'", 90, 80]),
-        wide({"diffusion": {"prediction": {"sigma_data": 1.0}}}, "diffusion.prediction", ["`use`", "epsilon", "edm"]),
         (
             {"diffusion": {"weighting": "hookdiff.diffusion:Euler"}},
             "diffusion.weighting",
             ["hookdiff.diffusion:Euler", "weighting"],
-        ),
-        wide(
-            {"diffusion": {"weighting": "hookdiff.diffusion:X0Weighting"}},
-            "diffusion.weighting",
-            ["X0Weighting", "on_x0"],
         ),
         ({"diffusion": {"loss": "hd_nowhere:Loss"}}, "diffusion.loss", ["hd_nowhere"]),
         ({"diffusion": {"prediction": "epsilon"}}, "diffusion.prediction", ["'epsilon'", "'ddpm'"]),
@@ -523,7 +524,16 @@ def test_modules_are_found_in_the_import_from_folder(mine: Path, load_small: Loa
             "diffusion.times",
             ["'log_normal'", "'uniform'"],
         ),
-        wide({"sampling": {"sampler": {"use": "ddim", "churn": 2.0}}}, "sampling.sampler.churn", ["eta"]),
+        *wide(
+            ({"diffusion": {"process": {"use": "ddpm", "timesteps": 100}}}, "diffusion.process", ["'timesteps'", 100]),
+            ({"diffusion": {"prediction": {"sigma_data": 1.0}}}, "diffusion.prediction", ["`use`", "epsilon", "edm"]),
+            (
+                {"diffusion": {"weighting": "hookdiff.diffusion:X0Weighting"}},
+                "diffusion.weighting",
+                ["X0Weighting", "on_x0"],
+            ),
+            ({"sampling": {"sampler": {"use": "ddim", "churn": 2.0}}}, "sampling.sampler.churn", ["eta"]),
+        ),
     ],
 )
 def test_a_part_that_does_not_fit_is_one_problem_with_its_key(

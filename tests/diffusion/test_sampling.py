@@ -13,7 +13,7 @@ from hookdiff.diffusion.process import EDM, IMAGE, VP, DDPMProcess, Flow
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.diffusion.solvers import DDPM, DPMSolver2M, Euler, Heun, Solver
 from hookdiff.diffusion.spacing import Karras, Shifted, Trailing
-from tests.conftest import refused
+from tests.conftest import refused, wide
 from tests.diffusion.conftest import euler_for_heun_on_flow, generators, objectives, pointwise, solvers
 
 LINEAR = Diffusion("vp")
@@ -64,9 +64,7 @@ def test_noise_can_be_given(process: str) -> None:
 
 
 @pytest.mark.parametrize("sampler", [*Solver.known, Euler(churn=3.0), Heun(churn=3.0)], ids=str)
-@pytest.mark.parametrize(
-    "process", ["flow", *(pytest.param(process, marks=pytest.mark.wide) for process in ("vp", "edm"))]
-)
+@pytest.mark.parametrize("process", ["flow", *wide(*("vp", "edm"))])
 def test_no_value_is_read_on_the_host(process: str, sampler: Solver | str) -> None:
     diffusion = Diffusion(process, "v_prediction", conditional=True, data_mean=0.1, data_std=(0.2, 0.3, 0.4))
     sampling = Sampling(sampler, 3, clipping="clamp", guidance=ClassifierFree(2.0))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hookdiff.diffusion import DDIM, DDPM, VP, Diffusion, DPMSolver2M, Euler, Heun, Sampling, Solver
 from hookdiff.diffusion.spacing import karras_sigmas
+from tests.conftest import wide
 from tests.diffusion.conftest import (
     PAIRS,
     PREDICTIONS,
@@ -115,7 +116,7 @@ def test_order_of_the_edm_samplers(gaussian: type) -> None:
             assert low < errors[0] / errors[1] < high
 
 
-@pytest.mark.parametrize("s", [0.5, *(pytest.param(s, marks=pytest.mark.wide) for s in (1.0, 2.0))])
+@pytest.mark.parametrize("s", [0.5, *wide(*(1.0, 2.0))])
 def test_second_order_on_timesteps(gaussian: type, s: float) -> None:
     """Twice the steps give a quarter of the error against the exact probability flow."""
     first, last = (LEVELS[t] * s**2 + 1 - LEVELS[t] for t in (999, 0))  # variances of x
@@ -166,8 +167,8 @@ def test_the_flow_is_exact_in_the_limit(gaussian: type) -> None:
     ("sampler", "spacing"),
     [
         (DDPM(), "trailing"),
-        pytest.param(DDPM("fixed_large"), "trailing", marks=pytest.mark.wide),
-        pytest.param(DDIM(eta=1.0), "trailing", marks=pytest.mark.wide),
+        *wide((DDPM("fixed_large"), "trailing")),
+        *wide((DDIM(eta=1.0), "trailing")),
         (Heun(churn=100.0, churn_max=50.0), "karras"),
     ],
 )

@@ -24,7 +24,7 @@ from hookdiff import ConfigError, InMemory, SampleRequest, UserError, load_confi
 from hookdiff.encoding import Encoded, PictureEncoder
 from hookdiff.experiment.build import build_feed, build_loop
 from hookdiff.testing import on_ranks
-from tests.conftest import check_facts, check_refused, mostly_wide, refused, write_small
+from tests.conftest import check_facts, check_refused, mostly_wide, refused, wide, write_small
 from tests.encoding.test_texts import ENCODED
 from tests.forked import begin
 from tests.on_ranks import done, train_config
@@ -154,7 +154,7 @@ def test_a_run_samples_pictures_without_its_data(write: Any, succeed: Callable[.
         load_run(tmp_path / "run", ["data.encode.image.version=2"], trust=True).sample(1)
 
 
-@pytest.mark.parametrize("name", ["image", pytest.param("small", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("name", ["image", *wide("small")])
 def test_a_run_does_not_go_on_with_another_encoder(
     write: Any, hookdiff: Callable[..., Any], succeed: Callable[..., str], tmp_path: Path, name: str
 ) -> None:
@@ -279,7 +279,7 @@ def test_masks_and_a_second_encoder_are_flipped_with_the_inputs(write: Any, capl
     assert flips == {False, True}
 
 
-@pytest.mark.parametrize("store", ["memory", pytest.param("none", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("store", ["memory", *wide("none")])
 def test_pictures_may_be_trained_on_beside_an_encoded_condition(write: Any, store: str) -> None:
     path = write("encode.image", "encode.means")
     feed = build_feed(load_config(path, settings=[f"data.encode.means.store={store}"])).bind(6, 5)
@@ -290,7 +290,7 @@ def test_pictures_may_be_trained_on_beside_an_encoded_condition(write: Any, stor
         assert (ours.conditions["means"] - pooled(plain.inputs)).abs().max() < 0.6
 
 
-@pytest.mark.parametrize("store", ["memory", pytest.param("none", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("store", ["memory", *wide("none")])
 def test_a_picture_that_cannot_be_decoded_is_left_out(write: Any, tmp_path: Path, store: str) -> None:
     path = write()
     broken = tmp_path / "pictures" / "a" / "38.png"  # the last of its class
@@ -374,7 +374,7 @@ def test_a_condition_that_no_table_holds_is_refused_before_anything_is_encoded(w
     assert len(CALLS) == 3  # trials
 
 
-@pytest.mark.parametrize("store", ["memory", pytest.param("none", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("store", ["memory", *wide("none")])
 def test_a_sample_that_becomes_not_finite_is_named(write: Any, tmp_path: Path, store: str) -> None:
     path = write("Pooled", "OddPictures")
     with refused(UserError, "data.encode.image", "39.png", "mean", "not finite"):
@@ -422,7 +422,7 @@ def shards(write: Any, succeed: Callable[..., str], tmp_path: Path) -> Callable[
     return shards
 
 
-@pytest.mark.parametrize("store", ["memory", pytest.param("none", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("store", ["memory", *wide("none")])
 @pytest.mark.parametrize("name", ["image", "small"])
 def test_shards_of_what_was_encoded_train_as_the_pictures_do(
     write: Any, shards: Any, tmp_path: Path, store: str, name: str
@@ -490,7 +490,7 @@ BAD_ENCODED = [
 ]
 
 
-@pytest.mark.parametrize("bad", [BAD_ENCODED[:4], pytest.param(BAD_ENCODED[4:], marks=pytest.mark.wide)])
+@pytest.mark.parametrize("bad", [BAD_ENCODED[:4], *wide(BAD_ENCODED[4:])])
 def test_encoded_samples_that_do_not_fit_are_refused(
     shards: Any, hookdiff: Callable[..., Any], tmp_path: Path, bad: list[tuple[str, tuple[str, ...]]]
 ) -> None:
@@ -530,7 +530,7 @@ def encode_slowly(path: Path) -> None:
     print("ends", flush=True)
 
 
-@pytest.mark.parametrize("kills", [pytest.param(3, marks=pytest.mark.wide), pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [*wide(3), pytest.param(10, marks=pytest.mark.slow)])
 def test_after_an_encoding_that_was_killed_the_next_start_is_right(write: Any, tmp_path: Path, kills: int) -> None:
     path = write()
     known = batch_of(path)
@@ -583,7 +583,7 @@ class Latents:
         return torch.full((3, 8, 8), float(index)), index % 2
 
 
-@pytest.mark.parametrize("store", ["memory", pytest.param("none", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("store", ["memory", *wide("none")])
 def test_means_of_another_program_are_trained_on_and_decoded(write: Any, store: str) -> None:
     path = source(write(), "Latents")
     settings = ["data.encoded=true", f"data.store={store}"]

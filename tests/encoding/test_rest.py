@@ -16,7 +16,7 @@ from hookdiff import InMemory, UserError, load_config
 from hookdiff.encoding import Encoded, EncodedTexts, PictureEncoder, TextEncoder
 from hookdiff.experiment.build import build_feed
 from hookdiff.testing import on_ranks
-from tests.conftest import check_facts, refused, warnings, write_small
+from tests.conftest import check_facts, refused, warnings, wide, write_small
 from tests.forked import begin
 
 NUM = 200  # samples: seven chunks of pictures, four of texts
@@ -144,7 +144,7 @@ def stopped(path: Path, kind: str, at: int, how: str) -> tuple[int, str]:
     return process.returncode, err
 
 
-@pytest.mark.parametrize("how", [pytest.param("SIGKILL", marks=pytest.mark.wide), "SIGINT"])
+@pytest.mark.parametrize("how", [*wide("SIGKILL"), "SIGINT"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_killed_goes_on_where_it_stood(write: Write, tmp_path: Path, kind: str, how: str) -> None:
     path = write(kind)
@@ -156,7 +156,7 @@ def test_what_was_killed_goes_on_where_it_stood(write: Write, tmp_path: Path, ki
     assert counts(tmp_path) == chunks  # each once
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), pytest.param((2, 3), marks=pytest.mark.wide)])
+@pytest.mark.parametrize("ranks", [(2, 1), *wide(((2, 3),))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_ranks_goes_on(write: Write, tmp_path: Path, kind: str, ranks: tuple[int, int]) -> None:
     path = write(kind)

@@ -14,7 +14,7 @@ from hookdiff import InMemory, UserError, load_config
 from hookdiff.encoding import Encoded, EncodedTexts, PictureEncoder, TextEncoder
 from hookdiff.experiment.build import build_feed, build_loop
 from hookdiff.testing import on_ranks
-from tests.conftest import check_facts, refused, warnings, write_small
+from tests.conftest import check_facts, refused, warnings, wide, write_small
 
 NUM = 100
 CALLS: list[int] = []  # pictures or texts
@@ -154,7 +154,7 @@ def test_an_encoder_that_is_not_sound_is_reported_in_each_start(
     assert CALLS == []  # the second start reads its warnings from the table
 
 
-@pytest.mark.parametrize("store", ["disk", pytest.param("none", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("store", ["disk", *wide("none")])
 @pytest.mark.parametrize(("how", "facts"), REFUSED)
 def test_inputs_that_cannot_be_trained_on_are_refused_before_all_are_encoded(
     write: Any, tmp_path: Path, how: str, facts: tuple[str, ...], store: str

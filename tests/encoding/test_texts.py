@@ -18,7 +18,17 @@ from hookdiff.experiment.build import build_feed, build_loop
 from hookdiff.log import read_info
 from hookdiff.testing import assert_same
 from hookdiff_shards import shards
-from tests.conftest import check_facts, check_refused, mostly_wide, output, records, refused, warnings, write_small
+from tests.conftest import (
+    check_facts,
+    check_refused,
+    mostly_wide,
+    output,
+    records,
+    refused,
+    warnings,
+    wide,
+    write_small,
+)
 from tests.on_ranks import done, train_config
 
 ENCODED: list[str] = []
@@ -136,7 +146,7 @@ def test_each_caption_is_encoded_once_and_a_changed_one_alone(path: Path, monkey
     assert 1 < len(set(ENCODED)) < len(different)  # the texts of the damaged file
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("workers", [0, *wide(1)])
 def test_texts_in_items_give_the_batches_of_texts_in_memory(path: Path, workers: int) -> None:
     expected = build_feed(load_config(path)).bind(6, 3)
     feed = build_feed(load_config(edited(path, ":drawings", ":items"), settings=[f"data.workers={workers}"])).bind(6, 3)
@@ -204,7 +214,7 @@ def test_samples_without_a_caption_are_named(path: Path, caplog: pytest.LogCaptu
         assert torch.equal(row, letters("a dogs"))
 
 
-@pytest.mark.parametrize("store", ["auto", pytest.param("none", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("store", ["auto", *wide("none")])
 def test_long_captions_are_counted(path: Path, caplog: pytest.LogCaptureFixture, store: str) -> None:
     for _ in range(2):  # encoded, then from the table
         caplog.clear()
@@ -238,7 +248,7 @@ def of_words() -> InMemory:
     return InMemory(torch.zeros(7, 3, 4, 4), texts={"text": [[text] for text in captions]})
 
 
-@pytest.mark.parametrize("store", ["auto", pytest.param("none", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("store", ["auto", *wide("none")])
 def test_captions_that_the_tokenizer_loses_are_counted(
     path: Path, caplog: pytest.LogCaptureFixture, hookdiff: Callable[..., Any], store: str
 ) -> None:
@@ -398,7 +408,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("store", ["disk", pytest.param("none", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("store", ["disk", *wide("none")])
 @pytest.mark.parametrize(("name", "facts"), WRONG)
 def test_what_an_encoder_returns_is_checked(path: Path, name: str, facts: tuple[str, ...], store: str) -> None:
     settings = [f"data.encode.text.name={name}", f"data.encode.text.store={store}"]
@@ -450,7 +460,7 @@ def test_no_digest_leads_out_of_the_cache(path: Path, digest: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("source", ["drawings", pytest.param("items", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("source", ["drawings", *wide("items")])
 def test_a_run_with_captions_resumes_and_samples_without_its_data(path: Path, tmp_path: Path, source: str) -> None:
     path = edited(path, ":drawings", f":{source}")
     config = load_config(path)
@@ -557,7 +567,7 @@ def test_samples_have_a_row_for_each_prompt(path: Path, tmp_path: Path, succeed:
         assert read_info(picture)["prompts"] == ["blue"]
 
 
-@pytest.mark.parametrize("store", ["auto", pytest.param("none", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("store", ["auto", *wide("none")])
 def test_prompts_that_are_cut_are_named_once(
     path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, store: str
 ) -> None:

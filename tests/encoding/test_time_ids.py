@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hookdiff import ConfigError, InMemory, load_config, load_run
 from hookdiff.experiment.build import build_feed, build_loop
-from tests.conftest import as_list, check_refused, refused, warnings, write_small
+from tests.conftest import as_list, check_refused, refused, warnings, wide, write_small
 from tests.encoding.test_texts import Bytes
 
 LATENTS = '[data.encode.image]\nuse = "tests.encoding.test_encoded:Pooled"\n\n[data.encode.text]'
@@ -71,9 +71,7 @@ def with_latents(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "store", ["memory", *(pytest.param(store, marks=pytest.mark.wide) for store in ("disk", "none"))]
-)
+@pytest.mark.parametrize("store", ["memory", *wide(*("disk", "none"))])
 def test_the_numbers_are_those_of_the_pixels(path: Path, store: str) -> None:
     feed = build_feed(load_config(path, settings=[f"data.store={store}"])).bind(8, 3)
     batches = [batch for epoch in range(20) for batch in feed.batches(epoch)]

@@ -18,7 +18,7 @@ from hookdiff.images import Store, Transforms, Workers
 from hookdiff.images.items import ItemKeys
 from hookdiff.options.imports import installed
 from hookdiff.run_dir.history import History
-from tests.conftest import check_facts, mostly_wide, refused, warnings
+from tests.conftest import check_facts, mostly_wide, refused, warnings, wide
 
 GOOD = {
     "run": {"steps": 20, "batch_size": 16, "plugins": ["ema", "lr"]},
@@ -114,7 +114,7 @@ def test_numbers_and_times_have_their_types(path):
         ("run.plugins", ["ema", "torch:load"], ("'torch:load'", "function")),
         ("data.source", "digit", ("'digit'", "'digits'", *SOURCES, "module:Name")),
         ("data.source", 3, (3, *SOURCES, "module:Name")),
-        pytest.param("data.source", "torchvision:MNST", ("'MNST'", "'MNIST'"), marks=pytest.mark.wide),
+        *wide(("data.source", "torchvision:MNST", ("'MNST'", "'MNIST'"))),
         ("model.use", "nowhere:Net", ("nowhere:Net",)),
         ("model.use", "torch.nn:Lineer", ("torch.nn:Lineer", "'Lineer'", "'Linear'")),
         ("model.use", "math:pi", ("math:pi", "standard library")),

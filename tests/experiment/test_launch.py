@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hookdiff_checkpoint import read_checkpoint
-from tests.conftest import FORKS, Torchrun, check_facts, mostly_wide, records, wait_until, write_small
+from tests.conftest import FORKS, Torchrun, check_facts, mostly_wide, records, wait_until, wide, write_small
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
@@ -293,12 +293,12 @@ class Fails:
     [
         (("", "raise"), "rank 1: RuntimeError: gone 1"),
         pytest.param(("raise", ""), "rank 0: RuntimeError: gone 0", marks=pytest.mark.slow),
-        pytest.param(("late raise", "raise"), "rank 1: RuntimeError: gone 1", marks=pytest.mark.wide),
+        *wide((("late raise", "raise"), "rank 1: RuntimeError: gone 1")),
         pytest.param(("raise", "late raise"), "rank 0: RuntimeError: gone 0", marks=pytest.mark.slow),
-        pytest.param(("", "refuse"), "rank 1: UserError: refused here", marks=pytest.mark.wide),
+        *wide((("", "refuse"), "rank 1: UserError: refused here")),
         pytest.param(("", "exit"), "rank 1: SystemExit: 5", marks=pytest.mark.slow),
         pytest.param(("", "end"), "rank 1: RuntimeError: at the end 1", marks=pytest.mark.slow),
-        pytest.param(("", "kill"), "nothing was heard of rank 1", marks=pytest.mark.wide),
+        *wide((("", "kill"), "nothing was heard of rank 1")),
         pytest.param(("", "", "raise"), "rank 2: RuntimeError: gone 2", marks=pytest.mark.slow),
     ],
     ids=str,

@@ -26,7 +26,7 @@ from hookdiff_array import Arrays
 from hookdiff_shards import shards
 from hookdiff_shards.files import Files
 from hookdiff_shards.index import load, save
-from tests.conftest import check_facts, pixels, refused
+from tests.conftest import check_facts, pixels, refused, wide
 from tests.hostile.formats import (
     KINDS,
     LABELS,
@@ -571,7 +571,7 @@ class Cut:
 """
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("workers", [0, *wide(1)])
 def test_a_run_on_an_array_that_shrinks_ends_with_one_message(
     hookdiff: Any, write_config: Any, user_module: Callable[..., None], workers: int
 ) -> None:
@@ -586,7 +586,7 @@ def test_a_run_on_an_array_that_shrinks_ends_with_one_message(
     assert set(multiprocessing.active_children()) <= set(before)
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("method", ["fork", *wide("spawn")])
 def test_workers_read_the_same_array(here: Path, method: str) -> None:
     (here / "a.npy").write_bytes(npy(RGB))
     expected = torch.from_numpy(RGB).permute(0, 3, 1, 2).float() / 127.5 - 1

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hookdiff import Batch, InMemory, UserError
 from hookdiff.images import Transforms, feed_of
 from hookdiff.testing.compare import assert_same, weights
-from tests.conftest import Restores, as_list, pixels, refused, toy_run
+from tests.conftest import Restores, as_list, pixels, refused, toy_run, wide
 
 ALL = Transforms(resize=12, image_size=8, flip=0.5)
 
@@ -72,7 +72,7 @@ def coordinates(num: int = 6, side: int = 12) -> Tensor:
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("workers", [0, *wide(1)])
 def test_images_of_the_same_size_share_crop_and_flip(in_memory: bool, workers: int) -> None:
     images = coordinates()
     conditions = {
@@ -141,7 +141,7 @@ def test_without_augmentation_the_centre_of_all_images_is_cut_out() -> None:
     assert torch.equal(batch.conditions["mask"], images[:, 0, 2:10, 2:10].bool())
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("workers", [0, *wide(1)])
 def test_tuples_have_their_conditions_by_place(workers: int) -> None:
     image, mask = torch.zeros(1, 2, 2), torch.eye(2).bool()
     for item, label, names in (
@@ -184,7 +184,7 @@ def without(key: str) -> dict[str, Any]:
     return {name: value for name, value in sample().items() if name != key}
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("workers", [0, *wide(1)])
 @pytest.mark.parametrize(
     ("broken", "facts"),
     [
@@ -246,7 +246,7 @@ def test_a_run_with_conditions_resumes_exactly_and_in_any_micro_batch(data: Call
         torch.testing.assert_close(value, weights(whole)[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("workers", [0, *wide(1)])
 def test_the_keys_of_items_can_be_named(workers: int) -> None:
     """As the processors of transformers name them; a "label" that is not the label is a condition."""
     values = torch.linspace(-1, 1, 24).reshape(6, 1, 2, 2)

@@ -14,7 +14,7 @@ from torch import Tensor
 from hookdiff import Feed, InMemory, UserError
 from hookdiff.images import Folder, Kind, Store, Transforms, feed_of
 from hookdiff_array import Arrays
-from tests.conftest import as_list, check_facts, refused, warnings
+from tests.conftest import as_list, check_facts, refused, warnings, wide
 from tests.images.conftest import noise, write_folder
 
 
@@ -126,7 +126,7 @@ def test_broken_pixels_are_found_when_all_images_are_decoded(root: Path, store: 
     check_facts(line, "004.png")
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("workers", [0, *wide(2)])
 def test_broken_pixels_that_are_met_later_stop_the_run(root: Path, workers: int) -> None:
     path = write_folder(root, 9)[4]
     truncate(path)

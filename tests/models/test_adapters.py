@@ -14,7 +14,7 @@ from hookdiff.models.adapters import adapt, check_forward, checkpointable
 from hookdiff.options.structure import Problems, arguments, parameters
 from hookdiff_memory.estimate import estimate_memory
 from hookdiff_networks import DiT, UNet
-from tests.conftest import check_facts, refused
+from tests.conftest import check_facts, refused, wide
 
 THEIR_UNET = {
     "use": "diffusers:UNet2DModel",
@@ -167,7 +167,7 @@ def test_a_model_that_does_not_fit_the_data_is_refused_before_training(config, t
 
 
 @pytest.mark.parametrize("name", ["unet", "dit"])
-@pytest.mark.parametrize("num_classes", [pytest.param(0, marks=pytest.mark.wide), 10])
+@pytest.mark.parametrize("num_classes", [*wide(0), 10])
 def test_our_models_train_and_sample_from_a_config(config, tmp_path, name, num_classes):
     unet = {"channels": 8, "head_dim": 8, "num_res_blocks": 1}
     small = unet if name == "unet" else {"hidden_size": 16, "depth": 1}
@@ -390,10 +390,7 @@ TEXT_NETWORKS: list[tuple[str, dict[str, Any], dict[str, str]]] = [
 
 
 @pytest.mark.filterwarnings("ignore")  # of layers in diffusers
-@pytest.mark.parametrize(
-    ("name", "arguments", "conditions"),
-    [TEXT_NETWORKS[0], *(pytest.param(*case, marks=pytest.mark.wide) for case in TEXT_NETWORKS[1:])],
-)
+@pytest.mark.parametrize(("name", "arguments", "conditions"), [TEXT_NETWORKS[0], *wide(*TEXT_NETWORKS[1:])])
 def test_networks_of_diffusers_with_a_text_are_trained(
     name: str, arguments: dict[str, Any], conditions: dict[str, str]
 ) -> None:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from hookdiff.models.attention_forms import Form, attention, product_is_faster, use_attention
 from hookdiff_networks import DiT, UNet
+from tests.conftest import wide
 
 
 @given(
@@ -89,7 +90,7 @@ def test_own_networks_follow(make: Any, text_dim: int, layers: int) -> None:
     assert kernels(model, x, t, **text) == 0
 
 
-@pytest.mark.parametrize("kind", [pytest.param("unet", marks=pytest.mark.wide), "with cross-attention"])
+@pytest.mark.parametrize("kind", [*wide("unet"), "with cross-attention"])
 def test_networks_of_diffusers_follow_through_their_processors(kind: str) -> None:
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)

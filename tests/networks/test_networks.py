@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hookdiff_networks import DiT, UNet
 from hookdiff_networks.layers import Block
-from tests.conftest import refused
+from tests.conftest import refused, wide
 from tests.networks.conftest import both, grad_of, images, small, text_for, trained
 
 
@@ -28,10 +28,11 @@ def test_arguments_are_plain_keywords_with_defaults(kind: Any) -> None:
     [
         (UNet, {}),
         (UNet, {"image_size": 32, "in_channels": 3, "channel_mults": (1, 2, 2), "attention_resolutions": (16, 8)}),
-        pytest.param(
-            UNet,
-            {"image_size": 64, "in_channels": 3, "channel_mults": (1, 2, 3, 4), "attention_resolutions": (16, 8)},
-            marks=pytest.mark.wide,
+        *wide(
+            (
+                UNet,
+                {"image_size": 64, "in_channels": 3, "channel_mults": (1, 2, 3, 4), "attention_resolutions": (16, 8)},
+            )
         ),
         (DiT, {}),
         (DiT, {"image_size": 32, "in_channels": 3, "patch_size": 4}),
@@ -128,7 +129,7 @@ def test_images_of_a_batch_do_not_affect_each_other(kind: Any) -> None:
 
 
 @both
-@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.wide), 0.5])
+@pytest.mark.parametrize("dropout", [*wide(0.0), 0.5])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("text_dim", [0, 3])
 def test_gradient_checkpointing_gives_the_same_gradients(

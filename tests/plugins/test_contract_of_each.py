@@ -9,14 +9,14 @@ import pytest
 from hookdiff.loop.hookspecs import declaration_of
 from hookdiff.options.imports import installed
 from hookdiff.testing import COMPANIONS, assert_any_order, assert_keeps_contract, assert_removable, assert_resumes
-from tests.conftest import tiered
+from tests.conftest import wide
 from tests.first_party import COSTLY, KINDS, LOOP, OPTIONS, net
 
 SHORT: dict[str, Any] = {**LOOP, "steps": 8}  # two epochs
 CHANGES: dict[str, Any] = {"amp": "training", "clip": "training", "lr": "training", "spectral": "model"}
 
 
-@pytest.mark.parametrize("name", tiered(KINDS, COSTLY))
+@pytest.mark.parametrize("name", [*sorted(KINDS.keys() - COSTLY), *wide(*sorted(COSTLY))])
 class TestEveryPlugin:
     def make(self, name: str) -> Any:
         """Return a function that makes the plugin; skip the test if a package that the plugin needs is missing."""

@@ -18,7 +18,7 @@ from hookdiff.machine.ranks import first_rank_says, gathered, num_ranks, rank, s
 from hookdiff.testing import OutOfStep, ToyObjective, all_differences, on_ranks, toy_loop
 from hookdiff.testing.rank_checks import Averaging, assert_trains_on_ranks
 from hookdiff.testing.record import Record
-from tests.conftest import acting, refused, tiered
+from tests.conftest import acting, refused, wide
 from tests.first_party import COSTLY, KINDS, LOOP, OPTIONS, net
 
 # These talk to other processes; tests/test_training_on_ranks.py and tests/plugins/test_checkpoint_ranks.py start some.
@@ -30,7 +30,7 @@ EXCEPT: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", tiered([name for name in KINDS if name not in REAL], COSTLY))
+@pytest.mark.parametrize("name", [*sorted(KINDS.keys() - REAL - COSTLY), *wide(*sorted(COSTLY))])
 def test_each_plugin_trains_on_two_ranks_as_on_one(name: str) -> None:
     for module in declaration_of(KINDS[name]).needs:
         pytest.importorskip(module, reason=f"{name} needs the extra package {module}")
@@ -60,7 +60,7 @@ def ask_for_the_state(loop: Loop) -> None:
     loop.state_dict()
 
 
-@pytest.mark.parametrize("num", [1, pytest.param(2, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("num", [1, *wide(2)])
 def test_to_ask_for_the_state_changes_nothing(num: int) -> None:
     names = ["amp", "clip", "debug", "ema", "gradients", "loss", "lr", "memory", "nan", "spectral", "stop_early"]
     odd = Feed(InMemory(digits().images[:51]), drop_last=False)
