@@ -44,20 +44,29 @@ def imported(test: Path, folder: Path) -> set[str]:
 
 
 def tests_of(file: str, folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the test files that mirror `file`, its own first, and those that import it, directly and small first."""
+    """Return the test files that mirror `file`, its own first, and the others, those of its room and small ones first.
+
+    The others import the module. If none mirrors it, the others of its room belong to them, too.
+    """
     path, tests = Path(file), sorted((folder / "tests").rglob("test_*.py"))
-    if path.parts[0] == "plugins":
+    is_plugin = path.parts[0] == "plugins"
+    if is_plugin:
         name = path.parts[1].removeprefix("hookdiff_")
-        mirror = [one for one in tests if one.parent.name == "plugins" and re.match(rf"test_{name}(_|\.py)", one.name)]
+        home = folder / "tests" / ("networks" if name == "networks" else "plugins")
+        mirror = [one for one in tests if one.parent == home and re.match(rf"test_{name}(_|\.py)", one.name)]
     else:
-        mirror = [one for one in tests if one == folder / "tests" / Path(*path.parts[1:-1]) / f"test_{path.name}"]
+        home = folder / "tests" / Path(*path.parts[1:-1])
+        mirror = [one for one in tests if one == home / f"test_{path.name}"]
     module = next(name for name, one in files(folder).items() if one == folder / file)
     found = []
     for test in set(tests) - set(mirror):
+        is_direct = module in (text := test.read_text("utf-8"))
+        is_near = test.parent == home and home.name != "plugins"
         is_of_all = test == folder / _OF_ALL_OPTIONS
-        if is_of_all or any(f"{name}.".startswith(f"{module}.") for name in imported(test, folder)):
-            text = test.read_text("utf-8")
-            found.append((module not in text, len(text), test))
+        if any(f"{name}.".startswith(f"{module}.") for name in imported(test, folder)):
+            found.append((not is_near, not is_direct, len(text), test))
+        elif is_of_all or (is_near and not mirror):
+            found.append((True, is_of_all, len(text), test))
     return sorted(mirror, key=lambda one: path.stem not in one.stem), [test for *_, test in sorted(found)]
 
 
