@@ -164,6 +164,14 @@ OPTIMIZERS: dict[str, Any] = {
 OWN = {"halves": Halves, "asks": Asks, "spoils": Spoils, "drops": Drops, "looks": Looks, "thaws": Thaws}
 
 
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Return the largest difference of the weights and averages of two runs."""
+    assert one["weights"].keys() == other["weights"].keys()
+    assert one["averages"].keys() == other["averages"].keys()
+    pairs = [(one[part][name], other[part][name]) for part in ("weights", "averages") for name in one[part]]
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+
+
 def train(spec: dict[str, Any]) -> dict[str, Any]:
     """Train as `spec` says; return weights, averages, losses and norms, and what each rank has seen."""
     dtype = getattr(torch, spec.get("dtype", "float32"))

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hookdiff_checkpoint import find_checkpoints, read_checkpoint
-from tests.conftest import check_facts, records, wide, write_small
-from tests.on_ranks import done, started, train, train_config
+from tests.conftest import records, wide, write_small
+from tests.on_ranks import apart, done, started, train, train_config
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
@@ -29,14 +29,6 @@ def on_ranks(tmp_path: Path) -> Trained:
         return done(tmp_path, num, train, spec)
 
     return call
-
-
-def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Return the largest difference of the weights and averages of two runs."""
-    assert one["weights"].keys() == other["weights"].keys()
-    assert one["averages"].keys() == other["averages"].keys()
-    pairs = [(one[part][name], other[part][name]) for part in ("weights", "averages") for name in one[part]]
-    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
 
 def samples(result: dict[str, Any]) -> list[Any]:
@@ -213,9 +205,8 @@ def test_a_plugin_may_leave_out_another_number_of_samples_on_each_rank(on_ranks:
     assert together["ranks"][0]["passes"] == together["ranks"][1]["passes"]
 
 
-@pytest.mark.parametrize("plugin", [*wide("ddp"), "fsdp"])
-def test_parameters_may_be_thawed_and_frozen(on_ranks: Trained, plugin: str) -> None:
-    plugins = {"thaws": {}, plugin: {}, **USUAL}
+def test_fsdp_follows_parameters_that_are_thawed_and_frozen(on_ranks: Trained) -> None:
+    plugins = {"thaws": {}, "fsdp": {}, **USUAL}
     assert apart(train({"plugins": plugins}), on_ranks(2, plugins=plugins)) < 1e-5
 
 
@@ -225,12 +216,3 @@ def test_ranks_may_have_expanded_buffers(on_ranks: Trained, plugin: str) -> None
     together = on_ranks(2, **spec)
     assert apart(train(spec), together) < 1e-5
     assert together["weights"]["of_shown"].tolist() == together["weights"]["shown"].tolist() * 4 == [4.0] * 4
-
-
-def test_ddp_names_a_parameter_without_a_part_in_the_loss(on_ranks: Trained, tmp_path: Path) -> None:
-    with started(tmp_path, 2, train, {"plugins": {"ddp": {}}, "unused": True}) as processes:
-        ends = [process.finish() for process in processes]
-    assert [code for code, *_ in ends] == [1, 1]
-    check_facts(ends[0][2], "UserError", "unused.weight", "unused.bias", "plugins.ddp.find_unused_parameters = true")
-    spec = {"plugins": {"ddp": {"find_unused_parameters": True}}, "unused": True, "config": {"steps": 3}}
-    assert apart(train(spec), on_ranks(2, **spec)) < 1e-5

@@ -23,6 +23,13 @@ class Late:
     def on_stop(self):
         os.kill(os.getpid(), signal.SIGINT)
 
+class Terminated:
+    "Receives SIGTERM in each step."
+
+    @hookimpl
+    def after_backward(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
 class OutOfTime:
     "Ends the run as out of time after the third step."
 

@@ -234,6 +234,23 @@ def test_a_chain_starts_from_a_noised_image(process: str, strength: float, steps
         assert torch.equal(calls[0], noise)  # nothing of the image is left
 
 
+@pytest.mark.parametrize("process", ["vp", "flow", "edm"])
+def test_the_kept_part_has_the_noise_of_the_next_step(process: str) -> None:
+    seen: list[Tensor] = []
+
+    def net(x: Tensor, timesteps: Tensor) -> Tensor:
+        seen.append(x)
+        return torch.zeros_like(x)
+
+    diffusion, sampling, side = Diffusion(process, "sample"), Sampling("euler", 5, clipping="none"), (1, 64, 64)
+    images, mask = torch.full((1, *side), 0.5), torch.zeros(1, *side, dtype=torch.bool)
+    result = sampling.sample(net, diffusion, side, generators(3), "cpu", images=images, strength=1.0, mask=mask)
+    assert torch.equal(result, images)
+    for x, point in zip(seen, sampling.points(diffusion), strict=True):
+        assert float(x.std()) == pytest.approx(point.sigma, rel=0.05)
+        assert float(x.mean()) == pytest.approx(0.5 * point.alpha, abs=0.05 * point.sigma)
+
+
 def test_a_small_strength_changes_little(gaussian: type) -> None:
     images = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(1)) - 0.5
     net = gaussian(LINEAR, 0.0, 0.3)

@@ -435,6 +435,17 @@ def test_an_uneven_last_micro_batch_counts_by_its_samples():
     assert ran(loop).gradients.named()["weight"].item() == pytest.approx(40 / 6)
 
 
+def test_each_micro_batch_has_a_dropout_of_its_own():
+    masks = []
+
+    def objective(net, batch):
+        masks.append(nn.functional.dropout(torch.ones(64)))
+        return net(batch.inputs).square().mean(1)
+
+    ran(toy_loop(objective=objective, steps=1, batch_size=8, micro_batch=4))
+    assert not torch.equal(*masks)
+
+
 def test_dropout_is_a_function_of_the_position():
     one, other = (toy_loop(model=toy_model(dropout=0.5)) for _ in range(2))
     one.run()
@@ -505,17 +516,26 @@ def test_a_skipped_step_gets_new_noise_and_is_not_counted():
     assert not torch.equal(objective.noises[2], objective.noises[3])
 
 
-def test_a_skipped_step_leaves_the_buffers_as_they_were():
+class Overflows:
+    """A plugin whose gradients overflow at position 2, as those of float16 do."""
+
+    @hookimpl
+    def unscale(self, loop):
+        return loop.progress.position != 2
+
+
+@pytest.mark.parametrize(("plugin", "bad", "outcome"), [(SKIP, {2}, "skipped"), (Overflows(), {}, "void")])
+def test_a_skipped_step_leaves_the_buffers_as_they_were(plugin, bad, outcome):
     model = nn.Sequential(nn.BatchNorm1d(4), toy_model())
     kept, outcomes = {}, []
-    with toy_loop({"skip": SKIP}, model=model, objective=NaNAt({2}), steps=3) as loop:
+    with toy_loop({"skips": plugin}, model=model, objective=NaNAt(bad), steps=3) as loop:
         for step in loop.steps():
             before, kept = kept, {name: buffer.clone() for name, buffer in model.named_buffers()}
             outcomes.append(step.outcome)
             assert kept["0.num_batches_tracked"] == step.step
-            if step.outcome == "skipped":
+            if step.outcome == outcome:
                 assert_same(kept, before)
-    assert outcomes == ["updated", "updated", "skipped", "updated"]
+    assert outcomes == ["updated", "updated", outcome, "updated"]
 
 
 def test_the_strongest_verdict_wins(caplog):

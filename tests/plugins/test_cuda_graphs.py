@@ -26,7 +26,7 @@ from hookdiff_checkpoint import Checkpoint
 from hookdiff_cuda_graphs import CudaGraphs
 from hookdiff_muon import muon
 from hookdiff_networks import DiT, UNet
-from tests.conftest import Logged, acting, check_facts, outcomes, ran, refused, toy_run, wide
+from tests.conftest import Logged, acting, check_facts, outcomes, ran, refused, toy_run, two_ranks, wide
 from tests.replayed import CpuRecorder
 
 WARMUP, STEPS = 3, 20
@@ -470,6 +470,19 @@ def test_a_value_that_the_host_reads_in_the_passes_is_one_message(device, record
     else:  # in a process of its own, as torch's allocator and its generator are not usable after it
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             process.submit(refuse_a_reader, device).result()
+
+
+ON_RANKS = """
+from hookdiff.testing import toy_loop
+from hookdiff_cuda_graphs import CudaGraphs
+
+loop = toy_loop({"cuda_graphs": CudaGraphs()}, steps=2)
+result = loop.num_ranks, loop.run()
+"""
+
+
+def test_ranks_without_graphs_train_too(tmp_path):
+    assert two_ranks(ON_RANKS, tmp_path) == [(2, "done")] * 2
 
 
 def test_a_machine_without_graphs_trains_as_without_the_plugin(caplog):

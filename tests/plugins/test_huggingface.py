@@ -14,7 +14,7 @@ from hookdiff.images import Store, Transforms, feed_of
 from hookdiff_huggingface import HuggingFace
 from tests.conftest import pixels, refused
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 def picture(seed: int, side: int = 10) -> Image.Image:

@@ -33,6 +33,19 @@ class Sleeps:
         time.sleep(self.seconds)
 """
 
+TICKS = """
+from attrs import define
+from hookdiff import hookimpl
+
+now = [0.0]
+
+@define(eq=False)
+class Ticks:
+    @hookimpl
+    def before_step(self):
+        now[0] += 1
+"""
+
 ALIVE = """
 import weakref
 from attrs import define
@@ -147,16 +160,21 @@ def test_the_table_and_the_trace_are_for_reading(small: Callable[..., Path], hoo
     assert {"clip: after_backward", "defaults: compute_loss", "aten::convolution"} <= names
 
 
-@pytest.mark.wide
-def test_changes_are_measured_beside_the_config(small: Callable[..., Path], hookdiff: Any) -> None:
+def test_changes_are_measured_in_images_beside_the_config(
+    small: Callable[..., Path], hookdiff: Any, user_module: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user_module("hd_profile_ticks", TICKS)  # each step takes a second
+    now = importlib.import_module("hd_profile_ticks").now
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
     # "eager" compiles nothing, which keeps the test short.
-    config = small("compile", plugins={"compile": {"backend": "eager"}})
+    config = small("hd_profile_ticks:Ticks", "compile", plugins={"compile": {"backend": "eager"}})
     sizes = ("--set", "data.held_out=1750", "--set", "run.batch_size=24")
     listed = json.loads(output(hookdiff("profile", config, "--steps", 2, "--json", *sizes)))["changes"]
     changes_by_text = {" ".join(each["plugins"] + each["settings"]): each for each in listed}
     assert set(changes_by_text) == {"amp", "run.channels_last=false", "run.batch_size=48", "run.batch_size=12"}
     assert "47" in changes_by_text.pop("run.batch_size=48")["why"]
-    assert all(0.05 < each["ratio"] < 20 for each in changes_by_text.values())
+    ratios = {text: each["ratio"] for text, each in changes_by_text.items()}
+    assert ratios == {"amp": 1, "run.channels_last=false": 1, "run.batch_size=12": 0.5}
 
 
 @pytest.mark.wide

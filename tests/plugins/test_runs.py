@@ -184,8 +184,9 @@ def test_sorting(tmp_path: Path, hookdiff: Command) -> None:
     make(tmp_path / "a", {"step": 9, "time": 1, "loss": 2, "fd/x": 5.0}, optimizer={"lr": 0.1})
     make(tmp_path / "b", {"step": 10, "time": 3, "loss": 1, "fd/x": 6.0}, reason="done", optimizer={"lr": 0.02})
     make(tmp_path / "c", {"step": 3, "time": 2, "loss": None, "fd/x": None}, optimizer={"lr": "auto"})
-    orders = {"name": "abc", "step": "cab", "loss": "bac", "age": "bca", "state": "acb", "fd/x": "abc"}
-    for key, order in {**orders, "optimizer.lr": "bac"}.items():
+    make(tmp_path / "d", {"step": 2, "time": 0, "loss": 3, "fd/x": 7.0}, optimizer={"lr": 0.3})
+    orders = {"name": "abcd", "step": "dcab", "loss": "badc", "age": "bcad", "state": "acdb", "fd/x": "abdc"}
+    for key, order in {**orders, "optimizer.lr": "badc"}.items():
         assert "".join(rows(hookdiff, tmp_path, "--sort", key)) == order, key
     refusal = hookdiff("runs", tmp_path, "--sort", "optimiser.lr")
     check_refused(refusal, "optimiser.lr", "optimizer.lr", "fd/x", "age")

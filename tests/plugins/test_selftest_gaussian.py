@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from hookdiff.diffusion.process import Point
 from hookdiff.diffusion.schedules import Linear
 from hookdiff.diffusion.solvers import DDIM, DDPM, DPMSolver2M, Euler, Heun, Solver
 from hookdiff_selftest.cli import gaussian as command
-from hookdiff_selftest.gaussian import CASES, Case, check, exact_loss, exact_samples
+from hookdiff_selftest.gaussian import CASES, Case, Check, check, exact_loss, exact_samples
 from tests.conftest import wide
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -142,6 +143,11 @@ def test_the_command_fails_and_names_the_wrong_number(monkeypatch: pytest.Monkey
     result = CliRunner().invoke(command, ["--prediction-type", "flow_prediction"])
     assert result.exit_code == 1
     assert "FAILED  flow_prediction (schedule flow), weighting uniform: loss is" in result.output
+
+
+def test_a_nan_is_within_no_tolerance() -> None:
+    for name in ("loss", "mean"):
+        assert not Check(EPSILON, "uniform", name, math.nan, 1.0).passed
 
 
 def test_an_unknown_prediction_is_refused_with_the_nearest() -> None:

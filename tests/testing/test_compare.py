@@ -51,4 +51,5 @@ def test_a_nan_equals_a_nan_and_a_tolerance_is_relative() -> None:
     there = {**here, "x": torch.tensor([1.001, float("nan")]), "y": 1e6 + 1}
     assert [each.key for each in all_differences(here, there)] == ["x", "y"]
     assert [each.key for each in all_differences(here, there, tolerance=1e-4)] == ["x"]
-    assert [each.key for each in all_differences(here, {**here, "x": torch.ones(2)}, tolerance=1e-2)] == ["x"]
+    for tolerance in (0.0, 1e-2):
+        assert [each.key for each in all_differences(here, {**here, "x": torch.ones(2)}, tolerance)] == ["x"]
