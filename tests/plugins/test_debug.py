@@ -14,6 +14,7 @@ from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, w
 from hookdiff_debug import Debug
 from hookdiff_debug.checks import check_inputs
 from hookdiff_debug.measure import measure_inputs, measure_layers, measure_outputs, untouched
+from hookdiff_debug.trial import Trial
 from hookdiff_networks import DiT, UNet
 from tests.conftest import Logged, acting, toy_run, warnings
 from tests.plugins.test_compile import Counter, Net
@@ -46,6 +47,10 @@ def test_a_nan_does_not_hide_the_other_numbers():
     assert (found.low, found.high) == (float(clean.min()), float(clean.max()))
     assert found.mean == pytest.approx(float(clean.mean()), abs=1e-6)
     assert found.std == pytest.approx(float(clean.std(correction=0)), rel=1e-5)
+
+
+def test_the_steps_of_a_trial_are_counted_from_one():
+    assert Trial(measure_inputs(PICTURES), losses=[1.0, math.inf, math.nan]).first_bad == 2
 
 
 def test_constant_channels_and_repeated_images_are_found():

@@ -233,6 +233,7 @@ def test_a_plugin_that_cannot_be_counted_is_noted(config):
     (note,) = estimate.notes
     check_facts(note, "'broken'", "no tape in the drive")
     assert estimate.plugins == {"ema": estimate.parameters}
+    assert estimate.peak == estimate_memory(config("MLP")).peak + estimate.parameters
 
 
 def test_a_model_that_looks_at_its_weights_is_refused(config):
