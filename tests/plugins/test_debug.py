@@ -50,7 +50,7 @@ def test_a_nan_does_not_hide_the_other_numbers():
 
 
 def test_the_steps_of_a_trial_are_counted_from_one():
-    assert Trial(measure_inputs(PICTURES), losses=[1.0, math.inf, math.nan]).first_bad == 2
+    assert Trial(3, measure_inputs(PICTURES), losses=[1.0, math.inf, math.nan]).first_bad == 2
 
 
 def test_constant_channels_and_repeated_images_are_found():
