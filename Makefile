@@ -11,6 +11,9 @@ demo: .venv/ready
 aim: .venv/ready-dev
 	$(BIN)/aim up --repo runs
 
+# Without compiled files each process compiles hookdiff anew, and pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 # loadscope: the tests of a file run in one process, which makes their shared fixtures once.
 test: .venv/ready-dev
 	$(BIN)/python -m pytest -n auto --dist loadscope -m "not slow and not wide"

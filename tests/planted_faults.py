@@ -39,6 +39,7 @@ def copy_of_tree(folder: Path) -> dict[str, str]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}{os.pathsep}{folder / 'plugins'}"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # pytest takes seconds to compile all tests
     run = [sys.executable, "-c", "import hookdiff, hookdiff_ema; print(hookdiff.__file__, hookdiff_ema.__file__)"]
     found = subprocess.run(run, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout.split()
     assert all(Path(file).is_relative_to(folder) for file in found), f"the copy would import {found}"
