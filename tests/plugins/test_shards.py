@@ -109,7 +109,6 @@ def test_a_name_with_braces_is_taken_as_it_is(made: Path) -> None:
         ("mixed", ["mixed", "b.tar.gz", "unpack"]),
         ("", ["path", "empty"]),
         ("hidden.tar", ["hidden.tar", "no sample", "0001.png"]),
-        ("nosuch://a/b.tar", ["nosuch://a/b.tar", "'nosuch'"]),
     ],
 )
 def test_what_is_no_shard_is_refused(made: Path, path: Any, facts: list[Any]) -> None:
