@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 
-from hookdiff import PASS, UserError, hookimpl, load_config
+from hookdiff import PASS, UserError, hookimpl
 from hookdiff.testing.toy import toy_loop
 from hookdiff_lr import (
     LR,
@@ -316,18 +316,6 @@ def command(here, hookdiff):
         return hookdiff(*words)
 
     return called
-
-
-@pytest.mark.wide
-def test_a_schedule_is_recorded_with_all_its_options(command, tmp_path):
-    command("check", "mine.toml", plugins={"lr": {"schedule": {"use": "cosine", "min_ratio": 0.5}}})
-    config = load_config(tmp_path / "mine.toml")
-    assert config.resolved()["plugins"]["lr"]["schedule"] == {"use": "cosine", "min_ratio": 0.5}
-    config = load_config(tmp_path / "mine.toml", settings=["plugins.lr.schedule.use=cooldown"])
-    recorded = {"use": "cooldown", "min_ratio": 0.0, "length": 0.2, "shape": "sqrt"}
-    assert config.resolved()["plugins"]["lr"]["schedule"] == recorded
-    (tmp_path / "again.toml").write_text(tomli_w.dumps(config.resolved()))
-    assert load_config(tmp_path / "again.toml").resolved() == config.resolved()
 
 
 STRANGER = """

@@ -301,7 +301,6 @@ def test_folders_in_a_tar_are_passed_over(made: Path) -> None:
         ({"a.png": b"", "a.npy": b""}, {"conditions": {"x": "npy:k"}}, ["conditions.x", "'npy:k'", ".json"]),
         ({"a.png": b"", "a.npy": b""}, {"conditions": {"label": "npy"}}, ["conditions", "'label'"]),
         ({"a.png": b""}, {"conditions": {"x": "npy"}}, [".npy", ".png"]),
-        ({}, {}, ["one.tar"]),
         ({"a": b""}, {}, ["one.tar"]),
         ({"a.png": b"", "a.cls": b"0"}, {"classes": "names.txt"}, ["names.txt"]),
         ({"a.png": b"", "a.cls": b"0"}, {"classes": "names.csv"}, ["names.csv", ".txt", ".json"]),
