@@ -25,15 +25,14 @@ Row = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sets(here: Path) -> Path:
     """Return a folder with the pictures odd/ and even/ of digits, and with odd.npz of the same pixels."""
-    monkeypatch.chdir(tmp_path)
     images = digits().images[:80]
     for number, image in enumerate(images):
-        save_image(image, tmp_path / ("odd" if number % 2 else "even") / "deep" / f"{number:03}.png")
+        save_image(image, here / ("odd" if number % 2 else "even") / "deep" / f"{number:03}.png")
     numpy.savez("odd.npz", arr_0=images[1::2].permute(0, 2, 3, 1).numpy())
     numpy.savez("flat.npz", arr_0=images[1::2, 0].numpy())
-    return tmp_path
+    return here
 
 
 @pytest.fixture
@@ -47,9 +46,8 @@ def compare(succeed: Succeed) -> Row:
 
 
 @pytest.fixture
-def train(tmp_path: Path, write_config: Any, succeed: Succeed, monkeypatch: pytest.MonkeyPatch) -> Row:
-    """Return a function that trains in the folder `run`, which gets current, and returns the values of the plugin."""
-    monkeypatch.chdir(tmp_path)
+def train(here: Path, write_config: Any, succeed: Succeed) -> Row:
+    """Return a function that trains in the folder `run`, and returns the values of the plugin."""
 
     def call(**model: object) -> dict[str, Any]:
         run = {"steps": 2, "plugins": ["checkpoint", "fid"]}
@@ -110,25 +108,20 @@ def test_pictures_are_compared_with_a_run_as_its_data(
     sides: tuple[int, int],
     data: dict[str, Any],
     remarks: list[str],
-    tmp_path: Path,
+    here: Path,
     write_config: Any,
     hookdiff: Command,
     succeed: Succeed,
     compare: Row,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("pictures").mkdir()
     for number, picture in enumerate(_noisy(mode, *sides)):
         picture.save(f"pictures/{number}.png")
     parts = "lambda images: images.mean(1).unfold(1, 4, 4).unfold(2, 4, 4).mean((3, 4)).flatten(1)"
     Path("parts_here.py").write_text(f"def parts(images):\n    return ({parts})(images)")
-    run, data = (
-        {"steps": 1, "batch_size": 4, "plugins": ["checkpoint"]},
-        {"source": "folder", "path": "pictures", **data},
-    )
-    succeed("run", write_config(run=run, data=data), "--out", "run")
+    run = {"steps": 1, "batch_size": 4, "plugins": ["checkpoint"]}
+    succeed("run", write_config(run=run, data={"source": "folder", "path": "pictures", **data}), "--out", "run")
     words = ("--features", "parts_here:parts", "--num", 12)
     expected = compare("run", *words)["fd/parts_here.parts"]
     for pair in (("run", "pictures"), ("pictures", "run")):
@@ -151,13 +144,10 @@ def test_golden_text(sets: Path, succeed: Succeed) -> None:
     assert [line.split("/")[0].strip() for line in others] == ["precision", "recall", "density", "coverage", "is"]
 
 
-def test_statistics_are_written_and_read(sets: Path, hookdiff: Command, succeed: Succeed, compare: Row) -> None:
+def test_statistics_are_written_and_read(sets: Path, succeed: Succeed, compare: Row) -> None:
     check_facts(succeed("fid", "odd", "--save", "odd-stats.npz"), "odd-stats.npz", "40 images of odd", "digits")
     with numpy.load("odd-stats.npz") as file:
         assert (file["mu"].shape, file["sigma"].shape, file["num"]) == ((64,), (64, 64), 40)
-    before = Path("odd-stats.npz").read_bytes()
-    check_refused(hookdiff("fid", "even", "--save", "odd-stats.npz"), "odd-stats.npz", "--overwrite")
-    assert Path("odd-stats.npz").read_bytes() == before
     succeed("fid", "odd", "--save", "odd-stats.npz", "--overwrite")
     for a, b in (("even", "odd-stats.npz"), ("odd-stats.npz", "even")):
         row = compare(a, b)

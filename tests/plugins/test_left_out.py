@@ -113,13 +113,3 @@ def test_init_skips_broken_files_if_it_saw_some(here: Path, say: Any) -> None:
         (here / "pictures" / name).unlink()
     assert say("init", "pictures", "-o", "mine.toml", "--overwrite", "--minutes", 0.001)[0] == 0
     assert "unreadable" not in (here / "mine.toml").read_text()
-
-
-def test_a_folder_without_a_readable_picture_is_refused(here: Path, say: Any) -> None:
-    for path in (here / "pictures").rglob("*.*"):
-        if path.is_file():
-            path.write_bytes(b"no picture")
-    for words in (("fid", "pictures", "pictures", "--features", "digits"), ("init", "pictures", "-o", "x.toml")):
-        code, _, err = say(*words)
-        assert code == 2
-        check_facts(err, 27, "00.png")

@@ -13,6 +13,7 @@ from hookdiff import UserError, build_loop, load_config
 from hookdiff.testing.toy import toy_loop
 from hookdiff_lr.find import find, growing
 from tests.conftest import acting, check_facts, check_refused, contents, output, records, refused, wide
+from tests.plugins.test_lr import two_groups
 
 RATES = growing(1e-5, 10, 200)
 CURVATURES = torch.tensor([4.0, 0.5, 0.05])
@@ -74,18 +75,13 @@ def test_no_rate_is_suggested_where_the_loss_varies_by_chance(tail):
         check_facts(list(test.remarks(rates)), "no rate is suggested", f"{test.deviation:.3g}", "--steps 320")
 
 
-def two_groups(model):
-    groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[3].parameters(), "lr": 0.001}]
-    return torch.optim.SGD(groups)
-
-
 def test_all_rates_keep_their_ratio_and_rise_step_by_step():
     seen, rates = [], growing(1e-6, 1e-4, 50)
     look = acting(before_step=lambda loop: seen.append([group["lr"] for group in loop.optimizers[0].param_groups]))
     with toy_loop({"look": look}, optimizers=two_groups, steps=1000) as loop:
         test = find(loop, rates)
     assert [first for first, _ in seen] == pytest.approx([*rates, rates[-1]])  # one more step has the last loss
-    assert [second / first for first, second in seen] == pytest.approx([0.05] * 51)
+    assert [second / first for first, second in seen] == pytest.approx([0.2] * 51)
     assert (test.has_diverged, test.rises, test.suggested) == (False, None, None)
     check_facts(list(test.remarks(rates)), "does not rise up to the rate 0.0001", "--rates 1e-06 0.01")
 
@@ -115,8 +111,7 @@ def test_what_would_spoil_the_test_is_refused():
 MUON = {"use": "muon", "lr": 0.02, "adamw_lr": 0.001, "adamw": ["conv*"]}
 
 
-def test_the_command_suggests_a_rate_for_each_optimizer(write_config, tmp_path, monkeypatch, hookdiff):
-    monkeypatch.chdir(tmp_path)
+def test_the_command_suggests_a_rate_for_each_optimizer(write_config, here, hookdiff):
     config = write_config(optimizer=MUON, run={"steps": 3, "batch_size": 64, "plugins": ["lr", "progress", "nan"]})
     words = ("--find", "--steps", 80, "--rates", "1e-4", 100, "-o", "sub/find.png")
     head, columns, *rows, suggested, _, path = output(hookdiff("lr", config.name, *words)).splitlines()
@@ -130,24 +125,23 @@ def test_the_command_suggests_a_rate_for_each_optimizer(write_config, tmp_path, 
     tenth = float(f"{0.1 * rises:.2g}")
     check_facts(suggested, f"lr = {tenth:g}", f"lr/adamw = {0.05 * tenth:.3g}")
     assert path.strip() == "sub/find.png"
-    with Image.open(tmp_path / "sub" / "find.png") as picture:
+    with Image.open(here / "sub" / "find.png") as picture:
         assert picture.size == (900, 600)
-    assert {path.name for path in contents(tmp_path)} == {"small.toml", "find.png"}
+    assert {path.name for path in contents(here)} == {"small.toml", "find.png"}
 
 
 @pytest.mark.wide
-def test_a_run_is_tried_from_its_weights_and_stays_as_it_is(write_config, tmp_path, monkeypatch, succeed):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_is_tried_from_its_weights_and_stays_as_it_is(write_config, here, succeed):
     config = write_config(run={"steps": 60, "plugins": ["lr", "checkpoint", "ema"]}, optimizer={"lr": 0.003})
     succeed("run", config.name)
-    before = contents(tmp_path)
+    before = contents(here)
     words = ("--find", "--json", "--steps", 40, "--rates", "1e-7", "1e-6")
     fresh, trained = (json.loads(succeed("lr", path, *words)) for path in (config.name, "runs/small"))
-    after = contents(tmp_path)
+    after = contents(here)
     assert after.pop(Path(fresh["picture"])).startswith(b"\x89PNG")
     assert (after, trained["picture"], trained["suggested"]) == (before, "small-lr-find.png", None)
     assert [len(trained[name]) for name in ("rates", "losses", "smooth")] == [40] * 3
-    *_, last = (line["loss"] for line in records(tmp_path / "runs/small") if "loss" in line)
+    *_, last = (line["loss"] for line in records(here / "runs/small") if "loss" in line)
     assert statistics.median(trained["losses"]) == pytest.approx(last, rel=0.3)
     assert statistics.median(trained["losses"]) < 0.8 * statistics.median(fresh["losses"])
 

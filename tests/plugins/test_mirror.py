@@ -14,6 +14,7 @@ from hookdiff_wandb import WandB
 from tests.conftest import Restores, acting, check_facts, check_refused, warnings
 from tests.plugins import test_aim, test_tensorboard, test_wandb
 
+pytestmark = pytest.mark.usefixtures("here")
 no_account = test_wandb.no_account
 Command = Callable[..., tuple[int, str, str]]
 Succeed = Callable[..., str]
@@ -62,11 +63,6 @@ def make_loop(run_dir: Path, steps: int = 4, plugins: Any = None, tables: Any = 
     extras = acting(after_optimizer_step=log_each_kind)
     everything = {**builtin_plugins(signals=False), "extras": extras, **(plugins or {})}
     return toy_loop(everything, run_dir=run_dir, steps=steps, log_every=1, hparams=hparams, resume=resume)
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -225,7 +221,6 @@ def test_a_tracker_that_fails_gives_one_message(failing: str, run: Path, hookdif
         (("runs/x", "--to", "ema"), ("ema", "aim, tensorboard, wandb")),
         (("runs/x", "--to", "tensorboard", "--set", "folder=x"), ("plugins.tensorboard.folder", "dir")),
         (("runs/x", "--to", "tensorboard", "--set", "timeout=soon"), ("plugins.tensorboard.timeout", "soon")),
-        (("runs/y", "--to", "tensorboard"), ("runs/y", "no such folder")),
         (("runs/x", "--to", "tensorboard", "--set", "dir=file/inner"), ("tensorboard", "NotADirectoryError")),
     ],
 )

@@ -170,17 +170,6 @@ def test_a_slow_divergence_is_named(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.wide
-def test_a_resumed_run_at_a_higher_rate_diverges(tmp_path: Path) -> None:
-    first = trained(tmp_path, "checkpoint", run={"steps": 12}, optimizer={"use": "sgd", "lr": 0.01})
-    assert first.end.reason == "done"
-    changed = {"optimizer": {"use": "sgd", "lr": 100.0}, "run": {"steps": 30}}
-    loop = trained(tmp_path, "checkpoint", resume=tmp_path / "run", **changed)
-    assert loop.end.reason == "on_nan"
-    assert loop.first_step == 12
-    assert diagnosis(loop).cause == "divergence"
-
-
-@pytest.mark.wide
 def test_a_replay_names_the_divergence_again_and_the_lower_rate_helps(
     tmp_path: Path, hookdiff: Callable[..., tuple[int, str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -120,19 +120,18 @@ def test_the_name_of_any_part_is_taken() -> None:
 
 
 def test_what_exists_is_not_overwritten_and_a_kind_without_a_template_is_refused(
-    hookdiff: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hookdiff: Callable[..., Any], here: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a file").write_text("kept")
-    (tmp_path / "hookdiff-dimmer").mkdir()
-    (tmp_path / "link").symlink_to("nowhere")
-    before = contents(tmp_path)
+    (here / "a file").write_text("kept")
+    (here / "hookdiff-dimmer").mkdir()
+    (here / "link").symlink_to("nowhere")
+    before = contents(here)
     check_refused(hookdiff("new-plugin", "dimmer"), "hookdiff-dimmer", "exists", "DIR")
     for name in ("a file", "link", "."):
         check_refused(hookdiff("new-plugin", "dimmer", name), name, "exists")
     check_refused(hookdiff("new-plugin", "dimmer", "a file/in it"), "a file")
     check_refused(hookdiff("new-plugin", "other", "--kind", "weighting"), "weighting", *KINDS)
-    assert contents(tmp_path) == before
+    assert contents(here) == before
 
 
 # Packages
@@ -140,10 +139,9 @@ def test_what_exists_is_not_overwritten_and_a_kind_without_a_template_is_refused
 
 @pytest.mark.wide
 def test_a_new_package_is_installed_listed_tested_and_acts_in_its_run(
-    succeed: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    succeed: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    project, site = tmp_path / "hookdiff-path-length", tmp_path / "site"
+    project, site = here / "hookdiff-path-length", here / "site"
     check_facts(succeed("new-plugin", "path_length"), project.name, "pytest")
     files = contents(project)
     for path, content in files.items():
@@ -151,14 +149,14 @@ def test_a_new_package_is_installed_listed_tested_and_acts_in_its_run(
     assert {Path(".github/workflows/test.yml"), Path("hookdiff_path_length/py.typed")} < files.keys()
 
     options = "--quiet", "--no-deps", "--no-build-isolation", "--target", site
-    run_python("-m", "pip", "install", *options, project, folder=tmp_path)
+    run_python("-m", "pip", "install", *options, project, folder=here)
     monkeypatch.syspath_prepend(site)
     rows = {line.split()[0]: line for line in succeed("plugins").splitlines()}
     check_facts(rows["path_length"], "hookdiff-path-length 0.1.0")
     assert succeed("plugins", "path_length", "--markdown") in files[Path("README.md")].decode()
     run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", folder=project, paths=(site,))
-    succeed("run", project / "example.toml", "--out", tmp_path / "run")
-    assert all("path_length" in line for line in records(tmp_path / "run"))
+    succeed("run", project / "example.toml", "--out", here / "run")
+    assert all("path_length" in line for line in records(here / "run"))
 
 
 @pytest.mark.slow

@@ -62,8 +62,7 @@ class Alive:
 
 
 @pytest.fixture
-def small(write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
-    monkeypatch.chdir(tmp_path)
+def small(write_config: Callable[..., Path], here: Path) -> Callable[..., Path]:
     return lambda *plugins, **tables: write_config(run={"plugins": list(plugins)}, **tables)
 
 
@@ -223,7 +222,6 @@ def test_the_three_best_changes_come_first() -> None:
 @pytest.mark.parametrize(
     ("words", "facts"),
     [
-        (("missing.toml",), ("missing.toml", "no such file")),
         ((".",), ("directory", "small.toml")),
         (("small.toml", "--trace", "small.toml/step.json"), ("small.toml/step.json",)),
         (("small.toml", "--set", "run.batch_size=2000"), ("batch_size", "2,000", "1,797")),

@@ -412,13 +412,6 @@ def test_total_steps(config: dict[str, int], position: tuple[int, int, int], tot
     assert loop.config.expected_steps(loop.progress, loop.feed.num_batches) == total
 
 
-def test_an_epoch_run_ends_at_its_total(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    make_loop({"bar": ProgressBar(), "clock": Clock(monkeypatch)}, epochs=2, log_every=14).run()
-    first, last = (line for line in capsys.readouterr().err.splitlines() if "loss" in line)
-    assert first.startswith("step 14/28 ")
-    assert last.startswith("step 28/28 ")
-
-
 def test_a_resumed_run_counts_its_own_steps(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -584,8 +584,6 @@ def test_the_pace_leaves_out_the_time_between_processes(run: Path) -> None:
 
 def test_what_is_refused(run: Path, tmp_path: Path, hookdiff: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     for words, facts in (
-        ([tmp_path / "runs" / "frist"], ["frist", "did you mean 'first'?"]),
-        ([tmp_path / "runs"], ["runs", "config.toml"]),
         ([run, "--out", tmp_path / "a.pdf"], ["--out", "a.pdf", ".html"]),
         ([run, "--out", run / "config.toml" / "a.html"], ["a.html"]),
     ):

@@ -114,24 +114,6 @@ def test_columns_and_scale(tmp_path: Path) -> None:
         assert picture.width > 6 * 8
 
 
-@pytest.mark.parametrize(
-    ("every", "steps"), [(0, [28]), ("1 epoch", [14, 28]), ("2 epochs", [28]), ("1 h", [28]), (20, [20, 28])]
-)
-def test_sheets_are_made_once_at_each_step_that_is_due(every: Any, steps: list[int]) -> None:
-    sampler = TinySampler()
-    assert list(run_with(SampleGrid(every=every, num=1), steps=None, epochs=2, sampler=sampler).seen) == steps
-    assert sampler.sizes == [1] * len(steps)
-
-
-def test_only_a_run_that_is_done_gets_a_last_grid() -> None:
-    loop, gallery = make_loop(SampleGrid(num=1))
-    with loop:
-        for step in loop.steps():
-            if step.step == 2:
-                loop.stop()
-    assert gallery.seen == {}
-
-
 def test_the_noise_is_always_the_same() -> None:
     still: dict[str, Any] = {"plugins": {"still": Still()}}
     images = run_with(SampleGrid(every=Every(1), num=6), steps=2, **still).seen

@@ -128,7 +128,6 @@ REFUSED: dict[str, tuple[Change, tuple[object, ...]]] = {
         lambda folder: edit(folder / CONFIG, transformers_weights="deep/other.safetensors"),
         (CONFIG, "transformers_weights", "deep/other.safetensors"),
     ),
-    "no folder": (lambda folder: folder.rename(folder.with_name("elsewhere")), ("has no 'text_encoder'",)),
     "no config": (lambda folder: (folder / CONFIG).unlink(), (CONFIG,)),
     "a pickle": (
         lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),

@@ -15,11 +15,12 @@ import numpy
 import pytest
 from PIL import Image
 
-from hookdiff import Loop, UserError, hookimpl
+from hookdiff import Loop, UserError
 from hookdiff.log.event import Event
 from hookdiff.testing.sink_checks import assert_tracks
 from hookdiff_wandb import WandB
-from tests.conftest import PATIENCE, Restores, RollsBack, check_facts, finish, refused, wait_for, wait_until, warnings
+from tests.conftest import Restores, RollsBack, acting, check_facts, finish, refused, wait_for, wait_until, warnings
+from tests.forked import PATIENCE
 from tests.hostile.mutations import in_time
 from tests.plugins.test_tensorboard import make_loop
 
@@ -153,30 +154,21 @@ def test_a_rollback_begins_a_new_run(tmp_path: Path) -> None:
     assert [run["exit"] for run in (first, second)] == [0, 0]
 
 
-def test_two_events_of_a_step_are_both_kept(tmp_path: Path) -> None:
-    class Finds:
-        @hookimpl
-        def on_start(self, loop: Loop) -> None:
-            loop.log.event(Event("finding", "one"))
-            loop.log.event(Event("finding", "two"))
+def test_events_of_one_step_and_late_ones_are_all_kept_in_a_folder_elsewhere(tmp_path: Path) -> None:
+    def find(loop: Loop) -> None:
+        if loop.progress.step in (0, 4):
+            loop.log.event(Event("finding", f"one at {loop.progress.step}"), loop.progress.step // 2)
+            loop.log.event(Event("finding", f"two at {loop.progress.step}"), 3 * loop.progress.step // 4)
 
-    make_loop({"wandb": WandB(timeout=300), "finds": Finds()}, tmp_path / "run", steps=1).run()
-    (found,) = runs(tmp_path / "run")
-    assert (found["folder"] / found["history"][0]["events/finding"]["path"]).read_text() == "<pre>one\ntwo</pre>"
-
-
-def test_late_events_of_a_kind_are_all_kept(tmp_path: Path) -> None:
-    class Late:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            if loop.progress.step == 4:
-                loop.log.event(Event("finding", "of two"), 2)
-                loop.log.event(Event("finding", "of three"), 3)
-
-    make_loop({"wandb": WandB(timeout=300), "late": Late()}, tmp_path / "run", steps=5).run()
-    (found,) = runs(tmp_path / "run")
-    shown = [row["events/finding"] for row in found["history"].values() if "events/finding" in row]
-    assert [(found["folder"] / one["path"]).read_text() for one in shown] == ["<pre>of two\nof three</pre>"]
+    plugins = {"wandb": WandB(dir=str(tmp_path / "elsewhere"), timeout=300)}
+    plugins |= {"finds": acting(on_start=find, after_optimizer_step=find)}
+    make_loop(plugins, tmp_path / "run", steps=5).run()
+    (found,) = runs(tmp_path / "elsewhere")
+    assert not (tmp_path / "run" / "wandb").exists()
+    rows = {step: row["events/finding"] for step, row in found["history"].items() if "events/finding" in row}
+    shown = [(found["folder"] / row["path"]).read_text() for row in rows.values()]
+    assert shown == [f"<pre>one at {step}\ntwo at {step}</pre>" for step in (0, 4)]
+    assert min(rows) == 0
 
 
 def test_online_without_a_key_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,13 +205,6 @@ def test_a_pipe_in_the_repository_around_is_not_waited_for(here: Path) -> None:
     with in_time():
         make_loop({"wandb": WandB(mode="offline", timeout=300)}, here / "run", steps=1).run()
     assert len(runs(here / "run")) == 1
-
-
-@pytest.mark.wide
-def test_the_folder_may_be_elsewhere(tmp_path: Path) -> None:
-    make_loop({"wandb": WandB(dir=str(tmp_path / "elsewhere"), timeout=300)}, tmp_path / "run", steps=1).run()
-    assert len(runs(tmp_path / "elsewhere")) == 1
-    assert not (tmp_path / "run" / "wandb").exists()
 
 
 ONE_RUN = """

@@ -15,7 +15,7 @@ import numpy
 import pytest
 
 from hookdiff.log.picture import Picture
-from tests.conftest import IMPORTS, check_facts, check_refused, finish, imported, locked, output, wait_for, write_small
+from tests.conftest import IMPORTS, check_facts, finish, imported, locked, output, wait_for, write_small
 
 if os.name == "nt":
     pytest.skip("needs a pseudo terminal", allow_module_level=True)
@@ -132,12 +132,6 @@ def test_a_run_is_followed_to_its_end(run: Path) -> None:
     check_facts(left, "stopped", "SIGTERM", "step 100/100", "loss 0.25")
     assert terminal.written.count("\x1b[?25l") == terminal.written.count("\x1b[?25h") == 1  # the cursor
     assert terminal.written.count("\x1b[?1049h") == terminal.written.count("\x1b[?1049l") == 1  # the other screen
-
-
-def test_the_end_may_be_later_than_the_last_line(run: Path, hookdiff: Callable[..., Any]) -> None:
-    log(run, 96, loss=0.5)
-    end(run, step=100)
-    check_facts(hookdiff("watch", run)[1], "done", "step 100/100", "loss 0.5")
 
 
 def test_a_run_of_epochs_says_how_many_steps_it_expects(run: Path, hookdiff: Callable[..., Any]) -> None:
@@ -396,11 +390,6 @@ def test_a_terminal_of_the_c_locale(run: Path) -> None:
     left, _ = shown(run.parent, "watch", run, fresh=True, **c_locale)
     assert left.isascii()
     assert max(map(len, left.split("\n"))) <= 80
-
-
-def test_a_path_that_is_no_run(run: Path, hookdiff: Callable[..., Any]) -> None:
-    check_refused(hookdiff("watch", run.with_name("rum")), run.with_name("rum"), "'run'")
-    check_refused(hookdiff("watch", run.parent), run.parent, "config.toml")
 
 
 def test_nothing_is_written_and_torch_is_not_imported(run: Path, start: Callable[..., Any]) -> None:
