@@ -275,20 +275,6 @@ def json_and_tensors(state: dict[str, Any]) -> dict[str, Any]:
     return hookdiff.disk.unflatten(tensors, json.loads(json.dumps(tree)))
 
 
-@pytest.mark.parametrize(
-    ("state", "facts"),
-    [
-        (None, ("data", "facts")),
-        ({"shape": [1, "x"], "num_samples": 1, "drop_last": True}, ("facts", "shape", "x")),
-        ({"shape": [1], "num_samples": -1, "drop_last": True}, ("facts", "num_samples", -1)),
-        ({"shape": [1], "num_samples": 1, "drop_last": True, "conditions": {"a": 1}}, ("facts", "conditions")),
-    ],
-)
-def test_facts_that_are_none_are_refused(state: Any, facts: tuple[object, ...]) -> None:
-    with refused(UserError, *facts):
-        Facts.of(state)
-
-
 def test_a_batch_that_is_too_large_is_halved(moved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, sizes = load_run(moved), []
     expected = run.sample(11)
