@@ -36,11 +36,8 @@ DATA = """
 import torch
 from hookdiff import InMemory
 
-def shapes(classes: int, spoilt: bool = False) -> InMemory:
+def shapes(classes: int) -> InMemory:
     images = torch.randint(0, 256, (40, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    if spoilt:
-        images = images.float() / 127.5 - 1
-        images[:] = torch.nan
     return InMemory(images, torch.arange(40) % classes, ["ant", "bee", "cat", "dog"][:classes])
 
 def captioned() -> InMemory:
@@ -61,15 +58,15 @@ class Levelled(nn.Module):
 RUN = {"steps": None, "epochs": 2, "log_every": 1, "plugins": ["ema", "lr", "checkpoint", "spectral"]}
 
 
-def train(folder: Path, out: Path, code: int = 0, **tables: Any) -> Path:
+def train(folder: Path, out: Path, **tables: Any) -> Path:
     """Train in `folder`, with modules of its own, and return the run, moved to `out`; `folder` is gone then."""
     folder.mkdir()
     (folder / "drawings.py").write_text(DATA)
     (folder / "levelled.py").write_text(NET)
     run = {key: value for key, value in {**SMALL["run"], **RUN, **tables.pop("run", {})}.items() if value is not None}
     (folder / "c.toml").write_text(tomli_w.dumps({**SMALL, "run": run, **tables}))
-    found, _, err = python("from hookdiff.cli import main; main()", "run", "c.toml", "--out", "run", folder=folder)
-    assert found == code, err
+    code, _, err = python("from hookdiff.cli import main; main()", "run", "c.toml", "--out", "run", folder=folder)
+    assert code == 0, err
     shutil.move(folder / "run", out)
     shutil.rmtree(folder)
     return out
@@ -239,17 +236,6 @@ def test_a_model_with_conditions_samples_with_the_examples_that_are_kept(
     strips = torch.cat(list(between_noises(run, None, {}, seed=0, rows=2, num=3)))
     noise = noise_between((1, 8, 8), 0, rows=2, num=3)
     assert torch.equal(strips, run.sample(6, noise=noise, conditions={"level": levels[[0, 0, 0, 1, 1, 1]]}))
-
-
-@pytest.mark.wide
-def test_a_kept_step_is_replayed_without_data(tmp_path: Path, start: Any) -> None:
-    tables = {"run": {"plugins": ["nan"]}, "data": {"source": "drawings:shapes", "classes": 2, "spoilt": True}}
-    moved = train(tmp_path / "there", tmp_path / "moved", code=3, **tables)
-    (step,) = (moved / "nan").iterdir()
-    (tmp_path / "here").mkdir()
-    code, out, err = finish(start(tmp_path / "here", "replay", step))
-    assert (code, err) == (0, ""), out
-    assert out.startswith((step / "report.txt").read_text())
 
 
 def test_a_feed_without_data_answers_as_the_one_with_data() -> None:
