@@ -3,8 +3,6 @@
 import pytest
 
 USER = """
-import os
-import signal
 from hookdiff import hookimpl, plugin
 
 class NaN:
@@ -16,27 +14,12 @@ class NaN:
         output = yield
         return evolve(output, loss=output.loss * float("nan")) if loop.progress.position == 2 else output
 
-class Late:
-    "Receives a signal when the run is already done."
-
-    @hookimpl
-    def on_stop(self):
-        os.kill(os.getpid(), signal.SIGINT)
-
 class Terminated:
     "Receives SIGTERM in each step."
 
     @hookimpl
     def after_backward(self):
         os.kill(os.getpid(), signal.SIGTERM)
-
-class OutOfTime:
-    "Ends the run as out of time after the third step."
-
-    @hookimpl
-    def after_backward(self, loop):
-        if loop.progress.step == 2:
-            loop.stop("time")
 
 @plugin(hooks_version=99)
 class Later:
@@ -52,6 +35,20 @@ class Habit:
     @hookimpl
     def on_train_batch_end(self):
         pass
+
+class Forgets:
+    "Returns nothing."
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self):
+        yield
+
+class Early:
+    "Asks for an optimizer before there is one."
+
+    @hookimpl
+    def prepare_model(self, loop):
+        loop.optimizers[0]
 
 class Bug:
     "Raises an error that is no UserError."

@@ -62,7 +62,6 @@ def test_hooks_prints_every_hook_with_its_signature(hookdiff, folder):
         ("run smal.toml", ("smal.toml", "'small.toml'")),
         ("run .", ("directory",)),
         ("run small.toml --set run.step=3", ("run.step", "'steps'")),
-        ("run small.toml --set run.device=nowhere", ("run.device", "'nowhere'")),
         ("run small.toml --plugins emma", ("'emma'", "'ema'")),
         ("run small.toml --resume --overwrite", ("--resume", "--overwrite")),
         ("run small.toml --resume --fresh emma", ("--fresh emma", "'ema'")),
@@ -71,7 +70,6 @@ def test_hooks_prints_every_hook_with_its_signature(hookdiff, folder):
         ("run small.toml --set run.batch_size=2000", ("1,797", "batch_size", "2,000")),
         ("run small.toml --lr fast", ("optimizer.lr", "'fast'")),
         ("check small.toml --set model.image_size=7", ("small.toml", 1, "model", "image_size=7")),
-        ("check small.toml --set sampling.steps=21", ("sampling", 21, 20)),
         ("check small.toml --set nonsense", ("--set nonsense", "table.key=value")),
         ("hooks after_backwards", ("'after_backwards'", "'after_backward'")),
         ("plugins --order nowhere.toml", ("nowhere.toml",)),
@@ -99,13 +97,17 @@ def test_a_wrong_input_is_one_message_with_exit_code_2(hookdiff, folder, words, 
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
 
 
-@pytest.mark.parametrize("command", mostly_wide(1, ["run", "check", "doctor"]))
-def test_an_installed_plugin_for_a_later_version_of_the_hooks_is_one_message(hookdiff, folder, install, command):
-    source = "from hookdiff import plugin\n@plugin(hooks_version=99)\nclass Late: ...\n"
-    install("hookdiff-late", {"late": "hd_cli_late:Late"}, hd_cli_late=source)
-    facts = ("'late'", "hookdiff-late 1.0", 99, HOOKS_VERSION, "pip install -U hookdiff")
-    check_refused(hookdiff(command, "small.toml", "--plugins", "late"), *facts)
-    assert not (folder / "runs").exists()
+@pytest.mark.parametrize(
+    ("name", "exit_code", "facts"),
+    [
+        ("Forgets", 1, ("'forgets'", "'optimizer_step'", "hd_cli_user.py")),
+        ("Early", 2, ("loop.optimizers", "on_start", "'early'", "'prepare_model'")),
+    ],
+)
+def test_a_mistake_in_a_plugin_is_told_with_plugin_and_hook(hookdiff, folder, name, exit_code, facts):
+    code, _, err = hookdiff("run", "small.toml", "--plugins", f"hd_cli_user:{name}")  # the fixture refuses a traceback
+    assert code == exit_code
+    check_facts(err, *facts)
 
 
 def test_a_bug_in_a_plugin_ends_in_its_traceback(folder, start):

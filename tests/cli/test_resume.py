@@ -155,9 +155,7 @@ def test_a_branch_continues_elsewhere_and_leaves_its_source_unchanged(hookdiff, 
         ("resume run --fresh emma", ("--fresh emma", "'ema'")),
         ("resume run --steps 2 --plugins clip", ("'clip'", "--fresh clip")),
         ("resume run --steps 2 --fresh fid", ("--fresh fid", "ema", "checkpoint")),
-        ("resume run --steps 2 --set optimizer.use=sgd", ("optimizer.use", "'muon'", "'sgd'")),
         ("resume run --steps 2 --set model.use=dit", ("model.use", "'unet'", "'dit'")),
-        ("resume run --steps 2 --set run.seed=3", ("run.seed", 0, 3)),
         ("resume run --steps 2 --set model.depth=3", ("model.depth",)),
         ("resume run --steps 2 --out run/config.toml/x", ("run/config.toml/x",)),
         ("resume bare", ("bare", "hookdiff run bare/config.toml --out bare --resume")),
@@ -190,7 +188,10 @@ def made(tmp_path_factory):
 def test_usr1_saves_and_exits_75(hookdiff, folder):
     code, out, _ = hookdiff("run", "small.toml", "--out", "run", "--usr1", "--plugins", "hd_resume:Usr1")
     assert code == 75
-    check_facts(out.splitlines()[0], "small", 3)
+    first, *_, last = out.splitlines()
+    check_facts(first, "small", 3)
+    check_facts(last, "hookdiff resume run")
+    assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-00000003"]
     assert hookdiff("resume", "run", "--usr1", "--trust", "--set", "run.max_time=0.000001 s")[0] == 75
     assert hookdiff("resume", "run", "--usr1", "--trust", "--set", "run.max_time=0")[0] == 0
     assert [record["step"] for record in records(folder / "run")] == [2, 4, 6]

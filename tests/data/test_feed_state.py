@@ -17,6 +17,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"shape": [1, -4, 4]}, "shape"),
     ({"shape": [1, float("nan"), 4]}, "shape"),
     ({"shape": [[1, 4, 4]]}, "shape"),
+    ({"shape": [1, "x"]}, "shape"),
     ({"picture_shape": [3, HUGE, HUGE]}, "picture_shape"),
     ({"picture_shape": [3, 0, 4]}, "picture_shape"),
     ({"num_samples": HUGE}, "num_samples"),
@@ -29,6 +30,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"texts": {"text": ["a disc"], "other": ["a disc", "a ring"]}}, "texts"),
     ({"texts": {"text": ["a disc"]}, "labels": torch.tensor([0, 1])}, "texts"),
     ({"texts": {"text": ["a disc"]}, "conditions": {"size": torch.zeros(2, 1)}}, "texts"),
+    ({"conditions": {"size": 1}}, "conditions"),
     ({"conditions": {"size": torch.zeros(0, 1)}}, "conditions"),
     ({"conditions": {"size": torch.zeros(1, 1)}, "labels": torch.tensor([2])}, "num_classes = 2"),
 ]
@@ -40,6 +42,8 @@ def test_facts_are_read() -> None:
     facts = Facts.of({**GOOD, "texts": texts, "labels": labels, "conditions": {"size": sizes}})
     assert facts.texts == {"text": ("a disc", "a ring")}
     assert (facts.shape, facts.num_samples) == ((1, 4, 4), 4)
+    with refused(UserError, "data", "facts"):
+        Facts.of(None)
 
 
 @pytest.mark.parametrize(("values", "key"), BAD)

@@ -1,12 +1,9 @@
 """Test that latents are stored, drawn, flipped, scaled and decoded, and are the same after a resume."""
 
 import hashlib
-import os
-import random
 import re
 import shutil
 import tarfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +22,7 @@ from hookdiff.encoding import Encoded, PictureEncoder
 from hookdiff.experiment.build import build_feed, build_loop
 from hookdiff.testing import on_ranks
 from tests.conftest import check_facts, check_refused, mostly_wide, refused, wide, write_small
-from tests.encoding.test_texts import ENCODED
-from tests.forked import begin
-from tests.on_ranks import done, train_config
+from tests.encoding.test_texts import ENCODED, assert_ranks_train_as_one
 
 ENCODE = '[data.encode.image]\nuse = "tests.encoding.test_encoded:Pooled"'
 CALLS: list[tuple[int, ...]] = []  # shapes of the encoded pictures
@@ -516,37 +511,6 @@ def test_a_table_with_one_wrong_byte_is_made_again(
     check_facts(caplog.text, "damaged", "made again", table.parent)
 
 
-def encode_slowly(path: Path) -> None:
-    """Encode as a start does, in about a second."""
-    encode = Pooling.encode
-
-    def slowly(self: Pooling, pictures: Tensor) -> Any:
-        time.sleep(0.14)
-        return encode(self, pictures)
-
-    Pooling.encode = slowly  # type: ignore[method-assign]
-    print("begins", flush=True)
-    build_feed(load_config(path))
-    print("ends", flush=True)
-
-
-@pytest.mark.parametrize("kills", [*wide(3), pytest.param(10, marks=pytest.mark.slow)])
-def test_after_an_encoding_that_was_killed_the_next_start_is_right(write: Any, tmp_path: Path, kills: int) -> None:
-    path = write()
-    known = batch_of(path)
-    for _ in range(kills):
-        shutil.rmtree(tmp_path / "cache")
-        with begin(encode_slowly, path, folder=tmp_path, environment=os.environ) as run:
-            assert run.stdout is not None
-            assert run.stdout.readline() == "begins\n"
-            time.sleep(random.uniform(0, 1))
-            run.kill()
-            rest, _ = run.communicate()
-        if "ends" in rest:
-            assert [*(tmp_path / "cache").glob("encoded/*/about.json")]
-        assert torch.equal(batch_of(path), known)
-
-
 def test_two_ranks_share_the_work_and_write_the_same_file(write: Any, tmp_path: Path) -> None:
     def contents_of_table() -> list[bytes]:
         (table,) = (tmp_path / "cache" / "encoded").glob("*/about.json")
@@ -565,12 +529,7 @@ def test_two_ranks_share_the_work_and_write_the_same_file(write: Any, tmp_path: 
 
 @pytest.mark.wide
 def test_two_ranks_train_on_latents_as_one_does(write: Any, tmp_path: Path) -> None:
-    path = write("[sampling]", '[optimizer]\nuse = "adamw"\n\n[sampling]')
-
-    alone = train_config({"path": path, "plugins": (), "out": tmp_path / "alone"})
-    both = done(tmp_path, 2, train_config, {"path": path, "plugins": ("ddp",), "out": tmp_path / "both"})
-    assert (alone["step"], both["step"]) == (10, 10)
-    assert both["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert_ranks_train_as_one(write(), tmp_path)
 
 
 class Latents:

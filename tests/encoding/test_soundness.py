@@ -137,23 +137,6 @@ def numbers() -> dict[str, float]:
     return {"over": float(over.min()), "small": changed(1e-7 * x), "far": changed(2048 + x)}
 
 
-@pytest.mark.parametrize(("how", "facts"), WARNED)
-def test_an_encoder_that_is_not_sound_is_reported_in_each_start(
-    write: Any, caplog: pytest.LogCaptureFixture, how: str, facts: tuple[str, ...]
-) -> None:
-    for store in ("disk", "disk", "none"):
-        caplog.clear()
-        path = write(how, store=store)
-        build_feed(load_config(path))
-        found = warnings(caplog)
-        assert len(found) == bool(facts)
-        if facts:
-            check_facts(found[0], "data.encode.image", "some/folder", *(one.format(**numbers()) for one in facts))
-    path = write(how)
-    build_feed(load_config(path))
-    assert CALLS == []  # the second start reads its warnings from the table
-
-
 @pytest.mark.parametrize("store", ["disk", *wide("none")])
 @pytest.mark.parametrize(("how", "facts"), REFUSED)
 def test_inputs_that_cannot_be_trained_on_are_refused_before_all_are_encoded(
@@ -282,14 +265,20 @@ OF_TEXTS = [
 ]
 
 
-@pytest.mark.parametrize(("how", "facts"), OF_TEXTS)
-def test_an_encoder_of_texts_that_is_not_sound_is_reported_in_each_start(
-    write: Any, caplog: pytest.LogCaptureFixture, how: str, facts: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("name", "source", "how", "facts"),
+    [*(("image", "pictures", *row) for row in WARNED), *(("text", "captioned", *row) for row in OF_TEXTS)],
+)
+def test_an_encoder_that_is_not_sound_is_reported_in_each_start(
+    write: Any, caplog: pytest.LogCaptureFixture, name: str, source: str, how: str, facts: tuple[str, ...]
 ) -> None:
     for store in ("disk", "disk", "none"):
         caplog.clear()
-        build_feed(load_config(write(how, "captioned", name="text", store=store)))
+        build_feed(load_config(write(how, source, name, store)))
         found = [one for one in warnings(caplog) if "tokens" not in one]
         assert len(found) == bool(facts)
         if facts:
-            check_facts(found[0], "data.encode.text", "some/folder", *facts)
+            said = (one.format(**numbers()) for one in facts)
+            check_facts(found[0], f"data.encode.{name}", "some/folder", *said)
+    build_feed(load_config(write(how, source, name)))
+    assert CALLS == []  # the second start reads its warnings from the table

@@ -144,11 +144,8 @@ def test_a_mistake_of_one_rank_is_the_only_message(
 
 def test_all_ranks_need_the_same_config(command: Any, tmp_path: Path) -> None:
     config = write_small(tmp_path / "small.toml")
-    for words, facts in (
-        ("--set run.batch_size=8", ("run.batch_size", 16, 8, "rank 1")),
-        ("--set data.held_out=3 --set run.seed=1", ("run.seed", 0, 1)),
-    ):
-        check_one_message(command(2, "run", config, "--plugins", "ddp", WORDS_1=words), *facts)
+    result = command(2, "run", config, "--plugins", "ddp", WORDS_1="--set data.held_out=3 --set run.batch_size=8")
+    check_one_message(result, "run.batch_size", 16, 8, "rank 1")
     assert not (tmp_path / "runs").exists()
 
 

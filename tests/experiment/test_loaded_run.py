@@ -36,11 +36,8 @@ DATA = """
 import torch
 from hookdiff import InMemory
 
-def shapes(classes: int, spoilt: bool = False) -> InMemory:
+def shapes(classes: int) -> InMemory:
     images = torch.randint(0, 256, (40, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    if spoilt:
-        images = images.float() / 127.5 - 1
-        images[:] = torch.nan
     return InMemory(images, torch.arange(40) % classes, ["ant", "bee", "cat", "dog"][:classes])
 
 def captioned() -> InMemory:
@@ -61,15 +58,15 @@ class Levelled(nn.Module):
 RUN = {"steps": None, "epochs": 2, "log_every": 1, "plugins": ["ema", "lr", "checkpoint", "spectral"]}
 
 
-def train(folder: Path, out: Path, code: int = 0, **tables: Any) -> Path:
+def train(folder: Path, out: Path, **tables: Any) -> Path:
     """Train in `folder`, with modules of its own, and return the run, moved to `out`; `folder` is gone then."""
     folder.mkdir()
     (folder / "drawings.py").write_text(DATA)
     (folder / "levelled.py").write_text(NET)
     run = {key: value for key, value in {**SMALL["run"], **RUN, **tables.pop("run", {})}.items() if value is not None}
     (folder / "c.toml").write_text(tomli_w.dumps({**SMALL, "run": run, **tables}))
-    found, _, err = python("from hookdiff.cli import main; main()", "run", "c.toml", "--out", "run", folder=folder)
-    assert found == code, err
+    code, _, err = python("from hookdiff.cli import main; main()", "run", "c.toml", "--out", "run", folder=folder)
+    assert code == 0, err
     shutil.move(folder / "run", out)
     shutil.rmtree(folder)
     return out
@@ -241,17 +238,6 @@ def test_a_model_with_conditions_samples_with_the_examples_that_are_kept(
     assert torch.equal(strips, run.sample(6, noise=noise, conditions={"level": levels[[0, 0, 0, 1, 1, 1]]}))
 
 
-@pytest.mark.wide
-def test_a_kept_step_is_replayed_without_data(tmp_path: Path, start: Any) -> None:
-    tables = {"run": {"plugins": ["nan"]}, "data": {"source": "drawings:shapes", "classes": 2, "spoilt": True}}
-    moved = train(tmp_path / "there", tmp_path / "moved", code=3, **tables)
-    (step,) = (moved / "nan").iterdir()
-    (tmp_path / "here").mkdir()
-    code, out, err = finish(start(tmp_path / "here", "replay", step))
-    assert (code, err) == (0, ""), out
-    assert out.startswith((step / "report.txt").read_text())
-
-
 def test_a_feed_without_data_answers_as_the_one_with_data() -> None:
     data = InMemory(torch.zeros(10, 1, 4, 4), torch.arange(10) % 3, ["a", "b", "c"], {"mask": torch.rand(10, 4, 4)})
     feed = feed_of(data, held_out=2, drop_last=False).bind(3)
@@ -273,20 +259,6 @@ def json_and_tensors(state: dict[str, Any]) -> dict[str, Any]:
     """Return `state` after a way through the files of a checkpoint."""
     tensors, tree = hookdiff.disk.flatten(state)
     return hookdiff.disk.unflatten(tensors, json.loads(json.dumps(tree)))
-
-
-@pytest.mark.parametrize(
-    ("state", "facts"),
-    [
-        (None, ("data", "facts")),
-        ({"shape": [1, "x"], "num_samples": 1, "drop_last": True}, ("facts", "shape", "x")),
-        ({"shape": [1], "num_samples": -1, "drop_last": True}, ("facts", "num_samples", -1)),
-        ({"shape": [1], "num_samples": 1, "drop_last": True, "conditions": {"a": 1}}, ("facts", "conditions")),
-    ],
-)
-def test_facts_that_are_none_are_refused(state: Any, facts: tuple[object, ...]) -> None:
-    with refused(UserError, *facts):
-        Facts.of(state)
 
 
 def test_a_batch_that_is_too_large_is_halved(moved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

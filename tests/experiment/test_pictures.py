@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from hookdiff import Feed, load_config
 from hookdiff.experiment.build import build_feed
 from hookdiff.images.transforms import Transforms
-from hookdiff.testing.compare import assert_same
 from tests.conftest import PICTURES, check_facts
 
 
@@ -93,19 +91,3 @@ def test_a_feed_without_decoding_knows_shape_and_classes(folder: Path) -> None:
     feed = build_feed(config, decode=False)
     assert (feed.reader.prepared.place, feed.shape, feed.num_classes) == ("none", (3, 8, 8), 2)
     assert build_feed(config).reader.prepared.place == "memory"
-
-
-@pytest.mark.wide
-def test_a_resumed_run_has_the_same_pixels_in_every_store(succeed: Any, folder: Path) -> None:
-    random = ["resize=9", "color_jitter=0.3,0.3,0.3,0.1", "balanced=true", "drop_last=false"]
-    common = [word for each in random for word in ("--set", f"data.{each}")]
-    common += ["--plugins", "checkpoint"]
-    succeed("run", "config.toml", *common, "--out", "whole", "--set", "run.steps=7")
-    for steps, place in ((2, ["store=disk", "cache_dir=cache"]), (4, ["store=none"]), (7, ["store=none", "workers=1"])):
-        options = [word for each in place for word in ("--set", f"data.{each}")]
-        options += ["--out", "parts", "--resume", "--set", f"run.steps={steps}"]
-        succeed("run", "config.toml", *common, *options)
-    one, other = (
-        load_file(folder / name / "checkpoints" / "step-00000007" / "model.safetensors") for name in ("whole", "parts")
-    )
-    assert_same(one, other)

@@ -62,7 +62,7 @@ NO_INTERVALS = [[2, 1], [-1, 1], [0.0, NAN]]
 
 # What keys with a function of their own as the validator refuse, and what they take.
 OWN: dict[str, tuple[list[Any], list[Any]]] = {
-    "run.name": (["", ".", "..", "/x", "a/../b"], ["a/b"]),
+    "run.name": (["", ".", "..", "/x", "../x", "a/../b"], ["a/b"]),
     "run.max_time": (["2 epochs", 5], ["3 h", 0]),
     "run.micro_batch": ([0, -1, "aut"], [1, "auto"]),
     "run.threads": ([0, -1, "aut"], [1, "auto"]),
@@ -93,7 +93,7 @@ OWN: dict[str, tuple[list[Any], list[Any]]] = {
     "plugins.lr.warmup": ([1.5], [5]),
     "plugins.lr.schedule.milestones": ([[], [1.5], [9, 5], [9, 0.5, 8], [0.5, 0.2], [0, 1]], [[0.5, 5]]),
     "plugins.lr.schedule.length": ([1.5], [5]),
-    "plugins.nan.folder": (["", "..", "/x"], ["a/b"]),
+    "plugins.nan.folder": (["", ".", "..", "/x", "../x", "a/../b"], ["a/b"]),
     "plugins.report.goals": ([["fd"], ["fd=x"], ["=1"], ["fd=nan"]], [["fd/digits=0.4"]]),
     "plugins.samples.denoising": ([1], [2]),
     "plugins.samples.interpolation": ([1], [2]),

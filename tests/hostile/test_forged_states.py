@@ -459,14 +459,6 @@ def test_values_that_are_not_finite_in_the_part_of_one_rank_are_refused_by_all(p
     check_facts(forged("ranks", tensors(f"{part}-00002-of-00002.safetensors", spoil), on_two), "blocks.0.0.weight")
 
 
-def test_an_untouched_step_runs_bit_for_bit(forged: Forged, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        forged("kept", lambda folder, facts: None, lambda run: str(replay(run / KEPT, [], [], False, False, print)))
-        == "True"
-    )
-    assert forged("kept", lambda folder, facts: None, partial(repeat, lr=1e-3)) is None
-
-
 def test_a_link_out_of_the_run_directory_is_no_checkpoint(forged: Forged, tmp_path: Path) -> None:
     def link(folder: Path, facts: dict[str, Any]) -> None:
         checkpoints = folder.parents[1] / "checkpoints"

@@ -25,15 +25,6 @@ def write(folder: Path, num: int = 6) -> None:
         Image.fromarray(pixels(k)).save(folder / f"{k}.png")
 
 
-def test_links_to_folders_above_end(tmp_path: Path) -> None:
-    write(tmp_path / "a" / "b")
-    for name in ("a/loop", "a/b/loop", "a/b/up"):
-        (tmp_path / name).symlink_to(tmp_path if name.endswith("up") else tmp_path / name)
-    (tmp_path / "a" / "b" / "again.png").symlink_to(tmp_path / "a" / "b" / "0.png")
-    with in_time():
-        assert len(feed_of(Folder(str(tmp_path))).usable) == 7
-
-
 def assert_clean(text: str) -> None:
     assert re.search(r"[^\x20-\x7e\n\u00a1-\ud7ff\uf900-\U0001ffff]", text) is None, ascii(text)
 

@@ -10,8 +10,7 @@ import pytest
 import tomli_w
 from hypothesis import given, strategies as st
 
-from hookdiff import ConfigError, UserError, load_config
-from hookdiff.images.vision import vision
+from hookdiff import ConfigError, load_config
 from tests.conftest import SMALL, check_facts, check_refused, finish, mostly_wide, output, refused, write_small
 from tests.hostile.mutations import CANARY, HERE, Bomb
 
@@ -310,12 +309,6 @@ def test_a_function_of_another_place_is_refused_with_the_annotation_to_write(
     place, annotation = ("model", "torch.nn.Module") if name == "one" else ("optimizer", "torch.optim.Optimizer")
     with refused(ConfigError, f"{place}.use", f"hd_fitting:{name}", f"-> {annotation}"):
         load_small(**{place: {"use": f"hd_fitting:{name}"}})
-
-
-@pytest.mark.parametrize("name", ["LSUN", "LSUNClass", "VisionDatase", "nowhere"])
-def test_a_set_that_reads_a_pickle_is_no_source(name: str) -> None:
-    with refused(UserError, f"'{name}'"):
-        vision(name)
 
 
 @pytest.mark.wide

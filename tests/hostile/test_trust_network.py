@@ -139,10 +139,8 @@ CASES = {
     "saved": Case(of_hub("run/saved"), (), lambda: rows().save_to_disk("run/saved"), ("datasets",)),
     "folder": Case(of_hub("run/pictures"), (), pictures, ("datasets",)),
     "readme": Case(of_hub("run"), ("data", "example.invalid", TRUST), readme, ("datasets",)),
-    "hub": Case(of_hub("a/b"), ("data.path", "--set", TRUST), None, ("datasets",)),
     "hub's url": Case(of_hub("hf://datasets/a/b"), ("data.path", TRUST), None, ("datasets",)),
     "shards": Case(of_shards("run/0.tar"), (), shard),
-    "shards by url": Case(of_shards(["run/0.tar", "https://example.invalid/{0..9}.tar"]), ("data.path", TRUST)),
     "classes": Case(of_shards("run/0.tar", classes="s3://a/b.txt"), ("data.classes", "s3://a/b.txt", TRUST), shard),
     "download": Case(
         {"data": {"source": "torchvision:CIFAR10", "root": "run/x", "download": True}}, ("data", "--trust")
@@ -189,9 +187,6 @@ CASES = {
     ),
     "tensorboard": Case(tracked("tensorboard"), (), None, ("tensorboard",)),
     "aim": Case(tracked("aim"), (), None, ("aim",)),
-    "aim's server": Case(
-        tracked("aim", repo="aim://example.invalid:53800"), ("plugins.aim.repo", TRUST), None, ("aim",)
-    ),
     "wandb": Case(tracked("wandb"), (), None, ("wandb",)),
     "wandb's server": Case(tracked("wandb", mode="online"), ("plugins.wandb.mode", TRUST), None, ("wandb",)),
 }

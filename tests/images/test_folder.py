@@ -89,7 +89,9 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "ant").symlink_to(tmp_path / "real" / "ant")
     (tmp_path / "set" / "back").symlink_to(tmp_path / "set")
-    assert len(Folder(str(tmp_path / "set"))) == 2
+    (tmp_path / "set" / "loop").symlink_to(tmp_path / "set" / "loop")
+    (tmp_path / "set" / "again.png").symlink_to(tmp_path / "real" / "bee" / "001.png")
+    assert len(Folder(str(tmp_path / "set"))) == 3
 
 
 @pytest.mark.parametrize(

@@ -97,18 +97,6 @@ def test_two_epochs_may_be_read_at_once(root: Path) -> None:
         assert_equal(rows(pair[epoch] for pair in pairs), rows(memory.batches(epoch)))
 
 
-def test_ranks_change_no_pixel(root: Path) -> None:
-    whole = rows(make_feed(root, "memory").batches(2))
-    found: dict[int, tuple[Tensor, int]] = {}
-    for rank in range(2):
-        feed = make_feed(root, "none")
-        feed.bind(6, 0, CPU, rank, 2)
-        found |= rows(feed.batches(2))
-    assert sorted(found) == sorted(whole)
-    for index, (image, _) in found.items():
-        assert torch.equal(image, whole[index][0])
-
-
 SPAWN = """
 import multiprocessing, sys, torch
 from hookdiff.images import Folder, Store, Transforms, feed_of

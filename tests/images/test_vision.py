@@ -22,8 +22,8 @@ def test_the_keys_are_the_arguments_of_the_class() -> None:
     assert "loader" not in parameters(vision("ImageFolder"))
 
 
-@pytest.mark.parametrize("name", ["CIFAR1O", "folder", "__all__"])
-def test_a_class_that_torchvision_lacks_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["CIFAR1O", "folder", "__all__", "LSUN", "LSUNClass"])
+def test_a_class_that_torchvision_lacks_or_that_reads_a_pickle_is_refused(name: str) -> None:
     with refused(UserError, "torchvision", name):
         vision(name)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from hookdiff import InMemory, UserError
+from hookdiff import UserError
 from hookdiff.images import feed_of
 from hookdiff.testing.toy import toy_loop
 from tests.conftest import check_facts, refused
@@ -48,16 +48,6 @@ def test_what_is_no_data_set_is_refused_with_a_way_out(given: Any, facts: list[s
     facts = [fact.replace("Path", type(given).__name__) for fact in facts]
     with refused(UserError, *facts):
         use(given)
-
-
-def test_the_lines_give_data() -> None:
-    for data in (
-        list(Stream()) * 8,
-        [torch.zeros(4)] * 8,
-        torch.from_numpy(numpy.zeros((8, 4))),
-        InMemory(torch.zeros(8, 4)),
-    ):
-        assert len(next(feed_of(data).bind(8).batches(0))) == 8
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 3, "shuffle": True}, {"batch_size": None}, {"num_workers": 2}])
