@@ -31,16 +31,22 @@ class SAM:
 
 @define(eq=False)
 class Uncertainty:
-    """Learns a weight for each of ten ranges of the noise level. It keeps no state of its own."""
+    """Learns a weight for each of ten ranges of the noise level (Karras et al. 2024, arXiv 2312.02696, eq. 14).
 
+    It keeps no state of its own.
+    """
+
+    every: int = 1
     lr: float = 0.01
     net: nn.Embedding = field(init=False)
 
+    @net.default
+    def _zeros(self) -> nn.Embedding:
+        return nn.Embedding.from_pretrained(torch.zeros(10, 1), freeze=False)
+
     @hookimpl
     def prepare_model(self, loop: Loop) -> None:
-        self.net = nn.Embedding(10, 1)
-        nn.init.zeros_(self.net.weight)
-        loop.adopt(self, self.net, torch.optim.Adam(self.net.parameters(), self.lr))
+        loop.adopt(self, self.net, torch.optim.Adam(self.net.parameters(), self.lr), every=self.every)
 
     @hookimpl
     def reduce_loss(self, output: LossOutput) -> Tensor:

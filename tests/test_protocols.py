@@ -53,18 +53,6 @@ def found_by(walk: Callable[[ast.AST], Iterator[str]]) -> dict[str, set[str]]:
     return {file: expressions for file, expressions in every.items() if expressions}
 
 
-@pytest.mark.parametrize("code", ["getattr(a, 'b')", "operator.attrgetter('b')", "try: a.b\nexcept AttributeError: c"])
-def test_what_is_asked_by_name_is_found(code: str) -> None:
-    assert len([*asked(ast.parse(code))]) == 1
-
-
-@pytest.mark.parametrize(
-    "code", ["def f(loop: Any): ...", "class A:\n  _feed: Any | None", "def codec(self) -> object: ..."]
-)
-def test_what_has_no_type_is_found(code: str) -> None:
-    assert len([*untyped(ast.parse(code))]) == 1
-
-
 def by_file(table: Mapping[str, Mapping[str, set[str]]]) -> dict[str, set[str]]:
     files = {file for reason in table.values() for file in reason}
     return {file: {*chain(*(reason.get(file, ()) for reason in table.values()))} for file in files}

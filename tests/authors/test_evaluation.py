@@ -9,9 +9,9 @@ from attrs import define, field
 from torch import Tensor, nn
 
 from hookdiff import Evaluation, Feed, HookError, Loop, SampleRequest, UnknownWeights
-from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
+from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_ema import EMA
-from tests.conftest import Logged, Restores, acting, kept, ran, refused, saved
+from tests.conftest import Logged, Restores, acting, added_transfers, kept, ran, refused, saved
 
 
 @define(eq=False)
@@ -145,13 +145,8 @@ def test_a_value_that_is_no_scalar_is_refused_by_its_name(values: Any) -> None:
 
 
 def test_a_measurement_adds_one_transfer_which_is_that_of_the_log() -> None:
-    counts = []
     several = Measure(every=5, read=lambda loop: {name: value.sum() for name, value in loop.model.named_parameters()})
-    for plugins in ({}, {"measure": several}):
-        with CountTransfers() as transfers:
-            toy_loop(plugins, steps=20).run()
-        counts.append(transfers.count)
-    assert counts[1] - counts[0] == len(several.steps) == 4
+    assert added_transfers({"measure": several}, steps=20) == len(several.steps) == 4
 
 
 @pytest.mark.parametrize("cut", [4, 6, 7])

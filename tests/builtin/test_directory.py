@@ -56,15 +56,6 @@ class TakesAway:
     def after_optimizer_step(self, loop):
         (loop.run_dir / ".lock").unlink(missing_ok=True)
 
-class Refuses:
-    "Refuses to start when all else is ready to start, after it has logged what it knows."
-
-    @hookimpl
-    def on_ready(self, loop):
-        loop.log({"mine": 1.0})
-        loop.log.texts({"its": "text"})
-        raise UserError("not with me")
-
 class Keeps:
     "Refuses its own state."
 
@@ -200,27 +191,6 @@ def test_a_start_that_is_refused_changes_no_file(tmp_path):
             loop(**case).run()
         assert contents(run) == before, case
         assert os.stat(run).st_mtime_ns == place, case
-
-
-@pytest.mark.wide
-def test_a_command_that_is_refused_changes_no_file(folder, hookdiff):
-    run = folder / "run"
-    assert hookdiff("run", "small.toml", "--out", "run", "--set", "run.steps=2")[0] == 0
-    before = contents(run)
-    late = "--plugins hd_run_dir:Refuses"
-    for words in (
-        "run small.toml --out run",
-        "run small.toml --out run --resume --set run.seed=1",
-        "run small.toml --out run --resume --set run.steps=many",
-        "run small.toml --out run --overwrite --plugins nothing",
-        f"run small.toml --out run --resume {late}",
-        f"resume run --trust --steps 9 {late}",
-        "resume run --steps 9 --set optimizer.use=sgd",
-        "resume run --steps 9 --fresh nothing",
-    ):
-        code, out, err = hookdiff(*words.split())
-        assert (code, out, err.count("hookdiff: ")) == (2, "", 1), words
-        assert contents(run) == before, words
 
 
 def test_an_existing_directory_is_locked_before_the_model_is_prepared(tmp_path):

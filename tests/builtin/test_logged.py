@@ -169,12 +169,6 @@ def test_the_file_is_cut_before_the_first_step_of_a_resumed_run_whether_or_not_i
     assert length(end) == length(state)  # which does not count the last line
 
 
-def test_a_state_without_lines_empties_the_file(tmp_path: Path) -> None:
-    state = train(tmp_path, 3)
-    continue_from(tmp_path, state, steps=4)
-    assert [line["step"] for line in records(tmp_path)] == [4]  # the end of the run
-
-
 @pytest.mark.parametrize("of", ["run", "checkpoint"])
 def test_a_branch_begins_with_the_lines_of_its_source(tmp_path: Path, of: str) -> None:
     state = train(tmp_path / "run", 10)
@@ -270,23 +264,6 @@ def test_nan_and_infinities_are_null_and_read_as_nan(tmp_path: Path) -> None:
     assert all(math.isnan(read[0].values[name]) for name in "abc")
     assert read[0].values["loss"] == written["loss"]
     assert [line.step for line in read] == [5, 10, 15, 20]
-
-
-def test_damaged_lines_are_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, good = tmp_path / "metrics.jsonl", b'{"step": 1, "loss": null}\n'
-    path.write_bytes(good * 2)
-    assert [line.step for line in read_metrics(path)] == [1, 1]
-    assert caplog.messages == []
-    torn = [b'{"step": 4, "lo{"step": 5}', bytes(9), b"\xff\xfe{", b"3", b"[1]", b'{"step": "x"}', b"", b'{"step": 6']
-    for line in torn:
-        path.write_bytes(good + line + b"\n" + good)
-        assert [line.step for line in read_metrics(path)] == [1, 1]
-    assert len(warnings(caplog)) == len(torn)
-    for warning in warnings(caplog):
-        check_facts(warning, path, "line 2")
-    path.write_bytes(b"\n".join(torn) + b"\n" + good)
-    assert [line.step for line in read_metrics(path)] == [1]
-    check_facts(warnings(caplog)[-1], path, "line 1", 7)
 
 
 def test_lines_wait_while_the_disk_is_full(disk: Path, caplog: pytest.LogCaptureFixture) -> None:

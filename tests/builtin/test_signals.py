@@ -90,20 +90,15 @@ def test_an_error_restores_the_handlers():
         toy_loop({"signals": Signals(), "fails": acting(after_backward=fail)}).run()
 
 
-def test_usr1_ends_the_run_as_out_of_time(caplog):
-    loop, signals, reason = stopped(sends("after_backward", signal.SIGUSR1), usr1=True)
-    assert (reason, loop.progress.step, signals.caught) == ("time", 4, None)
-    assert levels(caplog) == ["WARNING"]
-
-
-def test_golden_messages_of_usr1_and_a_later_sigterm(caplog):
+def test_golden_messages_of_usr1_which_ends_the_run_as_out_of_time_and_a_later_sigterm(caplog):
     def send_again():
         for number in (signal.SIGUSR1, TERM, signal.SIGUSR1):
             os.kill(os.getpid(), number)
 
     first = sends("after_backward", signal.SIGUSR1)
-    _, signals, reason = stopped(first, acting(on_stop=send_again), usr1=True)
-    assert (reason, signals.caught) == ("time", TERM)
+    loop, signals, reason = stopped(first, acting(on_stop=send_again), usr1=True)
+    assert (reason, loop.progress.step, signals.caught) == ("time", 4, TERM)
+    assert levels(caplog) == ["WARNING"] * 2
     assert caplog.messages == [
         "the time is nearly up: stopping after this step",
         "the run is already ending; a second signal ends the process at once",

@@ -1,22 +1,7 @@
 from hookdiff import UserError
 from hookdiff.disk.paths import check_writable
-from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.run_dir.layout import check_run_dir
 from tests.conftest import refused
-
-
-def test_a_first_run_may_start_in_a_new_or_an_empty_directory(tmp_path):
-    check_run_dir(tmp_path / "new" / "deep")
-    check_run_dir(tmp_path)  # an empty directory
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_earlier_run_is_refused_without_resume_or_overwrite(tmp_path):
-    (tmp_path / CONFIG).write_text("# earlier\n")
-    with refused(UserError, tmp_path, "--resume", "--overwrite"):
-        check_run_dir(tmp_path)
-    check_run_dir(tmp_path, resume=True)
-    check_run_dir(tmp_path, overwrite=True)
 
 
 def test_a_foreign_directory_or_file_is_never_overwritten(tmp_path):

@@ -6,18 +6,7 @@ import math
 from hypothesis import given, strategies as st
 
 from hookdiff import Alarms, Finding, listed
-from hookdiff.log.findings import (
-    dead_layers,
-    error_if,
-    judge,
-    little_learned,
-    memory_short,
-    not_finite,
-    percent,
-    rate_too_high,
-    warning_if,
-)
-from tests.conftest import check_facts, two_ranks
+from hookdiff.log.findings import error_if, judge, percent, warning_if
 
 HOT = Finding("warning", "hot", "70 degrees", "a fan")
 BURNS = Finding("error", "burns")
@@ -96,42 +85,6 @@ def test_a_resumed_run_reports_what_the_whole_run_would(events, cut):
         options = {"quiet": 4, "size": size, "growth": 2.0, "over": None if size % 2 else size == 0}
         assert parts.news(step, key, finding, **options) == whole.news(step, key, finding, **options)
     assert parts.state_dict() == whole.state_dict()
-
-
-REPORTS = """
-import logging
-from hookdiff import Finding
-from hookdiff.testing.toy import toy_loop
-said = []
-handler = logging.Handler()
-handler.emit = lambda record: said.append(record.getMessage())
-logging.getLogger("hookdiff").addHandler(handler)
-with toy_loop(steps=1) as loop:
-    next(loop.steps())
-    loop.log.report(Finding("warning", "hot"))
-result = [text for text in said if "hot" in text]
-"""
-
-
-def test_only_the_main_rank_reports(tmp_path):
-    first, second = two_ranks(REPORTS, tmp_path)
-    check_facts(first, 1, "hot")
-    assert second == []
-
-
-def test_the_texts_have_the_numbers():
-    probably, surely = rate_too_high("it rose"), rate_too_high("it rose", 0.5, "error")
-    assert (probably.severity, surely.severity) == ("warning", "error")
-    assert probably.what != surely.what
-    assert probably.why == surely.why == "it rose"
-    assert "0.05, then 0.005" in surely.remedy
-    places = not_finite("inputs", 0.125, "other data", ["a", "b", "c", "d", "e", "f"])
-    assert (places.severity, places.remedy) == ("error", "other data")
-    assert places.why.startswith("12.5% ")
-    assert places.why.endswith(" a, b, c, d and 2 more")
-    assert dead_layers("side").why == little_learned("time 3", "side").why == memory_short(1, 2, "side").why == "side"
-    assert "time 3" in little_learned("time 3", "").what
-    assert " 3.0 MiB of 4.0 MiB" in memory_short(3 * 2**20, 4 * 2**20).what
 
 
 def test_shares_are_percentages_and_long_lists_are_shortened():

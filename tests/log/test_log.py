@@ -315,6 +315,13 @@ def test_a_finding_is_logged_for_people_and_as_an_event(
     assert messages == [(level, f"step {step}: {finding}") for step in (1, 9)]
 
 
+def test_other_ranks_report_nothing(second_rank: None, caplog: pytest.LogCaptureFixture) -> None:
+    with toy_loop() as loop:
+        next(loop.steps())
+        loop.log.report(Finding("warning", "hot"))
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_held_step_does_not_log_the_means_again(cut: bool) -> None:
     def save(loop: Loop) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import define, field
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LossOutput, PluginError, UserError, hookimpl
@@ -15,29 +16,7 @@ from hookdiff_checkpoint import Checkpoint
 from hookdiff_clip import Clip
 from hookdiff_ema import EMA
 from tests.conftest import Batches, Restores, acting, check_facts, ran, refused
-
-
-class Uncertainty:
-    """A learned weight for each of ten times (Karras et al. 2024, arXiv 2312.02696, eq. 14)."""
-
-    def __init__(self, every: int = 1, rate: float = 0.05) -> None:
-        self.net = nn.Embedding(10, 1)
-        nn.init.zeros_(self.net.weight)
-        self.every, self.rate = every, rate
-        self.spoil: float | None = None
-
-    @hookimpl
-    def prepare_model(self, loop: Loop) -> None:
-        loop.adopt(self, self.net, torch.optim.Adam(self.net.parameters(), lr=self.rate), every=self.every)
-
-    @hookimpl
-    def reduce_loss(self, output: LossOutput) -> Tensor:
-        assert output.per_sample is not None
-        assert output.timesteps is not None
-        log_variance = self.net(output.timesteps).squeeze(1)
-        if self.spoil is not None:
-            log_variance = log_variance + _Spoiled.apply(log_variance, self.spoil)  # type: ignore[no-untyped-call]
-        return (output.per_sample / log_variance.exp() + log_variance).mean()
+from tests.sam import Uncertainty
 
 
 class _Spoiled(torch.autograd.Function):
@@ -53,13 +32,27 @@ class _Spoiled(torch.autograd.Function):
         return torch.full_like(gradient, ctx.gradient), None
 
 
+@define(eq=False)
+class Weight(Uncertainty):
+    """May spoil its gradient."""
+
+    spoil: float | None = None
+
+    @hookimpl
+    def reduce_loss(self, output: LossOutput) -> Tensor:
+        loss = super().reduce_loss(output)
+        if self.spoil is not None:
+            loss = loss + _Spoiled.apply(self.net.weight, self.spoil).sum()  # type: ignore[no-untyped-call]
+        return loss
+
+
 def plain_run(steps: int, every: int) -> tuple[nn.Module, nn.Module]:
     """Train as the loop does, in plain torch, on the batches of a run."""
 
     loop = ran(toy_loop({"batches": (batches := Batches())}, steps=steps))
     model, uncertainty = toy_model(), Uncertainty(every)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    other = torch.optim.Adam(uncertainty.net.parameters(), lr=uncertainty.rate)
+    other = torch.optim.Adam(uncertainty.net.parameters(), lr=uncertainty.lr)
     for number, batch in enumerate(batches.seen, 1):
         optimizer.zero_grad()
         other.zero_grad()
@@ -114,12 +107,11 @@ def test_a_saved_module_of_another_shape_is_refused_by_name(tmp_path: Path) -> N
         toy_loop({"weight": other, "checkpoint": Checkpoint()}, steps=6, run_dir=tmp_path, resume=True).run()
 
 
-class Pair(Uncertainty):
+@define(eq=False)
+class Pair(Weight):
     """Trains a second module, whose parameter has the same name."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Embedding(10, 1)
+    shift: nn.Embedding = field(factory=lambda: nn.Embedding(10, 1), init=False)
 
     @hookimpl
     def prepare_model(self, loop: Loop) -> None:
@@ -132,9 +124,9 @@ class Pair(Uncertainty):
         return super().reduce_loss(output) + self.shift(output.timesteps).square().mean()
 
 
-@pytest.mark.parametrize("kind", [Uncertainty, Pair])
+@pytest.mark.parametrize("kind", [Weight, Pair])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_is_found_before_any_weight_moves(value: float, kind: type[Uncertainty]) -> None:
+def test_a_gradient_that_is_not_finite_is_found_before_any_weight_moves(value: float, kind: type[Weight]) -> None:
     reports: list[Any] = []
 
     def keep(report: Any) -> str:
@@ -153,7 +145,7 @@ def test_a_gradient_that_is_not_finite_is_found_before_any_weight_moves(value: f
 
 
 def test_its_gradients_are_unscaled_and_an_overflow_of_theirs_is_a_void_step() -> None:
-    amp, plugin = AMP("fp16", 1024.0), Uncertainty()
+    amp, plugin = AMP("fp16", 1024.0), Weight()
     loop = toy_loop({"weight": plugin, "amp": amp}, steps=3)
     with loop:
         batches = loop.feed.batches(0)
@@ -172,7 +164,7 @@ def test_its_gradients_are_unscaled_and_an_overflow_of_theirs_is_a_void_step() -
 
 
 def test_a_rollback_restores_it() -> None:
-    plugin, weights_at = Uncertainty(), {}
+    plugin, weights_at = Weight(), {}
 
     def look(loop: Loop) -> None:
         weights_at[loop.progress.position] = plugin.net.weight.detach().clone()

@@ -92,20 +92,6 @@ def test_the_saved_fields_and_no_others_come_back() -> None:
     assert state_of(again).keys() == state.keys()
 
 
-def test_a_run_that_is_resumed_goes_on_with_them() -> None:
-    @define(eq=False)
-    class Counter:
-        count: int = saved(0)
-
-        @hookimpl
-        def after_optimizer_step(self) -> None:
-            self.count += 1
-
-    memory, counter = kept({"counter": Counter()}, at=7), Counter()
-    toy_loop({"memory": memory, "counter": counter}).run()
-    assert counter.count == 20
-
-
 def change(*path: str, to: Any) -> dict[str, Any]:
     state = through_a_file(state_of(filled()))
     inner = state

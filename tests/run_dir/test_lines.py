@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from hookdiff.run_dir.lines import Logged, Tail, read_thinned
 from hookdiff.run_dir.metrics_jsonl import parse_metrics
@@ -56,20 +56,6 @@ def test_a_half_written_line_is_read_when_it_is_whole(path: Path) -> None:
     assert steps(tail) == (False, [2])
 
 
-def test_a_file_that_was_cut_begins_anew(path: Path) -> None:
-    path.write_text(text(range(5)))
-    tail = tail_of(path)
-    tail.read()
-    os.truncate(path, len(text(range(3))))
-    assert steps(tail) == (True, [0, 1, 2])
-    append(path, text([3]))
-    assert steps(tail) == (False, [3])
-    os.truncate(path, 0)
-    assert steps(tail) == (True, [])
-    append(path, text([7]))
-    assert steps(tail) == (False, [7])
-
-
 @pytest.mark.parametrize("more", [2, 3, 10])  # lines: fewer, as many and more than were cut
 def test_a_file_that_was_cut_and_has_grown_meanwhile_begins_anew(path: Path, more: int) -> None:
     path.write_text(text(range(10, 20)))
@@ -118,6 +104,7 @@ def test_a_file_that_was_removed_begins_anew_once(path: Path) -> None:
         )
     )
 )
+@example([("append", 3), ("read", 0), ("cut", 30), ("read", 0), ("append", 2), ("read", 0), ("cut", 0), ("read", 0)])
 def test_what_was_read_is_always_what_the_file_has(
     tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[str, int]]
 ) -> None:

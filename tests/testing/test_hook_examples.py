@@ -82,12 +82,6 @@ def test_the_command_prints_the_contract_and_the_example(succeed: Any) -> None:
         lines = lines[1 + len(text.splitlines()) :]
 
 
-def test_a_config_runs_an_example(succeed: Any, write_config: Any, tmp_path: Path) -> None:
-    config, run = write_config(run={"steps": 2}), tmp_path / "run"
-    succeed("run", config, "--plugins", "hookdiff.testing.examples:MixUp", "--out", run)
-    assert '"hookdiff.testing.examples:MixUp"' in (run / "config.toml").read_text()
-
-
 def test_choose(load_small: Any) -> None:
     config = load_small(run={"plugins": ["hookdiff.testing.examples:ChannelsLast"]})
     assert [settle(config, torch.device(kind), {}).run.channels_last for kind in ("cpu", "cuda")] == [True, True]
