@@ -63,9 +63,3 @@ def test_a_step_with_all_plugins_that_watch_it_makes_one_transfer(tmp_path: Path
     assert plain == [1] * 16
     # All logged values go to the host in one more transfer.
     assert [found[step - 1] for step in range(LOG_EVERY, STEPS, LOG_EVERY)] == [2, 2]
-
-
-def test_clipping_makes_no_transfer_of_its_own(tmp_path: Path) -> None:
-    for rule in ("norm", "value", "adaptive", "agc"):
-        found = counts(tmp_path / rule, {"clip": plugin_class("clip")(rule=rule)})
-        assert max(count for step, count in enumerate(found, 1) if step % LOG_EVERY) == 1, rule

@@ -48,12 +48,6 @@ def test_a_nan_does_not_hide_the_other_numbers():
     assert found.std == pytest.approx(float(clean.std(correction=0)), rel=1e-5)
 
 
-def test_constant_channels_and_repeated_images_are_found():
-    batch = torch.cat([PICTURES, torch.ones_like(PICTURES)], 1)
-    assert measure_inputs(batch).channels == (1,)
-    assert measure_inputs(PICTURES[:1].expand(8, -1, -1, -1)).same == 1
-
-
 @pytest.mark.parametrize(
     ("inputs", "severity", "numbers"),
     [
