@@ -43,12 +43,6 @@ def test_resume_without_an_earlier_run_starts_one(hookdiff, folder):
     assert checkpoints(folder / "runs" / "small") == ["step-00000001"]
 
 
-def test_a_new_plugin_of_a_resumed_run_needs_fresh(hookdiff, folder):
-    assert hookdiff("run", "small.toml", "--plugins", "no:ema", "--set", "run.steps=1")[0] == 0
-    check_refused(hookdiff("run", "small.toml", "--resume"), "'ema'", "--fresh ema")
-    assert hookdiff("run", "small.toml", "--resume", "--fresh", "ema")[0] == 0
-
-
 def test_golden_message_of_the_new_plugins_of_a_resumed_run(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--plugins", "no:ema", "--set", "run.steps=1")[0] == 0
     again = ("run", "small.toml", "--resume", "--plugins", "loss,gradients", "--set", "run.steps=2")
