@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from hookdiff import PASS, InMemory, Loop, UserError, hookimpl
 from hookdiff.builtin.logged import Metrics
@@ -35,9 +35,6 @@ class Momenta(Optimizer):
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda m: SGD(m.parameters(), lr=0.01),
-    "momentum": lambda m: SGD(m.parameters(), lr=0.01, momentum=0.9),
-    "adam": lambda m: Adam(m.parameters(), lr=0.01),
-    "amsgrad": lambda m: Adam(m.parameters(), lr=0.01, amsgrad=True, foreach=True),
     "adamw": lambda m: AdamW(m.parameters(), lr=0.01, fused=True),
     "lists of tensors": lambda m: Momenta(m.parameters(), lr=0.01),
     "several": lambda m: [AdamW(m[0].parameters(), lr=0.01), SGD(m[3].parameters(), lr=0.01, momentum=0.9)],

@@ -370,7 +370,6 @@ def test_the_load_of_the_machine_and_the_terminal_are_recorded_if_asked(tmp_path
     assert "seen on the terminal" in printed[asked]
 
 
-@pytest.mark.slow
 def numbers(folder: Path) -> dict[tuple[int, str], float]:
     """Return the numbers of the newest run of a repository."""
     chunks = folder / ".aim" / "meta" / "chunks"

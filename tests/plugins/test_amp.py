@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from hookdiff import UserError, hookimpl
-from hookdiff.loop.saved import restore_state
 from hookdiff.testing import ToyObjective, assert_same, toy_loop, toy_model, weights
 from hookdiff_amp import AMP
 from tests.conftest import Logged, acting, check_facts, refused, toy_run, two_ranks
@@ -147,16 +146,6 @@ def test_a_nan_in_the_loss_is_not_an_overflow():
     assert amp.scaler.get_scale() == 32768  # halved on both
 
 
-def test_at_the_lowest_scale_an_overflow_is_a_failure():
-    amp, recorder = AMP("fp16", init_scale=16.0), Recorder()
-    loop = toy_loop({"amp": amp, "recorder": recorder}, objective=Broken())
-    before = weights(loop)
-    assert loop.run() == "on_nan"
-    assert amp.num_void == 4  # 16, 8, 4, 2
-    assert "0.weight" in recorder.nans[0].parameters
-    assert_same(weights(loop), before)
-
-
 def test_a_nan_gradient_without_a_scaler_is_reported_at_once():
     recorder = Recorder()
     loop = toy_loop({"amp": AMP("bf16"), "recorder": recorder}, objective=Broken())
@@ -164,15 +153,20 @@ def test_a_nan_gradient_without_a_scaler_is_reported_at_once():
     assert (recorder.nans[0].position, recorder.updates) == (0, 0)
 
 
-def test_the_report_says_how_the_scale_fell_and_it_stays_at_its_floor():
+@pytest.mark.parametrize(("options", "scales"), [({}, [16, 8, 4, 2, 1]), ({"min_scale": 3.0}, [16, 8, 4, 3])])
+def test_at_the_lowest_scale_an_overflow_is_a_failure_and_the_report_says_how_the_scale_fell(options, scales):
     skip = acting(on_nan=lambda loop: "skip" if loop.progress.position < 6 else "stop")
-    amp, recorder = AMP("fp16", init_scale=16.0, min_scale=3.0), Recorder()
-    toy_loop({"amp": amp, "recorder": recorder, "skip": skip}, objective=Broken()).run()
-    assert amp.num_void == 3
-    notes = [report.notes["loss scale"] for report in recorder.nans]
-    assert len(set(notes)) == 1
-    assert re.findall(r"\d+", notes[0]) == ["16", "0", "8", "1", "4", "2", "3"]  # a scale and its batch; the lowest
-    assert amp.scaler.get_scale() == 3
+    amp, recorder = AMP("fp16", init_scale=16.0, **options), Recorder()
+    loop = toy_loop({"amp": amp, "recorder": recorder, "skip": skip}, objective=Broken())
+    before = weights(loop)
+    assert loop.run() == "on_nan"
+    *fell, lowest = scales
+    assert (amp.num_void, amp.scaler.get_scale()) == (len(fell), lowest)
+    assert "0.weight" in recorder.nans[0].parameters
+    (note,) = {report.notes["loss scale"] for report in recorder.nans}
+    by_batch = [number for batch, scale in enumerate(fell) for number in (scale, batch)]
+    assert [int(number) for number in re.findall(r"\d+", note)] == [*by_batch, lowest]
+    assert_same(weights(loop), before)
 
 
 def test_the_share_of_void_steps_is_logged():
@@ -236,16 +230,6 @@ def test_the_choice_of_auto_is_logged_once(caplog):
 def test_half_precision_weights_under_a_scaler_are_refused():
     with refused(UserError, "0.weight", "torch.bfloat16"):
         toy_loop({"amp": AMP("fp16")}, model=toy_model().bfloat16()).run()
-
-
-def test_its_state_is_the_scale():
-    amp = AMP("fp16", growth_interval=3)
-    toy_loop({"amp": amp}, steps=7).run()
-    other = AMP("fp16", growth_interval=3)
-    with toy_loop({"amp": other}):
-        restore_state(other, amp.state_dict())
-        assert other.scaler.state_dict() == amp.scaler.state_dict()
-    assert other.scaler.get_scale() == 65536 * 4
 
 
 SCALES = """

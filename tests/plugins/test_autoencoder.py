@@ -341,12 +341,10 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     ],
 )
 def test_what_cannot_encode_the_pictures_is_refused_before_anything_is_encoded(
-    hookdiff: Callable[..., Any], folder: Path, how: str, settings: list[str], facts: tuple[object, ...]
+    folder: Path, how: str, settings: list[str], facts: tuple[object, ...]
 ) -> None:
     if how in SPOILED:
         SPOILED[how](folder)
-    options = [word for setting in settings for word in ("--set", setting)]
-    check_refused(hookdiff("run", folder / "latents.toml", "--out", folder / "run", *options), *facts)
     with refused(UserError, *facts):
         build_feed(load_config(folder / "latents.toml", settings=settings))
     assert not [*folder.glob("cache/encoded/*/about.json")]

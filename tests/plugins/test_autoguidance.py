@@ -167,11 +167,6 @@ def test_a_run_without_an_average_says_that_it_has_no_guide(caplog: pytest.LogCa
     check_facts(caplog.text, "autoguidance", "no average")
 
 
-def test_training_is_the_same_with_it() -> None:
-    loop, plain = trained()[0], ran(make_loop({"ema": EMA(std=0.1)}))
-    assert_same(weights(loop), weights(plain))
-
-
 def test_the_model_holds_its_own_weights_after_sampling() -> None:
     loop, _ = trained()
     before = weights(loop)
@@ -196,15 +191,6 @@ def test_the_guide_is_never_older_than_its_share(step: int, share: float, end: i
 def test_the_steps_at_which_a_guide_is_taken(end: int | None, taken: list[int]) -> None:
     landmarks = dict.fromkeys(landmark(step, 0.3, end) for step in range(1, 1001))
     assert [step for step in landmarks if step][-len(taken) :] == taken
-
-
-@pytest.mark.parametrize("at", [2, 3, 4])
-def test_a_resumed_run_has_the_same_guide(at: int) -> None:
-    ema = EMA(std=0.1)
-    first = ran(make_loop({"ema": ema, "autoguidance": Autoguidance(), "kept": (kept := Restores(at=at))}))
-    again = ran(make_loop({"ema": EMA(std=0.1), "autoguidance": Autoguidance(), "kept": Restores(kept.state)}))
-    assert torch.equal(images(again), images(first))
-    assert saved(again)["plugins"]["autoguidance"]["step"] == 3
 
 
 def test_a_longer_run_takes_a_new_guide_at_once() -> None:

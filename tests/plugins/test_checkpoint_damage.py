@@ -14,8 +14,8 @@ from hookdiff.disk.tree import flatten
 from hookdiff.testing import assert_same, toy_loop, toy_model
 from hookdiff_checkpoint import Checkpoint, read_checkpoint
 from hookdiff_ema import EMA
-from tests.conftest import check_facts, output, refused, warnings
-from tests.hostile.mutations import changes, mutated
+from tests.conftest import check_facts, refused, warnings
+from tests.hostile.mutations import changes
 
 SAVED = (2, 4, 6)
 FILES = ("ema.safetensors", "manifest.json", "model.safetensors", "optimizers.safetensors")
@@ -149,17 +149,6 @@ def test_all_checkpoints_that_were_tried_are_named(broken):
     with refused(UserError, broken) as caught:
         build(broken).run()
     assert sorted(set(re.findall(r"step-\d+", str(caught.value)))) == [name(step) for step in SAVED]
-
-
-def test_no_traceback_at_the_command_line(hookdiff, write_config, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = ["run", write_config(run={"steps": 2, "plugins": ["checkpoint", "ema"]}), "--out", tmp_path / "run"]
-    output(hookdiff(*words))
-    for file in FILES:
-        with mutated(tmp_path / "run" / "checkpoints" / name(2) / file, "half"):
-            code, _, err = hookdiff(*words, "--resume")
-        assert code == 2
-        check_facts(err, tmp_path / "run", name(2))
 
 
 def test_reading_shares_nothing_with_the_files(saved):

@@ -94,19 +94,6 @@ def test_what_is_saved_on_some_ranks_is_loaded_on_any_number(
         assert_equal(resumed["ended"], on_disk(newest(other)))
 
 
-@pytest.mark.parametrize("plugins", [SHARDED, pytest.param(COPIED, marks=pytest.mark.slow)], ids=["sharded", "copied"])
-@pytest.mark.wide
-def test_a_run_that_is_resumed_on_as_many_ranks_is_the_unbroken_one(
-    plugins: dict[str, Any], on_ranks: Run, tmp_path: Path
-) -> None:
-    unbroken = on_ranks(2, tmp_path / "unbroken", 11, plugins=plugins)
-    on_ranks(2, tmp_path / "run", 7, plugins=plugins)
-    resumed = on_ranks(2, tmp_path / "run", 11, plugins=plugins, resume=True, seed=1)
-    assert_equal(resumed["ended"], unbroken["ended"])
-    assert bool(unbroken["ended"]["sharded"]) == (plugins is SHARDED)
-    assert steps(tmp_path / "run") == [8, 10, 11]
-
-
 def test_the_first_average_is_whole_and_all_else_of_several_ranks_in_pieces(folder: Path) -> None:
     path = newest(folder / "run")
     pieces = {f"{part}-0000{n}-of-00002" for part in ("model", "optimizers", "ema", "keeps") for n in (1, 2)}

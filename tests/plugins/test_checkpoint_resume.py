@@ -228,16 +228,3 @@ def test_a_crash_loses_only_the_steps_after_the_last_save(whole, tmp_path):
 )
 def test_other_configs_resume_exactly(make, tmp_path):
     in_one_and_in_parts(tmp_path, make, cuts=(3, 8))
-
-
-@pytest.mark.wide
-def test_a_run_may_be_made_longer(tmp_path):
-    train(tmp_path / "short", 6, plugins=everything(), **images())
-    longer = train(tmp_path / "short", 18, resume=True, plugins=everything(), **images())
-    assert_same_runs(longer, train(tmp_path / "long", 18, plugins=everything(), **images()))
-
-
-def test_a_branch_is_the_run_that_went_on(whole, tmp_path):
-    train(tmp_path / "run", 7, plugins=everything(), **images())
-    branch = train(tmp_path / "branch", resume=tmp_path / "run", plugins=everything(), **images())
-    assert_same_runs(branch, whole)

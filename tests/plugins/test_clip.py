@@ -2,7 +2,6 @@ import math
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from hookdiff import PASS, Loop, LoopConfig, LossOutput, UserError, hookimpl, lo
 from hookdiff.loop.gradients import Gradients
 from hookdiff.testing import toy_loop, toy_model
 from hookdiff_clip import AGC, Adaptive, Clip, Norm, Percentile, Rule, Value, ZScore
-from tests.conftest import Logged, Push, Restores, added_transfers, records, refused, still, toy_run
+from tests.conftest import Logged, Push, Restores, added_transfers, refused, still, toy_run
 
 FOLLOWING: list[Callable[..., Rule]] = [
     partial(Adaptive, decay=0.9, factor=0.8),
@@ -94,10 +93,10 @@ def test_it_never_raises_the_norm_and_keeps_the_direction(max_norm: float, kind:
             torch.testing.assert_close(after[name], before[name] * ratio, rtol=1e-5, atol=1e-9)
 
 
-def run(norms: list[float], rule: Rule, clip: Clip | None = None) -> list[float]:
+def run(norms: list[float], rule: Rule) -> list[float]:
     """Return the thresholds before each step and after the last, for gradients with `norms`; inf for none."""
     logged, norms = Logged(), [*norms, 1.0]
-    plugins = {"push": Push(norms), "clip": clip or Clip(rule), "logged": logged}
+    plugins = {"push": Push(norms), "clip": Clip(rule), "logged": logged}
     toy_loop(plugins, optimizers=still, steps=len(norms), log_every=1).run()
     return [values.get("clip/threshold", math.inf) for _, values in logged.calls if "clip/share" in values]
 
@@ -153,11 +152,6 @@ class TestFollowing:
         for wrong, known in ((4.0, 3.0), (0.5, 1.0)):
             with pytest.raises(ValueError, match=rf"start \({wrong:g}\) .* \({known:g}\)"):
                 kind(max_norm=3.0, min_norm=1.0, start=wrong)
-
-    @pytest.mark.parametrize("kind", [Adaptive, Percentile, ZScore])
-    def test_a_second_run_of_the_same_plugin_starts_anew(self, kind: Any) -> None:
-        clip, norms = Clip(kind(warmup=2, max_norm=9)), [3.0, 1.0, 2.0, 8.0]
-        assert run(norms, clip.rule, clip) == run(norms, clip.rule, clip) == run(norms, clip.rule)
 
     def test_the_norms_of_another_rule_begin_a_new_warm_up(self) -> None:
         saved: dict[str, Any] = {}
@@ -246,6 +240,7 @@ class TestAGC:
             else:
                 expected = by_rows(weight, gradient)
             torch.testing.assert_close(look.after[0][name], expected, rtol=1e-5, atol=1e-9, msg=name)
+        assert look.norm == pytest.approx(total(look.after[0]), rel=1e-6)
 
     @given(scale=st.floats(1e-2, 1e4), strength=st.floats(1e-3, 1e3))
     def test_it_is_scale_free_in_weights_and_gradients_together(self, scale: float, strength: float) -> None:
@@ -260,19 +255,6 @@ class TestAGC:
             looks.append(one_step(model, gradients, AGC(factor=0.1)))
         for name, one in looks[0].after[0].items():
             torch.testing.assert_close(looks[1].after[0][name], one * scale, rtol=1e-4, atol=0)
-
-    @given(factor=st.floats(1e-4, 10), seed=st.integers(0, 99))
-    def test_no_gradient_grows(self, factor: float, seed: int) -> None:
-        torch.manual_seed(seed)
-        gradients = [torch.randn_like(p) for p in toy_model().parameters()]
-        look = one_step(toy_model(), gradients, AGC(factor=factor))
-        for name, before in look.before[0].items():
-            assert (look.after[0][name].abs() <= before.abs()).all()
-
-    def test_the_loop_reports_the_norms_after_clipping(self) -> None:
-        look = clipped(AGC(factor=1e-3), steps=3)
-        assert look.norm == pytest.approx(total(look.after[-1]), rel=1e-6)
-        assert total(look.after[-1]) < total(look.before[-1])
 
     def test_what_is_excluded_stays(self) -> None:
         look = clipped(AGC(factor=1e-3, exclude=("3.*",)), steps=1)
@@ -384,38 +366,12 @@ def test_a_rule_may_be_user_defined() -> None:
     assert rule.power == 0
 
 
-STRANGER = """
-from attrs import define
-from hookdiff_clip import Rule
-
-@define
-class Nothing(Rule):
-    share: float = 0.5
-
-    def clip_(self, gradients, is_logged):
-        return {"share": self.share}
-"""
-
-
-def test_a_rule_of_a_module_beside_the_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_config: Any, succeed: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "clip_of_a_stranger.py").write_text(STRANGER)
-    rule = {"use": "clip_of_a_stranger:Nothing", "share": 0.25}
-    path = write_config(run={"steps": 2, "log_every": 1, "plugins": ["clip"]}, plugins={"clip": {"rule": rule}})
-    succeed("run", path)
-    folder = tmp_path / "runs" / "small"
-    assert [line["clip/share"] for line in records(folder)] == [0.25, 0.25]
-    recorded = load_config(folder / "config.toml", trust=True).resolved()["plugins"]["clip"]
-    assert recorded["rule"] == rule
-
-
 def test_a_rule_is_recorded_with_all_its_options(write_config: Any) -> None:
-    clip = {"rule": {"use": "agc", "exclude": ["out.*"]}}
-    path = write_config(run={"plugins": ["clip"]}, plugins={"clip": clip})
-    recorded = load_config(path).resolved()["plugins"]["clip"]["rule"]
-    assert recorded == {"use": "agc", "factor": 0.01, "min_weight": 0.001, "exclude": ["out.*"]}
+    agc = {"use": "agc", "exclude": ["out.*"]}
+    user_defined = {"use": f"{__name__}:Halve", "factor": 0.25}
+    for rule, defaults in ((user_defined, {"power": 0}), (agc, {"factor": 0.01, "min_weight": 0.001})):
+        path = write_config(run={"plugins": ["clip"]}, plugins={"clip": {"rule": rule}})
+        assert load_config(path).resolved()["plugins"]["clip"]["rule"] == {**rule, **defaults}
     for settings in (["plugins.clip.rule=norm"], ["plugins.clip.rule.use=norm"]):
         recorded = load_config(path, settings=[*settings, "plugins.clip.rule.max_norm=3"]).resolved()
         assert recorded["plugins"]["clip"]["rule"] == {"use": "norm", "max_norm": 3.0}

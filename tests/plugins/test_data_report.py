@@ -116,10 +116,7 @@ def test_unreadable_files_are_listed(hookdiff: Any, report: Any, folder: Path, s
     ("settings", "facts"),
     [
         (["data.path=picture"], ("data", "'picture'", "'pictures'")),
-        (["data.image_size=11"], ("data", 22, 24, "image_size", 11, "upscale")),
         (["run.batch_size=21"], (20, "batch_size", 21, "drop_last")),
-        (["data.held_out=24"], ("data", "held_out", 24)),
-        (["data.labels=none", "data.balanced=true"], ("data", "balanced")),
         (["data.labels=l.csv"], ("data", "labels", "'folder'", "'none'", "'l.csv'", "pictures")),
         (["data.store=disk", "data.cache_dir=config.toml"], ("data", "config.toml")),
     ],

@@ -54,12 +54,6 @@ def test_golden_shards_of_a_folder(hookdiff: Any, folder: Path) -> None:
     assert all(path.stat().st_size <= 0.02 * 2**20 for path in Path("out").glob("*.tar"))
 
 
-def test_the_same_samples_give_the_same_bytes(succeed: Any) -> None:
-    for name in ("a", "b"):
-        succeed("data", "config.toml", "--to-shards", name)
-    assert Path("a/shard-000000.tar").read_bytes() == Path("b/shard-000000.tar").read_bytes()
-
-
 def test_shards_of_shards_are_the_same(succeed: Any, folder: Path) -> None:
     succeed("data", "config.toml", "--to-shards", "a")
     text = PICTURES.replace('"folder"', '"shards"').replace('"pictures"', '"a"')

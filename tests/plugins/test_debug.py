@@ -53,12 +53,6 @@ def test_the_steps_of_a_trial_are_counted_from_one():
     assert Trial(3, measure_inputs(PICTURES), losses=[1.0, math.inf, math.nan]).first_bad == 2
 
 
-def test_constant_channels_and_repeated_images_are_found():
-    batch = torch.cat([PICTURES, torch.ones_like(PICTURES)], 1)
-    assert measure_inputs(batch).channels == (1,)
-    assert measure_inputs(PICTURES[:1].expand(8, -1, -1, -1)).same == 1
-
-
 @pytest.mark.parametrize(
     ("inputs", "severity", "numbers"),
     [
