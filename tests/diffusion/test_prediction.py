@@ -1,6 +1,4 @@
-from itertools import product
-from math import cos, exp, log, sin
-from typing import Any
+from math import cos, log, sin
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from hookdiff.diffusion import EDM, VP, Diffusion, EDMWeighting, Process
 from hookdiff.diffusion.prediction import (
     EDMPrediction,
     Epsilon,
-    FlowPrediction,
     Prediction,
     SamplePrediction,
     VPrediction,
@@ -56,47 +53,6 @@ def test_known_values_at_timestep_499() -> None:
 
 
 # Alpha and sigma, the time, and the image and the noise of 1.1 in the best prediction for N(2, 0.25) data.
-BEST: dict[str, Any] = {
-    "ddpm": (at(499), torch.tensor([499]), 2.04016565438, 0.550130751967),
-    "edm": ((1.0, 1.0), torch.zeros(1), 1.82, -0.72),
-    "flow": ((0.7, 0.3), scalar(300.0).view(1), 1.75294117647, -0.423529411765),
-}
-
-
-@pytest.mark.parametrize(
-    ("process", "name"), [pair for pair in product(BEST, PREDICTIONS) if pair != ("flow", "epsilon")]
-)
-def test_the_best_prediction_for_gaussian_data(gaussian: type, process: str, name: str) -> None:
-    rates, time, image, eps = BEST[process]
-    diffusion, x_t = Diffusion(process, name), scalar(1.1).view(1, 1, 1, 1)
-    kind = diffusion.prediction
-    output = gaussian(diffusion, mu=2, s=0.5)(kind.network_input(x_t, *rates), time)
-    x0, noise = kind.x0_and_noise(output, x_t, *rates)
-    assert (float(x0), float(noise)) == (approx(image), approx(eps))
-
-
-@given(pixels, pixels, st.floats(0, 1))
-def test_flow_points_from_the_image_to_the_noise(x0: float, noise: float, t: float) -> None:
-    u = FlowPrediction().target(scalar(x0), scalar(noise), 1 - t, t)
-    x_t = q_sample(scalar(x0), scalar(noise), 1 - t, t)
-    assert float(u) == noise - x0
-    assert float(x_t) == approx(x0 + t * float(u))  # so d x_t / d t = u, and noise is at t = 1
-    found = FlowPrediction().x0_and_noise(u, x_t, 1 - t, t)
-    assert float(found[0]) == pytest.approx(float(x_t - t * u), abs=1e-12)
-    assert float(found[1]) == pytest.approx(float(x_t + (1 - t) * u), abs=1e-12)
-
-
-@given(pixels, pixels, angles)
-def test_v_is_a_rotation(x0: float, noise: float, angle: float) -> None:
-    alpha, sigma = cos(angle), sin(angle)
-    x_t = q_sample(scalar(x0), scalar(noise), alpha, sigma)
-    v = VPrediction().target(scalar(x0), scalar(noise), alpha, sigma)
-    assert float(x_t**2 + v**2) == approx(x0**2 + noise**2)
-    found = VPrediction().x0_and_noise(v, x_t, alpha, sigma)
-    assert float(found[0]) == approx(float(alpha * x_t - sigma * v))
-    assert float(found[1]) == approx(float(sigma * x_t + alpha * v))
-
-
 def check_there_and_back(kind: Prediction, image: Tensor, eps: Tensor, alpha: float, sigma: float, atol: float) -> None:
     x_t = q_sample(image, eps, alpha, sigma)
     output = kind.target(image, eps, alpha, sigma)
@@ -197,28 +153,11 @@ def preconditioning(sigma_data: float, sigma: float) -> tuple[float, float, floa
     return float(skip), float(out), float(edm.network_input(one, 1.0, sigma)), float(time)
 
 
-@pytest.mark.parametrize(
-    ("sigma_data", "sigma", "c_skip", "c_out", "c_in", "c_noise", "weight"),
-    [
-        (0.5, 0.002, 0.9999840003, 0.001999984, 1.999984, -1.553652025, 250004),
-        (0.5, 0.5, 0.5, 0.3535533906, 1.414213562, -0.1732867951, 8),
-        (0.5, 1, 0.2, 0.4472135955, 0.894427191, 0, 5),
-        (0.5, 80, 3.906097418e-05, 0.4999902347, 0.01249975587, 1.095506659, 4.00015625),
-        (1, 1, 0.5, 0.7071067812, 0.7071067812, 0, 2),
-    ],
-)
-def test_edm_table(
-    sigma_data: float, sigma: float, c_skip: float, c_out: float, c_in: float, c_noise: float, weight: float
-) -> None:
-    assert preconditioning(sigma_data, sigma) == pytest.approx((c_skip, c_out, c_in, c_noise), rel=1e-9)
-    found = EDMWeighting(sigma_data).weights(SamplePrediction(), scalar(1.0), scalar(sigma))
-    assert float(found) == pytest.approx(weight, rel=1e-9)
-
-
 @given(st.floats(1e-3, 1e3), spreads)
 def test_edm_identities(sigma: float, sigma_data: float) -> None:
     c_skip, c_out, c_in, c_noise = preconditioning(sigma_data, sigma)
     weight = float(EDMWeighting(sigma_data).weights(SamplePrediction(), scalar(1.0), scalar(sigma)))
+    assert min(c_in, c_out) > 0
     assert weight * c_out**2 == approx(1)
     assert c_in**2 * (sigma**2 + sigma_data**2) == approx(1)
     assert (1 - c_skip) ** 2 * sigma_data**2 + c_skip**2 * sigma**2 == approx(c_out**2)
@@ -227,42 +166,6 @@ def test_edm_identities(sigma: float, sigma_data: float) -> None:
     edm, one, zero = EDMPrediction(sigma_data), scalar(1.0), scalar(0.0)
     of_image, of_noise = edm.target(one, zero, 1.0, sigma), edm.target(zero, one, 1.0, sigma)
     assert float((sigma_data * of_image) ** 2 + of_noise**2) == approx(1)
-
-
-@given(pixels, pixels, spreads)
-def test_edm_limits(x: float, output: float, sigma_data: float) -> None:
-    little, _ = EDMPrediction(sigma_data).x0_and_noise(scalar(output), scalar(x), 1.0, 1e-9)
-    much, _ = EDMPrediction(sigma_data).x0_and_noise(scalar(output), scalar(x), 1.0, 1e9)
-    assert float(little) == pytest.approx(x, abs=1e-7)
-    assert float(much) == pytest.approx(sigma_data * output, abs=1e-7)
-    assert preconditioning(sigma_data, 1e9)[1] == pytest.approx(sigma_data)
-
-
-@given(pixels, angles, spreads)
-def test_a_zero_network_is_the_best_for_its_sigma_data(gaussian: type, x: float, angle: float, s: float) -> None:
-    diffusion = Diffusion("edm", EDMPrediction(s))
-    time = scalar(log(sin(angle) / cos(angle)) / 4 * 1000).view(1)
-    assert float(gaussian(diffusion, mu=0, s=s)(scalar(x).view(1, 1, 1, 1), time)) == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.parametrize("name", PREDICTIONS)
-def test_score_of_a_mixture(name: str) -> None:
-    """Two narrow Gaussians at -1 and 1: the score is minus the noise over sigma."""
-    std, sigma, x = 0.1, 0.7, scalar(0.3).requires_grad_()
-    variance = std**2 + sigma**2
-    density = (-((x + 1) ** 2) / (2 * variance)).exp() + (-((x - 1) ** 2) / (2 * variance)).exp()
-    (score,) = torch.autograd.grad(density.log(), x)
-    x = x.detach()
-    shares = [exp(-((0.3 - mean) ** 2) / (2 * variance)) for mean in (-1, 1)]
-    best = sum(
-        share * (mean + std**2 / variance * (0.3 - mean)) for share, mean in zip(shares, (-1, 1), strict=True)
-    ) / sum(shares)
-    kind = prediction(name)
-    output = kind.target(scalar(best), noise_from_x0(x, scalar(best), 1.0, sigma), 1.0, sigma)
-    x0, noise = kind.x0_and_noise(output, x, 1.0, sigma)
-    assert float(x0) == approx(0.532308575658)
-    assert float(-noise / sigma) == approx(0.474099133996)
-    assert float(score) == approx(0.474099133996)
 
 
 @pytest.mark.parametrize("process", ["flow", VP(rescale_betas_zero_snr=True), VP("cosine", 20, True)])
