@@ -31,28 +31,8 @@ def close(actual: Tensor | float, expected: float) -> bool:
     return float(actual) == pytest.approx(expected, rel=1e-9, abs=0)
 
 
-@pytest.mark.parametrize(
-    ("table", "timestep", "expected"),
-    [
-        ("alphas_cumprod", 0, 0.9999),
-        ("alphas_cumprod", 499, 0.0785872428818),
-        ("alphas_cumprod", 999, 4.03582976538e-05),
-        ("betas", 500, 0.01005995996),
-        ("sqrt_alphas_cumprod", 999, 0.00635281808757),
-        ("snr", 0, 9999),
-        ("snr", 499, 0.0852899444626),
-        ("snr", 999, 4.03599265117e-05),
-        ("log_snr", 0, 9.21024036698),
-        ("log_snr", 999, -10.1176731833),
-    ],
-)
-def test_linear(table: str, timestep: int, expected: float) -> None:
-    assert close(getattr(LINEAR, table)[timestep], expected)
-
-
-def test_linear_as_a_whole() -> None:
+def test_linear() -> None:
     assert torch.equal(LINEAR.betas, torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64))
-    assert close(LINEAR.betas.sum(), 10.05)
 
 
 def test_linear_ends_as_near_to_noise_as_the_paper_says() -> None:
@@ -92,30 +72,10 @@ def test_ends_can_be_given(kind: type[Linear]) -> None:
     assert (betas.diff() > 0).all()
 
 
-@pytest.mark.parametrize(
-    ("table", "timestep", "expected"),
-    [
-        ("betas", 0, 4.1284224822e-05),
-        ("betas", 499, 0.00314588623048),
-        ("betas", 998, 0.749999392901),
-        ("betas", 999, 0.999),
-        ("alphas_cumprod", 499, 0.493843590441),
-        ("alphas_cumprod", 999, 2.42876690703e-09),
-    ],
-)
-def test_cosine(table: str, timestep: int, expected: float) -> None:
-    assert close(getattr(COSINE, table)[timestep], expected)
-
-
-def test_cosine_as_a_whole() -> None:
-    assert int((COSINE.alphas_cumprod < 0.5).nonzero()[0]) == 496
+def test_cosine() -> None:
     assert (COSINE.betas == 0.999).nonzero().flatten().tolist() == [999]
     assert float(Cosine(max_beta=0.9).betas(1000)[-1]) == 0.9
     assert Cosine(offset=0.0).betas(1000)[0] < COSINE.betas[0] / 10  # about (pi / 2T)²
-    f_0 = math.cos(0.008 / 1.008 * math.pi / 2) ** 2
-    assert f_0 == pytest.approx(0.999844591, abs=5e-10)
-    halfway = math.cos((0.5 + 0.008) / 1.008 * math.pi / 2) ** 2
-    assert close(COSINE.alphas_cumprod[499], halfway / f_0)
 
 
 @given(st.integers(2, 3000), st.data())
@@ -125,30 +85,6 @@ def test_cosine_telescopes(timesteps: int, data: st.DataObject) -> None:
 
     t = data.draw(st.integers(0, timesteps - 2))  # the last beta is clipped
     assert close(VP("cosine", timesteps).tables.alphas_cumprod[t], f((t + 1) / timesteps) / f(0))
-
-
-@pytest.mark.parametrize(
-    ("table", "timestep", "expected"),
-    [
-        ("alphas_cumprod", 499, 0.0760287505471),
-        ("alphas_cumprod", 998, 4.21326246509e-09),
-        ("betas", 500, 0.0102926174264),
-        ("betas", 998, 0.75226723115),
-    ],
-)
-def test_rescaled_linear(table: str, timestep: int, expected: float) -> None:
-    assert close(getattr(ZERO, table)[timestep], expected)
-
-
-@pytest.mark.parametrize("betas", [LINEAR.betas, COSINE.betas, SCALED.betas], ids=["linear", "cosine", "scaled"])
-def test_rescaled_ends(betas: Tensor) -> None:
-    rescaled = rescale_betas_zero_snr(betas)
-    remaining = NoiseSchedule(rescaled).alphas_cumprod
-    assert remaining[0] == 1 - betas[0]
-    assert remaining[-1] == 0
-    assert rescaled[-1] == 1
-    assert (remaining.diff() < 0).all()
-    torch.testing.assert_close(rescale_betas_zero_snr(rescaled), rescaled, rtol=0, atol=1e-14)
 
 
 @given(random_betas.filter(lambda betas: len(betas) > 1))

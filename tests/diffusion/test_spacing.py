@@ -1,4 +1,4 @@
-from math import inf, log
+from math import inf
 
 import pytest
 import torch
@@ -11,20 +11,6 @@ from tests.diffusion.conftest import column, vp
 
 LINEAR = VP("linear")
 ZERO_SNR = VP("linear", rescale_betas_zero_snr=True)
-
-KARRAS_18 = [
-    80, 57.58598472, 40.7855738, 28.3745846, 19.35245298, 12.91008238, 8.400935309, 5.315194522, 3.25682152,
-    1.923339837, 1.088170637, 0.5853481232, 0.2964422845, 0.1395164687, 0.05994731124, 0.02293451837, 0.007528019963,
-    0.002,
-]  # fmt: skip
-
-
-def test_karras_sigmas() -> None:
-    assert karras_sigmas(18, 0.002, 80) == pytest.approx(KARRAS_18, rel=1e-9)
-    points = Karras().points(EDM(), 18)
-    assert [p.sigma for p in points] == pytest.approx(KARRAS_18, rel=1e-9)
-    assert {p.alpha for p in points} == {1.0}
-    assert [p.time for p in points] == pytest.approx([250 * log(s) for s in KARRAS_18], rel=1e-8)
 
 
 @given(st.integers(1, 50), st.floats(1e-4, 0.5), st.floats(1, 200), st.floats(0.5, 10))
