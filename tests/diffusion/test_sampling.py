@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hookdiff.diffusion.clipping import Clamp, NoClipping
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.guidance import ClassifierFree
-from hookdiff.diffusion.process import EDM, IMAGE, VP, DDPMProcess, Flow
+from hookdiff.diffusion.process import EDM, VP, DDPMProcess, Flow
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.diffusion.solvers import DDPM, DPMSolver2M, Euler, Heun, Solver
 from hookdiff.diffusion.spacing import Karras, Shifted, Trailing
@@ -43,14 +43,6 @@ def test_image_is_independent_of_its_batch(
     assert torch.equal(images, expected)
 
 
-@given(objectives(), solvers)
-def test_same_generators_same_images(diffusion: Diffusion, sampler: Solver) -> None:
-    sampling = Sampling(sampler, 6, clipping="none")  # clipping might make both images all white
-    runs = [sampling.sample(pointwise, diffusion, (3, 4, 4), generators(1, 2), "cpu") for _ in range(2)]
-    assert torch.equal(*runs)
-    assert not torch.equal(runs[0][0], runs[0][1])
-
-
 @pytest.mark.parametrize("process", ["vp", "flow", "edm"])
 def test_noise_can_be_given(process: str) -> None:
     sampling, diffusion, (generator,) = Sampling(steps=5), Diffusion(process), generators(7)
@@ -81,12 +73,6 @@ def test_the_network_works_on_normalized_images(gaussian: type, diffusion: Diffu
     images = sampling.sample(gaussian(diffusion, 0.5, s=0), diffusion, (3, 2, 2), generators(0), "cpu", torch.float64)
     expected = torch.tensor([0.2, -0.05, 0.5], dtype=torch.float64).view(1, 3, 1, 1).expand_as(images)
     torch.testing.assert_close(images, expected, rtol=0, atol=1e-8)
-
-
-@pytest.mark.parametrize("chosen", [{"data_mean": (0.0, 0.1)}, {"data_std": (1.0, 2.0)}])
-def test_wrong_number_of_channels_is_an_error(chosen: dict[str, Any]) -> None:
-    with refused(ValueError, next(iter(chosen)), 2, 3):
-        Sampling(steps=1).sample(pointwise, Diffusion(**chosen), (3, 4, 4), generators(0), "cpu")
 
 
 # The network's input
@@ -129,18 +115,13 @@ def test_bf16_is_for_the_network_alone() -> None:
     torch.testing.assert_close(rounded, exact, atol=0.05, rtol=0)
 
 
-def test_the_network_sees_int64_timesteps_and_may_output_bfloat16() -> None:
-    seen: list[Tensor] = []
-
+def test_a_network_may_output_bfloat16() -> None:
     def net(x: Tensor, timesteps: Tensor) -> Tensor:
-        seen.append(timesteps)
         return x.bfloat16()
 
     sampling = Sampling(steps=4, clipping="none")
     images = sampling.sample(net, LINEAR, (1, 4, 4), generators(0, 1), "cpu")
     assert images.dtype == torch.float32
-    assert [t.tolist() for t in seen] == [[t, t] for t in (999, 749, 499, 249)]
-    assert {t.dtype for t in seen} == {torch.int64}
     rounded = sampling.sample(lambda x, t: net(x, t).float(), LINEAR, (1, 4, 4), generators(0, 1), "cpu")
     assert torch.equal(images, rounded)  # only the output is rounded, not the arithmetic
 
@@ -154,6 +135,7 @@ def test_the_network_sees_int64_timesteps_and_may_output_bfloat16() -> None:
         (Diffusion(Flow(shift=3.0)), {"spacing": "trailing"}, [1000, 900, 750, 500]),
         (Diffusion(Flow(shift=9.0)), {"spacing": Shifted(3.0)}, [1000, 900, 750, 500]),
         (Diffusion(EDM(1.0, exp(4))), {"spacing": Karras(rho=1e6)}, [1000, 2000 / 3, 1000 / 3, 0]),
+        (Diffusion("vp"), {}, [999, 749, 499, 249]),
         (Diffusion(VP("cosine", 9)), {"spacing": "leading"}, [6, 4, 2, 0]),
     ],
 )
@@ -234,22 +216,6 @@ def test_a_chain_starts_from_a_noised_image(process: str, strength: float, steps
         assert torch.equal(calls[0], noise)  # nothing of the image is left
 
 
-def test_a_small_strength_changes_little(gaussian: type) -> None:
-    images = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(1)) - 0.5
-    net = gaussian(LINEAR, 0.0, 0.3)
-
-    def distance(strength: float) -> float:
-        samples = Sampling(steps=100).sample(
-            net, LINEAR, (1, 8, 8), generators(3, 4), "cpu", images=images, strength=strength
-        )
-        return float((samples - images).square().mean().sqrt())
-
-    distances = [distance(strength) for strength in (0.01, 0.1, 0.3, 1.0)]
-    assert distances == sorted(distances)
-    assert distances[0] < 0.05  # the chain starts at timestep 9, with little noise
-    assert distances[-1] > 0.3
-
-
 @pytest.mark.parametrize("strength", [0.0, -0.1, 1.1, float("nan")])
 def test_strength_outside_of_its_range_is_an_error(strength: float) -> None:
     images = torch.zeros(1, 1, 2, 2)
@@ -289,11 +255,3 @@ def test_options_that_do_not_fit_the_objective_are_refused_for_zero_images_too()
         Sampling(spacing="leading").sample(pointwise, Diffusion("flow"), (1, 2, 2), [], "cpu")
     with refused(ValueError, "'steps'", 50, 10):
         Sampling(steps=50).sample(pointwise, Diffusion(VP("cosine", 10)), (1, 2, 2), [], "cpu")
-
-
-@given(objectives(), st.integers(1, 20))
-def test_a_chain_ends_at_the_image(diffusion: Diffusion, steps: int) -> None:
-    levels = [point.ratio for point in (*Sampling(steps=steps).points(diffusion), IMAGE)]
-    assert len(levels) == steps + 1
-    assert levels == sorted(set(levels), reverse=True)
-    assert levels[-1] == 0
