@@ -74,25 +74,6 @@ def test_every_parameter_is_trained(kind: Any, options: dict[str, Any]) -> None:
     assert grad_of(model.label.weight).any(dim=1).all()  # includes the row for "no class"
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    ("kind", "options", "steps"), [(UNet, {"channels": 16}, 60), (DiT, {"hidden_size": 32, "patch_size": 4}, 150)]
-)
-def test_training_overfits_a_batch_by_time_and_class(kind: Any, options: dict[str, Any], steps: int) -> None:
-    model = small(kind, num_classes=2, **options)
-    x, target = images(1, 1, 8, 8).expand(4, 1, 8, 8), images(4, 1, 8, 8)
-    # the four inputs differ only in time and label
-    t, labels = torch.tensor([0, 0, 999, 999]), torch.tensor([0, 1, 1, -1])
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        F.mse_loss(model(x, t, labels), target).backward()
-        optimizer.step()
-    assert F.mse_loss(model(x, t, labels), target) < 0.05
-    assert F.mse_loss(model(x, t.flip(0), labels), target) > 0.2
-    assert F.mse_loss(model(x, t, labels.flip(0)), target) > 0.2
-
-
 @both
 def test_the_condition_is_the_sum_of_time_and_class_for_every_block(kind: Any) -> None:
     model = trained(kind, num_classes=3)
