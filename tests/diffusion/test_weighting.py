@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from hookdiff import Batch
-from hookdiff.diffusion import EDM, P2, VP, Diffusion, EDMWeighting, MinSNR, UniformWeighting, Weighting
+from hookdiff.diffusion import EDM, P2, VP, Debiased, Diffusion, EDMWeighting, MinSNR, UniformWeighting, Weighting
 from hookdiff.diffusion.prediction import EDMPrediction, Prediction, noise_from_x0
 from hookdiff.diffusion.schedules import NoiseSchedule
 from tests.conftest import check_facts
@@ -24,6 +24,21 @@ def linear(weighting: Weighting, prediction: str) -> Tensor:
     return weighting.weights(Prediction.of(prediction), ALPHA, SIGMA)
 
 
+@pytest.mark.parametrize(
+    ("timestep", "epsilon", "v_prediction", "sample"),
+    [
+        (0, 0.000500050005, 0.0005, 5),
+        (99, 0.5740232504, 0.5149092716, 5),
+        (249, 1, 0.5240853738, 1.101217204),
+        (499, 1, 0.07858724288, 0.08528994446),
+        (999, 1, 4.035829765e-05, 4.035992651e-05),
+    ],
+)
+def test_min_snr(timestep: int, epsilon: float, v_prediction: float, sample: float) -> None:
+    for name, expected in (("epsilon", epsilon), ("v_prediction", v_prediction), ("sample", sample)):
+        assert float(linear(MinSNR(), name)[timestep]) == pytest.approx(expected, rel=1e-9)
+
+
 @given(st.floats(0.1, 50))
 def test_min_snr_is_the_formula_of_the_paper(gamma: float) -> None:
     snr = SCHEDULE.snr
@@ -32,7 +47,16 @@ def test_min_snr_is_the_formula_of_the_paper(gamma: float) -> None:
         torch.testing.assert_close(linear(MinSNR(gamma), name), expected, rtol=1e-9, atol=0)
 
 
+def test_debiased() -> None:
+    weights = linear(Debiased(), "epsilon")[[0, 499, 999]].tolist()
+    assert weights == pytest.approx([0.0316227766, 3.424136619, 157.4072808], rel=1e-9)
+    expected = SCHEDULE.snr.clamp(max=1000).rsqrt()
+    torch.testing.assert_close(linear(Debiased(), "epsilon"), expected, rtol=1e-9, atol=0)
+
+
 def test_p2() -> None:
+    weights = linear(P2(), "epsilon")[[0, 499, 999]].tolist()
+    assert weights == pytest.approx([0.0001, 0.9214127571, 0.9999596417], rel=1e-9)
     expected = (0.5 + SCHEDULE.snr) ** -0.7
     torch.testing.assert_close(linear(P2(k=0.5, gamma=0.7), "epsilon"), expected, rtol=1e-9, atol=0)
     assert torch.equal(linear(P2(gamma=0.0), "epsilon"), torch.ones(1000, dtype=torch.float64))
