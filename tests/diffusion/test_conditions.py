@@ -240,8 +240,6 @@ def test_sampling_slices_its_conditions_and_refuses_others() -> None:
     ):
         with refused(ValueError, *facts):
             sample(**conditions)
-    with refused(ValueError, "'guidance'", "labels", "conditions"):
-        Sampling(guidance=ClassifierFree(2.0)).points(Diffusion(conditional=False))
 
 
 def test_a_loop_samples_with_given_conditions_or_those_of_training_samples() -> None:

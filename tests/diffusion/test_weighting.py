@@ -1,4 +1,3 @@
-import logging
 from itertools import product
 from math import sqrt
 
@@ -11,7 +10,6 @@ from hookdiff import Batch
 from hookdiff.diffusion import EDM, P2, VP, Debiased, Diffusion, EDMWeighting, MinSNR, UniformWeighting, Weighting
 from hookdiff.diffusion.prediction import EDMPrediction, Prediction, noise_from_x0
 from hookdiff.diffusion.schedules import NoiseSchedule
-from hookdiff.testing.toy import toy_loop
 from tests.conftest import check_facts
 from tests.diffusion.conftest import PREDICTIONS, seeded
 
@@ -62,13 +60,6 @@ def test_p2() -> None:
     expected = (0.5 + SCHEDULE.snr) ** -0.7
     torch.testing.assert_close(linear(P2(k=0.5, gamma=0.7), "epsilon"), expected, rtol=1e-9, atol=0)
     assert torch.equal(linear(P2(gamma=0.0), "epsilon"), torch.ones(1000, dtype=torch.float64))
-
-
-@given(rates, st.sampled_from([0.2, 0.5, 1.0]))
-def test_edm_weights_the_network_error_alike_at_every_sigma(sigma: float, sigma_data: float) -> None:
-    rates = torch.tensor([1, sigma], dtype=torch.float64)
-    of_network = EDMWeighting(sigma_data).weights(EDMPrediction(sigma_data), *rates)
-    assert float(of_network) == pytest.approx(1, rel=1e-9)
 
 
 @given(weightings, rates, rates, st.floats(-3, 3), st.floats(-3, 3), st.floats(-3, 3))
@@ -147,14 +138,6 @@ def test_a_weighting_of_0_where_sampling_starts_is_remarked_on() -> None:
         for remark in remarks:
             check_facts(remark, "diffusion.weighting", f"'{name}'", "'uniform'", "'edm'")
     assert Diffusion("flow", "sample", MinSNR(1e6)).remarks()  # for any gamma
-
-
-def test_the_remark_of_an_objective_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    for weighting, expected in (("p2", ["p2"]), ("uniform", [])):
-        caplog.clear()
-        toy_loop(objective=Diffusion("flow", weighting=weighting))
-        warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        assert [weighting for warning in warnings if f"{weighting!r}" in warning] == expected
 
 
 class OwnWeighting(UniformWeighting):

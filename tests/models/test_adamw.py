@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
-from torch.optim import Optimizer
 
 from hookdiff.models.adamw import AdamW
 from hookdiff.testing.compare import assert_same, leaves
@@ -224,8 +223,3 @@ def test_a_flag_on_the_device_holds_back_a_step() -> None:
     held.found_inf = torch.zeros(())
     optimizer.step()
     assert all((weight != before[name]).any() for name, weight in named(weights).items())
-
-
-def test_it_is_an_optimizer_of_torch() -> None:
-    optimizer, _ = ready()
-    assert isinstance(optimizer, (torch.optim.AdamW, Optimizer))

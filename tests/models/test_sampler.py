@@ -156,23 +156,6 @@ def no_loss(*_: object) -> Tensor:
     raise AssertionError("nothing is trained here")
 
 
-def test_training_gives_the_network_labels_and_drops_some() -> None:
-    seen: list[Tensor] = []
-
-    class Recording(ByClass):
-        def forward(self, x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
-            seen.append(labels)
-            return super().forward(x, timesteps, labels)
-
-    model = Recording()
-    data = InMemory(torch.zeros(1000, 1, 4, 4), torch.arange(1000) % 4)
-    objective = Diffusion(prediction="sample", conditional=True, label_dropout=0.25)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0)
-    Loop(model, optimizer, objective, data, LoopConfig(epochs=1, batch_size=1000, micro_batch=100)).run()
-    counted = torch.cat(seen).add(1).bincount().div(1000).tolist()
-    assert counted == pytest.approx([0.25] + [0.75 / 4] * 4, abs=0.04)
-
-
 def test_a_sampler_is_borrowed_and_given_back() -> None:
     with toy_loop() as loop:
         sampler, other = loop.sampler, ToySampler()
