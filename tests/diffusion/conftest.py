@@ -26,6 +26,18 @@ SOME_PAIRS = [
 # Schedules that end in noise after 20 timesteps.
 SHORT = [Linear(beta_end=0.5), ScaledLinear(beta_end=0.5), Sigmoid(beta_end=0.5), "cosine"]
 
+# The least mean loss of any network on Gaussian images: process, prediction, their standard deviation, and the loss.
+FLOORS = [
+    ("ddpm", "epsilon", 1.0, 0.275513233397),
+    ("ddpm", "epsilon", 0.5, 0.173053406084),
+    ("ddpm", "v_prediction", 0.5, 0.379790054563),
+    ("ddpm", "v_prediction", 1.0, 1.0),
+    ("ddpm", "sample", 1.0, 0.724486766603),
+    ("flow", "flow_prediction", 0.5, 0.785398163397),
+    ("flow", "flow_prediction", 1.0, 1.57079632679),
+    ("flow", "flow_prediction", 2.0, 3.14159265359),
+]
+
 random_betas = st.lists(st.floats(1e-4, 0.3), max_size=60).map(lambda betas: [*betas, 0.97])  # they end in noise
 
 
