@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,8 @@ small = "hookdiff_small:Small"
 only-include = ["hookdiff", "plugins"]
 sources = ["plugins"]
 """
-TOP = f"## 1.2.3 - {date.today()}\n"
+TODAY = date.today()
+TOP = f"## 1.2.3 - {TODAY}\n"
 FILES = {
     ".gitignore": "dist/\n",
     "CHANGELOG.md": f"# Changelog\n\n{TOP}\nIt begins.\n\n## 1.2.2 - 2026-01-01\n",
@@ -56,6 +58,12 @@ def commit(folder: Path) -> None:
     author = ["-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
     for words in (["init", "--quiet"], ["add", "--all"], [*author, "commit", "--quiet", "--message", "All"]):
         subprocess.run(["git", *words], cwd=folder, check=True)
+
+
+@pytest.fixture(autouse=True)
+def one_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no midnight pass between two tests."""
+    monkeypatch.setattr(release, "date", SimpleNamespace(today=lambda: TODAY))
 
 
 def write(folder: Path, texts: Mapping[str, str]) -> None:
@@ -99,7 +107,7 @@ BEGINS = f"CHANGELOG.md begins with {{!r}}, where a release today begins with {T
     [
         (f"## Unreleased\n\n{TOP}", "CHANGELOG.md has a section Unreleased: move its lines to 1.2.3"),
         ("## 1.2.3 - 2026-01-01\n", BEGINS.format("1.2.3 - 2026-01-01")),
-        (f"## 1.2.4 - {date.today()}\n\n{TOP}", BEGINS.format(f"1.2.4 - {date.today()}")),
+        (f"## 1.2.4 - {TODAY}\n\n{TOP}", BEGINS.format(f"1.2.4 - {TODAY}")),
         ("# Changelog\n", BEGINS.format("no section")),
     ],
     ids=["unreleased changes", "another day", "another version above", "an empty changelog"],
@@ -167,7 +175,7 @@ def test_these_sources_can_be_released(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     version, changelog = project()["version"], tmp_path / "CHANGELOG.md"
-    top = f"## {version} - {date.today()}"
+    top = f"## {version} - {TODAY}"
     changelog.write_text(re.sub(r"^## .*$", top, changelog.read_text("utf-8"), count=1, flags=re.M), "utf-8")
     commit(tmp_path)
     given = [f"VERSION={version}", f"PYTHON={sys.executable}", "LEND=yes"]

@@ -20,7 +20,6 @@ from tests.conftest import Logged, acting, check_facts, finish, refused
 from tests.sam import SAM, Uncertainty
 
 WIDE = """
-import ctypes
 import resource
 from pathlib import Path
 
@@ -37,8 +36,6 @@ class Limit:
 
     @hookimpl(tryfirst=True)
     def on_start(self):
-        # The memory of each tensor returns to the system, so that a size which fits once fits again.
-        assert ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
         x = torch.ones(1000, 1000, requires_grad=True)
         (x @ x).sum().backward()  # the library has allocated its own memory by now
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
@@ -57,18 +54,20 @@ class Wide(nn.Module):
 
 
 @pytest.fixture
-def wide(tmp_path, user_module, write_config):
+def wide(tmp_path, user_module, write_config, monkeypatch):
     """Return a folder with a config that sets micro_batch to "auto"."""
     user_module("hd_wide", WIDE)
     run = {"steps": 1, "micro_batch": "auto", "plugins": ["ema", "hd_wide:Limit"]}
     write_config("wide.toml", run=run, model={"use": "hd_wide:Wide"})
+    # The memory of each tensor returns to the system, so that a size which fits once fits again.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     return tmp_path
 
 
 @pytest.mark.wide
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_the_size_that_fits_is_found_and_recorded(wide, start):
-    code, _, err = finish(start(wide, "run", "wide.toml", "--out", "run"))
+    code, _, err = finish(start(wide, "run", "wide.toml", "--out", "run", fresh=True))
     assert code == 0, err[-2000:]
     size = tomli.loads((wide / "run" / "config.toml").read_text())["run"]["micro_batch"]
     assert size in (8, 4, 2)
