@@ -3,6 +3,8 @@
 import pytest
 
 USER = """
+import os
+import signal
 from hookdiff import hookimpl, plugin
 
 class NaN:
