@@ -166,14 +166,13 @@ def test_changes_are_measured_in_images_beside_the_config(
     now = importlib.import_module("hd_profile_ticks").now
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     # "eager" compiles nothing, which keeps the test short.
-    config = small("hd_profile_ticks:Ticks", "compile", plugins={"compile": {"backend": "eager"}})
+    config = small("hd_profile_ticks:Ticks", plugins={"compile": {"backend": "eager"}})
     sizes = ("--set", "data.held_out=1750", "--set", "run.batch_size=24")
     listed = json.loads(output(hookdiff("profile", config, "--steps", 2, "--json", *sizes)))["changes"]
     changes_by_text = {" ".join(each["plugins"] + each["settings"]): each for each in listed}
-    assert set(changes_by_text) == {"amp", "run.channels_last=false", "run.batch_size=48", "run.batch_size=12"}
     assert "47" in changes_by_text.pop("run.batch_size=48")["why"]
-    ratios = {text: each["ratio"] for text, each in changes_by_text.items()}
-    assert ratios == {"amp": 1, "run.channels_last=false": 1, "run.batch_size=12": 0.5}
+    ratios = {text: each.get("ratio") for text, each in changes_by_text.items()}
+    assert ratios == {"amp": 1, "compile": 1, "run.channels_last=false": 1, "run.batch_size=12": 0.5}
 
 
 @pytest.mark.wide
