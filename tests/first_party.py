@@ -10,7 +10,7 @@ from hookdiff.data import digits
 from hookdiff.options.imports import installed
 from hookdiff.testing.toy import toy_model
 
-# Options with which each plugin does something in 12 steps; a plugin that is not named here has its defaults.
+# Options with which each plugin does something in 8 steps; a plugin that is not named here has its defaults.
 OPTIONS: dict[str, dict[str, Any]] = {
     "amp": {"precision": "fp16", "init_scale": 2.0**22, "growth_interval": 4},
     "checkpoint": {"every": 2, "keep_last": 9},

@@ -286,6 +286,16 @@ def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+@pytest.mark.parametrize(
+    "text", ["[plugins.lr]", "--plugins a,no:ddp", "The plugin 'clip'", "dit", 'as "unet"', "source.array"]
+)
+def test_a_name_of_a_package_is_found_in_a_string(text: str) -> None:
+    code = f"def f(x):\n    'the plugin lr'\n    return f{text + '{x}'!r}, {text!r}"
+    found = [text for _, text in strings(ast.parse(code)) if NAMES.search(text)]
+    assert found == [text, text, text]  # the f-string, its piece, and the plain string
+    assert not any(map(NAMES.search, ["plugins.lr_mine", "--plugins NAME", "an array", "'digits'", "an lr", "unets"]))
+
+
 def test_the_core_knows_no_plugin_by_string() -> None:
     for path in {*CORE_FILES} - {TABLE}:
         for line, text in strings(parsed(path)):
@@ -342,6 +352,15 @@ def is_of_a_loop(node: ast.expr, known: set[str]) -> bool:
     if not isinstance(node, ast.Attribute):
         return False
     return (node.attr in known and is_a_loop(node.value)) or is_of_a_loop(node.value, known - OTHERS)
+
+
+def test_a_write_to_what_a_loop_holds_is_found() -> None:
+    writes = ["loop.net = 1", "self._loop.progress.step += 1", "setattr(loop.log, 'x', 1)", "del loop.feed.a.b"]
+    fine = ["loop.net.training = True", "loop.mine = 1", "mine.progress.step = 1", "x = loop.progress.step"]
+    for found, lines in ((True, writes), (False, fine)):
+        for line in lines:
+            nodes = list(assigned(ast.parse(line)))
+            assert any(is_of_a_loop(node, attributes_of_the_loop()) for node in nodes) == found, line
 
 
 def test_only_the_loop_sets_its_attributes() -> None:

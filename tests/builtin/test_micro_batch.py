@@ -163,7 +163,7 @@ def test_if_nothing_fits_the_config_is_as_before():
     full.most = 0
     hparams = {"run": {"micro_batch": "auto"}}
     loop = toy_loop({"full": full, "micro_batch": FitMicroBatch()}, hparams=hparams)
-    with refused(UserError, "run.micro_batch", "cpu"), loop:
+    with refused(UserError, "run.micro_batch", "not even one sample", "cpu"), loop:
         pass
     assert (loop.config.micro_batch, loop.hparams) == (None, hparams)
     assert_same(weights(loop), full.own)

@@ -16,6 +16,13 @@ class NaN:
         output = yield
         return evolve(output, loss=output.loss * float("nan")) if loop.progress.position == 2 else output
 
+class Late:
+    "Receives a signal when the run is already done."
+
+    @hookimpl
+    def on_stop(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
 class Terminated:
     "Receives SIGTERM in each step."
 

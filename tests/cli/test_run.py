@@ -108,6 +108,10 @@ def test_a_run_without_time_for_a_step_exits_75_and_starts_anew(hookdiff, folder
     assert [record["step"] for record in records(folder / "run")] == [2, 4, 6]
 
 
+def test_a_signal_after_the_last_step_leaves_the_exit_code_0(hookdiff, folder):
+    assert hookdiff("run", "small.toml", "--plugins", "hd_cli_user:Late", "--set", "run.steps=1")[0] == 0
+
+
 def test_sigterm_exits_143(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--plugins", "hd_cli_user:Terminated")[0] == 143
 

@@ -1,13 +1,16 @@
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+from attrs import evolve
+from hypothesis import given
 from torch import Tensor
 
-from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling
+from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling, Solver
 from hookdiff.diffusion.spacing import karras_sigmas
 from tests.conftest import refused
-from tests.diffusion.conftest import generators, pointwise
+from tests.diffusion.conftest import generators, objectives, pointwise, solvers
 
 FLOW = Diffusion("flow", conditional=True)
 
@@ -30,6 +33,23 @@ def test_guidance_extrapolates_from_the_unconditional_output(scale: float, expec
     images = sampling.sample(recorder(calls), FLOW, (1, 2, 2), generators(0, 1), "cpu", noise=noise, labels=labels)
     torch.testing.assert_close(noise - images, torch.full_like(noise, expected))  # at t = 1 the sample is noise - u
     assert [call.tolist() for call in calls] == [[3, 4] if scale == 1 else [3, 4, -1, -1]]
+
+
+@given(objectives(conditional=True), solvers)
+def test_scale_1_is_conditional_and_scale_0_unconditional(diffusion: Diffusion, sampler: Solver) -> None:
+    def sample(scale: float, *labels: int) -> Tensor:
+        return Sampling(sampler, 4, clipping="none", guidance=ClassifierFree(scale)).sample(
+            pointwise, diffusion, (1, 3, 3), generators(0, 1), "cpu", labels=torch.tensor(labels)
+        )
+
+    conditional = sample(1.0, 3, 4)
+    plain = evolve(diffusion, conditional=False)
+    for k, label in enumerate((3, 4)):
+        always = partial(pointwise, labels=torch.tensor([label]))
+        alone = Sampling(sampler, 4, clipping="none").sample(always, plain, (1, 3, 3), generators(k), "cpu")
+        assert torch.equal(conditional[k : k + 1], alone)
+    assert torch.equal(sample(0.0, 3, 4), sample(1.0, -1, -1))
+    assert not torch.equal(conditional, sample(0.0, 3, 4))
 
 
 def test_guidance_applies_only_in_its_interval() -> None:
@@ -64,7 +84,7 @@ def test_only_conditional_networks_get_labels() -> None:
 
 @pytest.mark.parametrize(
     ("conditional", "dropout", "facts"),
-    [(False, 0.1, ["'guidance'", "labels", "conditions"]), (True, 0.0, ["'guidance'", "diffusion.label_dropout"])],
+    [(False, 0.1, ["'guidance'", "labels"]), (True, 0.0, ["'guidance'", "diffusion.label_dropout"])],
 )
 def test_guidance_that_does_not_fit_the_objective_is_refused(
     conditional: bool, dropout: float, facts: list[str]

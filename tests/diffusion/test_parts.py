@@ -11,15 +11,17 @@ import tomli_w
 import torch
 
 from hookdiff import Batch, ConfigError, SampleRequest, build_loop, load_config
+from hookdiff.diffusion.clipping import DynamicThreshold
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.prediction import EDMPrediction
 from hookdiff.diffusion.process import EDM, VP, DDPMProcess, Flow
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.diffusion.schedules import Cosine, Linear
-from hookdiff.diffusion.solvers import DDIM, Heun
-from hookdiff.diffusion.times import LogNormal
-from hookdiff.diffusion.weighting import EDMWeighting
-from tests.conftest import SMALL, check_facts, records, refused, wide
+from hookdiff.diffusion.solvers import DDIM, DDPM, Heun
+from hookdiff.diffusion.spacing import Shifted
+from hookdiff.diffusion.times import LogitNormal, LogNormal
+from hookdiff.diffusion.weighting import P2, EDMWeighting, MinSNR
+from tests.conftest import SMALL, check_facts, finish, records, refused, wide
 from tests.diffusion.conftest import generators, pointwise, seeded
 
 Load = Callable[..., Any]
@@ -209,7 +211,7 @@ def at(table: dict[str, Any], key: str) -> Any:
     [
         *(pytest.param(of_parts, *row, id=row[0]) for row in STRANGERS[::2]),
         *(pytest.param(of_parts, *row, id=row[0], marks=pytest.mark.wide) for row in STRANGERS[1::2]),
-        *(pytest.param(of_run, *row, id=f"run with {row[0]}", marks=pytest.mark.wide) for row in STRANGERS[::3]),
+        *(pytest.param(of_run, *row, id=f"run with {row[0]}", marks=pytest.mark.wide) for row in STRANGERS),
     ],
 )
 def test_a_strangers_part_loads_from_a_module_beside_the_config(
@@ -227,6 +229,35 @@ def test_a_strangers_part_loads_from_a_module_beside_the_config(
     own = mine / "stranger" / "config.toml"
     assert at(tomli.loads(own.read_text()), key) == at(config.resolved(), key)
     assert load_config(own, trust=True).resolved() == tomli.loads(own.read_text())
+
+
+@pytest.mark.wide
+def test_all_of_a_strangers_parts_work_in_one_run(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, write_config: Load, hookdiff: Load, start: Load
+) -> None:
+    """mine.py is found from any working directory, also by a process that resumes from the run's config.toml."""
+    strangers = {key: {"use": f"mine:{name}", **options} for key, name, options, _ in STRANGERS[1:]}
+    tables: Tables = {"model": {**SMALL["model"], "num_classes": 10}, "diffusion": {}, "sampling": {"steps": 3}}
+    for key, part in strangers.items():
+        table, _, name = key.partition(".")
+        if key != "diffusion.process.schedule":
+            tables[table][name] = part
+    tables["diffusion"]["process"] = {"use": "vp", "schedule": strangers["diffusion.process.schedule"], "timesteps": 20}
+    path = write_config("strange.toml", run={"steps": 3, "plugins": ["checkpoint"]}, **tables)
+    elsewhere = mine / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert hookdiff("run", path)[0] == 0
+    own = elsewhere / "runs" / "strange" / "config.toml"
+    first = tomli.loads(own.read_text())
+    for key, part in strangers.items():
+        assert at(first, key).items() >= part.items()
+    code, _, err = finish(start(elsewhere, "run", own, "--resume", "--trust", "--set", "run.steps=5", PYTHONPATH=""))
+    assert code == 0, err
+    again = tomli.loads(own.read_text())
+    assert (first["run"].pop("steps"), again["run"].pop("steps")) == (3, 5)
+    assert again == first
+    assert hookdiff("sample", own.parent, "--num", 2, "--trust")[0] == 0
 
 
 def test_a_part_loads_from_an_entry_point(install: Load, load_small: Load, mine: Path) -> None:
@@ -292,6 +323,17 @@ def test_a_part_that_is_no_attrs_class_must_keep_its_options(install: Load, load
             {"loss": "l1", "label_dropout": 0.2, "data_mean": [0.1, 0.2]},
             Diffusion(loss="l1", label_dropout=0.2, data_mean=(0.1, 0.2)),
         ),
+        *wide(
+            ({"process": "flow"}, Diffusion("flow")),
+            ({"process": {"shift": 2}}, Diffusion(Flow(2.0))),
+            ({"process": {"use": "vp", "timesteps": 500}}, Diffusion(VP(timesteps=500))),
+            ({"process": {"use": "vp", "schedule": "linear"}}, Diffusion(VP("linear"))),
+            ({"weighting": {"use": "min_snr", "gamma": 3}}, Diffusion(weighting=MinSNR(3.0))),
+            (
+                {"times": {"use": "logit_normal", "std": 2, "stratified": True}},
+                Diffusion(times=LogitNormal(-0.5, 2.0, stratified=True)),
+            ),
+        ),
     ],
 )
 def test_spellings(load_small: Load, given: dict[str, Any], expected: Diffusion) -> None:
@@ -304,6 +346,11 @@ def test_spellings(load_small: Load, given: dict[str, Any], expected: Diffusion)
         ({}, Sampling()),
         ({"sampler": {"use": "heun", "churn": 40, "churn_max": 50.0}}, Sampling(Heun(40.0, 0.0, 50.0))),
         ({"guidance": {"scale": 4, "interval": [0.2, 5]}}, Sampling(guidance={"scale": 4.0, "interval": (0.2, 5.0)})),
+        *wide(
+            ({"sampler": "ddpm"}, Sampling(DDPM())),
+            ({"spacing": {"use": "shifted", "shift": 3}}, Sampling(spacing=Shifted(3.0))),
+            ({"clipping": {"use": "dynamic", "ratio": 0.9}}, Sampling(clipping=DynamicThreshold(0.9))),
+        ),
     ],
 )
 def test_spellings_of_sampling(load_small: Load, given: dict[str, Any], expected: Sampling) -> None:
@@ -345,8 +392,21 @@ VP_20 = {"use": "vp", "schedule": "cosine", "timesteps": 20}
                 ["process.schedule.use=linear", "process.schedule.beta_end=0.03"],
                 {"process": DDPMProcess(schedule=Linear(beta_end=0.03))},
             ),
+            ({}, ["weighting=min_snr", "weighting.gamma=2"], {"weighting": MinSNR(2.0)}),
             ({"process": VP_20}, ["process.use=edm"], {"process": EDM()}),
+            (
+                {"process": VP_20},
+                ["process.schedule.use=linear", "process.timesteps=500"],
+                {"process": VP("linear", 500)},
+            ),
+            (
+                {"process": VP_20},
+                ["process.schedule=sigmoid", "process.timesteps=500"],
+                {"process": VP("sigmoid", 500)},
+            ),
             ({"process": VP_20}, ["process.shift=3", "process.use=flow"], {"process": Flow(3.0)}),
+            ({}, ["weighting={use='p2',k=2}"], {"weighting": P2(2.0)}),
+            ({}, ["loss.use='l1'"], {"loss": Diffusion(loss="l1").loss}),
         ),
     ],
 )
@@ -404,6 +464,21 @@ def test_a_config_is_recorded_with_all_options_and_the_record_loads(
     assert load_config(path).resolved() == recorded
 
 
+def test_defaults_that_follow_from_the_process_are_recorded(load_small: Load) -> None:
+    recorded = load_small(diffusion={"process": {"use": "edm", "sigma_max": 50.0}}, sampling={}).resolved()
+    assert recorded["diffusion"]["process"] == {
+        "use": "edm",
+        "sigma_min": 0.002,
+        "sigma_max": 50.0,
+        "time_scale": 1000.0,
+    }
+    assert recorded["diffusion"]["prediction"] == {"use": "edm", "sigma_data": 0.5}
+    assert recorded["diffusion"]["times"] == {"use": "log_normal", "mean": -1.2, "std": 1.2, "stratified": True}
+    assert recorded["sampling"]["sampler"]["use"] == "heun"
+    assert recorded["sampling"]["spacing"] == {"use": "karras", "rho": 7.0}
+    assert recorded["sampling"]["clipping"] == {"use": "none"}
+
+
 def test_modules_are_found_in_the_import_from_folder(mine: Path, load_small: Load) -> None:
     library = mine / "library"
     library.mkdir()
@@ -438,6 +513,17 @@ def test_modules_are_found_in_the_import_from_folder(mine: Path, load_small: Loa
         ),
         ({"diffusion": {"loss": "hd_nowhere:Loss"}}, "diffusion.loss", ["hd_nowhere"]),
         ({"diffusion": {"prediction": "epsilon"}}, "diffusion.prediction", ["'epsilon'", "'ddpm'"]),
+        (
+            {
+                "diffusion": {
+                    "process": {"use": "vp", "rescale_betas_zero_snr": True},
+                    "prediction": "sample",
+                    "times": "log_normal",
+                }
+            },
+            "diffusion.times",
+            ["'log_normal'", "'uniform'"],
+        ),
         *wide(
             ({"diffusion": {"process": {"use": "ddpm", "timesteps": 100}}}, "diffusion.process", ["'timesteps'", 100]),
             ({"diffusion": {"prediction": {"sigma_data": 1.0}}}, "diffusion.prediction", ["`use`", "epsilon", "edm"]),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hookdiff.diffusion import EDM, IMAGE, VP, Flow, Linear, Process
+from hookdiff.diffusion import EDM, IMAGE, VP, Cosine, Flow, Linear, Process
 from tests.conftest import refused
 from tests.diffusion.conftest import column, random_betas, vp
 
@@ -91,6 +91,13 @@ def test_the_ratio_ranges_from_the_first_timestep_to_the_last(betas: list[float]
     assert process.ratio_range == pytest.approx([process.at_timesteps([t])[0].ratio for t in (0, len(betas) - 1)])
 
 
+def test_processes_with_the_same_options_are_equal() -> None:
+    assert VP("cosine", 50) == VP("cosine", 50)
+    assert VP("cosine", 50) != VP("cosine", 51)
+    assert Flow(3.0) != Flow()
+    assert len({VP(), VP(Cosine()), EDM(), EDM(sigma_max=80.0)}) == 2
+
+
 @pytest.mark.parametrize("schedule", ["linear", "sigmoid"])
 def test_betas_that_are_not_scaled_to_a_short_process_are_refused(schedule: str) -> None:
     """A share of x0 would be left in x_T, but sampling starts with pure noise."""
@@ -106,6 +113,12 @@ def test_betas_that_are_not_scaled_to_a_short_process_are_refused(schedule: str)
 # Flow
 
 
+@given(st.floats(0, 1), st.floats(0.1, 10))
+def test_shift_is_undone_by_its_inverse(t: float, k: float) -> None:
+    assert float(Flow(1.0).shifted(column(t))) == t
+    assert float(Flow(1 / k).shifted(Flow(k).shifted(column(t)))) == pytest.approx(t, rel=1e-9, abs=1e-15)
+
+
 @given(st.floats(0.001, 0.999), st.floats(0.1, 10))
 def test_shift_multiplies_the_ratio(t: float, k: float) -> None:
     process = Flow(k)
@@ -113,6 +126,18 @@ def test_shift_multiplies_the_ratio(t: float, k: float) -> None:
     assert shifted / (1 - shifted) == pytest.approx(k * t / (1 - t), rel=1e-9)
     point = process.at(shifted / (1 - shifted))
     assert (point.alpha, point.sigma) == pytest.approx((1 - shifted, shifted), rel=1e-9)
+
+
+@given(st.floats(0.01, 0.99))
+def test_flow_is_a_scaled_variance_exploding_process(t: float) -> None:
+    alpha, sigma, log_snr = Flow().rates(column(t), 1)
+    assert float(sigma) == t
+    assert float(alpha) == 1 - t
+    ratio = t / (1 - t)  # the sigma of EDM
+    assert Flow().at(ratio).ratio == pytest.approx(ratio, rel=1e-9)
+    assert float(log_snr.exp()) == pytest.approx(((1 - t) / t) ** 2, rel=1e-9)
+    time = Flow().from_log_ratio(column(log(ratio)))
+    assert float(time) == pytest.approx(t, rel=1e-9)
 
 
 def test_points_of_the_flow() -> None:
@@ -147,6 +172,15 @@ def test_a_sampler_gives_the_network_the_time_of_training(name: str, ratio: floa
         assert point.ratio == pytest.approx(ratio, rel=1e-9)
 
 
+def test_straight_processes_are_straight() -> None:
+    for process in (Flow(), EDM()):
+        times = torch.linspace(0.1, 0.9, 9, dtype=torch.float64)
+        for rate in process.rates(times, 1)[:2]:
+            torch.testing.assert_close(rate.diff().diff(), torch.zeros(7, dtype=torch.float64), rtol=0, atol=1e-12)
+        assert process.straight
+    assert not LINEAR.straight
+
+
 def test_time_scale() -> None:
     assert Flow(time_scale=1.0).network_time(column(0.3)).tolist() == [0.3]
     assert Flow().network_time(column(0.3)).tolist() == [300]
@@ -167,6 +201,8 @@ def test_known_ends_of_each_process(name: str) -> None:
     assert IMAGE.ratio == 0
 
 
-def test_the_lowest_noise_level_must_be_below_the_highest() -> None:
+def test_options_that_contradict_each_other_are_refused() -> None:
+    with refused(ValueError, "timesteps", 2):
+        VP("cosine", 1, rescale_betas_zero_snr=True)
     with refused(ValueError, "sigma_min", 90, 80, "sigma_max"):
         EDM(sigma_min=90.0)

@@ -9,7 +9,7 @@ from attrs import define
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from hookdiff.diffusion import DDIM, DDPM, VP, Diffusion, Euler, Heun, Sampling, Solver
+from hookdiff.diffusion import DDIM, DDPM, VP, Diffusion, DPMSolver2M, Euler, Heun, Sampling, Solver
 from hookdiff.diffusion.spacing import karras_sigmas
 from tests.conftest import wide
 from tests.diffusion.conftest import (
@@ -51,13 +51,22 @@ STDS_OF_DDIM = [
 
 
 @pytest.mark.parametrize(
-    ("prediction", "steps", "spacing", "expected"),
-    [*(("epsilon", *row) for row in STDS_OF_DDIM), *((name, *STDS_OF_DDIM[-1]) for name in PREDICTIONS[1:])],
+    ("sampler", "prediction", "steps", "spacing", "expected"),
+    [
+        *(("ddim", "epsilon", *row) for row in STDS_OF_DDIM[:2]),
+        *((*pair, *row) for pair in product(("ddim", "euler"), PREDICTIONS) for row in STDS_OF_DDIM[2:]),
+    ],
 )
-def test_ddim_std(gaussian: type, prediction: str, steps: int, spacing: str, expected: float) -> None:
-    sampling = Sampling("ddim", steps, spacing, clipping="none")
+def test_ddim_std(gaussian: type, sampler: str, prediction: str, steps: int, spacing: str, expected: float) -> None:
+    sampling = Sampling(sampler, steps, spacing, clipping="none")
     _, std = affine_map(sampling, gaussian(Diffusion("ddpm", prediction)))
     assert std == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(1000, 1.9936663003), (50, 1.99401052914)])
+def test_ddim_mean(gaussian: type, steps: int, expected: float) -> None:
+    mean, _ = affine_map(Sampling("ddim", steps, clipping="none"), gaussian(LINEAR, mu=2, s=0.5))
+    assert mean == pytest.approx(expected, rel=1e-9)
 
 
 # Steps, and the standard deviations of samples: Euler and Heun for s = 0.5, Euler and Heun for s = 1.
@@ -93,6 +102,18 @@ def test_std_of_samples(gaussian: type, process: str, prediction: str) -> None:
             mean, std = affine_map(Sampling(sampler, steps, "trailing" if is_flow else "karras", "none"), net)
             assert std == pytest.approx(expected, rel=1e-9)
             assert not is_flow or mean == pytest.approx(2, rel=1e-9)
+
+
+def test_order_of_the_edm_samplers(gaussian: type) -> None:
+    diffusion = Diffusion("edm")
+    for s, exact in ((0.5, 0.499990234661), (1.0, 0.999921884154)):
+        assert s * 80 / sqrt(s**2 + 80**2) == pytest.approx(exact, rel=1e-9)  # the factor of the exact ODE, times 80
+        for sampler, low, high in (("euler", 3.5, 4.5), ("heun", 15, 19)):
+            errors = [
+                affine_map(Sampling(sampler, steps, clipping="none"), gaussian(diffusion, s=s))[1] - exact
+                for steps in (64, 256)
+            ]
+            assert low < errors[0] / errors[1] < high
 
 
 @pytest.mark.parametrize("s", [0.5, *wide(*(1.0, 2.0))])
@@ -135,6 +156,13 @@ class Mixed:
         return self.one(x, t) if self.calls % 2 else self.other(x, t)
 
 
+def test_the_flow_is_exact_in_the_limit(gaussian: type) -> None:
+    net = gaussian(Diffusion("flow"), mu=-1, s=0.3)
+    mean, std = affine_map(Sampling("heun", 1000, clipping="none"), net)
+    assert mean == pytest.approx(-1, rel=1e-9)
+    assert std == pytest.approx(0.3, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("sampler", "spacing"),
     [
@@ -174,6 +202,13 @@ def sampled(net: Any, diffusion: Diffusion, sampler: Solver, steps: int, clip: b
 @given(objectives(), st.integers(1, 12), st.booleans())
 def test_ddim_is_euler(diffusion: Diffusion, steps: int, clip: bool) -> None:
     one, other = (sampled(pointwise, diffusion, each, steps, clip) for each in (DDIM(), Euler()))
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@given(objectives())
+def test_two_steps_of_dpmpp_equal_two_steps_of_ddim(diffusion: Diffusion) -> None:
+    """The first step has no step before it and the last ends at the image, so both are of first order."""
+    one, other = (sampled(pointwise, diffusion, each, 2, clip=False) for each in (DDIM(), DPMSolver2M()))
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 

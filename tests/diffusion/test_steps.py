@@ -1,5 +1,5 @@
 from itertools import pairwise
-from math import exp, inf, log, sqrt
+from math import cos, exp, inf, log, pi, sin, sqrt
 from typing import Any
 
 import pytest
@@ -9,9 +9,11 @@ from torch import Tensor
 
 from hookdiff.diffusion.clipping import NoClipping
 from hookdiff.diffusion.diffusion import Diffusion
-from hookdiff.diffusion.prediction import q_sample
-from hookdiff.diffusion.process import IMAGE, VP, Flow, Point
+from hookdiff.diffusion.prediction import Epsilon, q_sample
+from hookdiff.diffusion.process import EDM, IMAGE, VP, Flow, Point
 from hookdiff.diffusion.solvers import DDIM, DDPM, DPMSolver2M, Euler, Heun
+from hookdiff.diffusion.spacing import Karras
+from tests.diffusion.conftest import vp
 
 OBJECTIVES = {True: Diffusion(Flow()), False: Diffusion(VP("linear"))}  # of straight trajectories, and of others
 POINTS = VP("linear").at_timesteps(list(range(1000)))
@@ -82,6 +84,39 @@ def dpmpp_2m_step(x: Tensor, x0: Tensor, before: tuple[Tensor, Point] | None, no
 # Song et al. 2020
 
 
+@pytest.mark.parametrize(("num", "expected"), [(10, 0.883485183679), (50, 0.975623943329), (100, 0.98773828221)])
+def test_ddim_in_equal_angles(num: int, expected: float) -> None:
+    points = [Point(sin(k / num * pi / 2), cos(k / num * pi / 2)) for k in range(num)]
+    x = scalar(1)
+    for now, after in pairwise([*points, IMAGE]):
+        x, std = ddim_step(*seen(x, now, 0, 1), now, after)
+        assert std == 0
+    assert float(x) == approx(expected)
+    assert cos(pi / 2 / num) ** num == approx(expected)
+
+
+def test_ddim_trace() -> None:
+    x, trace = scalar(1), []
+    for now, after in pairwise([POINTS[999], POINTS[499], POINTS[0], IMAGE]):
+        x, _ = ddim_step(*seen(x, now, 2, 0.5), now, after)
+        trace.append(float(x))
+    assert trace == pytest.approx([1.50882377334, 2.08017986341, 2.08025177628], rel=1e-9)
+
+
+def test_ddim_single_step() -> None:
+    now, after = POINTS[999], POINTS[499]
+    x0, noise = Epsilon().x0_and_noise(scalar(-0.7), scalar(0.25), now.alpha, now.sigma)
+    assert float(x0) == approx(149.53771088)
+    assert float(ddim_step(x0, noise, now, after)[0]) == approx(41.2485972688)
+
+
+@pytest.mark.parametrize(("t_prev", "expected"), [(998, 0.141421297995), (979, 0.574284350785)])
+def test_ddim_sigma(t_prev: int, expected: float) -> None:
+    _, std = ddim_step(scalar(0), scalar(0), POINTS[999], POINTS[t_prev], eta=1)
+    assert std == approx(expected)
+    assert ddim_step(scalar(0), scalar(0), POINTS[999], POINTS[t_prev], eta=0.5)[1] == approx(std / 2)
+
+
 @given(moments(), pixels, pixels)
 def test_ddim_without_noise_is_eulers_method(points: list[Point], x0: float, noise: float) -> None:
     """The probability flow is d(x / alpha) / d(sigma / alpha) = noise (Song et al. 2020, eq. 14)."""
@@ -127,6 +162,20 @@ def test_ddpm_variance(variance: str, expected: float) -> None:
     assert total == approx(expected)
 
 
+@given(st.lists(st.floats(1e-4, 0.5), min_size=1, max_size=29).map(lambda betas: [*betas, 0.97]), st.data())
+def test_ddpm_steps_are_the_posterior(betas: list[float], data: st.DataObject) -> None:
+    """Ho et al. 2020, eq. 7."""
+    tables, points = vp(betas).tables, vp(betas).at_timesteps(list(range(len(betas))))
+    t = data.draw(st.integers(1, len(betas) - 1))
+    coef1, std = ddpm_step(scalar(0), scalar(1), points[t], points[t - 1])
+    coef2, large = ddpm_step(scalar(1), scalar(0), points[t], points[t - 1], "fixed_large")
+    beta, (before, now) = float(tables.betas[t]), tables.alphas_cumprod[[t - 1, t]].tolist()
+    assert float(coef1) == pytest.approx(sqrt(before) * beta / (1 - now), rel=1e-8)
+    assert float(coef2) == pytest.approx(sqrt(1 - beta) * (1 - before) / (1 - now), rel=1e-8)
+    assert std**2 == pytest.approx((1 - before) / (1 - now) * beta, rel=1e-8)
+    assert large**2 == pytest.approx(beta, rel=1e-8)
+
+
 @given(moments())
 def test_ddpm_is_bayes_rule_for_any_process(points: list[Point]) -> None:
     """A step is the posterior of x_after, given x0 and x_now = share * x_after + fresh noise."""
@@ -143,6 +192,27 @@ def test_ddpm_is_bayes_rule_for_any_process(points: list[Point]) -> None:
 
 
 # Karras et al. 2022
+
+
+def test_one_step_of_edm() -> None:
+    now, after = Karras().points(EDM(), 18)[:2]
+    x = scalar(1)
+    end = q_sample(*seen(x, now, 0, 0.5), after.alpha, after.sigma)
+    assert float(end) == approx(0.719835752928)
+    corrected = heun_step(x, seen(x, now, 0, 0.5), seen(end, after, 0, 0.5), now, after, straight=True)
+    assert float(corrected) == approx(0.719838711527)
+    exact = sqrt((0.25 + after.sigma**2) / (0.25 + now.sigma**2))
+    assert exact == approx(0.719837882643)
+    assert abs(float(corrected) - exact) < abs(float(end) - exact)
+
+
+@given(moments(), pixels, pixels, st.booleans())
+def test_heun_is_euler_on_straight_trajectories(points: list[Point], x0: float, noise: float, straight: bool) -> None:
+    now, after = points
+    both = scalar(x0), scalar(noise)
+    x, expected = q_sample(*both, now.alpha, now.sigma), q_sample(*both, after.alpha, after.sigma)
+    stepped = heun_step(x, both, both, now, after, straight=straight)
+    assert float(stepped) == pytest.approx(float(expected), rel=1e-9, abs=1e-8)
 
 
 @given(moments(), pixels, pixels, pixels, pixels)

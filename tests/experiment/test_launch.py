@@ -232,7 +232,7 @@ def test_a_signal_saves_the_run_on_all_ranks(
 
     stopper = Thread(target=stop)
     stopper.start()
-    code, _, err = command(2, "run", config, PLACE=str(tmp_path))
+    code, _, err = command(2, "run", config, options=(), PLACE=str(tmp_path))
     stopper.join()
     assert code
     ended = outcome(tmp_path / "runs" / "small")

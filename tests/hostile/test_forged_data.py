@@ -10,7 +10,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -574,3 +574,19 @@ def test_a_run_on_an_array_that_shrinks_ends_with_one_message(
     assert code == 2, err
     assert "a.npy[" in err
     assert set(multiprocessing.active_children()) <= set(before)
+
+
+@pytest.mark.parametrize("method", ["fork", *wide("spawn")])
+def test_workers_read_the_same_array(here: Path, method: str) -> None:
+    (here / "a.npy").write_bytes(npy(RGB))
+    expected = torch.from_numpy(RGB).permute(0, 3, 1, 2).float() / 127.5 - 1
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        with closing(feed_of(Arrays("a.npy"), store=Store(store="none"), workers=1, drop_last=False)) as feed:
+            feed.bind(2)
+            for epoch in range(2):
+                for batch in feed.batches(epoch):
+                    assert torch.equal(batch.inputs, expected[batch.indices])
+    finally:
+        multiprocessing.set_start_method(before, force=True)

@@ -6,7 +6,7 @@ import math
 from hypothesis import given, strategies as st
 
 from hookdiff import Alarms, Finding, listed
-from hookdiff.log.findings import error_if, judge, percent, warning_if
+from hookdiff.log.findings import error_if, judge, not_finite, percent, warning_if
 
 HOT = Finding("warning", "hot", "70 degrees", "a fan")
 BURNS = Finding("error", "burns")
@@ -85,6 +85,12 @@ def test_a_resumed_run_reports_what_the_whole_run_would(events, cut):
         options = {"quiet": 4, "size": size, "growth": 2.0, "over": None if size % 2 else size == 0}
         assert parts.news(step, key, finding, **options) == whole.news(step, key, finding, **options)
     assert parts.state_dict() == whole.state_dict()
+
+
+def test_the_places_of_what_is_not_finite_are_listed():
+    why = not_finite("inputs", 0.125, "other data", ["a", "b", "c", "d", "e", "f"]).why
+    assert why.startswith("12.5% ")
+    assert why.endswith(" a, b, c, d and 2 more")
 
 
 def test_shares_are_percentages_and_long_lists_are_shortened():

@@ -429,6 +429,19 @@ def test_golden_line_of_changed_versions(
     assert lines() == []
 
 
+@pytest.mark.parametrize("name", ["python", "torch"])
+def test_a_changed_version_is_reported_without_a_config(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = saved(ran(toy_loop(steps=2)))
+    now, state["versions"][name] = state["versions"][name], "0.1"
+    del state["plugins"]
+    caplog.set_level(logging.INFO)
+    toy_loop({"keeps": Restores({**state, "plugins": {}})}, run_dir=tmp_path, resume=True, steps=3).run()
+    (line,) = [message for message in caplog.messages if "->" in message]
+    check_facts(line, f"{name} 0.1 -> {now}")
+
+
 def test_paths_may_be_strings(tmp_path: Path) -> None:
     plugins = {"checkpoint": Checkpoint(every=2)}
     toy_loop(plugins, run_dir=str(tmp_path / "run"), steps=2).run()

@@ -458,3 +458,15 @@ def test_weights_of_any_kind_can_be_averaged(dtype):
     assert ema.shadow["scalar"] == 2.5
     assert ema.shadow["scalar"].dtype == torch.promote_types(dtype, torch.float32)
     assert torch.equal(ema.shadow["matrix"], torch.ones(2, 2, dtype=ema.shadow["matrix"].dtype))
+
+
+@pytest.mark.wide
+def test_float32_reaches_where_half_precision_stops():
+    ema, loop = EMA(decay=0.9999, warmup="none"), toy_loop(model=Scalar())
+    ema.on_start(loop)
+    loop.progress.step = 1  # at which nothing is logged
+    with torch.no_grad():
+        loop.model.value.fill_(1)
+    for _ in range(100_000):
+        ema.after_optimizer_step(loop)
+    assert ema.shadow["value"].item() == pytest.approx(0.999701976776, abs=1e-9)  # 0.999954622766 in exact numbers

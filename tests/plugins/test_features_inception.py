@@ -50,7 +50,7 @@ def sha256(weights: Path) -> str:
 
 
 def uniform() -> Tensor:
-    return torch.rand(2, 3, 107, 107, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return torch.rand(2, 3, 171, 171, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
 def features_of(network: inception.Inception3, images: Tensor) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ def config(*settings: str, plugins: tuple[str, ...] = ()) -> Any:
     small = ["run.steps=60", "run.log_every=10", "run.batch_size=16", "run.device=cpu", "model.channels=8"]
     small += ["model.head_dim=8", *(["plugins.lr.warmup=20"] if "no:lr" not in plugins else [])]
     left_out = ["no:samples", "no:checkpoint", "no:progress"]
-    return load_config(EXAMPLE, settings=[*small, *settings], plugins=["gradients", *left_out, *plugins])
+    return load_config(EXAMPLE, settings=[*small, *settings], plugins=["gradients", "loss", *left_out, *plugins])
 
 
 class TestNumbers:

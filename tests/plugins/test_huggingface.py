@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from PIL import Image
 
 from hookdiff import UserError
-from hookdiff.images import feed_of
+from hookdiff.images import Store, Transforms, feed_of
 from hookdiff_huggingface import HuggingFace
 from tests.conftest import pixels, refused
 
@@ -139,6 +140,22 @@ def test_missing_sets_are_refused(tmp_path: Path, made: Any) -> None:
     (tmp_path / "empty").mkdir()
     with refused(ValueError, tmp_path / "empty"):
         HuggingFace(str(tmp_path / "empty"))
+
+
+@pytest.mark.wide
+def test_every_store_gives_the_same_batch(tmp_path: Path, made: Any) -> None:
+    made.save_to_disk(str(tmp_path / "saved"))
+    batches = []
+    store: Any
+    for store, workers in (("memory", 0), ("disk", 0), ("none", 2)):
+        settings = Store(store=store, cache_dir=str(tmp_path / "cache"))
+        transforms = Transforms(image_size=6, flip=True)
+        feed = feed_of(HuggingFace(str(tmp_path / "saved")), transforms=transforms, store=settings, workers=workers)
+        (batch,) = feed.bind(9).batches(0)
+        batches.append((batch.inputs, batch.labels))
+    for inputs, labels in batches[1:]:
+        assert torch.equal(inputs, batches[0][0])
+        assert torch.equal(labels, batches[0][1])
 
 
 def test_missing_images_are_refused(tmp_path: Path, alone: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import tomli
 from PIL import Image
 
-from tests.conftest import check_facts, pixels
+from tests.conftest import check_facts, check_refused, pixels
 
 BROKEN = (2, 27, "broken.png")  # unreadable, of all, and the first
 OTHERS = (3, "2 .txt", "more.txt", "1 .cr2", "raw.cr2")
@@ -100,6 +100,9 @@ def test_a_distance_leaves_out_what_cannot_be_read(here: Path, say: Any) -> None
     row = json.loads(out)
     assert (row["num"], row["unreadable"]) == ([24, 24], [2, 2])
     assert row["fd/digits"] == pytest.approx(0, abs=1e-3)
+    for path in (here / "pictures").rglob("*.png"):
+        path.write_bytes(b"no picture")
+    check_refused(say("fid", "pictures", "pictures", "--features", "digits"), "pictures", "00.png")
 
 
 def test_init_skips_broken_files_if_it_saw_some(here: Path, say: Any) -> None:

@@ -3,6 +3,7 @@ import math
 import re
 from copy import deepcopy
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -20,9 +21,9 @@ from hookdiff.machine.ranks import num_ranks
 from hookdiff.testing import ToyObjective, assert_resumes, assert_same, on_ranks, toy_loop
 from hookdiff_ema import EMA
 from hookdiff_loss import LossMonitor
-from hookdiff_loss.held_out import Overfitting, some_of
+from hookdiff_loss.held_out import Overfitting, fixed_loss, some_of
 from hookdiff_loss.levels import MOST, NoiseLevels, bin_edges
-from tests.conftest import Logged, Restores, Still, acting, warnings
+from tests.conftest import Logged, Restores, Still, acting, two_ranks, warnings
 
 
 class Net(nn.Module):
@@ -304,6 +305,16 @@ def test_the_held_out_loss_has_the_same_noise_each_time() -> None:
     assert len(set(measured)) == 1
 
 
+def test_each_held_out_sample_counts_alike_in_a_batch_of_any_size() -> None:
+    data = torch.arange(40.0).reshape(10, 4)
+
+    def objective(net: nn.Module, batch: Batch) -> torch.Tensor:
+        return batch.inputs.mean(1) + 0 * net(batch.inputs).mean(1)
+
+    with toy_loop(objective=objective, data=data, batch_size=8, steps=1) as loop:
+        assert fixed_loss(loop, torch.arange(10)).item() == pytest.approx(data.mean().item())
+
+
 def test_the_held_out_loss_is_that_of_the_samples_held_out() -> None:
     loop, heard = trained(LossMonitor(every=10), 50, steps=10)
     feed = Feed(digits().images[:400], held_out=50).bind(loop.config.batch_size, loop.config.seed, loop.device)
@@ -388,6 +399,22 @@ def test_the_number_of_bins_may_change_on_resume() -> None:
     trained(LossMonitor(), before={"restores": first}, steps=7)
     _, heard = trained(LossMonitor(bins=20), before={"restores": Restores(first.state)}, steps=20)
     assert any(name.startswith("loss/snr-15:") for name in heard.values[20])
+
+
+def measured_still() -> tuple[dict[str, float], int]:
+    """Return the values that a run without an update logs, and the number of samples that it saw."""
+    _, heard = trained(LossMonitor(every=10), 50, before={"still": Still()}, steps=10)
+    values = {name: value for name, value in heard.values.get(10, {}).items() if "snr" in name or "val" in name}
+    return values, sum(len(output.per_sample) for output in heard.outputs if output.per_sample is not None)
+
+
+@pytest.mark.wide
+def test_ranks_sum_their_samples(tmp_path: Path) -> None:
+    code = "from tests.plugins.test_loss import measured_still\nresult = measured_still()"
+    (values, own), (others, its) = two_ranks(code, tmp_path)
+    assert others == {}  # the first rank has the log
+    assert own == its == 160  # each saw its own share
+    assert values == pytest.approx(measured_still()[0], rel=1e-4)
 
 
 def test_a_plateau_needs_ten_windows() -> None:

@@ -57,6 +57,12 @@ def test_stationary_noise_has_no_finding(seed: int, noise: str) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.wide
+@pytest.mark.parametrize("noise", ["normal 10 %", "chi-square of 4"])
+def test_the_rate_of_false_alarms_is_below_one_in_a_hundred_thousand(noise: str) -> None:
+    assert kinds(noisy([1.0] * 100_000, 1, noise), LossTrends(plateau=0)) == []
+
+
 def test_heavy_tails_are_reported_less_and_less() -> None:
     generator = random.Random(0)
     curve = [math.exp(0.1 * (generator.expovariate(1) - generator.expovariate(1))) for _ in range(50_000)]  # Laplace

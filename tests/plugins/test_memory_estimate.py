@@ -113,7 +113,7 @@ CASES = [
     ("unet", ("model.num_classes=10", "run.micro_batch=4", "diffusion.weighting=min_snr"), ()),
     *wide(
         ("dit", ("plugins.amp.precision=bf16", "model.dropout=0.1"), ("amp", "ema", "clip")),
-        ("dit", ("model.gradient_checkpointing=true", "optimizer.use=sgd"), ()),
+        ("dit", ("model.gradient_checkpointing=true", "model.num_classes=10", "optimizer.use=sgd"), ()),
     ),
     ("Norms", ("optimizer.use=adamw", "optimizer.amsgrad=true", "run.micro_batch=3"), ("ema",)),
     ("MLP", ("optimizer.use=sgd", "optimizer.momentum=0.9"), ()),

@@ -329,7 +329,9 @@ def test_values_of_an_epochs_end_bring_no_second_loss_of_its_step(
         plugins = {"bar": ProgressBar(), "measures": measures, "logged": (logged := Logged())}
         make_loop(plugins, epochs=1, batch_size=300, log_every=5).run()
     assert [step for step, _ in logged.calls] == [5, 5]
-    shown = re.findall(r"(loss|val/mine) ([-\d.e]+)", "\n".join(screen(output.text())))
+    text = "\n".join(screen(output.text()))
+    assert "step 5/5" in text
+    shown = re.findall(r"(loss|val/mine) ([-\d.e]+)", text)
     assert shown == [("loss", f"{logged.of('loss')[5]:.4g}"), ("val/mine", "3")]
 
 

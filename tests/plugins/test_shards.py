@@ -149,7 +149,7 @@ def assert_same_batches(found: Batches, expected: Batches) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "ranks", "start"), [(0, (0, 1), 8), (2, (1, 2), 0), *wide((0, (0, 2), 0), (2, (0, 1), 8))]
+    ("workers", "ranks", "start"), [(0, (0, 1), 8), (2, (1, 2), 8), *wide((0, (0, 2), 0), (2, (0, 1), 8))]
 )
 def test_the_shards_of_a_folder_give_the_batches_of_the_folder(
     hookdiff: Any, pictures: Path, workers: int, ranks: tuple[int, int], start: int
