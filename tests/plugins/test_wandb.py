@@ -90,6 +90,23 @@ def runs(folder: Path) -> list[dict[str, Any]]:
     return [read(file) for file in files]
 
 
+def test_events_of_one_step_and_late_ones_are_all_kept_in_a_folder_elsewhere(tmp_path: Path) -> None:
+    def find(loop: Loop) -> None:
+        if loop.progress.step in (0, 4):
+            loop.log.event(Event("finding", f"one at {loop.progress.step}"), loop.progress.step // 2)
+            loop.log.event(Event("finding", f"two at {loop.progress.step}"), 3 * loop.progress.step // 4)
+
+    plugins = {"wandb": WandB(dir=str(tmp_path / "elsewhere"), timeout=300)}
+    plugins |= {"finds": acting(on_start=find, after_optimizer_step=find)}
+    make_loop(plugins, tmp_path / "run", steps=5).run()
+    (found,) = runs(tmp_path / "elsewhere")
+    assert not (tmp_path / "run" / "wandb").exists()
+    rows = {step: row["events/finding"] for step, row in found["history"].items() if "events/finding" in row}
+    shown = [(found["folder"] / row["path"]).read_text() for row in rows.values()]
+    assert shown == [f"<pre>one at {step}\ntwo at {step}</pre>" for step in (0, 4)]
+    assert min(rows) == 0
+
+
 def test_a_run_can_be_read_back(tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
     sink = WandB(project="tests", name="by hand", group="all", tags=("a", "b"), timeout=300)
     make_loop({"wandb": sink}, tmp_path / "run").run()
@@ -152,23 +169,6 @@ def test_a_rollback_begins_a_new_run(tmp_path: Path) -> None:
     assert [step for step, row in second["history"].items() if "loss" in row] == [1, 2, 3, 4]
     assert [step for step, row in second["history"].items() if "events/rollback" in row] == [1]
     assert [run["exit"] for run in (first, second)] == [0, 0]
-
-
-def test_events_of_one_step_and_late_ones_are_all_kept_in_a_folder_elsewhere(tmp_path: Path) -> None:
-    def find(loop: Loop) -> None:
-        if loop.progress.step in (0, 4):
-            loop.log.event(Event("finding", f"one at {loop.progress.step}"), loop.progress.step // 2)
-            loop.log.event(Event("finding", f"two at {loop.progress.step}"), 3 * loop.progress.step // 4)
-
-    plugins = {"wandb": WandB(dir=str(tmp_path / "elsewhere"), timeout=300)}
-    plugins |= {"finds": acting(on_start=find, after_optimizer_step=find)}
-    make_loop(plugins, tmp_path / "run", steps=5).run()
-    (found,) = runs(tmp_path / "elsewhere")
-    assert not (tmp_path / "run" / "wandb").exists()
-    rows = {step: row["events/finding"] for step, row in found["history"].items() if "events/finding" in row}
-    shown = [(found["folder"] / row["path"]).read_text() for row in rows.values()]
-    assert shown == [f"<pre>one at {step}\ntwo at {step}</pre>" for step in (0, 4)]
-    assert min(rows) == 0
 
 
 def test_online_without_a_key_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
