@@ -93,8 +93,8 @@ def runs(folder: Path) -> list[dict[str, Any]]:
 def test_events_of_one_step_and_late_ones_are_all_kept_in_a_folder_elsewhere(tmp_path: Path) -> None:
     def find(loop: Loop) -> None:
         if loop.progress.step in (0, 4):
-            loop.log.event(Event("finding", f"one at {loop.progress.step}"), loop.progress.step // 2)
-            loop.log.event(Event("finding", f"two at {loop.progress.step}"), 3 * loop.progress.step // 4)
+            loop.log.event(Event("finding", f"one at {loop.progress.step}"), 3 * loop.progress.step // 4)
+            loop.log.event(Event("finding", f"two at {loop.progress.step}"), loop.progress.step // 2)
 
     plugins = {"wandb": WandB(dir=str(tmp_path / "elsewhere"), timeout=300)}
     plugins |= {"finds": acting(on_start=find, after_optimizer_step=find)}
