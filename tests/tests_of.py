@@ -44,9 +44,9 @@ def imported(test: Path, folder: Path) -> set[str]:
 
 
 def tests_of(file: str, folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the test files that mirror `file`, its own first, and the others, those of its room and small ones first.
+    """Return the test files that mirror `file`, its own first, and the others.
 
-    The others import the module. If none mirrors it, the others of its room belong to them, too.
+    The others import the module; those of its room come first. If no file mirrors it, the rest of its room follows.
     """
     path, tests = Path(file), sorted((folder / "tests").rglob("test_*.py"))
     is_plugin = path.parts[0] == "plugins"
@@ -64,9 +64,9 @@ def tests_of(file: str, folder: Path) -> tuple[list[Path], list[Path]]:
         is_near = test.parent == home and home.name != "plugins"
         is_of_all = test == folder / _OF_ALL_OPTIONS
         if any(f"{name}.".startswith(f"{module}.") for name in imported(test, folder)):
-            found.append((not is_near, not is_direct, len(text), test))
+            found.append((0 if is_near else 1, not is_direct, len(text), test))
         elif is_of_all or (is_near and not mirror):
-            found.append((True, is_of_all, len(text), test))
+            found.append((2, is_of_all, len(text), test))
     return sorted(mirror, key=lambda one: path.stem not in one.stem), [test for *_, test in sorted(found)]
 
 

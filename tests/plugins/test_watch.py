@@ -126,7 +126,7 @@ def test_a_run_is_followed_to_its_end(run: Path) -> None:
             terminal.wait_for("samples, step 30")
             log(run, 96, loss=0.25)  # the last steps have no line
             end(run, "signal", "SIGTERM", step=100)
-            terminal.wait_for("step 100/100", "running")  # until the lock is released
+            terminal.wait_for("step 96/100", "running")  # until the lock is released
         code, left = terminal.finish()
     assert code == 0
     check_facts(left, "stopped", "SIGTERM", "step 100/100", "loss 0.25")
