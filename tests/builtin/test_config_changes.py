@@ -151,16 +151,14 @@ def test_golden_line_of_the_changes(write_config, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("setting", "change"),
     [
+        ("optimizer.momentum=0.0", "0.95 -> 0.0"),
         ("run.seed=1", "0 -> 1"),
         ("model.head_dim=4", "8 -> 4"),
         ("diffusion.process.timesteps=50", "20 -> 50"),
         *wide(
-            *(
-                ('optimizer.adamw=["conv_in.*"]', "[] -> ['conv_in.*']"),
-                ("data.held_out=0.5", "0 -> 0.5"),
-                ("data.balanced=true", "False -> True"),
-                ("optimizer.momentum=0.0", "0.95 -> 0.0"),
-            )
+            ('optimizer.adamw=["conv_in.*"]', "[] -> ['conv_in.*']"),
+            ("data.held_out=0.5", "0 -> 0.5"),
+            ("data.balanced=true", "False -> True"),
         ),
     ],
 )

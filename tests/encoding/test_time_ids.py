@@ -16,7 +16,7 @@ from hookdiff.experiment.build import build_feed, build_loop
 from tests.conftest import as_list, check_refused, refused, warnings, wide, write_small
 from tests.encoding.test_texts import Bytes
 
-LATENTS = '[data.encode.image]\nuse = "tests.encoding.test_encoded:Pooled"\n\n[data.encode.text]'
+LATENTS = '[data.encode.image]\nuse = "tests.encoding.test_latent_reader:Pooled"\n\n[data.encode.text]'
 SIZES = [(12, 20), (30, 12), (12, 12), (24, 46)]  # height and width; the last is twice as large as `resize`
 CALLS: list[tuple[Tensor, Tensor]] = []  # texts and time ids
 

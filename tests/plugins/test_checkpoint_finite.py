@@ -161,7 +161,7 @@ def going_back(run: Path, position: int, stop: int = 0, resume: bool = False, **
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "stop_at"), [(1, 4), (3, 5), (1, 7), *wide((1, 3), (1, 5), (1, 6), (3, 3), (3, 4), (3, 6), (3, 7))]
+    ("keep_last", "stop_at"), [(1, 5), (3, 5), (1, 7), *wide((1, 3), (1, 4), (1, 6), (3, 3), (3, 4), (3, 6), (3, 7))]
 )
 def test_a_run_that_was_stopped_before_a_rollback_equals_an_unbroken_one(
     stop_at: int, keep_last: int, tmp_path: Path

@@ -1,6 +1,8 @@
+import math
+
 import pytest
 import torch
-from attrs import define
+from attrs import define, evolve
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 from torch import nn
@@ -55,9 +57,17 @@ def test_known_answer_of_a_ramp(length):
     assert averaged(range(1, 21), warmup="none", **length) == pytest.approx(12.0941898913, rel=1e-6)
 
 
-def test_a_step_that_changes_no_weight_does_not_move_it():
-    ema, seen = EMA(decay=0.5, warmup="none"), []
-    void = acting(unscale=lambda loop: loop.progress.position % 2 == 0)
+def spoiled(loop, batch):
+    return evolve(batch, inputs=batch.inputs * math.nan) if loop.progress.position % 2 else batch
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [{"unscale": lambda loop: loop.progress.position % 2 == 0}, {"make_batch": spoiled, "on_nan": lambda: "skip"}],
+    ids=["void", "skipped"],
+)
+def test_a_step_that_changes_no_weight_does_not_move_it(hooks):
+    ema, seen, void = EMA(decay=0.5, warmup="none"), [], acting(**hooks)
     look = acting(before_step=lambda: seen.append((ema.num_updates, ema.shadow["0.weight"].clone())))
     toy_run({"void": void, "ema": ema, "look": look}, steps=3)
     assert [count for count, _ in seen] == [0, 1, 1, 2, 2]

@@ -24,7 +24,7 @@ from hookdiff.testing import on_ranks
 from tests.conftest import check_facts, check_refused, mostly_wide, refused, wide, write_small
 from tests.encoding.test_texts import ENCODED, assert_ranks_train_as_one
 
-ENCODE = '[data.encode.image]\nuse = "tests.encoding.test_encoded:Pooled"'
+ENCODE = '[data.encode.image]\nuse = "tests.encoding.test_latent_reader:Pooled"'
 CALLS: list[tuple[int, ...]] = []  # shapes of the encoded pictures
 
 
@@ -422,7 +422,7 @@ def shards(write: Any, succeed: Callable[..., str], tmp_path: Path) -> Callable[
 def test_shards_of_what_was_encoded_train_as_the_pictures_do(
     write: Any, shards: Any, tmp_path: Path, store: str, name: str
 ) -> None:
-    both = '[data.encode.small]\nuse = "tests.encoding.test_encoded:Pooled"\nversion = 2\n'
+    both = '[data.encode.small]\nuse = "tests.encoding.test_latent_reader:Pooled"\nversion = 2\n'
     made = shards(both, diffusion='conditions = ["small"]') if name == "small" else shards()
     pictures = build_feed(load_config(tmp_path / "latents.toml")).bind(6, 5)
     CALLS.clear()
