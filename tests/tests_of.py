@@ -1,8 +1,8 @@
 """Finds the test files of a module.
 
-`python tests/tests_of.py FILE` prints the test files that mirror the module in FILE, and then those that import it. The
-files tests/plugins/test_NAME*.py mirror the modules of the plugin NAME; tests/ROOM/test_MODULE.py mirrors
-hookdiff/ROOM/MODULE.py.
+`python tests/tests_of.py FILE` prints the test files that mirror the module in FILE, and then those that import it; if
+no file mirrors it, the rest of its room follows. The files tests/plugins/test_NAME*.py mirror the modules of the plugin
+NAME; tests/ROOM/test_MODULE.py mirrors hookdiff/ROOM/MODULE.py.
 """
 
 import ast
