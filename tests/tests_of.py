@@ -49,8 +49,7 @@ def tests_of(file: str, folder: Path) -> tuple[list[Path], list[Path]]:
     The others import the module; those of its room come first. If no file mirrors it, the rest of its room follows.
     """
     path, tests = Path(file), sorted((folder / "tests").rglob("test_*.py"))
-    is_plugin = path.parts[0] == "plugins"
-    if is_plugin:
+    if path.parts[0] == "plugins":
         name = path.parts[1].removeprefix("hookdiff_")
         home = folder / "tests" / ("networks" if name == "networks" else "plugins")
         mirror = [one for one in tests if one.parent == home and re.match(rf"test_{name}(_|\.py)", one.name)]

@@ -98,7 +98,7 @@ def test_samples_are_encoded_once_and_the_second_start_encodes_and_opens_nothing
     assert again.reader._samples is None  # no header was read
 
 
-@pytest.mark.parametrize("store", ["memory", *mostly_wide(0, ["disk", "none"])])
+@pytest.mark.parametrize("store", ["memory", *wide("disk", "none")])
 def test_a_batch_is_drawn_from_the_side_and_the_posterior_of_each_sample(write: Any, store: str) -> None:
     feed = build_feed(load_config(write(), settings=[f"data.store={store}"])).bind(6, 5)
     usual = build_feed(load_config(write())).bind(6, 5)

@@ -157,7 +157,7 @@ def test_texts_in_items_give_the_batches_of_texts_in_memory(path: Path, workers:
     feed.close()
 
 
-@pytest.mark.parametrize("store", ["memory", *mostly_wide(0, ["disk", "none"])])
+@pytest.mark.parametrize("store", ["memory", *wide("disk", "none")])
 def test_a_sample_has_one_of_its_captions_in_each_epoch(path: Path, store: str) -> None:
     feed = build_feed(load_config(path, settings=[f"data.encode.text.store={store}"])).bind(6, 3)
     source, seen = drawings(), set[int]()

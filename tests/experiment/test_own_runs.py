@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from hookdiff import ConfigError, load_config
-from tests.conftest import check_facts, check_refused, mostly_wide, output, pixels, refused, warnings, write_small
+from tests.conftest import check_facts, check_refused, output, pixels, refused, warnings, wide, write_small
 
 Command = Callable[..., tuple[int, str, str]]
 KEY = "data.cache_dir"
@@ -67,7 +67,7 @@ def copy(run: Path) -> Path:
     return run.with_name("other")
 
 
-@pytest.mark.parametrize("change", [copy, *mostly_wide(0, [edit, move, link])])
+@pytest.mark.parametrize("change", [copy, *wide(edit, move, link)])
 def test_another_run_asks(run: Path, hookdiff: Command, change: Callable[[Path], Path]) -> None:
     other = change(run)
     check_refused(hookdiff("resume", other, "--steps", 2), other / "config.toml", KEY, "--trust")
