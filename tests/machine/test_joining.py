@@ -2,15 +2,9 @@ import subprocess
 import sys
 
 LEAVES = """
-import atexit
-import sys
+import atexit, sys
 from hookdiff.machine.joining import leave
-
-class Kept:
-    def __del__(self):
-        print("cleaned up")
-
-kept = Kept()
+kept = type("Kept", (), {"__del__": lambda self: print("cleaned up")})()
 atexit.register(print, "at exit")
 leave(3)
 """
