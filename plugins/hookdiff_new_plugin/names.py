@@ -5,6 +5,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Collection, Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,9 +84,14 @@ def _parts() -> set[str]:
     of_torch = [(folder / "optim" / "__init__.py").read_text("utf-8") for folder in _folders("torch")]
     optimizers = {name.lower() for text in of_torch for name in _CLASS.findall(text)}
     packages = {"hookdiff", *(entry.module.partition(".")[0] for entry in entry_points(group="hookdiff.plugins"))}
-    files = [file for package in packages for folder in _folders(package) for file in folder.rglob("*.py")]
-    tables = [table for file in files for table in _TABLE.findall(file.read_text("utf-8", errors="replace"))]
-    return published | optimizers | {name for table in tables for name in _PART.findall(table)}
+    return published.union(optimizers, *(_in_tables(folder) for package in packages for folder in _folders(package)))
+
+
+@cache
+def _in_tables(folder: Path) -> frozenset[str]:
+    """Return the names in the tables of parts in a package."""
+    texts = (file.read_text("utf-8", errors="replace") for file in folder.rglob("*.py"))
+    return frozenset(name for text in texts for table in _TABLE.findall(text) for name in _PART.findall(table))
 
 
 def _folders(package: str) -> Iterator[Path]:
