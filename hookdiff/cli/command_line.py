@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from contextlib import suppress
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import EntryPoint, version
 
 import click
 from click.shell_completion import CompletionItem
@@ -16,6 +16,7 @@ from hookdiff.cli.garbage_collection import collect_rarely
 from hookdiff.cli.output import drop_unwritten, log_to_stderr, open_streams, say
 from hookdiff.errors import HookError, OnAnotherRank, PluginError, UserError
 from hookdiff.machine.safe_path import keep_safe_path
+from hookdiff.options.imports import entries_of
 from hookdiff.terminal.bars import shown_works
 
 COMMANDS = ("run", "resume", "check", "plugins", "hooks", "schema")  # packages of plugins add more commands
@@ -27,7 +28,7 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 def _entries() -> list[EntryPoint]:
     entries = [EntryPoint(name, f"hookdiff.cli.{name}:command", GROUP) for name in COMMANDS]
-    return entries + sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
+    return entries + sorted(entries_of(GROUP), key=lambda entry: entry.name)
 
 
 class _Lazy(click.Group):

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points, metadata
+from importlib.metadata import Distribution, EntryPoint, distributions, metadata
 from typing import Any
 
 from attrs import define, field
@@ -108,18 +109,33 @@ def is_installed(path: str) -> bool:
 
 
 def entries_of(group: str) -> tuple[EntryPoint, ...]:
-    """Return the entry points of `group`; they are cached until a folder of `sys.path` changes."""
-    return _entries_of(group, tuple((folder, _modified(folder)) for folder in sys.path))
+    """Return the entry points of `group`. Those in a folder of `sys.path` are cached until the folder changes."""
+    by_owner: dict[str, tuple[EntryPoint, ...]] = {}
+    for folder in dict.fromkeys(map(os.path.abspath, sys.path)):
+        for owner, entries in _entries_in(folder, _modified(folder)):
+            by_owner.setdefault(owner, entries)  # as Python imports the package: from the first folder
+    return tuple(entry for entries in by_owner.values() for entry in entries if entry.group == group)
 
 
-@lru_cache(maxsize=16)
-def _entries_of(group: str, folders: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
-    return tuple(entry_points(group=group))
+@lru_cache(maxsize=256)
+def _entries_in(folder: str, modified: int) -> tuple[tuple[str, tuple[EntryPoint, ...]], ...]:
+    """Return the entry points of hookdiff in a folder, by their distributions."""
+    found = ((owner, _of_hookdiff(owner)) for owner in distributions(path=[folder]))
+    return tuple((_canonical(owner.name), entries) for owner, entries in found if entries)
+
+
+def _of_hookdiff(owner: Distribution) -> tuple[EntryPoint, ...]:
+    return tuple(entry for entry in owner.entry_points if entry.group.startswith("hookdiff."))
+
+
+def _canonical(name: str) -> str:
+    """Return the one spelling of the name of a distribution, as in PEP 503."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _modified(folder: str) -> int:
     try:
-        return os.stat(folder or ".").st_mtime_ns
+        return os.stat(folder).st_mtime_ns
     except OSError:
         return 0
 
