@@ -21,7 +21,7 @@ import attrs
 import cattrs
 import tomli
 import torch
-from cattrs.errors import BaseValidationError, CattrsError, StructureHandlerNotFoundError
+from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError, StructureHandlerNotFoundError
 from torch import Tensor
 
 from hookdiff.errors import ConfigError, PluginError, nearest
@@ -30,7 +30,8 @@ from hookdiff.options.every import Every, parse_every
 
 T = TypeVar("T")
 
-_REFUSED = (ValueError, TypeError, OverflowError, PluginError, CattrsError)  # raised for a value that does not fit
+_OF_CATTRS = (BaseValidationError, ForbiddenExtraKeysError, StructureHandlerNotFoundError)
+_REFUSED = (ValueError, TypeError, OverflowError, PluginError, *_OF_CATTRS)  # raised for a value that does not fit
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Tensor: "a tensor"}
 COLLECTIONS = (tuple, list, set, frozenset, Sequence, Collection, Iterable)
 
