@@ -33,7 +33,8 @@ def test_processes_import_nothing_of_the_working_directory(tmp_path: Path, start
         Image.fromarray(numpy.full((8, 8, 3), index, numpy.uint8)).save(tmp_path / "pictures" / f"{index}.png")
     data = {"source": "folder", "path": str(tmp_path / "pictures"), "image_size": 8, "workers": 1, "store": "none"}
     plugins = ["report", "checkpoint", *(["aim"] if find_spec("aim") else [])]
-    write_small(config, data=data, run={"steps": 1, "batch_size": 2, "plugins": plugins})
+    patient = {"report": {"timeout": 250}}  # its process has a low priority
+    write_small(config, data=data, run={"steps": 1, "batch_size": 2, "plugins": plugins}, plugins=patient)
     code = STARTS[start].replace("CONFIG", repr(str(config))).replace("RUN", repr(str(run)))
     command = [sys.executable, "-E", "-P", "-c", code, "run", str(config), "--out", str(run)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep + os.environ.get("PYTHONPATH", "")}

@@ -611,7 +611,8 @@ def test_chosen_steps_are_even(num: int, most: int) -> None:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    return write_small(tmp_path / "small.toml", run={"log_every": 1})
+    """Return a config that waits long for a report, because its process has a low priority."""
+    return write_small(tmp_path / "small.toml", run={"log_every": 1}, plugins={"report": {"timeout": 250}})
 
 
 def test_a_run_ends_with_its_report(small: Path, tmp_path: Path, hookdiff: Command) -> None:
