@@ -5,6 +5,7 @@ checkpointing and the states of plugins. The numbers are the bytes requested fro
 workspaces of kernels, are not included.
 """
 
+import gc
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -103,6 +104,7 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
         with noted("the passes that a plugin makes"):
             loop.hook.accumulate(loop=loop, batch=batch)
             return
+        gc.collect()  # the error may hold tensors of these passes
         loop.gradients.reset()
         loop.run_pass(batch)
 
