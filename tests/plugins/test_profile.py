@@ -1,7 +1,8 @@
 import gzip
 import importlib
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,13 @@ class Ticks:
 
 
 @pytest.fixture
-def ticks(user_module: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> Any:
+def ticks(user_module: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return the module `hd_profile_ticks` of a plugin that moves the clock on; else the clock stands still."""
     user_module("hd_profile_ticks", TICKS)
     module = importlib.import_module("hd_profile_ticks")
     monkeypatch.setattr("time.perf_counter", lambda: module.now[0])
-    return module
+    yield module
+    del sys.modules[module.__name__]  # the next test begins with its own counts
 
 
 @pytest.fixture
