@@ -2,7 +2,7 @@
 
 `python tests/tests_of.py FILE` prints the test files that mirror the module in FILE, and then those that import it; if
 no file mirrors it, the rest of its room follows. The files tests/plugins/test_NAME*.py mirror the modules of the plugin
-NAME; tests/ROOM/test_MODULE.py mirrors hookdiff/ROOM/MODULE.py.
+NAME; tests/ROOM/test_MODULE.py mirrors hookdiff/ROOM/MODULE.py. tests/options/test_help.py mirrors all that have keys.
 """
 
 import ast
@@ -14,6 +14,7 @@ from pathlib import Path
 from import_graph import files
 
 _OF_ALL_OPTIONS = Path("tests/experiment/test_refusals.py")  # which imports none of the modules that it tries
+_OF_ALL_KEYS = Path("tests/options/test_help.py")  # compares each key and its default with docs/reference/config.md
 
 
 @cache
@@ -56,9 +57,11 @@ def tests_of(file: str, folder: Path) -> tuple[list[Path], list[Path]]:
     else:
         home = folder / "tests" / Path(*path.parts[1:-1])
         mirror = [one for one in tests if one == home / f"test_{path.name}"]
+    mirror.sort(key=lambda one: path.stem not in one.stem)
+    of_keys = [folder / _OF_ALL_KEYS] if "metadata=about(" in (folder / file).read_text("utf-8") else []
     module = next(name for name, one in files(folder).items() if one == folder / file)
     found = []
-    for test in set(tests) - set(mirror):
+    for test in set(tests) - {*mirror, *of_keys}:
         is_direct = module in (text := test.read_text("utf-8"))
         is_near = test.parent == home and home.name != "plugins"
         is_of_all = test == folder / _OF_ALL_OPTIONS
@@ -66,7 +69,7 @@ def tests_of(file: str, folder: Path) -> tuple[list[Path], list[Path]]:
             found.append((0 if is_near else 1, not is_direct, len(text), test))
         elif is_of_all or (is_near and not mirror):
             found.append((2, is_of_all, len(text), test))
-    return sorted(mirror, key=lambda one: path.stem not in one.stem), [test for *_, test in sorted(found)]
+    return [*mirror, *of_keys], [test for *_, test in sorted(found)]
 
 
 def main(file: str) -> None:
