@@ -23,7 +23,7 @@ from hookdiff.diffusion.solvers import Solver
 from hookdiff.diffusion.spacing import Spacing
 from hookdiff.errors import UserError
 from hookdiff.models.compiler import compiled
-from hookdiff.models.objective import LossFunction
+from hookdiff.models.objective import AnyObjective, LossFunction
 from hookdiff.models.sampler import Sampler
 from hookdiff.options.choices import chosen
 from hookdiff.options.fields import about
@@ -102,6 +102,10 @@ class Sampling(Sampler):
         steps = self.steps or sampler.usual_steps
         return sampler, steps, spacing, self.clipping or Clipping.of(process.default_clipping)
 
+    def check_objective(self, objective: LossFunction) -> None:
+        """Raise UserError unless `objective` is a `Diffusion`."""
+        _diffusion_of(objective)
+
     def sample(
         self,
         net: Net,
@@ -151,10 +155,7 @@ class Sampling(Sampler):
             ValueError: for options that do not fit the objective, another dtype, or a tensor of the wrong shape.
             UserError: for another objective than a `Diffusion`.
         """
-        objective = as_diffusion(diffusion, "process")
-        if objective is None:
-            raise UserError(f"Sampling is for a Diffusion: give the Loop a sampler for {type(diffusion).__name__}")
-        diffusion = objective
+        diffusion = _diffusion_of(diffusion)
         solver, steps, _, clipping = self._parts(diffusion.process)
         points = self.points(diffusion)
         if dtype not in (torch.float32, torch.float64):
@@ -222,3 +223,13 @@ class Sampling(Sampler):
         _, steps, spacing, _ = self._parts(diffusion.process)
         self.guidance.check(diffusion)
         return spacing.points(diffusion.process, steps)
+
+
+def _diffusion_of(objective: LossFunction) -> Diffusion:
+    if diffusion := as_diffusion(objective, "process"):
+        return diffusion
+    kind = type(objective.origin if isinstance(objective, AnyObjective) else objective).__name__
+    raise UserError(
+        f"Sampling makes images of a Diffusion, and the objective is a {kind}: write Diffusion(loss=...) for a loss of "
+        "your own, or give the Loop a sampler of your own, an object with sample(net, objective, shape, ...)"
+    )

@@ -90,7 +90,7 @@ class Loop(ReadOnly):
             model, lambda: self.hook.offer_weights(loop=self), lambda: self.sampler.weights if self.sampler else None
         )
         self.objective: Final = as_objective(objective)
-        self.sampler: Final = with_all_members(sampler)
+        self.sampler: Final = with_all_members(sampler, self.objective)
         self.hparams: Final = dict(hparams or {})
         self.run_dir: Final = Path(run_dir) if run_dir else None
         self.resume: Final = self.run_dir if resume is True else Path(resume) if resume else None
@@ -138,7 +138,7 @@ class Loop(ReadOnly):
         self, *, net: nn.Module | None = None, sampler: MakesImages | None = None
     ) -> AbstractContextManager[None]:
         """Train with another `net`, or sample with another `sampler`, during the `with`."""
-        return self._lending(net=net or self.net, sampler=with_all_members(sampler) or self.sampler)
+        return self._lending(net=net or self.net, sampler=with_all_members(sampler, self.objective) or self.sampler)
 
     def set_micro_batch(self, size: int | None) -> None:
         """Send `size` samples at a time through the network from now on; None: the whole batch."""

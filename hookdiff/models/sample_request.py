@@ -12,6 +12,7 @@ from hookdiff.machine.randomness import derive_seed
 
 if TYPE_CHECKING:
     from hookdiff.data.feed import Feed
+    from hookdiff.models.objective import Objective
     from hookdiff.models.sampler import MakesImages, Sampler
 
 
@@ -22,13 +23,13 @@ def _has_a_row_each(request: Any, option: Any, conditions: Mapping[str, Any] | N
             raise ValueError(f"{option.name!r}: {name!r} has {size}, expected {request.num} rows, one per image")
 
 
-def with_all_members(sampler: MakesImages | None) -> Sampler | None:
-    """Return `sampler` with defaults for the optional members that it lacks; None remains None."""
+def with_all_members(sampler: MakesImages | None, objective: Objective | None = None) -> Sampler | None:
+    """Return `sampler` with defaults for members that it lacks, if it accepts the `objective`; None remains None."""
     if sampler is None:
         return None
     from hookdiff.models.sampler import as_sampler  # only to make images
 
-    return as_sampler(sampler)
+    return as_sampler(sampler, objective)
 
 
 @define(frozen=True)

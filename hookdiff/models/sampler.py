@@ -30,6 +30,13 @@ class Sampler(Protocol):
     batch_size: int = 256  # the most images that a plugin asks for at a time; optional
     guidance: Choice | None = None  # plots of images name it if the run has another; optional
 
+    def check_objective(self, objective: LossFunction) -> None:
+        """Raise UserError if no images can be made of `objective`. Optional; default: any objective is accepted.
+
+        Called when the Loop gets this sampler.
+        """
+        return
+
     def sample(
         self,
         net: nn.Module,
@@ -59,20 +66,25 @@ class AnySampler(Sampler):
     weights: Any = OfOrigin()
     batch_size: Any = OfOrigin()
     guidance: Any = OfOrigin()
+    check_objective: Any = OfOrigin()
     sample: Any = OfOrigin()
 
     def __init__(self, origin: MakesImages) -> None:
         self.origin = origin
 
 
-def as_sampler(origin: MakesImages) -> Sampler:
-    """Return `origin` with all members of a `Sampler`.
+def as_sampler(origin: MakesImages, objective: LossFunction | None = None) -> Sampler:
+    """Return `origin` with all members of a `Sampler`, once it has checked the `objective`, if one is given.
 
     Raises:
-        UserError: for an object without a method `sample`.
+        UserError: for an object without a method `sample`, or an objective that it refuses.
     """
     if Sampler in type(origin).__mro__:
-        return cast(Sampler, origin)
-    if not callable(getattr(origin, "sample", None)):
+        sampler = cast(Sampler, origin)
+    elif callable(getattr(origin, "sample", None)):
+        sampler = AnySampler(origin)
+    else:
         raise UserError(f"sampler: a {type(origin).__name__} has no method sample(net, objective, shape, ...)")
-    return AnySampler(origin)
+    if objective is not None:
+        sampler.check_objective(objective)
+    return sampler

@@ -104,9 +104,11 @@ def test_a_member_of_a_user_counts_and_others_have_their_default(caplog: pytest.
         loop.objective.bind({})
 
 
-def test_the_sampler_of_a_diffusion_refuses_another_objective() -> None:
-    with loop_of(mean_error, Sampling(steps=2)) as loop, pytest.raises(UserError, match="Sampling"):
-        loop.sample(SampleRequest(1))
+def test_the_sampler_of_a_diffusion_refuses_another_objective_when_the_loop_gets_it() -> None:
+    with refused(UserError, "RemovesNoise", "Diffusion(loss=", "sample("):
+        loop_of(RemovesNoise(), Sampling())
+    with refused(UserError, "function", "Diffusion"):
+        loop_of(mean_error, Alone()).using(sampler=Sampling())
 
 
 def test_an_adapter_reads_its_object_when_it_is_asked() -> None:
