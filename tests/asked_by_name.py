@@ -190,7 +190,7 @@ ASKED: dict[str, dict[str, set[str]]] = {
         "hookdiff/encoding/encoder.py": {"getattr(self, 'path', self.use)"}
     },
     "data that is given by mistake, at its door": {
-        "hookdiff/data/feed.py": {"hasattr(data, 'stacks')"},
+        "hookdiff/data/feed_checks.py": {"hasattr(data, 'stacks')"},
         "hookdiff/images/wrong_sources.py": {"hasattr(data, '__iter__')"},
     },
     "pictures that are shown: a tensor, or what holds one": {

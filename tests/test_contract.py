@@ -505,7 +505,7 @@ ROOMS = [
 ]
 # The others of each circle import `Loop`, or `Feed` or `Reader`, for type checkers.
 CIRCLES = [
-    {f"hookdiff.data.{part}" for part in ("feed", "feed_state", "marks", "memory_reader", "reader")},
+    {f"hookdiff.data.{part}" for part in ("feed", "feed_checks", "feed_state", "marks", "memory_reader", "reader")},
     {
         f"hookdiff.loop.{part}"
         for part in ("loop", "hookspecs", "defaults", "registry", "contract_checks", "state", "restoring")

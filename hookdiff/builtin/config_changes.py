@@ -20,7 +20,7 @@ logger = logging.getLogger("hookdiff")
 _REASONS: Mapping[str, tuple[str, ...]] = {
     "all random numbers depend on it": ("run.seed",),
     "training samples would become held-out samples, or held-out samples training samples": ("data.held_out",),
-    "it would change the order of the current epoch": ("data.balanced",),
+    "it would change the order of the current epoch": ("data.balanced", "data.limit"),
     "the weights belong to the network as it was": (
         *("model.use", "model.in_channels", "model.image_size", "model.num_classes"),
     ),

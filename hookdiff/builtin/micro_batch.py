@@ -37,7 +37,7 @@ class FitMicroBatch:
                 "run.micro_batch = 'auto': the ranks of a sharded model cannot try sizes; give a number, such as "
                 "run.batch_size divided by the number of ranks, or half of that"
             )
-        rows = loop.feed.training[: -(-loop.config.batch_size // loop.num_ranks)]
+        rows = loop.feed.order(0)[: -(-loop.config.batch_size // loop.num_ranks)]
         (batch,) = loop.feed.unaugmented(rows, len(rows))
         batch = loop.hook.draw(loop=loop, batch=batch)
         with rehearsing(loop) as passes:

@@ -28,7 +28,7 @@ class SkipBatches:
         for _ in range(self.num):
             if feed.exhausted(progress.samples):
                 progress.end_epoch()
-            left = len(feed.training) - progress.samples
+            left = feed.num_drawn - progress.samples
             progress.consume(min(feed.batch_size, left), "skipped")
         logger.info(
             "skipped batches: training begins at batch %s instead of %s", f"{progress.position:,}", f"{first:,}"

@@ -81,7 +81,7 @@ class FeedWithoutData(Feed):
 
     def __attrs_post_init__(self) -> None:
         self.reader = _Absent(self.facts, self.names, self.remembered, self.texts)
-        self.drop_last = self.facts.drop_last
+        self.drop_last, self.limit = self.facts.drop_last, self.facts.limit
         self.usable = self.training = torch.arange(self.facts.num_samples)
         self.held_out_indices = self.training[:0]
 

@@ -6,22 +6,21 @@ workers does not matter. Batches that workers loaded ahead and that were not con
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from copy import copy
 from functools import cached_property
-from inspect import getattr_static
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field, setters
+from attrs.validators import ge, optional
 from torch import Generator, Tensor
 
 from hookdiff.data.batch import Batch
 from hookdiff.data.memory import InMemory
-from hookdiff.data.memory_reader import MemoryReader, PlainReader
+from hookdiff.data.memory_reader import MemoryReader
 from hookdiff.data.order import balanced, split
 from hookdiff.errors import UserError
 from hookdiff.machine import ranks
@@ -33,9 +32,7 @@ if TYPE_CHECKING:
     from hookdiff.data.reader import Codec, Reader
     from hookdiff.data.source import Images, Source
 
-_LACKS = object()
 _CPU = torch.device("cpu")
-_NAMED = 64  # samples whose names all ranks compare
 
 
 def _check_held_out(_: Any, __: Any, held_out: int | float) -> None:
@@ -66,6 +63,14 @@ class Feed:
         default=False, metadata=about("draw each class equally often; the length of an epoch stays the same")
     )
     drop_last: bool = field(default=True, metadata=about("leave out the last, smaller batch of an epoch"))
+    limit: int | None = field(
+        default=None,
+        validator=optional(ge(1)),
+        metadata=about(
+            "train on this many samples alone, the first ones, such as 8 for a first test of a network; if they are "
+            "fewer than `batch_size`, their order is repeated until the batch is full; default: all"
+        ),
+    )
     reader: Reader = field(init=False, repr=False)
     batch_size: int = field(init=False, default=0)  # over all ranks
     seed: int = field(init=False, default=0)
@@ -86,7 +91,8 @@ class Feed:
         readable = torch.ones(len(self.reader), dtype=torch.bool)
         readable[list(self.reader.unreadable)] = False
         self.usable = readable.nonzero().squeeze(1)
-        self.training, self.held_out_indices = split(self.usable, self.labels, self.held_out)
+        training, self.held_out_indices = split(self.usable, self.labels, self.held_out)
+        self.training = training[: self.limit]
         self._bind_reader()
 
     def _bind_reader(self) -> None:
@@ -115,27 +121,15 @@ class Feed:
         self._bind_reader()
         if batch_size < num_ranks:
             raise UserError(f"batch_size is {batch_size:,}; give each of the {num_ranks} ranks a sample")
-        self._check_same()
+        if ranks.num_ranks() > 1:
+            from hookdiff.data.feed_checks import check_same
+
+            check_same(self)
         if self.exhausted(0):
             way_out = "lower batch_size or set drop_last = false" if len(self.training) else "nothing to train on"
             raise UserError(f"the data has {len(self.training):,} samples, batch_size is {batch_size:,}: {way_out}")
         self.reader.check()
         return self
-
-    def _check_same(self) -> None:
-        """Raise UserError unless all ranks have the same data, as far as number, shape, labels and some names show."""
-        if ranks.num_ranks() == 1:
-            return
-        labels = None if self.labels is None else hashlib.sha256(self.labels.numpy().tobytes()).hexdigest()[:12]
-        places = torch.linspace(0, len(self.training) - 1, min(_NAMED, len(self.training)), dtype=torch.float64).long()
-        named = {f"sample {index}": self.describe(index) for index in self.training[places].tolist()}
-        facts = {"number of samples": len(self.reader), "shape": self.shape, "labels": labels}
-        first, *others = ranks.gathered({**facts, **named})
-        for number, other in enumerate(others, 1):
-            for what in dict.fromkeys((*first, *other)):
-                ours, theirs = first.get(what, "none"), other.get(what, "none")
-                if ours != theirs:
-                    raise UserError(f"all ranks need the same data: {what}: rank 0 has {ours}, rank {number} {theirs}")
 
     @property
     def samples(self) -> InMemory | Images | Source:
@@ -225,8 +219,14 @@ class Feed:
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch."""
-        rest = len(self.training) % self.batch_size if self.batch_size else 0  # a run sets it
-        return len(self.training) - (rest if rest < self._smallest else 0)
+        rest = self.num_drawn % self.batch_size if self.batch_size else 0  # a run sets it
+        return self.num_drawn - (rest if rest < self._smallest else 0)
+
+    @property
+    def num_drawn(self) -> int:
+        """The length of `order`: each training sample once; with a `limit`, repeated until they fill a batch."""
+        num = len(self.training)
+        return max(num, self.batch_size) if num and self.limit else num
 
     @property
     def num_batches(self) -> int:
@@ -240,7 +240,7 @@ class Feed:
 
     def exhausted(self, start: int) -> bool:
         """Return whether an epoch has no further batch after its first `start` samples."""
-        return len(self.training) - start < self._smallest
+        return self.num_drawn - start < self._smallest
 
     def begin(self, epoch: int) -> bool:
         """Begin `epoch`, without weights of samples. Return False if it had begun, such as before a resume."""
@@ -257,17 +257,11 @@ class Feed:
         Raises:
             ValueError: for a wrong number of weights, negative or not finite ones, or 0 for all training samples.
         """
-        self.weights = None if weights is None else self._usable_weights(weights)
+        if weights is not None:
+            from hookdiff.data.feed_checks import checked_weights
 
-    def _usable_weights(self, weights: Tensor) -> Tensor:
-        weights = weights.detach().double().cpu()
-        if weights.shape != (len(self.reader),):
-            raise ValueError(f"expected weights of {len(self.reader):,} samples, got shape {tuple(weights.shape)}")
-        if not (weights.isfinite() & (weights >= 0)).all() or not weights[self.training].any():
-            raise ValueError("weights of samples must be finite, at least 0, and not all 0")
-        if self.balanced:
-            raise UserError("samples can be weighted only with data.balanced = false")
-        return weights / weights.max()  # so that the sum is finite
+            weights = checked_weights(self, weights)
+        self.weights = weights
 
     def state_dict(self) -> dict[str, Any]:
         """Return the facts about the data, the epoch, and the weights of its samples, if any."""
@@ -276,12 +270,9 @@ class Feed:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` takes `state`."""
-        from hookdiff.data.feed_state import FeedState
-        from hookdiff.options.structure import structured
+        from hookdiff.data.feed_checks import check_state
 
-        weights = structured(FeedState, state).weights
-        if weights is not None:
-            self._usable_weights(weights)
+        check_state(self, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the epoch and its weights."""
@@ -289,7 +280,12 @@ class Feed:
         self.weigh(state.get("weights"))
 
     def order(self, epoch: int) -> Tensor:
-        """Return the samples of `epoch` in their order: int64, positions in the whole set."""
+        """Return the samples of `epoch` in their order, `num_drawn` of them: int64, positions in the whole set."""
+        order = self._order(epoch)
+        times = -(-self.num_drawn // max(1, len(order)))
+        return order.repeat(times)[: self.num_drawn] if times > 1 else order
+
+    def _order(self, epoch: int) -> Tensor:
         generator = Generator().manual_seed(derive_seed(self.seed, "data", epoch))
         if self.weights is not None:
             chances = self.weights[self.training].cumsum(0)  # torch.multinomial takes at most 2**24 samples
@@ -346,15 +342,6 @@ class Feed:
 def _reader_of(data: InMemory | Reader | Tensor | Facts) -> Reader:
     if isinstance(data, InMemory | Tensor):
         return MemoryReader(InMemory(data) if isinstance(data, Tensor) else data)
-    if not hasattr(data, "stacks"):
-        raise UserError(
-            f"expected a tensor, an InMemory or a Reader, got a {type(data).__name__}; "
-            "call hookdiff.images.feed_of, which takes any data"
-        )
-    lacking = [name for name in dir(PlainReader) if name[0] != "_" and getattr_static(data, name, _LACKS) is _LACKS]
-    if lacking:
-        raise UserError(
-            f"the reader {type(data).__name__} lacks {', '.join(lacking)}: derive its class from "
-            "hookdiff.data.PlainReader, which has their defaults"
-        )
-    return cast("Reader", data)
+    from hookdiff.data.feed_checks import checked_reader  # only for other readers
+
+    return checked_reader(data)

@@ -60,6 +60,7 @@ class Facts:
     shape: tuple[int, ...] = field(validator=_is_shape)  # of one sample, c h w
     num_samples: int = field(validator=[ge(0), le(MOST_SAMPLES)])  # samples to train on
     drop_last: bool  # an epoch leaves out its last, smaller batch
+    limit: int | None = field(default=None, validator=optional(ge(1)))  # an epoch repeats few samples to fill a batch
     # Of a picture that the codec decodes; None without a codec.
     picture_shape: tuple[int, ...] | None = field(default=None, validator=_is_shape)
     codec: str | None = None  # the digest of the codec
@@ -103,6 +104,7 @@ class Facts:
             shape=feed.shape,
             num_samples=len(feed.training),
             drop_last=feed.drop_last,
+            limit=feed.limit,
             are_pictures=feed.are_pictures,
             picture_shape=feed.codec.shape if feed.codec else None,
             codec=feed.codec.digest if feed.codec else None,

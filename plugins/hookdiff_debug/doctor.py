@@ -160,7 +160,7 @@ def _of_network(
 
 
 def _of_length(loop: Loop, config: Config) -> Finding:
-    images, run = len(loop.feed), config.run
+    images, run = min(len(loop.feed), len(loop.feed.training)), config.run
     values = loop.feed.training.numel() and int(torch.Size(loop.feed.shape).numel())
     parameters = sum(p.numel() for p in loop.model.parameters() if p.requires_grad)
     steps = run.steps if run.steps is not None else (run.epochs or 0) * loop.feed.num_batches

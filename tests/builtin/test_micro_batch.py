@@ -7,7 +7,7 @@ import tomli
 import torch
 from torch import nn
 
-from hookdiff import LoopConfig, UserError, hookimpl, load_config
+from hookdiff import Feed, LoopConfig, UserError, hookimpl, load_config
 from hookdiff.builtin.micro_batch import FitMicroBatch
 from hookdiff.disk.tree import flatten
 from hookdiff.machine.fitting import is_out_of_memory
@@ -94,7 +94,8 @@ class Full:
 @pytest.mark.parametrize(("batch_size", "most"), [(1, 1), (8, 8), (9, 8), (40, 5), (39, 1), (7, 50)])
 def test_the_batch_is_halved_until_it_fits(batch_size, most):
     full = Full(most)
-    loop = toy_loop({"full": full, "micro_batch": FitMicroBatch()}, batch_size=batch_size, steps=1)
+    feed = Feed(torch.zeros(40, 4), limit=8 if batch_size == 39 else None)  # which repeats samples to fill the batch
+    loop = toy_loop({"full": full, "micro_batch": FitMicroBatch()}, data=feed, batch_size=batch_size, steps=1)
     with loop:
         size = loop.config.micro_batch
         expected = batch_size

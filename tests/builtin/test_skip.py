@@ -24,17 +24,13 @@ def seen(num: int, state: dict[str, Any] | None = None, **config: Any) -> list[t
 
 
 @pytest.mark.parametrize("num", [1, 4, 5, 6, 13])
-@pytest.mark.parametrize("batch_size", [8, 12])  # 5 batches an epoch; or 3, with 4 samples left over
-def test_the_batches_after_the_skipped_ones_are_the_same(num: int, batch_size: int) -> None:
-    assert seen(num, batch_size=batch_size) == seen(0, batch_size=batch_size)[num:]
-
-
-def test_a_smaller_last_batch_counts_as_one() -> None:
-    data = torch.linspace(-1, 1, 168).reshape(42, 4)
-    whole = seen(0, data=feed_of(data, drop_last=False))
-    assert len(whole[5][1]) == 2
-    assert seen(5, data=feed_of(data, drop_last=False)) == whole[5:]
-    assert seen(6, data=feed_of(data, drop_last=False)) == whole[6:]
+@pytest.mark.parametrize(
+    ("batch_size", "rows", "options"),  # 5 batches an epoch; 3, with 4 samples left over; 1; 6, the last with 2 samples
+    [(8, 40, {}), (12, 40, {}), (12, 40, {"limit": 5}), (8, 42, {"drop_last": False})],
+)
+def test_the_batches_after_the_skipped_ones_are_the_same(num: int, batch_size: int, rows: int, options: Any) -> None:
+    feed = feed_of(torch.linspace(-1, 1, 4 * rows).reshape(rows, 4), **options)
+    assert seen(num, data=feed, batch_size=batch_size) == seen(0, data=feed, batch_size=batch_size)[num:]
 
 
 def test_a_resumed_run_skips_from_its_position() -> None:

@@ -97,13 +97,17 @@ def test_an_epoch_resumes_at_any_sample(
     assert feed.exhausted(start) == (not batches)
 
 
-@given(batch_size=st.integers(1, 23), num_ranks=st.integers(1, 5), drop_last=st.booleans())
-def test_the_counts_of_an_epoch_match_its_batches(batch_size: int, num_ranks: int, drop_last: bool) -> None:
-    feed = bound(Numbers(), max(batch_size, num_ranks), num_ranks=num_ranks, drop_last=drop_last)
+@given(st.integers(1, 23), st.integers(1, 5), st.booleans(), st.none() | st.integers(1, 30))
+def test_the_counts_of_an_epoch_match_its_batches(size: int, ranks: int, drop_last: bool, limit: int | None) -> None:
+    feed = bound(Numbers(27), max(size, ranks), num_ranks=ranks, drop_last=drop_last, limit=limit, held_out=4)
     batches = list(feed.batches(0))
+    assert as_list(feed.training) == as_list(bound(Numbers(27), 1, held_out=4).training[:limit])
+    order, num = feed.order(0).tolist(), len(feed.training)
+    assert sorted(order[:num]) == as_list(feed.training)
+    assert order == [order[k % num] for k in range(max(num, feed.batch_size) if limit else 23)]
     assert feed.num_batches == len(batches)
     assert len(feed) == sum(batch.total for batch in batches)
-    assert len(feed) == (23 - 23 % feed.batch_size if drop_last else 23)
+    assert len(feed) == (len(order) - len(order) % feed.batch_size if drop_last else len(order))
     assert feed.exhausted(len(feed))
     assert not feed.exhausted(len(feed) - 1 if not drop_last else len(feed) - feed.batch_size)
 
@@ -145,7 +149,7 @@ def test_epochs_follow_each_other_in_a_run() -> None:
 @pytest.mark.parametrize(("length", "drop_last", "way_out"), [(4, True, ("drop_last",)), (0, True, ()), (0, False, ())])
 def test_too_few_samples_are_refused_at_once(length: int, drop_last: bool, way_out: tuple[str, ...]) -> None:
     with refused(UserError, length, "batch_size", 5, *way_out):
-        bound(Numbers(length), drop_last=drop_last)
+        bound(Numbers(length), drop_last=drop_last, limit=None if length else 8)
 
 
 def test_a_batch_too_small_for_the_ranks_is_refused_at_once() -> None:

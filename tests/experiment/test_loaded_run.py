@@ -238,9 +238,10 @@ def test_a_model_with_conditions_samples_with_the_examples_that_are_kept(
     assert torch.equal(strips, run.sample(6, noise=noise, conditions={"level": levels[[0, 0, 0, 1, 1, 1]]}))
 
 
-def test_a_feed_without_data_answers_as_the_one_with_data() -> None:
+@pytest.mark.parametrize("options", [{"drop_last": False}, {"limit": 2}])
+def test_a_feed_without_data_answers_as_the_one_with_data(options: dict[str, Any]) -> None:
     data = InMemory(torch.zeros(10, 1, 4, 4), torch.arange(10) % 3, ["a", "b", "c"], {"mask": torch.rand(10, 4, 4)})
-    feed = feed_of(data, held_out=2, drop_last=False).bind(3)
+    feed = feed_of(data, held_out=2, **options).bind(3)
     again = FeedWithoutData(Facts.of(json_and_tensors(feed.state_dict()["facts"]))).bind(3)
     for name in ("shape", "num_classes", "num_batches"):
         assert getattr(again, name) == getattr(feed, name)
