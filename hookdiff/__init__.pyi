@@ -5,6 +5,7 @@ from .builtin import builtin_plugins as builtin_plugins
 from .data.batch import Batch as Batch
 from .data.feed import Feed as Feed
 from .data.memory import InMemory as InMemory
+from .disk.paths import why_missing as why_missing
 from .errors import (
     ConfigError as ConfigError,
     HookError as HookError,
@@ -15,7 +16,6 @@ from .errors import (
     listed as listed,
     nearest as nearest,
     shown as shown,
-    why_missing as why_missing,
 )
 from .experiment.build import build_loop as build_loop
 from .experiment.config import Config as Config, load_config as load_config

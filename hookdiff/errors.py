@@ -1,9 +1,7 @@
 """Errors that a user can fix: one clear message, exit code 2, no traceback."""
 
 import difflib
-import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 
 class UserError(Exception):
@@ -36,12 +34,6 @@ class OnAnotherRank(UserError):
     def __init__(self, message: str, exit_code: int = 2) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-
-
-class RankLost(UserError):
-    """Another process of the same run has ended, or hangs, though the input was right."""
-
-    exit_code = 1
 
 
 class HookError(RuntimeError):
@@ -77,15 +69,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
     best = max(known, key=closeness, default="")
     return f"; did you mean {best!r}?" if best and closeness(best)[0] >= 0.5 else ""
-
-
-def why_missing(path: Path) -> str:
-    """Return why `path` does not exist: its first missing part, and the nearest name in that folder."""
-    parent = next(folder for folder in path.absolute().parents if folder.is_dir())
-    missing = path.absolute().relative_to(parent).parts[0]
-    if os.path.lexists(parent / missing):
-        return f"{parent / missing} is {'no folder' if (parent / missing).exists() else 'a link that leads nowhere'}"
-    return f"{parent} has no {missing!r}{nearest(missing, os.listdir(parent))}"
 
 
 def listed(names: Sequence[object], most: int) -> str:

@@ -13,8 +13,8 @@ import click
 
 from hookdiff.cli.completion import complete_plugins, complete_settings, complete_values
 from hookdiff.cli.output import say
-from hookdiff.disk.paths import check_writable
-from hookdiff.errors import UnknownWeights, UserError, why_missing
+from hookdiff.disk.paths import check_writable, why_missing
+from hookdiff.errors import UnknownWeights, UserError
 from hookdiff.experiment.toml_file import read_toml
 from hookdiff.run_dir.layout import run_of
 

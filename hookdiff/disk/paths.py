@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from hookdiff.disk.lock import LOCK, check_place
-from hookdiff.errors import UserError, why_missing
+from hookdiff.errors import UserError, nearest
 
 
 def user_cache() -> Path:
@@ -36,6 +36,15 @@ def folder_in(run_dir: Path, name: str) -> Path:
     if leads_out(path := run_dir / name, run_dir):
         raise UserError(f"{path} is a link that leads out of the run directory, to {os.path.realpath(path)}; remove it")
     return path
+
+
+def why_missing(path: Path) -> str:
+    """Return why `path` does not exist: its first missing part, and the nearest name in that folder."""
+    parent = next(folder for folder in path.absolute().parents if folder.is_dir())
+    missing = path.absolute().relative_to(parent).parts[0]
+    if os.path.lexists(parent / missing):
+        return f"{parent / missing} is {'no folder' if (parent / missing).exists() else 'a link that leads nowhere'}"
+    return f"{parent} has no {missing!r}{nearest(missing, os.listdir(parent))}"
 
 
 def no_such_folder(path: Path) -> UserError:

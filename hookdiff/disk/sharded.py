@@ -10,9 +10,10 @@ import safetensors
 from attrs import frozen
 from torch import Tensor
 
+from hookdiff.disk.paths import why_missing
 from hookdiff.disk.reading import open_file, read_file
 from hookdiff.disk.tensors import open_tensors
-from hookdiff.errors import ConfigError, listed, why_missing
+from hookdiff.errors import ConfigError, listed
 
 INDEX = ".safetensors.index.json"  # the end of the name of an index
 _MOST_SHOWN = 3

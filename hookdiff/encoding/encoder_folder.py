@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hookdiff.disk.paths import why_missing
 from hookdiff.disk.reading import read_file
-from hookdiff.errors import why_missing
 
 _INDEX = "model_index.json"  # of a pipeline of diffusers
 # The address of the hub, the owner, the model and a path inside it. The address may have lost a slash in a path.

@@ -5,8 +5,9 @@ from typing import Any
 
 import tomli
 
+from hookdiff.disk.paths import why_missing
 from hookdiff.disk.reading import read_file
-from hookdiff.errors import ConfigError, why_missing
+from hookdiff.errors import ConfigError
 from hookdiff.experiment import windows_paths
 
 

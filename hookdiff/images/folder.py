@@ -7,8 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hookdiff.disk.paths import why_missing
 from hookdiff.disk.reading import open_file
-from hookdiff.errors import nearest, why_missing
+from hookdiff.errors import nearest
 from hookdiff.images.caption_files import read_captions
 from hookdiff.images.formats import HEAD, is_picture, suffixes
 from hookdiff.images.labels import encode, normal, read_labels, some

@@ -20,7 +20,7 @@ from hookdiff.loop.counts import Progress
 from hookdiff.loop.saved import checked, keeps_state, restore_state
 from hookdiff.loop.state import has_state
 from hookdiff.machine.dtensor import names_of_all_ranks, place
-from hookdiff.machine.ranks import is_of_ranks
+from hookdiff.machine.joining import is_of_ranks
 from hookdiff.models.load import differences, load_state
 from hookdiff.models.names import plain_name
 from hookdiff.models.optimizer_state import check_optimizer, load_optimizer

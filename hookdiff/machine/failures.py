@@ -11,7 +11,8 @@ from attrs import define, field
 from torch import distributed
 
 from hookdiff.errors import OnAnotherRank
-from hookdiff.machine.ranks import is_of_ranks, is_set_up, num_ranks, rank
+from hookdiff.machine.joining import is_of_ranks
+from hookdiff.machine.ranks import is_set_up, num_ranks, rank
 
 _MOMENT = 3.0  # seconds in which the other ranks notice a lost rank
 _runs = count()  # runs of this process

@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 
 from torch import distributed
 
-from hookdiff.errors import OnAnotherRank, RankLost, UserError
+from hookdiff.errors import OnAnotherRank, UserError
 from hookdiff.machine import ranks
-from hookdiff.machine.ranks import forget_groups, is_of_ranks, is_set_up, num_ranks, rank
+from hookdiff.machine.ranks import forget_groups, is_set_up, num_ranks, rank
 
 TIMEOUT = timedelta(minutes=10)  # how long a rank waits for the others in a step
 _MOMENT = 3.0  # seconds after which a rank that has not failed is assumed to hang
@@ -30,6 +30,12 @@ _GONE = re.compile("closed|reset|refused|broken pipe|abort", re.IGNORECASE)  # g
 _REFUSED = "hookdiff/refused"  # in the store: the exit code of a rank that has ended with an error of the user
 _joins = count()  # how often this process has joined the others
 _reported: Counter[str] = Counter()  # how often this process has reported each text
+
+
+class RankLost(UserError):
+    """Another process of the same run has ended, or hangs, though the input was right."""
+
+    exit_code = 1
 
 
 def num_launched() -> int:
@@ -105,6 +111,13 @@ def joined(device: str = "auto") -> Iterator[None]:
         forget_groups()
         _reported.clear()
         distributed.destroy_process_group()
+
+
+def is_of_ranks(error: BaseException) -> bool:
+    """Return whether `error` says that a rank cannot be reached, rather than that something is wrong here."""
+    if not is_set_up():
+        return False
+    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def leave(code: int) -> NoReturn:

@@ -65,13 +65,6 @@ def is_set_up() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def is_of_ranks(error: BaseException) -> bool:
-    """Return whether `error` says that a rank cannot be reached, rather than that something is wrong here."""
-    if not is_set_up():
-        return False
-    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
 def _between_steps() -> Any:
     """Return the group for exchanges between steps; all ranks must call this at its first use."""
     default = distributed.group.WORLD
