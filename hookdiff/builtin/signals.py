@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import define, field
 
+from hookdiff.errors import UserError
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
 from hookdiff.machine.joining import job_name
@@ -21,9 +22,13 @@ logger = logging.getLogger("hookdiff")
 class Signals:
     """Ends the run after the current step at the first SIGINT or SIGTERM; the second signal ends the process.
 
-    Under torchrun, which passes signals on, a second signal does nothing. A signal to one rank ends the run on all.
+    SIGUSR1 saves the run after the current step, and the run goes on; with `usr1` it ends the run as out of time. Under
+    torchrun, which passes signals on, a second signal does nothing. A signal to one rank ends or saves the run on all.
     The handlers are installed at the very beginning of `on_start`. The earlier handlers are restored after the run has
     saved and closed everything. Outside the main thread, Python allows no handlers, so the plugin does nothing.
+
+    Raises:
+        UserError: with `usr1`, where there is no SIGUSR1.
     """
 
     usr1: bool = False  # SIGUSR1 ends the run as out of time; some schedulers send it before they stop a job
@@ -32,6 +37,9 @@ class Signals:
     @hookimpl(tryfirst=True)
     def on_start(self, loop: Loop) -> None:
         self.caught = None
+        has_usr1 = hasattr(signal, "SIGUSR1")
+        if self.usr1 and not has_usr1:
+            raise UserError("--usr1: this system has no signal SIGUSR1; set run.max_time to end the run in time")
         if threading.current_thread() is not threading.main_thread():
             return
         before: dict[int, Any] = {}
@@ -45,14 +53,14 @@ class Signals:
                 os.kill(os.getpid(), number)
             elif number in (signal.SIGINT, signal.SIGTERM):
                 self._stop(loop, number)
-            elif loop.end.reason is None:  # not counted as a first signal: a scheduler may send SIGTERM next
+            elif loop.end.reason is None and self.usr1:  # no first signal: a scheduler may send SIGTERM next
                 loop.stop("time")
                 logger.warning("the time is nearly up: stopping after this step")
+            elif loop.end.reason is None:
+                loop.save()
+                logger.info("SIGUSR1: a save is asked for after this step, and the run goes on")
 
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if self.usr1 and hasattr(signal, "SIGUSR1"):  # Windows has no SIGUSR1
-            numbers.append(signal.SIGUSR1)
-        for number in numbers:
+        for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if has_usr1 else [])):
             before[number] = signal.signal(number, handler)
 
     def _stop(self, loop: Loop, number: int) -> None:

@@ -122,7 +122,11 @@ override_options = _all(
 )
 # For commands that train.
 training_options = _all(
-    click.option("--usr1", is_flag=True, help="When SIGUSR1 comes, end the run with exit code 75 (out of time)."),
+    click.option(
+        "--usr1",
+        is_flag=True,
+        help="At SIGUSR1, end the run with exit code 75 (out of time); default: save, and go on.",
+    ),
     click.option("--fresh", multiple=True, metavar="NAME", help="Ignore a plugin's saved state; may be repeated."),
     click.option("--skip-batches", default=0, type=click.IntRange(0), metavar="N", help="Skip the next N batches."),
     click.option("--lr", metavar="X", help="Set the learning rate, as --set optimizer.lr=X does."),

@@ -100,6 +100,14 @@ class Defaults:
                 optimizer.step()
         return True
 
+    @hookimpl
+    def on_save_request(self, loop: Loop) -> None:
+        if loop.is_main and not loop.plugins.implement("on_save_request"):
+            logger.warning(
+                "a save was asked for, but no plugin of this run saves: add a plugin with the hook on_save_request "
+                "(`hookdiff plugins` lists what is installed)"
+            )
+
     @hookimpl(tryfirst=True)
     def between_steps(self, loop: Loop) -> None:
         # Also in logged steps, because a plugin may thaw weights.

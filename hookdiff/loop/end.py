@@ -1,4 +1,4 @@
-"""Whether and why a run is over, and when it began."""
+"""Whether and why a run is over, when it began, and requests to stop or to save it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ FOR_GOOD = ("done", "plugin")  # after another reason, a run is to be resumed
 class End(ReadOnly):
     """Whether and why the part of a run in this process is over, and when it began.
 
-    With several ranks, `stop` on one of them is a request, which the ranks exchange with the norms of the next step. A
-    request made between two steps ends the run before the second step changes a weight, as on one rank.
+    With several ranks, `stop` or `save` on one of them is a request, which the ranks exchange with the norms of the
+    next step. A request to stop made between two steps ends the run before the second step changes a weight, as on one
+    rank.
     """
 
     def __init__(self) -> None:
@@ -27,11 +28,14 @@ class End(ReadOnly):
         self.start_time: Final = time.monotonic()
         self._asked: Final[tuple[Reason, str] | None] = None  # request that the ranks have not agreed on yet
         self._is_early: Final = False  # the request was made before the current step
+        self._is_save_asked: Final = False  # by a request that the ranks have not agreed on yet
+        self._is_save_due: Final = False  # at the end of this step
         self._set(_is_made=True)
 
     def begin(self) -> None:
         """Forget an earlier end, and start the clock."""
         self._set(start_time=time.monotonic(), reason=None, message="", _asked=None, _is_early=False)
+        self._set(_is_save_asked=False, _is_save_due=False)
 
     def stop(self, reason: Reason | str = "plugin", message: str = "") -> None:
         """End the run after the current step, on all ranks. `message` stands in the summary of the run.
@@ -49,6 +53,17 @@ class End(ReadOnly):
         elif self._asked is None or reason == "on_nan":
             self._set(_asked=(reason, message))
 
+    def save(self) -> None:
+        """Save the run at the end of the current step, on all ranks; it goes on. See the hook `on_save_request`."""
+        self._set(_is_save_asked=True, _is_save_due=self._is_save_due or num_ranks() == 1)
+
+    def begin_save(self) -> bool:
+        """Return whether a save is due now, and forget its request."""
+        is_due = self._is_save_due
+        if is_due:
+            self._set(_is_save_asked=False, _is_save_due=False)
+        return is_due
+
     def conclude(self, reason: Reason, message: str = "") -> None:
         """End the run for a reason that all ranks have."""
         if self.reason is None or (reason == "on_nan" and self.reason not in ("on_nan", "error")):
@@ -60,14 +75,17 @@ class End(ReadOnly):
         return self.reason is not None
 
     def votes(self) -> list[float]:
-        """Return whether this rank has a request, and one made before the step (0 or 1), for a sum over the ranks."""
-        return [] if num_ranks() == 1 else [float(self._asked is not None), float(self._is_early)]
+        """Return whether this rank asks to stop, asked it before the step, and asks to save (0 or 1), for a sum."""
+        requests = (self._asked is not None, self._is_early, self._is_save_asked)
+        return [] if num_ranks() == 1 else [*map(float, requests)]
 
     def count(self, is_void: bool, votes: Sequence[float]) -> Outcome | None:
         """Agree on a request, if the summed `votes` hold one; return the outcome of a step that ends here."""
-        if any(votes) and not self.reason:
+        if any(votes[2:]):
+            self._set(_is_save_due=True)
+        if any(votes[:1]) and not self.reason:
             self._agree()
-        return "stopped" if any(votes[1:]) else "void" if is_void else None
+        return "stopped" if any(votes[1:2]) else "void" if is_void else None
 
     def _agree(self) -> None:
         requests = [asked for asked in gathered(self._asked) if asked]

@@ -306,6 +306,15 @@ class Hooks(Protocol):
         May change: own state, files.
         """
 
+    @moment("after")
+    def on_save_request(self, loop: Loop) -> None:
+        """Moment: `loop.save()` or the signal SIGUSR1 asks for a save; before `between_steps` of the same step.
+
+        A plugin that saves runs notes the request here, and saves in `between_steps`. It is called on all ranks, at the
+        same step. If no plugin implements it, a warning is logged.
+        May change: own state.
+        """
+
     @moment("after", work="logs", like="batch_checkpoint epoch_checkpoint")
     def between_steps(self, loop: Loop, step: Step | None) -> None:
         """Moment: after each batch, also a void or skipped one, and after each `on_epoch_end`.

@@ -104,6 +104,7 @@ class Loop(ReadOnly):
         self.end: Final = End()  # why the run is over
         self._exchange: Final = ranks.Exchange(self.end.votes)  # sums values over the ranks in each step
         self.stop: Final = self.end.stop
+        self.save: Final = self.end.save
         self.reduce: Final = ranks.reduced  # the means of values over the ranks
         self.agree: Final = ranks.agree  # whether a flag is true on any rank
         self.log: Final = Log(lambda: self.progress.step, self.config.log_every, partial(self.plugins.call, loop=self))
@@ -270,6 +271,8 @@ class Loop(ReadOnly):
     def _between_steps(self) -> None:
         """Call `between_steps` for the newest step, once."""
         if self._unseen:
+            if self.end.begin_save():
+                self.hook.on_save_request(loop=self)
             self.hook.between_steps(loop=self, step=self._unseen.pop())
 
     def _get_ready(self) -> None:
@@ -286,14 +289,11 @@ class Loop(ReadOnly):
     def _refused(self, batch: Batch) -> Outcome | None:
         """Return the outcome of a step that must not change the weights, or None."""
         is_void = not self.hook.unscale(loop=self)
-        is_finite = self.gradients.finite  # the norms and the votes of the ranks come together
+        finite = self.gradients.finite  # the norms and the votes of the ranks come together
         if outcome := self.end.count(is_void, self._exchange.votes):
             self.buffers.put_back()
             return outcome
-        if is_finite:
-            return None
-        report = nonfinite.examine(batch, self.output, self.gradients, self.progress, self.feed)
-        if report is None:
+        if finite or not (report := nonfinite.examine(batch, self.output, self.gradients, self.progress, self.feed)):
             return None
         self.buffers.put_back()
         verdicts = self.hook.on_nan(loop=self, report=report)

@@ -270,6 +270,16 @@ class EpochFiles:
                 save_model(loop.model, str(partial))
 
 
+class Snapshot:
+    """Writes the weights to a file in the run directory when `loop.save()` or SIGUSR1 asks for a save."""
+
+    @hookimpl
+    def on_save_request(self, loop: Loop) -> None:
+        if loop.is_main and loop.run_dir:
+            with new_file(loop.run_dir / "snapshot.safetensors") as partial:
+                save_model(loop.model, str(partial))
+
+
 class StopFile:
     """Ends the run when somebody puts a file named "stop" into the run directory."""
 

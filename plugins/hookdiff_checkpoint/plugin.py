@@ -171,6 +171,10 @@ class Checkpoint:
         self._run.is_wanted |= self._run.due.after_epoch(loop.progress.epoch)
 
     @hookimpl
+    def on_save_request(self) -> None:
+        self._run.is_requested = True
+
+    @hookimpl
     def on_log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.logged.add(step, values)
 
@@ -192,8 +196,8 @@ class Checkpoint:
         # batches of its own, by `run_step`, begins no epoch, or goes on in one without ending it.
         was_used_up, run.is_used_up = run.is_used_up, loop.feed.exhausted(loop.progress.samples)
         is_last = loop.feed.epoch == loop.progress.epoch and run.is_used_up and not was_used_up
-        if run.is_wanted and not is_last:
-            self._save(loop, writer, scheduled=True)
+        if (run.is_wanted or run.is_requested) and not is_last:
+            self._save(loop, writer, scheduled=run.is_wanted)
 
     @hookimpl(trylast=True)
     def on_done(self, loop: Loop) -> None:
@@ -256,7 +260,7 @@ class Checkpoint:
             self._finish(loop, writer)
         run, step = self._run, loop.progress.step
         run.number += run.newest is None or run.newest[0] != step  # a second save of a step replaces the first
-        run.is_wanted, run.is_scheduled = False, scheduled
+        run.is_wanted, run.is_requested, run.is_scheduled = False, False, scheduled
         run.newest, run.is_changed = place_of(loop.progress.state_dict()), False
         run.rates, state = _rates(loop), loop.state_dict()
         versions = state.pop("versions")  # the manifest has them at its top, where any hookdiff can read them

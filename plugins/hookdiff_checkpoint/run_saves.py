@@ -36,6 +36,7 @@ class RunSaves:
     is_scheduled: bool = field(default=False, init=False)  # the config set the time of the newest checkpoint
     is_changed: bool = field(default=False, init=False)  # plugins changed the state in `on_done`, after the newest save
     is_wanted: bool = field(default=False, init=False)  # a save is due
+    is_requested: bool = field(default=False, init=False)  # `loop.save` asked for a save
     is_used_up: bool = field(default=False, init=False)  # the epoch has no further batch
     is_storable: bool = field(default=False, init=False)  # a file can hold the whole state
     rates: str = field(default="", init=False)  # of the optimizers, at the newest save

@@ -6,9 +6,10 @@ import threading
 
 import pytest
 
+from hookdiff import UserError
 from hookdiff.builtin.signals import Signals
 from hookdiff.testing import assert_same, toy_loop, weights
-from tests.conftest import acting, toy_run
+from tests.conftest import acting, check_facts, refused, toy_run
 from tests.forked import python
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
@@ -103,6 +104,21 @@ def test_golden_messages_of_usr1_which_ends_the_run_as_out_of_time_and_a_later_s
         "the time is nearly up: stopping after this step",
         "the run is already ending; a second signal ends the process at once",
     ]
+
+
+def test_usr1_without_its_option_asks_for_a_save_and_the_run_goes_on(caplog):
+    asked, first = [], sends("after_backward", signal.SIGUSR1)
+    hears = acting(on_save_request=lambda loop: asked.append(loop.progress.step))
+    assert [stopped(first, *more)[2] for more in ((hears,), ())] == ["done"] * 2
+    assert (asked, levels(caplog)) == ([4], ["WARNING"])  # of the run in which no plugin saves
+    check_facts(caplog.messages[-1], "on_save_request")
+
+
+def test_a_system_without_usr1_refuses_the_option_alone(monkeypatch):
+    monkeypatch.delattr(signal, "SIGUSR1")
+    assert stopped()[2] == "done"
+    with refused(UserError, "--usr1", "SIGUSR1", "max_time"):
+        stopped(usr1=True)
 
 
 def test_each_of_two_runs_counts_its_own_signals():

@@ -11,7 +11,7 @@ from torch import nn
 from hookdiff import PASS, HookError, Loop, LossOutput, SampleRequest, UserError, builtin_plugins, hookimpl
 from hookdiff.cli.summary import run_summary
 from hookdiff.machine.randomness import derive_seed
-from hookdiff.testing import ToyObjective, assert_same, toy_loop, toy_model, weights
+from hookdiff.testing import ToyObjective, assert_same, on_ranks, toy_loop, toy_model, weights
 from tests.conftest import Clock, Logged, RollsBack, acting, check_facts, kept, ran, refused
 
 
@@ -278,6 +278,17 @@ def test_between_steps_is_called_once_for_each_step(train, expected):
     with toy_loop({"between": (between := Between())}, steps=3, batch_size=5) as loop:
         train(loop)
     assert between.heard == expected
+
+
+def test_a_save_that_one_rank_asks_for_reaches_all_at_the_same_step():
+    def heard_by(rank):
+        ask = lambda loop: loop.save() if loop.progress.step == (3, 6)[rank] else None  # noqa: E731
+        asks = acting(**{("before_step", "after_optimizer_step")[rank]: ask})  # before or after the ranks' exchange
+        hears, heard = acting(on_save_request=lambda loop: heard.append(loop.progress.step)), []
+        toy_loop({"asks": asks, "hears": hears}, steps=9).run()
+        return heard
+
+    assert on_ranks(2, heard_by) == [[4, 7]] * 2
 
 
 def test_an_error_between_steps_ends_the_run_and_is_not_followed_by_another_call():

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from hookdiff import UserError, hookimpl
 from hookdiff.builtin.logged import Metrics
+from hookdiff.run_dir import step_of
 from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.saving import Part
@@ -292,6 +293,13 @@ def test_a_save_knows_that_the_epoch_has_ended(every, tmp_path):
         ends.clear()
         plain(tmp_path / place, 9, resume=True, extra={"notes": notes})
         assert ends == later
+
+
+def test_a_save_on_request_is_one_more_save_from_which_no_rollback_begins(tmp_path):
+    ask = acting(after_backward=lambda loop: loop.save() if loop.progress.step in (2, 3, 5) else None)
+    plain(tmp_path, extra={"ask": ask}, every=6)
+    saves = {step_of(save.path.name): save.scheduled for save in find_checkpoints(tmp_path)[0]}
+    assert saves == {3: False, 4: False, 6: True, 12: True}
 
 
 def test_every_may_be_a_time(tmp_path, monkeypatch):

@@ -322,6 +322,12 @@ def test_on_epoch_end(tmp_path: Path) -> None:
     assert_same(load_file(tmp_path / "epoch-2.safetensors"), weights(loop))
 
 
+def test_on_save_request(tmp_path: Path) -> None:
+    ask = acting(after_backward=lambda loop: loop.save() if loop.progress.step == 3 else None)
+    ran(toy_loop({"snapshot": examples.Snapshot(), "ask": ask}, run_dir=tmp_path))
+    assert_same(load_file(tmp_path / "snapshot.safetensors"), weights(ran(toy_loop(steps=4))))
+
+
 def test_between_steps(tmp_path: Path) -> None:
     with toy_loop({"stop": examples.StopFile()}, run_dir=tmp_path) as loop:
         for step in loop.steps():
