@@ -45,7 +45,8 @@ def command(
 
     NAME is a plugin (ema), a kind of part (sampler), or a part (sampler.ddim, or only ddim). For a kind, list all of
     its parts, including hookdiff's own. For a plugin or part, print a description, the import for a script, and the
-    keys of its table. With --order: print the plugins of CONFIG that each hook calls, in call order.
+    keys of its table. If NAME is a plugin and a kind (loss), print the plugin and then the kind. With --order: print
+    the plugins of CONFIG that each hook calls, in call order.
     """
     if order is not None:
         calls = _order(order, plugins, settings, trust)
@@ -63,10 +64,9 @@ def command(
             click.echo(json.dumps([member.facts() for members in parts for member in members], indent=1))
             return
         for members, name in zip(parts, names, strict=True):
-            is_kind = name == members[0].kind if members else True
             for member in members:
                 title = f"{member.kind}.{member.name}" if member.kind != "plugin" else member.name
-                if is_kind:
+                if name == member.kind:
                     click.echo(f"{title:<28} {member.summary}  ({', '.join(member.distributions)})")
                 else:
                     click.echo("\n".join(_description(member, title)))

@@ -111,14 +111,13 @@ def choices_of(target: Callable[..., Any]) -> Iterator[type[Choice]]:
 def named(name: str) -> list[Member]:
     """Return the members called `name`: a kind, a member as `kind.name`, a plugin as `module:Class`, or a bare name.
 
-    A kind gives all its members, and a bare name gives the members of this name of all kinds.
+    A kind gives all its members, and a bare name gives the members of this name of all kinds. A name that is both, such
+    as the plugin and the kind "loss", gives the members of this name first.
 
     Raises:
         PluginError: for an unknown name, and for a single member that cannot be used.
     """
     known = kinds()
-    if name in known:
-        return known[name].members()
     group, _, inner = name.partition(".")
     if ":" in name:
         members = [known[_OF_PLUGINS].member(name)]
@@ -126,6 +125,8 @@ def named(name: str) -> list[Member]:
         members = [known[group].member(inner)]
     else:
         members = [kind.member(name) for kind in known.values() if name in kind.names()]
+    if name in known:
+        return members + known[name].members()
     if not members:
         pairs = [(kind.name, member) for kind in known.values() for member in kind.names()]
         names = [*known, *map(".".join, pairs), *(member for _, member in pairs)]

@@ -77,6 +77,9 @@ def test_parts_are_listed_by_kind_and_described_alone(hookdiff, folder):
     both = output(hookdiff("plugins", "linear"))
     check_facts(both, "schedule.linear", "beta_end = 0.02", "lr_schedule.linear", "min_ratio = 0.0")
     check_facts(output(hookdiff("plugins", "array")), "source.array", 'source = "array"', "from hookdiff_array import")
+    plugin, kind = output(hookdiff("plugins", "loss")).split("\nloss.mse ")
+    check_facts(plugin, "from hookdiff_loss import LossMonitor", "[plugins.loss]", "plateau =")
+    check_facts(kind, "loss.l1", "loss.huber")
     check_refused(hookdiff("plugins", "sampler.heum"), "'sampler.heum'", "'sampler.heun'", "lr_schedule")
 
 
