@@ -1,6 +1,7 @@
 """Completion in a shell: plugins, keys of a config and names of parts, from a table in the user's cache.
 
-A completion imports neither torch nor a plugin. The table is written by commands that import all plugins anyway.
+A completion imports neither torch nor a plugin. The table is written by commands that import all plugins anyway, and by
+`hookdiff plugins`, which lists all parts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from click.shell_completion import BashComplete, CompletionItem, add_completion_
 
 from hookdiff.disk.files import new_file
 from hookdiff.disk.paths import user_cache
+from hookdiff.errors import PluginError
 from hookdiff.options.imports import PARTS, PLUGINS, entries_of, installed
 
 
@@ -44,8 +46,44 @@ def write_table(anew: bool = False) -> None:
             keys[key] = list(dict.fromkeys([*keys.get(key, ()), *values]))
         plugins = kinds()["plugin"].members()
         trackers = [member.name for member in plugins if not member.error and issubclass(member.target, Sink)]
+        table = {"of": _installation(), "keys": keys, "trackers": trackers, "overview": _overview()}
         with new_file(_place()) as partial:
-            partial.write_text(json.dumps({"of": _installation(), "keys": keys, "trackers": trackers}), "utf-8")
+            partial.write_text(json.dumps(table), "utf-8")
+
+
+def overview_of_parts() -> dict[str, Any]:
+    """Return the `summaries` of built-in parts by kind and name, and the `defaults`.
+
+    `defaults` are the members, as "kind.name", of a config that names none, and of its plugins. They are read from the
+    table, unless it cannot be written.
+    """
+    write_table()
+    from_table: dict[str, Any] | None = _table().get("overview")
+    return _overview() if from_table is None else from_table
+
+
+def _overview() -> dict[str, Any]:
+    from hookdiff.diffusion import Diffusion, Sampling
+    from hookdiff.experiment.catalog import kinds
+    from hookdiff.options.choices import Choice
+    from hookdiff.options.default_names import DEFAULT_OPTIMIZER, DEFAULT_PLUGINS
+    from hookdiff.options.help import keys
+    from hookdiff.options.structure import options_of
+
+    catalog, parts = kinds(), list[Any]()
+    built_in = {kind.name: [kind.member(name) for name in kind.known if ":" not in name] for kind in catalog.values()}
+    with suppress(PluginError):  # a package claims the name of a default
+        diffusion = Diffusion()
+        parts = [each for part in (diffusion, Sampling().fit(diffusion)) for each in options_of(part).values()]
+    defaults = {f"plugin.{name}" for name in DEFAULT_PLUGINS} | {f"optimizer.{DEFAULT_OPTIMIZER}"}
+    defaults |= {f"{part.kind}.{part.use}" for part in parts if isinstance(part, Choice)}
+    for member in catalog["plugin"].members():
+        chosen = keys(member.target) if member.target else ()
+        defaults |= {f"{key.kind.kind}.{json.loads(key.default)}" for key in chosen if key.kind and key.default}
+    return {
+        "summaries": {kind: {member.name: member.summary for member in members} for kind, members in built_in.items()},
+        "defaults": sorted(defaults),
+    }
 
 
 def complete_plugins(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
@@ -118,7 +156,7 @@ def _table() -> dict[str, Any]:
     """Return the table of the packages that are installed now, or an empty table."""
     with suppress(OSError, ValueError, AttributeError):
         table: dict[str, Any] = json.loads(_place().read_text("utf-8"))
-        return table if table.get("of") == _installation() else {}
+        return table if table.get("of") == _installation() and "overview" in table else {}  # older ones have none
     return {}
 
 

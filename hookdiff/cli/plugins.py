@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -41,7 +42,7 @@ def command(
     settings: tuple[str, ...],
     trust: bool,
 ) -> None:
-    """List the installed plugins, and the parts that packages publish.
+    """List the installed plugins and all parts.
 
     NAME is a plugin (ema), a kind of part (sampler), or a part (sampler.ddim, or only ddim). For a kind, list all of
     its parts, including hookdiff's own. For a plugin or part, print a description, the import for a script, and the
@@ -55,39 +56,69 @@ def command(
     elif markdown:
         _print_markdown(names)
     elif names or as_json:
-        from hookdiff.cli.completion import write_table
+        from hookdiff.cli.completion import overview_of_parts
         from hookdiff.experiment.catalog import kinds, named
 
-        write_table()
+        defaults = overview_of_parts()["defaults"]
         parts = [named(name) for name in names] or [kind.members() for kind in kinds().values()]
         if as_json:
-            click.echo(json.dumps([member.facts() for members in parts for member in members], indent=1))
+            facts = ({**each.facts(), "is_default": _title(each) in defaults} for members in parts for each in members)
+            click.echo(json.dumps(list(facts), indent=1))
             return
         for members, name in zip(parts, names, strict=True):
-            for member in members:
-                title = f"{member.kind}.{member.name}" if member.kind != "plugin" else member.name
-                if name == member.kind:
-                    click.echo(f"{title:<28} {member.summary}  ({', '.join(member.distributions)})")
-                else:
-                    click.echo("\n".join(_description(member, title)))
+            described = [member for member in members if member.kind != name]
+            for member in described:
+                click.echo("\n".join(_description(member)))
+            texts = {
+                _title(each): f"{each.summary}  ({', '.join(each.distributions)})"
+                for each in members
+                if each not in described
+            }
+            _print_rows(texts, defaults, max(map(len, texts), default=0))
     else:
-        from hookdiff.options.imports import PARTS, distribution, installed
-
-        for group in (installed(), installed(PARTS)):
-            for name, entries in group.items():
-                try:
-                    summary = _summary(name, entries)
-                except Exception as error:  # a broken package must not hide the others
-                    summary = f"cannot be used: {error}"
-                others = [distribution(entry) for entry in entries if not entry.dist or entry.dist.name != "hookdiff"]
-                click.echo(f"{name:<12} {summary}" + f"  ({', '.join(others)})" * bool(others))
+        _print_all()
 
 
-def _description(member: Member, title: str) -> list[str]:
+def _print_all() -> None:
+    """Print all plugins and parts, each kind below its name; packages that are published are read from their source."""
+    from hookdiff.cli.completion import overview_of_parts
+    from hookdiff.options.imports import PARTS, PLUGINS, distribution, installed
+
+    known = overview_of_parts()
+    kinds: dict[str, dict[str, str]] = {kind: dict(texts) for kind, texts in known["summaries"].items()}
+    for group in (PLUGINS, PARTS):
+        for name, entries in installed(group).items():
+            try:
+                summary = _summary(name, entries)
+            except Exception as error:  # a broken package must not hide the others
+                summary = f"cannot be used: {error}"
+            others = [distribution(entry) for entry in entries if not entry.dist or entry.dist.name != "hookdiff"]
+            kind, _, member = ("plugin", "", name) if group == PLUGINS else name.partition(".")
+            kinds.setdefault(kind, {})[member] = summary + f"  ({', '.join(others)})" * bool(others)
+    click.echo("* is a default: a config has it that names no other.")
+    width = max(len(name) for texts in kinds.values() for name in texts)
+    for kind, texts in kinds.items():
+        click.echo(f"\n{kind}")
+        _print_rows(texts, known["defaults"], width, kind)
+
+
+def _print_rows(texts: Mapping[str, str], defaults: Collection[str], width: int, kind: str = "") -> None:
+    """Print the texts of the members of a `kind` by name, aligned; the defaults are marked."""
+    for name, text in texts.items():
+        mark = "*" if f"{kind}.{name}".removeprefix(".") in defaults else " "
+        click.echo(f"{mark} {name:<{width}}  {text}")
+
+
+def _title(member: Member) -> str:
+    return f"{member.kind}.{member.name}"
+
+
+def _description(member: Member) -> list[str]:
     from hookdiff.experiment.discovery import plugin_name
     from hookdiff.options.help import plain_lines
     from hookdiff.options.imports import import_line
 
+    title = member.name if member.kind == "plugin" else _title(member)
     if member.error:
         return [f"{title}: {member.summary}", ""]
     key = "source" if member.kind == "source" else "use"
