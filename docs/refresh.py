@@ -89,7 +89,7 @@ def packages() -> str:
 
 
 def commands() -> str:
-    """Return the help of each command of this project, in the order of `hookdiff --help`."""
+    """Return the help of each command of this project: first those of the core."""
     outer = click.Context(group, info_name="hookdiff", **group.context_settings)
     names = (*COMMANDS, *sorted(_entry_points()["hookdiff.commands"]))
     return "\n".join(section for name in names for section in _helps(outer, name))

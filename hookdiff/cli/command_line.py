@@ -14,8 +14,9 @@ from click.shell_completion import CompletionItem
 from hookdiff.cli.code import file_of
 from hookdiff.cli.garbage_collection import collect_rarely
 from hookdiff.cli.output import drop_unwritten, log_to_stderr, open_streams, say
-from hookdiff.errors import HookError, OnAnotherRank, PluginError, UserError
+from hookdiff.errors import HookError, OnAnotherRank, PluginError, UserError, nearest
 from hookdiff.machine.safe_path import keep_safe_path
+from hookdiff.options.default_names import COMMAND_GROUPS
 from hookdiff.options.imports import entries_of
 from hookdiff.terminal.bars import shown_works
 
@@ -46,9 +47,25 @@ class _Lazy(click.Group):
         options = click.Command.shell_complete(self, ctx, incomplete)
         return [*(CompletionItem(entry.name, help=_summary(entry)) for entry in entries), *options]
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command as click does; a name that is none is refused with the nearest one."""
+        known = self.list_commands(ctx)
+        if args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
+            ctx.fail(f"no command named {args[0]!r}{nearest(args[0], known)}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(entry.name, _summary(entry)) for entry in _entries()])
+        entries = {entry.name: entry for entry in _entries()}
+        grouped = {name for names in COMMAND_GROUPS.values() for name in names}
+        groups = {**COMMAND_GROUPS, "Of other packages": tuple(name for name in entries if name not in grouped)}
+        width = max(map(len, entries))
+        for title, names in groups.items():
+            rows = [(name.ljust(width), _summary(entries[name])) for name in names if name in entries]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
 
 def _summary(entry: EntryPoint) -> str:
@@ -63,14 +80,25 @@ def _summary(entry: EntryPoint) -> str:
     return f"(from {entry.dist.name if entry.dist else entry.value})"
 
 
-@click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.command(
+    cls=_Lazy,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+    epilog="Documentation: docs/index.md in the repository. The tutorial begins in docs/tutorial/README.md.",
+)
 @click.version_option(version("hookdiff"), prog_name="hookdiff")
 def group() -> None:
     """Train diffusion models with a loop that you can read. Every feature is a plugin.
 
+    \b
+    Example:
+      hookdiff init photos              write photos.toml, for a folder of images
+      hookdiff run photos.toml          train: about ten minutes
+      hookdiff sample runs/photos       make images
+      hookdiff NAME --help              the options of a command
+
     Exit codes: 0 success; 2 wrong input; 3 stopped by the hook on_nan; 75 out of time, continue with `hookdiff resume`;
     130 stopped by SIGINT; 143 stopped by SIGTERM; 1 any other error.
-    """
+    """  # noqa: D301 click leaves the lines as they are after the character \b
 
 
 def main() -> None:

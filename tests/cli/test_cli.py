@@ -6,15 +6,18 @@ import sys
 import pytest
 
 from hookdiff import HOOKS_VERSION
-from hookdiff.cli import COMMANDS
 from hookdiff.loop.hookspecs import HOOK_NAMES
+from hookdiff.options.default_names import COMMAND_GROUPS
 from tests.conftest import IMPORTS, check_facts, check_refused, finish, imported, mostly_wide, output
 
 
 def test_help_lists_the_commands(hookdiff, folder):
     out = output(hookdiff("--help"))
-    assert all(re.search(rf"^  {command} ", out, re.MULTILINE) for command in COMMANDS)
-    assert "75" in out
+    groups = dict(re.findall(r"^(\w+):\n((?:  .*\n)+)", out, re.MULTILINE))
+    commands = {title: tuple(re.findall(r"^  ([\w-]+) ", text, re.MULTILINE)) for title, text in groups.items()}
+    assert {title: commands[title] for title in COMMAND_GROUPS} == COMMAND_GROUPS
+    check_facts(out, "75", "hookdiff run photos.toml", "docs/index.md")
+    assert "Of other packages" not in out
 
 
 def test_help_summarises_the_commands_of_plugins(hookdiff, folder, install):
@@ -25,7 +28,9 @@ def test_help_summarises_the_commands_of_plugins(hookdiff, folder, install):
         "hd_others.zap": '"""`hookdiff zap`: zap a run."""',
     }
     install("others", commands, "hookdiff.commands", **modules)
-    helps = dict(re.findall(r"^  (\w+) +(\S.*)$", output(hookdiff("--help")), re.MULTILINE))
+    _, others = (out := output(hookdiff("--help"))).split("\nOf other packages:\n")
+    helps = dict(re.findall(r"^  (\w+) +(\S.*)$", out, re.MULTILINE))
+    assert "\n  zap " in others
     assert helps["zap"] == "Zap a run."
     assert helps["silent"] == helps["broken"] == "(from others)"
     assert not helps["replay"].startswith("(")
@@ -75,7 +80,7 @@ def test_hooks_prints_every_hook_with_its_signature(hookdiff, folder):
         ("plugins --order nowhere.toml", ("nowhere.toml",)),
         ("sample .", ("config.toml",)),
         ("sample . --num 0", ("'--num'",)),
-        ("runn", ("'runn'",)),
+        ("runn", ("'runn'", "'run'")),
         ("run small.toml --nonsense", ("'--nonsense'",)),
         *mostly_wide(
             4,
