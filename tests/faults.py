@@ -595,9 +595,9 @@ FAULTS = (
     Fault("options: a minute is a second", "hookdiff/options/every.py", '"min": 60', '"min": 1'),
     Fault(
         "cli: --steps of resume leaves the epochs of the config as a limit",
-        "hookdiff/cli/resume.py",
-        "(*settings, f\"run.steps={steps or 'none'}\", f\"run.epochs={epochs or 'none'}\")",
-        '(*settings, f"run.steps={steps}" if steps else f"run.epochs={epochs}")',
+        "hookdiff/cli/arguments.py",
+        "(f\"run.steps={steps or 'none'}\", f\"run.epochs={epochs or 'none'}\")",
+        '(f"run.steps={steps}" if steps else f"run.epochs={epochs}",)',
     ),
     Fault(
         "disk: two processes may hold the lock of a run directory",

@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
 OURS = [n for n, (entry, *_) in installed().items() if entry.dist and entry.dist.name == "hookdiff"]
 SHORT = [
-    *("--set", "run.steps=4", "--set", "run.batch_size=16", "--set", "run.log_every=2", "--set", "sampling.steps=2"),
+    *("--steps", "4", "--set", "run.batch_size=16", "--set", "run.log_every=2", "--set", "sampling.steps=2"),
     *("--set", "plugins.fid.num_samples=16", "--set", "plugins.lr.warmup=2", "--set", "run.micro_batch=8"),
     *("--set", "plugins.diversity.num_samples=20"),
 ]

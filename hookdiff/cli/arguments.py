@@ -132,6 +132,19 @@ training_options = _all(
     click.option("--lr", metavar="X", help="Set the learning rate, as --set optimizer.lr=X does."),
     override_options,
 )
+length_options = _all(
+    click.option("--epochs", type=click.IntRange(1), metavar="N", help="Set the length of the whole run to N epochs."),
+    click.option("--steps", type=click.IntRange(1), metavar="N", help="Set the length of the whole run to N updates."),
+)
+
+
+def length_settings(steps: int | None, epochs: int | None) -> tuple[str, ...]:
+    """Return the settings that `--steps` or `--epochs` stands for. Raises UserError if both are given."""
+    if steps and epochs:
+        raise UserError("give --steps or --epochs, not both")
+    return (f"run.steps={steps or 'none'}", f"run.epochs={epochs or 'none'}") if steps or epochs else ()
+
+
 # For commands that use the weights of a run.
 weights_option = click.option(
     "--weights", metavar="NAME|FILE", help="An average (ema), model, or a safetensors file.  [default: an average]"

@@ -5,14 +5,13 @@ from typing import Any
 
 import click
 
-from hookdiff.cli.arguments import out_option, run_argument, training_options
+from hookdiff.cli.arguments import length_options, length_settings, out_option, run_argument, training_options
 from hookdiff.errors import NoCheckpoint, UserError
 
 
 @click.command()
 @run_argument()
-@click.option("--steps", type=click.IntRange(1), metavar="N", help="Change the length of the run to N updates.")
-@click.option("--epochs", type=click.IntRange(1), metavar="N", help="Change the length of the run to N epochs.")
+@length_options
 @out_option("Continue in a new directory; RUN stays as it is.", metavar="DIR")
 @training_options
 def command(
@@ -38,8 +37,7 @@ def command(
     from hookdiff.run_dir.layout import run_of
 
     with shown_once():
-        if steps and epochs:
-            raise UserError("give --steps or --epochs, not both")
+        settings = (*settings, *length_settings(steps, epochs))
         source = run_of(run)
         if out is None and source != run:
             raise UserError(f"{run} is a checkpoint of {source}: add --out DIR, the directory of the new run")
@@ -49,8 +47,6 @@ def command(
             out = None
         if out is not None and out.is_dir() and not is_empty(out):
             raise UserError(f"--out {out} exists; choose another directory, or continue it: hookdiff resume {out}")
-        if steps or epochs:
-            settings = (*settings, f"run.steps={steps or 'none'}", f"run.epochs={epochs or 'none'}")
         check_parts(settings, read_toml(source / CONFIG))
     try:
         train_from_config(source / CONFIG, out or run, resume=run, settings=settings, trust=trust, **options)

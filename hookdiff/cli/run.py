@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hookdiff.cli.arguments import config_argument, out_option, overwrite_option, training_options
+from hookdiff.cli.arguments import (
+    config_argument,
+    length_options,
+    length_settings,
+    out_option,
+    overwrite_option,
+    training_options,
+)
 from hookdiff.cli.garbage_collection import freeze_modules
 from hookdiff.cli.output import say
 from hookdiff.errors import NoCheckpoint, UserError, nearest
@@ -26,15 +33,26 @@ logger = logging.getLogger("hookdiff")
 
 @click.command()
 @config_argument
+@length_options
 @training_options
 @out_option("Run directory.  [default: runs/ and the name of the run]", metavar="DIR")
 @click.option("--resume", is_flag=True, help="Continue from the newest checkpoint, or else start a new run.")
 @overwrite_option
-def command(config: Path, out: Path | None, resume: bool, overwrite: bool, **options: Any) -> None:
+def command(
+    config: Path,
+    steps: int | None,
+    epochs: int | None,
+    out: Path | None,
+    resume: bool,
+    overwrite: bool,
+    settings: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Train a model from CONFIG, a TOML file."""
     if resume and overwrite:
         raise UserError("give --resume or --overwrite, not both")
-    train_from_config(config, out, resume=resume, overwrite=overwrite, **options)
+    settings = (*settings, *length_settings(steps, epochs))
+    train_from_config(config, out, resume=resume, overwrite=overwrite, settings=settings, **options)
 
 
 def train_from_config(

@@ -69,6 +69,7 @@ def test_hooks_prints_every_hook_with_its_signature(hookdiff, folder):
         ("run small.toml --set run.step=3", ("run.step", "'steps'")),
         ("run small.toml --plugins emma", ("'emma'", "'ema'")),
         ("run small.toml --resume --overwrite", ("--resume", "--overwrite")),
+        ("run small.toml --steps 2 --epochs 3", ("--steps", "--epochs")),
         ("run small.toml --resume --fresh emma", ("--fresh emma", "'ema'")),
         ("run small.toml --out . --overwrite", ("directory",)),
         ("run small.toml --out small.toml/x", ("small.toml/x",)),

@@ -100,11 +100,11 @@ def test_a_run_continues_with_its_own_config(hookdiff, folder):
 
 
 def test_golden_messages_of_a_run_that_is_already_done(hookdiff, folder, caplog):
-    assert hookdiff("run", "small.toml", "--set", "run.steps=2")[0] == 0
+    assert hookdiff("run", "small.toml", "--steps", 2)[0] == 0
     before = contents(folder / "runs" / "small")
     line = "runs/small is already done, with 2 of 2 steps; to train longer: hookdiff resume runs/small --steps N"
     assert hookdiff("resume", "runs/small")[:2] == (0, f"{line}\n")
-    assert hookdiff("run", "small.toml", "--resume", "--set", "run.steps=2")[:2] == (0, f"{line}\n")
+    assert hookdiff("run", "small.toml", "--resume", "--steps", 2)[:2] == (0, f"{line}\n")
     assert hookdiff("resume", "runs/small", "--out", "b")[:2] == (0, f"{line} --out b\n")
     assert not (folder / "b").exists()
     assert contents(folder / "runs" / "small") == before
@@ -115,7 +115,7 @@ def test_golden_messages_of_a_run_that_is_already_done(hookdiff, folder, caplog)
     check_facts(hookdiff("resume", "runs/small")[1], "1 of 1 epochs", "hookdiff resume runs/small --epochs N")
 
 
-@pytest.mark.parametrize("words", ["resume runs/small --steps 2", "run small.toml --resume --set run.steps=2"])
+@pytest.mark.parametrize("words", ["resume runs/small --steps 2", "run small.toml --resume --steps 2"])
 def test_a_run_that_is_longer_than_its_new_length_says_so_and_stays(hookdiff, folder, words):
     assert hookdiff("run", "small.toml", "--set", "run.steps=5")[0] == 0
     before = contents(folder / "runs" / "small")
