@@ -20,7 +20,7 @@ from hookdiff.experiment.config import SECTIONS
 from hookdiff.experiment.discovery import plugin_class
 from hookdiff.options.choices import Choice, find, published
 from hookdiff.options.help import keys
-from hookdiff.options.imports import PARTS, PLUGINS, distribution, installed
+from hookdiff.options.imports import PARTS, PLUGINS, distribution, installed, own_package
 from hookdiff.options.structure import hints_of
 
 _OF_PLUGINS = "plugin"  # the kind of a plugin
@@ -130,7 +130,8 @@ def named(name: str) -> list[Member]:
     if not members:
         pairs = [(kind.name, member) for kind in known.values() for member in kind.names()]
         names = [*known, *map(".".join, pairs), *(member for _, member in pairs)]
-        raise PluginError(f"no plugin, part or kind named {name!r}{nearest(name, names)}; kinds: {', '.join(known)}")
+        near = own_package(PLUGINS, name) or own_package(PARTS, name) or nearest(name, names)
+        raise PluginError(f"no plugin, part or kind named {name!r}{near}; kinds: {', '.join(known)}")
     if len(members) == 1 and members[0].error:
         raise PluginError(members[0].error)
     return members

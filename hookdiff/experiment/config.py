@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from hookdiff.encoding.captions import CaptionKeys
 from hookdiff.encoding.encoder import INPUTS, EncoderKeys
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest
 from hookdiff.experiment.discovery import LeftOut, is_needed, plugin_class, plugin_name
+from hookdiff.experiment.import_folders import search
 from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
 from hookdiff.experiment.own_runs import is_remembered, remember
 from hookdiff.experiment.part import Part
@@ -110,11 +110,11 @@ class RunConfig(LoopConfig):
         default=DEFAULT_PLUGINS,
         metadata=about("names of entry points, or `module:Class`, in the order in which they are called; `[]`: none"),
     )
-    import_from: str | None = field(
+    import_from: str | tuple[str, ...] | None = field(
         default=None,
         metadata=about(
-            "additional folder to import `module:Name` from; default: the folder of the config. A run directory "
-            "needs --trust for this"
+            "folder, or folders, to import `module:Name` from; default: the folder of the config. What the command "
+            "line names is first looked for in the working directory. A run directory needs --trust for this"
         ),
     )
 
@@ -251,8 +251,9 @@ def load_config(
 
     A file called config.toml, or beside the files of a run, is the config of a run, which may be a stranger's. Without
     `trust` it imports only torch, torchvision, diffusers, hookdiff and the plugins and parts of installed packages. It
-    opens no URL and no other connection, hands no options to a library, and writes only in the run directory. Nothing
-    is ever imported from a run directory. Any other config may run any code. A run that this user has made, or has once
+    opens no URL and no other connection, hands no options to a library, and writes only in the run directory. Any other
+    config may run any code. Modules that `plugins` and `settings` name are first looked for in the working directory.
+    No folder in a run directory is searched without `trust`. A run that this user has made, or has once
     trusted, is trusted while neither its place nor a byte of its config changes.
 
     Args:
@@ -266,7 +267,7 @@ def load_config(
     Raises:
         ConfigError: lists every problem.
     """
-    path = Path(path)
+    path, asked = Path(path), trust
     (table, data), problems, settings = read_with_bytes(path), Problems(), sorted(settings, key=_use_before_options)
     plugins = tuple(plugins)
     if is_run_dir(path.parent) and (lacking := [key for key in _NAMED_KEYS if not _has_key(table, key)]):
@@ -281,9 +282,8 @@ def load_config(
         confine(path.parent)
         trust = trust or is_remembered(path, data)
     is_strangers = is_of_run(path) and not trust
-    if not is_strangers:
-        _make_importable(table, path)
-    with importing(only_installed=is_strangers) as imports:
+    where = None if is_strangers else search(table, path, (*plugins, *settings), asked=asked, trust=trust)
+    with importing(only_installed=is_strangers, where=where) as imports:
         config = _checked_config(table, path, plugins, problems, without, hooks, path.parent if is_strangers else None)
     if hooks is None:
         _warn_of_unused(settings, config)
@@ -320,20 +320,6 @@ def make_plugin(
             problems.add(place, f"{reason}: give another with --set {place.removeprefix(f'{where}.')}=VALUE")
     problems.refuse(Path(where))
     return part.build()
-
-
-def _make_importable(table: dict[str, Any], path: Path) -> None:
-    """Let `module:Name` find modules beside the config, and record their folder, so that config.toml finds them too.
-
-    A run directory is never such a folder.
-    """
-    run, beside_run = table.get("run"), is_run_dir(path.parent)
-    if isinstance(run, dict) and isinstance(text := run.get("import_from", None if beside_run else ""), str):
-        if "\0" in text:  # refused with the other problems of the config
-            return
-        folder = run["import_from"] = str((path.parent / text).resolve())
-        if folder not in sys.path and not (beside_run and folder == str(path.parent.resolve())):
-            sys.path.append(folder)
 
 
 def _use_before_options(setting: str) -> tuple[bool, int]:

@@ -8,7 +8,7 @@ from typing import Any
 from hookdiff.errors import PluginError, nearest
 from hookdiff.loop.contract_checks import check_contract, implements
 from hookdiff.loop.hookspecs import HOOK_NAMES, declaration_of
-from hookdiff.options.imports import check_needs, distribution, import_object, installed
+from hookdiff.options.imports import PLUGINS, check_needs, distribution, import_object, installed, own_package
 
 logger = logging.getLogger("hookdiff")
 
@@ -75,7 +75,8 @@ def plugin_class(path: str, hooks: Collection[str] | None = None) -> type:
 def _load(name: str) -> Any:
     known = installed()
     if name not in known:
-        raise PluginError(f"no plugin named {name!r}{nearest(name, known)}; installed: {', '.join(known)}")
+        near = own_package(PLUGINS, name) or nearest(name, known)
+        raise PluginError(f"no plugin named {name!r}{near}; installed: {', '.join(known)}")
     if len(known[name]) > 1:
         owners = " and ".join(distribution(entry) for entry in known[name])
         raise PluginError(f"the plugin name {name!r} is claimed by {owners}; uninstall one, or use module:Class")

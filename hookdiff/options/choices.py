@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from hookdiff.errors import PluginError, nearest
-from hookdiff.options.imports import PARTS, distribution, import_object, installed
+from hookdiff.options.imports import PARTS, distribution, import_object, installed, own_package
 
 Chosen = TypeVar("Chosen", bound="Choice")
 
@@ -95,7 +95,8 @@ def path_of(kind: str, known: Iterable[str], use: object, key: str = "use") -> s
     name, offered = str(use), published(kind)
     if name not in offered and ":" not in name:
         names = [*known, *offered]
-        unknown = f"needs a `{key}`" if use is None else f"unknown {use!r}{nearest(name, names)}"
+        near = own_package(PARTS, f"{kind}.{name}") or nearest(name, names)
+        unknown = f"needs a `{key}`" if use is None else f"unknown {use!r}{near}"
         other = f"; {name} is a plugin: --plugins {name}" if name in installed() else ""
         raise PluginError(f"{unknown}{other}; known: {', '.join(names)}, or module:Name")
     check_claims(kind, (), name)

@@ -11,15 +11,18 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from importlib.metadata import Distribution, EntryPoint, distributions, metadata
+from pathlib import Path
 from typing import Any
 
+import tomli
 from attrs import define, field
 
+from hookdiff.disk.reading import read_file
 from hookdiff.errors import PluginError, nearest
 
 TRUST = (
@@ -35,6 +38,7 @@ class Imports:
     """The imports of one config."""
 
     only_installed: bool
+    where: Callable[[str], str] | None = None  # see `importing`
     uninstalled: list[str] = field(
         factory=list
     )  # paths that no installed package publishes, in the order of their imports
@@ -44,9 +48,12 @@ _current: ContextVar[Imports | None] = ContextVar("imports", default=None)
 
 
 @contextmanager
-def importing(only_installed: bool) -> Iterator[Imports]:
-    """Record the imports in the `with`. `only_installed` refuses objects that no installed package publishes."""
-    imports = Imports(only_installed)
+def importing(only_installed: bool, where: Callable[[str], str] | None = None) -> Iterator[Imports]:
+    """Record the imports in the `with`. `only_installed` refuses objects that no installed package publishes.
+
+    `where` says of a module, as the end of a message, in which folders it was looked for.
+    """
+    imports = Imports(only_installed, where)
     token = _current.set(imports)
     try:
         yield imports
@@ -72,7 +79,10 @@ def import_object(path: str, purpose: str) -> Any:
     try:
         imported = importlib.import_module(module)
     except (ImportError, TypeError, ValueError) as error:  # the last two if `module` starts with a dot, or is empty
-        raise PluginError(f"{purpose}: cannot import {module}: {error}{_way_to_install(module)}") from error
+        package = module.partition(".")[0]
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        where = imports.where(package) if imports and imports.where and is_missing else ""
+        raise PluginError(f"{purpose}: cannot import {module}: {error}{where}{_way_to_install(module)}") from error
     outer: Any = imported
     for part in name.split("."):
         # A module may hold any other, such as `sys`. An attribute of another object may be a property, which runs code.
@@ -97,6 +107,18 @@ def _way_to_install(module: str) -> str:
     extras = metadata("hookdiff").get_all("Provides-Extra", [])
     missing = package in extras and importlib.util.find_spec(package) is None
     return f"; pip install 'hookdiff[{package}]'" if missing else ""
+
+
+def own_package(group: str, name: str) -> str:
+    """Return "; ... pip install -e DIR" if a package where the shell stands would publish `name`; else ""."""
+    for folder in (Path(), Path(f"hookdiff-{name.rpartition('.')[2].replace('_', '-')}")):
+        try:
+            project = tomli.loads(read_file(folder / "pyproject.toml").decode())["project"]
+            if name in project["entry-points"][group]:
+                return f"; the package in {folder.resolve()} has it, but is not installed: pip install -e {folder}"
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):  # no package of plugins
+            continue
+    return ""
 
 
 def is_installed(path: str) -> bool:

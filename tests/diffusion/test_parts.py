@@ -479,16 +479,6 @@ def test_defaults_that_follow_from_the_process_are_recorded(load_small: Load) ->
     assert recorded["sampling"]["clipping"] == {"use": "none"}
 
 
-def test_modules_are_found_in_the_import_from_folder(mine: Path, load_small: Load) -> None:
-    library = mine / "library"
-    library.mkdir()
-    (mine / "mine.py").rename(library / "mine.py")
-    for folder in ("library", str(library)):  # relative to the config, or absolute
-        config = load_small(run={"import_from": folder}, diffusion={"loss": "mine:MyLoss"})
-        assert config.diffusion.build().loss.use == "mine:MyLoss"
-        assert config.resolved()["run"]["import_from"] == str(library)
-
-
 # Refusals
 
 
