@@ -13,7 +13,7 @@ ASKED: dict[str, dict[str, set[str]]] = {
         "hookdiff/testing/contract.py": {"vars(base)"},
     },
     "a data set of torchvision": {
-        "hookdiff/images/vision.py": {"getattr(data, 'classes', None)", "getattr(self.data, name, ())"}
+        "hookdiff/data/vision.py": {"getattr(data, 'classes', None)", "getattr(self.data, name, ())"}
     },
     "a hook, a method or a type by its name in a table": {
         "hookdiff/cli/hooks.py": {"getattr(Hooks, hook)", "getattr(Hooks, name)"},
@@ -191,13 +191,13 @@ ASKED: dict[str, dict[str, set[str]]] = {
     },
     "data that is given by mistake, at its door": {
         "hookdiff/data/feed_checks.py": {"hasattr(data, 'stacks')"},
-        "hookdiff/images/wrong_sources.py": {"hasattr(data, '__iter__')"},
+        "hookdiff/data/wrong_sources.py": {"hasattr(data, '__iter__')"},
     },
     "pictures that are shown: a tensor, or what holds one": {
         "hookdiff/log/panel.py": {"getattr(images, 'images', images)"}
     },
-    "the class of a source of the user": {"hookdiff/images/wrong_sources.py": {"vars(owner)"}},
-    "the classes of torchvision": {"hookdiff/images/vision.py": {"getattr(datasets, each)"}},
+    "the class of a source of the user": {"hookdiff/data/wrong_sources.py": {"vars(owner)"}},
+    "the classes of torchvision": {"hookdiff/data/vision.py": {"getattr(datasets, each)"}},
     "the fields of any plugin, of which the state is kept": {
         "hookdiff/loop/saved.py": {
             "getattr(owner, field.name)",

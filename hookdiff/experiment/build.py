@@ -20,6 +20,7 @@ from hookdiff.data.feed import Feed
 from hookdiff.data.memory import InMemory
 from hookdiff.data.reader import Reader, find_reader
 from hookdiff.data.source import AnySource
+from hookdiff.data.wrong_sources import remedy, without_loader
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.disk.reading import read_file
@@ -40,7 +41,6 @@ from hookdiff.images.loader import Workers
 from hookdiff.images.source_reader import SourceReader, feed_of, reader_of_source
 from hookdiff.images.store import Store
 from hookdiff.images.transforms import Transforms, size_text
-from hookdiff.images.wrong_sources import remedy, without_loader
 from hookdiff.loop.counts import AUTO
 from hookdiff.loop.loop import Loop
 from hookdiff.loop.state import check_parameters

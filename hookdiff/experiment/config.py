@@ -17,6 +17,7 @@ from attrs.validators import ge
 
 from hookdiff.builtin.start_from import Start
 from hookdiff.data.feed import Feed
+from hookdiff.data.vision import vision
 from hookdiff.diffusion.clipping import NoClipping
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
@@ -36,7 +37,6 @@ from hookdiff.images.items import ItemKeys
 from hookdiff.images.loader import Workers
 from hookdiff.images.store import Store
 from hookdiff.images.transforms import Transforms
-from hookdiff.images.vision import vision
 from hookdiff.loop.counts import AUTO, LoopConfig
 from hookdiff.loop.registry import check_partners, partner_problem
 from hookdiff.models.adapters import checkpointable, no_weights

@@ -11,8 +11,8 @@ from attrs import define
 from torch import nn
 from torch.optim import Optimizer
 
+from hookdiff.data.wrong_sources import may_be_data
 from hookdiff.errors import PluginError
-from hookdiff.images.wrong_sources import may_be_data
 from hookdiff.options.structure import result_of
 
 _BUILD_BY_CLASSES = ("torch", "diffusers")  # some of their functions turn Python source into a module

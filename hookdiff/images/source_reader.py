@@ -19,6 +19,7 @@ from hookdiff.data.memory import InMemory, to_device
 from hookdiff.data.memory_reader import MemoryReader, PlainReader, are_pictures, checked_labels, hash_of
 from hookdiff.data.reader import Codec, Parts, Stack, find_reader
 from hookdiff.data.source import AnySource, Images, Source
+from hookdiff.data.wrong_sources import adapted
 from hookdiff.errors import UserError
 from hookdiff.images.augment import augment, center_crop
 from hookdiff.images.items import ItemKeys, read_item
@@ -26,7 +27,6 @@ from hookdiff.images.loader import Loader, Workers, read_batch, read_image
 from hookdiff.images.sizes import sizes_of
 from hookdiff.images.store import Prepared, Store, prepare
 from hookdiff.images.transforms import Transforms, size_text
-from hookdiff.images.wrong_sources import adapted
 from hookdiff.machine.randomness import default_generators_kept
 
 logger = logging.getLogger("hookdiff")

@@ -11,10 +11,10 @@ import numpy
 import torch
 from torch import Tensor
 
+from hookdiff.data.wrong_sources import may_be_data
 from hookdiff.disk.files import own_files
 from hookdiff.disk.reading import only_files
 from hookdiff.errors import UserError, nearest
-from hookdiff.images.wrong_sources import may_be_data
 from hookdiff.options.fields import Writes
 
 # These classes unpack archives, write a file of their own, or make the folder that they read.

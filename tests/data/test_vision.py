@@ -9,8 +9,8 @@ from PIL import Image
 from torchvision import datasets
 
 from hookdiff import InMemory, UserError
+from hookdiff.data.vision import Vision, vision
 from hookdiff.images import feed_of
-from hookdiff.images.vision import Vision, vision
 from hookdiff.options.structure import parameters
 from tests.conftest import as_list, refused
 from tests.images.conftest import write_folder

@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
+from hookdiff.data.vision import vision
 from hookdiff.errors import UserError
-from hookdiff.images.vision import vision
 from hookdiff.options.fields import Writes
 from tests.hostile.mutations import listing
 
