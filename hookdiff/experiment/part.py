@@ -39,7 +39,7 @@ class Part:
         return evolve(self, arguments={**self.arguments, **taken})
 
     def build(self, *first: Any) -> Any:
-        """Call the target; an error because of its arguments becomes a ConfigError that names the table."""
+        """Call the target; an error because of its arguments becomes a ConfigError that names the table or the key."""
         try:
             with only_files(), no_connections(TRUST) if self.is_strangers else nullcontext():
                 return self.target(*first, **self.arguments)
@@ -48,7 +48,10 @@ class Part:
                 raise
             raise ConfigError(f"{self.where}: {error}") from error
         except (ArithmeticError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
-            raise ConfigError(f"{self.where}: {str(error) or type(error).__name__}") from error
+            text = str(error) or type(error).__name__
+            # An error that begins with a path or a name is one of the key that has this value.
+            named = [key for key, value in self.arguments.items() if text.startswith((f"{value}: ", f"{value} "))]
+            raise ConfigError(f"{'.'.join([self.where, *named[:1]])}: {text}") from error
 
     def of(self, kind: type[Shared]) -> Shared:
         """Make an object of the class `kind`, which has keys in the same table."""

@@ -7,7 +7,7 @@ from hookdiff import ConfigError, Feed, InMemory, UserError, build_loop, hookimp
 from hookdiff.builtin.directory import RunDir
 from hookdiff.experiment import LeftOut, Part, try_config
 from hookdiff.experiment.build import fit_to_data, pick_device
-from hookdiff.images import feed_of
+from hookdiff.images import Folder, feed_of
 from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.testing import assert_same, toy_loop, weights
 from tests.conftest import check_facts, ran, refused
@@ -230,9 +230,13 @@ def test_the_run_directory_is_made_after_all_other_plugins_have_started(tmp_path
     assert (tmp_path / "run" / CONFIG).is_file()
 
 
-def test_a_file_that_a_part_cannot_open_is_refused_with_its_table(tmp_path):
-    with refused(ConfigError, "data", tmp_path / "gone"):
-        Part("data", "mine", open, {"file": str(tmp_path / "gone")}).build()
+def test_a_file_that_a_part_cannot_open_is_refused_with_its_table_or_key(tmp_path):
+    for target, arguments, facts in [
+        (open, {"file": str(tmp_path / "gone")}, ("data: ", tmp_path / "gone")),
+        (Folder, {"path": str(tmp_path / "gone")}, (f"data.path: {tmp_path / 'gone'}: {tmp_path} has no 'gone'",)),
+    ]:
+        with refused(ConfigError, *facts):
+            Part("data", "mine", target, arguments).build()
 
 
 PUBLISHED = """
