@@ -19,6 +19,7 @@ from .survey import (
     left_out_text as left_out_text,
     passed_over_text as passed_over_text,
     refuse as refuse,
+    texts_of_kinds as texts_of_kinds,
     unreadable_problems as unreadable_problems,
 )
 from .table import locked as locked

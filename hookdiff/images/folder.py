@@ -14,7 +14,7 @@ from hookdiff.images.caption_files import read_captions
 from hookdiff.images.formats import HEAD, is_picture, suffixes
 from hookdiff.images.labels import encode, normal, read_labels, some
 from hookdiff.images.picture_reading import open_picture
-from hookdiff.images.survey import PassedOver, kinds_text
+from hookdiff.images.survey import PassedOver, texts_of_kinds
 
 _CAPTIONS = ".txt"
 _NOT_COUNTED = (_CAPTIONS, ".caption", ".json")  # captions beside a picture of the same name
@@ -49,7 +49,7 @@ class Folder:
             raise ValueError(f"{path} is no folder" if self.path.exists() else f"{path}: {why_missing(self.path)}")
         self.files, self.passed_over, beside = _find(self.path, labels)
         if not self.files:
-            kinds = kinds_text(self.passed_over) or "nothing, it is empty"
+            kinds = some(texts_of_kinds(self.passed_over)) or "nothing, it is empty"
             raise ValueError(f"{path} has no image ({', '.join(sorted(suffixes()))}); found: {kinds}")
         in_files, in_column = captions == "txt", captions if captions != "txt" else None
         if in_files and not beside:

@@ -1,6 +1,9 @@
 """The formats of picture files. Everything about formats is derived from this list."""
 
 import re
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
 
 from attrs import define, field
 
@@ -14,7 +17,7 @@ class Format:
     names: tuple[str, ...]  # in Pillow; the first name is that of the reader
     suffixes: tuple[str, ...]  # the first suffix is the usual one
     begins: bytes  # pattern of the first bytes
-    is_extra: bool = field(default=False, kw_only=True)  # Pillow has no reader; an extra package may have one
+    package: str | None = field(default=None, kw_only=True)  # that reads the format; None: Pillow does
 
 
 # TGA has no magic number, so its pattern describes the whole header.
@@ -33,7 +36,7 @@ PICTURE_FORMATS = (
     Format(("ICO",), (".ico",), rb"\0\0\x01\0[^\0]\0"),
     Format(("PCX",), (".pcx",), rb"\n[\0\2\3\5][\0\1][\1\2\4\x08]"),
     Format(("SGI",), (".sgi",), rb"\x01\xda[\0\1][\1\2]"),
-    Format(("HEIF",), (".heic", ".heif"), rb".{4}ftyp(hei[cxms]|hev[cx]|mif1|msf1)", is_extra=True),
+    Format(("HEIF",), (".heic", ".heif"), rb".{4}ftyp(hei[cxms]|hev[cx]|mif1|msf1)", package="pillow-heif"),
     Format(("TGA",), (".tga",), rb".(\0[\2\3\n\v]\0{5}|\x01[\1\t].{4}[\x10\x18\x20]).{8}[\1\x08\x10\x18\x20][\0-\x3f]"),
 )
 
@@ -42,7 +45,21 @@ def known() -> list[Format]:
     """Return the formats that can be read here."""
     from PIL import Image
 
-    return [kind for kind in PICTURE_FORMATS if not kind.is_extra or kind.names[0] in Image.OPEN]
+    _add_readers()
+    return [kind for kind in PICTURE_FORMATS if kind.package is None or kind.names[0] in Image.OPEN]
+
+
+@cache
+def _add_readers() -> None:
+    """Give Pillow the readers of the packages that are installed."""
+    with suppress(ImportError):
+        import_module("pillow_heif.HeifImagePlugin")
+
+
+def missing_package(suffix: str) -> str | None:
+    """Return the package that reads files with this suffix, if it is not installed; None for any other suffix."""
+    missing = [kind for kind in PICTURE_FORMATS if kind not in known()]
+    return next((kind.package for kind in missing if suffix in kind.suffixes), None)
 
 
 def suffixes() -> frozenset[str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from hookdiff.data.source import AnySource, Images
 from hookdiff.errors import UserError
 from hookdiff.images.decoding import Unreadable, num_channels, upright_size
+from hookdiff.images.formats import missing_package
 from hookdiff.images.labels import as_lines, some
 from hookdiff.images.modes import load
 from hookdiff.images.parallel_reading import with_images
@@ -134,14 +135,20 @@ def passed_over_text(source: AnySource | Images) -> list[str]:
     if not (kinds := AnySource.of(source).passed_over):
         return []
     count = sum(count for count, _ in kinds.values())
-    are = "files are no images and are" if count > 1 else "file is no image and is"
-    return [f"{count:,} other {are} not used: {kinds_text(kinds)}"]
+    return [f"{count:,} other {'files are' if count > 1 else 'file is'} not used: {some(texts_of_kinds(kinds))}"]
 
 
-def kinds_text(passed_over: Mapping[str, tuple[int, str]]) -> str:
-    """Return the numbers of files that are no images, the most frequent kind first, each with its first name."""
-    kinds = sorted(passed_over.items(), key=lambda kind: (-kind[1][0], kind[0]))
-    return some([f"{count:,} {kind} ({first})" for kind, (count, first) in kinds])
+def texts_of_kinds(passed_over: Mapping[str, tuple[int, str]]) -> list[str]:
+    """Return the number of files of each kind that is not read, with the first name.
+
+    Kinds that a package would read come first, then the most frequent ones.
+    """
+    texts = []
+    for kind, (count, first) in passed_over.items():
+        package = missing_package(kind)
+        way_out = f"; to read {'them' if count > 1 else 'it'}: pip install {package}" if package else ""
+        texts.append((not package, -count, kind, f"{count:,} {kind} ({first}{way_out})"))
+    return [text for *_, text in sorted(texts)]
 
 
 def first_stage_shape(kinds: list[Kind], transforms: Transforms) -> tuple[int, int, int]:

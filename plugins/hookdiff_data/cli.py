@@ -162,6 +162,8 @@ def _text(written: dict[str, Any]) -> str:
 
 def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each line; a line without a name continues the one before."""
+    from hookdiff.images import texts_of_kinds
+
     yield "source", facts["source"]
     held_out = f", {facts['held_out']:,} of them held out" if facts["held_out"] else ""
     yield "samples", f"{facts['samples']:,}{held_out}"
@@ -190,7 +192,8 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, f"{facts[key]['count']:,}{note}"
             yield from (("", line) for line in facts[key]["files"][:_LISTED])
     if kinds := facts["passed_over"]:
-        yield "not used", listed([f"{row['count']:,} {kind} ({row['first']})" for kind, row in kinds.items()], _LISTED)
+        texts = texts_of_kinds({kind: (row["count"], row["first"]) for kind, row in kinds.items()})
+        yield "not used", listed(texts, _LISTED)
     duplicates = facts["duplicates"]
     yield "duplicates", f"{duplicates['count']:,} with the same pixels as another" if duplicates["count"] else "0"
     for group in duplicates["groups"]:

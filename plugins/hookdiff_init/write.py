@@ -130,7 +130,7 @@ def _data(pictures: Pictures, plan: Plan) -> Iterator[tuple[str, str]]:
             yield "upscale = true", "larger than the images are"
         return
     yield 'source = "folder"', ""
-    others = f"{pictures.others:,} other file{'s are no images' if pictures.others > 1 else ' is no image'}"
+    others = f"{pictures.others:,} other file{'s are' if pictures.others > 1 else ' is'} not used"
     yield tomli_w.dumps({"path": pictures.path}).strip(), others if pictures.others else ""
     if pictures.flat:
         yield 'labels = "none"', '"folder": each sub-folder is a class'

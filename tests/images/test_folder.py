@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from hookdiff import UserError
-from hookdiff.images import PICTURE_FORMATS, Folder, Store, Transforms, feed_of
-from tests.conftest import as_list, refused
+from hookdiff.images import PICTURE_FORMATS, Folder, Store, Transforms, feed_of, passed_over_text
+from tests.conftest import as_list, check_facts, refused
 from tests.images.conftest import write_folder
 
 
@@ -31,12 +31,12 @@ def test_every_format_is_found_and_the_rest_is_counted(tmp_path: Path, monkeypat
     expected = []
     for one in PICTURE_FORMATS:
         content = io.BytesIO(b"\0\0\0\x18ftypheic" + bytes(20))
-        if not one.is_extra:
+        if not one.package:
             Image.new("RGB", (4, 4)).save(content, one.names[0])
         for suffix in (*one.suffixes, one.suffixes[0].upper(), "", "."):
             name = f"{one.names[0]}-of{suffix}"
             (tmp_path / name).write_bytes(content.getvalue())
-            expected += [] if one.is_extra else [str(tmp_path / name)]
+            expected += [] if one.package else [str(tmp_path / name)]
     others = {
         ".txt": (2, "b/x.txt"),
         ".csv": (1, "labels.csv"),
@@ -55,6 +55,7 @@ def test_every_format_is_found_and_the_rest_is_counted(tmp_path: Path, monkeypat
     data = Folder(str(tmp_path), "none")
     assert [data.describe(index) for index in range(len(data))] == sorted(expected)
     assert data.passed_over == others
+    check_facts(passed_over_text(data)[0], 13, "not used: 2 .heic (HEIF-of.HEIC", "pip install pillow-heif), 1 .heif")
     assert len(feed_of(data, Transforms(channels=3), Store(store="none")).usable) == len(expected)
     monkeypatch.setitem(Image.OPEN, "HEIF", (None, None))  # as a package with a reader does
     assert len(Folder(str(tmp_path), "none")) == len(expected) + 5
@@ -191,7 +192,7 @@ def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
         Folder(str(tmp_path))
     for name in ("a.heic", "b.heic", "c.txt"):
         (tmp_path / name).write_text("")
-    with refused(ValueError, tmp_path, "2 .heic", "1 .txt"):
+    with refused(ValueError, tmp_path, "2 .heic", "pip install pillow-heif", "1 .txt"):
         Folder(str(tmp_path))
 
 
