@@ -52,8 +52,8 @@ def command(
     """Report on the data of CONFIG, and with --out, draw its first batch.
 
     Every sample is read once. The report lists sizes, classes, broken files, duplicates and the loading speed, and how
-    often captions occur and how many tokens they have. The picture shows the first batch as the model sees it,
-    augmentation included, with the captions below.
+    often captions occur and how many tokens they have. Classes count the samples that can be read, sizes and modes the
+    headers. The picture shows the first batch as the model sees it, augmentation included, with the captions below.
 
     With --to-shards there is no report: the samples are written in their order into tar files in the folder DIR. The
     pictures are not resized; if CONFIG has encoders, their outputs are written in place of the pictures. Captions are
@@ -165,11 +165,16 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     from hookdiff.images import texts_of_kinds
 
     yield "source", facts["source"]
+    broken = facts["unreadable"]["count"]
+    unreadable = f", {broken:,} of them unreadable" if broken else ""
     held_out = f", {facts['held_out']:,} of them held out" if facts["held_out"] else ""
-    yield "samples", f"{facts['samples']:,}{held_out}"
+    yield "samples", f"{facts['samples']:,}{unreadable}{held_out}"
     if facts["sizes"]:
-        yield "sizes", listed([f"{width} x {height}: {count:,}" for width, height, count in facts["sizes"]], _LISTED)
-        yield "modes", listed([f"{mode}: {count:,}" for mode, count in facts["modes"].items()], _LISTED)
+        headers = sum(facts["modes"].values()) - (facts["samples"] - broken)
+        note = f", {headers:,} of them unreadable after the header" if headers else ""
+        sizes = listed([f"{width} x {height}: {count:,}" for width, height, count in facts["sizes"]], _LISTED)
+        yield "sizes", sizes + note
+        yield "modes", listed([f"{mode}: {count:,}" for mode, count in facts["modes"].items()], _LISTED) + note
     if counts := facts["classes"]:
         yield "classes", f"{len(counts):,}: {listed([f'{name} {count:,}' for name, count in counts.items()], _LISTED)}"
         most, least = max(counts.values()), min(counts.values())

@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections import Counter, defaultdict
+from collections.abc import Container
 from itertools import chain, count
 from typing import Any
 
@@ -28,6 +29,7 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
         modes[kind.mode] += kind.count
     unreadable = survey.unreadable | survey.undecodable
     stored = feed.samples.images if isinstance(feed.samples, InMemory) else None
+    statistics = _pixels(feed, unreadable)  # this adds to `unreadable`
     return {
         "samples": len(prepared.samples),
         "training": len(feed.training),
@@ -35,7 +37,7 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
         "shape": list(feed.shape),
         "sizes": [[width, height, num] for (width, height), num in sizes.most_common()],
         "modes": dict(modes.most_common()),
-        "classes": _classes(feed),
+        "classes": _classes(feed, unreadable),
         "store": {
             "place": prepared.place,
             "bytes": 0 if stored is None else stored.nbytes,
@@ -43,7 +45,7 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
             "path": str(prepared.cache) if prepared.cache else None,
             "workers": reader.workers.workers if stored is None else 0,
         },
-        **_pixels(feed, unreadable),  # which adds to `unreadable`
+        **statistics,
         "unreadable": {"count": len(unreadable), "files": [unreadable[index] for index in sorted(unreadable)]},
         "passed_over": {
             kind: {"count": num, "first": first} for kind, (num, first) in reader.source.passed_over.items()
@@ -52,11 +54,12 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
     }
 
 
-def _classes(feed: Feed) -> dict[str, int] | None:
-    """Return the number of samples of each class, and of "unknown" if some have no label."""
+def _classes(feed: Feed, unreadable: Container[int]) -> dict[str, int] | None:
+    """Return the number of readable samples of each class, and of "unknown" if some have no label."""
     if feed.labels is None:
         return None
-    counts = Counter(feed.labels[feed.usable].tolist())
+    readable = [index for index in feed.usable.tolist() if index not in unreadable]
+    counts = Counter(feed.labels[readable].tolist())
     names = list(feed.classes or map(str, range(feed.num_classes or 0)))
     twice = {name for name, number in Counter(names).items() if number > 1}
     by_name = {f"{label} {name}" if name in twice else name: counts[label] for label, name in enumerate(names)}

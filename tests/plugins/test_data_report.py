@@ -105,6 +105,9 @@ def test_unreadable_files_are_listed(hookdiff: Any, report: Any, folder: Path, s
     options = ["--set", f"data.store={store}", "--set", "data.cache_dir=cache"]
     check_refused(hookdiff("data", "config.toml", *options), "pictures/ant")
     texts = table(report("config.toml", *options, "--set", "data.unreadable=skip"))
+    check_facts(texts["samples"][0], "24, 2 of them unreadable, 4 of them held out")
+    check_facts(texts["classes"][0], "ant 16, bee 6")
+    check_facts(texts["sizes"][0], "1 of them unreadable after the header")
     count, *files = texts["unreadable"]
     assert count == "2"
     assert [file.split(": ")[0] for file in files] == ["pictures/ant/01.png", "pictures/ant/05.png"]
