@@ -101,6 +101,7 @@ ASKED: dict[str, dict[str, set[str]]] = {
         "hookdiff/encoding/encoder.py": {"getattr(network, 'lengths', None)", "getattr(network, 'tokens', None)"}
     },
     "a picture of the user, of Pillow or an array": {
+        "hookdiff/images/colour_profiles.py": {"hasattr(image, 'convert')"},
         "hookdiff/images/items.py": {"hasattr(image, 'convert')", "hasattr(image, 'shape')"},
         "hookdiff/images/picture_reading.py": {"hasattr(image, 'fp')"},
         "hookdiff/images/sizes.py": {"hasattr(image, 'fp')"},

@@ -1,4 +1,5 @@
 from .arrays import array_in as array_in, names_in as names_in, open_array as open_array
+from .colour_profiles import profile_fault as profile_fault
 from .decoding import (
     Unreadable as Unreadable,
     decode as decode,

@@ -1,8 +1,9 @@
-"""Converts pictures of any mode to grey or RGB, without transparency."""
+"""Converts pictures of any mode to grey or RGB of the colour space sRGB, without transparency."""
 
 from typing import Any
 
 from hookdiff.errors import UserError
+from hookdiff.images.colour_profiles import to_srgb
 from hookdiff.images.modes import load, orientation
 
 
@@ -31,14 +32,19 @@ def decode(image: Any, channels: int | None, background: str) -> Any:
     """Return the first frame of a Pillow image, upright, in mode L or RGB, in front of the colour `background`.
 
     `channels` is 1, 3, or None, which keeps grey pictures grey. Values of more than 8 bits are scaled to 8 bits.
-    `load` lists the errors.
+    Colours are converted to sRGB by the profile of the image, if it has one that `profile_fault` accepts. `load` lists
+    the errors.
     """
     from PIL import Image
 
     image = load(image)
-    mode = "L" if (channels or num_channels(image.mode)) == 1 else "RGB"
+    own = num_channels(image.mode)
+    mode = "L" if (channels or own) == 1 else "RGB"
     if image.has_transparency_data:
         layer = image.convert("RGBA")
+        colours = to_srgb(layer.getchannel("R") if own == 1 else layer.convert("RGB"))
         image = Image.new("RGB", image.size, background)
-        image.paste(layer.convert("RGB"), mask=layer.getchannel("A"))
+        image.paste(colours.convert("RGB"), mask=layer.getchannel("A"))
+    else:
+        image = to_srgb(image)
     return image if image.mode == mode else image.convert(mode)

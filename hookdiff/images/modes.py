@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy
 
+from hookdiff.images.colour_profiles import usable_conversion
+
 # Tags of TIFF.
 _BITS, _PHOTOMETRIC, _PLANES, _COLOURS, _SAMPLE_FORMAT, _SUBSAMPLING = 258, 262, 284, 320, 339, 530
 _SIGNED = 2  # a sample format
@@ -22,8 +24,9 @@ Loaded = tuple[Any, float | None, float | None]  # an image, and its values of b
 def load(image: Any) -> Any:
     """Load a Pillow image, and return it upright in a mode of 8 bits.
 
-    Integers of 16 bits or more must lie in the range of 16 bits, floats in [0, 1]. Raises ValueError for other
-    values, and for a variant of a format without a known meaning; and any error of Pillow.
+    Greys of more bits are converted to sRGB by their colour profile before they are rounded. Integers of 16 bits or
+    more must lie in the range of 16 bits, floats in [0, 1]. Raises ValueError for other values, and for a variant of a
+    format without a known meaning; and any error of Pillow.
     """
     from PIL import Image, ImageOps
 
@@ -36,8 +39,10 @@ def load(image: Any) -> Any:
         ImageOps.exif_transpose(image, in_place=True)
     if image.mode == "F" or image.mode.startswith("I"):
         usual = 1.0 if image.mode == "F" else 65535.0
-        values = _eight_bits(numpy.asarray(image), black or 0.0, usual if white is None else white)
-        return Image.fromarray(values)
+        values = _scaled(numpy.asarray(image), black or 0.0, usual if white is None else white)
+        if (curve := usable_conversion(image)) is not None:
+            values = numpy.interp(values, numpy.arange(256), curve)
+        return Image.fromarray(numpy.rint(values).astype(numpy.uint8))
     if white is not None:
         return image.point([min(255, round(value * 255 / white)) for value in range(256)] * len(image.getbands()))
     return image
@@ -52,11 +57,12 @@ def orientation(image: Any) -> int:
     return value if value in range(1, 9) else 1
 
 
-def _eight_bits(values: Any, black: float, white: float) -> Any:
+def _scaled(values: Any, black: float, white: float) -> Any:
+    """Return values, float32, in [0, 255]."""
     low, high = sorted((black, white))
     if not (values.min() >= low and values.max() <= high):  # written so that NaN is refused too
         raise ValueError(f"values from {values.min()} to {values.max()}, expected {low:g} to {high:g}")
-    return numpy.rint((values.astype(numpy.float32) - black) * (255 / (white - black))).astype(numpy.uint8)
+    return (values.astype(numpy.float32) - black) * (255 / (white - black))
 
 
 def _plain(image: Any) -> Loaded:

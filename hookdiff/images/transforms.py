@@ -22,6 +22,7 @@ from hookdiff.images.decoding import decode
 from hookdiff.options.fields import about, between
 
 _LARGEST = 2**28  # pixels; only a picture that is very long and narrow becomes larger
+_DECODING = 2  # raised when `decode` gives other pixels, so that caches are made anew
 _ALPHA = (2, 4)  # channels of grey and of RGB pixels with transparency
 
 
@@ -91,8 +92,8 @@ class Transforms:
 
     @property
     def first_stage(self) -> tuple[Any, ...]:
-        """The options on which the pixels after the first stage depend."""
-        return self.side, self.upscale, self.channels, self.background
+        """The facts on which the pixels after the first stage depend, beside the picture."""
+        return _DECODING, self.side, self.upscale, self.channels, self.background
 
     @property
     def random(self) -> bool:

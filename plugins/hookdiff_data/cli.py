@@ -51,9 +51,10 @@ def command(
 ) -> None:
     """Report on the data of CONFIG, and with --out, draw its first batch.
 
-    Every sample is read once. The report lists sizes, classes, broken files, duplicates and the loading speed, and how
-    often captions occur and how many tokens they have. Classes count the samples that can be read, sizes and modes the
-    headers. The picture shows the first batch as the model sees it, augmentation included, with the captions below.
+    Every sample is read. The report lists sizes, classes, broken files and colour profiles, duplicates and the loading
+    speed, and how often captions occur and how many tokens they have. Classes count the samples that can be read, sizes
+    and modes the headers. The picture shows the first batch as the model sees it, augmentation included, with the
+    captions below.
 
     With --to-shards there is no report: the samples are written in their order into tar files in the folder DIR. The
     pictures are not resized; if CONFIG has encoders, their outputs are written in place of the pictures. Captions are
@@ -196,6 +197,9 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if facts[key]["count"] or name == "unreadable":
             yield name, f"{facts[key]['count']:,}{note}"
             yield from (("", line) for line in facts[key]["files"][:_LISTED])
+    if faults := facts["profile_faults"]:
+        yield "profiles", f"{len(faults):,} ignored, the colours are read as sRGB"
+        yield from (("", line) for line in faults[:_LISTED])
     if kinds := facts["passed_over"]:
         texts = texts_of_kinds({kind: (row["count"], row["first"]) for kind, row in kinds.items()})
         yield "not used", listed(texts, _LISTED)

@@ -11,13 +11,13 @@ import torch
 
 from hookdiff import Feed, InMemory
 from hookdiff.authors import wait_for
-from hookdiff.images import reader_of_source
+from hookdiff.images import profile_fault, reader_of_source, with_images
 
 _GROUPS = 5  # of duplicates that are listed
 
 
 def report(feed: Feed, seconds: float) -> dict[str, Any]:
-    """Read every sample of a bound `feed` once, then batches for about `seconds`; return statistics, ready for JSON.
+    """Read every sample of a bound `feed`, then batches for about `seconds`; return statistics, ready for JSON.
 
     Raises UserError for a sample that cannot be used.
     """
@@ -47,11 +47,21 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
         },
         **statistics,
         "unreadable": {"count": len(unreadable), "files": [unreadable[index] for index in sorted(unreadable)]},
+        "profile_faults": _profile_faults(feed),
         "passed_over": {
             kind: {"count": num, "first": first} for kind, (num, first) in reader.source.passed_over.items()
         },
         "images_per_second": _speed(feed, seconds),
     }
+
+
+def _profile_faults(feed: Feed) -> list[str]:
+    """Return the names of the pictures whose colour profile is ignored, each with the reason."""
+    source = reader_of_source(feed).source
+    if not source.is_images:
+        return []
+    faults = with_images(source, range(len(source)), profile_fault, "data: colour profiles")
+    return [f"{source.name_of(index)}: {fault}" for index, fault in faults if isinstance(fault, str)]
 
 
 def _classes(feed: Feed, unreadable: Container[int]) -> dict[str, int] | None:

@@ -104,10 +104,13 @@ def test_unreadable_files_are_listed(hookdiff: Any, report: Any, folder: Path, s
     (folder / "pictures" / "ant" / "05.png").write_bytes(whole[:-80])
     options = ["--set", f"data.store={store}", "--set", "data.cache_dir=cache"]
     check_refused(hookdiff("data", "config.toml", *options), "pictures/ant")
+    Image.open(bee := folder / "pictures" / "bee" / "07.png").copy().save(bee, icc_profile=b"broken")
     texts = table(report("config.toml", *options, "--set", "data.unreadable=skip"))
     check_facts(texts["samples"][0], "24, 2 of them unreadable, 4 of them held out")
     check_facts(texts["classes"][0], "ant 16, bee 6")
     check_facts(texts["sizes"][0], "1 of them unreadable after the header")
+    check_facts(texts["profiles"][0], "1 ignored")
+    check_facts(texts["profiles"][1], "pictures/bee/07.png", "profile is broken")
     count, *files = texts["unreadable"]
     assert count == "2"
     assert [file.split(": ")[0] for file in files] == ["pictures/ant/01.png", "pictures/ant/05.png"]
