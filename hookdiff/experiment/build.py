@@ -3,7 +3,7 @@
 import gc
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -363,13 +363,18 @@ def fit_to_data(config: Config, feed: Feed) -> Config:
         assert latents is not None
         mean, std = latents.scale(feed.training)
         config = evolve(config, diffusion=config.diffusion.given(data_mean=tuple(mean), data_std=tuple(std)))
-    facts = _facts(feed)
-    if feed.num_classes is not None and _wants_classes(config):
-        facts["num_classes"] = feed.num_classes
-    model = config.model.given(**facts)
+    model = fit_model(config, feed.shape, feed.num_classes)
     if lacking := missing(model.target, model.arguments):
         raise ConfigError(f"model: {model.use} needs {', '.join(lacking)}")
     return evolve(config, model=model)
+
+
+def fit_model(config: Config, shape: Sequence[int], num_classes: int | None) -> Part:
+    """Return the model with the arguments that samples of this shape and number of classes give it."""
+    facts = _facts(shape)
+    if num_classes is not None and _wants_classes(config):
+        facts["num_classes"] = num_classes
+    return config.model.given(**facts)
 
 
 def set_by_data(config: Config) -> list[str]:
@@ -399,9 +404,9 @@ def unused_classes(config: Config, num_classes: int | None) -> str | None:
     return f"the data has {num_classes} classes, and the model gets none of them: {way_out}"
 
 
-def _facts(feed: Feed) -> dict[str, Any]:
-    """Return channels and side of the data, by the names of the arguments for them."""
-    channels, *sides = feed.shape
+def _facts(shape: Sequence[int]) -> dict[str, Any]:
+    """Return channels and side of samples of this shape, by the names of the arguments for them."""
+    channels, *sides = shape
     sizes = (channels, channels, sides[-1], sides[-1]) if sides else (channels, channels)
     return dict(zip(_SIZES, sizes, strict=False))
 
@@ -454,7 +459,7 @@ def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusi
             model, feed.shape, labels=labels, times=time_dtype(objective), conditions=conditions, trains=trains
         )
     except ValueError as error:
-        differing = [f"{k} = {v}" for k, v in _facts(feed).items() if part.arguments.get(k, v) != v]
+        differing = [f"{k} = {v}" for k, v in _facts(feed.shape).items() if part.arguments.get(k, v) != v]
         what = "latents have" if feed.codec else "data has"
         likely = f"; the {what} {', '.join(differing)}" if differing else ""
         raise ConfigError(f"{part.where}: {part.use} {error}{likely}") from error

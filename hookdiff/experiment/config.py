@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -209,6 +210,7 @@ class Config:
     plugins: Mapping[str, Part]  # the plugins of the run, in order
     trust: bool = False  # whether the user trusts the code and the values of the config
     is_own: bool = False  # whether the user wrote the config, or trusts its run
+    given: Mapping[str, Any] = field(factory=dict)  # the tables of the file, with the settings of the command line
     needs_trust: tuple[str, ...] = ()  # code that is not installed, and keys, that need the user's trust
 
     def resolved(self) -> dict[str, Any]:
@@ -281,6 +283,7 @@ def load_config(
     if is_of_run(path):
         confine(path.parent)
         trust = trust or is_remembered(path, data)
+    given = deepcopy(table)
     is_strangers = is_of_run(path) and not trust
     where = None if is_strangers else search(table, path, (*plugins, *settings), asked=asked, trust=trust)
     with importing(only_installed=is_strangers, where=where) as imports:
@@ -290,7 +293,7 @@ def load_config(
     needs_trust = (*imports.uninstalled, *config.needs_trust)
     if is_of_run(path) and trust and os.environ.get("RANK", "0") == "0":
         remember(path, data, bool(needs_trust))
-    return evolve(config, trust=trust, is_own=not is_strangers, needs_trust=needs_trust)
+    return evolve(config, trust=trust, is_own=not is_strangers, given=given, needs_trust=needs_trust)
 
 
 def make_plugin(
@@ -477,7 +480,7 @@ def _not_read(name: str) -> None:
 
 def _tables(config: Mapping[str, Any], problems: Problems) -> dict[str, dict[str, Any]]:
     """Return the tables of `config` by name; report missing tables, and values that are no tables."""
-    needed, known = ("run", "data", "model"), [table.name for table in fields(Config)[1:-1]]
+    needed, known = ("run", "data", "model"), [table.name for table in fields(Config)[1:8]]  # not path, trust, ...
     for name in (name for name in config if name not in known):
         problems.add(name, f"unknown table{nearest(name, known)}; known: {', '.join(known)}")
     tables = {name: config.get(name, {}) for name in known if name in config or name not in needed}

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookdiff.builtin.start_from import Start
+from hookdiff.data.feed import Feed
 from hookdiff.encoding.captions import captions_for
 from hookdiff.encoding.encoder import CAPTIONS, INPUTS, EncoderKeys
 from hookdiff.errors import ConfigError, UserError
@@ -73,21 +74,24 @@ def try_config(config: Config, *, resume: bool = False) -> str | None:
     return call
 
 
-def try_data(config: Config) -> None:
+def try_data(config: Config) -> Feed | None:
     """Find the problems that only the data shows: its captions, and the shapes of an encoded sample.
 
-    Without encoders, or if the data is not on this machine, nothing is checked.
+    Returns the Feed of the trial. Without encoders, or if the data is not on this machine, nothing is checked, and the
+    result is None.
 
     Raises:
         ConfigError: for the first problem.
     """
     if not config.data.of(EncoderKeys).encode:
-        return
+        return None
     try:
         config.data.build()
     except ConfigError:  # the data may be on another machine
-        return
-    try_run(config, build_feed(config, encode="trial"))
+        return None
+    feed = build_feed(config, encode="trial")
+    try_run(config, feed)
+    return feed
 
 
 def _probe_captions(config: Config) -> None:
@@ -114,11 +118,7 @@ def _probe_model(config: Config) -> Any:
     for guess in sides:
         sized = part.given(**dict.fromkeys(names, guess))
         try:
-            try:
-                with torch.device("meta"):
-                    network = build_model(sized)
-            except ConfigError:
-                network = build_model(sized)  # reading a value while the model is made fails on the meta device
+            network = build_on_meta(sized)
             check_patterns(config.optimizer, network)
             check_trainable(network)
             _probe_gradient(part, network, guess)
@@ -129,6 +129,15 @@ def _probe_model(config: Config) -> Any:
     if len(errors) == len(sides) and len(set(errors)) == 1:
         raise ConfigError(errors[0])
     return model
+
+
+def build_on_meta(part: Part) -> nn.Module:
+    """Make the model `part` on the meta device, which takes no memory, or on the CPU if this fails."""
+    try:
+        with torch.device("meta"):
+            return build_model(part)
+    except ConfigError:
+        return build_model(part)  # reading a value while the model is made fails on the meta device
 
 
 def _probe_objective(config: Config, model: Any) -> str | None:

@@ -1,13 +1,21 @@
 """`hookdiff check`."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import tomli
 from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
 
+from hookdiff.diffusion import VP, Diffusion, Linear, Sampling
+from hookdiff.experiment.config import RunConfig
 from hookdiff.log.event import as_json
+from hookdiff.options.help import keys
+from hookdiff_checkpoint import Checkpoint
+from hookdiff_ema import EMA
 from tests.conftest import check_facts, check_refused, mostly_wide, output, pixels
 
 DIT = {"use": "dit", "num_classes": 10}
@@ -132,7 +140,7 @@ def test_the_printed_config_makes_the_same_run(hookdiff, tmp_path, monkeypatch):
     table = '[run]\nsteps = 1\nbatch_size = 4\n[data]\nsource = "folder"\npath = "images"\nimage_size = 16\n'
     (tmp_path / "short.toml").write_text(table + '[model]\nuse = "unet"\nchannels = 8\nhead_dim = 8\n')
     out = output(hookdiff("check", "short.toml", "--set", "diffusion.conditional=true"))
-    assert "[model] # the data gives in_channels, image_size, num_classes\n" in out
+    assert all(f"\n# {key}: the data gives it\n" in out for key in ("in_channels", "image_size", "num_classes"))
     (tmp_path / "long.toml").write_text(out)
     assert hookdiff("run", "long.toml")[0] == 0
     model = tomli.loads((tmp_path / "runs" / "short" / "config.toml").read_text())["model"]
@@ -165,11 +173,75 @@ def test_golden_message_of_a_network_that_does_not_fit_its_images(check):
     assert (code, err) == (2, f"hookdiff: {problem}\n")
 
 
-def test_json_has_the_config_of_the_text(hookdiff, check):
-    printed = json.loads(output(hookdiff("check", "small.toml", "--json")))
-    assert printed["config"] == as_json(tomli.loads(check()[1]))
+@pytest.mark.parametrize("table", [(), ("diffusion",), ("plugins.ema",), ("ema.warmup",), ("sampling.guidance",)])
+def test_json_has_the_config_of_the_text(hookdiff, check, table):
+    printed = json.loads(output(hookdiff("check", "small.toml", *table, "--plugins", "ema", "--json")))
+    text = output(hookdiff("check", "small.toml", *table, "--plugins", "ema"))
+    assert printed["config"] == as_json(tomli.loads(text))
     assert printed["warnings"] == []
     assert printed["set_by_data"]
+
+
+@pytest.mark.parametrize(
+    ("table", "target", "is_set"),
+    [
+        ("run", RunConfig, ["batch_size", "device", "plugins", "steps"]),
+        ("diffusion", Diffusion, ["conditional"]),
+        ("diffusion.process", VP, ["use"]),
+        ("diffusion.process.schedule", Linear, ["beta_end", "use"]),
+        ("sampling", Sampling, ["steps"]),
+        ("plugins.checkpoint", Checkpoint, []),
+        ("ema", EMA, ["std"]),
+    ],
+)
+def test_a_table_has_each_key_and_marks_those_that_are_set(hookdiff, check, write_config, table, target, is_set):
+    schedule = {"use": "linear", "beta_end": 0.03}
+    write_config(model=DIT, diffusion={"process": {"use": "vp", "schedule": schedule}, "conditional": True})
+    words = "--plugins", "checkpoint,ema", "--set", "plugins.ema.std=0.05,0.1"
+    out = output(hookdiff("check", "small.toml", table, *words))
+    _, own, *inner = f"\n{out}".split("\n[")
+    found = re.findall(r"^(?:# (?!forward)(\w+): \S|(\w+) = )", own, re.M)
+    names = ["".join(pair) for pair in found] + [part.partition("]")[0].rpartition(".")[2] for part in inner]
+    assert {key.name for key in keys(target)} <= set(names)
+    assert sorted(re.findall(r"^(\w+) = .*  # set$", own, re.M)) == is_set
+
+
+FIRST_LINES = [  # settings, what the first lines have
+    ([], ["10 classes", "none of them", "6 steps of 16 samples, 0.0536 epochs of 1,787 samples"]),
+    (["model.num_classes=0"], ["no problem"]),
+    (["run.steps=none", "run.epochs=2"], ["2 epochs of 1,787 samples, 224 steps of 16 samples"]),
+    (["run.steps=none", "run.epochs=2", "data.drop_last=true"], ["2 epochs of 1,787 samples, 222 steps of 16 samples"]),
+    (["run.batch_size=1800", "data.drop_last=true"], ["no step", "only 1,787"]),
+    (["data.source=folder", "data.path=gone"], ["if the pictures have 3 channels", "6 steps of 16 samples", "'gone'"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "facts"), FIRST_LINES)
+def test_the_first_lines_have_the_network_and_the_length(check, write_config, settings, facts):
+    model = {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8}
+    write_config(data={"source": "digits", "held_out": 10, "drop_last": False}, model=model)
+    code, out, _ = check(*settings)
+    assert code == 0
+    first = out.partition("\n\n")[0]
+    assert all(line.startswith("# ") for line in first.splitlines())
+    check_facts(first, *facts)
+
+
+def test_the_weights_and_the_time_are_those_of_an_earlier_run(hookdiff, check, write_config):
+    write_config(run={"log_every": 1})
+    assert "time: " not in check()[1]
+    assert hookdiff("run", "small.toml", "--plugins", "checkpoint")[0] == 0
+    facts = json.loads(output(hookdiff("check", "small.toml", "--json")))
+    (file,) = Path("runs/small/checkpoints").glob("*/model.safetensors")
+    assert facts["weights"] == sum(tensor.numel() for tensor in load_file(file).values())
+    assert facts["step_seconds"] > 0
+    assert "time: " in check()[1]
+    assert "time: " not in check("model.channels=16")[1]
+
+
+def test_a_table_that_is_not_there_is_refused(hookdiff, check):
+    for wrong, near in (("difusion", "'diffusion'"), ("emma", "'ema'"), ("plugins.ema.decay", "'plugins.ema")):
+        check_refused(hookdiff("check", "small.toml", wrong, "--plugins", "ema"), f"'{wrong}'", f"did you mean {near}")
 
 
 def test_an_encoder_without_its_captions_is_refused(check, write_config):

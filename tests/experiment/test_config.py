@@ -102,6 +102,7 @@ def test_numbers_and_times_have_their_types(path):
     [
         ("data.sorce", "x", ("'source'", "image_size", "resize")),
         ("modle", {}, ("'model'", *GOOD)),
+        ("trust", {}, ("known", *GOOD)),
         ("plugins", 3, ("[plugins]", 3)),
         ("plugins.emma", {}, ("'ema'",)),
         ("run.plugins", ["emma"], ("'emma'", "'ema'", "aim")),
