@@ -33,8 +33,10 @@ types: .venv/ready-dev
 
 # The site of docs/: build/docs/index.html.
 docs: .venv/ready-dev
+	@echo "Making the site of docs/, which takes one to two minutes:"
 	rm -rf build/docs
 	$(BIN)/python -m sphinx -n -W --keep-going -q docs build/docs
+	@echo "Done. Open in a browser: $(CURDIR)/build/docs/index.html"
 
 # Needs no .venv: it installs what the wheel needs in an environment that it removes. With LEND=yes the packages are those
 # of PYTHON, which has `.[dev]`, as in `make release VERSION=0.1.0 PYTHON=.venv/bin/python LEND=yes`.

@@ -5,6 +5,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import json
 import re
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ from hookdiff.options import keys
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 CORE = Path(hookdiff.__file__).parent
+TASKS = "how-to/README"
 MODULES = DOCS / "modules"  # made here, and ignored by git: a page for each public module
 
 project = "hookdiff"
@@ -29,7 +31,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 html_theme = "furo"
 html_title = "hookdiff"
 html_static_path = ["static"]
-html_css_files = ["narrow.css"]
+html_css_files = ["site.css"]
 html_search_scorer = str(DOCS / "static" / "scorer.js")
 html_copy_source = html_show_sourcelink = html_show_copyright = False
 smartquotes = False  # `--out` in a sentence is an option
@@ -44,6 +46,7 @@ highlight_language = "text"  # of code blocks that name no language
 nitpick_ignore_regex = [("py:.*", r"(?!hookdiff\.\w+$).*")]
 
 _LIST = re.compile(r"(?:^\* \[.+\n(?:  .+\n)*)+", re.MULTILINE)
+_TREE = "\n```{{toctree}}\n:hidden:\n{}{}\n```\n"
 _OUTSIDE = re.compile(r"\[([^]]+)\]\(((?:\.\./)+[^)#]+)[^)]*\)")
 
 
@@ -63,9 +66,10 @@ PUBLIC = {f"{origin}.{name}": f"{face}.{name}" for face in reversed(FACES) for n
 
 
 def write_modules() -> None:
-    """Write the page of each public module."""
+    """Write the page of each public module, and the list of these pages."""
     shutil.rmtree(MODULES, ignore_errors=True)
     MODULES.mkdir()
+    index = ["Modules", "=======", "", "Every public name of hookdiff, by its module:", ""]
     for face, origins in FACES.items():
         lines = [face, "=" * len(face), "", f".. automodule:: {face}"]
         for name, origin in sorted(origins.items(), key=lambda item: item[0].lower()):
@@ -74,6 +78,10 @@ def write_modules() -> None:
             else:
                 lines += ["", *directive(face, name)]
         (MODULES / f"{face}.rst").write_text("\n".join(lines) + "\n", "utf-8")
+        summary, *_ = (importlib.import_module(face).__doc__ or "").splitlines()
+        index.append(f"* :doc:`{face}`: {summary}")
+    index += ["", ".. toctree::", "   :hidden:", "", *(f"   {face}" for face in FACES)]
+    (MODULES / "index.rst").write_text("\n".join(index) + "\n", "utf-8")
 
 
 def directive(face: str, name: str) -> list[str]:
@@ -88,18 +96,61 @@ def directive(face: str, name: str) -> list[str]:
     return [f".. autoclass:: {face}.{name}", *options]
 
 
-def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
-    """Make each list of links on a page of contents a part of the table of contents, too."""
-    if page not in ("index", "how-to/README"):
-        return
-    text, parts = source[0], []
+def contents(page: str) -> dict[str, list[str]]:
+    """Return the pages of each list of links on a page of contents, by the heading above the list."""
+    text = (DOCS / f"{page}.md").read_text("utf-8")
+    lists = {}
     for match in _LIST.finditer(text):
-        *_, caption = re.findall(r"^#+ (.+)", text[: match.start()], re.MULTILINE)
-        pages = re.findall(r"^\* \[.+?\]\((\S+?\.md)\)", match[0], re.MULTILINE)
-        parts.append("\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", *pages, "```", ""]))
+        *_, heading = re.findall(r"^#+ (.+)", text[: match.start()], re.MULTILINE)
+        lists[heading] = re.findall(r"^\* \[.+?\]\((\S+?)\.md\)", match[0], re.MULTILINE)
+    return lists
+
+
+def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
+    """Add the table of contents: that of the site to its front page, and that of the tasks to their page."""
     if page == "index":
-        parts.append("\n## Modules\n\n```{toctree}\n:glob:\n:maxdepth: 1\n:caption: Modules\nmodules/*\n```\n")
-    source[0] = text + "".join(parts)
+        lists = contents("contents")
+        (tasks,) = lists["How to"]
+        lists["How to"] = [f"All tasks <{tasks}>"]  # the heading above it is its title
+        lists["Reference"].append("modules/index")
+        source[0] += _TREE.format("", "contents")
+    elif page == "contents":
+        head, mark, tail = source[0].partition("\n## Explanation\n")
+        source[0] = f"{head}* {{doc}}`modules/index`: every public name, with its arguments\n{mark}{tail}"
+        return
+    else:
+        lists = contents(page) if page == TASKS else {}
+    source[0] += "".join(_TREE.format(f":caption: {heading}\n", "\n".join(pages)) for heading, pages in lists.items())
+
+
+def group_tasks(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Write the headings of the tasks into the navigation, where Sphinx has captions only for the front page."""
+    for heading, (first, *_) in contents(TASKS).items():
+        link = re.escape(context["pathto"](f"{Path(TASKS).parent}/{first}"))
+        entry = rf'<li class="toctree-l2[^>]+><a class="[^>]+ href="{link}">'
+        group = rf'<li class="group"><span class="caption-text">{heading}</span></li>\g<0>'
+        context["furo_navigation_tree"] = re.sub(entry, group, context["furo_navigation_tree"])
+
+
+def widen_texts(app: Sphinx, tree: nodes.document) -> None:
+    """Mark the cells with long texts: on a phone they keep a width at which they can be read, and the table scrolls."""
+    for cell in tree.findall(nodes.entry):
+        cell["classes"] += ["long"] * (len(cell.astext()) > 40)
+
+
+def write_excerpts(app: Sphinx, error: Exception | None) -> None:
+    """Write the text of all pages for the search, which can read no other page where a browser opens them as files."""
+    if not error:
+        pages = {page: (Path(app.outdir) / f"{page}.html").read_text("utf-8") for page in sorted(app.env.found_docs)}
+        articles = {page: re.search('<article role="main".*?</article>', text, re.S) for page, text in pages.items()}
+        texts = {page: article[0] for page, article in articles.items() if article}
+        (Path(app.outdir) / "_static" / "pages.js").write_text(f"const PAGES = {json.dumps(texts)};\n", "utf-8")
+
+
+def add_excerpts(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Load `static/excerpts.js` where the search is."""
+    if page == "search":
+        app.add_js_file("excerpts.js")
 
 
 def name_outside(app: Sphinx, page: str, source: list[str]) -> None:
@@ -197,6 +248,10 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", add_comment, priority=600)
     app.connect("autodoc-process-signature", shorten)
     app.connect("doctree-read", set_dashes)
+    app.connect("doctree-read", widen_texts)
     app.connect("missing-reference", link)
     app.connect("viewcode-follow-imported", find_source)
     app.connect("html-page-context", mend_links)
+    app.connect("html-page-context", add_excerpts)
+    app.connect("html-page-context", group_tasks, priority=900)  # after furo has made its navigation
+    app.connect("build-finished", write_excerpts)

@@ -46,8 +46,8 @@ SHORT = [
 ]
 
 
-INDEX = (ROOT / "docs" / "index.md").read_text("utf-8")
-TUTORIAL = [f"docs/{path}" for path in re.findall(r"^\* \[.+\]\((tutorial/\S+)\)", INDEX, re.M)]  # in order
+CONTENTS = (ROOT / "docs" / "contents.md").read_text("utf-8")
+TUTORIAL = [f"docs/{path}" for path in re.findall(r"^\* \[.+\]\((tutorial/\S+)\)", CONTENTS, re.M)]  # in order
 # A walk makes a package: its blocks are commands, files, and tables of the package's config.
 FILES = re.compile(r"Put this into `(\S+)`:\n\n```python\n(.*?)^```$", re.M | re.S)
 WALKS = [page for page in PAGES if FILES.search((ROOT / page).read_text("utf-8")) and page not in TUTORIAL]
@@ -425,7 +425,7 @@ def test_linked_files_and_headings_exist(page: str) -> None:
 
 @pytest.mark.parametrize("folder", ["tutorial", "how-to", "reference", "explanation"])
 def test_an_index_lists_every_page_once(folder: str) -> None:
-    index = ROOT / "docs" / "how-to" / "README.md" if folder == "how-to" else ROOT / "docs" / "index.md"
+    index = ROOT / "docs" / "how-to" / "README.md" if folder == "how-to" else ROOT / "docs" / "contents.md"
     links = re.findall(r"^\* \[.+?\]\((\S+?)\)", index.read_text("utf-8"), re.M)
     listed = [path for link in links if (path := index.parent / link).parent.name == folder]
     own = [index] if folder == "how-to" else []

@@ -102,6 +102,15 @@ def test_every_public_name_is_on_the_page_of_its_module(site: Path, pages: dict[
             assert shown & {f"{module}.{name}", f"hookdiff.{name}"}, f"{module}.{name}"
 
 
+def test_the_navigation_has_the_headings_of_the_tasks_and_the_modules_once(site: Path) -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "how-to" / "README.md").read_text("utf-8"), re.M)
+    for name in ("index.html", "how-to/README.html", "how-to/resume-a-run.html"):
+        _, tree = (site / name).read_text("utf-8").split('<div class="sidebar-tree">')
+        tree = tree.partition("</aside>")[0]
+        assert re.findall(r'<li class="group"><span [^>]+>(.+?)</span>', tree) == headings
+        assert len(re.findall(r">\s*Modules\s*<", tree)) == 1
+
+
 def test_the_reference_has_arguments_help_and_comments(site: Path, pages: dict[Path, Page]) -> None:
     text = pages[site / "modules" / "hookdiff.html"].text
     signature, _, described = text.partition("hookdiff.Loop(")[2].partition("[source]")
@@ -121,6 +130,12 @@ def test_a_broken_link_fails(tmp_path: Path) -> None:
     done = build(tmp_path / "docs", tmp_path / "site")
     assert done.returncode != 0
     assert len(re.findall(r"tutorial/README\.md:\d+: WARNING: .*nowhere", done.stderr)) == len(broken)
+
+
+# The names in tables that are broken inside.
+BROKEN = """[...document.querySelectorAll("table code .pre")].filter((name) => name.getClientRects().length > 1)
+    .map((name) => name.textContent)"""
+SHOWN = '[...document.querySelectorAll("#search-results .kind-text")].every((one) => one.querySelector(".context"))'
 
 
 @pytest.fixture
@@ -148,11 +163,19 @@ def test_in_a_browser_pages_fit_and_are_found(site: Path, address: str, width: i
             if not name.startswith("_modules/"):
                 page.goto(address + name)
                 assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+                assert page.evaluate(BROKEN) == [], name
         red = int(re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[0])
         assert (red < 64) == (scheme == "dark")
         page.goto(address + "search.html?q=resume")
         page.locator("#search-results").get_by_role("link", name="Resume a run", exact=True).click()
         assert page.locator("h1").inner_text().startswith("Resume a run")
+        excerpts = []
+        for start in (address, f"{site.as_uri()}/"):  # the search has the same excerpts where pages are files
+            page.goto(f"{start}search.html?q=resume")
+            page.get_by_text("Search finished").wait_for()
+            page.wait_for_function(SHOWN)
+            excerpts.append(page.locator("#search-results").inner_text())
+        assert excerpts[0] == excerpts[1]
         browser.close()
     assert errors == []
-    assert [url for url in requests if not url.startswith((address, "data:"))] == []
+    assert [url for url in requests if not url.startswith((address, site.as_uri(), "data:"))] == []
