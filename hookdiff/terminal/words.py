@@ -31,9 +31,12 @@ def rate(per_second: float, unit: str = "img/s") -> str:
 
 
 def byte_size(num_bytes: float) -> str:
-    """Return a size in memory or on disk: "1.5 GiB", "512 MiB" or "0.3 MiB"."""
-    mib = num_bytes / 2**20
-    return f"{mib / 1024:,.1f} GiB" if mib >= 1024 else f"{mib:,.0f} MiB" if mib >= 10 else f"{mib:.1f} MiB"
+    """Return a size in memory or on disk: "1.5 GiB", "512 MiB", "2.4 KiB" or "96 bytes"."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            number = num_bytes / size
+            return f"{number:,.1f} {unit}" if number < 10 or unit == "GiB" else f"{number:,.0f} {unit}"
+    return f"{num_bytes:.0f} bytes"
 
 
 def step_label(step: int, total: int | None) -> str:

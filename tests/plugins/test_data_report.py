@@ -47,7 +47,7 @@ def test_golden_report_of_a_data_set(report: Any) -> None:
         "modes": ["RGB: 24"],
         "classes": ["2: ant 18, bee 6"],
         "balance": ["6 to 18 samples a class, ratio 3.0"],
-        "store": ["memory: 0.0 MiB in cpu"],
+        "store": ["memory: 4.5 KiB in cpu"],
         "unreadable": ["0"],
     }
     assert {name: texts[name] for name in golden} == golden

@@ -27,7 +27,7 @@ def test_golden_shards_of_a_folder(hookdiff: Any, folder: Path) -> None:
     code, out, err = hookdiff("data", "config.toml", "--to-shards", "out", "--shard-size", "0.02")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        "24 samples, 3 shards, 0.1 MiB; to train on them:",
+        "24 samples, 3 shards, 60 KiB; to train on them:",
         "",
         "[data]",
         'source = "shards"',
