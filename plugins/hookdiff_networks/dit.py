@@ -167,16 +167,21 @@ def _modulated(h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 def _check_sizes(image_size: int, patch_size: int, hidden_size: int, num_heads: int, mlp_ratio: float) -> int:
     if image_size % patch_size:
-        nearest = (
-            f"{nearest_multiples(image_size, patch_size)}, or patch_size={nearest_divisor(image_size, patch_size)}"
+        sides, side = nearest_multiples(image_size, patch_size), nearest_divisor(image_size, patch_size)
+        raise ValueError(
+            f"image_size={image_size} is no multiple of patch_size={patch_size}; nearest: image_size={sides}, or "
+            f"patch_size={side}"
         )
-        raise ValueError(f"image_size={image_size} is no multiple of patch_size={patch_size}; nearest: {nearest}")
     if hidden_size % 4:
         nearest = nearest_multiples(hidden_size, 4)
-        raise ValueError(f"hidden_size={hidden_size} is no multiple of 4, as positions need; nearest: {nearest}")
+        raise ValueError(
+            f"hidden_size={hidden_size} is no multiple of 4, as positions need; nearest: hidden_size={nearest}"
+        )
     if hidden_size % num_heads:
-        nearest = str(nearest_divisor(hidden_size, num_heads))
-        raise ValueError(f"num_heads={num_heads} does not divide hidden_size={hidden_size}; nearest: {nearest}")
+        nearest = nearest_divisor(hidden_size, num_heads)
+        raise ValueError(
+            f"num_heads={num_heads} does not divide hidden_size={hidden_size}; nearest: num_heads={nearest}"
+        )
     mlp_size = int(hidden_size * mlp_ratio) if 0 < mlp_ratio < float("inf") else 0
     if mlp_size < 1:
         raise ValueError(f"mlp_ratio={mlp_ratio} leaves no features inside the MLP; usual: 4.0")

@@ -86,7 +86,7 @@ class UNet(Network):
         if text_dim and not attention_resolutions:
             raise ValueError(
                 f"text_dim={text_dim}: a text is read where there is self-attention, and attention_resolutions=() has "
-                f"none; nearest: ({sides[-1]},)"
+                f"none; nearest: attention_resolutions=({sides[-1]},)"
             )
         time_width = 4 * channels
         time = TimeEmbedding(time_width, _TIME_FEATURES)
@@ -226,13 +226,15 @@ def _check_levels(image_size: int, channel_mults: tuple[int, ...]) -> tuple[int,
     """Return the number that must divide heights and widths, and the reason for messages."""
     if min(channel_mults, default=0) < 1:
         nearest = tuple(max(1, mult) for mult in channel_mults) or (1,)
-        raise ValueError(f"channel_mults={channel_mults}: expected a number above 0 for each level; nearest: {nearest}")
+        raise ValueError(
+            f"channel_mults={channel_mults}: expected a number above 0 for each level; nearest: channel_mults={nearest}"
+        )
     divisor: int = 2 ** (len(channel_mults) - 1)
     reason = f"the {len(channel_mults)} levels of channel_mults"
     if image_size < 8 or image_size % divisor:
         raise ValueError(
             f"image_size={image_size} does not fit, expected at least 8 and a multiple of {divisor} for {reason}; "
-            f"nearest: {nearest_multiples(max(8, image_size), divisor)}"
+            f"nearest: image_size={nearest_multiples(max(8, image_size), divisor)}"
         )
     return divisor, reason
 
@@ -245,4 +247,6 @@ def _check_attention(sides: tuple[int, ...], head_dim: int, levels: list[int], w
     used = [width for side, width in zip(levels, widths, strict=True) if side in sides]
     if any(width % head_dim for width in used):
         nearest = nearest_divisor(math.gcd(*used), head_dim)
-        raise ValueError(f"head_dim={head_dim} does not divide the channels with attention, {used}; nearest: {nearest}")
+        raise ValueError(
+            f"head_dim={head_dim} does not divide the channels with attention, {used}; nearest: head_dim={nearest}"
+        )

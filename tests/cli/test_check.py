@@ -165,7 +165,7 @@ def test_a_wrong_argument_is_reported_in_one_line(check, setting, place, facts):
 
 
 def test_golden_message_of_a_network_that_does_not_fit_its_images(check):
-    problem = "model: image_size=8 is no multiple of patch_size=3; nearest: 6 or 9, or patch_size=2"
+    problem = "model: image_size=8 is no multiple of patch_size=3; nearest: image_size=6 or 9, or patch_size=2"
     assert check("model.patch_size=3")[0] == 0  # the data will decide the image size
     code, _, err = check("model.patch_size=3", "model.image_size=8")
     assert (code, err) == (2, f"hookdiff: small.toml: 1 problem\n  {problem}\n")
