@@ -132,6 +132,8 @@ class FID(ImageMetric):
         if loop.is_main:
             against = f"{self.target.num:,} of the data" if isinstance(self.target, Collected) else self.reference
             floor = f", about {self.floor:.4g} for a perfect model" if self.floor is not None else ""
+            if self.floor is not None and values[distance] < self.floor:
+                floor += f" (slightly less is within the noise of {self.num:,} images)"
             floor += f", {lacking}" if (lacking := too_few(made, self.target, self.metrics)) else ""
             message = "%s %.4g at step %s: %s images of %s against %s%s, %s"
             took = duration(time.monotonic() - start)

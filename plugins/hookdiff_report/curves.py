@@ -205,7 +205,7 @@ def _distances(runs: Sequence[ReportedRun]) -> Iterator[Plot]:
         )
         caption += _more(len(names) - _MOST_SPACES, "feature spaces")
         lines: Lines = {name: ("generated images", "dots"), f"{name}/floor": ("floor", "dashed")}
-        dashed = " The floor is what a perfect model would get with as many images."
+        dashed = " The floor is what a perfect model would get with as many images; slightly less is noise."
         title = f"{title}, n = {num}" if num else title
         curves = _logged(runs, lines)
         yield Plot(name, title, "distance", caption, curves, log=True, dashed=dashed, names=lines)
