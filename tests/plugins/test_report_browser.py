@@ -213,6 +213,9 @@ def test_a_phone_shows_one_column(browser: Any, path: Path, tmp_path: Path) -> N
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
     cells = opened.page.locator("header td, header th").all()
     assert min(cell.bounding_box()["width"] for cell in cells) > 40  # not a letter a line
+    write_lines(runs[0] / "events.jsonl", [logged(1, "finding", "word " * 200)])
+    heads = Opened.of(browser, report(runs[0], out=tmp_path / "out.html")).page.locator(".events th").all()
+    assert max(head.bounding_box()["height"] for head in heads) < 40  # one line each
 
 
 def test_hostile_names_stay_text(browser: Any, tmp_path: Path) -> None:
