@@ -38,6 +38,7 @@ class Events:
 
     _lines: Lines = field(init=False, factory=lambda: Lines(EVENTS, is_cut=False))
     _step: int = field(init=False, default=0)  # updates at the end of the newest step
+    _has_begun: bool = field(init=False, default=False)  # its start is reported, and its end is not
 
     @hookimpl(trylast=True)
     def on_ready(self, loop: Loop, resumed: bool) -> None:
@@ -48,6 +49,7 @@ class Events:
         steps = loop.config.expected_steps(loop.progress, loop.feed.num_batches)
         details = {**environment(loop), "steps": steps}
         loop.log.event(Event("resume" if resumed else "start", text, details=details))
+        self._has_begun = True
         for left_out in loop.feed.reader.left_out:  # the warning is already in the log
             loop.log.event(Event.of(Finding("warning", f"data: {left_out}")))
 
@@ -85,7 +87,9 @@ class Events:
             loop.end.close(error)
             raise
         finally:
-            self._stopped(loop, loop.end.reason or reason)  # a plugin may have changed it
+            if self._has_begun:  # a script may open the Loop again only to sample
+                self._has_begun = False
+                self._stopped(loop, loop.end.reason or reason)  # a plugin may have changed it
 
     def _stopped(self, loop: Loop, reason: Reason) -> None:
         text = ": ".join(filter(None, (reason, loop.end.message)))

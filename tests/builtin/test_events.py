@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hookdiff import PASS, Finding, Loop, NonFinite, Verdict, builtin_plugins, hookimpl
+from hookdiff import PASS, Finding, Loop, NonFinite, SampleRequest, Verdict, builtin_plugins, hookimpl
 from hookdiff.log.event import Event
 from hookdiff.run_dir.events_jsonl import read_events
 from hookdiff.run_dir.history import History
@@ -25,7 +25,9 @@ def kinds(run_dir: Path) -> list[tuple[str, int]]:
 
 
 def test_start_checkpoints_and_the_end_of_a_run_are_events(tmp_path: Path) -> None:
-    train(tmp_path, {"checkpoint": Checkpoint(every=4)})
+    loop = train(tmp_path, {"checkpoint": Checkpoint(every=4)})
+    with loop:
+        loop.sample(SampleRequest(1))  # this trains nothing, and so it is no event
     assert kinds(tmp_path) == [("start", 0), ("checkpoint", 4), ("checkpoint", 6), ("stop", 6)]
     start, saved, _, stop = (line.event for line in read_events(tmp_path / "events.jsonl"))
     assert {"python", "torch", "hookdiff"} <= set(start.details["versions"])
