@@ -28,7 +28,12 @@ _RUNS = "runs"  # the folder by default
 )
 @click.option("--state", type=click.Choice(STATES), help="List only the runs in this state.")
 @click.option("--columns", metavar="A,B,...", help="Show these columns: any name for --sort, or differs.")
-@click.option("--diff", "is_diff", is_flag=True, help="Show only the config keys that differ, one in each column.")
+@click.option(
+    "--diff",
+    "is_diff",
+    is_flag=True,
+    help="Show only the config keys that differ, one in each column, and of the plugins only those of some runs.",
+)
 @json_option
 def command(
     places: tuple[str, ...], sort: str, state: str | None, columns: str | None, is_diff: bool, as_json: bool
@@ -67,7 +72,7 @@ def command(
         elif is_diff:
             chosen = ["name", *runs.keys]
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        click.echo("\n".join(runs.table(chosen, width)))
+        click.echo("\n".join(runs.table(chosen, width, is_diff)))
         if is_diff and len(chosen) == 1:
             click.echo("The configs are equal.")
 

@@ -9,7 +9,7 @@ from typing import Any
 from hookdiff.run_dir import flat
 
 _OWN = {"run.name", "run.import_from"}  # these differ between runs that train the same
-_PLUGINS = "run.plugins"
+PLUGINS = "run.plugins"
 _MISSING = "(not set)"
 
 
@@ -43,16 +43,21 @@ def _is_common(values: Sequence[Any]) -> bool:
 
 def texts(differing: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return differences as "key=value", and for run.plugins as "with a,b", the plugins that not all runs have."""
-    lists = [values[_PLUGINS] for values in differing if isinstance(values.get(_PLUGINS), list)]
-    common = set.intersection(*(set(map(as_text, plugins)) for plugins in lists)) if lists else set()
+    result = []
+    for values, plugins in zip(differing, own_plugins(differing), strict=True):
+        pairs = {name: f"{name}={_MISSING if value is None else as_text(value)}" for name, value in values.items()}
+        if isinstance(values.get(PLUGINS), list):
+            pairs[PLUGINS] = f"with {','.join(plugins)}" if plugins else ""
+        result.append([*filter(None, pairs.values())])
+    return result
 
-    def text(name: str, value: Any) -> str:
-        if name != _PLUGINS or not isinstance(value, list):
-            return f"{name}={_MISSING if value is None else as_text(value)}"
-        plugins = [as_text(plugin) for plugin in value if as_text(plugin) not in common]
-        return f"with {','.join(plugins)}" if plugins else ""
 
-    return [list(filter(None, (text(name, value) for name, value in values.items()))) for values in differing]
+def own_plugins(differing: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the plugins of each run that not all runs have."""
+    lists = [value if isinstance(value := values.get(PLUGINS), list) else None for values in differing]
+    names = [[as_text(plugin) for plugin in plugins] for plugins in lists if plugins is not None]
+    common = set.intersection(*map(set, names)) if names else set()
+    return [[name for name in map(as_text, plugins or ()) if name not in common] for plugins in lists]
 
 
 def as_text(value: object) -> str:

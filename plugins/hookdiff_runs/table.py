@@ -14,7 +14,7 @@ from attrs import define, field
 from hookdiff import UserError, nearest, shown
 from hookdiff.run_dir import flat
 from hookdiff.terminal import in_words
-from hookdiff_runs.differences import as_json, as_text, differences, texts
+from hookdiff_runs.differences import PLUGINS, as_json, as_text, differences, own_plugins, texts
 from hookdiff_runs.rows import Row
 
 _COLORS = {"running": "green", "stopped": "yellow", "crashed": "red", "damaged": "red"}
@@ -35,6 +35,7 @@ class Runs:
     metrics: Sequence[str] = field(init=False)  # metrics with a best value
     differing: Mapping[Row, Mapping[str, Any]] = field(init=False)  # keys and values
     _texts: Mapping[Row, Sequence[str]] = field(init=False)
+    _own_plugins: Mapping[Row, Sequence[str]] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.metrics = sorted({name for row in self.rows for name in row.best})
@@ -42,6 +43,7 @@ class Runs:
         differing = differences([row.config for row in whole])
         self.differing = {**{row: {} for row in self.rows}, **dict(zip(whole, differing, strict=True))}
         self._texts = dict(zip(whole, texts(differing), strict=True))
+        self._own_plugins = dict(zip(whole, own_plugins(differing), strict=True))
 
     @property
     def keys(self) -> list[str]:
@@ -95,13 +97,14 @@ class Runs:
             for row in self.rows
         ]
 
-    def table(self, columns: Sequence[str], width: int | None) -> list[str]:
+    def table(self, columns: Sequence[str], width: int | None, is_diff: bool = False) -> list[str]:
         """Return the lines of the table, at most `width` wide: the heads, the runs, and the names of missing columns.
 
-        If `width` is None, as in a pipe, no column is missing.
+        If `width` is None, as in a pipe, no column is missing. `is_diff`: run.plugins has what not all runs have.
         """
         lines = [[shown(_HEADS.get(name, name)) for name in columns]]
-        lines += [[self._text(row, name) for name in columns] for row in self.rows]
+        text = self._difference if is_diff else self._text
+        lines += [[text(row, name) for name in columns] for row in self.rows]
         sizes = [max(_size(line[k]) for line in lines) for k in range(len(columns))]
         sizes = [min(size, _MOST_PADDED) if name == _NAME else size for name, size in zip(columns, sizes, strict=True)]
         missing: list[str] = []
@@ -142,6 +145,12 @@ class Runs:
             return f"{row.best[name][0]:.4g} @{row.best[name][1]:,}" if name in row.best else "-"
         value = self._value(row, name)
         return "-" if value is None else shown(_shortened(as_text(value)))
+
+    def _difference(self, row: Row, name: str) -> str:
+        """Return a cell of a table of the differences."""
+        if name == PLUGINS and any(self._own_plugins.values()):  # else the same plugins stand in another order
+            return shown(_shortened(",".join(self._own_plugins.get(row, ())))) or "-"
+        return self._text(row, name)
 
     def _differs(self, row: Row) -> list[str]:
         """Return "key=value" for the keys in which the configs differ, or why the run directory cannot be read."""

@@ -115,6 +115,11 @@ def test_columns_and_patterns_of_names(here: Path, hookdiff: Command) -> None:
         ["run", "optimizer.lr"],
         *([name, lr] for name, lr in zip(every, ("0.5", "0.0", "0.25", "0.5"), strict=True)),
     ]
+    for name, plugins in (("both", ["ema", "fid", "lr"]), ("one", ["ema", "lr"]), ("none", ["lr"])):
+        make(Path("more", name), run={"plugins": plugins})
+    out = output(hookdiff("runs", "more", "--diff"))
+    cells = [["run", "run.plugins"], ["both", "ema,fid"], ["none", "-"], ["one", "ema"]]  # lr is in all
+    assert [line.split() for line in out.splitlines()] == cells
     check_facts(hookdiff("runs", "run-0", "--diff")[2], "run-0")  # no pattern, and no folder
     check_facts(output(hookdiff("runs", "run-[0]", "--diff")), "The configs are equal")
     check_refused(hookdiff("runs", "--columns", "name,optimizer.rl"), "--columns", "optimizer.rl", "'optimizer.lr'")
