@@ -190,7 +190,7 @@ class TextTable:
 
         columns = {name: Column.of(rows, len(texts)) for name, rows in first.items()}
         size = byte_size(sum(column.num_bytes for column in columns.values()))
-        first_rank_does(lambda: logger.info("data: encoding %s texts into %s: %s", f"{len(texts):,}", path, size))
+        first_rank_does(lambda: logger.info("data: encoding %s texts into %s: %s", f"{len(texts):,}", folder, size))
         chunks = torch.split(torch.arange(len(texts)), _CHUNK)
 
         def make(numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor], None]]:

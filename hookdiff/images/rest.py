@@ -194,7 +194,8 @@ class UnfinishedTable:
             table = folder.with_name(folder.name.removeprefix(".").removesuffix(".rest"))
             locks = {table, table.parent} - {self.path.parent}  # this process holds its own lock
             if not any(map(is_in_use, locks)):
-                logger.info("data: %s: removes %s, which was begun with other data or another encoder", self.of, folder)
+                text = "data: %s: removes a table in %s that was begun with other data or another encoder"
+                logger.info(text, self.of, table.parent)
                 discard(folder)
 
 

@@ -1,6 +1,7 @@
 """Test that encoding which was stopped or killed goes on where it stood, and ends as the same files."""
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -206,7 +207,10 @@ def test_a_damaged_chunk_is_made_again(write: Write, tmp_path: Path, kind: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_encoder_begins_anew_and_removes_what_was_left(write: Write, tmp_path: Path, kind: str) -> None:
+def test_another_encoder_begins_anew_and_removes_what_was_left(
+    write: Write, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "hookdiff")
     path = write(kind)
     known, chunks = whole(path), counts(tmp_path)
     stopped(path, kind, 2, "SIGKILL")
@@ -214,6 +218,7 @@ def test_another_encoder_begins_anew_and_removes_what_was_left(write: Write, tmp
     encode(path, (f"data.encode.{kind}.version=2",))
     assert counts(tmp_path) == chunks
     assert table(tmp_path / "cache") == known
+    assert max(len(re.findall("[0-9a-f]{16,}", message)) for message in caplog.messages) == 1  # hashes in a line
 
 
 def test_a_disk_that_was_full_leaves_what_is_written(
