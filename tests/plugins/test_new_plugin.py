@@ -52,6 +52,7 @@ def test_a_package_is_small_and_its_readme_has_its_keys(
     monkeypatch.syspath_prepend(package)
     table = markdown(import_object(path, "the template"), frozenset({"params"}))
     assert f"\n\n{table}\n" in (package / "README.md").read_text()
+    assert tomli.loads((package / "example.toml").read_text())["diffusion"]["conditional"] is False
     (module,) = package.glob("hookdiff_*/*.py")
     assert len(module.read_text().splitlines()) <= 60
 
@@ -139,7 +140,7 @@ def test_what_exists_is_not_overwritten_and_a_kind_without_a_template_is_refused
 
 @pytest.mark.wide
 def test_a_new_package_is_installed_listed_tested_and_acts_in_its_run(
-    succeed: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
+    hookdiff: Callable[..., Any], succeed: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project, site = here / "hookdiff-path-length", here / "site"
     check_facts(succeed("new-plugin", "path_length"), project.name, "pytest")
@@ -155,7 +156,8 @@ def test_a_new_package_is_installed_listed_tested_and_acts_in_its_run(
     check_facts(rows["path_length"], "hookdiff-path-length 0.1.0")
     assert succeed("plugins", "path_length", "--markdown") in files[Path("README.md")].decode()
     run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", folder=project, paths=(site,))
-    succeed("run", project / "example.toml", "--out", here / "run")
+    code, _, logged = hookdiff("run", project / "example.toml", "--out", here / "run")
+    assert (code, "classes" in logged) == (0, False)  # it does not warn of classes that the network does not get
     assert all("path_length" in line for line in records(here / "run"))
 
 
