@@ -10,7 +10,7 @@ from typing import Any
 from attrs import asdict, define, field
 
 from hookdiff.disk.files import cannot_write, discard, make_folder, new_file, write_file, writing
-from hookdiff.disk.lock import LOCK, check_place, lock_run_dir
+from hookdiff.disk.lock import LOCK, check_place, check_unlocked, lock_run_dir
 from hookdiff.errors import StorageError, UserError
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
@@ -57,6 +57,7 @@ class RunDir:
         if self.overwrite:
             check_run_dir(path, overwrite=True)
         elif (path / CONFIG).exists() and not goes_on:
+            check_unlocked(path)
             raise _earlier_run_error(path)
         with writing(path):
             try:

@@ -86,13 +86,13 @@ def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
     The system releases the lock when the process dies, even if worker processes that it started live on.
 
     Raises:
-        UserError: with the host and the id of the process that holds the lock.
+        UserError: with the time since which another process holds the lock, its id and its host.
     """
     path = run_dir.resolve()
     if (held := _held.get(path)) and held.resources is resources:
         return
     if held:
-        raise UserError(f"{run_dir} is in use by another Loop of this process; close it first")
+        raise _used_here(run_dir)
     lock = run_dir / LOCK
     if os.path.lexists(lock) and not stat.S_ISREG(os.lstat(lock).st_mode):
         raise UserError(f"{lock} is a link, a folder, a pipe or a device, and no lock; remove it")
@@ -110,19 +110,17 @@ def _locked(run_dir: Path, lock: Path) -> FileIO:
     while True:
         if _is_held(lock):  # by a hard link in a copied run; to open and close it would release that lock
             if os.stat(lock).st_nlink == 1:
-                raise UserError(f"{run_dir} is in use by another Loop of this process; close it first")
+                raise _used_here(run_dir)
             lock.unlink()
         file = lock.open("a+b", buffering=0)
         try:
             if os.name != "nt":  # Windows has no such lock
                 _lock(file)
         except OSError as error:
-            host, process = [*_owner(file), "?", "?"][:2]
-            file.close()
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise UserError(f"{lock}: cannot be locked: {error.strerror}; use a folder on another disk") from None
-            holder = f"process {process} on {host}"
-            raise UserError(f"{run_dir} is in use by {holder}; wait for it, stop it, or choose --out DIR") from None
+            with file:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    raise _running(run_dir, file) from None
+            raise UserError(f"{lock}: cannot be locked: {error.strerror}; use a folder on another disk") from None
         status, is_there = os.fstat(file.fileno()), os.path.lexists(lock)
         if status.st_nlink == 1 and is_there and os.path.samestat(os.lstat(lock), status):
             return file
@@ -131,6 +129,30 @@ def _locked(run_dir: Path, lock: Path) -> FileIO:
         if status.st_nlink > 1 and is_there:
             lock.unlink()  # while it is locked, so that no other process takes it for the lock
         file.close()
+
+
+def check_unlocked(run_dir: Path) -> None:
+    """Raise UserError, as `lock_run_dir` does, if a process holds the lock of `run_dir`; lock nothing."""
+    if os.name == "nt" or not is_locked(run_dir):  # Windows has no such lock, and a killed run leaves its name
+        return
+    if run_dir.resolve() in _held or _is_held(run_dir / LOCK):
+        raise _used_here(run_dir)
+    with FileIO(run_dir / LOCK) as file:
+        raise _running(run_dir, file)
+
+
+def _used_here(run_dir: Path) -> UserError:
+    return UserError(f"{run_dir} is in use by another Loop of this process; close it first")
+
+
+def _running(run_dir: Path, file: FileIO) -> UserError:
+    """Return the error for a run of another process, which has locked and written `file`."""
+    host, process = [*_owner(file), "?", "?"][:2]
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(os.fstat(file.fileno()).st_mtime))
+    return UserError(
+        f"{run_dir} has been running since {since}, as process {process} on {host}; wait for it, stop it, or "
+        "choose --out DIR"
+    )
 
 
 def _is_held(lock: Path) -> bool:

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from hookdiff.disk.lock import LOCK, confine
+from hookdiff.disk.lock import LOCK, check_unlocked, confine
 from hookdiff.disk.paths import is_empty, no_such_folder
 from hookdiff.errors import UserError
 from hookdiff.run_dir.checkpoints import CHECKPOINTS
@@ -30,6 +30,7 @@ def check_run_dir(path: Path, resume: bool = False, overwrite: bool = False) -> 
     if resume or not path.exists() or (path.is_dir() and is_empty(path)):
         return
     if not overwrite:
+        check_unlocked(path)  # a run that is under way is not to be overwritten
         raise UserError(f"{path} exists; add --overwrite to replace it, --resume to continue it, or choose --out DIR")
     if path.is_symlink():
         raise UserError(f"{path} is a symbolic link, which --overwrite does not replace; choose --out DIR")

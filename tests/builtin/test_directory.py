@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import time
 
 import pytest
 import tomli
@@ -357,11 +358,14 @@ def test_golden_message_of_a_run_in_use_and_takeover_of_a_dead_one(folder, start
     process = start(folder, "run", "small.toml", "--out", "run", "--plugins", "hd_run_dir:Pauses")
     try:
         wait_for(folder / "in-a-step", process)
-        owner = f"process {process.pid} on {socket.gethostname()}"
-        in_use = f"hookdiff: run is in use by {owner}; wait for it, stop it, or choose --out DIR\n"
+        begun = time.localtime((folder / "run" / ".lock").stat().st_mtime)
+        owner = f"{time.strftime('%Y-%m-%d %H:%M:%S', begun)}, as process {process.pid} on {socket.gethostname()}"
+        in_use = f"hookdiff: run has been running since {owner}; wait for it, stop it, or choose --out DIR\n"
         before = contents(folder / "run")
-        for way in ("--resume", "--overwrite"):
-            assert hookdiff("run", "small.toml", "--out", "run", way) == (2, "", in_use)
+        for way in ((), ("--resume",), ("--overwrite",)):
+            assert hookdiff("run", "small.toml", "--out", "run", *way) == (2, "", in_use)
+        with refused(UserError, "has been running since"):
+            toy_loop(builtin_plugins(), run_dir=folder / "run").run()
         assert (folder / "run" / CONFIG).exists()
         assert contents(folder / "run") == before
         loaded = {int(path.name.partition("-")[2]) for path in folder.glob("worker-*")}
