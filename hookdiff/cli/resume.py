@@ -52,6 +52,7 @@ def command(
         train_from_config(source / CONFIG, out or run, resume=run, settings=settings, trust=trust, **options)
     except NoCheckpoint as error:
         if source != run:
-            raise UserError(f"{error}: no manifest is in it; use the newest: hookdiff resume {source}") from None
+            lacking = f"{run} has no checkpoint: no manifest is in it"
+            raise UserError(f"{lacking}; use the newest: hookdiff resume {source}") from None
         again = f"hookdiff run {source / CONFIG} --out {run} --resume" + " --trust" * trust
         raise UserError(f"{error}; to start anew: {again}") from None

@@ -175,10 +175,10 @@ def _lock(file: FileIO) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def is_locked(run_dir: Path) -> bool:
-    """Return whether a process, this one or another, holds the lock of `run_dir`."""
-    if _held and run_dir.resolve() in _held:
-        return True  # the file is not opened, because closing it would release the lock
+def is_locked(run_dir: Path, besides: ExitStack | None = None) -> bool:
+    """Return whether a process, this one or another, holds the lock of `run_dir`; that of `besides` does not count."""
+    if _held and (held := _held.get(run_dir.resolve())):
+        return held.resources is not besides  # the file is not opened, because closing it would release the lock
     if _is_held(run_dir / LOCK):  # a copy with hard links has the lock file of the run
         return True
     try:

@@ -21,11 +21,12 @@ from hookdiff.data.absent_data import FeedWithoutData, absent
 from hookdiff.data.feed import Feed
 from hookdiff.data.feed_state import Facts, another_encoder
 from hookdiff.diffusion.diffusion import Diffusion
+from hookdiff.disk.lock import is_locked
 from hookdiff.encoding.codec import PictureCodec
 from hookdiff.encoding.encoder import CAPTIONS, INPUTS, EncoderKeys
 from hookdiff.encoding.encoder_output import EncoderOutput
 from hookdiff.encoding.text_table import TextConditions, TextTable
-from hookdiff.errors import ConfigError, NoCheckpoint, UserError, nearest
+from hookdiff.errors import ConfigError, UserError, nearest
 from hookdiff.experiment.build import build_loop, build_sampling, pick_device
 from hookdiff.experiment.config import Config, load_config
 from hookdiff.experiment.toml_file import read_toml
@@ -35,6 +36,7 @@ from hookdiff.images.transforms import Transforms
 from hookdiff.loop.contract_checks import implements
 from hookdiff.loop.hookspecs import hookimpl, hooks_of
 from hookdiff.loop.loop import Loop
+from hookdiff.loop.restoring import no_checkpoint
 from hookdiff.models.load import load_into, load_state
 from hookdiff.models.sample_request import SampleRequest
 from hookdiff.models.sampler import Sampler
@@ -459,7 +461,7 @@ def _state_of(config: Config, run_dir: Path, place: Path) -> Mapping[str, Any]:
         return state
     if not plugins:
         raise UserError(f"{place}: none of the run's plugins reads checkpoints: add one with the hook restore")
-    raise NoCheckpoint(f"{place} has no checkpoint")
+    raise no_checkpoint(place, plugins.values() if place == run_dir else (), is_locked(place))
 
 
 def _no_loss(*_: object) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import define
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 
 from hookdiff.data.feed_state import another_encoder
 from hookdiff.data.marks import Mark, changed_parts
+from hookdiff.disk.lock import is_locked
 from hookdiff.disk.paths import is_empty, no_such_folder
 from hookdiff.disk.tree import State
 from hookdiff.errors import NoCheckpoint, UserError, listed
 from hookdiff.loop.adopted import ADOPTED
+from hookdiff.loop.contract_checks import implements
 from hookdiff.loop.counts import Progress
 from hookdiff.loop.saved import checked, keeps_state, restore_state
 from hookdiff.loop.state import has_state
@@ -24,9 +27,11 @@ from hookdiff.machine.joining import is_of_ranks
 from hookdiff.models.load import differences, load_state
 from hookdiff.models.names import plain_name
 from hookdiff.models.optimizer_state import check_optimizer, load_optimizer
+from hookdiff.options.every import Every
 from hookdiff.options.software import changed
-from hookdiff.options.structure import structured
+from hookdiff.options.structure import fields_of, options_of, structured
 from hookdiff.terminal.notice import notice
+from hookdiff.terminal.words import in_words
 
 if TYPE_CHECKING:
     from hookdiff.loop.loop import Loop
@@ -71,7 +76,10 @@ class Restoring:
                     "plugin that saved it (`hookdiff plugins` lists what is installed)"
                 )
             if self.is_required:
-                raise NoCheckpoint(f"{folder} has no checkpoint") if folder.exists() else no_such_folder(folder)
+                if not folder.exists():
+                    raise no_such_folder(folder)
+                is_running = is_locked(folder, besides=self.loop.resources)
+                raise no_checkpoint(folder, self.loop.plugins.values(), is_running)
             if folder.is_dir() and not is_empty(folder):
                 notice(f"{folder} has no checkpoint to go on from: the run starts anew")
             return
@@ -209,6 +217,26 @@ class Restoring:
         self.loop.progress.load_state_dict({**here, "step": self.loop.progress.step})
         self.loop.feed.load_state_dict(data)
         return True
+
+
+def no_checkpoint(run: Path, plugins: Iterable[object], is_running: bool) -> NoCheckpoint:
+    """Return the error for a run without a checkpoint; it says when those of `plugins` that save make the first."""
+    savers = [plugin for plugin in plugins if implements(type(plugin), "restore") and fields_of(type(plugin))]
+    intervals = [value for plugin in savers for value in options_of(plugin).values() if isinstance(value, Every)]
+    missing, is_due = ("no checkpoint yet", "is due") if is_running else ("no checkpoint", "was due")
+    when = "".join(f"{_moment(every)}, or " for every in intervals if every.amount)
+    return NoCheckpoint(
+        f"{run} has {missing}" + (f": the first {is_due} {when}at the end of the run" if intervals else "")
+    )
+
+
+def _moment(every: Every) -> str:
+    match every.unit:
+        case "steps":
+            return f"at step {every.amount:,.0f}"
+        case "epochs":
+            return f"after {every.amount:,.0f} epoch{'s' * (every.amount != 1)}"
+    return f"after {in_words(every.amount)}"
 
 
 def _moved_class(before: Sequence[str], now: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ from hookdiff_debug.trial import Trial, run_trial
 from hookdiff_lr import LR
 from hookdiff_memory.estimate import estimate_memory
 from hookdiff_networks import UNet
-from tests.conftest import acting, check_facts, check_refused, toy_run, wide, write_small
+from tests.conftest import acting, check_facts, check_refused, locked, toy_run, wide, write_small
 from tests.hostile.mutations import listing
 from tests.sam import SAM, Uncertainty
 
@@ -360,7 +360,12 @@ def test_wrong_input_is_refused_in_one_message(words, facts, doctor):
 def test_a_run_without_a_checkpoint_is_refused(doctor, folder):
     (folder / "empty").mkdir()
     write_small(folder / "empty" / "config.toml", **TABLES)
-    check_refused(doctor("empty", "--plugins", "checkpoint"), "hookdiff: empty has no checkpoint\n")
+    saving = ("empty", "--plugins", "checkpoint")
+    due = "the first was due at step 1,000, or at the end of the run\n"
+    check_refused(doctor(*saving), f"hookdiff: empty has no checkpoint: {due}")
+    with locked(folder / "empty"):
+        check_refused(doctor(*saving, "--set", "plugins.checkpoint.every=15 min"), "no checkpoint yet", "after 15 min")
+    (folder / "empty" / ".lock").unlink()
     check_refused(doctor("empty"), "hookdiff: empty: none of the run's plugins reads checkpoints")
     assert [path.name for path in (folder / "empty").iterdir()] == ["config.toml"]
 
