@@ -173,14 +173,14 @@ def _check_sizes(image_size: int, patch_size: int, hidden_size: int, num_heads: 
             f"patch_size={side}"
         )
     if hidden_size % 4:
-        nearest = nearest_multiples(hidden_size, 4)
+        sizes = nearest_multiples(hidden_size, 4)
         raise ValueError(
-            f"hidden_size={hidden_size} is no multiple of 4, as positions need; nearest: hidden_size={nearest}"
+            f"hidden_size={hidden_size} is no multiple of 4, as positions need; nearest: hidden_size={sizes}"
         )
     if hidden_size % num_heads:
-        nearest = nearest_divisor(hidden_size, num_heads)
+        number = nearest_divisor(hidden_size, num_heads)
         raise ValueError(
-            f"num_heads={num_heads} does not divide hidden_size={hidden_size}; nearest: num_heads={nearest}"
+            f"num_heads={num_heads} does not divide hidden_size={hidden_size}; nearest: num_heads={number}"
         )
     mlp_size = int(hidden_size * mlp_ratio) if 0 < mlp_ratio < float("inf") else 0
     if mlp_size < 1:
