@@ -30,7 +30,7 @@ def command(
     null, and so are NaN and infinity.
     """
     from hookdiff.cli.config_facts import data_facts, first_lines, num_weights, step_seconds
-    from hookdiff.cli.config_text import chosen, lines_of, nested, tables_of
+    from hookdiff.cli.config_text import chosen_tables, nested, tables_of, toml_lines
     from hookdiff.errors import shown
     from hookdiff.experiment.build import set_by_data, unused_classes
     from hookdiff.experiment.config import load_config
@@ -50,13 +50,13 @@ def command(
     warnings = [warning] if warning else []
     tables = tables_of(checked, resolved, left_out)
     if table is not None:
-        tables = chosen(tables, table)
+        tables = chosen_tables(tables, table)
     if as_json:
         printed = resolved if table is None else nested(tables[0], resolved)
         facts: dict[str, object] = {"config": printed, "set_by_data": left_out, "call": call, "warnings": warnings}
-        facts |= {"weights": weights, "samples": data.num_samples, "step_seconds": seconds}
+        facts |= {"num_weights": weights, "num_samples": data.num_samples, "step_seconds": seconds}
         click.echo(json.dumps(as_strict(facts), indent=1))
         return
     for line in first_lines(checked, data, warnings, weights, seconds):
         click.echo(f"# {shown(line)}")
-    click.echo("\n".join(lines_of(tables, checked, plugins=bool(plugins), call=call)))
+    click.echo("\n".join(toml_lines(tables, checked, plugins=bool(plugins), call=call)))

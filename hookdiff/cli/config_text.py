@@ -53,7 +53,7 @@ def tables_of(config: Config, resolved: Mapping[str, Any], by_data: Sequence[str
     return [table for name, values in resolved.items() for table in walk((name,), values)]
 
 
-def chosen(tables: Sequence[Table], name: str) -> list[Table]:
+def chosen_tables(tables: Sequence[Table], name: str) -> list[Table]:
     """Return the table called `name` and the tables inside it. A plugin may be named without "plugins.".
 
     Raises:
@@ -67,11 +67,11 @@ def chosen(tables: Sequence[Table], name: str) -> list[Table]:
     raise UserError(f"no table {name!r}{nearest(name, [*known, *plugins])}; known: {', '.join(known)}")
 
 
-def lines_of(tables: Sequence[Table], config: Config, plugins: bool, call: str | None) -> Iterator[str]:
+def toml_lines(tables: Sequence[Table], config: Config, plugins: bool, call: str | None) -> Iterator[str]:
     """Yield the lines of TOML.
 
     Args:
-        tables: what `tables_of` or `chosen` returns.
+        tables: what `tables_of` or `chosen_tables` returns.
         config: the config, which knows the keys that are set.
         plugins: whether the command line changes the plugins.
         call: how the model is called, if it is known.
