@@ -47,7 +47,7 @@ def picture(facts: Facts, width: int, has_blocks: bool) -> list[RenderableType]:
         parts = [step_label(facts.step, facts.total), share, *([eta] if eta else []), *others]
         head = [bar_line(parts, 1, facts.step, facts.total, width)]
     usual = [value(name, facts.values[name]) for name in FIRST if name in facts.values]
-    if "loss" in facts.values and has_blocks:
+    if facts.losses and has_blocks:
         room = max(0, width - usual[0].cell_len - 1)  # a part that does not fit would be left out whole
         usual[0].append(" " if room else "").append(sparkline(facts.losses[max(0, len(facts.losses) - room) :]), "cyan")
     rare = [value(name, text) for name, text in facts.values.items() if name not in FIRST]

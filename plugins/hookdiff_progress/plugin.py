@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define, evolve, field
 
-from hookdiff import Loop, hookimpl
+from hookdiff import Loop, Step, hookimpl
 from hookdiff.machine import memory_in_use
 from hookdiff.terminal import Display, Work, byte_size, duration, find_display, rate, shown_by, step_label
 from hookdiff_progress.pace import Pace
@@ -38,6 +38,7 @@ class _Run:
     values: dict[str, tuple[int, float]] = field(factory=dict)  # step and newest value of each name
     times: Counter[str] = field(factory=Counter)  # how often each name was logged
     losses: deque[float] = field(factory=lambda: deque(maxlen=LOSSES))
+    first_loss: tuple[int, float] | None = None  # of the first update in this process, with its step
     saved: int | None = None  # step of the newest checkpoint
     works: Sequence[Work] = ()
 
@@ -46,8 +47,10 @@ class _Run:
         return self.loop.config.expected_steps(self.loop.progress, self.loop.feed.num_batches)
 
     def draw(self, width: int, has_blocks: bool) -> list[RenderableType]:
-        newest = max((step for step, _ in self.values.values()), default=0)
-        facts = evolve(self.line(self.values, newest), works=self.works, losses=tuple(self.losses))
+        values, newest = self.values, max((step for step, _ in self.values.values()), default=0)
+        if self.first_loss and "loss" not in values:
+            values, newest = {"loss": self.first_loss, **values}, self.loop.progress.step
+        facts = evolve(self.line(values, newest), works=self.works, losses=tuple(self.losses))
         return picture(facts, width, has_blocks)
 
     def line(self, values: Mapping[str, tuple[int, float]], newest: int) -> Facts:
@@ -119,6 +122,11 @@ class ProgressBar:
             self._tick()
             if self._display is None and time.monotonic() >= self._latest:
                 self._print(self._run)
+
+    @hookimpl
+    def between_steps(self, step: Step | None) -> None:
+        if self._run is not None and not self._run.first_loss and step and step.outcome == "updated":
+            self._run.first_loss = step.step, step.loss
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:

@@ -189,6 +189,15 @@ def test_golden_bar_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.endswith("\x1b[?25h")  # the cursor is back
 
 
+@pytest.mark.parametrize(("begin", "steps"), [(0, 1), (0, 3), (900, 903)])
+def test_a_bar_has_the_first_loss_until_one_is_logged(begin: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as output, make_loop({"bar": ProgressBar()}, steps=steps, log_every=50) as loop:
+        loop.set_step(begin)
+        loss, *_ = [step.loss for step in loop.steps()]
+    label = f" (step {begin + 1})" if steps > begin + 1 else ""
+    assert screen(output.text())[1].partition("  ")[0] == f"loss {loss:.4g}{label}"
+
+
 def test_logging_and_printing_do_not_break_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     def chat(loop: Loop) -> None:
         logging.getLogger("hookdiff").warning("logged at %d", loop.progress.step)
