@@ -16,6 +16,7 @@ from hookdiff.images import Folder
 from hookdiff_init.look import Pictures, Texts
 
 _MULTIPLE = 8  # the length is a multiple of this, to leave room for prompts that are longer than the captions
+_PROMPTS = 4  # captions that the run draws
 _AT_ONCE = 1024  # texts
 _WIDTHS = ("hidden_size", "d_model", "dim")  # key in config.json for the width of a token, by kind of model
 
@@ -42,9 +43,12 @@ def with_captions(pictures: Pictures, encoder: Path) -> Pictures:
     width = _width(encoder)
     by_name = Folder(pictures.path, "none", "txt").texts
     assert by_name is not None
-    longest = _longest(encoder, sorted({text for captions in by_name["text"] for text in captions}))
+    different = list(dict.fromkeys(text for captions in by_name["text"] for text in captions))
+    longest = _longest(encoder, different)
     lacking = sum(not captions for captions in by_name["text"])
-    texts = Texts(str(encoder), width, lacking, _length(encoder, longest), longest)
+    num = min(len(different), _PROMPTS)
+    prompts = tuple(different[k * len(different) // num] for k in range(num))
+    texts = Texts(str(encoder), width, lacking, _length(encoder, longest), longest, prompts)
     return evolve(pictures, texts=texts, classes=(), flat=pictures.flat or bool(pictures.classes))
 
 

@@ -1,5 +1,6 @@
 """`hookdiff init`: write a config that fits a folder of images and this machine."""
 
+import shlex
 from pathlib import Path
 
 import click
@@ -57,8 +58,9 @@ def command(
     """Write a config that trains on the images in DIR, or, without DIR, on handwritten digits.
 
     The command reads the sizes and colours of the images, and their classes, which are the sub-folders. With
-    --text-encoder it reads their captions in place of classes. It tries a few steps on this machine, to choose an image
-    size and a number of steps that take about --minutes. You may change every line of the config.
+    --text-encoder it reads their captions in place of classes. It tries a few steps and a grid of samples on this
+    machine, to choose an image size, a number of steps and grids that take about --minutes together. At most a tenth of
+    the time goes into grids. You may change every line of the config.
     """
     from importlib.util import find_spec
 
@@ -93,9 +95,13 @@ def command(
     if schema:
         add_schema(out)
     click.echo(f"{out}: {pictures.summary} at {plan.side} x {plan.side}, {plan.steps:,} steps in about {plan.duration}")
-    click.echo(f"  hookdiff run {out}\n  hookdiff sample runs/{out.stem}")
+    prompt = f" --prompt {shlex.quote(pictures.texts.prompts[0])}" if pictures.texts else ""
+    click.echo(f"  hookdiff run {out}\n  hookdiff sample runs/{out.stem}{prompt}")
     if plan.diffusers:
         click.echo(f"  hookdiff export runs/{out.stem} {out.stem} --to diffusers")
+    for line in plan.advice:
+        click.echo(line)
     if pictures.are_captioned and not pictures.texts:
         use = f"`hookdiff init {folder} --text-encoder DIR` trains on them by a text encoder of transformers"
+        use += ", and `hookdiff sample --prompt TEXT` then draws a text"
         click.echo(f"{pictures.captioned:,} of the images have a .txt of captions, which are not used: {use}")

@@ -11,16 +11,17 @@ from attrs import evolve
 from hookdiff import InMemory, UserError, build_loop, load_config
 from hookdiff.experiment import pick_device
 from hookdiff_init.look import Pictures
+from hookdiff_init.steps import fewest_steps
 from hookdiff_init.write import Network, Plan, text
 
 _USUAL = 600.0  # default of the seconds of training
-# After this many steps, drawings of 32 x 32 in four classes could be recognised; twice the side takes twice the steps.
-_STEPS = 800
-_ENOUGH = 8  # beyond this multiple of the steps, more steps improve little
+_ENOUGH = 8  # beyond this multiple of the fewest steps, more steps improve little
+_SHARE = 0.1  # of the time, for grids of samples
+_GRIDS = 5  # grids of a run, if they take no more than this share
 _SIDE = 32  # fewer pixels are hard to recognise, so this side is not reduced to save time
-_TRIED = 4  # steps on trial; the fastest step counts
+_TRIED = 5  # steps on trial: the fastest counts; the last one draws a grid
 _BATCH = 32
-
+_FEWEST = 4  # images of the smallest grid without rows
 
 _NETWORKS = (
     Network(8, 32, (1, 2), 1),
@@ -38,32 +39,45 @@ def check_side(side: int) -> None:
 
 
 def fit(pictures: Pictures, seconds: float | None, side: int | None = None, diffusers: bool = False) -> Plan:
-    """Return the plan for `pictures` that this machine trains in about `seconds`, after a few steps on trial.
+    """Return the plan for `pictures` that this machine trains in about `seconds`, after a trial with a grid.
 
-    Default of `seconds`: ten minutes, longer if the images cannot be recognised by then, and shorter if more time
-    improves little. `side` is the side of the training images; None: this function chooses the side.
+    The seconds include the grids. Default of `seconds`: ten minutes, longer if the images cannot be recognised by then,
+    and shorter if more time improves little. `side` is the side of the training images; None: this function chooses it.
     """
     has_limit, seconds = seconds is not None, seconds or _USUAL
     device = pick_device("auto").type
     fitting = None
     for tried in [side] if side else _sides(pictures):
-        plan = Plan(tried, _network(tried), min(pictures.num, _BATCH if device == "cpu" else 2 * _BATCH), diffusers)
-        fewest = _STEPS * tried / _SIDE
+        batch_size = min(pictures.num, _BATCH if device == "cpu" else 2 * _BATCH)
+        plan = Plan(tried, _network(tried), batch_size, diffusers, num=pictures.rows or _FEWEST)
+        fewest = fewest_steps(tried)
         # The time grows at least with the number of pixels.
         if fitting and fitting.step_seconds * (tried / fitting.side) ** 2 * fewest > seconds:
             break
         try:
-            plan = evolve(plan, step_seconds=rehearse(pictures, plan))
+            step_seconds, grid_seconds = rehearse(pictures, plan)
         except torch.OutOfMemoryError:
             break
-        if fitting and plan.step_seconds * fewest > seconds:
+        plan = evolve(plan, step_seconds=step_seconds, grid_seconds=grid_seconds)
+        needed = fewest * step_seconds / (1 - _SHARE)
+        if fitting and needed > seconds:
             break
-        steps = seconds / plan.step_seconds
-        fitting = evolve(plan, steps=_rounded(steps if has_limit else min(max(steps, fewest), _ENOUGH * fewest)))
+        fitting = _filled(plan, seconds if has_limit else min(max(seconds, needed), _ENOUGH * needed))
     if fitting is None:
         way_out = "; choose a smaller --image-size" if side else ""
         raise UserError(f"too little memory for images of {f'{side} x {side}' if side else 'any size'}{way_out}")
     return fitting
+
+
+def _filled(plan: Plan, seconds: float) -> Plan:
+    """Return `plan`, which has the smallest grid, with the grids and steps for which there are `seconds`."""
+    for times in (4, 2, 1):  # a grid of twice the images takes at most twice as long
+        larger = evolve(plan, num=times * plan.num, grid_seconds=times * plan.grid_seconds)
+        grids = min(_GRIDS, int(_SHARE * seconds / max(larger.grid_seconds, 1e-9)))
+        if grids == _GRIDS:
+            break
+    plan = evolve(larger, grids=max(1, grids))
+    return evolve(plan, steps=_rounded((seconds - plan.grids * plan.grid_seconds) / plan.step_seconds))
 
 
 def _sides(pictures: Pictures) -> list[int]:
@@ -81,23 +95,25 @@ def _network(side: int) -> Network:
 
 def _rounded(steps: float) -> int:
     """Return `steps` with two digits, at least 10."""
-    return max(10, int(round(steps, 2 - len(str(int(steps))))))
+    steps = max(10, steps)
+    return int(round(steps, 2 - len(str(int(steps)))))
 
 
-def rehearse(pictures: Pictures, plan: Plan) -> float:
-    """Return the seconds of a step of `plan` on this machine, on black images with the caption "black"."""
+def rehearse(pictures: Pictures, plan: Plan) -> tuple[float, float]:
+    """Return the seconds of a step and of a grid of `plan` on this machine, with black images and captions "black"."""
     images = torch.zeros(2 * plan.batch_size, pictures.channels, plan.side, plan.side, dtype=torch.uint8)
     labels = torch.arange(len(images)) % len(pictures.classes) if pictures.classes else None
     texts = {"text": [["black"]] * len(images)} if pictures.texts else None
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trial.toml"
         path.write_text(text(pictures, plan, path), "utf-8", errors="replace")
-        skipped = ("no:samples", "no:checkpoint", "no:progress", "no:lr")  # these do nothing in a few steps
-        config = load_config(path, skipped, [f"run.steps={_TRIED}"])
+        skipped = ("no:checkpoint", "no:progress", "no:lr")  # these do nothing in a few steps
+        config = load_config(path, skipped, [f"run.steps={_TRIED}", f"plugins.samples.every={_TRIED}"])
         encode = {kind: {k: v for k, v in keys.items() if k == "encode"} for kind, keys in config.data.shared.items()}
         black = evolve(config.data.bare(), target=lambda: InMemory(images, labels, texts=texts), shared=encode)
         ticks = []
         with build_loop(evolve(config, data=black), Path(folder) / "run") as loop:
             for _ in loop.steps():
                 ticks.append(time.perf_counter())
-    return min(after - before for before, after in pairwise(ticks))
+    *steps, last = (after - before for before, after in pairwise(ticks))
+    return min(steps), max(0.0, last - min(steps))

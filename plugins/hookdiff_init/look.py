@@ -10,6 +10,7 @@ from hookdiff.images import Folder, Store, Transforms, feed_of, reader_of_source
 
 _PER_CLASS = 8  # with fewer images in each sub-folder, the sub-folders are not classes
 _DECODED = 5_000  # images that are decoded, to find broken files; this many photos take a minute
+_ROWS = 10  # classes that a grid shows
 _SMALL = 0.1  # share of the images that may be smaller than the training images
 
 
@@ -22,6 +23,7 @@ class Texts:
     lacking: int  # images without a caption
     length: int  # tokens to which a caption is padded or truncated
     longest: int  # tokens of the longest caption
+    prompts: tuple[str, ...]  # captions from all over the folder, to draw
 
 
 @define(frozen=True)
@@ -53,6 +55,11 @@ class Pictures:
     def are_captioned(self) -> bool:
         """Whether at least half of the images have a .txt beside them."""
         return 0 < self.num <= 2 * self.captioned
+
+    @property
+    def rows(self) -> int:
+        """The number of classes or prompts in a grid; 0: it has no rows."""
+        return len(self.texts.prompts) if self.texts else min(len(self.classes), _ROWS)
 
     @property
     def square(self) -> bool:

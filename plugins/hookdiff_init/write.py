@@ -1,16 +1,18 @@
 """Writes the config: TOML with a comment on each line that needs one."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import tomli_w
 from attrs import define
 
-from hookdiff import listed
+from hookdiff import LoopConfig, listed
 from hookdiff.terminal import in_words
 from hookdiff_init.look import Pictures
+from hookdiff_init.steps import EXAMPLES, example, fewest_steps
 
-_ROWS = 10  # classes that a panel shows
+_LOGS = 20  # lines of a run in metrics.jsonl, at least
 
 
 @define(frozen=True)
@@ -38,11 +40,31 @@ class Plan:
     diffusers: bool = False  # the network is one of diffusers, which can make its samples
     steps: int = 1000
     step_seconds: float = 0.0
+    num: int = 16  # images in each panel of a grid
+    grids: int = 1  # grids of the run; one is at the end
+    grid_seconds: float = 0.0
 
     @property
     def duration(self) -> str:
-        """The time of the training, in words."""
-        return in_words(self.steps * self.step_seconds)
+        """The time of the training with its grids, in words."""
+        return in_words(self.steps * self.step_seconds + self.grids * self.grid_seconds)
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to do if the steps are too few to show shapes, and what a real run took, in short lines."""
+        fewest, run = fewest_steps(self.side), example(self.side)
+        if self.steps >= 0.95 * fewest:  # the steps are rounded to two digits
+            return ()
+        minutes = math.ceil(1.1 * (fewest * self.step_seconds + self.grids * self.grid_seconds) / 60)
+        smaller = " or a smaller --image-size" if self.side > EXAMPLES[0].side else ""
+        size = f"{self.side} x {self.side}"
+        return (
+            f"{self.steps:,} steps are too few to show shapes at {size}, which takes about {fewest:,.0f}.",
+            f"Give --minutes {minutes}{smaller}.",
+            f"For comparison: {run.steps:,} steps on {run.images} ({run.side} x {run.side}) took {run.time} minutes "
+            "on two CPU cores.",
+            f"{run.result}.",
+        )
 
 
 def text(pictures: Pictures, plan: Plan, path: Path) -> str:
@@ -59,9 +81,13 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
     yield "", f"Trains on {pictures.summary}: `hookdiff run {_plain(path)}`, then `hookdiff sample runs/{name}`."
     yield "", "All other keys have the values that made the best images in hookdiff's benchmarks."
     yield "", "`hookdiff check` prints them; docs/reference/config.md explains them."
+    for line in plan.advice:
+        yield "", line
     yield "[run]", ""
     yield f"steps = {plan.steps}", f"about {plan.duration} on this machine; more steps give better images"
     yield f"batch_size = {plan.batch_size}", ""
+    if plan.steps < _LOGS * LoopConfig().log_every:
+        yield f"log_every = {max(1, plan.steps // _LOGS)}", "steps between two lines of the log"
     yield "", ""
     yield from _data(pictures, plan)
     yield "", ""
@@ -84,8 +110,15 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
             yield "guidance = { scale = 2.0 }", f"at 1 images follow the {condition} less, at 4 more"
         yield "", ""
     yield "[plugins.samples]", ""
-    yield f"every = {max(1, plan.steps // 5)}", f"steps; the grids are in runs/{name}/samples"
-    yield f"num = {min(len(pictures.classes), _ROWS) * 4 or 16}", "in each panel; classes have rows of their own"
+    each = f"a grid takes about {in_words(plan.grid_seconds)}; all are in runs/{name}/samples"
+    # Rounded up, so that the end adds no further grid.
+    yield f"every = {-(-plan.steps // plan.grids) if plan.grids > 1 else 0}", each + "; 0: only at the end"
+    yield f"num = {plan.num}", "in each panel" + "; classes have rows of their own" * (not pictures.texts)
+    if pictures.texts:
+        first, *others = tomli_w.dumps({"prompts": pictures.texts.prompts}).strip().split("\n")
+        yield first, "captions from the folder, a row each"
+        for line in others:
+            yield line, ""
 
 
 def _own(pictures: Pictures, network: Network) -> Iterator[tuple[str, str]]:

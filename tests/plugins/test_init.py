@@ -15,6 +15,10 @@ from PIL import Image
 from hookdiff import load_config
 from hookdiff.experiment.build import build_feed
 from hookdiff.log import panel_layouts, read_info
+from hookdiff_init.fit import fit
+from hookdiff_init.look import Pictures
+from hookdiff_init.steps import example
+from hookdiff_init.write import text
 from tests.conftest import check_facts, check_refused, pixels, wide
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -85,12 +89,12 @@ def test_the_config_fits_the_folder(hookdiff: Say, succeed: Succeed, kind: str) 
     images()
     out = succeed("init", "mine")
     check_facts(out, "mine.toml", "hookdiff run mine.toml", "hookdiff sample runs/mine")
-    text = Path("mine.toml").read_text("utf-8")
-    assert len(text.splitlines()) <= 45
-    table = tomli.loads(text)
+    written = Path("mine.toml").read_text("utf-8")
+    assert len(written.splitlines()) <= 45
+    table = tomli.loads(written)
     assert table["data"] == {"source": "folder", "path": "mine", "flip": False, **data}
     assert table.get("diffusion", {}) == ({"conditional": True} if num_classes else {})
-    assert table["plugins"]["samples"]["num"] == (4 * (num_classes or 0) or 16)
+    assert table["plugins"]["samples"]["num"] in [times * (num_classes or 4) for times in (1, 2, 4)]
     code, _, err = hookdiff("check", "mine.toml")
     assert (code, err) == (0, "")
     config = load_config(Path("mine.toml"))
@@ -136,14 +140,44 @@ def test_a_size_that_no_network_takes_is_refused(hookdiff: Say, side: int, near:
     assert not Path("mine.toml").exists()
 
 
+GRIDS: list[tuple[float | None, float, dict[str, int], list[int]]] = [
+    # minutes, seconds of the smallest grid, keys of [run], keys of [plugins.samples]: every and num
+    (10, 2, {"steps": 5600}, [1120, 16]),
+    (10, 25, {"steps": 5500}, [2750, 4]),
+    (1, 2, {"steps": 540, "log_every": 27}, [180, 4]),
+    (0.02, 9, {"steps": 10, "log_every": 1}, [0, 4]),
+    (None, 0.1, {"steps": 1800}, [360, 16]),
+]
+
+
+def test_grids_take_a_tenth_of_the_time_and_few_steps_are_logged_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = Pictures("mine", 100, 3, 8, {(8, 8): 100})
+    for minutes, grid, run, samples in GRIDS:
+        monkeypatch.setattr("hookdiff_init.fit.rehearse", lambda *_, grid=grid: (0.1, grid))
+        config = text(pictures, fit(pictures, minutes and 60 * minutes), Path("mine.toml"))
+        table = tomli.loads(config)
+        assert (table["run"], [*table["plugins"]["samples"].values()]) == ({"batch_size": 32, **run}, samples)
+        assert ("too few" in config) == (run["steps"] < 200)
+
+
+@pytest.mark.parametrize("side", [8, 20, 64])
+def test_the_advice_names_minutes_that_suffice_and_a_run_of_the_docs(side: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr("hookdiff_init.fit.rehearse", lambda *_: (0.1, 0.5))
+    pictures, docs = Pictures("mine", 100, 3, side, {(side, side): 100}), Path(__file__).parents[2] / "docs"
+    assert example(side).time in (docs / "gallery.md").read_text() + (docs / "tutorial/pictures.md").read_text()
+    few, way, *_ = fit(pictures, 5, side).advice
+    check_facts(few, f"{side} x {side}", f"{25 * side:,}")
+    assert not fit(pictures, 60 * int(re.findall(r"--minutes (\d+)", way)[0]), side).advice
+
+
 def test_the_config_says_which_network_diffusers_loads_and_how_long_it_trains(hookdiff: Say) -> None:
     save("0.png")
     code, out, _ = hookdiff("init", "mine", "--minutes", "0.5")
     config = Path("mine.toml").read_text()
     assert code == 0
     check_facts(config, "not a class of diffusers", "--model diffusers")
-    for text in (out, config):
-        assert re.search(r"about (29|30|31) s\b", text), text  # the number of steps is rounded
+    for words in (out, config):
+        assert re.search(r"about (29|30|31) s\b", words), words  # the number of steps is rounded
 
 
 @pytest.mark.wide

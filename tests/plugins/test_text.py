@@ -15,7 +15,7 @@ from hookdiff_init.look import look
 from hookdiff_init.write import Network, Plan, text
 from hookdiff_text import Text
 from hookdiff_text.folder import tokens_of
-from tests.conftest import check_refused, refused, write_small
+from tests.conftest import check_facts, check_refused, refused, write_small
 
 pytest.importorskip("transformers", reason="needs hookdiff[text]")
 
@@ -190,6 +190,7 @@ def test_init_writes_a_length_that_fits_the_captions(
     encoder = config["data"]["encode"]["text"]
     assert encoder["length"] == length
     assert Text(path=encoder["path"], length=length).limit == length
+    assert config["plugins"]["samples"]["prompts"] == ["a red", f"{'blue ' * words}".strip(), "red"]
 
 
 @pytest.mark.slow
@@ -206,7 +207,7 @@ def test_three_commands_go_from_a_folder_with_captions_to_samples(
             path.with_suffix(".txt").write_text(("a red disc", "a blue ring\na ring")[k % 2])
     encoder = write(kind).name
     out = succeed("init", "mine", "--text-encoder", encoder, "--minutes", "0.02")
-    assert "24 colour images with captions" in out
+    check_facts(out, "24 colour images with captions", "hookdiff sample runs/mine --prompt 'a red disc'")
     table = tomli.loads(Path("mine.toml").read_text())
     assert table["data"] == {
         "source": "folder",
@@ -220,5 +221,6 @@ def test_three_commands_go_from_a_folder_with_captions_to_samples(
     assert table["diffusion"] == {"conditions": ["text", "text_mask"]}
     assert (table["model"]["use"], table["model"]["text_dim"]) == ("unet", 64)
     succeed("run", "mine.toml", "--set", "run.steps=4", "--set", "sampling.steps=2")
-    succeed("sample", "runs/mine", "--num", "4", "--steps", "2")
+    assert table["plugins"]["samples"]["prompts"] == ["a red disc", "a blue ring", "a ring"]
+    succeed("sample", "runs/mine", "--num", "4", "--steps", "2", "--prompt", "a blue ring")
     assert Path("runs/mine/samples/seed-0.png").is_file()
