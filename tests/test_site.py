@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 
@@ -25,6 +25,19 @@ pytestmark = pytest.mark.wide  # the site is built once for all
 ROOT = Path(__file__).parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DASH = "\N{EN DASH}"
+QUESTIONS = {  # what people type, and the page that answers it
+    "how many steps": "how-many-steps",
+    "how long": "how-many-steps",
+    "fine-tune": "start-from-weights",
+    "finetune": "start-from-weights",
+    "change the loss": "use-your-own-loss",
+    "custom loss": "use-your-own-loss",
+    "FID-50k": "measure-fid",
+    "W&B": "use-a-tracker",
+    "another machine": "resume-a-run",
+    "video": "use-your-own-data",
+    "LoRA": "start-from-weights",
+}
 
 
 def build(docs: Path, out: Path) -> "subprocess.CompletedProcess[str]":
@@ -176,6 +189,12 @@ def test_in_a_browser_pages_fit_and_are_found(site: Path, address: str, width: i
             page.wait_for_function(SHOWN)
             excerpts.append(page.locator("#search-results").inner_text())
         assert excerpts[0] == excerpts[1]
+        for words, answer in QUESTIONS.items():
+            page.goto(f"{address}search.html?q={quote(words)}")
+            page.locator("#search-results .search-summary", has_text="found").wait_for()
+            links = page.locator("#search-results li > a")
+            first = links.evaluate_all("links => links.slice(0, 3).map(link => link.pathname)")
+            assert f"/how-to/{answer}.html" in first, words
         browser.close()
     assert errors == []
     assert [url for url in requests if not url.startswith((address, site.as_uri(), "data:"))] == []
