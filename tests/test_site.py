@@ -37,6 +37,7 @@ QUESTIONS = {  # what people type, and the page that answers it
     "another machine": "resume-a-run",
     "video": "use-your-own-data",
     "LoRA": "start-from-weights",
+    "kohya": "from-other-trainers",
 }
 
 
