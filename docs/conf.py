@@ -92,7 +92,12 @@ def directive(face: str, name: str) -> list[str]:
     if target is hookdiff.Hooks:
         return [f".. autoclass:: {face}.{name}", "", "   :doc:`/reference/hooks` has each of them."]
     arguments = ", ".join(key.name for key in keys(target))
-    options = ["   :members:", "   :undoc-members:", "   :special-members: __call__", f"   :exclude-members: {arguments}"]
+    options = [
+        "   :members:",
+        "   :undoc-members:",
+        "   :special-members: __call__",
+        f"   :exclude-members: {arguments}",
+    ]
     return [f".. autoclass:: {face}.{name}", *options]
 
 
