@@ -278,11 +278,13 @@ def _check_number(name: str, value: Any, expected: str) -> None:
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not (value.dim() or value.is_complex())
+    if isinstance(value, str | bytes) or len(getattr(value, "shape", ())):  # float may take an array of one
+        return False
     try:
         float(value)
+        return True
     except (TypeError, ValueError, OverflowError):
         return False
-    return not isinstance(value, str | bytes) and not len(getattr(value, "shape", ()))  # float takes an array of one
 
 
 def _check_name(name: str) -> None:
