@@ -100,12 +100,13 @@ def step_seconds(table: Mapping[str, Any], run_dir: Path) -> float | None:
         return None
     try:
         run = History(run_dir)
-        of_run = run.config
         same = {"run": {key: table["run"].get(key) for key in _SAME}, "model": table["model"], "data": table["data"]}
-        if any(of_run[name].get(key) != value for name, keys in same.items() for key, value in keys.items()):
-            return None
+        for name, keys in same.items():
+            of_run = run.config.get(name)
+            if not isinstance(of_run, Mapping) or any(of_run.get(key) != value for key, value in keys.items()):
+                return None
         times = list(zip(*run.times, strict=True))
-    except (UserError, OSError, AttributeError, KeyError):  # no run, or a damaged one
+    except (UserError, OSError):  # no run, or a damaged one
         return None
     return median([(late - early) / (end - start) for (start, early), (end, late) in pairwise(times)] or [0]) or None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
 from typing import Any
 
 import tomli_w
@@ -93,8 +92,12 @@ def toml_lines(tables: Sequence[Table], config: Config, plugins: bool, call: str
 
 def nested(table: Table, resolved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `table`, with the tables inside it, in the tables around it."""
-    inner: Any = reduce(lambda values, key: values[key], table.path, resolved)
-    return reduce(lambda values, key: {key: values}, reversed(table.path), inner)
+    inner = resolved
+    for key in table.path:
+        inner = inner[key]
+    for key in reversed(table.path):
+        inner = {key: inner}
+    return dict(inner)
 
 
 def _takers(config: Config) -> Iterator[tuple[Path, dict[str, str]]]:

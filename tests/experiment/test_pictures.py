@@ -32,9 +32,9 @@ def test_classes_that_the_model_does_not_get_are_one_line_of_warning(
 ) -> None:
     def said(*words: object) -> list[str]:
         caplog.clear()
-        code, _, err = hookdiff(*words)
+        code, out, err = hookdiff(*words)
         assert code == 0, err
-        return [line for line in (*err.splitlines(), *caplog.messages) if "classes" in line]
+        return [line for line in (*out.splitlines(), *err.splitlines(), *caplog.messages) if "model gets" in line]
 
     (line,) = said(command, "config.toml", "--plugins", "checkpoint")
     check_facts(line, "2 classes", "diffusion.conditional")
