@@ -152,7 +152,7 @@ def test_a_new_package_is_installed_listed_tested_and_acts_in_its_run(
     options = "--quiet", "--no-deps", "--no-build-isolation", "--target", site
     run_python("-m", "pip", "install", *options, project, folder=here)
     monkeypatch.syspath_prepend(site)
-    rows = {line.split()[0]: line for line in succeed("plugins").splitlines()}
+    rows = {line.split()[0]: line for line in succeed("plugins").splitlines() if line.startswith("  ")}
     check_facts(rows["path_length"], "hookdiff-path-length 0.1.0")
     assert succeed("plugins", "path_length", "--markdown") in files[Path("README.md")].decode()
     run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", folder=project, paths=(site,))
