@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
-from attrs import Attribute, asdict, define, evolve, field, fields
+from attrs import Attribute, asdict, define, evolve, field
 from attrs.validators import ge
 
 from hookdiff.builtin.start_from import Start
@@ -480,7 +481,9 @@ def _not_read(name: str) -> None:
 
 def _tables(config: Mapping[str, Any], problems: Problems) -> dict[str, dict[str, Any]]:
     """Return the tables of `config` by name; report missing tables, and values that are no tables."""
-    needed, known = ("run", "data", "model"), [table.name for table in fields(Config)[1:8]]  # not path, trust, ...
+    # The path is no table, nor is a field with a default, such as `trust`.
+    _, *members = signature(Config).parameters.values()
+    needed, known = ("run", "data", "model"), [each.name for each in members if each.default is each.empty]
     for name in (name for name in config if name not in known):
         problems.add(name, f"unknown table{nearest(name, known)}; known: {', '.join(known)}")
     tables = {name: config.get(name, {}) for name in known if name in config or name not in needed}
