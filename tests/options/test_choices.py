@@ -35,18 +35,8 @@ class Circle(Shape):
 Shape.known = {"square": Square, "circle": Circle}
 
 
-KINDS = [
-    diffusion.Process,
-    diffusion.Schedule,
-    diffusion.Prediction,
-    diffusion.Weighting,
-    diffusion.Times,
-    diffusion.Loss,
-    diffusion.Solver,
-    diffusion.Spacing,
-    diffusion.Clipping,
-    diffusion.Guidance,
-]
+KINDS = [diffusion.Process, diffusion.Schedule, diffusion.Prediction, diffusion.Weighting, diffusion.Times]
+KINDS += [diffusion.Loss, diffusion.Solver, diffusion.Spacing, diffusion.Clipping, diffusion.Guidance]
 OPTIONS: dict[type, dict[str, Any]] = {diffusion.Shifted: {"shift": 2.0}}  # options that have no default
 PARTS = [part for kind in KINDS for part in kind.known.values()]
 
@@ -102,18 +92,6 @@ def test_the_nearest_name_shares_most_and_begins_alike(given: str, known: list[s
     assert nearest(given, known) == expected
 
 
-@pytest.mark.parametrize(("use", "near"), [("sqare", "'square'"), ("cirle", "'circle'")])
-def test_an_unknown_name_is_refused_with_the_nearest(use: str, near: str) -> None:
-    with refused(PluginError, f"'{use}'", near, "square", "circle", "module:Name"):
-        find(Shape, use)
-
-
-@pytest.mark.parametrize("use", [7, 1.5, True, ["square"], ""])
-def test_a_value_that_is_no_name_is_refused(use: object) -> None:
-    with refused(PluginError, repr(use), "square", "circle"):
-        find(Shape, use)
-
-
 def test_a_class_of_the_user_is_found_by_its_path(mine: None) -> None:
     part = Shape.of({"use": "hd_mine:Mine", "size": 5.0})
     assert (type(part).__name__, part.size, part.use) == ("Mine", 5.0, "hd_mine:Mine")
@@ -124,6 +102,9 @@ def test_a_class_of_the_user_is_found_by_its_path(mine: None) -> None:
 @pytest.mark.parametrize(
     ("use", "facts"),
     [
+        ("sqare", ["'sqare'", "'square'", "circle", "module:Name"]),  # the nearest, and those that are known
+        ("cirle", ["'cirle'", "'circle'", "square", "module:Name"]),
+        *((use, [repr(use), "square", "circle"]) for use in (7, 1.5, True, ["square"], "")),  # no names
         ("hd_mine:Min", ["shape", "hd_mine", "'Min'", "'Mine'"]),
         ("hd_mine:Outer.Iner", ["shape", "hd_mine", "'Outer.Iner'"]),
         ("hd_nowhere:Mine", ["shape", "hd_nowhere"]),
@@ -134,7 +115,7 @@ def test_a_class_of_the_user_is_found_by_its_path(mine: None) -> None:
         ("hookdiff.diffusion:Euler", ["hookdiff.diffusion:Euler", "shape", "Shape"]),
     ],
 )
-def test_a_class_that_is_missing_or_of_another_kind_is_refused(mine: None, use: str, facts: list[str]) -> None:
+def test_what_names_no_class_of_the_kind_is_refused(mine: None, use: object, facts: list[str]) -> None:
     with refused(PluginError, *facts):
         find(Shape, use)
 
