@@ -13,23 +13,13 @@ import torch
 from torch import Tensor
 
 import hookdiff
-from hookdiff import (
-    ConfigError,
-    InMemory,
-    SampleRequest,
-    UnknownWeights,
-    UserError,
-    build_loop,
-    builtin_plugins,
-    load_config,
-    load_run,
-)
-from hookdiff.data import Facts, FeedWithoutData
+from hookdiff import ConfigError, SampleRequest, UserError, build_loop, builtin_plugins, load_config, load_run
+from hookdiff.data import Facts, FeedWithoutData, InMemory
 from hookdiff.images import feed_of
 from hookdiff.log.pixels import to_uint8
 from hookdiff.testing import assert_same, toy_loop
 from hookdiff_samples.between import between_noises, noise_between
-from tests.conftest import SMALL, check_facts, finish, records, refused
+from tests.conftest import SMALL, check_facts, finish, output, records, refused
 from tests.forked import python
 
 DATA = """
@@ -65,8 +55,7 @@ def train(folder: Path, out: Path, **tables: Any) -> Path:
     (folder / "levelled.py").write_text(NET)
     run = {key: value for key, value in {**SMALL["run"], **RUN, **tables.pop("run", {})}.items() if value is not None}
     (folder / "c.toml").write_text(tomli_w.dumps({**SMALL, "run": run, **tables}))
-    code, _, err = python("from hookdiff.cli import main; main()", "run", "c.toml", "--out", "run", folder=folder)
-    assert code == 0, err
+    output(python("from hookdiff.cli import main; main()", "run", "c.toml", "--out", "run", folder=folder))
     shutil.move(folder / "run", out)
     shutil.rmtree(folder)
     return out
@@ -124,19 +113,15 @@ def test_the_images_are_those_that_the_run_makes_with_its_data(tmp_path: Path, u
     tables = {**SMALL, "data": data, "model": {**SMALL["model"], "num_classes": 3}}
     path = tmp_path / "c.toml"
     path.write_text(tomli_w.dumps({**tables, "run": {**SMALL["run"], "plugins": ["ema", "checkpoint", "spectral"]}}))
-    loop = build_loop(load_config(path), tmp_path / "run")
-    with loop:
+    with build_loop(load_config(path), tmp_path / "run") as loop:
         for _ in loop.steps():
             pass
-        labels = (0, 1, 2, 0)
-        expected = loop.sample(SampleRequest(4, labels=labels)).images
+        expected = loop.sample(SampleRequest(4, labels=(0, 1, 2, 0))).images
         held = {name: value.clone() for name, value in loop.model.state_dict().items()}
     before = snapshot(tmp_path / "run")
     with load_run(tmp_path / "run") as run:
         torch.testing.assert_close(run.sample(4), expected, rtol=0, atol=1e-5)
-        assert run.classes == ["ant", "bee", "cat"]
-        assert run.step == 6
-        assert run.loop.optimizers == ()
+        assert (run.classes, run.step, run.loop.optimizers) == (["ant", "bee", "cat"], 6, ())
         assert_same(dict(run.model("model").state_dict()), held)
         assert not run.model().training
         with refused(UserError, "data"):
@@ -182,7 +167,7 @@ def test_a_notebook_has_model_images_metrics_and_config(moved: Path) -> None:
     ):
         with refused((UserError, ValueError), *facts):  # type: ignore[arg-type]
             run.sample(2, **wrong)
-    with refused(UnknownWeights, "emma", "ema"):
+    with refused(hookdiff.UnknownWeights, "emma", "ema"):
         run.model("emma")
     with run.sampling(steps=1, sampler="ddim"):
         images = run.sample(2)

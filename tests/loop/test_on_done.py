@@ -9,15 +9,8 @@ from attrs import define
 from torch import Tensor
 
 from hookdiff import Loop, builtin_plugins, hookimpl, saved
-from hookdiff.testing import (
-    assert_any_order,
-    assert_removable,
-    assert_resumes,
-    assert_same,
-    assert_trains_on_ranks,
-    toy_loop,
-    weights,
-)
+from hookdiff.testing import assert_any_order, assert_removable, assert_resumes, assert_trains_on_ranks, toy_loop
+from hookdiff.testing.compare import assert_same, weights
 from hookdiff_checkpoint import Checkpoint, read_checkpoint
 from tests.conftest import acting, contents, ran
 from tests.forked import python

@@ -17,19 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hookdiff_cuda_graphs.plugin
-from hookdiff import (
-    PASS,
-    Batch,
-    Finding,
-    InMemory,
-    Loop,
-    LossOutput,
-    SampleRequest,
-    UserError,
-    builtin_plugins,
-    hookimpl,
-)
+from hookdiff import PASS, Batch, Finding, Loop, LossOutput, SampleRequest, UserError, builtin_plugins, hookimpl
 from hookdiff.cli.hooks import contract, example, imports
+from hookdiff.data import InMemory
 from hookdiff.experiment.machine_choices import settle
 from hookdiff.log.picture import Picture
 from hookdiff.loop.hookspecs import HOOK_NAMES, HOOKS
