@@ -111,6 +111,12 @@ def check_facts(text: object, *facts: object) -> None:
         assert found, f"{fact} is not in: {text}"
 
 
+def check_one(lines: Iterable[object], *facts: object) -> None:
+    """Assert that there is one line and no other, and that it has every fact."""
+    (line,) = lines
+    check_facts(line, *facts)
+
+
 def refused(error: type[BaseException] | tuple[type[BaseException], ...], *facts: object) -> Any:
     """Return a context that expects an error of this type with all these facts in its message."""
 

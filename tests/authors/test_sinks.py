@@ -17,29 +17,11 @@ from hookdiff import Loop, Reason, Sink, TrackedRun, UserError, builtin_plugins,
 from hookdiff.authors.mirroring import Call
 from hookdiff.log import Distribution, Event, Picture
 from hookdiff.testing import assert_same, toy_loop, weights
-from tests.conftest import (
-    PATIENCE,
-    Restores,
-    RollsBack,
-    StopAt,
-    acting,
-    check_facts,
-    ran,
-    refused,
-    saved,
-    wait_until,
-    warnings,
-)
+from tests.conftest import PATIENCE, Restores, RollsBack, StopAt, acting, check_one, ran, refused, wait_until, warnings
 
 
 def make_loop(plugins: Mapping[str, object], steps: int = 4) -> Loop:
     return toy_loop(plugins, steps=steps, log_every=1)
-
-
-def check_warning(caplog: pytest.LogCaptureFixture, *facts: object) -> None:
-    """Assert that there was one warning, with these facts."""
-    (warning,) = warnings(caplog)
-    check_facts(warning, *facts)
 
 
 @define(eq=False)
@@ -149,8 +131,7 @@ def test_a_sink_gets_everything_that_is_logged(caplog: pytest.LogCaptureFixture)
     sink, before = Recorder(), time.time()
     make_loop({"sink": sink, "everything": Everything()}).run()
     assert sink.names == ["open", "scalars", *WRITES[1:], "scalars", "scalars", "scalars", "images", "scalars", "close"]
-    assert sink.calls[0] == ("open", 0)
-    assert set(sink.calls[1][2]) == {"loss", "grad_norm"}
+    assert (sink.calls[0], set(sink.calls[1][2])) == (("open", 0), {"loss", "grad_norm"})
     kind, step, shapes = sink.calls[2]
     assert (kind, step, list(shapes), len(shapes["seen"])) == ("images", 2, ["seen"], 2)  # grey
     assert sink.calls[3:6] == [
@@ -206,7 +187,7 @@ def test_a_run_goes_on_without_a_sink_that_hangs_and_its_loop_is_free(
     loop = make_loop({"sink": sink, "everything": Everything()}, steps)
     assert loop.run() == "done"
     assert patient.now == 0.5  # it waited for the sink once
-    check_warning(caplog, "Recorder", failing, "TimeoutError", "0.5 s")
+    check_one(warnings(caplog), "Recorder", failing, "TimeoutError", "0.5 s")
     assert_same(weights(loop), without_sink(steps))
     freed = weakref.ref(loop)
     del loop
@@ -226,7 +207,7 @@ def test_a_sink_that_fails_twice_warns_once(patient: Patient, caplog: pytest.Log
             raise OSError("still full")
 
     make_loop({"sink": Broken()}).run()
-    check_warning(caplog, "Broken", "scalars", "OSError: disk full")
+    check_one(warnings(caplog), "Broken", "scalars", "OSError: disk full")
 
 
 @pytest.mark.parametrize("failing", ["open", "scalars", "event", "close"])
@@ -243,8 +224,7 @@ def test_a_transient_error_is_repeated_after_growing_pauses(
     at = sink.names.index(failing)
     assert sink.names[at : at + 4] == [failing] * 4
     assert sink.calls[:at] + sink.calls[at + 3 :] == whole.calls
-    assert len(sink.threads) == 1
-    assert patient.pauses == [0.1, 0.5, 2.5]
+    assert (len(sink.threads), patient.pauses) == (1, [0.1, 0.5, 2.5])
 
 
 @pytest.mark.parametrize("error", [ConnectionError("gone"), TimeoutError("server")], ids=repr)
@@ -257,7 +237,7 @@ def test_an_error_that_lasts_is_not_repeated_for_ever_and_is_no_hang(
     sink = Recorder(failing="scalars", fail=fail)
     assert make_loop({"sink": sink}).run() == "done"
     assert sink.names == ["open", *["scalars"] * 4, "close"]
-    check_warning(caplog, "Recorder", "scalars", f"{type(error).__name__}: {error}")
+    check_one(warnings(caplog), "Recorder", "scalars", f"{type(error).__name__}: {error}")
 
 
 def test_a_sink_decides_which_errors_are_transient(patient: Patient) -> None:
@@ -306,8 +286,7 @@ def test_the_loop_is_checked_by_the_training_and_copied_for_the_sink(tmp_path: P
             seen.append((loop.device.type, threading.get_ident()))
 
     sink, hparams = Sees(), {"run": {"steps": 4}}
-    loop = toy_loop({"sink": sink}, steps=4, hparams=hparams, run_dir=tmp_path / "run")
-    loop.run()
+    loop = ran(toy_loop({"sink": sink}, steps=4, hparams=hparams, run_dir=tmp_path / "run"))
     assert seen == [("cpu", threading.get_ident())]
     assert sink.run == TrackedRun(tmp_path / "run", hparams, is_branch=False, step=0)
     assert sink.run.hparams["run"] is not loop.hparams["run"]
@@ -360,7 +339,7 @@ def test_a_sink_opens_after_its_state_is_loaded() -> None:
             self.calls.append(("load",))
 
     sink, first = Stateful(), ran(make_loop({}, steps=1))
-    make_loop({"sink": sink, "state": Restores({**saved(first), "plugins": {"sink": {}}})}).run()
+    make_loop({"sink": sink, "state": Restores({**first.state_dict(), "plugins": {"sink": {}}})}).run()
     assert sink.names[:2] == ["load", "open"]
 
 
@@ -469,7 +448,7 @@ def test_training_leaves_a_sink_whose_fill_is_late(
 ) -> None:
     slow = Slow(monkeypatch, seconds=2 * PATIENCE, blocked=1)
     assert make_loop({"sink": Filled(release=slow, timeout=PATIENCE), "slow": slow}).run() == "done"
-    check_warning(caplog, "Filled", "scalars", f"{PATIENCE} s", "hookdiff mirror")
+    check_one(warnings(caplog), "Filled", "scalars", f"{PATIENCE} s", "hookdiff mirror")
     assert slow.calls == 1
 
 
@@ -478,8 +457,7 @@ def test_a_rollback_opens_the_sink_again() -> None:
     plugins = {**builtin_plugins(signals=False), "sink": sink, "back": RollsBack(at=1, position=3)}
     make_loop(plugins, steps=4).run()
     (again,) = (place for place, call in enumerate(sink.calls) if call == ("open", 1))
-    assert sink.calls[again - 1] == ("close",)
-    assert sink.calls[again + 1] == ("event", 1, "rollback")
+    assert (sink.calls[again - 1], sink.calls[again + 1]) == (("close",), ("event", 1, "rollback"))
     assert [call[1] for call in sink.calls[again:] if call[0] == "scalars"] == [2, 3, 4]
 
 

@@ -12,19 +12,7 @@ from hookdiff.builtin.logged import Metrics
 from hookdiff.run_dir.metrics_jsonl import read_metrics
 from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
-from tests.conftest import (
-    Restores,
-    RollsBack,
-    StopAt,
-    acting,
-    check_facts,
-    fill,
-    free,
-    records,
-    toy_run,
-    warnings,
-    wide,
-)
+from tests.conftest import Restores, RollsBack, StopAt, acting, check_one, fill, free, records, toy_run, warnings, wide
 
 
 def train(run_dir: Path, at: int = 0, **extra: object) -> Any:
@@ -187,8 +175,7 @@ def test_a_lost_file_begins_anew_with_a_warning(tmp_path: Path, caplog: pytest.L
     (tmp_path / "metrics.jsonl").unlink()
     continue_from(tmp_path, state)
     assert [line["step"] for line in records(tmp_path)] == [15, 20]
-    (warning,) = warnings(caplog)
-    check_facts(warning, tmp_path / "metrics.jsonl", "step 10")
+    check_one(warnings(caplog), tmp_path / "metrics.jsonl", "step 10")
 
 
 def test_a_branch_of_a_lone_checkpoint_begins_without_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -217,8 +204,8 @@ def test_a_damaged_end_is_cut_to_the_last_whole_line_with_a_warning(
             assert json.loads(content[num_kept:])["step"] == 13  # the last line
             assert length(again) == num_kept
             assert len(warnings(caplog)) == (num_kept < both)
-            for warning in warnings(caplog):
-                check_facts(warning, path, f"{both - num_kept} bytes", f"step {5 if num_kept else 0}", "step 10")
+            if num_kept < both:
+                check_one(warnings(caplog), path, f"{both - num_kept} bytes", f"step {5 if num_kept else 0}", "step 10")
             continue_from(tmp_path, again, 15)
             there = [5, 10][: whole[:num_kept].count(b"\n")]
             assert [line["step"] for line in records(tmp_path)] == [*there, 15]
@@ -226,8 +213,7 @@ def test_a_damaged_end_is_cut_to_the_last_whole_line_with_a_warning(
 
 
 def test_a_rollback_removes_later_lines(tmp_path: Path) -> None:
-    loop = toy_loop({"metrics": Metrics(), "back": RollsBack(at=10, position=17)}, run_dir=tmp_path)
-    with loop:
+    with toy_loop({"metrics": Metrics(), "back": RollsBack(at=10, position=17)}, run_dir=tmp_path) as loop:
         for step in loop.steps():
             if step.outcome == "skipped":
                 assert [line["step"] for line in records(tmp_path)] == [5, 10]
@@ -259,9 +245,8 @@ def test_nan_and_infinities_are_null_and_read_as_nan(tmp_path: Path) -> None:
     train(tmp_path, odd=acting(after_optimizer_step=log))
     first = (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
     written = json.loads(first, parse_constant=pytest.fail)
-    assert (written["a"], written["b"], written["c"]) == (None, None, None)
     read = read_metrics(tmp_path / "metrics.jsonl")
-    assert all(math.isnan(read[0].values[name]) for name in "abc")
+    assert all(written[name] is None and math.isnan(read[0].values[name]) for name in "abc")
     assert read[0].values["loss"] == written["loss"]
     assert [line.step for line in read] == [5, 10, 15, 20]
 
@@ -277,5 +262,4 @@ def test_lines_wait_while_the_disk_is_full(disk: Path, caplog: pytest.LogCapture
     full = acting(before_step=fill_and_free, after_optimizer_step=lambda loop: loop.log({"n" * 2000: 1.0}))
     toy_loop({"metrics": Metrics(), "full": full}, run_dir=disk, log_every=1).run()
     assert [line["step"] for line in records(disk)] == list(range(1, 21))
-    (warning,) = warnings(caplog)
-    check_facts(warning, disk / "metrics.jsonl", "No space left on device")
+    check_one(warnings(caplog), disk / "metrics.jsonl", "No space left on device")

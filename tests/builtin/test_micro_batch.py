@@ -16,7 +16,7 @@ from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_amp import AMP
 from hookdiff_ema import EMA
 from tests.authors.test_trial_passes import Counts, Net
-from tests.conftest import Logged, acting, check_facts, finish, refused
+from tests.conftest import Logged, acting, check_one, finish, refused
 from tests.sam import SAM, Uncertainty
 
 WIDE = """
@@ -71,8 +71,7 @@ def test_the_size_that_fits_is_found_and_recorded(wide, start):
     assert code == 0, err[-2000:]
     size = tomli.loads((wide / "run" / "config.toml").read_text())["run"]["micro_batch"]
     assert size in (8, 4, 2)
-    (line,) = [line for line in err.splitlines() if "micro_batch" in line]
-    check_facts(line, size, 16)
+    check_one([line for line in err.splitlines() if "micro_batch" in line], size, 16)
     assert load_config(wide / "run" / "config.toml", trust=True).run.micro_batch == size
 
 
@@ -95,8 +94,8 @@ class Full:
 def test_the_batch_is_halved_until_it_fits(batch_size, most):
     full = Full(most)
     feed = Feed(torch.zeros(40, 4), limit=8 if batch_size == 39 else None)  # which repeats samples to fill the batch
-    loop = toy_loop({"full": full, "micro_batch": FitMicroBatch()}, data=feed, batch_size=batch_size, steps=1)
-    with loop:
+    plugins = {"full": full, "micro_batch": FitMicroBatch()}
+    with toy_loop(plugins, data=feed, batch_size=batch_size, steps=1) as loop:
         size = loop.config.micro_batch
         expected = batch_size
         while expected > most:
@@ -111,8 +110,7 @@ def test_the_trial_changes_nothing():
     def run(**given):
         logged, amp = Logged(), AMP(precision="fp16", growth_interval=2)
         plugins = {"amp": amp, "ema": EMA(), "counts": Counts(), "logged": logged, **given.pop("plugins")}
-        loop = toy_loop(plugins, model=Net(), steps=6, log_every=2, **given)
-        with loop:
+        with toy_loop(plugins, model=Net(), steps=6, log_every=2, **given) as loop:
             state = torch.get_rng_state()
             for _ in loop.steps():
                 pass
@@ -124,8 +122,7 @@ def test_the_trial_changes_nothing():
     assert_same(weights(tried), weights(plain))
     (tensors, tree), (expected_tensors, expected_tree) = (flatten(loop.state_dict()) for loop in (tried, plain))
     assert_same(tensors, expected_tensors)
-    assert tree == expected_tree
-    assert logged == expected
+    assert (tree, logged) == (expected_tree, expected)
     assert torch.equal(state, plain_state)
 
 
@@ -151,10 +148,8 @@ class FullInTheSecondPass(SAM):
 def test_the_second_pass_counts_and_its_error_leaves_the_weights():
     full = FullInTheSecondPass()
     plugins = {"full": full, "weight": Uncertainty(), "micro_batch": FitMicroBatch()}
-    loop = toy_loop(plugins, batch_size=8, steps=1, hparams={"run": {"micro_batch": "auto"}})
-    with loop:
-        assert (loop.config.micro_batch, full.raised) == (2, 2)
-        assert loop.hparams == {"run": {"micro_batch": 2}}
+    with toy_loop(plugins, batch_size=8, steps=1, hparams={"run": {"micro_batch": "auto"}}) as loop:
+        assert (loop.config.micro_batch, full.raised, loop.hparams) == (2, 2, {"run": {"micro_batch": 2}})
         assert_same(weights(loop), full.own)
         assert all(parameter.grad is None for parameter in (*loop.model.parameters(), plugins["weight"].net.weight))
 

@@ -13,7 +13,7 @@ from hookdiff.log.picture import read_info
 from hookdiff.run_dir.pictures_png import find_pictures
 from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
-from tests.conftest import RollBackAt, StopAt, acting, check_facts, warnings
+from tests.conftest import RollBackAt, StopAt, acting, check_one, warnings
 
 
 def draw(loop: Loop) -> None:
@@ -47,8 +47,7 @@ def test_a_resumed_run_removes_the_pictures_of_later_steps(tmp_path: Path) -> No
     seen: list[list[int]] = []
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
     train(tmp_path, {"look": acting(before_step=lambda: seen.append(steps(tmp_path)))}, resume=True)
-    assert seen == [[1, 2], [1, 2, 3]]
-    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert (seen, steps(tmp_path)) == ([[1, 2], [1, 2, 3]], [1, 2, 3, 4])
     assert foreign.exists()
 
 
@@ -64,8 +63,7 @@ def test_a_resumed_run_keeps_the_pictures_of_a_branch_below_it_and_copies_of_the
     copy = Path(shutil.copytree(tmp_path / "seen" / "here", tmp_path / "best")) / "step-00000004.png"
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
     train(tmp_path, resume=True, steps=3)
-    assert steps(tmp_path) == [1, 2, 3]
-    assert steps(tmp_path / "branch") == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert (steps(tmp_path), steps(tmp_path / "branch")) == ([1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8])
     assert copy.exists()
 
 
@@ -86,5 +84,4 @@ def test_a_rollback_removes_the_pictures_of_the_steps_after_the_checkpoint(tmp_p
 
 def test_a_picture_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path, {"blocks": acting(before_step=lambda: (tmp_path / "seen").touch())}, steps=1)
-    (warning,) = warnings(caplog)
-    check_facts(warning, tmp_path / "seen" / "here" / "step-00000001.png")
+    check_one(warnings(caplog), tmp_path / "seen" / "here" / "step-00000001.png")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hookdiff_checkpoint import read_checkpoint
-from tests.conftest import FORKS, Torchrun, check_facts, mostly_wide, records, wait_until, wide, write_small
+from tests.conftest import FORKS, Torchrun, check_facts, mostly_wide, output, records, wait_until, wide, write_small
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
@@ -164,14 +164,12 @@ def test_all_ranks_need_the_same_data(torchrun: Torchrun, pictures: Path) -> Non
 @pytest.mark.slow
 def test_the_first_rank_decides_about_the_run_directory(command: Any, tmp_path: Path) -> None:
     config = write_small(tmp_path / "small.toml", run={"plugins": ["ddp", "checkpoint"]})
-    code, _, err = command(2, "run", config)
-    assert code == 0, err
+    output(command(2, "run", config))
     run = tmp_path / "runs" / "small"
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
     check_one_message(command(2, "run", config), "--resume", "--overwrite")
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
-    code, _, err = command(2, "run", config, "--overwrite")
-    assert code == 0, err
+    output(command(2, "run", config, "--overwrite"))
 
 
 @pytest.mark.wide
@@ -182,8 +180,7 @@ def test_a_killed_rank_ends_the_run_and_torchrun_resumes_it_exactly(
     user_module("slow", SLOW)
     run = {"steps": 12, "log_every": 1, "plugins": [plugin, "checkpoint", "ema", "clip", "lr", "slow:Slow"]}
     config = write_small(tmp_path / "small.toml", run=run, plugins={"checkpoint": {"every": 3}})
-    code, _, err = command(2, "run", config, "--out", tmp_path / "whole", PLACE=str(tmp_path))
-    assert code == 0, err
+    output(command(2, "run", config, "--out", tmp_path / "whole", PLACE=str(tmp_path)))
 
     def kill() -> None:
         wait_until(lambda: (tmp_path / "0-1").exists() and (tmp_path / "0-1").read_text())

@@ -9,7 +9,7 @@ import torch
 from hookdiff import Feed, load_config
 from hookdiff.experiment.build import build_feed
 from hookdiff.images.transforms import Transforms
-from tests.conftest import PICTURES, check_facts
+from tests.conftest import PICTURES, check_facts, check_one
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,7 @@ def test_classes_that_the_model_does_not_get_are_one_line_of_warning(
         assert code == 0, err
         return [line for line in (*out.splitlines(), *err.splitlines(), *caplog.messages) if "model gets" in line]
 
-    (line,) = said(command, "config.toml", "--plugins", "checkpoint")
-    check_facts(line, "2 classes", "diffusion.conditional")
+    check_one(said(command, "config.toml", "--plugins", "checkpoint"), "2 classes", "diffusion.conditional")
     for setting in ("diffusion.conditional=true", "diffusion.conditional=false", "model.num_classes=0"):
         out = ["--out", f"runs/{setting}"] if command == "run" else []
         assert not said(command, "config.toml", "--set", setting, *out)

@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from hookdiff import UserError
 from hookdiff_report.cli import command as report
 from hookdiff_watch.cli import command as watch
-from tests.conftest import check_facts
+from tests.conftest import check_facts, check_one
 from tests.hostile.formats import FORMATS, MUTATIONS, Format, make_history
 from tests.hostile.mutations import CANARY, HERE, changes, in_time, listing, logged, mutated
 
@@ -81,8 +81,7 @@ def check(one: Format, outcome: str, path: Path, folder: Path, good: Any) -> Non
         assert same(value, rule.left_out(path, good) if outcome == "left out" else good)
         assert outcome != "refused"
     if outcome == "made again":
-        (line,) = lines
-        check_facts(line, *facts)
+        check_one(lines, *facts)
         with in_time(), logged() as lines:
             assert same(one.read(folder), good)
         assert not lines

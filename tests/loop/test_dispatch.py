@@ -10,7 +10,7 @@ from hookdiff.loop.dispatch import bind, compile_hook
 from hookdiff.loop.hookspecs import HOOKS
 from hookdiff.loop.registry import Plugins
 from hookdiff.testing.toy import toy_loop
-from tests.conftest import acting, check_facts, ran, refused
+from tests.conftest import acting, check_facts, check_one, ran, refused
 
 MOMENT, SEAM = "on_nan", "backward"  # each hook takes two arguments
 ARGUMENTS = {MOMENT: {"loop": "the loop", "report": "the report"}, SEAM: {"loop": "the loop", "loss": "the loss"}}
@@ -136,10 +136,8 @@ def test_the_order_is_wrappers_then_phases_then_the_config(drawn):
 
     def key(name):
         kind, _, marks = drawn[int(name[1:])]
-        return (
-            kind is plain,
-            0 if "tryfirst" in marks else 2 if "trylast" in marks else 1,
-        )  # the sort is stable: ties keep the order of the config
+        phase = 0 if "tryfirst" in marks else 2 if "trylast" in marks else 1
+        return kind is plain, phase  # the sort is stable: ties keep the order of the config
 
     assert [impl.plugin_name for impl in Plugins(plugins).order(MOMENT)] == sorted(plugins, key=key)
 
@@ -231,8 +229,7 @@ def test_a_result_of_a_wrong_type_is_refused_with_plugin_and_hook(hook, result, 
 
 def test_a_result_that_nothing_takes_is_warned_of_once(caplog):
     toy_loop({"returns": acting(after_backward=lambda: False)}, steps=3).run()
-    (message,) = caplog.messages
-    check_facts(message, "'returns'", "'after_backward'", False)
+    check_one(caplog.messages, "'returns'", "'after_backward'", False)
 
 
 def test_a_seam_that_every_plugin_leaves_to_the_next_is_done_by_the_core():
@@ -255,8 +252,7 @@ def test_an_error_is_raised_with_a_note_of_plugin_and_hook(wraps):
     with pytest.raises(KeyError) as caught:
         toy_loop({"around": around("around", "after_backward", [], "pass on"), "broken": broken}).run()
     assert caught.value is error
-    (note,) = error.__notes__
-    check_facts(note, "'broken'", "'after_backward'")
+    check_one(error.__notes__, "'broken'", "'after_backward'")
 
 
 @pytest.mark.parametrize("takes", [(), ("loop",), ("images",), ("step", "loop"), ("loop", "step", "images")])

@@ -12,7 +12,7 @@ from hookdiff import PASS, HookError, Loop, LossOutput, SampleRequest, UserError
 from hookdiff.cli.summary import run_summary
 from hookdiff.machine.randomness import derive_seed
 from hookdiff.testing import ToyObjective, assert_same, on_ranks, toy_loop, toy_model, weights
-from tests.conftest import Clock, Logged, RollsBack, acting, check_facts, kept, ran, refused
+from tests.conftest import Clock, Logged, RollsBack, acting, check_facts, check_one, kept, ran, refused
 
 
 def recorder(calls):
@@ -34,9 +34,7 @@ def named(hook, calls):
 
 
 def test_weights_are_those_of_a_hand_written_loop():
-    loop = toy_loop(steps=7, seed=3)
-    loop.run()
-
+    loop = ran(toy_loop(steps=7, seed=3))
     model, data = toy_model(), torch.linspace(-1, 1, 160).reshape(40, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     order = torch.cat(
@@ -78,8 +76,7 @@ def test_a_run_can_be_counted_in_epochs():
 
 def test_max_time_ends_the_run_after_a_step(monkeypatch):
     loop = toy_loop({"clock": Clock(monkeypatch)}, steps=10**6, max_time="25 s")
-    assert loop.run() == "time"
-    assert loop.progress.step == 3
+    assert (loop.run(), loop.progress.step) == ("time", 3)
 
 
 class Starts:
@@ -377,8 +374,7 @@ def test_a_weight_that_is_thawed_is_in_the_norm_and_the_finite_check():
             return done
 
     loop = toy_loop({"thaws": Thaws(), "spoils": Spoils(), "recorder": recorder(calls := [])}, steps=4)
-    assert loop.run() == "on_nan"
-    assert named("on_nan", calls) == ["on_nan 2"]
+    assert (loop.run(), named("on_nan", calls)) == ("on_nan", ["on_nan 2"])
     assert all(value.isfinite().all() for value in weights(loop).values())
 
 
@@ -389,8 +385,7 @@ def test_a_weight_that_no_optimizer_holds_is_warned_of_once(caplog):
     for plugins in ({"thaws": Thaws()}, {}):
         caplog.clear()
         toy_loop(plugins, optimizers=first_layer).run()
-        (message,) = caplog.messages
-        check_facts(message, "3.weight", "3.bias")
+        check_one(caplog.messages, "3.weight", "3.bias")
 
 
 def test_pull_style_gives_the_loss_logs_values_and_can_stop():
@@ -401,8 +396,7 @@ def test_pull_style_gives_the_loss_logs_values_and_can_stop():
             loop.log({"mine": step.loss})
             if step.step == 7:
                 break
-    assert len(losses) == 7
-    assert calls[-1] == "on_stop plugin"
+    assert (len(losses), calls[-1]) == (7, "on_stop plugin")
     assert logged.of("mine")[7] == pytest.approx(losses[6])
     assert logged.of("loss")[5] == pytest.approx(sum(losses[:5]) / 5)
 
@@ -410,14 +404,8 @@ def test_pull_style_gives_the_loss_logs_values_and_can_stop():
 def test_an_uneven_last_micro_batch_counts_by_its_samples():
     # Micro-batches of 4 and 2 samples with gradients 1, 2, 3, 4 and 10, 20: the mean is 40 / 6, not the mean of means.
     gradients = torch.tensor([1.0, 2, 3, 4, 10, 20]).unsqueeze(1)
-    loop = toy_loop(
-        model=nn.Linear(1, 1, bias=False),
-        objective=lambda net, batch: net(batch.inputs).squeeze(1),
-        data=gradients,
-        steps=1,
-        batch_size=6,
-        micro_batch=4,
-    )
+    parts = {"model": nn.Linear(1, 1, bias=False), "objective": lambda net, batch: net(batch.inputs).squeeze(1)}
+    loop = toy_loop(**parts, data=gradients, steps=1, batch_size=6, micro_batch=4)
     assert ran(loop).gradients.named()["weight"].item() == pytest.approx(40 / 6)
 
 
@@ -472,8 +460,7 @@ def test_a_nan_reaches_on_nan_before_any_weight_changes(gradient_only, caplog):
             if step.outcome == "stopped":
                 break
             before.append(weights(loop))
-    assert named("on_nan", calls) == ["on_nan 2"]
-    assert loop.end.reason == "on_nan"
+    assert (named("on_nan", calls), loop.end.reason) == (["on_nan 2"], "on_nan")
     assert_same(weights(loop), before[-1])
     assert loop.progress.step == loop.progress.position == 2  # a resumed run gets the same batch again
     assert ("0.weight" in caplog.text) or not gradient_only
@@ -487,8 +474,7 @@ def test_a_trial_counts_on_from_another_step():
             made.append(step.step)
             if step.step == 2:
                 loop.set_step(8)
-    assert made == [1, 2, 9, 10]
-    assert loop.progress.position == 4
+    assert (made, loop.progress.position) == ([1, 2, 9, 10], 4)
 
 
 SKIP = acting(on_nan=lambda: "skip")
@@ -497,8 +483,7 @@ SKIP = acting(on_nan=lambda: "skip")
 def test_a_skipped_step_gets_new_noise_and_is_not_counted():
     objective = NaNAt({2})
     loop = toy_loop({"skip": SKIP}, objective=objective, steps=4)
-    assert loop.run() == "done"
-    assert (loop.progress.step, loop.progress.position) == (4, 5)
+    assert (loop.run(), loop.progress.step, loop.progress.position) == ("done", 4, 5)
     assert not torch.equal(objective.noises[2], objective.noises[3])
 
 

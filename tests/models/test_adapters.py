@@ -14,7 +14,7 @@ from hookdiff.models.adapters import adapt, check_forward, checkpointable
 from hookdiff.options.structure import Problems, arguments, parameters
 from hookdiff_memory.estimate import estimate_memory
 from hookdiff_networks import DiT, UNet
-from tests.conftest import check_facts, refused, wide
+from tests.conftest import check_one, refused, wide
 
 THEIR_UNET = {
     "use": "diffusers:UNet2DModel",
@@ -309,8 +309,7 @@ def test_checkpointing_by_a_method_becomes_an_argument() -> None:
     assert [make(1).is_checkpointed, make(1, gradient_checkpointing=True).is_checkpointed] == [False, True]
     problems = Problems()
     assert arguments(make, {"gradient_checkpointing": "yes", "width": 8}, "model", problems) == {"width": 8}
-    (line,) = problems.found
-    check_facts(line, "model.gradient_checkpointing", "'yes'")
+    check_one(problems.found, "model.gradient_checkpointing", "'yes'")
     assert all(checkpointable(kind) is kind for kind in (UNet, DiT, Net, torch.relu))
 
 
