@@ -44,8 +44,7 @@ def test_values_are_logged_under_val() -> None:
     logged = Logged()
     measure = Measure(every=4, read=lambda loop: {"a": 2.0, "b": (6.0, 4)})
     toy_loop({"measure": measure, "logged": logged}, steps=9).run()
-    assert logged.of("val/a") == {4: 2.0, 8: 2.0, 9: 2.0}
-    assert logged.of("val/b") == {4: 1.5, 8: 1.5, 9: 1.5}
+    assert (logged.of("val/a"), logged.of("val/b")) == ({4: 2.0, 8: 2.0, 9: 2.0}, {4: 1.5, 8: 1.5, 9: 1.5})
 
 
 def test_it_measures_each_epoch_unless_it_is_set() -> None:
@@ -177,7 +176,6 @@ def test_a_measurement_of_held_out_samples() -> None:
         return {"samples": sum(len(batch) for batch in loop.feed.unaugmented(loop.feed.held_out_indices))}
 
     logged = Logged()
-    toy_loop(
-        {"held_out": Measure(read=read), "logged": logged}, data=Feed(torch.rand(40, 4), held_out=7), steps=1
-    ).run()
+    data = Feed(torch.rand(40, 4), held_out=7)
+    toy_loop({"held_out": Measure(read=read), "logged": logged}, data=data, steps=1).run()
     assert logged.of("val/samples") == {1: 7.0}

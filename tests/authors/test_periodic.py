@@ -54,8 +54,7 @@ def test_it_acts_at_intervals_and_at_the_end(every: Any, steps: int, expected: l
 @pytest.mark.parametrize("reason", ["plugin", "signal", "time"])
 def test_it_does_not_act_at_the_end_of_a_run_that_is_not_done(reason: Any) -> None:
     notes = Notes(every=3)
-    loop = toy_loop({"notes": notes}, steps=8)
-    with loop:
+    with toy_loop({"notes": notes}, steps=8) as loop:
         for step in loop.steps():
             if step.step == 4:
                 loop.stop(reason)

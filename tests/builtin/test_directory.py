@@ -335,8 +335,7 @@ def test_a_path_is_resolved_to_its_run(tmp_path):
     step = run / "checkpoints" / "step-1"
     step.mkdir(parents=True)
     (run / CONFIG).touch()
-    assert run_of(run) == run
-    assert run_of(step) == run
+    assert run_of(run) == run_of(step) == run
     (tmp_path / "itself").symlink_to("itself")
     (tmp_path / "elsewhere").symlink_to("gone")
     for path, fact in (

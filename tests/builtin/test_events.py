@@ -25,8 +25,7 @@ def kinds(run_dir: Path) -> list[tuple[str, int]]:
 
 
 def test_start_checkpoints_and_the_end_of_a_run_are_events(tmp_path: Path) -> None:
-    loop = train(tmp_path, {"checkpoint": Checkpoint(every=4)})
-    with loop:
+    with train(tmp_path, {"checkpoint": Checkpoint(every=4)}) as loop:
         loop.sample(SampleRequest(1))  # this trains nothing, and so it is no event
     assert kinds(tmp_path) == [("start", 0), ("checkpoint", 4), ("checkpoint", 6), ("stop", 6)]
     start, saved, _, stop = (line.event for line in read_events(tmp_path / "events.jsonl"))
@@ -88,12 +87,7 @@ class Trouble:
 def test_steps_without_an_update_and_findings_are_events(tmp_path: Path) -> None:
     train(tmp_path, {"trouble": Trouble()})
     events = read_events(tmp_path / "events.jsonl")[1:-1]
-    assert [(line.event.kind, line.step) for line in events] == [
-        ("void", 2),
-        ("skipped", 3),
-        ("finding", 4),
-        ("mine", 4),
-    ]
+    assert kinds(tmp_path)[1:-1] == [("void", 2), ("skipped", 3), ("finding", 4), ("mine", 4)]
     assert [line.event.details.get("position") for line in events[:2]] == [2, 4]
     assert events[2].event == Event("finding", "hot\n  70 degrees\n  try a fan", "warning")
     assert events[3].event == Event("mine", "a\nb", "info", {"number": 1})
@@ -125,8 +119,7 @@ class Explodes(RollBackAt):
     [("skip", [("skipped", 3)]), ("rollback", [("rollback", 2), ("skipped", 2)]), ("stop", [("stop", 3)])],
 )
 def test_a_step_that_is_not_finite_is_an_event(tmp_path: Path, verdict: Verdict, after: list[Any]) -> None:
-    plugins = {"keeper": (keeper := Restores(at=2)), "explodes": Explodes(3, verdict)}
-    train(tmp_path, plugins)
+    train(tmp_path, {"keeper": (keeper := Restores(at=2)), "explodes": Explodes(3, verdict)})
     assert keeper.state is not None
     events = read_events(tmp_path / "events.jsonl")
     at = [line.event.kind for line in events].index("nan")

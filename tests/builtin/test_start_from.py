@@ -8,7 +8,7 @@ from hookdiff import ConfigError, build_loop, load_config
 from hookdiff.builtin.start_from import Start
 from hookdiff.experiment.probe import try_config
 from hookdiff.testing import assert_same, toy_loop, weights
-from tests.conftest import refused
+from tests.conftest import ran, refused
 
 
 @pytest.fixture
@@ -39,15 +39,13 @@ def test_a_resumed_run_has_its_own_weights_and_needs_no_file(config, tmp_path):
     build_loop(config(), tmp_path / "first").run()
     file = shutil.copy(newest(tmp_path / "first") / "model.safetensors", tmp_path / "given.safetensors")
     loaded = config(f"model.start_from={file}")
-    whole = build_loop(loaded, tmp_path / "whole")
-    whole.run()
+    whole = ran(build_loop(loaded, tmp_path / "whole"))
     build_loop(config(f"model.start_from={file}", "run.steps=2"), tmp_path / "run").run()
     (tmp_path / "given.safetensors").unlink()
     try_config(loaded, resume=True)
     with refused(ConfigError, "model.start_from", file):
         try_config(loaded)
-    again = build_loop(loaded, tmp_path / "run", resume=True)
-    again.run()
+    again = ran(build_loop(loaded, tmp_path / "run", resume=True))
     assert again.progress.step == 3
     assert_same(weights(again), weights(whole))
 
@@ -56,8 +54,7 @@ def test_the_recorded_config_starts_from_the_same_weights(config, tmp_path):
     build_loop(config("run.steps=1"), tmp_path / "first").run()
     file = newest(tmp_path / "first") / "model.safetensors"
     loaded = config(f"model.start_from={file}", "model.start_partial=true")
-    loop = build_loop(loaded, tmp_path / "run")
-    loop.run()
+    loop = ran(build_loop(loaded, tmp_path / "run"))
     again = load_config(tmp_path / "run" / "config.toml")
     assert again.resolved() == loop.hparams
     assert loop.hparams["model"]["start_partial"] is True

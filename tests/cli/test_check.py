@@ -36,21 +36,9 @@ def check(hookdiff, write_config, tmp_path, monkeypatch):
 def test_a_config_with_a_dit_is_printed_with_every_default(check):
     code, out, err = check("model.hidden_size=1152", "model.depth=28", "model.num_heads=16")  # no weights are allocated
     assert (code, err) == (0, "")
-    assert tomli.loads(out)["model"] == {
-        "use": "dit",
-        "patch_size": 2,
-        "hidden_size": 1152,
-        "depth": 28,
-        "text_dim": 0,
-        "num_heads": 16,
-        "mlp_ratio": 4.0,
-        "num_classes": 10,
-        "dropout": 0.0,
-        "gradient_checkpointing": False,
-        "start_partial": False,
-        "init": "default",
-        "zero_output": False,
-    }
+    sizes = {"patch_size": 2, "hidden_size": 1152, "depth": 28, "text_dim": 0, "num_heads": 16, "mlp_ratio": 4.0}
+    off = dict.fromkeys(("gradient_checkpointing", "start_partial", "zero_output"), False)
+    assert tomli.loads(out)["model"] == {**DIT, **sizes, **off, "dropout": 0.0, "init": "default"}
 
 
 class TimeSecond(nn.Conv2d):
@@ -220,9 +208,7 @@ FIRST_LINES = [  # settings, what the first lines have
 def test_the_first_lines_have_the_network_and_the_length(check, write_config, settings, facts):
     model = {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8}
     write_config(data={"source": "digits", "held_out": 10, "drop_last": False}, model=model)
-    code, out, _ = check(*settings)
-    assert code == 0
-    first = out.partition("\n\n")[0]
+    first = output(check(*settings)).partition("\n\n")[0]
     assert all(line.startswith("# ") for line in first.splitlines())
     check_facts(first, *facts)
 

@@ -86,8 +86,7 @@ def test_ctrl_c_on_a_run_piped_into_tee_saves_it(folder, begin, with_errors):
     seen = folder / ("log" if with_errors else "errors")
     wait_until(lambda: process.poll() is not None or b"step 1/" in (seen.read_bytes() if seen.exists() else b""))
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(PATIENCE) == 130
-    assert tee.wait(PATIENCE) == -signal.SIGINT
+    assert (process.wait(PATIENCE), tee.wait(PATIENCE)) == (130, -signal.SIGINT)
     assert outcome(folder / "run")["reason"] == "signal"
     (step,) = saved_steps(folder / "run")
     assert step == records(folder / "run")[-1]["step"] == outcome(folder / "run")["step"]

@@ -32,8 +32,7 @@ def test_texts_that_are_no_lists_of_captions_are_refused(samples: Any) -> None:
 def test_resized_images_keep_their_texts() -> None:
     texts = {"text": [["a"], [], ("b", "c"), ["d"]]}
     feed = feed_of(InMemory(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), texts=texts), Transforms(image_size=4))
-    assert feed.shape == (1, 4, 4)
-    assert feed.samples.texts == texts
+    assert (feed.shape, feed.samples.texts) == ((1, 4, 4), texts)
 
 
 def test_bytes_are_scaled_to_minus_one_to_one() -> None:
@@ -62,7 +61,6 @@ def test_fetching_takes_rows_in_the_order_asked_for() -> None:
     numbers = torch.arange(5)
     data = InMemory(numbers.float().reshape(5, 1, 1, 1), numbers * 2, conditions={"number": numbers * 3})
     images, labels, conditions = data.rows(torch.tensor([3, 0, 3]))
-    assert images.flatten().tolist() == [3, 0, 3]
-    assert as_list(labels) == [6, 0, 6]
-    assert conditions["number"].tolist() == [9, 0, 9]
+    values = [images.flatten().tolist(), as_list(labels), conditions["number"].tolist()]
+    assert values == [[3, 0, 3], [6, 0, 6], [9, 0, 9]]
     assert InMemory(torch.zeros(2, 1)).rows(torch.tensor([1]))[1:] == (None, {})

@@ -161,15 +161,8 @@ def test_names_of_the_core_are_refused(config, tmp_path):
 
 
 def test_a_probe_lists_all_problems(config):
-    bad = config(
-        "model.image_size=7",
-        "optimizer.lr=-1",
-        "run.device=nowhere",
-        "plugins.lr.warmup=0",
-        "plugins.lr.start_factor=0.5",
-        "sampling.steps=21",
-        plugins=["lr"],
-    )
+    slips = ["model.image_size=7", "optimizer.lr=-1", "run.device=nowhere", "sampling.steps=21"]
+    bad = config(*slips, "plugins.lr.warmup=0", "plugins.lr.start_factor=0.5", plugins=["lr"])
     with pytest.raises(ConfigError) as caught:
         try_config(bad)
     first, *lines = str(caught.value).split("\n")
@@ -198,8 +191,7 @@ def test_a_probe_takes_models_that_cannot_be_made_on_the_meta_device(config):
 
 def test_auto_picks_an_available_device():
     expected = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    assert pick_device("auto").type == expected
-    assert pick_device("cpu") == torch.device("cpu")
+    assert (pick_device("auto").type, pick_device("cpu")) == (expected, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "cpu:", "cuda:99", "hpu", "meta"])

@@ -9,7 +9,7 @@ import hookdiff.experiment.machine_choices as settle_module
 from hookdiff import build_loop, load_config
 from hookdiff.experiment.machine_choices import prepare_process, recorded, settle
 from hookdiff.testing.compare import assert_same, weights
-from tests.conftest import check_facts, finish, ran
+from tests.conftest import check_facts, finish, output, ran
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -28,8 +28,7 @@ def formed(config, device=CPU, before=None):
 def test_precision_and_memory_format_are_chosen_together(load_small, monkeypatch):
     config = load_small(plugins=["amp"])
     set_bf16(monkeypatch, True)
-    assert formed(config) == ("bf16", False, True)
-    assert formed(load_small()) == (None, True, True)
+    assert (formed(config), formed(load_small())) == (("bf16", False, True), (None, True, True))
     set_bf16(monkeypatch, False)
     assert formed(config) == ("off", True, True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
@@ -74,8 +73,7 @@ def test_choices_are_recorded_and_kept_by_a_run(load_small, tmp_path, start, mon
     table = tomli.loads((halves / "config.toml").read_text())
     assert table["plugins"]["amp"]["precision"] == "bf16"
     assert table["run"]["channels_last"] is False
-    assert table["run"]["threads"] == torch.get_num_threads()
-    assert table["run"]["attention"] == "by_layer"
+    assert (table["run"]["threads"], table["run"]["attention"]) == (torch.get_num_threads(), "by_layer")
     set_bf16(monkeypatch, False)  # as on another machine
     loop = ran(build_loop(load_config(path), halves, resume=True))
     assert loop.progress.step == 4
@@ -182,6 +180,5 @@ def test_recorded_values_that_do_not_fit_are_chosen_anew(load_small, monkeypatch
 @pytest.mark.wide
 def test_the_command_sets_the_threads(write_config, start, tmp_path):
     write_config("small.toml", run={"steps": 1})
-    code, _, err = finish(start(tmp_path, "run", "small.toml", "--set", "run.threads=2", "--out", "run"))
-    assert code == 0, err
+    output(finish(start(tmp_path, "run", "small.toml", "--set", "run.threads=2", "--out", "run")))
     assert '"threads": 2' in (tmp_path / "run" / "events.jsonl").read_text()

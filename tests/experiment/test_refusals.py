@@ -37,16 +37,8 @@ Wrong = tuple[Any, *tuple[str, ...]]  # a value, and facts of the message about 
 NAN, INF = math.nan, math.inf
 BASE: dict[str, Any] = {"run": {"steps": 1, "plugins": []}, "data": {"source": "digits"}, "model": {"use": "unet"}}
 # Values of keys without a default.
-NEEDED = {
-    "shift": 2.0,
-    "period": 5,
-    "milestones": [5],
-    "reference": 5,
-    "path": "x",
-    "root": "x",
-    "name": "x",
-    "data": [],
-}
+NEEDED: dict[str, Any] = {"shift": 2.0, "period": 5, "milestones": [5], "reference": 5, "data": []}
+NEEDED |= dict.fromkeys(("path", "root", "name"), "x")
 # Values, as a message shows them, and the types that they fit.
 LISTS = {tuple[str, ...], list[str], tuple[str | int, ...]}
 VALUES: list[tuple[Any, str, set[Any]]] = [

@@ -21,8 +21,7 @@ def test_the_first_folder_is_the_class(tmp_path: Path) -> None:
     Image.new("L", (3, 3)).save(deep)
     data = Folder(str(tmp_path))
     assert [data.describe(index) for index in range(len(data))] == sorted([*map(str, paths), str(deep)])
-    assert data.classes == ("ant", "bee", "cat")
-    assert as_list(data.labels) == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert (data.classes, as_list(data.labels)) == (("ant", "bee", "cat"), [0, 0, 0, 1, 1, 1, 2, 2])
     with data.load(0) as image:
         assert numpy.array_equal(numpy.array(image), numpy.array(Image.open(paths[0])))
 
@@ -37,13 +36,8 @@ def test_every_format_is_found_and_the_rest_is_counted(tmp_path: Path, monkeypat
             name = f"{one.names[0]}-of{suffix}"
             (tmp_path / name).write_bytes(content.getvalue())
             expected += [] if one.package else [str(tmp_path / name)]
-    others = {
-        ".txt": (2, "b/x.txt"),
-        ".csv": (1, "labels.csv"),
-        ".heic": (2, "HEIF-of.HEIC"),
-        ".heif": (1, "HEIF-of.heif"),
-        "without a suffix": (7, "HEIF-of"),
-    }
+    others = {".txt": (2, "b/x.txt"), ".csv": (1, "labels.csv"), "without a suffix": (7, "HEIF-of")}
+    others |= {".heic": (2, "HEIF-of.HEIC"), ".heif": (1, "HEIF-of.heif")}
     (tmp_path / "b").mkdir()
     (tmp_path / ".git").mkdir()
     for name in ("notes.txt", "b/x.txt", "labels.csv", "README", "P5", "bitmap", "z", "b/pipe"):

@@ -255,8 +255,7 @@ def test_what_a_batch_logs_is_of_its_update_or_dropped(hook: str) -> None:
 
 
 def test_pictures_arrive_at_once_as_bytes() -> None:
-    loop = toy_loop({"sink": (sink := Sink())})
-    with loop:
+    with toy_loop({"sink": (sink := Sink())}) as loop:
         next(loop.steps())
         finished = Picture(numpy.arange(6, dtype=numpy.uint8).reshape(2, 3))
         loop.log.images({"a": torch.tensor([-1.0, 0.0, 1.0, 9.0]).reshape(1, 1, 2, 2), "b/c": finished})

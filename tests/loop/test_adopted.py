@@ -146,8 +146,7 @@ def test_a_gradient_that_is_not_finite_is_found_before_any_weight_moves(value: f
 
 def test_its_gradients_are_unscaled_and_an_overflow_of_theirs_is_a_void_step() -> None:
     amp, plugin = AMP("fp16", 1024.0), Weight()
-    loop = toy_loop({"weight": plugin, "amp": amp}, steps=3)
-    with loop:
+    with toy_loop({"weight": plugin, "amp": amp}, steps=3) as loop:
         batches = loop.feed.batches(0)
         plugin.spoil = math.inf
         before = plugin.net.weight.detach().clone()

@@ -52,8 +52,7 @@ def test_the_weights_are_those_of_one_epoch() -> None:
     batches = Batches()
     toy_loop({"first": acting(before_epoch=weigh), "batches": batches}, epochs=2).run()
     drawn = [index for batch in batches.seen for index in batch.indices.tolist()]  # type: ignore[union-attr]
-    assert drawn[:40] == [3] * 40
-    assert sorted(drawn[40:]) == list(range(40))
+    assert (drawn[:40], sorted(drawn[40:])) == ([3] * 40, list(range(40)))
 
 
 @pytest.mark.parametrize("cut", [1, 5, 7])
@@ -82,8 +81,7 @@ def test_a_rollback_keeps_the_weights_of_the_epoch() -> None:
     toy_loop({"plain": plain}, epochs=2).run()
     loop = toy_loop({"plugin": plugin, "back": RollsBack(at=4, position=6)}, epochs=2)
     assert outcomes(loop)[6] == "skipped"
-    assert plugin.drawn == plain.drawn
-    assert plugin.calls == plain.calls
+    assert (plugin.drawn, plugin.calls) == (plain.drawn, plain.calls)
 
 
 @settings(max_examples=25, deadline=None)
@@ -155,8 +153,7 @@ def test_a_veto_consumes_the_batch_and_calls_no_other_hook() -> None:
     )
     loop = toy_loop({"vetoes": vetoes}, epochs=1)
     assert outcomes(loop) == ["updated", "skipped", "updated", "skipped", "updated"]
-    assert steps == [0, 2, 4]
-    assert (loop.progress.epoch, loop.progress.step) == (1, 3)
+    assert (steps, loop.progress.epoch, loop.progress.step) == ([0, 2, 4], 1, 3)
 
 
 @pytest.mark.parametrize("rows", [2, 4, 16])
@@ -169,8 +166,7 @@ def test_a_batch_of_another_size_is_one_step_of_the_mean_over_its_samples(rows: 
     plugins = {"resizes": acting(make_batch=resize), "batches": batches}
     with toy_loop(plugins, steps=1, micro_batch=micro_batch) as loop:
         (step,) = loop.steps()
-        assert step.outcome == "updated"
-        assert loop.progress.samples == 8
+        assert (step.outcome, loop.progress.samples) == ("updated", 8)
         plain.objective(plain.model, batches.seen[0]).loss.backward()  # type: ignore[arg-type, union-attr]
         norm = torch.stack([p.grad.square().sum() for p in plain.model.parameters() if p.grad is not None]).sum().sqrt()
         assert step.grad_norm == pytest.approx(norm.item(), rel=1e-5)

@@ -98,8 +98,7 @@ def test_squares_do_not_overflow(dtype: torch.dtype, scale: float, of_norms: tor
 def test_parameters_without_a_gradient_are_left_out() -> None:
     model = toy_model()
     model[0].weight.requires_grad_(False)  # type: ignore[index]
-    loop = toy_loop(model=model, steps=1)
-    with loop:
+    with toy_loop(model=model, steps=1) as loop:
         next(loop.steps())
     assert list(loop.gradients.named()) == ["0.bias", "3.weight", "3.bias"]
     assert len(loop.gradients.norms) == 3
@@ -110,8 +109,7 @@ def test_parameters_without_a_gradient_are_left_out() -> None:
 def test_a_weight_that_no_optimizer_holds_is_not_read() -> None:
     model = toy_model()
     last = [parameter for name, parameter in model.named_parameters() if name.startswith("3.")]
-    loop = toy_loop(model=model, optimizers=lambda _: torch.optim.SGD(last, lr=0.1))
-    with loop:
+    with toy_loop(model=model, optimizers=lambda _: torch.optim.SGD(last, lr=0.1)) as loop:
         for step in loop.steps():
             assert loop.gradients.names == ["3.weight", "3.bias"]
             norms = [float(parameter.grad.norm()) for parameter in last if parameter.grad is not None]

@@ -17,7 +17,7 @@ from hookdiff.testing import assert_same, toy_loop, toy_model
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA
-from tests.conftest import refused
+from tests.conftest import ran, refused
 
 
 class Net(nn.Module):
@@ -70,8 +70,7 @@ def test_a_buffer_trains_and_is_saved_as_what_it_shows(name: str, tmp_path: Path
             "checkpoint": Checkpoint(every=3),
         }
         run.mkdir(exist_ok=True)
-        loop = toy_loop(plugins, model=Net(*MODELS[name]), run_dir=run, steps=steps, resume=resume)
-        loop.run()
+        loop = ran(toy_loop(plugins, model=Net(*MODELS[name]), run_dir=run, steps=steps, resume=resume))
         assert loop.plugins["amp"].state_dict()["num_void"]
         return loop
 

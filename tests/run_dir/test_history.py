@@ -124,8 +124,7 @@ def test_of_several_values_of_a_step_the_last_one_counts(tmp_path: Path) -> None
         {"step": 3, "time": 6.0, "loss": 6},
     ]
     history = History(run_dir(tmp_path / "run", metrics=lines))
-    assert history.series["loss"] == ([1, 2, 3], [9, 8, 6])
-    assert history.times == ([1, 2, 3], [1, 5, 6])
+    assert (history.series["loss"], history.times) == (([1, 2, 3], [9, 8, 6]), ([1, 2, 3], [1, 5, 6]))
     assert math.isnan(history.last("fd/x"))
     assert math.isnan(history.last("not logged"))
     assert history.last("loss") == 6
